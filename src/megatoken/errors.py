@@ -1,0 +1,58 @@
+"""Every error megatoken raises on purpose: what was wrong, where, how to mend it, and the exit code it maps to."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What the process returns to the shell; the only place where the codes are defined."""
+
+    OK = 0  # MEASURED or VALID
+    ERROR = 1
+    USAGE = 2
+    INVALID = 3
+    DEGRADED = 4
+    INTERRUPTED = 130
+
+
+class MegatokenError(Exception):
+    """Base of all expected failures. ``str(error)`` is the one line a user sees."""
+
+    exit_code = ExitCode.ERROR
+
+
+class UsageError(MegatokenError):
+    """What the user gave cannot be used: flag, file, key, number. Nothing has been written."""
+
+    exit_code = ExitCode.USAGE
+
+
+class ConfigError(UsageError):
+    """A configuration key or value is wrong."""
+
+
+class CheckpointError(UsageError):
+    """A model directory cannot be loaded: missing, truncated, misshapen or unsupported."""
+
+
+class DatasetError(UsageError):
+    """A prompt file or data set cannot be read; the message names file and line or row."""
+
+
+class RequestError(UsageError):
+    """One request cannot be served: empty prompt, unknown token id, longer than the context."""
+
+
+class CapacityError(UsageError):
+    """Model, cache or request does not fit; the message carries the numbers in bytes or tokens."""
+
+
+class MissingExtraError(UsageError):
+    """An optional dependency is not installed; the message names the extra."""
+
+
+class StorageError(MegatokenError):
+    """The run folder cannot be written: no space, no permission."""
+
+    exit_code = ExitCode.USAGE
