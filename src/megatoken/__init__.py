@@ -1,0 +1,22 @@
+"""megatoken: run large language models, measure them under MLPerf rules, and say what the number is worth.
+
+Names are loaded on first use, so that commands which need no engine start without PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatoken.engine import Completion, Engine, EngineConfig, FinishReason, Request, Sampling, TokenEvent
+
+__version__ = "0.1.0"
+__all__ = ["Completion", "Engine", "EngineConfig", "FinishReason", "Request", "Sampling", "TokenEvent", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from megatoken import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module 'megatoken' has no attribute {name!r}")

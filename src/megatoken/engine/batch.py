@@ -1,0 +1,103 @@
+"""A ``StepPlan`` as tensors: which ids at which positions, where their keys go, what each query sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatoken.engine.cache import LayerCache
+from megatoken.engine.ops import Ops
+from megatoken.engine.scheduler import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive prompt rows of one sequence. ``pages`` is None when the chunk starts the sequence."""
+
+    first_row: int
+    rows: int
+    context: int
+    pages: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's inputs; T rows, decode rows first, S of them sampled."""
+
+    token_ids: Tensor
+    positions: Tensor
+    cache_rows_TK: Tensor
+    decodes: int
+    decode_index: Any
+    chunks: list[Chunk]
+    sample_rows: Tensor
+    sample_index: Any
+
+
+def build_batch(
+    plan: StepPlan,
+    page_table: NDArray[np.int32],
+    last_tokens: Tensor,
+    host_tokens: Callable[[int, int, int], list[int]],
+    cache: LayerCache,
+    ops: Ops,
+    heads: int,
+) -> Batch:
+    """Turn a plan into tensors.
+
+    Args:
+        plan: what to run.
+        page_table: the scheduler's int32 [slots, pages] table, the plan's new pages included.
+        last_tokens: int64 [slots], the newest token of each slot, where the sampler leaves it.
+        host_tokens: ``(ticket, start, count) -> ids`` for prompt rows.
+        cache: any layer's cache, for its shape.
+        ops: the back end, which prepares its own attention index.
+        heads: query heads.
+    """
+    page_size, kv_heads = cache.page_size, cache.k.shape[1]
+    count = plan.count
+    last_row = np.cumsum(count) - 1
+    positions = np.arange(last_row[-1] + 1) - np.repeat(last_row + 1 - count - plan.start, count)
+    page = page_table[np.repeat(plan.slot, count), positions // page_size].astype(np.int64) + 1
+    cache_rows = (page[:, None] * kv_heads + np.arange(kv_heads)) * page_size + (positions % page_size)[:, None]
+
+    prompt_ids: list[int] = []
+    chunks: list[Chunk] = []
+    for row in range(plan.decodes, len(count)):
+        start, rows = int(plan.start[row]), int(count[row])
+        prompt_ids += host_tokens(int(plan.ticket[row]), start, rows)
+        context = start + rows
+        pages = torch.from_numpy(page_table[plan.slot[row], : -(-context // page_size)] + 1) if start else None
+        chunks.append(Chunk(int(last_row[row]) + 1 - rows, rows, context, pages))
+    decode_ids = last_tokens.index_select(0, torch.from_numpy(plan.slot[: plan.decodes].astype(np.int64)))
+    token_ids = torch.cat((decode_ids, torch.tensor(prompt_ids, dtype=torch.int64))) if prompt_ids else decode_ids
+
+    visible = plan.start + count
+    high_page = int(page_table[plan.slot].max()) + 2
+
+    def index(rows: NDArray[Any]) -> Any:
+        lengths = visible[rows]
+        if not len(lengths):
+            return None
+        width = -(-int(lengths.max()) // page_size)
+        pages = torch.from_numpy(page_table[plan.slot[rows], :width] + 1)
+        return ops.attention_index(pages, torch.from_numpy(lengths), cache, heads, high_page)
+
+    decode_index = index(np.arange(plan.decodes))
+    sampled = np.flatnonzero(plan.sample)
+    return Batch(
+        token_ids=token_ids,
+        positions=torch.from_numpy(positions),
+        cache_rows_TK=torch.from_numpy(cache_rows),
+        decodes=plan.decodes,
+        decode_index=decode_index,
+        chunks=chunks,
+        sample_rows=torch.from_numpy(last_row[sampled]),
+        sample_index=decode_index if not chunks else index(sampled),
+    )

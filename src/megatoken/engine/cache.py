@@ -1,0 +1,70 @@
+"""The paged KV cache: tensors and layout, nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatoken.engine.config import ModelConfig, Precision
+
+ACTIVATION_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+DUMP_PAGE = 0
+"""Page 0 is never given to a sequence: padded table entries point to it, so no kernel needs a mask for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Keys and values of one layer, each [pages, kv_heads, page_size, head_dim]: one page of one head is contiguous."""
+
+    k: Tensor
+    v: Tensor
+    round_to_fp8: bool
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.k.shape[2]
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """``x`` as it reads back from the cache: rounded to e4m3 (saturating, scale 1) for an fp8 cache."""
+        if not self.round_to_fp8:
+            return x
+        return x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).to(x.dtype)
+
+    def write(self, k_TKE: Tensor, v_TKE: Tensor, rows_TK: Tensor) -> None:
+        """Store already rounded keys and values at ``rows_TK``, indices into [pages * kv_heads * page_size] rows."""
+        head_dim = self.k.shape[3]
+        rows = rows_TK.view(-1)
+        self.k.view(-1, head_dim).index_copy_(0, rows, k_TKE.reshape(-1, head_dim))
+        self.v.view(-1, head_dim).index_copy_(0, rows, v_TKE.reshape(-1, head_dim))
+
+    def read(self, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """The first ``length`` keys and values of a sequence with page ids ``pages`` -> two [length, kv_heads, head_dim]."""
+        _, kv_heads, page_size, head_dim = self.k.shape
+        gathered = (
+            side.index_select(0, pages).transpose(1, 2).reshape(len(pages) * page_size, kv_heads, head_dim)[:length]
+            for side in (self.k, self.v)
+        )
+        k, v = gathered
+        return k, v
+
+
+def bytes_per_token(config: ModelConfig, precision: Precision) -> int:
+    """Cache bytes of one token over all layers. On the CPU an fp8 cache holds e4m3 values in bf16 storage."""
+    return 2 * config.layers * config.kv_heads * config.head_dim * ACTIVATION_DTYPE[precision].itemsize
+
+
+def allocate_cache(config: ModelConfig, precision: Precision, pages: int, page_size: int) -> list[LayerCache]:
+    """One cache per layer for ``pages`` usable pages and the dump page.
+
+    Zeroed, because masked attention still multiplies what a page holds beyond its sequence's end; on Linux the zeros
+    cost no memory before they are written.
+    """
+    shape = (pages + 1, config.kv_heads, page_size, config.head_dim)
+    dtype = ACTIVATION_DTYPE[precision]
+    return [
+        LayerCache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), precision == "fp8")
+        for _ in range(config.layers)
+    ]

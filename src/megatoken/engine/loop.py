@@ -1,0 +1,298 @@
+"""The engine: requests in, tokens out, one step at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatoken.engine.checkpoint import Checkpoint, RandomWeights
+from megatoken.engine.config import SHAPES, EngineConfig, ModelConfig
+from megatoken.engine.memory import MemoryPlan, plan_memory
+from megatoken.engine.ops import cpu
+from megatoken.engine.request import Completion, FinishReason, Request, Sampling, TokenEvent
+from megatoken.engine.runner import Runner
+from megatoken.engine.scheduler import Scheduler, StepPlan
+from megatoken.engine.tokenizer import Tokenizer
+from megatoken.errors import CapacityError, CheckpointError, RequestError
+
+
+@dataclass(slots=True)
+class _Active:
+    """A request between submission and its last token."""
+
+    prompt: list[int]
+    generated: list[int]
+    max_tokens: int
+    stop_ids: frozenset[int]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """The engine at one moment; ``rows``, ``preemptions``, ``recomputed_tokens`` and ``steps`` count from the start."""
+
+    in_flight: int
+    waiting: int
+    resident: int
+    rows: int
+    last_step_rows: int
+    row_budget: int
+    pages_free: int
+    pages: int
+    preemptions: int
+    recomputed_tokens: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    plan: StepPlan
+    ids: Tensor = field(repr=False)
+
+
+class Engine:
+    """A model that continues prompts, many at a time.
+
+    Args:
+        model: a Hugging Face checkpoint directory, or a named shape (``megatoken.engine.config.SHAPES``), which gets
+            random weights.
+        config: precision and sizes; what is left out is derived, see ``memory_plan``.
+        random_weights: take only the directory's configuration.
+        seed: of random weights.
+
+    Raises:
+        CheckpointError: the directory cannot be loaded.
+        CapacityError: the model does not fit.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        random_weights: bool = False,
+        seed: int = 0,
+    ) -> None:
+        config = config or EngineConfig()
+        if config.device == "cuda":
+            raise CapacityError("device cuda: this engine runs on the CPU only; leave device on auto")
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        source = open_model(model, random_weights=random_weights, seed=seed)
+        self.model_config: ModelConfig = source.config
+        self.config = config
+        self.content_hash = source.content_hash
+        self.memory_plan: MemoryPlan = plan_memory(source.config, config)
+        tokenizer_file = Path(model) / "tokenizer.json"
+        self.tokenizer = Tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
+        self._runner = Runner(source, config, self.memory_plan, cpu)
+        memory = self.memory_plan
+        self._scheduler = Scheduler(
+            max_rows=memory.max_rows,
+            max_sequences=memory.max_sequences,
+            page_size=memory.page_size,
+            num_pages=memory.pages,
+            max_length=memory.max_length,
+        )
+        self._lookahead = 1 if config.overlap else 0
+        self._active: dict[int, _Active] = {}
+        self._drawing = 0
+        self._launched: deque[_Launched] = deque()
+        self._held: list[TokenEvent] = []
+        self._next_ticket = 0
+        self._rows = self._last_step_rows = self._steps = 0
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; its ticket names it in every ``TokenEvent``.
+
+        Raises:
+            RequestError: empty prompt, id outside the vocabulary, bad limit or sampling.
+            CapacityError: it can never fit context or cache.
+        """
+        prompt = self.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
+        check_request(prompt, request, self.model_config.vocabulary_size)
+        stop_ids = frozenset(request.stop_token_ids)
+        if not request.ignore_end_token:
+            stop_ids |= frozenset(self.model_config.end_token_ids)
+        ticket = self._next_ticket
+        self._scheduler.add(ticket, len(prompt), request.max_tokens)
+        self._next_ticket += 1
+        self._active[ticket] = _Active(prompt, [], request.max_tokens, stop_ids, request.sampling)
+        self._drawing += request.sampling.temperature > 0
+        return ticket
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``.
+
+        Raises:
+            RequestError: the model has no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise RequestError(f"{self.model_config.name} has no tokenizer.json, so prompts must be token ids")
+        return self.tokenizer.encode(text)
+
+    @property
+    def busy(self) -> bool:
+        """Whether ``step`` still has something to do or to tell."""
+        return bool(self._active or self._launched or self._held)
+
+    def step(self) -> list[TokenEvent]:
+        """Plan and launch one step, collect the oldest that is due, tell what it brought."""
+        events, self._held = self._held, []
+        plan = self._scheduler.plan()
+        if plan is not None:
+            self._launched.append(_Launched(plan, self._launch(plan)))
+        if self._launched and (plan is None or len(self._launched) > self._lookahead):
+            events += self._collect(self._launched.popleft())
+        return events
+
+    def cancel(self, ticket: int) -> None:
+        """End a request now; its pages are free at once and ``step`` reports it as cancelled. Unknown tickets pass."""
+        request = self._active.get(ticket)
+        if request is None:
+            return
+        if not self._done_by_length(ticket):
+            self._scheduler.end(ticket)
+        self._forget(ticket)
+        self._held.append(TokenEvent(ticket, (), FinishReason.CANCELLED))
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Run ``requests`` to their ends; completions in the order of the requests."""
+        prompts = [len(self.encode(r.prompt)) if isinstance(r.prompt, str) else len(r.prompt) for r in requests]
+        tickets = {self.submit(request): place for place, request in enumerate(requests)}
+        tokens: list[list[int]] = [[] for _ in requests]
+        completions: dict[int, Completion] = {}
+        for event in self._events(tickets):
+            place = tickets[event.ticket]
+            tokens[place] += event.token_ids
+            if event.finish_reason is not None:
+                completions[place] = Completion(tokens[place], event.finish_reason, prompts[place])
+        return [completions[place] for place in range(len(requests))]
+
+    def stream(self, request: Request) -> Iterator[TokenEvent]:
+        """Run one request, event by event; leaving the loop early cancels it."""
+        ticket = self.submit(request)
+        try:
+            yield from self._events({ticket})
+        finally:
+            self.cancel(ticket)
+
+    def counters(self) -> Counters:
+        """A snapshot for progress lines and time series."""
+        scheduler = self._scheduler
+        return Counters(
+            in_flight=len(self._active),
+            waiting=scheduler.waiting,
+            resident=scheduler.resident,
+            rows=self._rows,
+            last_step_rows=self._last_step_rows,
+            row_budget=self.memory_plan.max_rows,
+            pages_free=scheduler.free_pages,
+            pages=self.memory_plan.pages,
+            preemptions=scheduler.preemptions,
+            recomputed_tokens=scheduler.recomputed_tokens,
+            steps=self._steps,
+        )
+
+    def _events(self, tickets: Iterable[int]) -> Iterator[TokenEvent]:
+        open_tickets = set(tickets)
+        while open_tickets:
+            others: list[TokenEvent] = []
+            for event in self.step():
+                if event.ticket not in open_tickets:
+                    others.append(event)
+                    continue
+                if event.finish_reason is not None:
+                    open_tickets.discard(event.ticket)
+                yield event
+            self._held = others + self._held
+
+    def _launch(self, plan: StepPlan) -> Tensor:
+        self._last_step_rows = int(plan.count.sum())
+        self._rows += self._last_step_rows
+        self._steps += 1
+        samplings = None
+        if self._drawing:
+            samplings = [self._active[ticket].sampling for ticket in plan.ticket[plan.sample].tolist()]
+        return self._runner.launch(plan, self._scheduler, self._host_tokens, samplings)
+
+    def _host_tokens(self, ticket: int, start: int, count: int) -> list[int]:
+        active = self._active[ticket]
+        prompt = len(active.prompt)
+        if start + count <= prompt:
+            return active.prompt[start : start + count]
+        return active.prompt[start:] + active.generated[max(start - prompt, 0) : start + count - prompt]
+
+    def _collect(self, launched: _Launched) -> list[TokenEvent]:
+        plan = launched.plan
+        events = []
+        for ticket, token in zip(plan.ticket[plan.sample].tolist(), launched.ids.tolist(), strict=True):
+            active = self._active.get(ticket)
+            if active is None:  # it stopped or was cancelled while this step was on its way
+                continue
+            active.generated.append(token)
+            reason = None
+            if len(active.generated) == active.max_tokens:
+                reason = FinishReason.STOP if token in active.stop_ids else FinishReason.LENGTH
+                self._forget(ticket)
+            elif token in active.stop_ids:
+                reason = FinishReason.STOP
+                if not self._done_by_length(ticket):
+                    self._scheduler.end(ticket)
+                self._forget(ticket)
+            events.append(TokenEvent(ticket, (token,), reason))
+        return events
+
+    def _done_by_length(self, ticket: int) -> bool:
+        """Whether the scheduler has planned the last token of ``ticket``, which a launched step is still to bring."""
+        active = self._active[ticket]
+        coming = sum(bool(np.any(launched.plan.sample & (launched.plan.ticket == ticket))) for launched in self._launched)
+        return len(active.generated) + coming == active.max_tokens
+
+    def _forget(self, ticket: int) -> None:
+        self._drawing -= self._active.pop(ticket).sampling.temperature > 0
+
+
+def open_model(model: str | Path, *, random_weights: bool = False, seed: int = 0) -> Checkpoint | RandomWeights:
+    """A checkpoint directory, or random weights for a named shape or a directory's configuration.
+
+    Raises:
+        CheckpointError: neither a directory nor a shape, or a directory that cannot be loaded.
+    """
+    if str(model) in SHAPES and not Path(model).is_dir():
+        return RandomWeights(SHAPES[str(model)], seed)
+    path = Path(model)
+    if not path.is_dir():
+        raise CheckpointError(f"{model}: no such directory, and not one of the shapes {', '.join(SHAPES)}")
+    if random_weights:
+        return RandomWeights(ModelConfig.from_directory(path), seed)
+    return Checkpoint.open(path)
+
+
+def check_request(prompt: Sequence[int], request: Request, vocabulary_size: int) -> None:
+    """Refuse what can never be served.
+
+    Raises:
+        RequestError: says which field and why.
+    """
+    if not prompt:
+        raise RequestError("the prompt is empty; give at least one token")
+    lowest, highest = min(prompt), max(prompt)
+    if lowest < 0 or highest >= vocabulary_size:
+        wrong = lowest if lowest < 0 else highest
+        raise RequestError(f"prompt token id {wrong} is outside the vocabulary of {vocabulary_size:,}")
+    if request.max_tokens < 1:
+        raise RequestError(f"max_tokens is {request.max_tokens}; it must be at least 1")
+    sampling = request.sampling
+    if not 0 <= sampling.temperature < float("inf"):
+        raise RequestError(f"temperature is {sampling.temperature}; it must be finite and not negative")
+    if sampling.top_k < 0:
+        raise RequestError(f"top_k is {sampling.top_k}; it must be 0 (all) or more")
+    if not 0 < sampling.top_p <= 1:
+        raise RequestError(f"top_p is {sampling.top_p}; it must be above 0 and at most 1")

@@ -1,0 +1,139 @@
+"""The memory plan: computed from shapes before anything is allocated, printed, and obeyed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megatoken.engine.cache import ACTIVATION_DTYPE, bytes_per_token
+from megatoken.engine.config import EngineConfig, ModelConfig
+from megatoken.errors import CapacityError
+
+PROCESS_BYTES = 300_000_000
+"""Python, PyTorch and the command's other libraries, measured 224 to 260 MB, before the first weight."""
+SAMPLING_BLOCK_ROWS = 16
+"""Rows sampled at a time when not greedy: sorting a vocabulary in float64 is what this bounds."""
+DEFAULT_MAX_LENGTH = 8192
+DEFAULT_MAX_ROWS = 256
+DEFAULT_MAX_SEQUENCES = 128
+DEFAULT_PAGE_SIZE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Every derived size of an engine; bytes unless the name says tokens, rows, pages or sequences."""
+
+    weights_bytes: int
+    cache_bytes: int
+    workspace_bytes: int
+    process_bytes: int
+    available_bytes: int
+    page_size: int
+    pages: int
+    max_rows: int
+    max_sequences: int
+    max_length: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The most this engine's process will hold."""
+        return self.weights_bytes + self.cache_bytes + self.workspace_bytes + self.process_bytes
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens the cache holds."""
+        return self.pages * self.page_size
+
+    def lines(self) -> list[str]:
+        """The plan for a person, one fact a line."""
+        return [
+            f"weights    {_gigabytes(self.weights_bytes)}",
+            f"KV cache   {_gigabytes(self.cache_bytes)}  {self.cache_tokens:,} tokens in {self.pages:,} pages of "
+            f"{self.page_size}; filled as requests need it",
+            f"workspace  {_gigabytes(self.workspace_bytes)}  steps of {self.max_rows:,} rows",
+            f"process    {_gigabytes(self.process_bytes)}  Python and libraries",
+            f"total      {_gigabytes(self.total_bytes)}  of {_gigabytes(self.available_bytes)} available",
+            f"limits     {self.max_sequences:,} sequences at a time, {self.max_length:,} tokens each",
+        ]
+
+
+def weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Bytes of the packed weights. The packed head of a tied model is a copy of its embedding."""
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    attention = model.hidden_size * (2 * q + 2 * kv)
+    layer = attention + 3 * model.hidden_size * model.intermediate_size + 2 * model.hidden_size
+    parameters = model.layers * layer + 2 * model.vocabulary_size * model.hidden_size + model.hidden_size
+    return parameters * ACTIVATION_DTYPE[config.precision].itemsize
+
+
+def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
+    """Derive every size.
+
+    Raises:
+        CapacityError: model, context and cache cannot fit, with the numbers.
+    """
+    page_size = config.page_size or DEFAULT_PAGE_SIZE
+    max_length = config.max_length or min(model.max_positions, DEFAULT_MAX_LENGTH)
+    if max_length > model.max_positions:
+        raise CapacityError(
+            f"max_length {max_length:,} is more than the {model.max_positions:,} positions of {model.name}; lower it"
+        )
+    max_sequences = config.max_sequences or DEFAULT_MAX_SEQUENCES
+    max_rows = config.max_rows or DEFAULT_MAX_ROWS
+    item = ACTIVATION_DTYPE[config.precision].itemsize
+    weights = weight_bytes(model, config)
+    sampled = min(max_sequences, max_rows)
+    heads = model.heads + 2 * model.kv_heads
+    per_row = 4 * model.hidden_size + 3 * heads * model.head_dim + 2 * model.intermediate_size
+    scores = 4 * min(max_sequences, max_rows) * model.heads * max_length
+    logits = sampled * model.vocabulary_size * item + SAMPLING_BLOCK_ROWS * model.vocabulary_size * 48
+    rotary = 2 * max_length * model.head_dim * item
+    largest = max(model.vocabulary_size, 2 * model.intermediate_size) * model.hidden_size * 4
+    workspace = max((max_rows * per_row + scores) * item + logits + rotary, largest)
+
+    available = config.memory_bytes or available_memory_bytes()
+    left = available - weights - workspace - PROCESS_BYTES
+    page = page_size * bytes_per_token(model, config.precision)
+    sequence_pages = -(-max_length // page_size)
+    if config.cache_tokens is not None:
+        pages = config.cache_tokens // page_size
+    else:
+        pages = min(max_sequences * sequence_pages, max(left, 0) // 2 // page)
+        # Half of what is left is courtesy to other processes; one longest sequence comes first.
+        pages = max(pages, min(sequence_pages, max(left, 0) // page))
+    plan = MemoryPlan(
+        weights_bytes=weights,
+        cache_bytes=(pages + 1) * page,
+        workspace_bytes=workspace,
+        process_bytes=PROCESS_BYTES,
+        available_bytes=available,
+        page_size=page_size,
+        pages=pages,
+        max_rows=max_rows,
+        max_sequences=max_sequences,
+        max_length=min(max_length, pages * page_size),
+    )
+    if pages < 1 or plan.total_bytes > available:
+        raise CapacityError(
+            f"{model.name} in {config.precision} does not fit: weights {_gigabytes(weights)} + cache "
+            f"{_gigabytes(plan.cache_bytes)} + workspace {_gigabytes(workspace)} + process {_gigabytes(PROCESS_BYTES)} = "
+            f"{_gigabytes(plan.total_bytes)}, available {_gigabytes(available)}; take a smaller model, precision, "
+            "cache_tokens, max_rows or max_length"
+        )
+    return plan
+
+
+def available_memory_bytes() -> int:
+    """Memory this process may still take: the system's, or the container's limit when that is lower."""
+    available = int(psutil.virtual_memory().available)
+    limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    try:
+        return min(available, int(limit.read_text()) - int(usage.read_text()))
+    except (OSError, ValueError):  # no control group, or no limit ("max")
+        return available
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.3f} GB"

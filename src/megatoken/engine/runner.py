@@ -1,0 +1,71 @@
+"""Owns weights, cache and the token table; runs one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatoken.engine.batch import build_batch
+from megatoken.engine.cache import allocate_cache
+from megatoken.engine.config import EngineConfig
+from megatoken.engine.memory import MemoryPlan
+from megatoken.engine.model import WeightSource, forward, load_weights
+from megatoken.engine.ops import Ops
+from megatoken.engine.request import Sampling
+from megatoken.engine.sampling import sample
+from megatoken.engine.scheduler import Scheduler, StepPlan
+
+
+class Runner:
+    """One model on one device.
+
+    ``last_tokens`` (int64 [slots]) stays on the device: a decode takes its input id from there, so a step can be launched
+    before the host has seen what the step before it sampled.
+    """
+
+    def __init__(self, source: WeightSource, config: EngineConfig, memory: MemoryPlan, ops: Ops) -> None:
+        self.config = source.config
+        self._ops = ops
+        self._weights = load_weights(source, ops, config.precision, memory.max_length)
+        self._cache = allocate_cache(source.config, config.precision, memory.pages, memory.page_size)
+        self._last_tokens = torch.zeros(memory.max_sequences, dtype=torch.int64)
+
+    @torch.inference_mode()
+    def launch(
+        self,
+        plan: StepPlan,
+        scheduler: Scheduler,
+        host_tokens: Callable[[int, int, int], list[int]],
+        samplings: Sequence[Sampling] | None,
+    ) -> Tensor:
+        """Run one step.
+
+        Args:
+            plan: what to run.
+            scheduler: for its page table.
+            host_tokens: ids of prompt rows, see ``build_batch``.
+            samplings: one for each sampled row; None when all are greedy.
+
+        Returns:
+            int64 [S], the sampled ids, in the order of the plan's sampled rows.
+        """
+        batch = build_batch(
+            plan,
+            scheduler.page_table,
+            self._last_tokens,
+            host_tokens,
+            self._cache[0],
+            self._ops,
+            self.config.heads,
+        )
+        logits_SV = forward(self._weights, self.config, self._ops, self._cache, batch)
+        if samplings is None:
+            ids_S = logits_SV.argmax(-1)
+        else:
+            ids_S = sample(logits_SV, samplings, (plan.start + plan.count)[plan.sample].astype(np.int64))
+        slots_S = torch.from_numpy(plan.slot[plan.sample].astype(np.int64))
+        self._last_tokens.index_copy_(0, slots_S, ids_S)
+        return ids_S

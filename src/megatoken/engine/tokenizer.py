@@ -1,0 +1,67 @@
+"""Text to ids and back, over the checkpoint's ``tokenizer.json``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from megatoken.errors import CheckpointError
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer:
+    """A Hugging Face fast tokenizer. Special tokens are added on encoding and left out on decoding."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self._tokenizer = FastTokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for every kind of bad file
+            raise CheckpointError(f"{file}: not a tokenizer.json that can be read ({error}); export it again") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text``, with the special tokens the tokenizer itself puts around it."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of ``token_ids``."""
+        return str(self._tokenizer.decode(token_ids))
+
+    def incremental(self) -> IncrementalDecoder:
+        """A decoder for one stream of tokens."""
+        return IncrementalDecoder(self)
+
+
+class IncrementalDecoder:
+    """Turns a stream of ids into pieces of text whose concatenation is the text of all ids.
+
+    A piece is held back while it ends in the middle of a character. Only a short window is decoded again at each token,
+    so the cost of a stream is linear.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._shown = ""
+
+    def add(self, token_id: int) -> str:
+        """The text that ``token_id`` makes certain."""
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window)
+        if text.endswith(REPLACEMENT) or not text.startswith(self._shown):
+            return ""
+        piece = text[len(self._shown) :]
+        if piece and len(self._window) > 8:
+            # Keep the last tokens as context: some tokenizers drop the space before the first token of a decode.
+            self._window = self._window[-4:]
+            text = self._tokenizer.decode(self._window)
+        self._shown = text
+        return piece
+
+    def flush(self) -> str:
+        """What was held back, when the stream has ended."""
+        text = self._tokenizer.decode(self._window)
+        piece = text[len(self._shown) :] if text.startswith(self._shown) else ""
+        self._shown = text
+        return piece
