@@ -1,11 +1,22 @@
-"""What the model is (``ModelConfig``, from its files) and what the user wants (``EngineConfig``)."""
+"""What the model is (``ModelConfig``, from its files or by name) and what the user wants (``EngineConfig``)."""
 
 from __future__ import annotations
 
+import math
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, TypeGuard
+
+from megatoken.errors import CheckpointError
 
 Precision = Literal["fp32", "bf16", "fp8"]
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+_LARGEST_INTEGER = 2**31 - 1  # positions, token ids and tensor sides live in int32 on the device
+_LARGEST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,102 @@ class ModelConfig:
     end_token_ids: tuple[int, ...] = ()
     begin_token_id: int | None = None
 
+    @classmethod
+    def from_hugging_face(cls, values: Mapping[str, object], source: Path) -> ModelConfig:
+        """Map a Hugging Face ``config.json`` to a model shape; absent keys mean what transformers takes them to mean.
+
+        A sliding attention window equals full attention only while the context fits into it, so it caps
+        ``max_positions``.
+
+        Args:
+            values: The parsed file. Rotary keys are read as transformers 5 writes them (``rope_parameters``) and as
+                older releases did (``rope_theta`` with ``rope_scaling``).
+            source: Path of the file, for messages; its folder names the model.
+
+        Raises:
+            CheckpointError: A key is missing, of the wrong type, contradicts another or asks for something this
+                engine does not compute. The message names file and key.
+        """
+        keys = _Keys(values, source)
+        architecture = _architecture(keys)
+        if keys.get("quantization_config") is not None:
+            raise keys.refuse("quantization_config", "only bf16, fp16 and fp32 weights are read; use that edition")
+        if keys.get("hidden_act", "silu") != "silu":
+            raise keys.refuse("hidden_act", "only silu is supported")
+
+        hidden_size = keys.integer("hidden_size")
+        heads = keys.integer("num_attention_heads")
+        kv_heads = keys.integer("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise keys.refuse("num_key_value_heads", f"it must divide num_attention_heads ({heads})")
+        if keys.get("head_dim") is None and hidden_size % heads:
+            raise keys.refuse("num_attention_heads", f"without head_dim it must divide hidden_size ({hidden_size})")
+        head_dim = keys.integer("head_dim", hidden_size // heads)
+        if head_dim % 2:
+            raise keys.refuse("head_dim", f"rotary positions need an even head size, not {head_dim}")
+
+        max_positions = keys.integer("max_position_embeddings")
+        llama, qwen3 = architecture == "LlamaForCausalLM", architecture == "Qwen3ForCausalLM"
+        attention_bias = (llama or qwen3) and keys.boolean("attention_bias")
+        return cls(
+            name=source.resolve().parent.name,
+            hidden_size=hidden_size,
+            intermediate_size=keys.integer("intermediate_size"),
+            layers=keys.integer("num_hidden_layers", largest=_LARGEST_LAYERS),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocabulary_size=keys.integer("vocab_size"),
+            max_positions=min(max_positions, _attention_window(keys, architecture)),
+            rms_norm_epsilon=keys.number("rms_norm_eps", 1e-6),
+            rope=_rope(keys, max_positions),
+            tied_embeddings=keys.boolean("tie_word_embeddings"),
+            qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
+            output_bias=attention_bias,
+            mlp_bias=llama and keys.boolean("mlp_bias"),
+            qk_norm=qwen3,
+            end_token_ids=end_token_ids(values, source),
+            begin_token_id=None if keys.get("bos_token_id") is None else keys.integer("bos_token_id", smallest=0),
+        )
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every weight of the model: Hugging Face's tensor name -> shape, linear weights as [out, in].
+
+        With tied embeddings there is no ``lm_head.weight``: the head is ``model.embed_tokens.weight``.
+        """
+        hidden, ffn = self.hidden_size, self.intermediate_size
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        linears = {
+            "self_attn.q_proj": (queries, hidden, self.qkv_bias),
+            "self_attn.k_proj": (keys, hidden, self.qkv_bias),
+            "self_attn.v_proj": (keys, hidden, self.qkv_bias),
+            "self_attn.o_proj": (hidden, queries, self.output_bias),
+            "mlp.gate_proj": (ffn, hidden, self.mlp_bias),
+            "mlp.up_proj": (ffn, hidden, self.mlp_bias),
+            "mlp.down_proj": (hidden, ffn, self.mlp_bias),
+        }
+        layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+        for name, (rows, columns, bias) in linears.items():
+            layer[f"{name}.weight"] = (rows, columns)
+            if bias:
+                layer[f"{name}.bias"] = (rows,)
+        if self.qk_norm:
+            layer |= {"self_attn.q_norm.weight": (self.head_dim,), "self_attn.k_norm.weight": (self.head_dim,)}
+        layer["post_attention_layernorm.weight"] = (hidden,)
+
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocabulary_size, hidden)}
+        for index in range(self.layers):
+            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        shapes["model.norm.weight"] = (hidden,)
+        if not self.tied_embeddings:
+            shapes["lm_head.weight"] = (self.vocabulary_size, hidden)
+        return shapes
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, embeddings included (tied ones once)."""
+        return sum(math.prod(shape) for shape in self.tensor_shapes().values())
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -58,3 +165,160 @@ class EngineConfig:
     memory_bytes: int | None = None
     threads: int | None = None
     overlap: bool | None = None
+
+
+def _llama31(name: str, hidden_size: int, intermediate_size: int, layers: int, heads: int) -> ModelConfig:
+    """One of the Llama 3.1 Instruct family: all sizes share heads, vocabulary, context and rotary scaling."""
+    return ModelConfig(
+        name,
+        hidden_size,
+        intermediate_size,
+        layers,
+        heads,
+        kv_heads=8,
+        head_dim=128,
+        vocabulary_size=128_256,
+        max_positions=131_072,
+        rope=RopeConfig(theta=500_000.0, scaling="llama3", factor=8.0),
+        end_token_ids=(128_001, 128_008, 128_009),
+        begin_token_id=128_000,
+    )
+
+
+# The published shapes, and two small ones for machines without a GPU. Columns: hidden, feed-forward, layers, heads,
+# kv heads, head dim, vocabulary, positions.
+SHAPES: dict[str, ModelConfig] = {
+    shape.name: shape
+    for shape in (
+        ModelConfig("tiny", 256, 896, 6, 8, 4, 32, 8192, 2048, end_token_ids=(2,), begin_token_id=1),
+        ModelConfig("125m", 768, 2048, 12, 12, 4, 64, 32_000, 2048, end_token_ids=(2,), begin_token_id=1),
+        ModelConfig("1.1b", 2048, 5632, 22, 32, 4, 64, 32_000, 2048, end_token_ids=(2,), begin_token_id=1),
+        _llama31("llama3.1-8b", 4096, 14_336, 32, 32),
+        ModelConfig("llama2-70b", 8192, 28_672, 80, 64, 8, 128, 32_000, 4096, end_token_ids=(2,), begin_token_id=1),
+        _llama31("llama3.1-405b", 16_384, 53_248, 126, 128),
+    )
+}
+
+
+def end_token_ids(values: Mapping[str, object], source: Path) -> tuple[int, ...]:
+    """``eos_token_id`` of a ``config.json`` or ``generation_config.json``: absent, one id or a list of ids.
+
+    Raises:
+        CheckpointError: It is none of these.
+    """
+    keys = _Keys(values, source)
+    ids = keys.get("eos_token_id")
+    if ids is None:
+        return ()
+    each = ids if isinstance(ids, list) else [ids]
+    if not all(_is_integer(item, 0, _LARGEST_INTEGER) for item in each):
+        raise keys.refuse("eos_token_id", "expected a token id or a list of them")
+    return tuple(each)
+
+
+def _architecture(keys: _Keys) -> str:
+    """The one of ``ARCHITECTURES`` that the file names."""
+    named = keys.get("architectures")
+    if isinstance(named, list):
+        for architecture in ARCHITECTURES:
+            if architecture in named:
+                return architecture
+    raise keys.refuse("architectures", f"supported are {', '.join(ARCHITECTURES)}")
+
+
+def _attention_window(keys: _Keys, architecture: str) -> int:
+    """Positions up to which the model's attention is full attention."""
+    if architecture == "LlamaForCausalLM" or (
+        architecture.startswith("Qwen") and not keys.boolean("use_sliding_window")
+    ):
+        return _LARGEST_INTEGER
+    if keys.get("sliding_window", 4096) is None:
+        return _LARGEST_INTEGER
+    return keys.integer("sliding_window", 4096)
+
+
+def _rope(keys: _Keys, max_positions: int) -> RopeConfig:
+    """Rotary settings; keys of the scaling section win over those beside it, as in transformers."""
+    name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
+    rope = keys.section(name)
+    if rope.has_sections():
+        raise keys.refuse(name, "layers with rotary settings of their own are not supported")
+    if rope.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise keys.refuse(name, "only rotation of the whole head is supported (partial_rotary_factor 1)")
+    theta = rope.number("rope_theta", keys.number("rope_theta", 10_000.0))
+    match rope.get("rope_type", rope.get("type", "default")):
+        case "default":
+            return RopeConfig(theta=theta)
+        case "linear":
+            return RopeConfig(theta=theta, scaling="linear", factor=rope.number("factor"))
+        case "llama3":
+            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+            if high <= low:
+                raise keys.refuse(name, f"high_freq_factor ({high}) must be above low_freq_factor ({low})")
+            original = "original_max_position_embeddings"
+            return RopeConfig(
+                theta=theta,
+                scaling="llama3",
+                factor=rope.number("factor"),
+                low_frequency_factor=low,
+                high_frequency_factor=high,
+                original_max_positions=keys.integer(original, rope.integer(original, max_positions)),
+            )
+    raise keys.refuse(name, "supported rope types are default, linear and llama3")
+
+
+def _is_integer(value: object, smallest: int, largest: int) -> TypeGuard[int]:
+    return type(value) is int and smallest <= value <= largest  # JSON's true and false are int to isinstance
+
+
+class _Keys:
+    """Typed access to one JSON object. A key that is null counts as absent; a refusal names file, key and value."""
+
+    def __init__(self, values: Mapping[str, object], source: Path, prefix: str = "") -> None:
+        self._values = values
+        self._source = source
+        self._prefix = prefix
+
+    def refuse(self, key: str, problem: str) -> CheckpointError:
+        state = f"is {reprlib.repr(self._values[key])}" if key in self._values else "is missing"
+        return CheckpointError(f"{self._source}: {self._prefix}{key} {state}; {problem}")
+
+    def get(self, key: str, default: object = None) -> object:
+        return self._values.get(key, default)
+
+    def has_sections(self) -> bool:
+        return any(isinstance(value, dict) for value in self._values.values())
+
+    def section(self, key: str) -> _Keys:
+        value = self.get(key)
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            raise self.refuse(key, "expected an object")
+        return _Keys(value, self._source, f"{self._prefix}{key}.")
+
+    def boolean(self, key: str) -> bool:
+        value = self.get(key)
+        if value is None:
+            return False
+        if not isinstance(value, bool):
+            raise self.refuse(key, "expected true or false")
+        return value
+
+    def integer(
+        self, key: str, default: int | None = None, *, smallest: int = 1, largest: int = _LARGEST_INTEGER
+    ) -> int:
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if not _is_integer(value, smallest, largest):
+            raise self.refuse(key, f"expected an integer from {smallest} to {largest}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:  # also refuses NaN
+            raise self.refuse(key, "expected a positive number")
+        return float(value)
