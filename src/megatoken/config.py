@@ -1,0 +1,175 @@
+"""The one schema of a run: YAML keys are dotted flags, and every mistake is named with its place and its mend."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
+
+from megatoken.engine.config import EngineConfig, Precision
+from megatoken.errors import ConfigError
+
+FLAG_ALIASES = {"min_duration": "min_duration_seconds", "warm_up": "warm_up_seconds"}
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class EngineSection(_Section):
+    """How the engine uses the machine. Null means: derived from model and machine, shown by --dry-run."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the model runs")
+    max_rows: PositiveInt | None = Field(default=None, description="tokens computed in one step (the row budget)")
+    max_sequences: PositiveInt | None = Field(default=None, description="requests resident at once")
+    max_length: PositiveInt | None = Field(default=None, description="longest prompt + answer, in tokens")
+    page_size: PositiveInt | None = Field(default=None, description="tokens in one page of the KV cache")
+    cache_tokens: PositiveInt | None = Field(default=None, description="size of the KV cache, in tokens")
+    memory_bytes: PositiveInt | None = Field(default=None, description="memory the engine may use")
+    threads: PositiveInt | None = Field(default=None, description="CPU threads")
+    overlap: bool | None = Field(default=None, description="plan the next step while one runs")
+
+
+class RunConfig(_Section):
+    """Everything that decides what ``megatoken run`` does; the resolved one is written to the run folder."""
+
+    model: str = Field(default="tiny", min_length=1, description="checkpoint directory or named shape")
+    random_weights: bool = Field(default=False, description="take only the shape from the model, not its weights")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of random weights")
+    precision: Precision = Field(default="bf16", description="number format of the weights")
+    scenario: Literal["offline"] = Field(default="offline", description="how load arrives")
+    mode: Literal["performance", "accuracy"] = Field(default="performance", description="accuracy logs every token id")
+    rules: Literal["v5.1"] | None = Field(default=None, description="MLPerf round whose rules the run claims")
+    prompts: Path | None = Field(default=None, description="prompts: JSON lines, or the OpenOrca pickle")
+    lengths: Path | None = Field(default=None, description="CSV of input_tokens,output_tokens")
+    max_tokens: PositiveInt = Field(default=128, description="answer length of prompts that state none")
+    samples: PositiveInt | None = Field(default=None, description="samples to issue; null: enough for the duration")
+    min_duration_seconds: NonNegativeFloat | None = Field(
+        default=None, lt=1e9, description="shortest run; null: 600 under rules, 0 with samples, otherwise 15"
+    )
+    warm_up_seconds: NonNegativeFloat = Field(
+        default=3.0, lt=1e9, description="time spent estimating the rate, not counted"
+    )
+    out: Path = Field(default=Path("runs"), description="folder that receives the run folder")
+    engine: EngineSection = EngineSection()
+
+    def engine_config(self) -> EngineConfig:
+        """The engine's part, in the engine's own type."""
+        return EngineConfig(precision=self.precision, **self.engine.model_dump())
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    value: Any
+    place: str  # "run.yaml:3" or "--samples"
+
+
+def load_run_config(path: Path | None, flags: Mapping[str, str | bool]) -> RunConfig:
+    """The schema's defaults, overridden by a YAML file, overridden by flags.
+
+    Args:
+        path: YAML file, or None.
+        flags: value by flag name without dashes (``engine.max_rows``, ``min-duration``), as typed on the command line.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest right one), a bad value or an unreadable file, with its place.
+    """
+    settings = _read_yaml(path) if path is not None else {}
+    for flag, text in flags.items():
+        key = flag.replace("-", "_")
+        key = FLAG_ALIASES.get(key, key)
+        if key not in KEYS:
+            raise ConfigError(f"--{flag}: unknown flag{_nearest(key, prefix='--')}")
+        settings[key] = _Setting(None if text in ("null", "none") else text, f"--{flag}")
+    if (prompts := settings.get("prompts")) and (lengths := settings.get("lengths")):
+        raise ConfigError(f"{prompts.place} and {lengths.place}: give prompts or lengths, not both")
+    try:
+        return RunConfig.model_validate(_nested(settings))
+    except ValidationError as error:
+        raise ConfigError(_explain(error, settings)) from None
+
+
+def describe_keys() -> Iterator[tuple[str, str, str]]:
+    """Yields (dotted key, default, description) of every setting, in the order of the schema."""
+    for key, (default, description) in KEYS.items():
+        yield key, "null" if default is None else str(default), description
+
+
+def _leaves(section: type[_Section], prefix: str = "") -> Iterator[tuple[str, tuple[Any, str]]]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, _Section):
+            yield from _leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", (field.default, field.description or "")
+
+
+KEYS = dict(_leaves(RunConfig))
+_SECTIONS = {key.rpartition(".")[0] for key in KEYS}  # "" is the root
+
+
+def _read_yaml(path: Path) -> dict[str, _Setting]:
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        return {} if root is None else dict(_settings(loader, root, str(path)))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}:{line}: not YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
+
+
+def _settings(loader: yaml.SafeLoader, node: yaml.Node, file: str, section: str = "") -> Iterator[tuple[str, _Setting]]:
+    if not isinstance(node, yaml.MappingNode):
+        if section and node.tag == "tag:yaml.org,2002:null":
+            return
+        where = f"'{section}'" if section else "the file"
+        raise ConfigError(f"{file}:{node.start_mark.line + 1}: {where} must be a mapping of keys to values")
+    seen = set()
+    for key_node, value_node in node.value:
+        place = f"{file}:{key_node.start_mark.line + 1}"
+        name = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
+        key = f"{section}.{name}" if section else name
+        if key in seen:
+            raise ConfigError(f"{place}: key '{key}' is given twice")
+        seen.add(key)
+        if key in _SECTIONS:
+            yield from _settings(loader, value_node, file, key)
+        elif key in KEYS:
+            yield key, _Setting(loader.construct_object(value_node, deep=True), place)
+        else:
+            raise ConfigError(f"{place}: unknown key '{key}'{_nearest(FLAG_ALIASES.get(key, key))}")
+
+
+def _nearest(key: str, prefix: str = "") -> str:
+    close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.5)
+    return f"; did you mean {prefix}{close[0]}?" if close else "; see megatoken run --help"
+
+
+def _nested(settings: Mapping[str, _Setting]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, setting in settings.items():
+        *sections, name = key.split(".")
+        branch = tree
+        for section in sections:
+            branch = branch.setdefault(section, {})
+        branch[name] = setting.value
+    return tree
+
+
+def _explain(error: ValidationError, settings: Mapping[str, _Setting]) -> str:
+    first = error.errors()[0]
+    key = next(key for key in settings if key == ".".join(str(part) for part in first["loc"][: key.count(".") + 1]))
+    place = settings[key].place
+    message = first["msg"].replace("Input should be", "must be").replace("String should", "must")
+    label = "" if place.startswith("--") else f" {key}:"
+    return f"{place}:{label} {message}, got {first['input']!r:.60}"

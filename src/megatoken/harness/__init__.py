@@ -1,0 +1,1 @@
+"""From a scenario to a result: LoadGen, data sets, rules and verdict."""

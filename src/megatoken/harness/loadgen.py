@@ -1,0 +1,190 @@
+"""MLPerf LoadGen's Offline test: start it, take its one query, complete its samples, read what it logged.
+
+LoadGen blocks the thread that starts a test and cannot be stopped from outside, so it gets a thread of its own and the
+main thread stays free for signals. Its response ids are addresses in this process. It accepts one test a process.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from megatoken.errors import MegatokenError, StorageError
+
+MODEL = "llama2-70b"  # the name that switches LoadGen's token metrics on
+_LOG_PREFIX = ":::MLLOG "
+
+
+@dataclass(frozen=True, slots=True)
+class Seeds:
+    """The three random seeds that an MLPerf round publishes."""
+
+    qsl: int
+    sample_index: int
+    schedule: int
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineSettings:
+    """What LoadGen is asked for. None leaves the value of LoadGen's built-in mlperf.conf.
+
+    In performance mode LoadGen issues max(samples, 1.1 x min_duration_seconds x target_samples_per_second), rounded up
+    to whole passes over ``subset`` rows, which it draws with the ``qsl`` seed from ``data_set_size`` rows. In accuracy
+    mode it issues every row once.
+    """
+
+    mode: Literal["performance", "accuracy"]
+    data_set_size: int
+    subset: int
+    samples: int | None
+    min_duration_seconds: float | None
+    target_samples_per_second: float
+    seeds: Seeds
+
+    @property
+    def loaded_rows(self) -> int:
+        """Rows in memory at once; LoadGen splits the accuracy query when they are fewer than the data set."""
+        return self.data_set_size if self.mode == "accuracy" else self.subset
+
+    def user_conf(self) -> str:
+        """The text of LoadGen's user.conf."""
+        lines = [f"*.Offline.target_qps = {self.target_samples_per_second:.6g}"]
+        if self.samples is not None:
+            lines.append(f"*.Offline.min_query_count = {self.samples}")
+        if self.min_duration_seconds is not None:
+            lines.append(f"*.Offline.min_duration = {round(self.min_duration_seconds * 1000)}")
+        lines.append(f"*.*.performance_sample_count_override = {self.loaded_rows}")
+        return "\n".join(lines) + "\n"
+
+
+class OfflineTest:
+    """One running Offline test. All methods are for one thread, the one that drives the target."""
+
+    def __init__(self, settings: OfflineSettings, directory: Path) -> None:
+        """Prepares the test; LoadGen will write its logs, and this the user.conf, into ``directory``."""
+        self._settings = settings
+        self._accuracy = settings.mode == "accuracy"
+        self._directory = directory
+        self._queries: queue.SimpleQueue[tuple[list[int], list[int]]] = queue.SimpleQueue()
+        self._response_ids: list[int] = []
+        self._outstanding: set[int] = set()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="loadgen", daemon=True)
+
+    def start(self) -> list[int]:
+        """Starts LoadGen and returns the data set row of every sample of its query, in the order of the query."""
+        self._thread.start()
+        while True:
+            try:
+                self._response_ids, rows = self._queries.get(timeout=0.1)
+            except queue.Empty:
+                if not self._thread.is_alive():
+                    self._raise_failure()
+                    raise MegatokenError("LoadGen ended without issuing a query") from None
+            else:
+                self._outstanding = set(range(len(rows)))
+                return rows
+
+    def complete(self, sample: int, output_tokens: int, token_ids: Sequence[int] = ()) -> None:
+        """Tells LoadGen that a sample is done; it takes the time now.
+
+        Args:
+            sample: position in the query.
+            output_tokens: how many tokens were generated. LoadGen logs an error below 2, and the run cannot be valid.
+            token_ids: the tokens; LoadGen keeps them in accuracy mode only.
+        """
+        import mlperf_loadgen as lg
+
+        data = np.asarray(token_ids, dtype="<i4")  # LoadGen copies it inside the call
+        self._outstanding.remove(sample)
+        lg.QuerySamplesComplete(
+            [lg.QuerySampleResponse(self._response_ids[sample], data.ctypes.data, data.nbytes, output_tokens)]
+        )
+
+    def abandon(self) -> None:
+        """Ends the test early: LoadGen waits for every sample, so the outstanding ones get empty answers.
+
+        The first counts 0 tokens, which LoadGen logs as an error: these logs can never pass for a valid result.
+        """
+        for position, sample in enumerate(sorted(self._outstanding)):
+            self.complete(sample, 0 if position == 0 else 2)
+
+    def finish(self) -> LoadGenLog:
+        """Waits until LoadGen has written its logs and returns what they say."""
+        self._thread.join()
+        self._raise_failure()
+        return LoadGenLog.read(self._directory, last_key="power_end" if self._accuracy else "num_errors")
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise MegatokenError(f"LoadGen failed: {self._failure}") from self._failure
+
+    def _run(self) -> None:
+        try:
+            self._run_test()
+        except BaseException as failure:  # the driving thread reports it
+            self._failure = failure
+
+    def _run_test(self) -> None:
+        import mlperf_loadgen as lg
+
+        user_conf = self._directory / "user.conf"
+        user_conf.write_text(self._settings.user_conf(), encoding="ascii")
+        settings = lg.TestSettings()
+        if code := settings.FromConfig(str(user_conf), MODEL, "Offline"):
+            raise MegatokenError(f"LoadGen refuses {user_conf} (code {code})")
+        settings.scenario = lg.TestScenario.Offline
+        settings.mode = lg.TestMode.AccuracyOnly if self._accuracy else lg.TestMode.PerformanceOnly
+        # The installed LoadGen embeds the seeds of its own round.
+        settings.qsl_rng_seed = self._settings.seeds.qsl
+        settings.sample_index_rng_seed = self._settings.seeds.sample_index
+        settings.schedule_rng_seed = self._settings.seeds.schedule
+
+        logs = lg.LogSettings()
+        logs.enable_trace = False
+        logs.log_output.outdir = str(self._directory)
+        logs.log_output.copy_summary_to_stdout = False
+
+        sut = lg.ConstructFastSUT(lambda ids, rows: self._queries.put((ids, rows)), lambda: None)
+        sizes = self._settings.data_set_size, self._settings.loaded_rows
+        library = lg.ConstructQSL(*sizes, lambda _: None, lambda _: None)
+        try:
+            # An audit.config in the working directory would override the settings: name one that cannot exist.
+            lg.StartTestWithLogSettings(sut, library, settings, logs, str(self._directory / "user.conf" / "audit"))
+        finally:
+            lg.DestroyQSL(library)
+            lg.DestroyFastSUT(sut)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadGenLog:
+    """mlperf_log_detail.txt: the first value of every key, and the text of every error."""
+
+    values: dict[str, Any]
+    errors: list[str]
+
+    @classmethod
+    def read(cls, directory: Path, last_key: str) -> LoadGenLog:
+        """Reads the detail log in ``directory``. Raises StorageError if it does not get as far as ``last_key``."""
+        path = directory / "mlperf_log_detail.txt"
+        values: dict[str, Any] = {}
+        errors = []
+        try:
+            with path.open(encoding="utf-8") as lines:
+                for line in lines:
+                    entry = json.loads(line.removeprefix(_LOG_PREFIX))
+                    values.setdefault(entry["key"], entry["value"])
+                    if entry["metadata"]["is_error"]:
+                        errors.append(str(entry["value"]))
+        except (OSError, ValueError, KeyError) as error:
+            raise StorageError(f"{path}: LoadGen's log cannot be read back ({error}); is the disk full?") from None
+        if last_key not in values:
+            raise StorageError(f"{path}: LoadGen's log has no end; is the disk full?")
+        return cls(values, errors)

@@ -1,0 +1,58 @@
+"""One line on stderr that says how far a run is: redrawn in place on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from megatoken.targets import TargetCounters
+
+TERMINAL_PERIOD_SECONDS = 0.5
+PLAIN_PERIOD_SECONDS = 5.0
+
+
+class Progress:
+    """Live line of a run. With ``quiet``, nothing is written unless stderr is a terminal."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._silent = quiet and not self._terminal
+        self._period = TERMINAL_PERIOD_SECONDS if self._terminal else PLAIN_PERIOD_SECONDS
+        self._next = time.monotonic() + (0.0 if self._terminal else self._period)
+        self._width = 0
+
+    def stage(self, text: str) -> None:
+        """Says what is being done before there is anything to count."""
+        self._write(text)
+
+    def running(
+        self, elapsed_seconds: float, done_share: float, tokens_per_second: float, counters: TargetCounters
+    ) -> None:
+        """Says where the run is, if the last line is old enough."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + self._period
+        left = f"{elapsed_seconds * (1 - done_share) / done_share:.0f} s" if done_share > 0 else "?"
+        pages = f"{counters.pages - counters.pages_free:,} of {counters.pages:,} pages"
+        self._write(
+            f"{elapsed_seconds:.0f} s, {left} left  {done_share:.0%}  {tokens_per_second:,.0f} tokens/s  "
+            f"{counters.in_flight:,} in flight  {pages}"
+        )
+
+    def clear(self) -> None:
+        """Takes the live line off the terminal."""
+        if self._terminal and self._width:
+            sys.stderr.write(f"\r{' ' * self._width}\r")
+            sys.stderr.flush()
+            self._width = 0
+
+    def _write(self, text: str) -> None:
+        if self._silent:
+            return
+        if self._terminal:
+            sys.stderr.write(f"\r{text.ljust(self._width)}")
+            self._width = len(text)
+        else:
+            sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()

@@ -1,0 +1,68 @@
+"""SIGINT and SIGTERM as a question the run asks between steps, with a promise to be gone soon whatever the run does."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from types import FrameType
+from typing import Any, Self
+
+from megatoken.errors import ExitCode
+
+GRACE_SECONDS = 3.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals:
+    """A context in which the first signal only sets ``received``; main thread only.
+
+    A second signal, or ``GRACE_SECONDS`` without leaving the context, ends the process at once with exit code 130. A
+    thread does that, for the main thread may be inside one long step, where Python runs no signal handler. So what must
+    survive has to be on the disk already.
+    """
+
+    def __init__(self, parting_words: str) -> None:
+        """Prepares the context; ``parting_words`` is written to stderr when the process is ended at once."""
+        self.received: str | None = None
+        self._parting_words = parting_words
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        """Takes the signals over."""
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_writer, False)
+        self._previous_wakeup = signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
+        self._previous = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Gives the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_wakeup)
+        os.close(self._wake_writer)
+        self._thread.join()
+        os.close(self._wake_reader)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+
+    def _watch(self) -> None:
+        if not self._next_signal():
+            return
+        ready, _, _ = select.select([self._wake_reader], [], [], GRACE_SECONDS)
+        if ready and not self._next_signal():
+            return
+        os.write(2, f"\n{self._parting_words}\n".encode())
+        os._exit(ExitCode.INTERRUPTED)
+
+    def _next_signal(self) -> bool:
+        """Waits for one of our signals; False when the context has been left."""
+        while byte := os.read(self._wake_reader, 1):
+            if byte[0] in _SIGNALS:
+                return True
+        return False

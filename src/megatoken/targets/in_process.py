@@ -1,0 +1,58 @@
+"""The engine of this process as a target: every poll runs one step."""
+
+from __future__ import annotations
+
+import time
+
+from megatoken.engine import Engine
+from megatoken.engine.request import Request
+from megatoken.targets import SampleEvent, TargetCounters
+
+
+class InProcessTarget:
+    """Drives ``engine``; nobody else may submit to it meanwhile."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._samples: dict[int, int] = {}  # ticket -> sample id
+
+    def submit(self, sample_id: int, request: Request) -> None:
+        """Queues a sample. Raises RequestError or CapacityError if it can never be served."""
+        self._samples[self._engine.submit(request)] = sample_id
+
+    def poll(self, timeout_seconds: float) -> list[SampleEvent]:
+        """Runs one step, however long it takes, and reports its tokens at the time it ended."""
+        events = self._engine.step()
+        now_ns = time.monotonic_ns()
+        return [
+            SampleEvent(self._samples[event.ticket], event.token_ids, None, now_ns)
+            if event.finish_reason is None
+            else SampleEvent(self._samples.pop(event.ticket), event.token_ids, event.finish_reason, now_ns)
+            for event in events
+        ]
+
+    def counters(self) -> TargetCounters:
+        """The engine's state now."""
+        counters = self._engine.counters()
+        return TargetCounters(
+            in_flight=counters.in_flight,
+            waiting=counters.waiting,
+            rows=counters.last_step_rows,
+            row_budget=counters.row_budget,
+            pages_free=counters.pages_free,
+            pages=counters.pages,
+            preemptions=counters.preemptions,
+            processed_tokens=counters.rows,
+        )
+
+    def cancel_all(self) -> None:
+        """Drops every sample in flight and steps until the engine has nothing left to tell of them."""
+        for ticket in self._samples:
+            self._engine.cancel(ticket)
+        while self._engine.busy:
+            self._engine.step()
+        self._samples.clear()
+
+    def close(self) -> None:
+        """Frees pages and queue; the engine itself belongs to the caller."""
+        self.cancel_all()
