@@ -1,0 +1,165 @@
+"""What a run ran on: the facts of ``environment.json``.
+
+Facts that a machine does not tell are None. Nothing is taken from the environment variables but the few that set
+thread counts and visible GPUs, so no secret can slip in.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Callable
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PACKAGES = ("megatoken", "torch", "numpy", "mlcommons-loadgen", "safetensors", "tokenizers", "pyarrow", "triton")
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "CUDA_VISIBLE_DEVICES")
+MATRIX_INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
+ARM_INSTRUCTIONS = ("asimd", "bf16", "i8mm", "sve", "sve2")
+
+
+def take_inventory() -> dict[str, Any]:
+    """Hardware, operating system, versions and source revision of this process, ready for JSON; takes about 50 ms."""
+    return {
+        "hostname": socket.gethostname(),
+        "operating_system": _operating_system(),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "cpu": cpu(),
+        "memory": {
+            "total_bytes": psutil.virtual_memory().total,
+            "available_bytes": psutil.virtual_memory().available,
+            "limit_bytes": _limit(Path("/sys/fs/cgroup/memory.max")),
+        },
+        "gpus": gpus(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "source": source_revision(Path(__file__).parent),
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def peak_memory_bytes() -> int | None:
+    """Largest resident size that this process has had; None where the kernel does not tell."""
+    value = _fields(Path("/proc/self/status")).get("VmHWM")
+    return int(value.split()[0]) * 1024 if value else None
+
+
+def cpu() -> dict[str, Any]:
+    """Model, cores, those this process may use, and the instruction sets that matrix products profit from."""
+    fields = _fields(Path("/proc/cpuinfo"))
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "model": fields.get("model name") or platform.processor() or None,
+        "physical_cores": psutil.cpu_count(logical=False),
+        "logical_cores": psutil.cpu_count(),
+        "usable_cores": usable,
+        "quota_cores": _cpu_quota(Path("/sys/fs/cgroup/cpu.max")),
+        "instruction_sets": [flag for flag in (*MATRIX_INSTRUCTIONS, *ARM_INSTRUCTIONS) if flag in flags],
+    }
+
+
+def gpus() -> list[dict[str, Any]]:
+    """One entry per NVIDIA GPU; empty without a GPU, a driver or the package nvidia-ml-py."""
+    try:
+        nvml = import_module("pynvml")
+    except ImportError:
+        return []
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return []
+    try:
+        return [_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def source_revision(directory: Path) -> dict[str, Any] | None:
+    """Git revision of the checkout that tracks ``directory`` and whether it differs; None for an installed package."""
+    if not _git(directory, "ls-files", "."):
+        return None
+    revision = _git(directory, "rev-parse", "HEAD")
+    return {"revision": revision, "modified": bool(_git(directory, "status", "--porcelain"))} if revision else None
+
+
+def _gpu(nvml: Any, index: int) -> dict[str, Any]:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+
+    def ask(question: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return question(*arguments)
+        except nvml.NVMLError:
+            return None
+
+    memory = ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+    limit_milliwatts = ask(nvml.nvmlDeviceGetPowerManagementLimit, handle)
+    capability = ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
+    return {
+        "index": index,
+        "name": ask(nvml.nvmlDeviceGetName, handle),
+        "uuid": ask(nvml.nvmlDeviceGetUUID, handle),
+        "memory_bytes": memory and memory.total,
+        "compute_capability": capability and "{}.{}".format(*capability),
+        "driver_version": ask(nvml.nvmlSystemGetDriverVersion),
+        "power_limit_watts": limit_milliwatts and limit_milliwatts / 1000,
+        "max_clock_mhz": ask(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM),
+        "max_memory_clock_mhz": ask(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_MEM),
+        "mig_enabled": bool((ask(nvml.nvmlDeviceGetMigMode, handle) or [0])[0]),
+    }
+
+
+def _operating_system() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return platform.platform()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _fields(path: Path) -> dict[str, str]:
+    """``name: value`` lines of a file of /proc; of repeated names the first."""
+    fields: dict[str, str] = {}
+    for line in _read(path).splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    return fields
+
+
+def _limit(path: Path) -> int | None:
+    value = _read(path).strip()
+    return int(value) if value.isdigit() else None
+
+
+def _cpu_quota(path: Path) -> float | None:
+    quota, _, period = _read(path).strip().partition(" ")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(directory), *arguments], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None

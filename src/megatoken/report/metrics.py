@@ -1,0 +1,92 @@
+"""Which numbers of a run are shown, under which words and units: the rows that console and page have in common."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megatoken.results import Run, Verdict
+
+PERCENTILES = ("p50", "p90", "p95", "p99")
+ABSENT = "–"
+UNRELIABLE_NOTE = "* too few samples to state this percentile with 99 % confidence"
+MEANING = {
+    Verdict.MEASURED: "a healthy run that claims no MLPerf rules",
+    Verdict.VALID: "meets the MLPerf rules it claims",
+    Verdict.INVALID: "does not meet the MLPerf rules it claims",
+    Verdict.DEGRADED: "finished with fewer nodes than it started with",
+    Verdict.INTERRUPTED: "ended early; the numbers cover what was done until then",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRow:
+    """One line of the table: either ``value`` or the four ``percentiles`` are set, all formatted in ``unit``."""
+
+    label: str
+    unit: str
+    value: str = ""
+    percentiles: tuple[str, ...] = ()
+
+
+def metric_rows(run: Run) -> list[MetricRow]:
+    """Every metric to be shown, headline first; counts that are zero and unremarkable are left out."""
+    result = run.result
+    offline = result.get("scenario") == "offline"
+    rows = [
+        _single(result, "Output tokens", "tokens/s", "output_tokens_per_second"),
+        _single(result, "Output, steady window", "tokens/s", "steady_output_tokens_per_second"),
+        _single(result, "Input + output tokens", "tokens/s", "processed_tokens_per_second"),
+        _single(result, "Samples", "samples/s", "samples_per_second"),
+        _latency(result, "Time per output token", "tpot_seconds"),
+        _latency(result, "First token since query" if offline else "Time to first token", "ttft_seconds"),
+        _latency(result, "Last token since query" if offline else "Latency", "latency_seconds"),
+        _single(result, "Duration", "s", "duration_seconds"),
+        _single(result, "Samples completed", "samples", "samples_completed"),
+        _single(result, "Samples failed", "samples", "samples_failed"),
+        _single(result, "Samples cancelled", "samples", "samples_cancelled"),
+        _single(result, "Input tokens", "tokens", "input_tokens"),
+        _single(result, "Output tokens", "tokens", "output_tokens"),
+        _single(result, "Preemptions", "times", "preemptions"),
+        _single(result, "Peak memory", "MiB", "peak_memory_bytes", 2**-20),
+    ]
+    unremarkable = {"Samples failed", "Samples cancelled", "Preemptions"}
+    return [row for row in rows if not (row.label in unremarkable and row.value in ("0", ABSENT))]
+
+
+def has_unreliable(rows: list[MetricRow]) -> bool:
+    """Whether a percentile among ``rows`` carries the star that ``UNRELIABLE_NOTE`` explains."""
+    return any(value.endswith("*") for row in rows for value in row.percentiles)
+
+
+def number(value: object) -> str:
+    """Three to four significant digits, thousands apart, no exponent; a dash for what is not a number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return ABSENT
+    if isinstance(value, int) or abs(value) >= 1000 or value == 0:
+        return f"{value:,.0f}"
+    decimals = min(6, max(0, 2 - math.floor(math.log10(abs(value)))))
+    return f"{value:.{decimals}f}"
+
+
+def _single(result: dict[str, Any], label: str, unit: str, name: str, factor: float = 1) -> MetricRow:
+    value = result.get(name)
+    if factor != 1 and isinstance(value, int | float):
+        value = value * factor
+    return MetricRow(label, unit, number(value))
+
+
+def _latency(result: dict[str, Any], label: str, name: str) -> MetricRow:
+    """Seconds, or milliseconds when even p99 is under a second."""
+    values = result.get(name) or {}
+    p99 = values.get("p99")
+    unit, factor = ("ms", 1000) if isinstance(p99, int | float) and p99 < 1 else ("s", 1)
+    starred = values.get("unreliable", ())
+
+    def text(percentile: str) -> str:
+        value = values.get(percentile)
+        shown = number(value * factor if isinstance(value, int | float) else None)
+        return f"{shown}*" if percentile in starred and shown != ABSENT else shown
+
+    return MetricRow(label, unit, percentiles=tuple(text(percentile) for percentile in PERCENTILES))

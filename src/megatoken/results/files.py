@@ -1,0 +1,83 @@
+"""Writing single files so that a reader never sees half of one, and values so that JSON and YAML can hold them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatoken.errors import StorageError
+
+SECRET_KEY = re.compile(r"(^|_)(password|passwd|secret|api_?key|authorization|credentials?|token)$", re.IGNORECASE)
+URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
+REDACTED = "***"
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a hidden neighbour of ``path``, flush it to the disk, then rename it over ``path``."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        write(temporary)
+        descriptor = os.open(temporary, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text`` in one step; StorageError when the disk refuses."""
+    try:
+        write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
+def storage_error(path: Path, error: OSError) -> StorageError:
+    """One line for the user out of what the operating system said."""
+    cause = os.strerror(error.errno) if error.errno else str(error)
+    return StorageError(f"{path}: cannot be written ({cause}); make room or choose another folder with --out")
+
+
+def to_json(value: Mapping[str, Any]) -> str:
+    """Indented JSON; numbers that are not finite become null."""
+    return json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def plain(value: Any) -> Any:
+    """The same value in the types JSON knows: NaN and infinity as None, paths as text, NumPy scalars as Python's."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str | os.PathLike):
+        return str(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if hasattr(value, "item"):
+        return plain(value.item())
+    raise TypeError(f"{type(value).__name__} has no place in a run folder: {value!r}")
+
+
+def redact(value: Any) -> Any:
+    """A plain value without its secrets: texts under keys named like one, and logins inside URLs."""
+    if isinstance(value, dict):
+        return {
+            key: REDACTED if item and isinstance(item, str) and SECRET_KEY.search(key) else redact(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [redact(item) for item in value]
+    return URL_LOGIN.sub(f"{REDACTED}@", value) if isinstance(value, str) else value

@@ -1,0 +1,360 @@
+"""The run folder: the only code that knows its layout.
+
+A folder appears under its name by one rename, already complete and saying INTERRUPTED. While the run lasts a thread
+replaces its tables about once a second, each by one rename. So a process that dies at any moment leaves a folder that
+can be read as it is, with every sample that ended up to the last second.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from errno import EEXIST, ENOTEMPTY
+from functools import partial
+from itertools import chain, count
+from os import getpid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypedDict
+
+import yaml
+
+from megatoken.errors import ExitCode, UsageError
+from megatoken.results.files import plain, redact, storage_error, to_json, write_atomically, write_text
+from megatoken.results.statistics import summarise
+from megatoken.results.tables import SampleRow, SeriesRow, append, read_parquet, to_table, write_parquet
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SCHEMA_VERSION = 1
+PERIOD_SECONDS = 1.0
+BUSY_SHARE = 0.05
+
+CONFIG = "config.yaml"
+ENVIRONMENT = "environment.json"
+MLPERF = "mlperf"
+REQUESTS = "requests.parquet"
+SERIES = "series.parquet"
+RESULT = "result.json"
+REPORT = "report.html"
+
+
+class Verdict(StrEnum):
+    """How a run ended; no number is shown without it."""
+
+    MEASURED = "MEASURED"
+    VALID = "VALID"
+    INVALID = "INVALID"
+    DEGRADED = "DEGRADED"
+    INTERRUPTED = "INTERRUPTED"
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """What the process returns for this verdict."""
+        return {
+            Verdict.INVALID: ExitCode.INVALID,
+            Verdict.DEGRADED: ExitCode.DEGRADED,
+            Verdict.INTERRUPTED: ExitCode.INTERRUPTED,
+        }.get(self, ExitCode.OK)
+
+
+class Reason(TypedDict):
+    """Why a verdict is what it is, or a rule that was not met: a stable code and a sentence with the numbers."""
+
+    code: str
+    message: str
+
+
+def run_name(started: datetime, scenario: str, model: str) -> str:
+    """``20261120T091233Z-offline-llama2-70b`` for an aware ``started``; of a model given as a path, the last part."""
+    words = (f"{started.astimezone(UTC):%Y%m%dT%H%M%SZ}", scenario, Path(model).name)
+    return "-".join(re.sub(r"[^A-Za-z0-9._]+", "-", word).strip("-.") for word in words)
+
+
+class RunFolder:
+    """A run being recorded. ``finish`` or ``interrupt`` ends it; without either it says INTERRUPTED by itself.
+
+    ``add_samples`` and ``add_series`` only append to lists, for they are called between two steps of the engine. A
+    thread writes what came in once a second, or less often so that it never takes more than 5 % of one core: from about
+    150,000 samples on, where one write takes 50 ms (a million take 0.3 s, which leaves 6 s between writes).
+
+    The first write that fails ends the recording: what is on the disk stays as it was, and the next call, whichever it
+    is, raises the StorageError.
+    """
+
+    def __init__(self, path: Path, scenario: str, facts: Mapping[str, Any]) -> None:
+        self.path = path
+        self._scenario = scenario
+        self._facts = facts
+        self._new_samples: list[SampleRow] = []
+        self._new_series: list[SeriesRow] = []
+        self._handover = threading.Lock()  # the two lists
+        self._writing = threading.Lock()  # the two tables, the files
+        self._requests = to_table(SampleRow, [])
+        self._series = to_table(SeriesRow, [])
+        self._written_rows = (-1, -1)
+        self._error: Exception | None = None
+        self._ended = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._write_while_running, name="run-folder", daemon=True)
+
+    @classmethod
+    def create(
+        cls,
+        out: Path,
+        name: str,
+        config: Mapping[str, Any],
+        environment: Mapping[str, Any],
+        *,
+        scenario: str,
+        facts: Mapping[str, Any],
+    ) -> Self:
+        """Make ``out/name`` (``name-2``, ``name-3``... if taken) and start recording.
+
+        Args:
+            out: folder of all runs; made if missing.
+            name: from ``run_name``.
+            config: resolved configuration; secrets are blanked before it is written.
+            environment: from ``megatoken.hardware.inventory``.
+            scenario: MLPerf scenario, ``offline``.
+            facts: fields of ``result.json`` known from the start, such as ``model``, ``precision``, ``rules_unmet``.
+
+        Raises:
+            StorageError: the folder cannot be made; nothing of it is left.
+        """
+        draft = out / f".{name}.{getpid()}.tmp"
+        missing: list[Path] = []
+        try:
+            missing += [parent for parent in (out, *out.parents) if not parent.exists()]
+            (draft / MLPERF).mkdir(parents=True)
+            write_text(draft / CONFIG, yaml.safe_dump(redact(plain(config)), sort_keys=False, allow_unicode=True))
+            write_text(draft / ENVIRONMENT, to_json(environment))
+            folder = cls(draft, scenario, {"scenario": scenario, **plain(facts), "created_at": _now()})
+            folder._write_tables()
+            folder._write_unfinished()
+            folder.path = _rename_to_free_name(draft, out / name)
+        except BaseException as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            for parent in missing:
+                with suppress(OSError):
+                    parent.rmdir()
+            if isinstance(error, OSError):
+                raise storage_error(out / name, error) from error
+            raise
+        folder._thread.start()
+        return folder
+
+    @property
+    def mlperf_directory(self) -> Path:
+        """Where LoadGen writes its own files."""
+        return self.path / MLPERF
+
+    def add_samples(self, rows: Sequence[SampleRow]) -> None:
+        """Record samples that have ended, each once."""
+        self._raise_failure()
+        with self._handover:
+            self._new_samples.extend(rows)
+
+    def add_series(self, row: SeriesRow) -> None:
+        """Record where one replica stands now."""
+        self._raise_failure()
+        with self._handover:
+            self._new_series.append(row)
+
+    def tables(self) -> tuple[pa.Table, pa.Table]:
+        """Requests and series as recorded until now: what ``summarise`` needs."""
+        with self._writing:
+            self._take_new_rows()
+            return self._requests, self._series
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write the last rows, then the final ``result.json``.
+
+        Args:
+            result: ``verdict``, ``reasons``, and any field that is to stand beside or replace what ``summarise`` gives.
+
+        Raises:
+            StorageError: this or an earlier write failed; the folder still says INTERRUPTED.
+        """
+        verdict, reasons = Verdict(result["verdict"]), result["reasons"]
+        self._stop_thread()
+        self._raise_failure()
+        self._write_last(verdict, reasons, result)
+
+    def interrupt(self, reason: str) -> None:
+        """End the run as INTERRUPTED because of ``reason``; does nothing to a run that has ended.
+
+        Raises:
+            StorageError: the last rows could not be written.
+        """
+        if not self._ended:
+            self._stop_thread()
+            self._write_last(Verdict.INTERRUPTED, [Reason(code="INTERRUPTED", message=reason)], {})
+
+    def _write_last(self, verdict: Verdict, reasons: Sequence[Reason], result: Mapping[str, Any]) -> None:
+        try:
+            self._write_tables()
+            self._write_result(verdict, reasons, result)
+        except OSError as error:
+            raise storage_error(self.path, error) from error
+        self._ended = True
+
+    def _write_while_running(self) -> None:
+        pause = PERIOD_SECONDS
+        while not self._stop.wait(pause):
+            started, busy = time.monotonic(), time.thread_time()
+            try:
+                if self._write_tables():
+                    self._write_unfinished()
+            except OSError as error:
+                self._error = storage_error(self.path, error)
+                return
+            except Exception as error:
+                self._error = error
+                return
+            # A row waits for the pause and for the write that follows: both together are to stay within the period.
+            # The share counts processor time: waiting for a disk takes nothing from the engine.
+            taken, busy = time.monotonic() - started, time.thread_time() - busy
+            pause = max(PERIOD_SECONDS - 2 * taken, busy * (1 / BUSY_SHARE - 1))
+
+    def _stop_thread(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _take_new_rows(self) -> None:
+        with self._handover:
+            samples, self._new_samples = self._new_samples, []
+            series, self._new_series = self._new_series, []
+        if samples:
+            self._requests = append(self._requests, to_table(SampleRow, samples))
+        if series:
+            self._series = append(self._series, to_table(SeriesRow, series))
+
+    def _write_tables(self) -> bool:
+        """Replace the tables that have grown; whether one has."""
+        with self._writing:
+            self._take_new_rows()
+            rows = (len(self._requests), len(self._series))
+            if rows[0] != self._written_rows[0]:
+                write_atomically(self.path / REQUESTS, partial(write_parquet, self._requests))
+            if rows[1] != self._written_rows[1]:
+                write_atomically(self.path / SERIES, partial(write_parquet, self._series))
+            grown, self._written_rows = rows != self._written_rows, rows
+            return grown
+
+    def _write_unfinished(self) -> None:
+        written_at = _now()
+        message = f"the process ended before the run did; everything here was written by {written_at}"
+        self._write_result(Verdict.INTERRUPTED, [Reason(code="NOT_FINISHED", message=message)], {})
+
+    def _write_result(self, verdict: Verdict, reasons: Sequence[Reason], more: Mapping[str, Any]) -> None:
+        head = {"schema_version": SCHEMA_VERSION, "verdict": verdict, "reasons": reasons, "rules_unmet": []}
+        finished = verdict is not Verdict.INTERRUPTED
+        summary = summarise(self._requests, self._series, scenario=self._scenario, finished=finished)
+        write_text(self.path / RESULT, to_json({**head, **self._facts, **summary, **more}))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run folder as read: enough to rebuild every number and every page about it."""
+
+    path: Path
+    verdict: Verdict
+    reasons: list[Reason]
+    rules_unmet: list[Reason]
+    result: dict[str, Any]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    requests: pa.Table
+    series: pa.Table
+
+
+def read_run(path: Path) -> Run:
+    """Read a run folder, finished or not.
+
+    Raises:
+        UsageError: the folder or files of it are missing or damaged; one line names every one of them.
+    """
+    if not path.is_dir():
+        raise UsageError(f"{path}: no such folder; give a run folder, such as runs/20261120T091233Z-offline-tiny")
+    readers: dict[str, Callable[[Path], Any]] = {
+        RESULT: lambda file: _checked_result(json.loads(file.read_bytes())),
+        CONFIG: lambda file: _mapping(yaml.safe_load(file.read_bytes())),
+        ENVIRONMENT: lambda file: _mapping(json.loads(file.read_bytes())),
+        REQUESTS: lambda file: read_parquet(file, SampleRow),
+        SERIES: lambda file: read_parquet(file, SeriesRow),
+    }
+    contents, problems = {}, []
+    for name, read in readers.items():
+        try:
+            contents[name] = read(path / name)
+        except FileNotFoundError:
+            problems.append(f"{name} is missing")
+        except (OSError, ValueError, TypeError, KeyError, NotImplementedError, yaml.YAMLError) as error:
+            problems.append(f"{name} is damaged ({' '.join(str(error).split())[:120]})")
+    if problems:
+        raise UsageError(f"{path} is not a whole run folder: {'; '.join(problems)}; copy it again or repeat the run")
+    result = contents[RESULT]
+    return Run(
+        path=path,
+        verdict=Verdict(result["verdict"]),
+        reasons=result["reasons"],
+        rules_unmet=result["rules_unmet"],
+        result=result,
+        config=contents[CONFIG],
+        environment=contents[ENVIRONMENT],
+        requests=contents[REQUESTS],
+        series=contents[SERIES],
+    )
+
+
+def save_report(path: Path, html: str) -> Path:
+    """Put the page ``html`` into the run folder ``path``; StorageError when the disk refuses."""
+    write_text(path / REPORT, html)
+    return path / REPORT
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError("not a mapping")
+    return value
+
+
+def _checked_result(value: Any) -> dict[str, Any]:
+    result = _mapping(value)
+    version = result.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"schema_version {version!r}, this megatoken reads {SCHEMA_VERSION}")
+    Verdict(result["verdict"])
+    for reason in (*result["reasons"], *result["rules_unmet"]):
+        _mapping(reason)["code"], reason["message"]
+    return result
+
+
+def _rename_to_free_name(draft: Path, wanted: Path) -> Path:
+    names = chain([wanted.name], (f"{wanted.name}-{number}" for number in count(2)))
+    for path in map(wanted.with_name, names):
+        if path.exists():
+            continue
+        try:
+            return draft.rename(path)
+        except OSError as error:
+            if error.errno not in (ENOTEMPTY, EEXIST):  # another process took the name just now
+                raise
+    raise AssertionError("names are endless")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,236 @@
+"""From the two tables of a run to the numbers of ``result.json``: pure functions, exact percentiles, units in names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+PERCENTILES = (50, 90, 95, 99)
+PERCENTILE_METHOD = "exact, from every raw value, linear interpolation between the two nearest"
+PERCENTILE_CONFIDENCE = 0.99
+STEADY_SHARE = 0.9
+SHORTEST_STEADY_SECONDS = 2.0
+
+Floats = NDArray[np.float64]
+
+
+def summarise(
+    requests: pa.Table,
+    series: pa.Table,
+    *,
+    scenario: str,
+    finished: bool = True,
+    peak_memory_bytes: int | None = None,
+) -> dict[str, Any]:
+    """All metrics of a run, under the names ``result.json`` gives them; what cannot be known is None.
+
+    Only completed samples count as work done: those that stopped or reached their length without an error. Rates divide
+    by ``duration_seconds``, from the first scheduled time to the last completion: LoadGen's own rule for Offline.
+
+    Args:
+        requests: table of ``SampleRow``.
+        series: table of ``SeriesRow``.
+        scenario: MLPerf scenario; decides what the times to first token and latencies mean.
+        finished: every sample has ended. Otherwise those in flight are missing from ``requests``, and with them the
+            tokens that a steady window would have to count, so that it stays None.
+        peak_memory_bytes: largest resident size of the process.
+    """
+    samples = Samples.of(requests)
+    done = samples.only(samples.completed)
+    start = float(samples.scheduled.min()) if len(samples) else 0.0
+    end = float(done.last.max()) if len(done) else start
+    duration = end - start
+    input_tokens, output_tokens = int(done.input_tokens.sum()), int(done.output_tokens.sum())
+    steady = steady_window(done.first, done.last, done.output_tokens) if finished else None
+    several = done.only(done.output_tokens >= 2)
+    return {
+        "output_tokens_per_second": _rate(output_tokens, duration),
+        "steady_output_tokens_per_second": steady.output_tokens_per_second if steady else None,
+        "processed_tokens_per_second": _rate(input_tokens + output_tokens, duration),
+        "samples_per_second": _rate(len(done), duration),
+        "ttft_seconds": percentiles(done.first - done.scheduled),
+        "tpot_seconds": percentiles((several.last - several.first) / (several.output_tokens - 1)),
+        "latency_seconds": percentiles(done.last - done.scheduled),
+        "latency_origin": latency_origin(scenario),
+        "percentile_method": PERCENTILE_METHOD,
+        "duration_seconds": duration,
+        "steady_window_seconds": [steady.start_seconds, steady.end_seconds] if steady else None,
+        "samples_completed": len(done),
+        "samples_failed": int(samples.failed.sum()),
+        "samples_cancelled": int(samples.cancelled.sum()),
+        "samples_without_tpot": len(done) - len(several),
+        "input_tokens": input_tokens,
+        "output_tokens": output_tokens,
+        "preemptions": int(totals_over_time(series, ["preemptions"])[1][-1]) if len(series) else None,
+        "peak_memory_bytes": peak_memory_bytes,
+        "nodes": _nodes(requests["node"], samples, start),
+    }
+
+
+def latency_origin(scenario: str) -> str:
+    """What latencies and times to first token count from; Offline ones are no user's waiting time."""
+    if scenario == "offline":
+        return "start of the one offline query: the wait in the queue is included, no user waits like this"
+    return "scheduled time of each sample"
+
+
+def percentiles(values: Floats) -> dict[str, Any]:
+    """p50, p90, p95 and p99 of the finite ``values``, how many there were, and which of the four too few support."""
+    values = values[np.isfinite(values)]
+    points = np.percentile(values, PERCENTILES).tolist() if len(values) else [None] * len(PERCENTILES)
+    return {
+        **{f"p{percent}": point for percent, point in zip(PERCENTILES, points, strict=True)},
+        "samples": len(values),
+        "unreliable": [f"p{percent}" for percent in PERCENTILES if len(values) < samples_needed(percent)],
+    }
+
+
+def samples_needed(percent: int) -> int:
+    """Fewest samples that bound a percentile from above with one value to spare, at 99 % confidence, one-sided.
+
+    LoadGen's early stopping rule with one sample over the limit: 64 for p90, 662 for p99.
+    """
+    share = percent / 100
+    count = 2
+    while share**count + count * (1 - share) * share ** (count - 1) > 1 - PERCENTILE_CONFIDENCE:
+        count += 1
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyWindow:
+    """The middle of a run, without ramp and tail, and the rate inside it."""
+
+    start_seconds: float
+    end_seconds: float
+    output_tokens_per_second: float
+
+
+def steady_window(first: Floats, last: Floats, output_tokens: Floats) -> SteadyWindow | None:
+    """The span between the first and the last moment at which 90 % of the peak number of samples were generating.
+
+    A sample generates from its first to its last token; inside that span its tokens are taken as evenly spaced. None
+    when the window is shorter than two seconds.
+
+    Args:
+        first: seconds [N] of the first token of each completed sample.
+        last: seconds [N] of its last token.
+        output_tokens: counts [N].
+    """
+    known = np.isfinite(first) & np.isfinite(last)
+    first, last, output_tokens = first[known], last[known], output_tokens[known]
+    if not len(first):
+        return None
+    starts, ends = np.sort(first), np.sort(last)
+    rank = np.arange(len(first))
+    from_start = rank + 1 - np.searchsorted(ends, starts, side="right")  # generating from each start on
+    until_end = np.searchsorted(starts, ends, side="left") - rank  # generating until each end
+    if from_start.max() < 1:
+        return None
+    enough = STEADY_SHARE * from_start.max()
+    start, end = float(starts[from_start >= enough][0]), float(ends[until_end >= enough][-1])
+    if end - start < SHORTEST_STEADY_SECONDS:
+        return None
+    inside = np.clip(np.minimum(last, end) - np.maximum(first, start), 0, None)
+    span = last - first
+    share = np.divide(inside, span, out=np.zeros_like(span), where=span > 0)
+    tokens = ((output_tokens - 1) * share).sum() + ((first >= start) & (first < end)).sum()
+    return SteadyWindow(start, end, float(tokens / (end - start)))
+
+
+def totals_over_time(series: pa.Table, columns: list[str]) -> list[Floats]:
+    """Times of all rows, sorted, then each of ``columns`` summed over the replicas at those times.
+
+    Between two rows of a replica its value is interpolated; after its last row it keeps the last value.
+    """
+    elapsed, replica, *values = (_numbers(series[name]) for name in ("elapsed_seconds", "replica", *columns))
+    times = np.unique(elapsed)
+    totals = [np.zeros(len(times)) for _ in columns]
+    for node in _masks(series["node"]).values():
+        for number in np.unique(replica[node]):
+            rows = np.flatnonzero(node & (replica == number))
+            for total, value in zip(totals, values, strict=True):
+                total += np.interp(times, elapsed[rows], value[rows])
+    return [times, *totals]
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Columns of the requests table as arrays [N]; float64 with NaN for what is absent."""
+
+    scheduled: Floats
+    first: Floats
+    last: Floats
+    input_tokens: Floats
+    output_tokens: Floats
+    failed: NDArray[np.bool_]
+    cancelled: NDArray[np.bool_]
+    completed: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, requests: pa.Table) -> Samples:
+        """The columns of a table of ``SampleRow``."""
+        import pyarrow.compute as pc
+
+        failed = requests["error"].is_valid().to_numpy()
+        reason = requests["finish_reason"]
+        cancelled = pc.equal(reason, "cancelled").fill_null(False).to_numpy() & ~failed
+        last = _numbers(requests["last_token_seconds"])
+        return cls(
+            scheduled=_numbers(requests["scheduled_seconds"]),
+            first=_numbers(requests["first_token_seconds"]),
+            last=last,
+            input_tokens=_numbers(requests["input_tokens"]),
+            output_tokens=_numbers(requests["output_tokens"]),
+            failed=failed,
+            cancelled=cancelled,
+            completed=reason.is_valid().to_numpy() & ~failed & ~cancelled & np.isfinite(last),
+        )
+
+    def __len__(self) -> int:
+        return len(self.scheduled)
+
+    def only(self, mask: NDArray[np.bool_]) -> Samples:
+        """The samples where ``mask`` [N] is true."""
+        return Samples(*(getattr(self, name)[mask] for name in self.__slots__))
+
+
+def _nodes(column: pa.ChunkedArray, samples: Samples, start: float) -> list[dict[str, Any]]:
+    """What each node did, over its own time from the start of the run to its last completion."""
+    nodes = []
+    for name, mask in _masks(column).items():
+        done = samples.only(mask & samples.completed)
+        end = float(done.last.max()) if len(done) else start
+        tokens = int(done.output_tokens.sum())
+        nodes.append(
+            {
+                "node": name,
+                "samples_completed": len(done),
+                "output_tokens": tokens,
+                "duration_seconds": end - start,
+                "output_tokens_per_second": _rate(tokens, end - start),
+            }
+        )
+    return nodes
+
+
+def _masks(column: pa.ChunkedArray) -> dict[str, NDArray[np.bool_]]:
+    """For each distinct text of ``column`` [N], in order, where it stands."""
+    import pyarrow.compute as pc
+
+    names = sorted(name for name in column.unique().to_pylist() if name is not None)
+    return {name: pc.equal(column, name).fill_null(False).to_numpy() for name in names}
+
+
+def _numbers(column: pa.ChunkedArray) -> Floats:
+    return np.asarray(column.to_numpy(), dtype=np.float64)
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    return count / seconds if seconds > 0 else None

@@ -1,0 +1,109 @@
+"""The two tables of a run folder: their rows as a harness gives them, their columns as Parquet keeps them.
+
+pyarrow is imported inside the functions: whoever only imports the package does not pay for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pyarrow as pa
+
+
+class SampleRow(NamedTuple):
+    """One sample that has ended. Times are seconds since the start of the measurement; None where it never happened.
+
+    ``finish_reason`` is ``stop``, ``length`` or ``cancelled``. ``error`` is set only on one that failed.
+    """
+
+    sample_id: int
+    sample_index: int
+    scheduled_seconds: float
+    sent_seconds: float | None
+    first_token_seconds: float | None
+    last_token_seconds: float | None
+    input_tokens: int
+    output_tokens: int
+    finish_reason: str | None
+    node: str
+    replica: int = 0
+    error: str | None = None
+
+
+class SeriesRow(NamedTuple):
+    """One replica at one moment. Token and preemption counts are totals since the start, all others are levels now.
+
+    ``in_flight`` counts samples given to the target and not ended; ``waiting`` those of them that hold no pages.
+    """
+
+    elapsed_seconds: float
+    node: str
+    replica: int
+    output_tokens: int
+    processed_tokens: int
+    rows: int
+    row_budget: int
+    pages_free: int
+    pages: int
+    in_flight: int
+    waiting: int
+    preemptions: int
+    power_watts: float | None = None
+    clock_mhz: float | None = None
+    temperature_celsius: float | None = None
+
+
+TEXT_COLUMNS = ("node", "finish_reason", "error")
+INT32_COLUMNS = ("replica", "input_tokens", "rows", "row_budget", "in_flight", "waiting")
+REAL_SUFFIXES = ("_seconds", "_watts", "_mhz", "_celsius")
+
+
+def schema(row_type: type[SampleRow] | type[SeriesRow]) -> pa.Schema:
+    """Arrow schema of a table of ``row_type``: text, float64 for what carries a physical unit, otherwise integers."""
+    import pyarrow as pa
+
+    def column_type(name: str) -> pa.DataType:
+        if name in TEXT_COLUMNS:
+            return pa.string()
+        if name.endswith(REAL_SUFFIXES):
+            return pa.float64()
+        return pa.int32() if name in INT32_COLUMNS else pa.int64()
+
+    return pa.schema([(name, column_type(name)) for name in row_type._fields])
+
+
+def to_table(row_type: type[SampleRow] | type[SeriesRow], rows: Sequence[SampleRow] | Sequence[SeriesRow]) -> pa.Table:
+    """Rows of ``row_type`` as an Arrow table; no rows give an empty table with every column."""
+    import pyarrow as pa
+
+    table_schema = schema(row_type)
+    columns: list[Any] = list(zip(*rows, strict=True)) or [()] * len(table_schema)
+    return pa.table(
+        [pa.array(column, field.type) for column, field in zip(columns, table_schema, strict=True)], schema=table_schema
+    )
+
+
+def append(table: pa.Table, more: pa.Table) -> pa.Table:
+    """Both tables as one contiguous one: a copy of memory, far cheaper than converting rows again."""
+    import pyarrow as pa
+
+    return pa.concat_tables([table, more]).combine_chunks()
+
+
+def write_parquet(table: pa.Table, path: Path) -> None:
+    """Write ``table``. A dictionary pays only for the texts; on distinct times it doubles the work."""
+    import pyarrow.parquet as pq
+
+    pq.write_table(table, path, use_dictionary=[name for name in table.column_names if name in TEXT_COLUMNS])
+
+
+def read_parquet(path: Path, row_type: type[SampleRow] | type[SeriesRow]) -> pa.Table:
+    """Read a table of ``row_type``; columns unknown here are dropped, missing ones raise ``KeyError``."""
+    import pyarrow.parquet as pq
+
+    table_schema = schema(row_type)
+    return pq.read_table(path).select(table_schema.names).cast(table_schema)
