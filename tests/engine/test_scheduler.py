@@ -1,0 +1,301 @@
+"""The scheduler drives a simulated engine whose tokens are a function of what its cache really holds.
+
+``SimulatedEngine`` knows nothing of the scheduler but its plans: pages by the deltas, cache contents by page and
+offset, the token table by slot, host tokens only as step results are read. A row too many, too few or in the wrong
+page gives other tokens than ``reference``, besides breaking the rule that ``check`` states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatoken.engine.request import FinishReason
+from megatoken.engine.scheduler import Scheduler, StepPlan
+from megatoken.errors import CapacityError
+
+
+def prompt_of(ticket: int, prompt_tokens: int) -> list[int]:
+    return [hash((ticket, position)) % 997 for position in range(prompt_tokens)]
+
+
+def next_token(tokens: list[int]) -> int:
+    return hash(tuple(tokens)) % 997
+
+
+def reference(prompt: list[int], max_tokens: int, stop_one_in: int) -> tuple[list[int], FinishReason]:
+    """What a request must yield, whatever it is batched with; a token that ``stop_one_in`` divides ends it."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens))
+        if stop_one_in and tokens[-1] % stop_one_in == 0:
+            return tokens[len(prompt) :], FinishReason.STOP
+    return tokens[len(prompt) :], FinishReason.LENGTH
+
+
+@dataclass
+class Sequence:
+    prompt: list[int]
+    max_tokens: int
+    stop_one_in: int
+    host: list[int]  # what the host has read
+    known: int
+    slot: int | None = None
+    computed: int = 0
+    from_host: int = 0  # tokens known when it was last admitted
+    pages: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+
+class SimulatedEngine:
+    def __init__(self, lookahead: int = 0, reserve: float = 0.04, **sizes: int) -> None:
+        self.scheduler = Scheduler(**sizes, reserve=reserve)
+        self.max_rows, self.max_sequences = sizes["max_rows"], sizes["max_sequences"]
+        self.page_size, self.num_pages, self.max_length = sizes["page_size"], sizes["num_pages"], sizes["max_length"]
+        self.lookahead, self.reserve = lookahead, reserve
+        self.all: dict[int, Sequence] = {}
+        self.live: dict[int, Sequence] = {}  # in the scheduler: neither done by length nor ended; oldest first
+        self.owner: dict[int, int] = {}  # page -> ticket
+        self.cache: dict[tuple[int, int], tuple[int, int, int]] = {}  # page, offset -> ticket, position, token
+        self.token_table: dict[int, int] = {}
+        self.in_flight: deque[list[tuple[int, int]]] = deque()
+        self.steps = self.preemptions = self.recomputed = 0
+
+    def add(self, prompt_tokens: int, max_tokens: int, stop_one_in: int = 0) -> None:
+        ticket = len(self.all)
+        length = prompt_tokens + max_tokens
+        if length > self.max_length or length - 1 > self.num_pages * self.page_size:
+            with pytest.raises(CapacityError):
+                self.scheduler.add(ticket, prompt_tokens, max_tokens)
+            return
+        self.scheduler.add(ticket, prompt_tokens, max_tokens)
+        prompt = prompt_of(ticket, prompt_tokens)
+        self.all[ticket] = self.live[ticket] = Sequence(prompt, max_tokens, stop_one_in, list(prompt), prompt_tokens)
+
+    def step(self) -> StepPlan | None:
+        plan = self.scheduler.plan()
+        assert (plan is None) == (not self.live)
+        if plan is not None:
+            self.check(plan)
+            self.in_flight.append(self.execute(plan))
+            self.check_counters()
+        while len(self.in_flight) > (self.lookahead if plan is not None else 0):
+            self.read(self.in_flight.popleft())
+        return plan
+
+    def drain(self) -> None:
+        while self.step() is not None:
+            pass
+        assert self.steps <= sum(len(s.prompt) + s.max_tokens - 1 for s in self.all.values()), "the oldest stood still"
+        assert not self.owner
+        self.check_counters()
+        for sequence in self.all.values():
+            tokens, reason = reference(sequence.prompt, sequence.max_tokens, sequence.stop_one_in)
+            output = sequence.host[len(sequence.prompt) :]
+            if sequence.reason is FinishReason.CANCELLED:
+                assert output == tokens[: len(output)]
+            else:
+                assert (output, sequence.reason) == (tokens, reason)
+
+    def check(self, plan: StepPlan) -> None:
+        """The rules of a plan, and its pages applied."""
+        assert plan.step == self.steps
+        residents = [ticket for ticket, s in self.live.items() if s.slot is not None]
+        self.check_preemption(plan, residents)
+        residents = residents[: len(residents) - len(plan.preempted)]
+        tickets = plan.ticket.tolist()
+        admitted = tickets[len(residents) :]
+        queue = [ticket for ticket, s in self.live.items() if s.slot is None]
+        assert tickets[: len(residents)] == residents, "every resident has rows, oldest first"
+        assert admitted == queue[: len(admitted)], "first come, first served"
+        assert not (plan.preempted and admitted)
+        for ticket, slot in zip(tickets, plan.slot.tolist(), strict=True):
+            sequence = self.live[ticket]
+            if ticket in admitted:
+                assert slot in range(self.max_sequences)
+                assert slot not in [s.slot for s in self.live.values()]
+                sequence.slot, sequence.from_host = slot, sequence.known
+            assert sequence.slot == slot
+        self.check_pages(plan)
+        rows = int(plan.count.sum())
+        assert 0 < rows <= self.max_rows
+        for i, ticket in enumerate(tickets):
+            sequence = self.live[ticket]
+            start, end = int(plan.start[i]), int(plan.start[i] + plan.count[i])
+            assert start == sequence.computed < end <= sequence.known
+            assert end == sequence.known or (i == len(tickets) - 1 and rows == self.max_rows), "cut for no reason"
+            assert plan.sample[i] == (end == sequence.known)
+            assert (i < plan.decodes) == (start >= sequence.from_host)
+        free = self.num_pages - len(self.owner)
+        if admitted and len(tickets) > 1:
+            assert free >= self.reserve * self.num_pages
+        if rows < self.max_rows and not plan.preempted and len(tickets) < self.max_sequences and queue[len(admitted) :]:
+            head = self.live[queue[len(admitted)]]
+            assert free - math.ceil(head.known / self.page_size) < self.reserve * self.num_pages, "rows left unused"
+
+    def check_preemption(self, plan: StepPlan, residents: list[int]) -> None:
+        preempted = list(plan.preempted)
+        assert preempted == residents[::-1][: len(preempted)], "newest first"
+        assert preempted != residents[::-1] or not residents, "the oldest stays"
+        if preempted:
+            free = self.num_pages - len(self.owner) + sum(len(self.live[ticket].pages) for ticket in preempted[:-1])
+            kept = [self.live[ticket] for ticket in residents[: len(residents) - len(preempted) + 1]]
+            lacking = sum(math.ceil(s.known / self.page_size) - len(s.pages) for s in kept)
+            assert lacking > free, "preempted for no reason"
+        for ticket in preempted:
+            self.preemptions += 1
+            self.recomputed += self.live[ticket].computed
+            self.release(ticket)
+
+    def check_pages(self, plan: StepPlan) -> None:
+        ticket_of_slot = dict(zip(plan.slot.tolist(), plan.ticket.tolist(), strict=True))
+        for slot, index, page in zip(plan.page_slot, plan.page_index, plan.page, strict=True):
+            ticket = ticket_of_slot[int(slot)]
+            assert page in range(self.num_pages)
+            assert int(page) not in self.owner, "one owner per page"
+            assert index == len(self.live[ticket].pages)
+            self.owner[int(page)] = ticket
+            self.live[ticket].pages.append(int(page))
+        for ticket in plan.ticket.tolist():
+            sequence = self.live[ticket]
+            assert len(sequence.pages) == math.ceil(sequence.known / self.page_size)
+            assert self.scheduler.page_table[sequence.slot, : len(sequence.pages)].tolist() == sequence.pages
+
+    def check_counters(self) -> None:
+        assert self.scheduler.waiting == sum(s.slot is None for s in self.live.values())
+        assert self.scheduler.resident == len(self.live) - self.scheduler.waiting
+        assert self.scheduler.free_pages == self.num_pages - len(self.owner)
+        assert self.scheduler.preemptions == self.preemptions
+        assert self.scheduler.recomputed_tokens == self.recomputed
+
+    def execute(self, plan: StepPlan) -> list[tuple[int, int]]:
+        """Writes all rows to the cache, then samples from what the cache holds."""
+        self.steps += 1
+        sequences = [self.live[ticket] for ticket in plan.ticket.tolist()]
+        for i, (ticket, s) in enumerate(zip(plan.ticket.tolist(), sequences, strict=True)):
+            for position in range(s.computed, s.computed + int(plan.count[i])):
+                token = self.token_table[s.slot] if i < plan.decodes else s.host[position]
+                self.cache[self.place(s, position)] = (ticket, position, token)
+            s.computed += int(plan.count[i])
+        sampled = []
+        for i, (ticket, s) in enumerate(zip(plan.ticket.tolist(), sequences, strict=True)):
+            if not plan.sample[i]:
+                continue
+            seen = [self.cache[self.place(s, position)] for position in range(s.computed)]
+            assert [entry[:2] for entry in seen] == [(ticket, position) for position in range(s.computed)]
+            self.token_table[s.slot] = next_token([entry[2] for entry in seen])
+            sampled.append((ticket, self.token_table[s.slot]))
+            s.known += 1
+            if s.known == len(s.prompt) + s.max_tokens:
+                self.release(ticket)
+                del self.live[ticket]
+        return sampled
+
+    def place(self, sequence: Sequence, position: int) -> tuple[int, int]:
+        return sequence.pages[position // self.page_size], position % self.page_size
+
+    def read(self, sampled: list[tuple[int, int]]) -> None:
+        for ticket, token in sampled:
+            s = self.all[ticket]
+            if s.reason is not None:
+                continue
+            s.host.append(token)
+            if s.stop_one_in and token % s.stop_one_in == 0:
+                self.end(ticket, FinishReason.STOP)
+            elif len(s.host) == len(s.prompt) + s.max_tokens:
+                s.reason = FinishReason.LENGTH
+
+    def end(self, ticket: int, reason: FinishReason) -> None:
+        self.all[ticket].reason = reason
+        if ticket in self.live:
+            self.scheduler.end(ticket)
+            self.release(ticket)
+            del self.live[ticket]
+            self.check_counters()
+
+    def release(self, ticket: int) -> None:
+        sequence = self.live[ticket]
+        for page in sequence.pages:
+            assert self.owner.pop(page) == ticket
+        sequence.pages, sequence.slot, sequence.computed = [], None, 0
+
+
+SIZES = st.fixed_dictionaries(
+    {
+        "max_rows": st.integers(1, 20),
+        "max_sequences": st.integers(1, 8),
+        "page_size": st.integers(1, 5),
+        "num_pages": st.integers(1, 30),
+        "max_length": st.integers(2, 40),
+        "lookahead": st.integers(0, 1),
+        "reserve": st.sampled_from([0.0, 0.04, 0.3, 1.0]),
+    }
+)
+REQUEST = st.tuples(st.integers(1, 20), st.integers(1, 15), st.sampled_from([0, 0, 4, 11]))
+ACTION = st.one_of(st.none(), st.none(), REQUEST, REQUEST, REQUEST, st.integers(0, 9))  # step, arrival, cancellation
+
+
+@settings(max_examples=1000, deadline=None)
+@given(sizes=SIZES, actions=st.lists(ACTION, max_size=60))
+def test_every_request_gets_its_tokens_whatever_happens(sizes: dict, actions: list):
+    engine = SimulatedEngine(**sizes)
+    for action in actions:
+        unfinished = [ticket for ticket, s in engine.all.items() if s.reason is None]
+        if action is None:
+            engine.step()
+        elif isinstance(action, tuple):
+            engine.add(*action)
+        elif unfinished:
+            engine.end(unfinished[action % len(unfinished)], FinishReason.CANCELLED)
+    engine.drain()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 120), (4, 40), (16, 14)])
+def test_every_request_gets_its_tokens_under_pressure(lookahead: int, page_size: int, num_pages: int):
+    random = np.random.default_rng(page_size)
+    engine = SimulatedEngine(
+        lookahead,
+        reserve=0.0,
+        max_rows=32,
+        max_sequences=12,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_length=80,
+    )
+    for _ in range(200):
+        engine.add(int(random.integers(1, 25)), int(random.integers(1, 56)), int(random.choice([0, 0, 23])))
+    while engine.live:
+        engine.step()
+        if random.random() < 0.05 and engine.live:
+            engine.end(int(random.choice(list(engine.live))), FinishReason.CANCELLED)
+    engine.drain()
+    assert engine.preemptions > 50
+    assert {s.reason for s in engine.all.values()} == set(FinishReason)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"max_rows": 1, "max_sequences": 4, "page_size": 4, "num_pages": 12, "max_length": 16},
+        {"max_rows": 9, "max_sequences": 4, "page_size": 15, "num_pages": 1, "max_length": 16},
+        {"max_rows": 9, "max_sequences": 1, "page_size": 1, "num_pages": 15, "max_length": 16},
+        {"max_rows": 4096, "max_sequences": 64, "page_size": 4, "num_pages": 4096, "max_length": 16},
+    ],
+    ids=["one row", "one page", "one slot, longest request fills the cache", "all at once"],
+)
+def test_extreme_sizes(sizes: dict, lookahead: int):
+    engine = SimulatedEngine(lookahead, **sizes)
+    lengths = [(p, m) for p in range(1, 16) for m in (1, 2, 16 - p) if p + m <= 16]
+    for prompt_tokens, max_tokens in lengths:
+        engine.add(prompt_tokens, max_tokens)
+    engine.drain()
+    assert len(engine.all) == len(lengths)
+    assert all(s.reason is FinishReason.LENGTH for s in engine.all.values())
