@@ -1,0 +1,155 @@
+"""One line of a prompt file: JSON in, a checked prompt with its options out, or one error that names the place."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatoken.engine.request import Sampling
+from megatoken.errors import DatasetError
+
+_LARGEST_INTEGER = 2**31 - 1
+_LARGEST_SEED = 2**63 - 1
+_LONGEST_VALUE_SHOWN = 40
+_EXAMPLE = '{"prompt": "text"}'
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLine:
+    """What one line asks for: non-empty text or token ids (not yet held against a vocabulary), and how to continue."""
+
+    prompt: str | list[int]
+    max_tokens: int | None
+    sampling: Sampling
+    stop_token_ids: tuple[int, ...]
+    ignore_end_token: bool
+
+
+def parse_prompt_line(line: bytes, defaults: Sampling, place: str) -> PromptLine:
+    """Parses and checks one line.
+
+    Args:
+        line: UTF-8 JSON object with ``prompt`` or ``prompt_token_ids`` and any of ``max_tokens``, ``temperature``,
+            ``top_k``, ``top_p``, ``seed``, ``stop_token_ids``, ``ignore_end_token``.
+        defaults: Sampling values for keys the line leaves out.
+        place: File and line number, the start of every error.
+
+    Raises:
+        DatasetError: The line is not such an object, or a key or value in it is wrong.
+    """
+    fields = _parse_object(line, place)
+    for key, value in fields.items():
+        if key not in _RULES:
+            close = difflib.get_close_matches(key, _RULES, n=1)
+            mend = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(_RULES)}"
+            raise DatasetError(f"{place}: unknown key {_shown(key)}; {mend}")
+        accepts, wanted = _RULES[key]
+        if not accepts(value):
+            raise DatasetError(f"{place}: {key} is {_shown(value)}; it must be {wanted}")
+    if ("prompt" in fields) == ("prompt_token_ids" in fields):
+        raise DatasetError(f"{place}: give either prompt or prompt_token_ids")
+    sampling = defaults
+    if not _SAMPLING_KEYS.isdisjoint(fields):
+        sampling = Sampling(
+            temperature=float(fields.get("temperature", defaults.temperature)),
+            top_k=fields.get("top_k", defaults.top_k),
+            top_p=float(fields.get("top_p", defaults.top_p)),
+            seed=fields.get("seed", defaults.seed),
+        )
+    return PromptLine(
+        prompt=fields["prompt"] if "prompt" in fields else fields["prompt_token_ids"],
+        max_tokens=fields.get("max_tokens"),
+        sampling=sampling,
+        stop_token_ids=tuple(fields.get("stop_token_ids", ())),
+        ignore_end_token=fields.get("ignore_end_token", False),
+    )
+
+
+class _DuplicateKeyError(Exception):
+    pass
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise _DuplicateKeyError
+    return fields
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_pairs)
+
+
+def _parse_object(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        fields = _DECODER.decode(line.decode())
+    except UnicodeDecodeError as error:
+        problem = f"byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8"
+    except json.JSONDecodeError as error:
+        problem = f"column {error.colno}: {error.msg}; each line must be one JSON object such as {_EXAMPLE}"
+    except _DuplicateKeyError:
+        problem = "a key comes twice; keep one"
+    except RecursionError:
+        problem = f"lists are nested too deeply; each line must be one flat JSON object such as {_EXAMPLE}"
+    except ValueError:  # Python refuses to parse an integer of thousands of digits
+        problem = "a number has too many digits; shorten it"
+    else:
+        if isinstance(fields, dict):
+            return fields
+        problem = f"{_shown(fields)} is not a JSON object; each line must be one such as {_EXAMPLE}"
+    raise DatasetError(f"{place}: {problem}")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        odd = next((index for index, item in enumerate(value) if type(item) is not int), None)
+        nested = odd is not None and isinstance(value[odd], list)
+        entry = "" if odd is None else f" whose entry {odd} is {'a list' if nested else _shown(value[odd])}"
+        return f"a list{entry}" if value else "an empty list"
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST_VALUE_SHOWN else f"{text[:_LONGEST_VALUE_SHOWN]}..."
+
+
+def _whole(smallest: int, largest: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and smallest <= value <= largest
+
+
+def _number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _whole_numbers(value: object) -> bool:
+    return isinstance(value, list) and set(map(type, value)) <= {int}
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt": (
+        lambda value: isinstance(value, str) and value != "" and _encodable(value),
+        "text, not empty, in Unicode",
+    ),
+    "prompt_token_ids": (lambda value: _whole_numbers(value) and value != [], "a list of token ids, not empty"),
+    "max_tokens": (_whole(1, _LARGEST_INTEGER), "a whole number, 1 or more"),
+    "temperature": (
+        lambda value: _number(value) and 0 <= value <= sys.float_info.max,
+        "a finite number, 0 (greedy) or more",
+    ),
+    "top_k": (_whole(0, _LARGEST_INTEGER), "a whole number, 0 (all tokens) or more"),
+    "top_p": (lambda value: _number(value) and 0 < value <= 1, "a number above 0 and at most 1"),
+    "seed": (_whole(0, _LARGEST_SEED), "a whole number from 0 to 2**63 - 1"),
+    "stop_token_ids": (_whole_numbers, "a list of token ids"),
+    "ignore_end_token": (lambda value: isinstance(value, bool), "true or false"),
+}
+_SAMPLING_KEYS = frozenset(("temperature", "top_k", "top_p", "seed"))
