@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from megatoken.engine.config import EngineConfig, Precision
 from megatoken.errors import ConfigError
 
 FLAG_ALIASES = {"min_duration": "min_duration_seconds", "warm_up": "warm_up_seconds"}
+COMMAND_FLAGS = ("dry_run", "json")  # flags of the command that are no settings
 
 
 class _Section(BaseModel):
@@ -84,7 +85,7 @@ def load_run_config(path: Path | None, flags: Mapping[str, str | bool]) -> RunCo
         key = flag.replace("-", "_")
         key = FLAG_ALIASES.get(key, key)
         if key not in KEYS:
-            raise ConfigError(f"--{flag}: unknown flag{_nearest(key, prefix='--')}")
+            raise ConfigError(f"--{flag}: unknown flag{_nearest(key, (*KEYS, *FLAG_ALIASES, *COMMAND_FLAGS), '--')}")
         settings[key] = _Setting(None if text in ("null", "none") else text, f"--{flag}")
     if (prompts := settings.get("prompts")) and (lengths := settings.get("lengths")):
         raise ConfigError(f"{prompts.place} and {lengths.place}: give prompts or lengths, not both")
@@ -147,11 +148,11 @@ def _settings(loader: yaml.SafeLoader, node: yaml.Node, file: str, section: str 
         elif key in KEYS:
             yield key, _Setting(loader.construct_object(value_node, deep=True), place)
         else:
-            raise ConfigError(f"{place}: unknown key '{key}'{_nearest(FLAG_ALIASES.get(key, key))}")
+            raise ConfigError(f"{place}: unknown key '{key}'{_nearest(FLAG_ALIASES.get(key, key), KEYS)}")
 
 
-def _nearest(key: str, prefix: str = "") -> str:
-    close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.5)
+def _nearest(key: str, known: Iterable[str], prefix: str = "") -> str:
+    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
     return f"; did you mean {prefix}{close[0]}?" if close else "; see megatoken run --help"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatoken.errors import MegatokenError, StorageError
+from megatoken.results.files import write_text
 
 MODEL = "llama2-70b"  # the name that switches LoadGen's token metrics on
 _LOG_PREFIX = ":::MLLOG "
@@ -72,25 +74,36 @@ class OfflineTest:
         self._settings = settings
         self._accuracy = settings.mode == "accuracy"
         self._directory = directory
-        self._queries: queue.SimpleQueue[tuple[list[int], list[int]]] = queue.SimpleQueue()
+        self._user_conf = directory / "user.conf"
+        self._queries: queue.SimpleQueue[tuple[list[int], list[int], int]] = queue.SimpleQueue()
         self._response_ids: list[int] = []
         self._outstanding: set[int] = set()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="loadgen", daemon=True)
 
-    def start(self) -> list[int]:
-        """Starts LoadGen and returns the data set row of every sample of its query, in the order of the query."""
+    def start(self) -> tuple[list[int], int]:
+        """Starts LoadGen and takes its query.
+
+        Returns:
+            The data set row of every sample in the order of the query, and ``time.monotonic_ns()`` when it was issued.
+        """
+        write_text(self._user_conf, self._settings.user_conf())
         self._thread.start()
         while True:
             try:
-                self._response_ids, rows = self._queries.get(timeout=0.1)
+                self._response_ids, rows, issued_ns = self._queries.get(timeout=0.1)
             except queue.Empty:
                 if not self._thread.is_alive():
                     self._raise_failure()
                     raise MegatokenError("LoadGen ended without issuing a query") from None
             else:
                 self._outstanding = set(range(len(rows)))
-                return rows
+                return rows, issued_ns
+
+    @property
+    def outstanding(self) -> int:
+        """Samples that LoadGen still waits for."""
+        return len(self._outstanding)
 
     def complete(self, sample: int, output_tokens: int, token_ids: Sequence[int] = ()) -> None:
         """Tells LoadGen that a sample is done; it takes the time now.
@@ -113,11 +126,14 @@ class OfflineTest:
 
         The first counts 0 tokens, which LoadGen logs as an error: these logs can never pass for a valid result.
         """
+        if not self._thread.is_alive():
+            return
         for position, sample in enumerate(sorted(self._outstanding)):
             self.complete(sample, 0 if position == 0 else 2)
+        self._thread.join()
 
     def finish(self) -> LoadGenLog:
-        """Waits until LoadGen has written its logs and returns what they say."""
+        """Waits until LoadGen has written its logs and returns what they say; every sample must be complete."""
         self._thread.join()
         self._raise_failure()
         return LoadGenLog.read(self._directory, last_key="power_end" if self._accuracy else "num_errors")
@@ -135,11 +151,9 @@ class OfflineTest:
     def _run_test(self) -> None:
         import mlperf_loadgen as lg
 
-        user_conf = self._directory / "user.conf"
-        user_conf.write_text(self._settings.user_conf(), encoding="ascii")
         settings = lg.TestSettings()
-        if code := settings.FromConfig(str(user_conf), MODEL, "Offline"):
-            raise MegatokenError(f"LoadGen refuses {user_conf} (code {code})")
+        if code := settings.FromConfig(str(self._user_conf), MODEL, "Offline"):
+            raise MegatokenError(f"LoadGen refuses {self._user_conf} (code {code})")
         settings.scenario = lg.TestScenario.Offline
         settings.mode = lg.TestMode.AccuracyOnly if self._accuracy else lg.TestMode.PerformanceOnly
         # The installed LoadGen embeds the seeds of its own round.
@@ -152,12 +166,15 @@ class OfflineTest:
         logs.log_output.outdir = str(self._directory)
         logs.log_output.copy_summary_to_stdout = False
 
-        sut = lg.ConstructFastSUT(lambda ids, rows: self._queries.put((ids, rows)), lambda: None)
+        def issue(response_ids: list[int], rows: list[int]) -> None:
+            self._queries.put((response_ids, rows, time.monotonic_ns()))
+
+        sut = lg.ConstructFastSUT(issue, lambda: None)
         sizes = self._settings.data_set_size, self._settings.loaded_rows
         library = lg.ConstructQSL(*sizes, lambda _: None, lambda _: None)
         try:
             # An audit.config in the working directory would override the settings: name one that cannot exist.
-            lg.StartTestWithLogSettings(sut, library, settings, logs, str(self._directory / "user.conf" / "audit"))
+            lg.StartTestWithLogSettings(sut, library, settings, logs, str(self._user_conf / "audit"))
         finally:
             lg.DestroyQSL(library)
             lg.DestroyFastSUT(sut)

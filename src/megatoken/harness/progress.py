@@ -1,7 +1,8 @@
-"""One line on stderr that says how far a run is: redrawn in place on a terminal, a plain line now and then elsewhere."""
+"""A line on stderr that says how far a run is: redrawn in place on a terminal, a new one now and then elsewhere."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 
@@ -51,6 +52,7 @@ class Progress:
         if self._silent:
             return
         if self._terminal:
+            text = text[: shutil.get_terminal_size().columns - 1]
             sys.stderr.write(f"\r{text.ljust(self._width)}")
             self._width = len(text)
         else:

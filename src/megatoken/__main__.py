@@ -1,0 +1,5 @@
+"""``python -m megatoken``."""
+
+from megatoken.cli import main
+
+main()

@@ -1,0 +1,119 @@
+"""From a configuration to a model's shape, its memory plan and a checked data set, before any weight is allocated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatoken.config import RunConfig
+from megatoken.engine import Engine
+from megatoken.engine.checkpoint import Checkpoint
+from megatoken.engine.config import ModelConfig
+from megatoken.engine.loop import open_model
+from megatoken.engine.memory import MemoryPlan, plan_memory
+from megatoken.engine.tokenizer import Tokenizer
+from megatoken.errors import StorageError
+from megatoken.harness.datasets import Dataset, load_lengths, load_openorca, load_prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a run needs and what is known about it; ``notes`` say what a reader of its number must know."""
+
+    config: RunConfig
+    model: ModelConfig
+    memory: MemoryPlan
+    data_set: Dataset
+    weights: str
+    notes: tuple[str, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """The part of ``result.json`` that is known before the run."""
+        return {
+            "model": self.model.name,
+            "weights": self.weights,
+            "precision": self.config.precision,
+            "data_set": self.data_set.name,
+            "data_set_source": self.data_set.source,
+            "data_set_sha256": self.data_set.content_hash,
+            "data_set_rows": len(self.data_set.requests),
+            "memory_plan": asdict(self.memory),
+            "notes": list(self.notes),
+        }
+
+    def plan(self) -> dict[str, Any]:
+        """The resolved configuration and what follows from it, ready for JSON."""
+        return {"config": self.config.model_dump(mode="json"), **self.facts()}
+
+    def describe(self) -> str:
+        """The same for a person: the configuration as YAML, the rest as comments."""
+        data_set = self.data_set
+        comments = [
+            f"model {self.model.name}: {self.model.parameters:,} parameters, weights {self.weights}",
+            *self.memory.lines(),
+            f"data set {data_set.name}: {len(data_set.requests):,} rows, {data_set.input_tokens.mean():.1f} tokens in, "
+            f"at most {data_set.output_limits.mean():.1f} out on average",
+            *self.notes,
+        ]
+        settings = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
+        return settings + "\n".join(f"# {line}" for line in comments)
+
+    def build_engine(self) -> Engine:
+        """Loads the weights."""
+        config = self.config
+        return Engine(config.model, config.engine_config(), random_weights=config.random_weights, seed=config.seed)
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Opens model and data set and holds one against the other.
+
+    Raises:
+        CheckpointError, CapacityError, DatasetError: whatever cannot be used, with its place.
+        StorageError: ``config.out`` cannot be written.
+    """
+    check_writable(config.out)
+    source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
+    memory = plan_memory(source.config, config.engine_config())
+    data_set = _load_data_set(config, source.config, memory)
+    notes = list(data_set.notes)
+    if isinstance(source, Checkpoint):
+        weights = source.content_hash
+    else:
+        weights = f"random, seed {config.seed}"
+        notes.append("random weights: the speed is real, the text is not")
+    return Prepared(config, source.config, memory, data_set, weights, tuple(notes))
+
+
+def check_writable(folder: Path) -> None:
+    """Refuses an output folder now rather than after minutes of loading. Raises StorageError; makes nothing."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise StorageError(f"{folder}: {nearest} is not a folder; choose another folder with --out")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise StorageError(f"{folder}: no permission to write in {nearest}; choose another folder with --out")
+
+
+def encoder(model: str) -> Callable[[str], list[int]] | None:
+    """Text to token ids with the tokenizer of a checkpoint directory; None without one."""
+    file = Path(model) / "tokenizer.json"
+    return Tokenizer(file).encode if file.is_file() else None
+
+
+def _load_data_set(config: RunConfig, model: ModelConfig, memory: MemoryPlan) -> Dataset:
+    vocabulary_size, max_length = model.vocabulary_size, memory.max_length
+    if config.prompts is None:
+        return load_lengths(config.lengths, vocabulary_size=vocabulary_size, max_length=max_length)
+    if config.prompts.suffix == ".pkl":
+        return load_openorca(config.prompts, vocabulary_size=vocabulary_size, max_length=max_length)
+    return load_prompts(
+        config.prompts,
+        encode=encoder(config.model),
+        vocabulary_size=vocabulary_size,
+        max_length=max_length,
+        default_max_tokens=config.max_tokens,
+    )
