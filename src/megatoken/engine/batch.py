@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatoken.engine.cache import LayerCache
+from megatoken.engine.cache import DUMP_PAGE, LayerCache
 from megatoken.engine.ops import Ops
 from megatoken.engine.scheduler import StepPlan
 
@@ -28,7 +28,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's inputs; T rows, decode rows first, S of them sampled."""
+    """One step's inputs; T rows, decode rows first, then chunks, then padding; S of them sampled.
+
+    Padding repeats token 0 at position 0, writes to the dump page and is read by nobody. ``sample_rows`` is padded too.
+    """
 
     token_ids: Tensor
     positions: Tensor
@@ -36,6 +39,7 @@ class Batch:
     decodes: int
     decode_index: Any
     chunks: list[Chunk]
+    samples: int
     sample_rows: Tensor
     sample_index: Any
 
@@ -65,6 +69,8 @@ def build_batch(
     last_row = np.cumsum(count) - 1
     positions = np.arange(last_row[-1] + 1) - np.repeat(last_row + 1 - count - plan.start, count)
     page = page_table[np.repeat(plan.slot, count), positions // page_size].astype(np.int64) + 1
+    padding = ops.padded_rows(len(positions)) - len(positions)
+    positions, page = np.pad(positions, (0, padding)), np.pad(page, (0, padding), constant_values=DUMP_PAGE)
     cache_rows = (page[:, None] * kv_heads + np.arange(kv_heads)) * page_size + (positions % page_size)[:, None]
 
     prompt_ids: list[int] = []
@@ -76,10 +82,9 @@ def build_batch(
         pages = torch.from_numpy(page_table[plan.slot[row], : -(-context // page_size)] + 1) if start else None
         chunks.append(Chunk(int(last_row[row]) + 1 - rows, rows, context, pages))
     decode_ids = last_tokens.index_select(0, torch.from_numpy(plan.slot[: plan.decodes].astype(np.int64)))
-    token_ids = torch.cat((decode_ids, torch.tensor(prompt_ids, dtype=torch.int64))) if prompt_ids else decode_ids
+    token_ids = torch.cat((decode_ids, torch.tensor(prompt_ids + [0] * padding, dtype=torch.int64)))
 
     visible = plan.start + count
-    high_page = int(page_table[plan.slot].max()) + 2
 
     def index(rows: NDArray[Any]) -> Any:
         lengths = visible[rows]
@@ -87,10 +92,11 @@ def build_batch(
             return None
         width = -(-int(lengths.max()) // page_size)
         pages = torch.from_numpy(page_table[plan.slot[rows], :width] + 1)
-        return ops.attention_index(pages, torch.from_numpy(lengths), cache, heads, high_page)
+        return ops.attention_index(pages, torch.from_numpy(lengths), cache, heads)
 
     decode_index = index(np.arange(plan.decodes))
     sampled = np.flatnonzero(plan.sample)
+    sample_rows = np.pad(last_row[sampled], (0, ops.padded_rows(len(sampled)) - len(sampled) if len(sampled) else 0))
     return Batch(
         token_ids=token_ids,
         positions=torch.from_numpy(positions),
@@ -98,6 +104,7 @@ def build_batch(
         decodes=plan.decodes,
         decode_index=decode_index,
         chunks=chunks,
-        sample_rows=torch.from_numpy(last_row[sampled]),
+        samples=len(sampled),
+        sample_rows=torch.from_numpy(sample_rows),
         sample_index=decode_index if not chunks else index(sampled),
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,12 +61,13 @@ def bytes_per_token(config: ModelConfig, precision: Precision) -> int:
 def allocate_cache(config: ModelConfig, precision: Precision, pages: int, page_size: int) -> list[LayerCache]:
     """One cache per layer for ``pages`` usable pages and the dump page.
 
-    Zeroed, because masked attention still multiplies what a page holds beyond its sequence's end; on Linux the zeros
-    cost no memory before they are written.
+    Zeroed, because masked attention still multiplies what a page holds beyond its sequence's end. The zeros come from
+    NumPy, which leaves them to the operating system: a page costs memory when it is first written.
     """
     shape = (pages + 1, config.kv_heads, page_size, config.head_dim)
     dtype = ACTIVATION_DTYPE[precision]
-    return [
-        LayerCache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), precision == "fp8")
-        for _ in range(config.layers)
-    ]
+
+    def zeros() -> Tensor:
+        return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+
+    return [LayerCache(zeros(), zeros(), precision == "fp8") for _ in range(config.layers)]

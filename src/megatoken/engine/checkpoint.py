@@ -137,7 +137,7 @@ def read_config(directory: Path) -> ModelConfig:
         generation = directory / "generation_config.json"
         if generation.is_file():
             ends = end_token_ids(_parse_json(generation, generation.read_bytes()), generation)
-            config = replace(config, end_token_ids=tuple(sorted({*config.end_token_ids, *ends})))
+            config = replace(config, end_token_ids=tuple(dict.fromkeys((*config.end_token_ids, *ends))))
     return config
 
 

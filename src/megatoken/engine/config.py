@@ -255,14 +255,13 @@ def _rope(keys: _Keys, max_positions: int) -> RopeConfig:
             low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
             if high <= low:
                 raise keys.refuse(name, f"high_freq_factor ({high}) must be above low_freq_factor ({low})")
-            original = "original_max_position_embeddings"
             return RopeConfig(
                 theta=theta,
                 scaling="llama3",
                 factor=rope.number("factor"),
                 low_frequency_factor=low,
                 high_frequency_factor=high,
-                original_max_positions=keys.integer(original, rope.integer(original, max_positions)),
+                original_max_positions=rope.integer("original_max_position_embeddings", max_positions),
             )
     raise keys.refuse(name, "supported rope types are default, linear and llama3")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatoken.engine.checkpoint import Checkpoint, RandomWeights
+from megatoken.engine.checkpoint import Checkpoint, RandomWeights, read_config
 from megatoken.engine.config import SHAPES, EngineConfig, ModelConfig
 from megatoken.engine.memory import MemoryPlan, plan_memory
 from megatoken.engine.ops import cpu
@@ -123,7 +123,10 @@ class Engine:
         ticket = self._next_ticket
         self._scheduler.add(ticket, len(prompt), request.max_tokens)
         self._next_ticket += 1
-        self._active[ticket] = _Active(prompt, [], request.max_tokens, stop_ids, request.sampling)
+        sampling = request.sampling
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=ticket)
+        self._active[ticket] = _Active(prompt, [], request.max_tokens, stop_ids, sampling)
         self._drawing += request.sampling.temperature > 0
         return ticket
 
@@ -271,7 +274,7 @@ def open_model(model: str | Path, *, random_weights: bool = False, seed: int = 0
     if not path.is_dir():
         raise CheckpointError(f"{model}: no such directory, and not one of the shapes {', '.join(SHAPES)}")
     if random_weights:
-        return RandomWeights(ModelConfig.from_directory(path), seed)
+        return RandomWeights(read_config(path), seed)
     return Checkpoint.open(path)
 
 

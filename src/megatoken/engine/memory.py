@@ -9,12 +9,11 @@ import psutil
 
 from megatoken.engine.cache import ACTIVATION_DTYPE, bytes_per_token
 from megatoken.engine.config import EngineConfig, ModelConfig
+from megatoken.engine.sampling import BLOCK_ROWS
 from megatoken.errors import CapacityError
 
 PROCESS_BYTES = 300_000_000
 """Python, PyTorch and the command's other libraries, measured 224 to 260 MB, before the first weight."""
-SAMPLING_BLOCK_ROWS = 16
-"""Rows sampled at a time when not greedy: sorting a vocabulary in float64 is what this bounds."""
 DEFAULT_MAX_LENGTH = 8192
 DEFAULT_MAX_ROWS = 256
 DEFAULT_MAX_SEQUENCES = 128
@@ -88,7 +87,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
     heads = model.heads + 2 * model.kv_heads
     per_row = 4 * model.hidden_size + 3 * heads * model.head_dim + 2 * model.intermediate_size
     scores = 4 * min(max_sequences, max_rows) * model.heads * max_length
-    logits = sampled * model.vocabulary_size * item + SAMPLING_BLOCK_ROWS * model.vocabulary_size * 48
+    logits = sampled * model.vocabulary_size * item + BLOCK_ROWS * model.vocabulary_size * 48
     rotary = 2 * max_length * model.head_dim * item
     largest = max(model.vocabulary_size, 2 * model.intermediate_size) * model.hidden_size * 4
     workspace = max((max_rows * per_row + scores) * item + logits + rotary, largest)
@@ -128,11 +127,14 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
 def available_memory_bytes() -> int:
     """Memory this process may still take: the system's, or the container's limit when that is lower."""
     available = int(psutil.virtual_memory().available)
-    limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    group = Path("/sys/fs/cgroup")
     try:
-        return min(available, int(limit.read_text()) - int(usage.read_text()))
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no control group, or no limit ("max")
         return available
+    # File pages that nobody uses count as used until the kernel wants them back, which it then takes.
+    return min(available, limit - used + int(statistics.get("inactive_file", 0)))
 
 
 def _gigabytes(size: int) -> str:

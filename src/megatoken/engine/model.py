@@ -140,26 +140,30 @@ def forward(weights: Weights, config: ModelConfig, ops: Ops, cache: list[LayerCa
 
         if layer is weights.layers[-1]:
             # Beyond the cache, only rows that sample matter now, and each sees its whole sequence: all decode.
+            if not batch.samples:
+                return x_TD.new_empty(0, config.vocabulary_size)
             x_TD = x_TD.index_select(0, batch.sample_rows)
-            a_THE = ops.decode_attention(q_THE.index_select(0, batch.sample_rows), layer_cache, batch.sample_index)
+            a_THE = q_THE.new_zeros(len(x_TD), heads, head_dim)
+            sampled_q = q_THE.index_select(0, batch.sample_rows[: batch.samples])
+            a_THE[: batch.samples] = ops.decode_attention(sampled_q, layer_cache, batch.sample_index)
         else:
             a_THE = attend(q_THE, k_TKE, v_TKE, ops, layer_cache, batch)
         x_TD = ops.linear_add(a_THE.reshape(len(x_TD), heads * head_dim), layer.output, x_TD)
         h_TD = ops.rms_norm(x_TD, layer.post_norm_D, epsilon)
         x_TD = ops.linear_add(ops.gated(h_TD, layer.gate, layer.up), layer.down, x_TD)
-    return ops.linear(ops.rms_norm(x_TD, weights.norm_D, epsilon), weights.head)
+    return ops.linear(ops.rms_norm(x_TD, weights.norm_D, epsilon), weights.head)[: batch.samples]
 
 
 def attend(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, ops: Ops, cache: LayerCache, batch: Batch) -> Tensor:
     """Decode rows together, prompt chunks one by one; a prompt's first chunk finds its keys in the step itself."""
-    parts = []
+    a_THE = torch.zeros_like(q_THE, memory_format=torch.contiguous_format)
     if batch.decodes:
-        parts.append(ops.decode_attention(q_THE[: batch.decodes], cache, batch.decode_index))
+        a_THE[: batch.decodes] = ops.decode_attention(q_THE[: batch.decodes], cache, batch.decode_index)
     for chunk in batch.chunks:
         rows = slice(chunk.first_row, chunk.first_row + chunk.rows)
         if chunk.pages is None:
             k, v = k_TKE[rows], v_TKE[rows]
         else:
             k, v = cache.read(chunk.pages, chunk.context)
-        parts.append(ops.chunk_attention(q_THE[rows], k, v))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        a_THE[rows] = ops.chunk_attention(q_THE[rows], k, v)
+    return a_THE

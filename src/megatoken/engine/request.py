@@ -12,13 +12,14 @@ class Sampling:
     """How the next token is chosen from the logits.
 
     ``temperature`` 0 is greedy (argmax) and ignores the rest; ``top_k`` 0 and ``top_p`` 1 keep every token. A draw
-    depends on ``seed`` and the token's position alone, never on the batch the request rides in.
+    depends on ``seed``, the token's position and the logits, never on what else is in the batch. Without a seed the
+    engine takes the request's ticket, so that equal prompts differ and a repeated run does not.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    seed: int = 0
+    seed: int | None = None
 
 
 class FinishReason(StrEnum):

@@ -62,10 +62,9 @@ class Runner:
             self.config.heads,
         )
         logits_SV = forward(self._weights, self.config, self._ops, self._cache, batch)
-        if samplings is None:
-            ids_S = logits_SV.argmax(-1)
-        else:
-            ids_S = sample(logits_SV, samplings, (plan.start + plan.count)[plan.sample].astype(np.int64))
+        ids_S = self._ops.greedy(logits_SV)
+        if samplings is not None:
+            sample(logits_SV, samplings, (plan.start + plan.count)[plan.sample].astype(np.int64), ids_S)
         slots_S = torch.from_numpy(plan.slot[plan.sample].astype(np.int64))
         self._last_tokens.index_copy_(0, slots_S, ids_S)
         return ids_S

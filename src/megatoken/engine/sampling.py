@@ -1,4 +1,4 @@
-"""Logits to tokens: argmax when all rows are greedy, otherwise temperature, top-k and top-p.
+"""Logits to tokens for the rows that are not greedy: temperature, top-k and top-p.
 
 A draw needs one uniform number, a hash of the request's seed and the token's position, so it is the same whatever else
 is in the batch and however often the request was preempted.
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from megatoken.engine.request import Sampling
 
+BLOCK_ROWS = 16
+"""Rows drawn at a time: bounds the float64 copies of a vocabulary."""
+
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
     """A number in [0, 1) for each (seed, position): two rounds of the SplitMix64 finaliser (Steele et al., 2014)."""
@@ -30,38 +33,50 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-def sample(logits_SV: Tensor, samplings: Sequence[Sampling], positions: NDArray[np.int64]) -> Tensor:
-    """Choose one token a row.
+def sample(
+    logits_SV: Tensor, samplings: Sequence[Sampling], positions: NDArray[np.int64], chosen_S: Tensor
+) -> None:
+    """Replace the greedy choice of the rows that draw.
 
     Args:
         logits_SV: any float dtype.
-        samplings: how each row is sampled.
-        positions: position each new token will take, part of the seed.
-
-    Returns:
-        int64 [S].
+        samplings: how each row is sampled; a seed is set wherever the temperature is above 0.
+        positions: position each new token will take, part of the draw.
+        chosen_S: int64 [S], the greedy ids; changed in place.
     """
-    chosen_S = logits_SV.argmax(-1)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
-    if not drawn:
-        return chosen_S
-    rows = torch.tensor(drawn)
-    seeds = np.array([samplings[row].seed & (2**64 - 1) for row in drawn], dtype=np.uint64)
-    uniform_R1 = torch.from_numpy(uniform(seeds, positions[drawn].astype(np.uint64)))[:, None]
-    temperature_R1 = torch.tensor([[samplings[row].temperature] for row in drawn], dtype=torch.float64)
-    top_k_R1 = torch.tensor([[samplings[row].top_k or logits_SV.shape[1]] for row in drawn])
-    top_p_R1 = torch.tensor([[samplings[row].top_p] for row in drawn], dtype=torch.float64)
-
-    # Stable: equal logits keep the order of their ids, so that ties do not depend on the sort.
-    sorted_RV, order_RV = logits_SV[rows].double().div_(temperature_R1).sort(-1, descending=True, stable=True)
-    sorted_RV.masked_fill_(torch.arange(logits_SV.shape[1]) >= top_k_R1, float("-inf"))
-    weight_RV = sorted_RV.softmax(-1)
-    before_RV = weight_RV.cumsum(-1) - weight_RV
-    weight_RV.masked_fill_(before_RV >= top_p_R1, 0.0)  # the first token has nothing before it and always stays
-    weight_RV[:, 0].clamp_min_(torch.finfo(torch.float64).tiny)
-    total_RV = weight_RV.cumsum(-1)
-    # The last kept token bounds the index: cumulative sums may fall short of the total by rounding.
-    kept_R1 = (weight_RV > 0).sum(-1, keepdim=True)
-    index_R1 = torch.searchsorted(total_RV, uniform_R1 * total_RV[:, -1:], right=True).minimum(kept_R1 - 1)
-    chosen_S[rows] = order_RV.gather(1, index_R1)[:, 0]
+    for first in range(0, len(drawn), BLOCK_ROWS):
+        rows = drawn[first : first + BLOCK_ROWS]
+        chosen_S[rows] = _draw(logits_SV[rows].double(), [samplings[row] for row in rows], positions[rows])
     return chosen_S
+
+
+def _draw(logits_RV: Tensor, samplings: Sequence[Sampling], positions: NDArray[np.int64]) -> Tensor:
+    """Inverse of the cumulative distribution in the order of token ids.
+
+    That order does not depend on the logits, so rounding noise moves a draw only when the uniform number falls within
+    the noise of a boundary; in sorted order it would reshuffle all tokens of nearly equal weight.
+    """
+    vocabulary = logits_RV.shape[1]
+    seeds = np.array([(sampling.seed or 0) & (2**64 - 1) for sampling in samplings], dtype=np.uint64)
+    uniform_R1 = torch.from_numpy(uniform(seeds, positions.astype(np.uint64)))[:, None]
+    temperature_R1 = torch.tensor([[sampling.temperature] for sampling in samplings], dtype=torch.float64)
+    top_k_R1 = torch.tensor([[min(sampling.top_k or vocabulary, vocabulary)] for sampling in samplings])
+    top_p_R1 = torch.tensor([[sampling.top_p] for sampling in samplings], dtype=torch.float64)
+    logits_RV = logits_RV / temperature_R1
+
+    highest_k = int(top_k_R1.max())
+    if int(top_k_R1.min()) < vocabulary:
+        top_RK = logits_RV.topk(highest_k).values
+        logits_RV = logits_RV.masked_fill(logits_RV < top_RK.gather(1, top_k_R1 - 1), float("-inf"))
+    weight_RV = logits_RV.softmax(-1)
+    if float(top_p_R1.min()) < 1:
+        sorted_RV = weight_RV.topk(highest_k).values
+        before_RV = sorted_RV.cumsum(-1) - sorted_RV
+        last_R1 = ((before_RV < top_p_R1).sum(-1, keepdim=True) - 1).clamp_min(0)
+        weight_RV = weight_RV.masked_fill(weight_RV < sorted_RV.gather(1, last_R1), 0.0)
+    cumulative_RV = weight_RV.cumsum(-1)
+    index_R1 = torch.searchsorted(cumulative_RV, uniform_R1 * cumulative_RV[:, -1:], right=True)
+    # uniform < 1, yet the product may round up to the total: then the last token with any weight is meant.
+    last_kept_R = vocabulary - 1 - (weight_RV.flip(-1) > 0).int().argmax(-1)
+    return index_R1[:, 0].minimum(last_kept_R)

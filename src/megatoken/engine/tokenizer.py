@@ -17,6 +17,8 @@ class Tokenizer:
     def __init__(self, file: Path) -> None:
         try:
             self._tokenizer = FastTokenizer.from_file(str(file))
+            self._tokenizer.no_truncation()  # a saved file may carry both, and would cut or pad prompts in silence
+            self._tokenizer.no_padding()
         except Exception as error:  # the library raises bare Exception for every kind of bad file
             raise CheckpointError(f"{file}: not a tokenizer.json that can be read ({error}); export it again") from error
 

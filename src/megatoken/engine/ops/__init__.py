@@ -22,6 +22,9 @@ from megatoken.engine.config import Precision
 class Ops(Protocol):
     """What a back end provides. Tensors are rows of activations unless a shape says otherwise."""
 
+    def padded_rows(self, rows: int) -> int:
+        """Rows to run instead of ``rows``, where every new number of rows would cost the back end time and memory."""
+
     def pack_linear(self, weight_ND: Tensor, bias_N: Tensor | None, precision: Precision) -> Any:
         """Bring ``y = x W^T + b`` into the form ``linear`` wants; the plain weight may be freed afterwards."""
 
@@ -40,8 +43,11 @@ class Ops(Protocol):
     def rotate(self, x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
         """Rotary embedding in the half-split layout; ``sin_TE`` carries the minus sign of the first half."""
 
+    def greedy(self, logits_SV: Tensor) -> Tensor:
+        """Highest logit of each row, the lowest id among equals -> int64 [S]."""
+
     def attention_index(
-        self, pages_BP: torch.Tensor, lengths_B: torch.Tensor, cache: LayerCache, heads: int, high_page: int
+        self, pages_BP: torch.Tensor, lengths_B: torch.Tensor, cache: LayerCache, heads: int
     ) -> Any:
         """Prepare ``decode_attention`` once per step for all layers.
 
@@ -50,7 +56,6 @@ class Ops(Protocol):
             lengths_B: int32 keys that the query of each sequence sees.
             cache: any layer's cache, for its shape.
             heads: query heads.
-            high_page: one more than the highest page in use.
         """
 
     def decode_attention(self, q_BHE: Tensor, cache: LayerCache, index: Any) -> Tensor:

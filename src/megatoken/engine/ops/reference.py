@@ -69,9 +69,17 @@ def rotate(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     return x_THE * cos_TE[:, None] + torch.cat((second, first), dim=-1) * sin_TE[:, None]
 
 
-def attention_index(
-    pages_BP: Tensor, lengths_B: Tensor, cache: LayerCache, heads: int, high_page: int
-) -> AttentionIndex:
+def greedy(logits_SV: Tensor) -> Tensor:
+    """Argmax."""
+    return logits_SV.argmax(-1)
+
+
+def padded_rows(rows: int) -> int:
+    """No padding."""
+    return rows
+
+
+def attention_index(pages_BP: Tensor, lengths_B: Tensor, cache: LayerCache, heads: int) -> AttentionIndex:
     """Nothing to prepare."""
     return AttentionIndex(pages_BP, lengths_B)
 
