@@ -17,7 +17,9 @@ from typing import Any
 
 import psutil
 
-PACKAGES = ("megatoken", "torch", "numpy", "mlcommons-loadgen", "safetensors", "tokenizers", "pyarrow", "triton")
+from megatoken import __version__
+
+PACKAGES = ("torch", "numpy", "mlcommons-loadgen", "safetensors", "tokenizers", "pyarrow", "triton")
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "CUDA_VISIBLE_DEVICES")
 MATRIX_INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
 ARM_INSTRUCTIONS = ("asimd", "bf16", "i8mm", "sve", "sve2")
@@ -38,7 +40,7 @@ def take_inventory() -> dict[str, Any]:
             "limit_bytes": _limit(Path("/sys/fs/cgroup/memory.max")),
         },
         "gpus": gpus(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {"megatoken": __version__, **{name: _version(name) for name in PACKAGES}},
         "source": source_revision(Path(__file__).parent),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }

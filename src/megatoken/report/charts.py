@@ -6,7 +6,7 @@ A chart is drawn on 400 x 230 units, so that its letters stay readable when a ph
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 WIDTH, HEIGHT = 400, 230
-LEFT, RIGHT, TOP, BOTTOM = 48, 10, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 48, 16, 12, 40
 MAX_POINTS = 240
 
 Floats = NDArray[np.float64]
@@ -43,20 +43,24 @@ def line_chart(
     *,
     x_label: str,
     y_label: str,
+    x_from_zero: bool = True,
     y_max: float | None = None,
     band: tuple[float, float] | None = None,
     mark: Mark | None = None,
     identifier: str,
 ) -> str:
-    """A figure with up to two curves from zero on, an optional shaded ``band`` of x and a reference ``mark``."""
-    x_top = max((float(line.x.max()) for line in lines), default=0.0) or 1.0
-    peak = max([float(line.y.max()) for line in lines] + ([mark.y] if mark else []))
-    x_ticks, y_ticks = ticks(x_top), ticks(y_max or peak or 1.0)
+    """A figure with one curve or two, an optional shaded ``band`` of x and a reference ``mark``."""
+    x_low, x_top = 0.0, _top(line.x for line in lines)
+    x_ticks = ticks(x_low, x_top)
+    if not x_from_zero:
+        x_ticks = ticks(min(float(line.x.min()) for line in lines), x_top)
+        x_low, x_top = x_ticks[0], x_ticks[-1]
+    y_ticks = ticks(0.0, y_max or max(_top(line.y for line in lines), mark.y if mark else 0.0))
     y_top = y_max or y_ticks[-1]
-    x_pixels, y_pixels = (WIDTH - LEFT - RIGHT) / x_top, (HEIGHT - TOP - BOTTOM) / y_top
+    x_pixels, y_pixels = (WIDTH - LEFT - RIGHT) / (x_top - x_low), (HEIGHT - TOP - BOTTOM) / y_top
 
     def x_at(value: float) -> str:
-        return f"{LEFT + value * x_pixels:.1f}"
+        return f"{LEFT + (value - x_low) * x_pixels:.1f}"
 
     def y_at(value: float) -> str:
         return f"{HEIGHT - BOTTOM - value * y_pixels:.1f}"
@@ -113,11 +117,13 @@ def level(name: str, times: Floats, values: Floats) -> Line:
     return Line(name, *(np.add.reduceat(column, starts) / counts for column in (times, values)))
 
 
-def ticks(top: float) -> list[float]:
-    """Round values from zero to the first at or above ``top``: four to seven, in steps of 1, 2, 2.5 or 5."""
-    magnitude = 10.0 ** math.floor(math.log10(top / 4))
-    step = next(magnitude * factor for factor in (1, 2, 2.5, 5, 10) if top / (magnitude * factor) <= 5)
-    return [step * index for index in range(math.ceil(top / step - 1e-9) + 1)]
+def ticks(low: float, top: float) -> list[float]:
+    """Four to seven round values that enclose ``low`` to ``top``, in steps of 1, 2, 2.5 or 5 times a power of ten."""
+    span = top - low if top > low else abs(top) or 1.0
+    magnitude = 10.0 ** math.floor(math.log10(span / 4))
+    step = next(magnitude * factor for factor in (1, 2, 2.5, 5, 10) if span / (magnitude * factor) <= 5)
+    first, last = math.floor(low / step + 1e-9), math.ceil(max(top, low + step) / step - 1e-9)
+    return [step * index for index in range(first, last + 1)]
 
 
 def tick_text(value: float) -> str:
@@ -126,6 +132,10 @@ def tick_text(value: float) -> str:
         if value >= size:
             return f"{value / size:.4g}{letter}"
     return f"{value:.4g}"
+
+
+def _top(columns: Iterable[Floats]) -> float:
+    return max(float(column.max()) for column in columns) or 1.0
 
 
 def _range(values: Floats) -> str:

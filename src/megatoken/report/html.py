@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 
 from megatoken.report.charts import Floats, Mark, distribution, level, line_chart, rate
-from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, has_unreliable, metric_rows, number
+from megatoken.report.metrics import (
+    MEANING,
+    PERCENTILES,
+    UNRELIABLE_NOTE,
+    MetricRow,
+    has_unreliable,
+    metric_rows,
+    number,
+)
 from megatoken.report.style import STYLE
 from megatoken.results import Reason, Run, read_run, save_report
 from megatoken.results.statistics import (
@@ -25,9 +33,9 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 DEFINITIONS = {
     "Output tokens per second": "Output tokens of the completed samples over the time from the start of the run to the"
     " last completion. Samples that failed or were cancelled count nothing.",
-    "Steady window": f"From the first to the last moment at which at least {STEADY_SHARE:.0%} of the peak number of"
-    " samples were generating; a sample generates from its first token to its last. Ramp and tail are left out. Not"
-    f" stated when shorter than {SHORTEST_STEADY_SECONDS:g} s or when the run was interrupted.",
+    "Steady window": f"From the first to the last moment at which at least {STEADY_SHARE * 100:g} % of the peak"
+    " number of samples were generating; a sample generates from its first token to its last. Ramp and tail are"
+    f" left out. Not stated when shorter than {SHORTEST_STEADY_SECONDS:g} s or when the run was interrupted.",
     "Time per output token": "(last token − first token) / (output tokens − 1) of each sample with two tokens or more;"
     " one value per sample.",
     "Percentiles": f"{PERCENTILE_METHOD[0].upper()}{PERCENTILE_METHOD[1:]}. A star marks those that too few samples"
@@ -90,7 +98,7 @@ def _header(run: Run) -> str:
         *(str(part) for part in subject if part),
         f"{number(result.get('samples_completed'))} samples in {seconds} s",
         str(run.environment.get("hostname", "")),
-        str(result.get("created_at", "")),
+        str(result.get("created_at", "")).replace("T", " ").replace("Z", " UTC"),
     ]
     return (
         f"<h1>{escape(run.path.name)}</h1>"
@@ -105,24 +113,30 @@ def _header(run: Run) -> str:
 
 
 def _findings(findings: list[Reason]) -> str:
-    items = "".join(f"<li><code>{escape(f['code'])}</code>{escape(f['message'])}</li>" for f in findings)
+    items = "".join(f"<li><code>{escape(f['code'])}</code> {escape(f['message'])}</li>" for f in findings)
     return f'<ul class="findings">{items}</ul>' if items else ""
 
 
 def _metrics(run: Run) -> str:
     rows = metric_rows(run)
-    heads = "".join(f'<th scope="col" class="number">{percentile}</th>' for percentile in PERCENTILES)
-    body = "".join(
-        f'<tr><th scope="row">{escape(row.label)}</th><td class="unit">{row.unit}</td>'
-        + "".join(f'<td class="number">{cell}</td>' for cell in (row.value, *(row.percentiles or [""] * 4)))
-        + "</tr>"
-        for row in rows
-    )
+    values = [(row, [row.value]) for row in rows if not row.percentiles]
+    latencies = [(row, list(row.percentiles)) for row in rows if row.percentiles]
     note = f'<p class="quiet">{UNRELIABLE_NOTE}</p>' if has_unreliable(rows) else ""
     return (
-        '<h2>Numbers</h2><div class="scroll"><table><thead><tr><th scope="col">Metric</th><th scope="col">Unit</th>'
-        f'<th scope="col" class="number">Value</th>{heads}</tr></thead><tbody>{body}</tbody></table></div>{note}'
+        f'<h2>Numbers</h2><div class="tables"><div>{_table(["Value"], values)}</div>'
+        f"<div>{_table(PERCENTILES, latencies)}{note}</div></div>"
     )
+
+
+def _table(columns: Sequence[str], rows: Sequence[tuple[MetricRow, Sequence[str]]]) -> str:
+    heads = "".join(f'<th scope="col" class="number">{column}</th>' for column in columns)
+    body = "".join(
+        f'<tr><th scope="row">{escape(row.label)} <span class="unit">{row.unit}</span></th>'
+        + "".join(f'<td class="number">{cell}</td>' for cell in cells)
+        + "</tr>"
+        for row, cells in rows
+    )
+    return f'<table><thead><tr><th scope="col">Metric</th>{heads}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def _charts(run: Run) -> Iterator[str]:
@@ -150,8 +164,8 @@ def _charts_over_time(run: Run) -> Iterator[str]:
         identifier="output",
     )
     yield line_chart(
-        "Samples in the engine",
-        [level("in flight", times, in_flight), level("of these waiting", times, waiting)],
+        "Samples being computed",
+        [level("samples", times, in_flight - waiting)],
         x_label=x_label,
         y_label="samples",
         identifier="samples",
@@ -191,6 +205,7 @@ def _charts_over_samples(done: Samples, *, offline: bool) -> Iterator[str]:
             [distribution("samples", milliseconds)],
             x_label="milliseconds",
             y_label=y_label,
+            x_from_zero=False,
             y_max=100,
             identifier="tpot",
         )

@@ -31,14 +31,15 @@ p { margin: .25rem 0; }
   font-size: .9rem; letter-spacing: .04em; color: var(--warn); }
 .badge.MEASURED { color: var(--plain); } .badge.VALID { color: var(--good); } .badge.INVALID { color: var(--bad); }
 ul.findings { margin: .25rem 0 0; padding-left: 1.2rem; }
-ul.findings code { margin-right: .4rem; }
 code { font: .85em ui-monospace, "SF Mono", Consolas, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; }
+.tables { display: grid; gap: 1.25rem 3rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
 table { width: 100%; border-collapse: collapse; font-size: .93rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .38rem .6rem; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { font-weight: 500; }
 thead th { color: var(--quiet); font-size: .82rem; border-bottom-color: var(--quiet); }
 th:first-child, td:first-child { padding-left: 0; }
+th .unit { font-size: .88em; white-space: nowrap; }
+td:last-child, thead th:last-child { padding-right: 0; }
 .number { text-align: right; white-space: nowrap; }
 .facts td { overflow-wrap: anywhere; } .facts th { width: 38%; overflow-wrap: anywhere; }
 .charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
@@ -70,7 +71,10 @@ footer { margin-top: 2.5rem; padding-top: .75rem; border-top: 1px solid var(--li
     --band: #0062a318; --good: #1a6e3c; --bad: #b3261e; --warn: #8a5a00; --plain: #0062a3;
   }
   body { max-width: none; padding: 0; font-size: 10pt; }
-  .charts { grid-template-columns: 1fr 1fr; }
+  .tables, .charts { grid-template-columns: 1fr 1fr; }
+  .tables { gap: 2rem; } table { font-size: 9pt; }
+  .facts { font-size: 8pt; } .facts th, .facts td { padding: .15rem .4rem; }
+  footer { display: none; }
   h2, summary { break-after: avoid; } tr { break-inside: avoid; }
   details::details-content { display: block; content-visibility: visible; height: auto; }
   * { print-color-adjust: exact; }

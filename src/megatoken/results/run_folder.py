@@ -357,4 +357,4 @@ def _rename_to_free_name(draft: Path, wanted: Path) -> Path:
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"

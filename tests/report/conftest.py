@@ -1,0 +1,65 @@
+"""Real run folders to report on, written as a run writes them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatoken.results import RunFolder, SampleRow, SeriesRow
+
+
+@pytest.fixture
+def unmet() -> list[dict[str, str]]:
+    """Two rules that a run does not meet, one with letters that HTML must escape."""
+    return [
+        {"code": "MIN_DURATION", "message": "ran 20 s of 600 s"},
+        {"code": "SAMPLES", "message": "80 of 24,576 <b>"},
+    ]
+
+
+@pytest.fixture
+def make_run(tmp_path) -> Callable[..., Path]:
+    """A finished or interrupted run of ``samples`` samples on four lanes."""
+
+    def make(verdict: str = "MEASURED", samples: int = 80, reasons=(), rules_unmet=(), scenario="offline") -> Path:
+        folder = RunFolder.create(
+            tmp_path / "runs & <more>",
+            f"20261120T091233Z-{scenario}-tiny",
+            {"model": "a<b>&\"c'", "stop_token_ids": [], "nested": {"list": [{"x": None}, 2]}},
+            {"hostname": "host", "gpus": []},
+            scenario=scenario,
+            facts={"model": "tiny", "precision": "bf16", "rules_unmet": list(rules_unmet)},
+        )
+        for number in range(samples):
+            start = number // 4 * 1.0
+            folder.add_samples(
+                [
+                    SampleRow(
+                        number, number, 0.0, 0.0, start + 0.25, start + 0.75 + number / 1e3, 16, 26, "length", "host"
+                    )
+                ]
+            )
+        for second in range(samples // 4):
+            folder.add_series(
+                SeriesRow(
+                    second + 1.0,
+                    "host",
+                    0,
+                    104 * second,
+                    300 * second,
+                    4,
+                    8,
+                    90,
+                    100,
+                    samples - 4 * second,
+                    max(0, samples - 4 * second - 4),
+                    0,
+                )
+            )
+        if verdict == "INTERRUPTED":
+            folder.interrupt(reasons[0]["message"])
+        else:
+            folder.finish({"verdict": verdict, "reasons": list(reasons), "peak_memory_bytes": 300 * 2**20})
+        return folder.path
+
+    return make

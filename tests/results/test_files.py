@@ -1,0 +1,77 @@
+"""Single files and plain values."""
+
+import json
+import math
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatoken.results.files import plain, redact, to_json, write_atomically
+
+
+class Colour(StrEnum):
+    RED = "red"
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(st.text(), values, max_size=3))
+def test_everything_plain_survives_json(value):
+    assert json.loads(to_json(value)) == plain(value)
+
+
+@given(st.dictionaries(st.text("abc_", min_size=1), st.none() | st.booleans() | st.integers() | st.floats()))
+def test_everything_plain_survives_yaml(value):
+    assert yaml.safe_load(yaml.safe_dump(plain(value))) == plain(value)
+
+
+def test_foreign_types_become_plain():
+    value = {
+        1: (Path("/a/b"), Colour.RED),
+        "n": np.float32(0.5),
+        "i": np.int64(3),
+        "nan": math.inf,
+        "b": np.bool_(True),
+    }
+    result = plain(value)
+    assert result == {"1": ["/a/b", "red"], "n": 0.5, "i": 3, "nan": None, "b": True}
+    assert {type(item) for item in (*result["1"], result["n"], result["i"], result["b"])} == {str, float, int, bool}
+    with pytest.raises(TypeError, match="no place in a run folder"):
+        plain({"x": object()})
+
+
+@pytest.mark.parametrize(
+    "key", ["password", "hf_token", "token", "API_KEY", "apikey", "client_secret", "authorization"]
+)
+def test_redaction_knows_secrets_by_their_key(key):
+    assert redact({"a": [{key: "x"}]}) == {"a": [{key: "***"}]}
+
+
+@pytest.mark.parametrize("key", ["max_tokens", "token_ids", "tokenizer", "cache_tokens", "secretary", "keys"])
+def test_redaction_leaves_the_rest(key):
+    assert redact({key: "x", "n": [1, None, True]}) == {key: "x", "n": [1, None, True]}
+
+
+def test_a_failed_write_keeps_the_old_file_and_no_scrap(tmp_path):
+    target = tmp_path / "file"
+    write_atomically(target, lambda path: path.write_text("old"))
+
+    def fail(path: Path) -> None:
+        path.write_text("new, but only ha")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(target, fail)
+    assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

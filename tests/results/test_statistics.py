@@ -1,0 +1,204 @@
+"""The numbers of a run against definitions written out the slow way."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatoken.results import SampleRow, SeriesRow, summarise
+from megatoken.results.files import to_json
+from megatoken.results.statistics import percentiles, samples_needed, steady_window, totals_over_time
+from megatoken.results.tables import append, schema, to_table
+
+SECONDS = st.floats(0, 1000, allow_nan=False)
+
+
+def requests(*rows: SampleRow):
+    return to_table(SampleRow, rows)
+
+
+def series(*rows: SeriesRow):
+    return to_table(SeriesRow, rows)
+
+
+def row(number: int, first: float | None, last: float | None, tokens: int, **changes) -> SampleRow:
+    return SampleRow(number, number, 0.0, 0.0, first, last, 10, tokens, "length", "here")._replace(**changes)
+
+
+def test_rates_and_latencies_of_a_run_done_by_hand():
+    table = requests(
+        row(0, 1.0, 3.0, 5),
+        row(1, 2.0, 4.0, 3, finish_reason="stop"),
+        row(2, 3.0, 3.0, 1),
+        row(3, 1.0, 9.0, 7, finish_reason="cancelled"),
+        row(4, None, None, 0, finish_reason=None, error="engine fell over"),
+    )
+    result = summarise(table, series(), scenario="offline", peak_memory_bytes=77)
+    assert result["duration_seconds"] == 4.0
+    assert result["output_tokens"] == 9
+    assert result["output_tokens_per_second"] == 9 / 4
+    assert result["processed_tokens_per_second"] == (30 + 9) / 4
+    assert result["samples_per_second"] == 3 / 4
+    assert (result["samples_completed"], result["samples_failed"], result["samples_cancelled"]) == (3, 1, 1)
+    assert result["ttft_seconds"]["p50"] == 2.0
+    assert result["latency_seconds"]["p50"] == 3.0
+    assert result["tpot_seconds"]["p50"] == (0.5 + 1.0) / 2
+    assert result["tpot_seconds"]["samples"] == 2
+    assert result["samples_without_tpot"] == 1
+    assert result["peak_memory_bytes"] == 77
+    assert result["steady_output_tokens_per_second"] is None
+    assert "no user waits like this" in result["latency_origin"]
+
+
+def test_latencies_count_from_the_scheduled_time():
+    late = [row(number, 6.0, 8.0, 3, scheduled_seconds=4.0 + number, sent_seconds=5.5) for number in range(2)]
+    result = summarise(requests(*late), series(), scenario="server")
+    assert result["ttft_seconds"]["p50"] == 1.5
+    assert result["latency_seconds"]["p50"] == 3.5
+    assert result["duration_seconds"] == 4.0
+    assert "scheduled" in result["latency_origin"]
+
+
+def test_nothing_done_is_null_and_never_a_division():
+    for rows in ((), (row(0, None, None, 0, finish_reason=None, error="x"),)):
+        result = json.loads(to_json(summarise(requests(*rows), series(), scenario="offline")))
+        assert result["output_tokens_per_second"] is None
+        assert result["ttft_seconds"]["p99"] is None
+        assert result["samples_completed"] == 0
+        assert result["preemptions"] is None
+
+
+def test_nodes_are_stated_apart():
+    table = requests(row(0, 1.0, 2.0, 10), row(1, 1.0, 5.0, 30, node="there"), row(2, 1.0, 4.0, 10, node="there"))
+    here, there = summarise(table, series(), scenario="offline")["nodes"]
+    assert here == {
+        "node": "here",
+        "samples_completed": 1,
+        "output_tokens": 10,
+        "duration_seconds": 2.0,
+        "output_tokens_per_second": 5.0,
+    }
+    assert (there["node"], there["output_tokens"], there["output_tokens_per_second"]) == ("there", 40, 8.0)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60))
+def test_percentiles_are_exact_and_linear(values):
+    result = percentiles(np.array(values))
+    ordered = sorted(values)
+    for percent in (50, 90, 95, 99):
+        position = (len(ordered) - 1) * percent / 100
+        below, above = ordered[math.floor(position)], ordered[math.ceil(position)]
+        expected = below + (above - below) * (position - math.floor(position))
+        assert result[f"p{percent}"] == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert result["samples"] == len(values)
+
+
+def test_percentiles_leave_out_what_never_happened():
+    assert percentiles(np.array([np.nan, 2.0, np.nan]))["p50"] == 2.0
+    assert percentiles(np.array([np.nan]))["p50"] is None
+
+
+@pytest.mark.parametrize(("percent", "count"), [(50, 11), (90, 64), (95, 130), (99, 662)])
+def test_percentiles_of_too_few_samples_are_marked(percent, count):
+    assert samples_needed(percent) == count
+    assert f"p{percent}" in percentiles(np.ones(count - 1))["unreliable"]
+    assert f"p{percent}" not in percentiles(np.ones(count))["unreliable"]
+
+
+def test_the_steady_window_leaves_out_ramp_and_tail():
+    # Ten lanes start 1 s apart and run 20 s at 10 tokens/s each: all ten from 9 s to 20 s, nine from 8 s to 21 s.
+    first = np.arange(10.0)
+    window = steady_window(first, first + 20, np.full(10, 201.0))
+    assert (window.start_seconds, window.end_seconds) == (8.0, 21.0)
+    lane_seconds = 11 * 10 + 2 * 9
+    # Every lane's tokens lie 0.1 s apart; the two that start inside bring their first token besides.
+    assert window.output_tokens_per_second == pytest.approx((lane_seconds * 10 + 2) / 13)
+
+
+def test_a_short_window_is_not_stated():
+    first = np.zeros(50)
+    assert steady_window(first, first + 1.9, np.full(50, 100.0)) is None
+    assert steady_window(first, first + 2.1, np.full(50, 100.0)) is not None
+    assert steady_window(first, first, np.ones(50)) is None
+    assert steady_window(np.array([]), np.array([]), np.array([])) is None
+
+
+def test_a_run_still_going_has_no_steady_window():
+    table = requests(*(row(number, 0.5, 9.5, 50) for number in range(10)))
+    assert summarise(table, series(), scenario="offline")["steady_window_seconds"] == [0.5, 9.5]
+    assert summarise(table, series(), scenario="offline", finished=False)["steady_window_seconds"] is None
+
+
+spans = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 30), st.integers(1, 50)).map(lambda t: (t[0], t[0] + t[1], t[2])),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(spans)
+def test_the_steady_window_agrees_with_counting(samples):
+    """Whole seconds: how many samples generate in each second, counted one by one."""
+    generating = [sum(first <= second < last for first, last, _ in samples) for second in range(71)]
+    peak = max(generating)
+    window = steady_window(*(np.array(column, dtype=float) for column in zip(*samples, strict=True)))
+    busy = [second for second, count in enumerate(generating) if peak and count >= 0.9 * peak]
+    if not busy or busy[-1] + 1 - busy[0] < 2:
+        assert window is None
+        return
+    start, end = busy[0], busy[-1] + 1
+    assert (window.start_seconds, window.end_seconds) == (start, end)
+    tokens = 0.0
+    for first, last, count in samples:
+        tokens += start <= first < end
+        if last > first:
+            tokens += (count - 1) * max(0, min(last, end) - max(first, start)) / (last - first)
+    assert window.output_tokens_per_second == pytest.approx(tokens / (end - start))
+    assert tokens <= sum(count for _, _, count in samples) + 1e-6
+
+
+def test_totals_sum_replicas_at_every_time():
+    levels = dict.fromkeys(SeriesRow._fields[3:12], 0)
+    rows = [
+        SeriesRow(1.0, "a", 0, **levels | {"output_tokens": 10}),
+        SeriesRow(1.0, "b", 0, **levels | {"output_tokens": 100}),
+        SeriesRow(2.0, "a", 1, **levels | {"output_tokens": 1000}),
+        SeriesRow(3.0, "a", 0, **levels | {"output_tokens": 30}),
+        SeriesRow(2.0, "b", 0, **levels | {"output_tokens": 300}),
+    ]
+    times, totals = totals_over_time(series(*rows), ["output_tokens"])
+    assert times.tolist() == [1.0, 2.0, 3.0]
+    assert totals.tolist() == [1110.0, 1320.0, 1330.0]
+
+
+sample_rows = st.builds(
+    SampleRow,
+    st.integers(0, 2**63 - 1),
+    st.integers(0, 10**6),
+    SECONDS,
+    st.none() | SECONDS,
+    st.none() | SECONDS,
+    st.none() | SECONDS,
+    st.integers(0, 10**5),
+    st.integers(0, 10**5),
+    st.none() | st.sampled_from(["stop", "length", "cancelled"]),
+    st.sampled_from(["a", "b"]),
+    st.integers(0, 3),
+    st.none() | st.text(max_size=5),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(sample_rows, max_size=20), st.integers(0, 20))
+def test_any_rows_give_valid_json_and_no_sample_is_counted_twice(rows, split):
+    table = append(to_table(SampleRow, rows[:split]), to_table(SampleRow, rows[split:]))
+    assert table.schema.equals(schema(SampleRow))
+    assert table.to_pylist() == [row._asdict() for row in rows]
+    result = json.loads(to_json(summarise(table, series(), scenario="offline")))
+    counted = result["samples_completed"] + result["samples_failed"] + result["samples_cancelled"]
+    assert counted <= len(rows)
+    assert sum(node["output_tokens"] for node in result["nodes"]) == result["output_tokens"]
+    assert result["samples_failed"] == sum(row.error is not None for row in rows)
