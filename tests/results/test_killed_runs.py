@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,7 +33,8 @@ for number in range(100_000):
         folder.add_series(SeriesRow(elapsed, "here", 0, number, number, 1, 1, 1, 1, 1, 0, 0))
     time.sleep(max(0.0, start + (number + 1) / 200 - time.monotonic()))
 """
-DELAYS_SECONDS = [random.Random(20261120).uniform(0.0, top) for top in (0.05, 0.2, 0.5, *[4.0] * 9)]
+MOMENTS = random.Random(20261120)
+DELAYS_SECONDS = [MOMENTS.uniform(0.0, 0.5) for _ in range(4)] + [MOMENTS.uniform(1.0, 4.5) for _ in range(8)]
 
 
 def start_writer(directory: Path) -> subprocess.Popen:
@@ -57,15 +58,16 @@ def kill_after(writer: subprocess.Popen, delay_seconds: float) -> float:
 @pytest.mark.parametrize("group", range(4))
 def test_a_killed_run_keeps_every_sample_but_those_of_the_last_second(tmp_path, group):
     delays = sorted(DELAYS_SECONDS[group::4])
-    writers = [start_writer(tmp_path / str(number)) for number in range(len(delays))]
-    for writer in writers:
-        assert writer.stdout.readline() == "ready\n"
-    passed = 0.0
-    for number, (writer, delay) in enumerate(zip(writers, delays, strict=True)):
-        moment = kill_after(writer, delay - passed)
-        passed = delay
-        writer.stdout.close()
-        check_killed(tmp_path / str(number), moment)
+    with ExitStack() as running:
+        writers = [running.enter_context(start_writer(tmp_path / str(number))) for number in range(len(delays))]
+        running.callback(lambda: [writer.kill() for writer in writers])
+        for writer in writers:
+            assert writer.stdout.readline() == "ready\n"
+        passed = 0.0
+        for number, (writer, delay) in enumerate(zip(writers, delays, strict=True)):
+            moment = kill_after(writer, delay - passed)
+            passed = delay
+            check_killed(tmp_path / str(number), moment)
 
 
 def check_killed(directory: Path, moment: float) -> None:
