@@ -72,8 +72,8 @@ def read_columns(data: bytes, wanted: Collection[str], file: str) -> dict[str, l
         file: What to call the file in an error.
 
     Returns:
-        Column name -> cells. A cell is ``None``, bool, int, float, str, list, or a 1-D array of numbers (maybe a
-        read-only view of ``data``); anything else in it is inert.
+        Column name -> cells. A cell is ``None``, bool, int, float (NaN may stand for missing text), str, list, or a 1-D
+        array of numbers (maybe a read-only view of ``data``); anything else in it is inert.
 
     Raises:
         DatasetError: The file is damaged, no pickled DataFrame, or asks for anything a plain table does not need.
@@ -153,10 +153,11 @@ class _Table:
                 if step == 0:
                     raise self._refuse("a block has a slice of step 0")
                 return list(range(columns)[start:stop:step])
-        positions = self._column(placement, 0)
-        if not all(isinstance(position, int) and 0 <= position < columns for position in positions):
+        cells = self._column(placement, 0)
+        positions = [cell for cell in cells if isinstance(cell, int) and 0 <= cell < columns]
+        if len(positions) < len(cells):
             raise self._refuse(f"a block lies outside the {columns} columns")
-        return positions  # type: ignore[return-value]
+        return positions
 
     def _column(self, values: object, row: int) -> list[object]:
         """Row ``row`` of a block's values, [columns of the block, rows of the table] or [rows of the table]."""

@@ -114,11 +114,9 @@ def load_prompts(
     """
     rows = _Rows(path, vocabulary_size, max_length, default_max_tokens)
     digest = hashlib.sha256()
-    for number, content in enumerate(_read_lines(path, digest.update), 1):
-        line = content.removeprefix(_BYTE_ORDER_MARK) if number == 1 else content
+    for place, line in _read_lines(path, digest.update):
         if line.isspace():
             continue
-        place = f"{path}, line {number}"
         fields = parse_prompt_line(line, sampling, place)
         ids = fields.prompt
         if isinstance(ids, str):
@@ -145,20 +143,18 @@ def load_openorca(path: Path, *, vocabulary_size: int, max_length: int) -> Datas
     columns = read_columns(data, ("tok_input", "tok_input_length"), str(path))
     if "tok_input" not in columns:
         raise DatasetError(f"{path}: the table has no column tok_input; {_OPENORCA_MEND}")
-    prompts = columns["tok_input"]
-    lengths = columns.get("tok_input_length")
+    lengths = columns.get("tok_input_length", [])
     rows = _Rows(path, vocabulary_size, max_length, OPENORCA_MAX_TOKENS)
-    for row, cell in enumerate(prompts):
+    for row, cell in enumerate(columns["tok_input"]):
         place = f"{path}, row {row}"
         if isinstance(cell, np.ndarray) and cell.dtype.kind in "iu":
             cell = cell.tolist()
         if not isinstance(cell, list) or not set(map(type, cell)) <= {int}:
+            raise DatasetError(f"{place}: tok_input is not a list of token ids; {_OPENORCA_MEND}")
+        length = lengths[row] if row < len(lengths) else None
+        if lengths and not (isinstance(length, int) and length == len(cell)):
             raise DatasetError(
-                f"{place}: tok_input is not a list of token ids; use the tokenized OpenOrca file of MLPerf"
-            )
-        if lengths is not None and lengths[row : row + 1] != [len(cell)]:
-            raise DatasetError(
-                f"{place}: tok_input has {len(cell)} tokens, tok_input_length disagrees; fetch the file again"
+                f"{place}: tok_input has {len(cell):,} tokens but tok_input_length says otherwise; {_OPENORCA_MEND}"
             )
         rows.add(place, cell)
         if len(rows.tokens) > len(data):  # rows may share one list, so a small file could claim any amount of memory
@@ -190,10 +186,9 @@ def load_lengths(
     comments: list[str] = []
     header_seen = False
     lengths = array("q")
-    for number, content in enumerate(_read_lines(path, digest.update), 1):
-        place = f"{path}, line {number}"
+    for place, content in _read_lines(path, digest.update):
         try:
-            line = content.removeprefix(_BYTE_ORDER_MARK).decode().strip()
+            line = content.decode().strip()
         except UnicodeDecodeError as error:
             raise DatasetError(
                 f"{place}: byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8"
@@ -255,12 +250,13 @@ def _fit(
     return fitted_inputs, fitted_outputs, (note,)
 
 
-def _read_lines(path: Path, update: Callable[[bytes], None]) -> Iterator[bytes]:
+def _read_lines(path: Path, update: Callable[[bytes], None]) -> Iterator[tuple[str, bytes]]:
+    """Yields (place for errors, line); ``update`` sees every byte of the file."""
     try:
         with path.open("rb") as file:
-            for line in file:
+            for number, line in enumerate(file, 1):
                 update(line)
-                yield line
+                yield f"{path}, line {number}", line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
 
@@ -297,6 +293,7 @@ _OPTIONS = np.dtype(
         ("ignore_end_token", "?"),
     ]
 )
+_NO_SEED = -1
 _PACKED_OPTIONS = struct.Struct("<idIdq?")
 
 
@@ -346,7 +343,12 @@ class _Rows:
         self.tokens.fromlist(ids)
         self._ends.append(len(self.tokens))
         self._options += _PACKED_OPTIONS.pack(
-            max_tokens, sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, ignore_end_token
+            max_tokens,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            _NO_SEED if sampling.seed is None else sampling.seed,
+            ignore_end_token,
         )
 
     def _check_ids(self, place: str, kind: str, ids: Sequence[int]) -> None:
@@ -360,7 +362,7 @@ class _Rows:
 
     def dataset(self, content_hash: str) -> Dataset:
         if not self._options:
-            raise DatasetError(f"{self._path}: the file holds no prompts; write one JSON object per line")
+            raise DatasetError(f"{self._path}: the file holds no prompts; give one with at least one row")
         tokens = np.frombuffer(self.tokens, dtype=np.int32)
         ends = np.frombuffer(self._ends, dtype=np.int64)
         options = np.frombuffer(self._options, dtype=_OPTIONS)
@@ -371,7 +373,7 @@ class _Rows:
             return Request(
                 prompt=tokens[ends[row] : ends[row + 1]].tolist(),
                 max_tokens=max_tokens,
-                sampling=Sampling(temperature, top_k, top_p, seed),
+                sampling=Sampling(temperature, top_k, top_p, None if seed == _NO_SEED else seed),
                 stop_token_ids=stop_token_ids.get(row, ()),
                 ignore_end_token=ignore_end_token,
             )

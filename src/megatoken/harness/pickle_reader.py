@@ -68,6 +68,8 @@ class _Parser:
         self.integers: dict[int, int] = {}
 
     def parse(self) -> object:
+        if not self.data.startswith(b"\x80"):
+            raise self._refuse("not a pickle of protocol 2 to 5; write it with DataFrame.to_pickle and unpacked")
         while True:
             opcode = self._take(1)[0]
             if opcode in _INTEGER_OPCODES:
@@ -91,7 +93,7 @@ class _Parser:
     def _take(self, count: int) -> memoryview:
         end = self.position + count
         if end > len(self.data):
-            raise self._refuse(f"the file ends early, {count} bytes are missing their end: fetch the file again")
+            raise self._refuse("the file ends early: fetch it again")
         taken = self.view[self.position : end]
         self.position = end
         return taken

@@ -85,7 +85,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique_pairs)
 
 def _parse_object(line: bytes, place: str) -> dict[str, Any]:
     try:
-        fields = _DECODER.decode(line.decode())
+        fields = _DECODER.decode(line.decode().rstrip())
     except UnicodeDecodeError as error:
         problem = f"byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8"
     except json.JSONDecodeError as error:
@@ -138,7 +138,7 @@ def _encodable(text: str) -> bool:
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt": (
         lambda value: isinstance(value, str) and value != "" and _encodable(value),
-        "text, not empty, in Unicode",
+        "Unicode text, not empty",
     ),
     "prompt_token_ids": (lambda value: _whole_numbers(value) and value != [], "a list of token ids, not empty"),
     "max_tokens": (_whole(1, _LARGEST_INTEGER), "a whole number, 1 or more"),
