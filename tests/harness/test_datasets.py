@@ -238,6 +238,7 @@ ROWS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(ROWS)
 def test_every_good_line_comes_back_as_its_request(tmp_path_factory: pytest.TempPathFactory, rows: list[dict]) -> None:
     path = write(tmp_path_factory.getbasetemp(), "\n".join(map(json.dumps, rows)))
@@ -267,7 +268,7 @@ LINES = st.dictionaries(KEYS, JSON_VALUES, max_size=4).map(lambda fields: json.d
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(LINES, max_size=3).map(b"\n".join), st.integers(0), st.binary(max_size=2))
 def test_any_other_content_is_refused_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, at: int, noise: bytes

@@ -163,16 +163,19 @@ VALUES = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(VALUES, st.integers(2, 5))
 def test_plain_values_come_back_as_pickle_reads_them(value: object, protocol: int) -> None:
     assert parse_pickle(pickle.dumps(value, protocol), {}, "file") == value
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300), st.integers(3, 5))
 def test_bytes_come_back(value: bytes, protocol: int) -> None:
     assert bytes(parse_pickle(pickle.dumps([value] * 2, protocol), {}, "file")[1]) == value
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-300, 2**31 - 1) | st.sampled_from([0, 255, 256, 65535, 65536, -1]), max_size=2500))
 def test_long_lists_of_integers_come_back(value: list[int]) -> None:
     assert parse_pickle(pickle.dumps(value, 4), {}, "file") == value
@@ -544,7 +547,7 @@ def _edited(data: bytes, edits: list[tuple[str, int, int, bytes]]) -> bytes:
     return data
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from([path.read_bytes() for path in GOLDEN_FILES]), EDITS)
 def test_a_damaged_table_is_read_or_refused(data: bytes, edits: list[tuple[str, int, int, bytes]]) -> None:
     with contextlib.suppress(DatasetError):
@@ -552,7 +555,7 @@ def test_a_damaged_table_is_read_or_refused(data: bytes, edits: list[tuple[str, 
         assert columns.keys() <= set(COLUMNS)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(st.binary(max_size=200))
 @example(b"\x80\x04")
 @example(b"\x80\x02]K\x01a]b.")
@@ -572,7 +575,7 @@ OPCODES = st.sampled_from(
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(st.lists(OPCODES, max_size=60).map(b"".join))
 def test_random_opcodes_are_refused(data: bytes) -> None:
     with pytest.raises(DatasetError):
