@@ -103,7 +103,7 @@ class RandomWeights:
         self._shapes = config.tensor_shapes()
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """One weight as a fresh CPU tensor, drawn in float32 and rounded to ``dtype``; works on torch's threads."""
+        """One weight as a fresh CPU tensor, drawn in float32 by as many threads as torch uses, rounded to ``dtype``."""
         shape = self._shapes[name]
         mean = 1.0 if name.endswith("norm.weight") else 0.0
         deviation = shape[1] ** -0.5 if len(shape) == 2 else 0.1
@@ -234,13 +234,12 @@ def _parse_header(path: Path, header: bytes) -> dict[str, _StoredTensor]:
         if name == "__metadata__":
             continue
         match entry:
-            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if all(
-                type(size) is int and size >= 0 for size in shape
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if all(
+                type(number) is int and 0 <= number < 2**63 for number in (*shape, begin, end)
             ):
-                elements = math.prod(shape)
-                if dtype in _DTYPES and end - begin != elements * _DTYPES[dtype].itemsize:
+                if dtype in _DTYPES and end - begin != math.prod(shape) * _DTYPES[dtype].itemsize:
                     raise CheckpointError(
-                        f"{path}: tensor {name!r} of {elements} {dtype} elements spans {end - begin} bytes; {_FETCH}"
+                        f"{path}: tensor {name!r}, {dtype} of shape {shape}, spans {end - begin} bytes; {_FETCH}"
                     )
                 tensors[name] = _StoredTensor(path, dtype, tuple(shape), data_start + begin)
                 ranges.append((begin, end, name))

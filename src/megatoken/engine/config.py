@@ -56,10 +56,10 @@ class ModelConfig:
 
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, object], source: Path) -> ModelConfig:
-        """Map a Hugging Face ``config.json`` to a model shape; absent keys mean what transformers takes them to mean.
+        """Map a Hugging Face ``config.json`` to a model shape.
 
         A sliding attention window equals full attention only while the context fits into it, so it caps
-        ``max_positions``.
+        ``max_positions``. Absent ``num_key_value_heads`` and ``head_dim`` follow from heads and hidden size.
 
         Args:
             values: The parsed file. Rotary keys are read as transformers 5 writes them (``rope_parameters``) and as
@@ -92,7 +92,7 @@ class ModelConfig:
         llama, qwen3 = architecture == "LlamaForCausalLM", architecture == "Qwen3ForCausalLM"
         attention_bias = (llama or qwen3) and keys.boolean("attention_bias")
         return cls(
-            name=source.resolve().parent.name,
+            name=source.parent.resolve().name,
             hidden_size=hidden_size,
             intermediate_size=keys.integer("intermediate_size"),
             layers=keys.integer("num_hidden_layers", largest=_LARGEST_LAYERS),
