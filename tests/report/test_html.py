@@ -73,7 +73,7 @@ def test_the_page_says_what_the_folder_says(make_run, unmet):
     rows = {words(row.find("th")): [words(cell) for cell in row.findall("td")] for row in root.iter("tr")}
     assert rows["Time per output token ms"] == ["21.6", "22.8", "23.0*", "23.1*"]
     assert rows["Peak memory MiB"] == ["300"]
-    assert rows["nested.list.0.x"] == ["–"]
+    assert rows["nested.list.0.x"] == ["-"]
     assert rows["hostname"] == ["host"]
 
 

@@ -12,11 +12,11 @@ from megatoken.report.metrics import number
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (None, "–"),
-        (True, "–"),
-        ("12", "–"),
-        (math.nan, "–"),
-        (math.inf, "–"),
+        (None, "-"),
+        (True, "-"),
+        ("12", "-"),
+        (math.nan, "-"),
+        (math.inf, "-"),
         (0, "0"),
         (0.0, "0"),
         (24576, "24,576"),

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatoken.report.charts import Floats, Mark, distribution, level, line_chart, rate
 from megatoken.report.metrics import (
+    ABSENT,
     MEANING,
     PERCENTILES,
     UNRELIABLE_NOTE,
@@ -241,6 +242,6 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         for index, item in enumerate(value):
             yield from _flat(item, f"{name}.{index}")
     elif isinstance(value, list):
-        yield name, ", ".join(map(str, value)) or "–"
+        yield name, ", ".join(map(str, value)) or ABSENT
     else:
-        yield name, "–" if value is None or value == {} else str(value)
+        yield name, ABSENT if value is None or value == {} else str(value)

@@ -9,7 +9,7 @@ from typing import Any
 from megatoken.results import Run, Verdict
 
 PERCENTILES = ("p50", "p90", "p95", "p99")
-ABSENT = "–"
+ABSENT = "-"
 UNRELIABLE_NOTE = "* too few samples to state this percentile with 99 % confidence"
 MEANING = {
     Verdict.MEASURED: "a healthy run that claims no MLPerf rules",

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,11 @@ REDACTED = "***"
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a hidden neighbour of ``path``, flush it to the disk, then rename it over ``path``."""
+    """Let ``write`` fill a hidden neighbour of ``path``, flush it to the disk, then rename it over ``path``.
+
+    Raises:
+        StorageError: the disk refuses; ``path`` is as it was.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         write(temporary)
@@ -28,17 +33,17 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         finally:
             os.close(descriptor)
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise storage_error(path, error) from error
         raise
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace ``path`` by ``text`` in one step; StorageError when the disk refuses."""
-    try:
-        write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-    except OSError as error:
-        raise storage_error(path, error) from error
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 import yaml
 
-from megatoken.errors import ExitCode, UsageError
+from megatoken.errors import ExitCode, StorageError, UsageError
 from megatoken.results.files import plain, redact, storage_error, to_json, write_atomically, write_text
 from megatoken.results.statistics import summarise
 from megatoken.results.tables import SampleRow, SeriesRow, append, read_parquet, to_table, write_parquet
@@ -146,8 +146,9 @@ class RunFolder:
             for parent in missing:
                 with suppress(OSError):
                     parent.rmdir()
-            if isinstance(error, OSError):
-                raise storage_error(out / name, error) from error
+            cause = error.__cause__ if isinstance(error, StorageError) else error
+            if isinstance(cause, OSError):
+                raise storage_error(out / name, cause) from cause
             raise
         folder._thread.start()
         return folder
@@ -200,11 +201,8 @@ class RunFolder:
             self._write_last(Verdict.INTERRUPTED, [Reason(code="INTERRUPTED", message=reason)], {})
 
     def _write_last(self, verdict: Verdict, reasons: Sequence[Reason], result: Mapping[str, Any]) -> None:
-        try:
-            self._write_tables()
-            self._write_result(verdict, reasons, result)
-        except OSError as error:
-            raise storage_error(self.path, error) from error
+        self._write_tables()
+        self._write_result(verdict, reasons, result)
         self._ended = True
 
     def _write_while_running(self) -> None:
@@ -214,9 +212,6 @@ class RunFolder:
             try:
                 if self._write_tables():
                     self._write_unfinished()
-            except OSError as error:
-                self._error = storage_error(self.path, error)
-                return
             except Exception as error:
                 self._error = error
                 return
