@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatoken.errors import UsageError
@@ -108,6 +108,7 @@ def test_a_damaged_folder_gets_no_page(make_run):
     assert not (path / "report.html").exists()
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1e6), st.floats(1e-6, 1e6))
 def test_ticks_are_round_and_enclose(low, span):
     top = low + span
@@ -132,6 +133,7 @@ def test_a_rate_is_the_growth_between_rows():
     assert line.y.tolist() == [10, 10, 20, 20, 0, 0]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3000))
 def test_long_runs_are_thinned_without_losing_tokens(seconds):
     times = np.arange(1.0, seconds + 1)

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatoken.report.metrics import number
@@ -33,6 +33,7 @@ def test_number(value, text):
     assert number(value) == text
 
 
+@settings(deadline=None)
 @given(st.floats(1e-4, 1e12))
 def test_a_number_keeps_three_digits(value):
     assert float(number(value).replace(",", "")) == pytest.approx(value, rel=6e-3)

@@ -25,12 +25,13 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.text(), values, max_size=3))
 def test_everything_plain_survives_json(value):
     assert json.loads(to_json(value)) == plain(value)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text("abc_", min_size=1), st.none() | st.booleans() | st.integers() | st.floats()))
 def test_everything_plain_survives_yaml(value):
     assert yaml.safe_load(yaml.safe_dump(plain(value))) == plain(value)

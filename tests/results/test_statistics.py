@@ -84,6 +84,7 @@ def test_nodes_are_stated_apart():
     assert (there["node"], there["output_tokens"], there["output_tokens_per_second"]) == ("there", 40, 8.0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60))
 def test_percentiles_are_exact_and_linear(values):
     result = percentiles(np.array(values))
@@ -139,6 +140,7 @@ spans = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(spans)
 def test_the_steady_window_agrees_with_counting(samples):
     """Whole seconds: how many samples generate in each second, counted one by one."""
