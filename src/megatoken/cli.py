@@ -136,6 +136,8 @@ def run(
     from megatoken.targets.in_process import InProcessTarget
 
     progress = Progress(quiet=json_only)
+    for note in prepared.notes:
+        progress.note(f"note: {note}")
     progress.stage(f"loading {prepared.model.name} in {config.precision}")
     target = InProcessTarget(prepared.build_engine())
     path = run_offline(config, prepared.data_set, target, prepared.facts(), progress)

@@ -87,8 +87,11 @@ def load_run_config(path: Path | None, flags: Mapping[str, str | bool]) -> RunCo
         if key not in KEYS:
             raise ConfigError(f"--{flag}: unknown flag{_nearest(key, (*KEYS, *FLAG_ALIASES, *COMMAND_FLAGS), '--')}")
         settings[key] = _Setting(None if text in ("null", "none") else text, f"--{flag}")
-    if (prompts := settings.get("prompts")) and (lengths := settings.get("lengths")):
-        raise ConfigError(f"{prompts.place} and {lengths.place}: give prompts or lengths, not both")
+    inputs = [
+        settings[key].place for key in ("prompts", "lengths") if key in settings and settings[key].value is not None
+    ]
+    if len(inputs) > 1:
+        raise ConfigError(f"{' and '.join(inputs)}: give prompts or lengths, not both")
     try:
         return RunConfig.model_validate(_nested(settings))
     except ValidationError as error:

@@ -38,22 +38,15 @@ class OfflineSettings:
     """What LoadGen is asked for. None leaves the value of LoadGen's built-in mlperf.conf.
 
     In performance mode LoadGen issues max(samples, 1.1 x min_duration_seconds x target_samples_per_second), rounded up
-    to whole passes over ``subset`` rows, which it draws with the ``qsl`` seed from ``data_set_size`` rows. In accuracy
-    mode it issues every row once.
+    to whole passes over its library; in accuracy mode every row of the library once.
     """
 
     mode: Literal["performance", "accuracy"]
-    data_set_size: int
-    subset: int
+    library_rows: int
     samples: int | None
     min_duration_seconds: float | None
     target_samples_per_second: float
     seeds: Seeds
-
-    @property
-    def loaded_rows(self) -> int:
-        """Rows in memory at once; LoadGen splits the accuracy query when they are fewer than the data set."""
-        return self.data_set_size if self.mode == "accuracy" else self.subset
 
     def user_conf(self) -> str:
         """The text of LoadGen's user.conf."""
@@ -62,7 +55,7 @@ class OfflineSettings:
             lines.append(f"*.Offline.min_query_count = {self.samples}")
         if self.min_duration_seconds is not None:
             lines.append(f"*.Offline.min_duration = {round(self.min_duration_seconds * 1000)}")
-        lines.append(f"*.*.performance_sample_count_override = {self.loaded_rows}")
+        lines.append(f"*.*.performance_sample_count_override = {self.library_rows}")
         return "\n".join(lines) + "\n"
 
 
@@ -85,7 +78,7 @@ class OfflineTest:
         """Starts LoadGen and takes its query.
 
         Returns:
-            The data set row of every sample in the order of the query, and ``time.monotonic_ns()`` when it was issued.
+            The library row of every sample in the order of the query, and ``time.monotonic_ns()`` when it was issued.
         """
         write_text(self._user_conf, self._settings.user_conf())
         self._thread.start()
@@ -170,8 +163,8 @@ class OfflineTest:
             self._queries.put((response_ids, rows, time.monotonic_ns()))
 
         sut = lg.ConstructFastSUT(issue, lambda: None)
-        sizes = self._settings.data_set_size, self._settings.loaded_rows
-        library = lg.ConstructQSL(*sizes, lambda _: None, lambda _: None)
+        rows = self._settings.library_rows
+        library = lg.ConstructQSL(rows, rows, lambda _: None, lambda _: None)
         try:
             # An audit.config in the working directory would override the settings: name one that cannot exist.
             lg.StartTestWithLogSettings(sut, library, settings, logs, str(self._user_conf / "audit"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatoken.config import RunConfig
 from megatoken.errors import CapacityError, RequestError
@@ -19,7 +20,7 @@ from megatoken.harness.datasets import Dataset
 from megatoken.harness.loadgen import LoadGenLog, OfflineTest
 from megatoken.harness.progress import Progress
 from megatoken.harness.rules import DEFAULT_ROUND, ROUNDS, judge, unmet_rules
-from megatoken.harness.sizing import estimate_rate, plan_offline
+from megatoken.harness.sizing import estimate_rate, library_to_data_set, plan_offline
 from megatoken.harness.stop import StopSignals
 from megatoken.results import RunFolder, SampleRow, SeriesRow, run_name
 from megatoken.targets import SampleEvent, Target
@@ -57,14 +58,16 @@ def run_offline(
     test = OfflineTest(settings, folder.mlperf_directory)
     with StopSignals(f"megatoken: stopped at once; {folder.path} says INTERRUPTED and keeps what was done") as stop:
         try:
-            measurement = _Measurement(test, data_set, target, folder, progress, keep_ids=config.mode == "accuracy")
+            rows = library_to_data_set(config.mode, settings.library_rows, len(data_set.requests))
+            measurement = _Measurement(test, rows, data_set, target, folder, progress, config.mode == "accuracy")
             while test.outstanding and not stop.received:
                 measurement.step()
             measurement.note_state()
             if stop.received:
+                reason = f"{stop.received} after {measurement.ended:,} of {measurement.samples:,} samples"
                 target.cancel_all()
                 test.abandon()
-                folder.interrupt(f"{stop.received} after {measurement.ended:,} of {measurement.samples:,} samples")
+                folder.interrupt(reason)
             else:
                 _conclude(config, folder, measurement, test.finish())
         except BaseException as error:
@@ -111,6 +114,7 @@ class _Measurement:
     def __init__(
         self,
         test: OfflineTest,
+        rows: NDArray[np.int64],
         data_set: Dataset,
         target: Target,
         folder: RunFolder,
@@ -129,7 +133,7 @@ class _Measurement:
         self._before = target.counters()
         query, self._issued_ns = test.start()
         self.started_at = datetime.now(UTC)
-        self._rows = np.asarray(query) % len(data_set.requests)
+        self._rows = rows[query]
         self._all_tokens = int((data_set.input_tokens + data_set.output_limits)[self._rows].sum())
         self._next = 0
         self._open: dict[int, _Sample] = {}

@@ -8,7 +8,6 @@ import time
 
 from megatoken.targets import TargetCounters
 
-TERMINAL_PERIOD_SECONDS = 0.5
 PLAIN_PERIOD_SECONDS = 5.0
 
 
@@ -18,22 +17,27 @@ class Progress:
     def __init__(self, quiet: bool = False) -> None:
         self._terminal = sys.stderr.isatty()
         self._silent = quiet and not self._terminal
-        self._period = TERMINAL_PERIOD_SECONDS if self._terminal else PLAIN_PERIOD_SECONDS
-        self._next = time.monotonic() + (0.0 if self._terminal else self._period)
+        self._next = 0.0
         self._width = 0
 
     def stage(self, text: str) -> None:
         """Says what is being done before there is anything to count."""
         self._write(text)
 
+    def note(self, text: str) -> None:
+        """Says something that is to stay."""
+        self.clear()
+        if not self._silent:
+            sys.stderr.write(f"{text}\n")
+
     def running(
         self, elapsed_seconds: float, done_share: float, tokens_per_second: float, counters: TargetCounters
     ) -> None:
-        """Says where the run is, if the last line is old enough."""
+        """Says where the run is; off a terminal only when the last line is old enough."""
         now = time.monotonic()
-        if now < self._next:
+        if not self._terminal and now < self._next:
             return
-        self._next = now + self._period
+        self._next = now + PLAIN_PERIOD_SECONDS
         left = f"{elapsed_seconds * (1 - done_share) / done_share:.0f} s" if done_share > 0 else "?"
         pages = f"{counters.pages - counters.pages_free:,} of {counters.pages:,} pages"
         self._write(

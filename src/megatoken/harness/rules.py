@@ -97,8 +97,7 @@ def _unmet_by_performance(round_: Round, log: LoadGenLog) -> Iterator[UnmetRule]
 
 
 def _unmet_by_any(round_: Round, log: LoadGenLog) -> Iterator[UnmetRule]:
-    total, loaded = log.values["qsl_reported_total_count"], log.values["qsl_reported_performance_count"]
-    rows = total if total != round_.data_set_rows else loaded
+    rows = log.values["qsl_reported_total_count"]
     if rows != round_.data_set_rows:
         message = f"drew from {rows:,} rows, the data set has {round_.data_set_rows:,}"
         yield _unmet("DATA_SET_SIZE", rows, round_.data_set_rows, message)

@@ -1,0 +1,132 @@
+"""What the LoadGen tests run in processes of their own, because LoadGen accepts one test a process."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatoken.config import RunConfig
+from megatoken.engine.request import Request
+from megatoken.errors import MegatokenError, RequestError
+from megatoken.harness import rules
+from megatoken.harness.datasets import load_lengths
+from megatoken.harness.loadgen import OfflineSettings, OfflineTest, Seeds
+from megatoken.harness.offline import run_offline
+from megatoken.harness.progress import Progress
+from megatoken.targets import SampleEvent, TargetCounters
+
+SEEDS = Seeds(1, 2, 3)
+
+
+def start(name: str, **arguments: Any) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, name, json.dumps(arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def call(name: str, **arguments: Any) -> Any:
+    process = start(name, **arguments)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return json.loads(out)
+
+
+def loadgen(directory: str, tokens: list[int], settings: dict[str, Any], abandon_after: int | None = None) -> object:
+    """Completes each sample with ``tokens``, or the first ``abandon_after`` of them and no more."""
+    test = OfflineTest(OfflineSettings(**settings, seeds=SEEDS), Path(directory))
+    before_ns = time.monotonic_ns()
+    rows, issued_ns = test.start()
+    assert before_ns < issued_ns < time.monotonic_ns()
+    for sample in range(len(rows) if abandon_after is None else abandon_after):
+        test.complete(sample, len(tokens), tokens)
+    if abandon_after is not None:
+        test.abandon()
+    log = test.finish()
+    return {"rows": rows, "values": log.values, "errors": log.errors, "outstanding": test.outstanding}
+
+
+class PacedTarget:
+    """Answers ``per_poll`` samples a poll, each with as many tokens as it asks for."""
+
+    def __init__(
+        self,
+        per_poll: int = 50,
+        pause_seconds: float = 0.0005,
+        refuse_samples: Sequence[int] = (),
+        crash_at_sample: int | None = None,
+        hang_at_sample: int | None = None,
+    ) -> None:
+        self._per_poll = per_poll
+        self._pause_seconds = pause_seconds
+        self._refuse_samples = refuse_samples
+        self._crash_at_sample = crash_at_sample
+        self._hang_at_sample = hang_at_sample
+        self._queue: deque[tuple[int, Request]] = deque()
+        self._processed = 0
+
+    def submit(self, sample_id: int, request: Request) -> None:
+        if sample_id in self._refuse_samples:
+            raise RequestError("not this one")
+        self._queue.append((sample_id, request))
+
+    def poll(self, timeout_seconds: float) -> list[SampleEvent]:
+        time.sleep(self._pause_seconds)
+        events = []
+        for _ in range(min(self._per_poll, len(self._queue))):
+            sample_id, request = self._queue.popleft()
+            if sample_id == self._crash_at_sample:
+                raise MegatokenError("the target fell over")
+            if sample_id == self._hang_at_sample:
+                time.sleep(60)
+            self._processed += len(request.prompt) + request.max_tokens - 1
+            now_ns = time.monotonic_ns()
+            events.append(SampleEvent(sample_id, tuple(range(request.max_tokens - 1)), None, now_ns))
+            events.append(SampleEvent(sample_id, (7,), "length", now_ns + 1))
+        return events
+
+    def counters(self) -> TargetCounters:
+        waiting = len(self._queue)
+        return TargetCounters(
+            in_flight=waiting,
+            waiting=waiting,
+            rows=self._per_poll,
+            row_budget=self._per_poll,
+            pages_free=5,
+            pages=9,
+            preemptions=0,
+            processed_tokens=self._processed,
+        )
+
+    def cancel_all(self) -> None:
+        self._queue.clear()
+
+    def close(self) -> None:
+        self.cancel_all()
+
+
+def offline(
+    out: str, lengths: str, config: dict[str, Any], rules_seconds: float | None = None, **target: Any
+) -> object:
+    """A whole run against a ``PacedTarget``; with ``rules_seconds``, under rules of that duration."""
+    data_set = load_lengths(Path(lengths), vocabulary_size=100, max_length=1000)
+    if rules_seconds is not None:
+        rows = len(data_set.requests)
+        rules.ROUNDS["v5.1"] = rules.Round("v5.1", rules.ROUNDS["v5.1"].seeds, rules_seconds, rows, rows)
+    settings = RunConfig(**{"out": out, "warm_up_seconds": 0.05, **config})
+    try:
+        path = run_offline(settings, data_set, PacedTarget(**target), {"model": "paced"}, Progress(quiet=True))
+    except MegatokenError as error:
+        return {"error": str(error)}
+    return {"path": str(path)}
+
+
+if __name__ == "__main__":
+    answer = globals()[sys.argv[1]](**json.loads(sys.argv[2]))
+    print(json.dumps(answer, default=np.ndarray.tolist))

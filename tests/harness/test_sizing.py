@@ -1,0 +1,179 @@
+import math
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatoken.config import RunConfig
+from megatoken.engine.request import Request
+from megatoken.harness import sizing
+from megatoken.harness.datasets import Dataset, load_lengths
+from megatoken.harness.sizing import estimate_rate, library_to_data_set, plan_offline
+from megatoken.targets import SampleEvent, TargetCounters
+
+rows_of_data = st.integers(1, 30_000)
+rates = st.floats(1e-3, 1e5)
+durations = st.none() | st.floats(0, 3000)
+
+
+def loadgen_count(minimum: int, seconds: float, rate: float, library_rows: int) -> int:
+    """LoadGen's rule, with the numbers as the user.conf rounds them."""
+    asked = max(minimum, math.floor(1.1 * round(seconds * 1000) / 1000 * float(f"{rate:.6g}")))
+    return -(-asked // library_rows) * library_rows
+
+
+@given(rows_of_data, rates, st.integers(1, 100_000), durations)
+def test_without_rules_exactly_the_samples_asked_for(
+    rows: int, rate: float, samples: int, seconds: float | None
+) -> None:
+    plan = plan_offline(RunConfig(samples=samples, min_duration_seconds=seconds), rows, rate)
+    assert plan.samples is not None and plan.min_duration_seconds is not None
+    count = loadgen_count(plan.samples, plan.min_duration_seconds, plan.target_samples_per_second, plan.library_rows)
+    assert count == samples
+    assert plan.min_duration_seconds == (seconds or 0)
+
+
+@given(rows_of_data, rates, durations.filter(lambda seconds: seconds != 0))
+def test_without_samples_enough_for_the_duration(rows: int, rate: float, seconds: float | None) -> None:
+    plan = plan_offline(RunConfig(min_duration_seconds=seconds), rows, rate)
+    assert plan.samples is not None
+    assert plan.samples == plan.library_rows
+    assert plan.samples == pytest.approx(max(1, 1.1 * rate * (15 if seconds is None else seconds)), abs=1)
+
+
+def test_no_duration_and_no_samples_is_one_pass() -> None:
+    assert plan_offline(RunConfig(min_duration_seconds=0), 123, 5.0).samples == 123
+
+
+@given(rows_of_data, rates, durations)
+def test_claimed_rules_leave_count_and_duration_to_loadgen(rows: int, rate: float, seconds: float | None) -> None:
+    plan = plan_offline(RunConfig(rules="v5.1", min_duration_seconds=seconds), rows, rate)
+    assert (plan.library_rows, plan.samples, plan.min_duration_seconds) == (rows, None, seconds)
+    assert plan.target_samples_per_second == pytest.approx(1.2 * rate)
+
+
+@given(rows_of_data, rates, st.integers(1, 100_000))
+def test_claimed_rules_cut_short_issue_the_samples_once(rows: int, rate: float, samples: int) -> None:
+    plan = plan_offline(RunConfig(rules="v5.1", samples=samples), rows, rate)
+    assert plan.library_rows == min(rows, samples)
+    if samples < rows:
+        assert plan.min_duration_seconds == 600
+        assert loadgen_count(samples, 600, plan.target_samples_per_second, samples) == samples
+
+
+def test_accuracy_takes_every_row_once() -> None:
+    assert plan_offline(RunConfig(mode="accuracy"), 123, 5.0).library_rows == 123
+    assert plan_offline(RunConfig(mode="accuracy", rules="v5.1"), 123, 5.0).library_rows == 123
+    assert plan_offline(RunConfig(mode="accuracy", samples=7), 123, 5.0).library_rows == 7
+
+
+@given(st.integers(1, 500), st.integers(1, 500))
+def test_the_library_is_spread_evenly_over_the_data_set(library_rows: int, rows: int) -> None:
+    chosen = library_to_data_set("performance", library_rows, rows)
+    counts = np.bincount(chosen, minlength=rows)
+    assert len(counts) == rows
+    assert counts.max() - counts.min() <= 1
+    if library_rows <= rows:
+        assert np.diff(chosen, append=rows).max() <= math.ceil(rows / library_rows)
+    first = library_to_data_set("accuracy", library_rows, rows)
+    assert first.tolist() == [index % rows for index in range(library_rows)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class ChunkedEngine:
+    """A target of ``budget`` rows a step and known prices; time passes only in its steps."""
+
+    def __init__(self, clock: Clock, prompt_price: float, answer_price: float, budget: int, residents: int) -> None:
+        self._clock = clock
+        self._prices = prompt_price, answer_price
+        self._budget, self._residents = budget, residents
+        self._waiting: deque[tuple[int, int, int]] = deque()
+        self._prefilling: list[tuple[int, int, int]] = []
+        self._answering: dict[int, int] = {}
+        self._processed = 0
+        self.steps = 0
+
+    def submit(self, sample_id: int, request: Request) -> None:
+        self._waiting.append((sample_id, len(request.prompt), request.max_tokens))
+
+    def poll(self, timeout_seconds: float) -> list[SampleEvent]:
+        self.steps += 1
+        ids = list(self._answering)
+        room = self._budget - len(ids)
+        begun = []
+        while room and self._waiting and len(self._answering) + len(begun) < self._residents:
+            sample, prompt, answer = self._waiting.popleft()
+            rows = min(room, prompt)
+            room -= rows
+            if rows < prompt:
+                self._waiting.appendleft((sample, prompt - rows, answer))
+            else:
+                begun.append((sample, answer))
+        prompts = self._budget - len(ids) - room
+        self._processed += prompts + len(ids)
+        self._clock.now += prompts * self._prices[0] + len(ids) * self._prices[1]
+        events = []
+        self._answering.update(begun)
+        for sample in (*ids, *(sample for sample, _ in begun)):
+            self._answering[sample] -= 1
+            ended = self._answering[sample] == 0
+            events.append(SampleEvent(sample, (1,), "length" if ended else None, 0))
+            if ended:
+                del self._answering[sample]
+        return events
+
+    def counters(self) -> TargetCounters:
+        waiting = len(self._waiting)
+        return TargetCounters(waiting + len(self._answering), waiting, 0, self._budget, 0, 0, 0, self._processed)
+
+    def cancel_all(self) -> None:
+        self._waiting.clear()
+        self._answering.clear()
+
+    def close(self) -> None:
+        self.cancel_all()
+
+
+@pytest.fixture
+def data_set(tmp_path: Path) -> Dataset:
+    path = tmp_path / "lengths.csv"
+    path.write_text("input_tokens,output_tokens\n" + "".join(f"{10 + i % 190},{1 + 7 * i % 300}\n" for i in range(500)))
+    return load_lengths(path, vocabulary_size=50, max_length=1000)
+
+
+@pytest.mark.parametrize("prices", [(1e-4, 1e-3), (1e-3, 1e-3), (5e-4, 5e-3), (1e-5, 2e-4)])
+def test_the_estimate_finds_the_prices_of_prompts_and_answers(
+    monkeypatch: pytest.MonkeyPatch, data_set: Dataset, prices: tuple[float, float]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(sizing, "time", clock)
+    target = ChunkedEngine(clock, *prices, budget=64, residents=48)
+    truth = 1 / (prices[0] * data_set.input_tokens.mean() + prices[1] * data_set.output_limits.mean())
+    assert estimate_rate(target, data_set, seconds=3.0) == pytest.approx(truth, rel=1e-6)
+    assert 1.5 <= clock.now < 4.0
+    assert target.counters().in_flight == 0
+
+
+def test_without_time_one_step_has_to_do(monkeypatch: pytest.MonkeyPatch, data_set: Dataset) -> None:
+    clock = Clock()
+    monkeypatch.setattr(sizing, "time", clock)
+    target = ChunkedEngine(clock, 1e-3, 1e-3, budget=64, residents=48)
+    mean_tokens = data_set.input_tokens.mean() + data_set.output_limits.mean()
+    assert estimate_rate(target, data_set, seconds=0.0) == pytest.approx(1000 / mean_tokens)
+    assert target.steps == 1
+
+
+def test_a_target_faster_than_the_clock_still_gets_an_estimate(data_set: Dataset) -> None:
+    target: Any = ChunkedEngine(Clock(), 0.0, 0.0, budget=10_000, residents=10_000)
+    assert 0 < estimate_rate(target, data_set, seconds=0.05) < math.inf

@@ -1,0 +1,153 @@
+import re
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatoken.config import KEYS, EngineSection, RunConfig, load_run_config
+from megatoken.engine import EngineConfig
+from megatoken.errors import ConfigError, ExitCode
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_engine_section_is_the_engines_configuration() -> None:
+    section = {name: field.default for name, field in EngineSection.model_fields.items()}
+    engine = {field.name: field.default for field in fields(EngineConfig) if field.name != "precision"}
+    assert section == engine
+    assert RunConfig.model_fields["precision"].default == EngineConfig().precision
+
+
+def test_every_key_says_what_it_is_for() -> None:
+    assert all(description for _, description in KEYS.values())
+    assert {"model", "min_duration_seconds", "engine.max_rows"} <= KEYS.keys()
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: 125m\nsamples: 8\nengine:\n  max_rows: 64\n  page_size: 16\n")
+    config = load_run_config(
+        path, {"samples": "9", "engine.max-rows": "32", "min-duration": "2.5", "precision": "fp32"}
+    )
+    assert (config.model, config.samples, config.min_duration_seconds) == ("125m", 9, 2.5)
+    assert config.engine_config() == EngineConfig(precision="fp32", max_rows=32, page_size=16)
+
+
+def test_a_flag_can_set_a_value_back_to_null(tmp_path: Path) -> None:
+    assert load_run_config(write(tmp_path, "samples: 8\n"), {"samples": "null"}).samples is None
+
+
+def test_empty_files_and_empty_sections_are_the_defaults(tmp_path: Path) -> None:
+    for text in ("", "# nothing\n", "engine:\n", "{}", "engine: {}"):
+        assert load_run_config(write(tmp_path, text), {}) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "model: tiny\nengine:\n  max_row: 5\n",
+            "run.yaml:3: unknown key 'engine.max_row'; did you mean engine.max_rows?",
+        ),
+        ("max_rows: 5\n", "run.yaml:1: unknown key 'max_rows'; did you mean engine.max_rows?"),
+        ("min_duration: 5\n", "run.yaml:1: unknown key 'min_duration'; did you mean min_duration_seconds?"),
+        ("\nxyzzy: 5\n", "run.yaml:2: unknown key 'xyzzy'; see megatoken run --help"),
+        ("engine: 5\n", "run.yaml:1: 'engine' must be a mapping of keys to values"),
+        ("- model\n", "run.yaml:1: the file must be a mapping of keys to values"),
+        ("samples: 3\nsamples: 4\n", "run.yaml:2: key 'samples' is given twice"),
+        ("model: [\n", "run.yaml:2: not YAML:"),
+        ("samples: 0\n", "run.yaml:1: samples: must be greater than 0, got 0"),
+        ("samples: 2020-01-01\n", "run.yaml:1: samples: must be a valid integer"),
+        ("model: tiny\nprecision: int4\n", "run.yaml:2: precision: must be 'fp32', 'bf16' or 'fp8', got 'int4'"),
+        ("min_duration_seconds: .nan\n", "run.yaml:1: min_duration_seconds: must be a finite number"),
+        ("warm_up_seconds: -1\n", "run.yaml:1: warm_up_seconds: must be greater than or equal to 0"),
+        ("model: ''\n", "run.yaml:1: model: must have at least 1 character"),
+        ("engine: {device: tpu}\n", "run.yaml:1: engine.device: must be 'auto', 'cpu' or 'cuda', got 'tpu'"),
+        ("model: !!python/object:os.system x\n", "run.yaml:1: not YAML: could not determine a constructor"),
+        ("engine: &loop\n  max_rows: *loop\n", "run.yaml:1: not YAML:"),
+        ("? [a, b]\n: 5\n", "run.yaml:1: unknown key"),
+        ("prompts: a.jsonl\nlengths: b.csv\n", "run.yaml:1 and .*run.yaml:2: give prompts or lengths, not both"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(write(tmp_path, text), {})
+    assert re.search(re.escape(message).replace(r"\.\*", ".*"), str(caught.value))
+    assert caught.value.exit_code is ExitCode.USAGE
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"smaples": "4"}, "--smaples: unknown flag; did you mean --samples?"),
+        ({"engine.max_row": "4"}, "--engine.max_row: unknown flag; did you mean --engine.max_rows?"),
+        ({"jsn": "true"}, "--jsn: unknown flag; did you mean --json?"),
+        ({"samples": "many"}, "--samples: must be a valid integer"),
+        ({"samples": "-3"}, "--samples: must be greater than 0, got '-3'"),
+        ({"scenario": "server"}, "--scenario: must be 'offline', got 'server'"),
+        ({"rules": "v4.0"}, "--rules: must be 'v5.1', got 'v4.0'"),
+        ({"min-duration": "inf"}, "--min-duration: must be"),
+        ({"random-weights": "maybe"}, "--random-weights: must be a valid boolean"),
+        ({"engine": "5"}, "--engine: unknown flag"),
+        ({"prompts": "a", "lengths": "b"}, "--prompts and --lengths: give prompts or lengths, not both"),
+    ],
+)
+def test_what_is_wrong_in_a_flag_is_named_as_typed(flags: dict[str, str | bool], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(None, flags)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot read the configuration: No such file"):
+        load_run_config(tmp_path / "none.yaml", {})
+    (tmp_path / "binary.yaml").write_bytes(b"model: \xff\xfe")
+    with pytest.raises(ConfigError, match=r"binary\.yaml: not UTF-8 at byte 7"):
+        load_run_config(tmp_path / "binary.yaml", {})
+    (tmp_path / "nul.yaml").write_bytes(b"model: a\0b")
+    with pytest.raises(ConfigError, match=r"nul\.yaml: not YAML"):
+        load_run_config(tmp_path / "nul.yaml", {})
+
+
+counts = st.none() | st.integers(min_value=1, max_value=10**12)
+seconds = st.floats(min_value=0, max_value=1e6)
+configurations = st.builds(
+    RunConfig,
+    model=st.text(st.characters(codec="utf-8"), min_size=1),
+    random_weights=st.booleans(),
+    seed=st.integers(0, 2**63 - 1),
+    precision=st.sampled_from(["fp32", "bf16", "fp8"]),
+    mode=st.sampled_from(["performance", "accuracy"]),
+    rules=st.sampled_from([None, "v5.1"]),
+    lengths=st.none() | st.just(Path("a b.csv")),
+    samples=counts,
+    min_duration_seconds=st.none() | seconds,
+    warm_up_seconds=seconds,
+    engine=st.builds(EngineSection, max_rows=counts, cache_tokens=counts, overlap=st.none() | st.booleans()),
+)
+
+
+@given(configurations)
+def test_the_resolved_configuration_gives_the_same_run_again(
+    tmp_path_factory: pytest.TempPathFactory, config: RunConfig
+) -> None:
+    path = write(
+        tmp_path_factory.mktemp("round-trip"), yaml.safe_dump(config.model_dump(mode="json"), allow_unicode=True)
+    )
+    assert load_run_config(path, {}) == config
+
+
+@given(st.binary(max_size=80) | st.text("engin:mxrows5 \n-&*[]{}?!\"'|>%@`#,\t", max_size=60).map(str.encode))
+def test_no_file_gets_more_than_a_configuration_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "run.yaml"
+    path.write_bytes(content)
+    with suppress(ConfigError):
+        load_run_config(path, {})
