@@ -91,8 +91,7 @@ def build_batch(
         if not len(lengths):
             return None
         width = -(-int(lengths.max()) // page_size)
-        pages = torch.from_numpy(page_table[plan.slot[rows], :width] + 1)
-        return ops.attention_index(pages, torch.from_numpy(lengths), cache, heads)
+        return ops.attention_index(page_table[plan.slot[rows], :width] + 1, lengths, cache, heads)
 
     decode_index = index(np.arange(plan.decodes))
     sampled = np.flatnonzero(plan.sample)

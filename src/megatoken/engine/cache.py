@@ -43,7 +43,7 @@ class LayerCache:
         self.v.view(-1, head_dim).index_copy_(0, rows, v_TKE.reshape(-1, head_dim))
 
     def read(self, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """The first ``length`` keys and values of a sequence with page ids ``pages`` -> two [length, kv_heads, head_dim]."""
+        """The first ``length`` keys and values of a sequence, both [length, kv_heads, head_dim], given its page ids."""
         _, kv_heads, page_size, head_dim = self.k.shape
         gathered = (
             side.index_select(0, pages).transpose(1, 2).reshape(len(pages) * page_size, kv_heads, head_dim)[:length]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import index
 from pathlib import Path
 
 import numpy as np
@@ -82,8 +84,6 @@ class Engine:
         config = config or EngineConfig()
         if config.device == "cuda":
             raise CapacityError("device cuda: this engine runs on the CPU only; leave device on auto")
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
         source = open_model(model, random_weights=random_weights, seed=seed)
         self.model_config: ModelConfig = source.config
         self.config = config
@@ -91,6 +91,8 @@ class Engine:
         self.memory_plan: MemoryPlan = plan_memory(source.config, config)
         tokenizer_file = Path(model) / "tokenizer.json"
         self.tokenizer = Tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
         self._runner = Runner(source, config, self.memory_plan, cpu)
         memory = self.memory_plan
         self._scheduler = Scheduler(
@@ -112,10 +114,10 @@ class Engine:
         """Queue a request; its ticket names it in every ``TokenEvent``.
 
         Raises:
-            RequestError: empty prompt, id outside the vocabulary, bad limit or sampling.
+            RequestError: empty or unreadable prompt, id outside the vocabulary, bad limit or sampling.
             CapacityError: it can never fit context or cache.
         """
-        prompt = self.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
+        prompt = self.encode(request.prompt) if isinstance(request.prompt, str) else _token_ids(request.prompt)
         check_request(prompt, request, self.model_config.vocabulary_size)
         stop_ids = frozenset(request.stop_token_ids)
         if not request.ignore_end_token:
@@ -134,7 +136,7 @@ class Engine:
         """Token ids of ``text``.
 
         Raises:
-            RequestError: the model has no tokenizer.
+            RequestError: the model has no tokenizer, or ``text`` is no Unicode text.
         """
         if self.tokenizer is None:
             raise RequestError(f"{self.model_config.name} has no tokenizer.json, so prompts must be token ids")
@@ -166,25 +168,39 @@ class Engine:
         self._held.append(TokenEvent(ticket, (), FinishReason.CANCELLED))
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Run ``requests`` to their ends; completions in the order of the requests."""
-        prompts = [len(self.encode(r.prompt)) if isinstance(r.prompt, str) else len(r.prompt) for r in requests]
-        tickets = {self.submit(request): place for place, request in enumerate(requests)}
-        tokens: list[list[int]] = [[] for _ in requests]
-        completions: dict[int, Completion] = {}
-        for event in self._events(tickets):
-            place = tickets[event.ticket]
-            tokens[place] += event.token_ids
-            if event.finish_reason is not None:
-                completions[place] = Completion(tokens[place], event.finish_reason, prompts[place])
-        return [completions[place] for place in range(len(requests))]
+        """Run ``requests`` to their ends; completions in the order of the requests.
+
+        Events of other requests wait for the next ``step``. An error leaves none of ``requests`` behind.
+
+        Raises:
+            RequestError, CapacityError: as ``submit``.
+        """
+        running: dict[int, _Active] = {}
+        reasons: dict[int, FinishReason] = {}
+        try:
+            for request in requests:
+                ticket = self.submit(request)
+                running[ticket] = self._active[ticket]
+            for event in self._events(running):
+                if event.finish_reason is not None:
+                    reasons[event.ticket] = event.finish_reason
+        finally:
+            self._abandon(running)
+        return [Completion(one.generated, reasons[ticket], len(one.prompt)) for ticket, one in running.items()]
 
     def stream(self, request: Request) -> Iterator[TokenEvent]:
-        """Run one request, event by event; leaving the loop early cancels it."""
+        """Run one request, event by event; leaving the loop early cancels it.
+
+        Events of other requests wait for the next ``step``.
+
+        Raises:
+            RequestError, CapacityError: as ``submit``, when the iteration begins.
+        """
         ticket = self.submit(request)
         try:
-            yield from self._events({ticket})
+            yield from self._events([ticket])
         finally:
-            self.cancel(ticket)
+            self._abandon([ticket])
 
     def counters(self) -> Counters:
         """A snapshot for progress lines and time series."""
@@ -206,15 +222,21 @@ class Engine:
     def _events(self, tickets: Iterable[int]) -> Iterator[TokenEvent]:
         open_tickets = set(tickets)
         while open_tickets:
-            others: list[TokenEvent] = []
-            for event in self.step():
-                if event.ticket not in open_tickets:
-                    others.append(event)
-                    continue
-                if event.finish_reason is not None:
-                    open_tickets.discard(event.ticket)
-                yield event
-            self._held = others + self._held
+            events = self.step()
+            # Set aside before the first yield: whoever gets control there may step, or never come back.
+            self._held[:0] = [event for event in events if event.ticket not in open_tickets]
+            for event in events:
+                if event.ticket in open_tickets:
+                    if event.finish_reason is not None:
+                        open_tickets.discard(event.ticket)
+                    yield event
+
+    def _abandon(self, tickets: Iterable[int]) -> None:
+        """Cancel what is left of ``tickets``, and report nothing more of them."""
+        gone = set(tickets)
+        for ticket in gone:
+            self.cancel(ticket)
+        self._held = [event for event in self._held if event.ticket not in gone]
 
     def _launch(self, plan: StepPlan) -> Tensor:
         self._last_step_rows = int(plan.count.sum())
@@ -255,7 +277,8 @@ class Engine:
     def _done_by_length(self, ticket: int) -> bool:
         """Whether the scheduler has planned the last token of ``ticket``, which a launched step is still to bring."""
         active = self._active[ticket]
-        coming = sum(bool(np.any(launched.plan.sample & (launched.plan.ticket == ticket))) for launched in self._launched)
+        plans = [launched.plan for launched in self._launched]
+        coming = sum(bool(np.any(plan.sample & (plan.ticket == ticket))) for plan in plans)
         return len(active.generated) + coming == active.max_tokens
 
     def _forget(self, ticket: int) -> None:
@@ -276,6 +299,14 @@ def open_model(model: str | Path, *, random_weights: bool = False, seed: int = 0
     if random_weights:
         return RandomWeights(read_config(path), seed)
     return Checkpoint.open(path)
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """The ids as plain integers, whatever sequence of whatever integer type holds them."""
+    try:
+        return [index(token) for token in prompt]
+    except TypeError as error:
+        raise RequestError(f"the prompt must be text or token ids, not {reprlib.repr(prompt)}") from error
 
 
 def check_request(prompt: Sequence[int], request: Request, vocabulary_size: int) -> None:

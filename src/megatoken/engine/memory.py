@@ -10,14 +10,14 @@ import psutil
 from megatoken.engine.cache import ACTIVATION_DTYPE, bytes_per_token
 from megatoken.engine.config import EngineConfig, ModelConfig
 from megatoken.engine.sampling import BLOCK_ROWS
-from megatoken.errors import CapacityError
+from megatoken.errors import CapacityError, ConfigError
 
 PROCESS_BYTES = 300_000_000
 """Python, PyTorch and the command's other libraries, measured 224 to 260 MB, before the first weight."""
 DEFAULT_MAX_LENGTH = 8192
 DEFAULT_MAX_ROWS = 256
 DEFAULT_MAX_SEQUENCES = 128
-DEFAULT_PAGE_SIZE = 32
+DEFAULT_PAGE_SIZE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +60,18 @@ class MemoryPlan:
 
 def weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes of the packed weights. The packed head of a tied model is a copy of its embedding."""
-    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    attention = model.hidden_size * (2 * q + 2 * kv)
-    layer = attention + 3 * model.hidden_size * model.intermediate_size + 2 * model.hidden_size
-    parameters = model.layers * layer + 2 * model.vocabulary_size * model.hidden_size + model.hidden_size
-    return parameters * ACTIVATION_DTYPE[config.precision].itemsize
+    head_copy = model.vocabulary_size * model.hidden_size if model.tied_embeddings else 0
+    return (model.parameters + head_copy) * ACTIVATION_DTYPE[config.precision].itemsize
 
 
 def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
     """Derive every size.
 
     Raises:
+        ConfigError: an unknown precision, or a size below 1.
         CapacityError: model, context and cache cannot fit, with the numbers.
     """
+    _check(config)
     page_size = config.page_size or DEFAULT_PAGE_SIZE
     max_length = config.max_length or min(model.max_positions, DEFAULT_MAX_LENGTH)
     if max_length > model.max_positions:
@@ -122,6 +121,15 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
             "cache_tokens, max_rows or max_length"
         )
     return plan
+
+
+def _check(config: EngineConfig) -> None:
+    if config.precision not in ACTIVATION_DTYPE:
+        raise ConfigError(f"precision is {config.precision}; take one of {', '.join(ACTIVATION_DTYPE)}")
+    for name in ("max_rows", "max_sequences", "max_length", "page_size", "cache_tokens", "memory_bytes", "threads"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
 
 
 def available_memory_bytes() -> int:

@@ -156,6 +156,8 @@ def forward(weights: Weights, config: ModelConfig, ops: Ops, cache: list[LayerCa
 
 def attend(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, ops: Ops, cache: LayerCache, batch: Batch) -> Tensor:
     """Decode rows together, prompt chunks one by one; a prompt's first chunk finds its keys in the step itself."""
+    if batch.decodes == len(q_THE):
+        return ops.decode_attention(q_THE, cache, batch.decode_index)
     a_THE = torch.zeros_like(q_THE, memory_format=torch.contiguous_format)
     if batch.decodes:
         a_THE[: batch.decodes] = ops.decode_attention(q_THE[: batch.decodes], cache, batch.decode_index)

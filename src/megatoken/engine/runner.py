@@ -22,8 +22,8 @@ from megatoken.engine.scheduler import Scheduler, StepPlan
 class Runner:
     """One model on one device.
 
-    ``last_tokens`` (int64 [slots]) stays on the device: a decode takes its input id from there, so a step can be launched
-    before the host has seen what the step before it sampled.
+    ``last_tokens`` (int64 [slots]) stays on the device: a decode takes its input id from there, so a step can be
+    launched before the host has seen what the step before it sampled.
     """
 
     def __init__(self, source: WeightSource, config: EngineConfig, memory: MemoryPlan, ops: Ops) -> None:

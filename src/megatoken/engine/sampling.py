@@ -6,6 +6,7 @@ is in the batch and however often the request was preempted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,9 +34,7 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-def sample(
-    logits_SV: Tensor, samplings: Sequence[Sampling], positions: NDArray[np.int64], chosen_S: Tensor
-) -> None:
+def sample(logits_SV: Tensor, samplings: Sequence[Sampling], positions: NDArray[np.int64], chosen_S: Tensor) -> None:
     """Replace the greedy choice of the rows that draw.
 
     Args:
@@ -48,7 +47,6 @@ def sample(
     for first in range(0, len(drawn), BLOCK_ROWS):
         rows = drawn[first : first + BLOCK_ROWS]
         chosen_S[rows] = _draw(logits_SV[rows].double(), [samplings[row] for row in rows], positions[rows])
-    return chosen_S
 
 
 def _draw(logits_RV: Tensor, samplings: Sequence[Sampling], positions: NDArray[np.int64]) -> Tensor:
@@ -61,22 +59,31 @@ def _draw(logits_RV: Tensor, samplings: Sequence[Sampling], positions: NDArray[n
     seeds = np.array([(sampling.seed or 0) & (2**64 - 1) for sampling in samplings], dtype=np.uint64)
     uniform_R1 = torch.from_numpy(uniform(seeds, positions.astype(np.uint64)))[:, None]
     temperature_R1 = torch.tensor([[sampling.temperature] for sampling in samplings], dtype=torch.float64)
-    top_k_R1 = torch.tensor([[min(sampling.top_k or vocabulary, vocabulary)] for sampling in samplings])
-    top_p_R1 = torch.tensor([[sampling.top_p] for sampling in samplings], dtype=torch.float64)
-    logits_RV = logits_RV / temperature_R1
-
-    highest_k = int(top_k_R1.max())
-    if int(top_k_R1.min()) < vocabulary:
-        top_RK = logits_RV.topk(highest_k).values
-        logits_RV = logits_RV.masked_fill(logits_RV < top_RK.gather(1, top_k_R1 - 1), float("-inf"))
-    weight_RV = logits_RV.softmax(-1)
-    if float(top_p_R1.min()) < 1:
-        sorted_RV = weight_RV.topk(highest_k).values
-        before_RV = sorted_RV.cumsum(-1) - sorted_RV
-        last_R1 = ((before_RV < top_p_R1).sum(-1, keepdim=True) - 1).clamp_min(0)
-        weight_RV = weight_RV.masked_fill(weight_RV < sorted_RV.gather(1, last_R1), 0.0)
+    logits_RV = logits_RV - logits_RV.amax(-1, keepdim=True)  # then no temperature above 0 overflows
+    weight_RV = (logits_RV / temperature_R1).exp()
+    if any(sampling.top_k or sampling.top_p < 1 for sampling in samplings):
+        weight_RV = weight_RV.masked_fill(~_kept(logits_RV, temperature_R1, samplings), 0.0)
     cumulative_RV = weight_RV.cumsum(-1)
     index_R1 = torch.searchsorted(cumulative_RV, uniform_R1 * cumulative_RV[:, -1:], right=True)
     # uniform < 1, yet the product may round up to the total: then the last token with any weight is meant.
     last_kept_R = vocabulary - 1 - (weight_RV.flip(-1) > 0).int().argmax(-1)
     return index_R1[:, 0].minimum(last_kept_R)
+
+
+def _kept(logits_RV: Tensor, temperature_R1: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Which tokens are left: the ``top_k`` best, and of these the fewest best that hold ``top_p`` of the weight.
+
+    Among equal logits the lowest id is the best, so a row that keeps one token keeps the greedy choice.
+    """
+    vocabulary = logits_RV.shape[1]
+    top_k_R1 = torch.tensor([[min(sampling.top_k or vocabulary, vocabulary)] for sampling in samplings])
+    top_p = [[sampling.top_p if sampling.top_p < 1 else math.inf] for sampling in samplings]
+    top_p_R1 = torch.tensor(top_p, dtype=torch.float64)
+    sorted_RK = logits_RV.topk(int(top_k_R1.max())).values
+    beyond_RK = torch.arange(sorted_RK.shape[1]) >= top_k_R1
+    weight_RK = (sorted_RK / temperature_R1).exp().masked_fill(beyond_RK, 0.0)
+    total_RK = weight_RK.cumsum(-1)
+    kept_R1 = (total_RK - weight_RK < top_p_R1 * total_RK[:, -1:]).sum(-1, keepdim=True).minimum(top_k_R1)
+    lowest_R1 = sorted_RK.gather(1, kept_R1 - 1)
+    above_RV, equal_RV = logits_RV > lowest_R1, logits_RV == lowest_R1
+    return above_RV | (equal_RV & (equal_RV.cumsum(-1) <= kept_R1 - above_RV.sum(-1, keepdim=True)))

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from megatoken.errors import CheckpointError
+from megatoken.errors import CheckpointError, RequestError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+WINDOW_TOKENS = 8
 
 
 class Tokenizer:
@@ -20,11 +21,21 @@ class Tokenizer:
             self._tokenizer.no_truncation()  # a saved file may carry both, and would cut or pad prompts in silence
             self._tokenizer.no_padding()
         except Exception as error:  # the library raises bare Exception for every kind of bad file
-            raise CheckpointError(f"{file}: not a tokenizer.json that can be read ({error}); export it again") from error
+            raise CheckpointError(
+                f"{file}: not a tokenizer.json that can be read ({_one_line(error)}); export it again"
+            ) from error
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``, with the special tokens the tokenizer itself puts around it."""
-        return list(self._tokenizer.encode(text).ids)
+        """Ids of ``text``, with the special tokens the tokenizer itself puts around it.
+
+        Raises:
+            RequestError: ``text`` is not Unicode text (lone surrogates), or holds what the tokenizer has no token for.
+        """
+        try:
+            text.encode()  # names the surrogate, which the library does not
+            return list(self._tokenizer.encode(text).ids)
+        except Exception as error:  # as in __init__
+            raise RequestError(f"the prompt cannot be turned into tokens: {_one_line(error)}; mend the text") from error
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of ``token_ids``."""
@@ -51,19 +62,33 @@ class IncrementalDecoder:
         """The text that ``token_id`` makes certain."""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
-        if text.endswith(REPLACEMENT) or not text.startswith(self._shown):
+        if text.endswith(REPLACEMENT):
             return ""
         piece = text[len(self._shown) :]
-        if piece and len(self._window) > 8:
-            # Keep the last tokens as context: some tokenizers drop the space before the first token of a decode.
-            self._window = self._window[-4:]
-            text = self._tokenizer.decode(self._window)
         self._shown = text
+        if piece and len(self._window) > WINDOW_TOKENS:
+            self._shorten()
         return piece
 
     def flush(self) -> str:
         """What was held back, when the stream has ended."""
         text = self._tokenizer.decode(self._window)
-        piece = text[len(self._shown) :] if text.startswith(self._shown) else ""
+        piece = text[len(self._shown) :]
         self._shown = text
         return piece
+
+    def _shorten(self) -> None:
+        """Keep the last tokens as context, because some tokenizers drop the space before the first token of a decode.
+
+        Where a character spans tokens, the first one kept must begin one: bytes of half a character spoil their
+        neighbours.
+        """
+        for kept in range(WINDOW_TOKENS // 2, WINDOW_TOKENS):
+            text = self._tokenizer.decode(self._window[-kept:])
+            if not text.startswith(REPLACEMENT):
+                self._window, self._shown = self._window[-kept:], text
+                return
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

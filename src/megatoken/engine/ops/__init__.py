@@ -1,8 +1,8 @@
 """The operations a model is made of, and the choice of who computes them.
 
-``reference`` writes every operation out in plain torch: the definition, and the oracle of the tests. ``cpu`` computes the
-same with packed weights and paged matrix products. Both are modules with the functions of ``Ops``; the model calls them
-by name and never asks which it got.
+``reference`` writes every operation out in plain torch: the definition, and the oracle of the tests. ``cpu`` computes
+the same with packed weights and paged matrix products. Both are modules with the functions of ``Ops``; the model calls
+them by name and never asks which it got.
 
 Shape letters: T rows in the step, D hidden size, N output features, H query heads, K key/value heads, G = H / K,
 E head dimension, B sequences, P pages, S page size.
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatoken.engine.cache import LayerCache
@@ -47,7 +48,7 @@ class Ops(Protocol):
         """Highest logit of each row, the lowest id among equals -> int64 [S]."""
 
     def attention_index(
-        self, pages_BP: torch.Tensor, lengths_B: torch.Tensor, cache: LayerCache, heads: int
+        self, pages_BP: NDArray[np.int32], lengths_B: NDArray[np.int32], cache: LayerCache, heads: int
     ) -> Any:
         """Prepare ``decode_attention`` once per step for all layers.
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear as plain_linear
 from torch.nn.functional import rms_norm as fused_rms_norm
@@ -47,7 +49,7 @@ class AttentionIndex:
     bias_PKS: Tensor
     score_rows: Tensor
     weight_rows: Tensor
-    table_BP: Tensor
+    table_B_P: Tensor
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -110,10 +112,10 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
 
 
 def rotate(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Three passes: flip, multiply, multiply-add."""
-    rows, heads, head_dim = x_THE.shape
-    flipped = x_THE.reshape(rows, heads, 2, head_dim // 2).flip(2).view(rows, heads, head_dim)
-    return torch.addcmul(x_THE * cos_TE[:, None], flipped, sin_TE[:, None])
+    """Three passes: swap halves, multiply, multiply-add."""
+    half = x_THE.shape[-1] // 2
+    swapped = torch.cat((x_THE[..., half:], x_THE[..., :half]), dim=-1)
+    return torch.addcmul(x_THE * cos_TE[:, None], swapped, sin_TE[:, None])
 
 
 def greedy(logits_SV: Tensor) -> Tensor:
@@ -136,44 +138,49 @@ def _padded_pages(pages: int) -> int:
     return -(-pages // step) * step
 
 
-def attention_index(pages_BP: Tensor, lengths_B: Tensor, cache: LayerCache, heads: int) -> AttentionIndex:
+def attention_index(
+    pages_BP: NDArray[np.int32], lengths_B: NDArray[np.int32], cache: LayerCache, heads: int
+) -> AttentionIndex:
     """Build the maps once per step; they serve every layer."""
     page_size, kv_heads = cache.page_size, cache.k.shape[1]
     sequences, width = pages_BP.shape
-    used_B = (lengths_B + page_size - 1) // page_size
-    live_BP = torch.arange(width) < used_B[:, None]
-    sequence, index = live_BP.nonzero(as_tuple=True)
-    page = pages_BP[live_BP].long()
+    used_B = -(-lengths_B // page_size)
+    live_BP = np.arange(width) < used_B[:, None]
+    sequence, order = np.nonzero(live_BP)
+    page = pages_BP[live_BP]
     in_place = min(_padded_pages(int(page.max()) + 1), len(cache.k))
     if len(page) >= IN_PLACE_SHARE * in_place:
         pool: int | Tensor = in_place
         pool_pages, place = in_place, page
     else:
-        pool_pages, place = _padded_pages(len(page) + 1), torch.arange(1, len(page) + 1)
-        pool = torch.full((pool_pages,), DUMP_PAGE)
-        pool[place] = page
+        pool_pages, place = _padded_pages(len(page) + 1), np.arange(1, len(page) + 1, dtype=np.int32)
+        ids = np.full(pool_pages, DUMP_PAGE, dtype=np.int32)
+        ids[place] = page
+        pool = torch.from_numpy(ids)
 
-    owner_P = torch.zeros(pool_pages, dtype=torch.int32)
-    owner_P[place] = sequence.int()
-    order_P = torch.zeros(pool_pages, dtype=torch.int32)
-    order_P[place] = index.int()
-    valid_P = torch.zeros(pool_pages, dtype=torch.int32)
-    valid_P[place] = (lengths_B[sequence] - index * page_size).int()
-    table_BP = torch.zeros(sequences, width, dtype=torch.int32)
-    table_BP[sequence, index] = place.int()
+    # Of each place in the pool: the sequence that owns it, its number in that sequence, and how many keys are visible.
+    owner_P, order_P, visible_P = np.zeros((3, pool_pages), dtype=np.int32)
+    owner_P[place], order_P[place] = sequence, order
+    visible_P[place] = lengths_B[sequence] - order * page_size
+    table_BP = np.zeros((sequences, width), dtype=np.int32)
+    table_BP[live_BP] = place
 
-    head = torch.arange(heads, dtype=torch.int32)
-    score_rows = (table_BP[:, None, :] * heads + head[:, None]).view(-1)
-    weight_rows = (owner_P[:, None] * heads + head) * width + order_P[:, None]
-    padding = (~live_BP).nonzero()
-    if len(padding):
+    head = np.arange(heads, dtype=np.int32)
+    score_rows = table_BP[:, None, :] * np.int32(heads) + head[:, None]
+    weight_rows = (owner_P[:, None] * np.int32(heads) + head) * np.int32(width) + order_P[:, None]
+    if not live_BP.all():
         # The dump page takes its weights from a padded place: zeros, so that it adds nothing where tables are padded.
-        at, slot = padding[0].tolist()
-        weight_rows[0] = (at * heads + head) * width + slot
-    hidden_PS = torch.arange(page_size) >= valid_P[:, None]
-    bias_PS = torch.zeros(pool_pages, page_size, dtype=cache.k.dtype).masked_fill_(hidden_PS, MASKED)
-    bias_PKS = bias_PS.repeat_interleave(kv_heads, 0)[:, None]
-    return AttentionIndex(pool, owner_P, bias_PKS, score_rows, weight_rows.view(-1), table_BP)
+        at, padded = np.unravel_index(int(live_BP.argmin()), live_BP.shape)
+        weight_rows[DUMP_PAGE] = (at * heads + head) * width + padded
+    bias_PS = torch.from_numpy(np.where(np.arange(page_size) < visible_P[:, None], np.float32(0), np.float32(MASKED)))
+    return AttentionIndex(
+        pool=pool,
+        owner_P=torch.from_numpy(owner_P),
+        bias_PKS=bias_PS.to(cache.k.dtype).repeat_interleave(kv_heads, 0)[:, None],
+        score_rows=torch.from_numpy(score_rows.reshape(-1)),
+        weight_rows=torch.from_numpy(weight_rows.reshape(-1)),
+        table_B_P=torch.from_numpy(table_BP.reshape(-1)),
+    )
 
 
 def decode_attention(q_BHE: Tensor, cache: LayerCache, index: AttentionIndex) -> Tensor:
@@ -184,7 +191,7 @@ def decode_attention(q_BHE: Tensor, cache: LayerCache, index: AttentionIndex) ->
         k, v = cache.k[: index.pool], cache.v[: index.pool]
     else:
         k, v = cache.k.index_select(0, index.pool), cache.v.index_select(0, index.pool)
-    pages, width = len(k), index.table_BP.shape[1]
+    pages, width = len(k), len(index.table_B_P) // sequences
     group = heads // kv_heads
     q = q_BHE.index_select(0, index.owner_P).view(pages * kv_heads, group, head_dim)
     k_T = k.view(pages * kv_heads, page_size, head_dim).transpose(1, 2)
@@ -193,7 +200,7 @@ def decode_attention(q_BHE: Tensor, cache: LayerCache, index: AttentionIndex) ->
     weights = by_sequence.view(sequences * heads, width * page_size).softmax(-1)
     by_page = weights.view(-1, page_size).index_select(0, index.weight_rows).view(pages * kv_heads, group, page_size)
     partial = torch.bmm(by_page, v.view(pages * kv_heads, page_size, head_dim)).view(pages, heads * head_dim)
-    gathered = partial.index_select(0, index.table_BP.view(-1)).view(sequences, width, heads * head_dim)
+    gathered = partial.index_select(0, index.table_B_P).view(sequences, width, heads * head_dim)
     return gathered.sum(1).view(sequences, heads, head_dim)
 
 

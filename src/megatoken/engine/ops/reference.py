@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatoken.engine.cache import LayerCache
@@ -79,9 +81,11 @@ def padded_rows(rows: int) -> int:
     return rows
 
 
-def attention_index(pages_BP: Tensor, lengths_B: Tensor, cache: LayerCache, heads: int) -> AttentionIndex:
+def attention_index(
+    pages_BP: NDArray[np.int32], lengths_B: NDArray[np.int32], cache: LayerCache, heads: int
+) -> AttentionIndex:
     """Nothing to prepare."""
-    return AttentionIndex(pages_BP, lengths_B)
+    return AttentionIndex(torch.from_numpy(pages_BP), torch.from_numpy(lengths_B))
 
 
 def decode_attention(q_BHE: Tensor, cache: LayerCache, index: AttentionIndex) -> Tensor:
