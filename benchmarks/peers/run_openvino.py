@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from peers.protocol import LoadedEngine, Specification, serve
@@ -10,6 +11,7 @@ KV_CACHE_GB = 1
 
 
 def load(specification: Specification) -> LoadedEngine:
+    os.environ["CI"] = "true"  # keeps the package from sending usage events
     import openvino  # type: ignore[import-not-found]
     import openvino_genai  # type: ignore[import-not-found]
 
