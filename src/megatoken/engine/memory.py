@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from megatoken.engine.cache import ACTIVATION_DTYPE, bytes_per_token
-from megatoken.engine.config import EngineConfig, ModelConfig
+from megatoken.engine.config import EngineConfig, ModelConfig, Precision
 from megatoken.engine.sampling import BLOCK_ROWS
 from megatoken.errors import CapacityError, ConfigError
 
@@ -78,29 +79,33 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
         raise CapacityError(
             f"max_length {max_length:,} is more than the {model.max_positions:,} positions of {model.name}; lower it"
         )
-    max_sequences = config.max_sequences or DEFAULT_MAX_SEQUENCES
-    max_rows = config.max_rows or DEFAULT_MAX_ROWS
-    item = ACTIVATION_DTYPE[config.precision].itemsize
-    weights = weight_bytes(model, config)
-    sampled = min(max_sequences, max_rows)
-    heads = model.heads + 2 * model.kv_heads
-    per_row = 4 * model.hidden_size + 3 * heads * model.head_dim + 2 * model.intermediate_size
-    scores = 4 * min(max_sequences, max_rows) * model.heads * max_length
-    logits = sampled * model.vocabulary_size * item + BLOCK_ROWS * model.vocabulary_size * 48
-    rotary = 2 * max_length * model.head_dim * item
-    largest = max(model.vocabulary_size, 2 * model.intermediate_size) * model.hidden_size * 4
-    workspace = max((max_rows * per_row + scores) * item + logits + rotary, largest)
-
-    available = config.memory_bytes or available_memory_bytes()
-    left = available - weights - workspace - PROCESS_BYTES
-    page = page_size * bytes_per_token(model, config.precision)
-    sequence_pages = -(-max_length // page_size)
+    pages = None
     if config.cache_tokens is not None:
         pages = config.cache_tokens // page_size
-    else:
-        pages = min(max_sequences * sequence_pages, max(left, 0) // 2 // page)
+        if not pages:
+            raise CapacityError(
+                f"cache_tokens {config.cache_tokens} is less than a page of {page_size} tokens; "
+                "raise it or lower page_size"
+            )
+        max_length = min(max_length, pages * page_size)
+    max_sequences = config.max_sequences or DEFAULT_MAX_SEQUENCES
+    max_rows = config.max_rows or DEFAULT_MAX_ROWS
+    weights = weight_bytes(model, config)
+    page = page_size * bytes_per_token(model, config.precision)
+    step, step_page = _step_bytes(model, config.precision, page_size, max_rows, max_sequences, max_length)
+    # While loading: the largest matrix and its fp32 copy.
+    loading = max(model.vocabulary_size, 2 * model.intermediate_size) * model.hidden_size * 4
+
+    available = available_memory_bytes()
+    if config.memory_bytes is not None:
+        available = min(available, config.memory_bytes)
+    if pages is None:
+        left = available - weights - max(step, loading) - PROCESS_BYTES
+        sequence_pages = -(-max_length // page_size)
+        fitting = left // (page + step_page) - 1  # the dump page
         # Half of what is left is courtesy to other processes; one longest sequence comes first.
-        pages = max(pages, min(sequence_pages, max(left, 0) // page))
+        pages = max(min(max_sequences * sequence_pages, fitting // 2), min(sequence_pages, fitting), 1)
+    workspace = max(step + pages * step_page, loading)
     plan = MemoryPlan(
         weights_bytes=weights,
         cache_bytes=(pages + 1) * page,
@@ -113,14 +118,40 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
         max_sequences=max_sequences,
         max_length=min(max_length, pages * page_size),
     )
-    if pages < 1 or plan.total_bytes > available:
+    if plan.total_bytes > available:
         raise CapacityError(
-            f"{model.name} in {config.precision} does not fit: weights {_gigabytes(weights)} + cache "
-            f"{_gigabytes(plan.cache_bytes)} + workspace {_gigabytes(workspace)} + process {_gigabytes(PROCESS_BYTES)} = "
-            f"{_gigabytes(plan.total_bytes)}, available {_gigabytes(available)}; take a smaller model, precision, "
-            "cache_tokens, max_rows or max_length"
+            f"{model.name} in {config.precision} does not fit: weights {_gigabytes(weights)} + "
+            f"cache {_gigabytes(plan.cache_bytes)} + workspace {_gigabytes(workspace)} + "
+            f"process {_gigabytes(PROCESS_BYTES)} = {_gigabytes(plan.total_bytes)}, "
+            f"available {_gigabytes(available)}; take a smaller model, precision, cache_tokens, max_rows or max_length"
+        )
+    if config.max_length is not None and plan.max_length < config.max_length:
+        raise CapacityError(
+            f"max_length {config.max_length:,} does not fit into the cache of {plan.cache_tokens:,} tokens; "
+            "lower it, or raise cache_tokens or memory_bytes"
         )
     return plan
+
+
+def _step_bytes(
+    model: ModelConfig, precision: Precision, page_size: int, max_rows: int, max_sequences: int, max_length: int
+) -> tuple[int, int]:
+    """What the tensors of one step take at most: bytes in any case, and bytes for each page of the cache."""
+    item = ACTIVATION_DTYPE[precision].itemsize
+    heads, queries, keys = model.heads, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    sampled = min(max_sequences, max_rows)
+    row = item * (4 * model.hidden_size + 3 * (queries + 2 * keys) + 2 * model.intermediate_size)
+    if precision == "fp8":  # quantised rows, and products in fp32 before they are scaled
+        row += 16 * (model.hidden_size + model.intermediate_size)
+    logits = sampled * model.vocabulary_size * item + BLOCK_ROWS * model.vocabulary_size * 96
+    # A prompt's later chunk: the sequence's keys and values gathered, and the mask.
+    chunk = max_length * (4 * keys * item + max_rows * 5)
+    # Decode: scores and weights by sequence, queries and partial sums by page, and the page itself where it is copied.
+    sequence_page = item * (2 * heads * page_size + queries) + 4 * heads
+    by_sequence = sampled * -(-max_length // page_size) * sequence_page
+    rotary = 2 * max_length * model.head_dim * item
+    by_page = item * (2 * heads * page_size + 2 * queries + 2 * keys * page_size) + 4 * heads
+    return max_rows * row + logits + max(chunk, by_sequence) + rotary, by_page
 
 
 def _check(config: EngineConfig) -> None:
@@ -143,6 +174,17 @@ def available_memory_bytes() -> int:
         return available
     # File pages that nobody uses count as used until the kernel wants them back, which it then takes.
     return min(available, limit - used + int(statistics.get("inactive_file", 0)))
+
+
+def return_freed_memory() -> None:
+    """Give freed heap back to the system.
+
+    The C library keeps it for the process. Loading alternates plain and packed matrices, and the holes between them
+    otherwise add up to half of the weights.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)
 
 
 def _gigabytes(size: int) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatoken.engine.batch import Batch
 from megatoken.engine.cache import ACTIVATION_DTYPE, LayerCache
 from megatoken.engine.config import ModelConfig, Precision, RopeConfig
+from megatoken.engine.memory import return_freed_memory
 from megatoken.engine.ops import Ops
 
 
@@ -71,6 +72,7 @@ def load_weights(source: WeightSource, ops: Ops, precision: Precision, max_lengt
 
     def layer(prefix: str) -> LayerWeights:
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        return_freed_memory()
         return LayerWeights(
             input_norm_D=source.read(f"{prefix}.input_layernorm.weight", dtype),
             qkv=linear([f"{attention}.{part}_proj" for part in "qkv"], config.qkv_bias),
@@ -129,12 +131,12 @@ def forward(weights: Weights, config: ModelConfig, ops: Ops, cache: list[LayerCa
     for layer, layer_cache in zip(weights.layers, cache, strict=True):
         h_TD = ops.rms_norm(x_TD, layer.input_norm_D, epsilon)
         qkv = ops.linear(h_TD, layer.qkv).view(len(x_TD), heads + 2 * kv_heads, head_dim)
-        qk, v_TKE = qkv.split([heads + kv_heads, kv_heads], dim=1)
+        qk, v_TKE = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
         if layer.q_norm_E is not None and layer.k_norm_E is not None:
-            q, k = qk.split([heads, kv_heads], dim=1)
+            q, k = torch.split(qk, [heads, kv_heads], dim=1)
             q = ops.rms_norm(q, layer.q_norm_E, epsilon)
             qk = torch.cat((q, ops.rms_norm(k, layer.k_norm_E, epsilon)), dim=1)
-        q_THE, k_TKE = ops.rotate(qk, cos_TE, sin_TE).split([heads, kv_heads], dim=1)
+        q_THE, k_TKE = torch.split(ops.rotate(qk, cos_TE, sin_TE), [heads, kv_heads], dim=1)
         k_TKE, v_TKE = layer_cache.rounded(k_TKE), layer_cache.rounded(v_TKE)
         layer_cache.write(k_TKE, v_TKE, batch.cache_rows_TK)
 

@@ -1,4 +1,4 @@
-"""Number formats. fp8 here is e4m3, scaled so that the largest magnitude of a tensor or row becomes 448, its highest."""
+"""Number formats. fp8 here is e4m3, scaled so that the largest magnitude of a tensor or row becomes 448."""
 
 from __future__ import annotations
 
