@@ -33,7 +33,7 @@ def series(elapsed_seconds: float, **values: int) -> SeriesRow:
     return SeriesRow(elapsed_seconds, "here", 0, **levels)
 
 
-def wait_until(condition, seconds: float = 15.0) -> None:
+def wait_until(condition, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

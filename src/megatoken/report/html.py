@@ -161,7 +161,7 @@ def _charts_over_time(run: Run) -> Iterator[str]:
         x_label=x_label,
         y_label="tokens/s",
         band=(window[0], window[1]) if window else None,
-        mark=Mark(f"whole run {number(average)}", average) if average else None,
+        mark=Mark(f"completed samples, average {number(average)}", average) if average else None,
         identifier="output",
     )
     yield line_chart(

@@ -31,7 +31,7 @@ class MetricRow:
 
 
 def metric_rows(run: Run) -> list[MetricRow]:
-    """Every metric to be shown, headline first; counts that are zero and unremarkable are left out."""
+    """Every metric to be shown, headline first; what is zero or unknown without being worth a word is left out."""
     result = run.result
     offline = result.get("scenario") == "offline"
     rows = [
@@ -51,7 +51,7 @@ def metric_rows(run: Run) -> list[MetricRow]:
         _single(result, "Preemptions", "times", "preemptions"),
         _single(result, "Peak memory", "MiB", "peak_memory_bytes", 2**-20),
     ]
-    unremarkable = {"Samples failed", "Samples cancelled", "Preemptions"}
+    unremarkable = {"Samples failed", "Samples cancelled", "Preemptions", "Peak memory"}
     return [row for row in rows if not (row.label in unremarkable and row.value in ("0", ABSENT))]
 
 
