@@ -1,0 +1,87 @@
+"""Small checkpoints, written by transformers, and what transformers makes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 301,
+    "max_position_embeddings": 256,
+}
+
+
+def make_checkpoint(
+    directory: Path,
+    architecture: str = "Llama",
+    *,
+    seed: int = 0,
+    stored: torch.dtype = torch.float32,
+    shards: int = 1,
+    gain: float = 2.0,
+    **changes: object,
+) -> PreTrainedModel:
+    """Saves a random model and returns it as transformers reads it back, in fp32.
+
+    By default weights are large enough for attention to be peaked and for the answer to wander over the vocabulary; at
+    ``gain`` 1 no layer amplifies. Norms and biases are far from 1 and 0, where a mix-up would go unseen.
+    """
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{architecture}Config")(**{**SMALL, **changes})
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.normal_(parameter, 1.0, 0.3)
+        elif name.endswith("bias"):
+            torch.nn.init.normal_(parameter, 0.0, 0.5)
+        elif name.endswith("embed_tokens.weight"):
+            torch.nn.init.normal_(parameter, 0.0, 1.0)
+        else:
+            torch.nn.init.normal_(parameter, 0.0, gain / math.sqrt(parameter.shape[1]))
+    model.to(stored)
+    sizes = [tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()]
+    model.save_pretrained(directory, max_shard_size=shard_bytes(sizes, shards))
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def shard_bytes(sizes: Sequence[int], shards: int) -> int:
+    """The smallest size of a shard with which tensors of ``sizes`` fit into ``shards``, filled one after the other."""
+
+    def count(limit: int) -> int:
+        filled = [0]
+        for size in sizes:
+            if filled[-1] + size > limit:
+                filled.append(0)
+            filled[-1] += size
+        return len(filled)
+
+    return next(limit for limit in range(max(sizes), sum(sizes) + 1) if count(limit) <= shards)
+
+
+@torch.inference_mode()
+def generate(model: PreTrainedModel, prompt: Sequence[int], tokens: int) -> list[int]:
+    """Exactly ``tokens`` greedy tokens by transformers' own loop and cache."""
+    ids = torch.tensor([prompt])
+    model.generation_config.eos_token_id = None
+    everything = torch.ones_like(ids)  # or generate() takes pad tokens in the prompt for padding
+    answer = model.generate(ids, attention_mask=everything, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    return answer[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def teacher_forced(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+    """Logits [len(answer), vocabulary] from which each token of ``answer`` is chosen, given those before it."""
+    ids = torch.tensor([[*prompt, *answer[:-1]]])
+    return model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
