@@ -141,6 +141,7 @@ def run(
     progress.stage(f"loading {prepared.model.name} in {config.precision}")
     target = InProcessTarget(prepared.build_engine())
     path = run_offline(config, prepared.data_set, target, prepared.facts(), progress)
+    target.close()
     write_report(path)
     finished = read_run(path)
     if json_only:

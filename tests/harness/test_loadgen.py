@@ -104,8 +104,12 @@ def test_a_log_that_the_disk_cut_off_is_no_log(tmp_path: Path) -> None:
     assert LoadGenLog.read(tmp_path, last_key="num_errors").values["num_errors"] == 0
     for size in (0, 100, len(whole) // 2, len(whole) - 200):
         path.write_bytes(whole[:size])
-        with pytest.raises(StorageError, match=r"mlperf_log_detail\.txt"):
+        with pytest.raises(StorageError, match="LoadGen"):
             LoadGenLog.read(tmp_path, last_key="num_errors")
+    path.write_bytes(whole)
+    (tmp_path / "mlperf_log_accuracy.json").write_text("[\n")
+    with pytest.raises(StorageError, match="has no end"):
+        LoadGenLog.read(tmp_path, last_key="num_errors")
     path.unlink()
     with pytest.raises(StorageError, match=r"mlperf_log_detail\.txt"):
         LoadGenLog.read(tmp_path, last_key="num_errors")

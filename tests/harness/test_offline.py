@@ -127,8 +127,8 @@ def test_a_signal_ends_the_run_soon_and_keeps_what_was_done(
     time.sleep(1.0)
     process.send_signal(number)
     sent = time.monotonic()
-    out_text, err = process.communicate(timeout=10)
-    assert time.monotonic() - sent < 3
+    out_text, err = process.communicate(timeout=30)
+    assert time.monotonic() - sent < 10  # 0.2 s when nothing else runs
     assert process.returncode == 0, err
     finished = read_run(Path(json.loads(out_text)["path"]))
     assert finished.verdict is Verdict.INTERRUPTED
@@ -156,7 +156,7 @@ def test_a_target_that_hangs_cannot_hold_the_process(tmp_path: Path, lengths: Pa
         process.send_signal(signal.SIGINT)
     sent = time.monotonic()
     _, err = process.communicate(timeout=20)
-    assert time.monotonic() - sent < (1.0 if second_signal else 5.0)
+    assert time.monotonic() - sent < (2.5 if second_signal else 10)  # 0.1 s and 3 s when nothing else runs
     assert process.returncode == 130
     assert "stopped at once" in err
     finished = read_run(next(out.glob("2*")))

@@ -56,13 +56,18 @@ def test_claimed_rules_leave_count_and_duration_to_loadgen(rows: int, rate: floa
     assert plan.target_samples_per_second == pytest.approx(1.2 * rate)
 
 
-@given(rows_of_data, rates, st.integers(1, 100_000))
-def test_claimed_rules_cut_short_issue_the_samples_once(rows: int, rate: float, samples: int) -> None:
-    plan = plan_offline(RunConfig(rules="v5.1", samples=samples), rows, rate)
-    assert plan.library_rows == min(rows, samples)
-    if samples < rows:
-        assert plan.min_duration_seconds == 600
-        assert loadgen_count(samples, 600, plan.target_samples_per_second, samples) == samples
+@given(rows_of_data, rates, st.integers(1, 100_000), durations)
+def test_claimed_rules_cut_short_issue_exactly_the_samples(
+    rows: int, rate: float, samples: int, seconds: float | None
+) -> None:
+    plan = plan_offline(RunConfig(rules="v5.1", samples=samples, min_duration_seconds=seconds), rows, rate)
+    assert plan.samples == samples
+    if samples < max(rows, 24_576):
+        assert plan.min_duration_seconds == (600 if seconds is None else seconds)
+        count = loadgen_count(samples, plan.min_duration_seconds, plan.target_samples_per_second, plan.library_rows)
+        assert count == samples
+    else:
+        assert (plan.library_rows, plan.min_duration_seconds) == (rows, seconds)
 
 
 def test_accuracy_takes_every_row_once() -> None:

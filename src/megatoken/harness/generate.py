@@ -54,10 +54,9 @@ def stream_prompt(config: RunConfig, prompt: str, sampling: Sampling) -> Iterato
     """
     if not prompt:
         raise RequestError("--prompt is empty; give some text")
+    source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
     if encoder(config.model) is None:
-        raise RequestError(
-            f"{config.model} has no tokenizer.json, so --prompt cannot be read; give a file of token ids"
-        )
+        raise RequestError(f"{source.config.name} has no tokenizer.json; give token ids in a file with --prompts")
     engine = _engine(config)
     assert engine.tokenizer is not None
     decoder = engine.tokenizer.incremental()

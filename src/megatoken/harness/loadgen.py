@@ -182,7 +182,7 @@ class LoadGenLog:
 
     @classmethod
     def read(cls, directory: Path, last_key: str) -> LoadGenLog:
-        """Reads the detail log in ``directory``. Raises StorageError if it does not get as far as ``last_key``."""
+        """Reads the detail log, which must get as far as ``last_key``. Raises StorageError if a log is cut off."""
         path = directory / "mlperf_log_detail.txt"
         values: dict[str, Any] = {}
         errors = []
@@ -193,8 +193,9 @@ class LoadGenLog:
                     values.setdefault(entry["key"], entry["value"])
                     if entry["metadata"]["is_error"]:
                         errors.append(str(entry["value"]))
+            accuracy = (directory / "mlperf_log_accuracy.json").read_bytes()[-2:]
         except (OSError, ValueError, KeyError) as error:
             raise StorageError(f"{path}: LoadGen's log cannot be read back ({error}); is the disk full?") from None
-        if last_key not in values:
-            raise StorageError(f"{path}: LoadGen's log has no end; is the disk full?")
+        if last_key not in values or not accuracy.endswith(b"]\n"):
+            raise StorageError(f"{path.parent}: a log of LoadGen has no end; is the disk full?")
         return cls(values, errors)

@@ -121,13 +121,11 @@ class _Measurement:
         progress: Progress,
         keep_ids: bool,
     ) -> None:
-        self._test, self._data_set, self._target, self._folder, self._progress = (
-            test,
-            data_set,
-            target,
-            folder,
-            progress,
-        )
+        self._test = test
+        self._data_set = data_set
+        self._target = target
+        self._folder = folder
+        self._progress = progress
         self._keep_ids = keep_ids
         self._node = socket.gethostname()
         self._before = target.counters()

@@ -81,11 +81,15 @@ def prepare(config: RunConfig) -> Prepared:
     memory = plan_memory(source.config, config.engine_config())
     data_set = _load_data_set(config, source.config, memory)
     notes = list(data_set.notes)
+    if config.prompts is None:
+        notes.append("prompts are random tokens of the data set's lengths")
     if isinstance(source, Checkpoint):
         weights = source.content_hash
     else:
         weights = f"random, seed {config.seed}"
         notes.append("random weights: the speed is real, the text is not")
+    if config.rules:
+        notes.append("the verdict judges LoadGen's log by the rules; model, data set and accuracy are not part of it")
     return Prepared(config, source.config, memory, data_set, weights, tuple(notes))
 
 

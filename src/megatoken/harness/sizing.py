@@ -34,8 +34,9 @@ def estimate_rate(target: Target, data_set: Dataset, seconds: float) -> float:
     began = ended = time.monotonic()
     processed = target.counters().processed_tokens
     while ended - began < seconds or not np.any(steps):
-        while ended - began <= seconds / 2 and target.counters().waiting < WARM_UP_QUEUE:
-            target.submit(*next(samples))
+        if ended - began <= seconds / 2:
+            for sample_id, request in itertools.islice(samples, max(0, WARM_UP_QUEUE - target.counters().waiting)):
+                target.submit(sample_id, request)
         if not target.counters().in_flight:
             break
         events = target.poll(timeout_seconds=0.1)
@@ -60,7 +61,8 @@ def plan_offline(config: RunConfig, rows: int, samples_per_second: float) -> Off
     """
     rules = ROUNDS[config.rules or DEFAULT_ROUND]
     performance = config.mode == "performance"
-    if config.rules and performance and (config.samples is None or config.samples >= rows):
+    cut_short = config.samples is not None and config.samples < max(rows, rules.min_samples)
+    if config.rules and performance and not cut_short:
         rate = RULES_MARGIN * samples_per_second
         return OfflineSettings(config.mode, rows, config.samples, config.min_duration_seconds, rate, rules.seeds)
     if config.min_duration_seconds is not None:

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
@@ -57,7 +58,8 @@ class StopSignals:
         ready, _, _ = select.select([self._wake_reader], [], [], GRACE_SECONDS)
         if ready and not self._next_signal():
             return
-        os.write(2, f"\n{self._parting_words}\n".encode())
+        with suppress(OSError):
+            os.write(2, f"\n{self._parting_words}\n".encode())
         os._exit(ExitCode.INTERRUPTED)
 
     def _next_signal(self) -> bool:

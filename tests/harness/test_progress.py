@@ -1,0 +1,57 @@
+import os
+
+import pytest
+
+from megatoken.harness import progress
+from megatoken.harness.progress import Progress
+from megatoken.targets import TargetCounters
+
+COUNTERS = TargetCounters(
+    in_flight=1234, waiting=5, rows=6, row_budget=7, pages_free=8, pages=2008, preemptions=0, processed_tokens=9
+)
+
+
+def test_off_a_terminal_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    live = Progress()
+    live.stage("loading")
+    for _ in range(12):
+        live.running(20.0, 0.25, 4321.0, COUNTERS)
+        now += 1.0
+    live.clear()
+    live.note("note: this stays")
+    line = "20 s, 60 s left  25%  4,321 tokens/s  1,234 in flight  2,000 of 2,008 pages"
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == ["loading", line, line, line, "note: this stays"]
+
+
+def test_quiet_says_nothing_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    live = Progress(quiet=True)
+    live.stage("loading")
+    live.note("note")
+    live.running(1.0, 0.0, 0.0, COUNTERS)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_on_a_terminal_the_line_is_redrawn_in_place_and_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    master, slave = os.openpty()
+    with os.fdopen(master, "rb", buffering=0) as screen, os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        live = Progress(quiet=True)
+        live.stage("x" * 40)
+        live.running(0.0, 0.0, 0.0, COUNTERS)
+        live.running(10.0, 0.5, 1.0, COUNTERS)
+        live.clear()
+        shown = screen.read(4096).decode()
+    parts = shown.split("\r")[1:]
+    assert parts[0] == "x" * 40
+    assert parts[1].startswith("0 s, ? left  0%")
+    assert parts[2].startswith("10 s, 10 s left  50%")
+    assert parts[3].isspace()
+    assert len(parts[3]) >= len(parts[2].rstrip())
+    assert parts[4] == ""
+    assert all(len(part) < 80 for part in parts)

@@ -1,0 +1,209 @@
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from cli_support import call, call_here, make_checkpoint, start, write_lines
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Here:
+    """The command in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._fixtures = monkeypatch, capsys
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        return call_here(*self._fixtures, "generate", *arguments)
+
+
+@pytest.fixture
+def generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    return Here(monkeypatch, capsys)
+
+
+def test_answers_come_in_the_order_of_the_prompts_and_are_those_of_transformers(
+    model: Path, tmp_path: Path, generate: Here
+) -> None:
+    lines: list[dict[str, Any]] = [
+        {"prompt": "hello", "max_tokens": 9},
+        {"prompt_token_ids": [3, 1, 4, 1, 5], "max_tokens": 2},
+        {"prompt": "a" * 50},
+        {"prompt_token_ids": [7], "max_tokens": 30},
+    ]
+    prompts, out = write_lines(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    code, stdout, err = generate(
+        "--model", model, "--prompts", prompts, "--out", out, "--max-tokens", 5, "--precision", "fp32"
+    )
+    assert (code, stdout, err) == (0, "", "")
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [set(answer) for answer in answers] == [{"index", "token_ids", "text", "finish_reason"}] * 4
+    assert [answer["index"] for answer in answers] == [0, 1, 2, 3]
+    assert [len(answer["token_ids"]) for answer in answers] == [9, 2, 5, 30]
+    assert {answer["finish_reason"] for answer in answers} == {"length"}
+
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(model / "tokenizer.json"))
+    for line, answer in zip(lines, answers, strict=True):
+        ids = line.get("prompt_token_ids") or tokenizer(line["prompt"]).input_ids
+        tokens = torch.tensor([ids])
+        expected = oracle.generate(
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=len(answer["token_ids"])
+        )
+        assert answer["token_ids"] == expected[0, len(ids) :].tolist()
+        assert answer["text"] == tokenizer.decode(answer["token_ids"])
+
+
+def test_sampling_options_reach_the_engine(model: Path, tmp_path: Path, generate: Here) -> None:
+    prompts = write_lines(
+        tmp_path / "in.jsonl",
+        {"prompt": "x", "seed": 1},
+        {"prompt": "x", "seed": 2},
+        {"prompt": "x", "seed": 1},
+        {"prompt": "x", "temperature": 0},
+        {"prompt": "x", "top_k": 1},
+    )
+    out = tmp_path / "out.jsonl"
+    code, _, err = generate(
+        "--model", model, "--prompts", prompts, "--out", out, "--temperature", 1.5, "--max-tokens", 16
+    )
+    assert (code, err) == (0, "")
+    first, second, third, greedy, likeliest = (json.loads(line)["token_ids"] for line in out.read_text().splitlines())
+    assert first == third != second
+    assert greedy == likeliest != first
+
+
+def test_stop_ids_end_an_answer(model: Path, tmp_path: Path, generate: Here) -> None:
+    out = tmp_path / "out.jsonl"
+    prompts = write_lines(tmp_path / "in.jsonl", {"prompt": "stop", "max_tokens": 20})
+    assert generate("--model", model, "--prompts", prompts, "--out", out)[0] == 0
+    tokens = json.loads(out.read_text())["token_ids"]
+    write_lines(prompts, {"prompt": "stop", "max_tokens": 20, "stop_token_ids": [tokens[3]]})
+    assert generate("--model", model, "--prompts", prompts, "--out", out)[0] == 0
+    answer = json.loads(out.read_text())
+    assert answer["token_ids"] == tokens[: tokens.index(tokens[3]) + 1]
+    assert answer["finish_reason"] == "stop"
+
+
+def test_a_prompt_from_the_command_line_is_streamed(model: Path, tmp_path: Path, generate: Here) -> None:
+    out = tmp_path / "out.jsonl"
+    prompts = write_lines(tmp_path / "in.jsonl", {"prompt": "hello", "max_tokens": 12})
+    assert generate("--model", model, "--prompts", prompts, "--out", out)[0] == 0
+    code, stdout, err = generate("--model", model, "--prompt", "hello", "--max-tokens", 12)
+    assert (code, stdout, err) == (0, json.loads(out.read_text())["text"] + "\n", "")
+
+
+def test_named_shapes_have_no_text(tmp_path: Path, generate: Here) -> None:
+    prompts, out = write_lines(tmp_path / "in.jsonl", {"prompt_token_ids": [5, 6], "max_tokens": 3}), tmp_path / "out"
+    engine = ("--engine.max_length", 64, "--engine.cache_tokens=512")
+    assert generate("--model", "tiny", "--prompts", prompts, "--out", out, *engine)[0] == 0
+    answer = json.loads(out.read_text())
+    assert answer["text"] is None
+    assert len(answer["token_ids"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a"', "in.jsonl, line 2: column 15"),
+        ('{"prompt": ""}', "in.jsonl, line 2: prompt is"),
+        ('{"prompt_token_ids": []}', "in.jsonl, line 2: prompt_token_ids is an empty list"),
+        ('{"prompt_token_ids": [3, 256]}', "in.jsonl, line 2: token id 256"),
+        ('{"prompt_token_ids": [-1]}', "in.jsonl, line 2: token id -1"),
+        ('{"prompt": "a", "max_tokens": 0}', "in.jsonl, line 2: max_tokens is 0"),
+        ('{"prompt": "a", "max_tokens": -5}', "in.jsonl, line 2: max_tokens is -5"),
+        ('{"prompt": "a", "max_tokens": 64}', "in.jsonl, line 2: "),
+        ('{"prompt": "%s"}' % ("a" * 80), "in.jsonl, line 2: "),
+        ('{"promt": "a"}', 'in.jsonl, line 2: unknown key "promt"; did you mean prompt?'),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_written(
+    model: Path, tmp_path: Path, generate: Here, line: str, message: str
+) -> None:
+    prompts, out = write_lines(tmp_path / "in.jsonl", {"prompt": "fine"}, line), tmp_path / "out.jsonl"
+    code, stdout, err = generate("--model", model, "--prompts", prompts, "--out", out)
+    assert code == 2
+    assert stdout == ""
+    assert err.startswith("megatoken: ") and err.count("\n") == 1
+    assert message in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model {model}", "give either --prompts IN.jsonl with --out OUT.jsonl, or --prompt TEXT"),
+        ("--model {model} --prompt a --prompts in.jsonl", "give either --prompts"),
+        ("--model {model} --prompts in.jsonl", "--prompts IN.jsonl and --out OUT.jsonl go together"),
+        ("--prompt a", "Missing option '--model'"),
+        ("--model {model} --prompt=", "--prompt is empty"),
+        ("--model tiny --prompt a", "tiny has no tokenizer.json"),
+        ("--model nowhere --prompt a", "nowhere: no such directory"),
+        ("--model {model} --prompts none.jsonl --out o", "none.jsonl: cannot be read"),
+        ("--model {model} --prompts none.jsonl --out {model}", "not a file in an existing folder"),
+        ("--model {model} --prompts none.jsonl --out no/where.jsonl", "not a file in an existing folder"),
+        ("--model {model} --prompt a --temperature -1", "--temperature"),
+        ("--model {model} --prompt a --temperature hot", "--temperature"),
+        ("--model {model} --prompt a --max-tokens 0", "--max-tokens: must be greater than 0"),
+        ("--model {model} --prompt a --precision int3", "--precision: must be"),
+        ("--model {model} --prompt a --engine.max_row 3", "did you mean --engine.max_rows?"),
+        ("--model {model} --prompt a --engine.max_length 9999", "max_length 9,999"),
+        ("--model {model} --prompt a --rules v5.1", "No such option: --rules"),
+        ("--model {model} --prompt " + "a" * 70, "70"),
+    ],
+)
+def test_bad_use_is_one_line_and_exit_code_2(model: Path, generate: Here, arguments: str, message: str) -> None:
+    code, stdout, err = generate(*(word.format(model=model) for word in arguments.split()))
+    assert code == 2
+    assert stdout == ""
+    assert err.startswith("megatoken: ") and err.count("\n") == 1
+    assert message in err
+
+
+def test_text_without_a_tokenizer(tmp_path: Path, generate: Here) -> None:
+    make_checkpoint(tmp_path / "model", tokenizer=False)
+    prompts = write_lines(tmp_path / "in.jsonl", {"prompt_token_ids": [1]}, {"prompt": "a"})
+    code, _, err = generate("--model", tmp_path / "model", "--prompts", prompts, "--out", tmp_path / "out.jsonl")
+    assert code == 2
+    assert "in.jsonl, line 2: the prompt is text but the model has no tokenizer.json" in err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_an_interrupted_command_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_lines(prompts, *[{"prompt_token_ids": [5] * 100, "max_tokens": 1900}] * 500)
+    out.write_text("old\n")
+    process = start("generate", "--model", "tiny", "--prompts", prompts, "--out", out, "--engine.threads", 1)
+    time.sleep(4)
+    process.send_signal(signal.SIGTERM)
+    stdout, err = process.communicate(timeout=30)
+    assert (process.returncode, stdout, err) == (130, "", "")
+    assert out.read_text() == "old\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_help_is_quick_and_names_every_option(tmp_path: Path) -> None:
+    code, stdout, err = call("generate", "--help")
+    assert (code, err) == (0, "")
+    for option in ("--model", "--prompts", "--out", "--prompt", "--max-tokens", "--temperature", "--engine.max_rows"):
+        assert option in stdout
+    best = 9.0
+    for _ in range(3):
+        began = time.monotonic()
+        assert call("--help")[0] == 0
+        best = min(best, time.monotonic() - began)
+    assert best < 1.0  # 0.2 s when nothing else runs

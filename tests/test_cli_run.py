@@ -1,0 +1,254 @@
+import json
+import random
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cli_support import call, call_here, make_checkpoint, start, write_lines
+from megatoken.results import Verdict, read_run
+
+QUICK = ("--engine.threads", 1, "--warm-up", 0.1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "lengths.csv", "input_tokens,output_tokens", "9,4", "30,8", "5,12")
+
+
+def test_a_run_prints_one_json_document_that_is_the_result_and_the_folder(tmp_path: Path, lengths: Path) -> None:
+    out = tmp_path / "runs"
+    code, stdout, err = call("run", "--lengths", lengths, "--samples", 7, "--out", out, "--json", *QUICK)
+    assert (code, err) == (0, "")
+    document = json.loads(stdout)
+    folder = Path(document.pop("run_folder"))
+    assert folder.parent == out
+    assert document == json.loads((folder / "result.json").read_text())
+    assert document["verdict"] == "MEASURED"
+    assert {rule["code"] for rule in document["rules_unmet"]} == {"MIN_DURATION", "MIN_SAMPLES", "DATA_SET_SIZE"}
+    assert document["samples_completed"] == 7
+    assert document["output_tokens"] == 4 * 3 + 8 * 2 + 12 * 2  # rows repeat when more samples are asked for
+    assert document["loadgen_output_tokens_per_second"] == pytest.approx(document["output_tokens_per_second"], rel=0.2)
+    assert {path.name for path in folder.iterdir()} == {
+        "config.yaml",
+        "environment.json",
+        "mlperf",
+        "report.html",
+        "requests.parquet",
+        "result.json",
+        "series.parquet",
+    }
+
+
+def test_a_claim_cut_short_is_invalid_and_says_so_on_the_terminal(tmp_path: Path, lengths: Path) -> None:
+    config = write_lines(
+        tmp_path / "run.yaml", "rules: v5.1", "samples: 6", "min_duration_seconds: 100", "engine: {threads: 1}"
+    )
+    code, stdout, err = call("run", config, "--lengths", lengths, "--out", tmp_path / "runs", "--warm-up", 0)
+    assert code == 3
+    assert "INVALID" in stdout
+    for reason in ("MIN_DURATION", "MIN_SAMPLES", "LOADGEN_INVALID", "DATA_SET_SIZE"):
+        assert reason in stdout
+    for percentile in ("p50", "p90", "p95", "p99", "tokens/s"):
+        assert percentile in stdout
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert str(folder) in stdout
+    assert "loading tiny in bf16" in err
+    assert "tokens/s" in err
+
+
+def test_accuracy_mode_on_a_checkpoint_logs_the_tokens_that_generate_gives(model: Path, tmp_path: Path) -> None:
+    prompts = write_lines(
+        tmp_path / "prompts.jsonl",
+        {"prompt": "one"},
+        {"prompt_token_ids": [4, 5, 6], "max_tokens": 3},
+        {"prompt": "three", "max_tokens": 20},
+    )
+    shared = ("--model", model, "--prompts", prompts, "--max-tokens", 7, "--precision", "fp32")
+    code, stdout, _ = call("run", *shared, "--mode", "accuracy", "--out", tmp_path / "runs", "--json", *QUICK)
+    assert code == 0
+    document = json.loads(stdout)
+    assert document["model"] == model.name
+    assert call("generate", *shared, "--out", tmp_path / "answers.jsonl")[0] == 0
+    answers = [json.loads(line)["token_ids"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    log = json.loads((Path(document["run_folder"]) / "mlperf" / "mlperf_log_accuracy.json").read_text())
+    logged = {entry["qsl_idx"]: bytes.fromhex(entry["data"]) for entry in log}
+    assert len(logged) == 3
+    for index, answer in enumerate(answers):
+        assert logged[index] == b"".join(token.to_bytes(4, "little") for token in answer)
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, stdout, err = call_here(monkeypatch, capsys, "run", "--dry-run", "--engine.max_rows", 512)
+    assert (code, err) == (0, "")
+    for words in ("model: tiny", "  max_rows: 512", "KV cache", "24,576 rows", "random weights"):
+        assert words in stdout
+    code, stdout, _ = call_here(monkeypatch, capsys, "run", "--dry-run", "--json", "--model", "125m")
+    assert json.loads(stdout)["config"]["model"] == "125m"
+    assert json.loads(stdout)["memory_plan"]["weights_bytes"] > 2e8
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model nowhere", "nowhere: no such directory, and not one of the shapes tiny"),
+        ("--model {tmp}/truncated", "model.safetensors"),
+        ("--model {tmp}/nan", "NaN"),
+        ("--model {tmp}/tpu", "config.json"),
+        ("--prompts none.jsonl", "none.jsonl: cannot be read"),
+        ("--model {model} --prompts {tmp}/broken.jsonl", "broken.jsonl, line 2: column"),
+        ("--model {model} --prompts {tmp}/long.jsonl", "long.jsonl, line 1"),
+        ("--prompts {tmp}/text.jsonl", "text.jsonl, line 1: the prompt is text but the model has no tokenizer.json"),
+        ("--prompts {tmp}/outside.jsonl", "outside.jsonl, line 1: token id 8192"),
+        ("--prompts {tmp}/evil.pkl", "evil.pkl"),
+        ("--lengths none.csv", "none.csv: cannot be read"),
+        ("--lengths {tmp}/zero.csv", "zero.csv, line 2: output_tokens is '0'"),
+        ("--prompts a.jsonl --lengths b.csv", "give prompts or lengths, not both"),
+        ("--scenario server", "--scenario: must be 'offline', got 'server'"),
+        ("--rules v9.9", "--rules: must be 'v5.1', got 'v9.9'"),
+        ("--samples 0", "--samples: must be greater than 0, got '0'"),
+        ("--smaples 4", "--smaples: unknown flag; did you mean --samples?"),
+        ("--engine.max_row=4", "--engine.max_row: unknown flag; did you mean --engine.max_rows?"),
+        ("--engine.memory_bytes 1000", "does not fit"),
+        ("--engine.max_length 1000000", "max_length 1,000,000"),
+        ("--out {tmp}/file/runs", "{tmp}/file is not a folder"),
+        ("{tmp}/bad.yaml", "bad.yaml:2: unknown key 'engine.max_row'; did you mean engine.max_rows?"),
+        ("{tmp}/none.yaml", "none.yaml: cannot read the configuration"),
+        ("a.yaml b.yaml", "unexpected extra argument"),
+        ("-x", "No such option: -x"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    message: str,
+) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    make_bad_input(tmp_path, model)
+    code, stdout, err = call_here(monkeypatch, capsys, "run", *arguments.format(tmp=tmp_path, model=model).split())
+    assert code == 2
+    assert stdout == ""
+    last = err.splitlines()[-1]
+    assert last.startswith("megatoken: ")
+    assert message.format(tmp=tmp_path) in last
+    assert "Traceback" not in err
+    assert list(work.iterdir()) == []
+    assert not (tmp_path / "executed").exists()
+
+
+def make_bad_input(folder: Path, model: Path) -> None:
+    weights = (model / "model.safetensors").read_bytes()
+    config = (model / "config.json").read_text()
+    nan = weights[:-2] + b"\xc0\x7f"
+    for name, content, text in (
+        ("truncated", weights[:-10], config),
+        ("nan", nan, config),
+        ("tpu", weights, config.replace("LlamaForCausalLM", "TpuForCausalLM")),
+    ):
+        (folder / name).mkdir()
+        (folder / name / "model.safetensors").write_bytes(content)
+        (folder / name / "config.json").write_text(text)
+    write_lines(folder / "broken.jsonl", {"prompt": "a"}, '{"prompt":')
+    write_lines(folder / "long.jsonl", {"prompt": "a" * 70})
+    write_lines(folder / "text.jsonl", {"prompt": "a"})
+    write_lines(folder / "outside.jsonl", {"prompt_token_ids": [8192]})
+    write_lines(folder / "zero.csv", "input_tokens,output_tokens", "5,0")
+    write_lines(folder / "file", "not a folder")
+    write_lines(folder / "bad.yaml", "engine:", "  max_row: 5")
+    (folder / "evil.pkl").write_bytes(b"cos\nsystem\n(S'touch %s'\ntR." % str(folder / "executed").encode())
+
+
+@pytest.mark.parametrize("limit_bytes", [700, 12_000])
+def test_a_full_disk_is_one_line_and_never_a_result(tmp_path: Path, lengths: Path, limit_bytes: int) -> None:
+    """No file may grow beyond a limit: first the folder itself cannot be made, then LoadGen's log is cut off."""
+    out = tmp_path / "runs"
+    code, stdout, err = call(
+        *("run", "--lengths", lengths, "--samples", 9, "--out", out, "--json", *QUICK),
+        before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes)),
+    )
+    assert (code, stdout) == (2, "")
+    assert err.startswith("megatoken: ") and err.count("\n") == 1
+    if limit_bytes == 700:
+        assert not out.exists()
+    else:
+        assert "LoadGen" in err and "is the disk full?" in err
+        assert read_run(next(out.iterdir())).verdict is Verdict.INTERRUPTED
+
+
+def start_long_run(out: Path, *arguments: object) -> Any:
+    process = start("run", "--samples", 5000, "--out", out, "--engine.threads", 1, "--warm-up", 0, *arguments)
+    began = time.monotonic()
+    while not any(out.glob("2*/mlperf/mlperf_log_detail.txt")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() - began < 60
+        time.sleep(0.05)
+    return process
+
+
+def test_an_interrupted_run_keeps_what_was_done_and_exits_130(tmp_path: Path, lengths: Path) -> None:
+    process = start_long_run(tmp_path / "runs", "--lengths", lengths, "--json", "--engine.max_sequences", 8)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGTERM)
+    stdout, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "")
+    document = json.loads(stdout)
+    assert document["verdict"] == "INTERRUPTED"
+    assert 0 < document["samples_completed"] < 5000
+    assert document["reasons"][0]["message"].startswith("SIGTERM after ")
+    assert read_run(Path(document["run_folder"])).requests.num_rows == document["samples_completed"]
+
+
+def test_an_interrupted_start_leaves_nothing(tmp_path: Path) -> None:
+    process = start("run", "--out", tmp_path / "runs", "--warm-up", 60, "--json", *QUICK[:2])
+    time.sleep(3)
+    process.send_signal(signal.SIGTERM)
+    assert (*process.communicate(timeout=20), process.returncode) == ("", "", 130)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_run_can_be_read_and_lost_at_most_the_last_seconds(tmp_path: Path, lengths: Path) -> None:
+    out = tmp_path / "runs"
+    process = start_long_run(out, "--lengths", lengths, "--engine.max_sequences", 8)
+    time.sleep(random.uniform(2.0, 3.0))
+    process.kill()
+    process.communicate()
+    killed = read_run(next(out.glob("2*")))
+    assert killed.verdict is Verdict.INTERRUPTED
+    assert killed.requests.num_rows == killed.result["samples_completed"] > 0
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
+    process = start("run", "--dry-run")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process.stderr:
+        assert process.stderr.read() == ""
+    assert process.wait() == 1
+
+
+def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call_here(monkeypatch, capsys, "--version") == (0, "megatoken 0.1.0\n", "")
+    assert call_here(monkeypatch, capsys, "nothing") == (2, "", "megatoken: No such command 'nothing'.\n")

@@ -1,0 +1,70 @@
+from collections import defaultdict
+
+import pytest
+import torch
+
+from megatoken import Engine, EngineConfig, Request
+from megatoken.errors import CapacityError, RequestError
+from megatoken.targets.in_process import InProcessTarget
+
+CONFIG = EngineConfig(precision="fp32", max_length=64, cache_tokens=640, max_sequences=4, max_rows=32, threads=1)
+REQUESTS = [Request([3 + index] * (5 + 3 * index), max_tokens=4 + index, ignore_end_token=True) for index in range(8)]
+
+
+@pytest.fixture
+def engine() -> Engine:
+    torch.set_num_threads(1)
+    return Engine("tiny", CONFIG)
+
+
+def test_events_are_the_engines_tokens_under_the_callers_ids(engine: Engine) -> None:
+    target = InProcessTarget(engine)
+    for index, request in enumerate(REQUESTS):
+        target.submit(1000 - index, request)
+    assert target.counters().in_flight == 8
+    tokens: dict[int, list[int]] = defaultdict(list)
+    ended: dict[int, str] = {}
+    times = []
+    while target.counters().in_flight:
+        for event in target.poll(timeout_seconds=0.1):
+            assert event.sample_id not in ended
+            tokens[event.sample_id] += event.token_ids
+            times.append(event.time_ns)
+            if event.finish_reason is not None:
+                ended[event.sample_id] = event.finish_reason
+    assert ended == dict.fromkeys(range(993, 1001), "length")
+    assert times == sorted(times)
+    expected = Engine("tiny", CONFIG).generate(REQUESTS)
+    assert [tokens[1000 - index] for index in range(8)] == [completion.token_ids for completion in expected]
+    counters = target.counters()
+    prompts_and_answers = sum(len(request.prompt) + request.max_tokens - 1 for request in REQUESTS)
+    assert counters.processed_tokens >= prompts_and_answers
+    assert counters.pages_free == counters.pages
+    assert target.poll(timeout_seconds=0.1) == []
+
+
+def test_cancelled_samples_are_gone_and_leave_no_event(engine: Engine) -> None:
+    target = InProcessTarget(engine)
+    for index, request in enumerate(REQUESTS):
+        target.submit(index, request)
+    for _ in range(3):
+        target.poll(timeout_seconds=0.1)
+    assert target.counters().pages_free < target.counters().pages
+    target.cancel_all()
+    counters = target.counters()
+    assert (counters.in_flight, counters.waiting) == (0, 0)
+    assert counters.pages_free == counters.pages
+    target.submit(0, REQUESTS[0])
+    events = [event for _ in range(20) for event in target.poll(timeout_seconds=0.1)]
+    assert {event.sample_id for event in events} == {0}
+    assert sum(len(event.token_ids) for event in events) == 4
+
+
+def test_a_refused_sample_is_not_in_flight(engine: Engine) -> None:
+    target = InProcessTarget(engine)
+    with pytest.raises(RequestError):
+        target.submit(0, Request([9000]))
+    with pytest.raises(CapacityError):
+        target.submit(0, Request([5] * 60, max_tokens=60))
+    assert target.counters().in_flight == 0
+    target.close()
