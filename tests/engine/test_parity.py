@@ -262,7 +262,7 @@ def test_logit_error(
 
 @pytest.fixture
 def ending(tmp_path: Path) -> tuple[Path, list[int], list[int], int]:
-    """A checkpoint whose end token greedy decoding meets: directory, prompt, answer without end, tokens up to the end."""
+    """A checkpoint whose end token greedy decoding meets: directory, prompt, answer without end, tokens to the end."""
     model = make_checkpoint(tmp_path)
     (prompt,) = some_prompts(301, 0, [7])
     answer = generate(model, prompt, 12)

@@ -1,0 +1,332 @@
+"""The CPU back end against the written-out operations, on random ragged shapes.
+
+The oracle gets the same numbers in fp32, so what is left is the rounding of the dtype under test: ``ROUNDING`` of the
+largest magnitude in play.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatoken.engine.cache import DUMP_PAGE, LayerCache
+from megatoken.engine.ops import cpu, reference
+
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+POISON = 1e4
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+SEEDS = st.integers(0, 2**32)
+SIZES = st.integers(1, 70)
+random_shapes = settings(max_examples=60, deadline=None, derandomize=True)
+few_shapes = settings(random_shapes, max_examples=25)  # a packed product is compiled for each new shape
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(actual: Tensor, expected: Tensor, *, magnitude: Tensor | None = None) -> None:
+    """Elementwise within the rounding of ``actual``'s dtype; ``magnitude`` of the terms of a sum that may cancel."""
+    scale = expected.abs() if magnitude is None else magnitude
+    error = (actual.float() - expected).abs()
+    assert actual.shape == expected.shape
+    assert (error <= ROUNDING[actual.dtype] * (scale + scale.mean())).all(), (error / scale).max()
+
+
+# Linear layers
+
+
+@dataclass
+class Case:
+    """One input of a linear layer, in the dtype under test and in fp32."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+
+    @property
+    def expected(self) -> Tensor:
+        return reference.linear(self.x.float(), reference.pack_linear(self.weight.float(), self._bias(), "fp32"))
+
+    @property
+    def magnitude(self) -> Tensor:
+        bias = None if self.bias is None else self._bias().abs()
+        return torch.nn.functional.linear(self.x.float().abs(), self.weight.float().abs(), bias)
+
+    def _bias(self) -> Tensor | None:
+        return None if self.bias is None else self.bias.float()
+
+    def packed(self) -> cpu.Linear:
+        return cpu.pack_linear(self.weight, self.bias, "fp32" if self.dtype == torch.float32 else "bf16")
+
+
+@st.composite
+def linear_cases(draw: st.DrawFn, outputs: int | None = None) -> Case:
+    rows, inputs, seed, dtype = draw(SIZES), draw(SIZES), draw(SEEDS), draw(DTYPES)
+    outputs = outputs or draw(SIZES)
+    bias = normal(seed + 2, outputs).to(dtype) if draw(st.booleans()) else None
+    return Case(normal(seed, rows, inputs).to(dtype), normal(seed + 1, outputs, inputs).to(dtype), bias, dtype)
+
+
+@few_shapes
+@given(linear_cases())
+def test_linear(case: Case) -> None:
+    actual = cpu.linear(case.x, case.packed())
+    assert actual.dtype == case.dtype
+    assert_close(actual, case.expected, magnitude=case.magnitude)
+
+
+@few_shapes
+@given(linear_cases(), SEEDS)
+def test_linear_add(case: Case, seed: int) -> None:
+    residual = normal(seed, *case.expected.shape).to(case.dtype)
+    before = residual.clone()
+    actual = cpu.linear_add(case.x, case.packed(), residual)
+    assert torch.equal(residual, before)
+    assert_close(actual, residual.float() + case.expected, magnitude=residual.float().abs() + case.magnitude)
+
+
+@few_shapes
+@given(linear_cases(), SEEDS, st.booleans())
+def test_gated(gate: Case, seed: int, biased: bool) -> None:
+    outputs, inputs = gate.weight.shape
+    bias = normal(seed + 1, outputs).to(gate.dtype) if biased else None
+    up = Case(gate.x, normal(seed, outputs, inputs).to(gate.dtype), bias, gate.dtype)
+    actual = cpu.gated(gate.x, gate.packed(), up.packed())
+    expected = torch.nn.functional.silu(gate.expected) * up.expected
+    assert_close(actual, expected, magnitude=2 * gate.magnitude * up.magnitude)
+
+
+@random_shapes
+@given(rows=SIZES, inputs=SIZES, outputs=SIZES, seed=SEEDS, biased=st.booleans())
+def test_fp8_linear(rows: int, inputs: int, outputs: int, seed: int, biased: bool) -> None:
+    """Both back ends round to e4m3 alike, so only sums and the result differ; the rounding itself is bounded too."""
+    x = (normal(seed, rows, inputs) * normal(seed + 1, rows, 1).exp()).bfloat16()
+    weight = normal(seed + 2, outputs, inputs).bfloat16()
+    bias = normal(seed + 3, outputs).bfloat16() if biased else None
+    packed, oracle = cpu.pack_linear(weight, bias, "fp8"), reference.pack_linear(weight, bias, "fp8")
+    exact = Case(x, weight, bias, torch.bfloat16)
+    expected = reference.linear(x.float(), oracle)
+    assert_close(cpu.linear(x, packed), expected, magnitude=exact.magnitude)
+    assert ((expected - exact.expected).abs() <= 0.13 * exact.magnitude + 1e-3).all()
+
+    residual = normal(seed + 4, rows, outputs).bfloat16()
+    assert_close(
+        cpu.linear_add(x, packed, residual), residual + expected, magnitude=residual.float().abs() + exact.magnitude
+    )
+    gated = torch.nn.functional.silu(expected) * expected
+    assert_close(cpu.gated(x, packed, packed), gated, magnitude=2 * exact.magnitude.square())
+
+
+def test_fp8_rows_do_not_depend_on_the_rows_beside_them() -> None:
+    x, weight = normal(0, 8, 48).bfloat16(), normal(1, 32, 48).bfloat16()
+    packed = cpu.pack_linear(weight, None, "fp8")
+    louder = torch.cat((x[:4], 1000 * x[4:]))
+    assert torch.equal(cpu.linear(louder, packed)[:4], cpu.linear(x, packed)[:4])
+    assert not cpu.linear(torch.zeros_like(x), packed).any()
+
+
+# Elementwise
+
+
+@random_shapes
+@given(
+    rows=SIZES, heads=st.integers(0, 5), size=SIZES, seed=SEEDS, dtype=DTYPES, scale=st.sampled_from([1e-3, 1.0, 1e3])
+)
+def test_rms_norm(rows: int, heads: int, size: int, seed: int, dtype: torch.dtype, scale: float) -> None:
+    shape = (rows, heads, size) if heads else (rows, size)
+    x, weight = (scale * normal(seed, *shape)).to(dtype), normal(seed + 1, size).to(dtype)
+    for epsilon in (1e-6, 1e-2):
+        expected = reference.rms_norm(x.float(), weight.float(), epsilon)
+        assert_close(cpu.rms_norm(x, weight, epsilon), expected)
+
+
+@random_shapes
+@given(rows=SIZES, heads=st.integers(1, 9), half=st.integers(1, 64), seed=SEEDS, dtype=DTYPES, strided=st.booleans())
+def test_rotate(rows: int, heads: int, half: int, seed: int, dtype: torch.dtype, strided: bool) -> None:
+    x = normal(seed, rows, heads + strided, 2 * half).to(dtype)[:, :heads]
+    angle = 100 * normal(seed + 1, rows, half)
+    cos, sin = angle.cos().repeat(1, 2).to(dtype), torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
+    expected = reference.rotate(x.float(), cos.float(), sin.float())
+    magnitude = reference.rotate(x.float().abs(), cos.float().abs(), sin.float().abs())
+    assert_close(cpu.rotate(x, cos, sin), expected, magnitude=magnitude)
+    length = x.float().square().sum(-1)
+    torch.testing.assert_close(expected.square().sum(-1), length, rtol=0.02, atol=1e-6)  # it is a rotation
+
+
+@random_shapes
+@given(rows=st.integers(0, 20), vocabulary=st.integers(1, 2000), different=st.integers(1, 40), seed=SEEDS, dtype=DTYPES)
+def test_greedy_takes_the_lowest_id_among_equals(
+    rows: int, vocabulary: int, different: int, seed: int, dtype: torch.dtype
+) -> None:
+    logits = (
+        torch.randint(0, different, (rows, vocabulary), generator=torch.Generator().manual_seed(seed)).to(dtype) - 7
+    )
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    for ops in (cpu, reference):
+        chosen = ops.greedy(logits)
+        assert chosen.dtype == torch.int64
+        assert chosen.tolist() == expected
+
+
+def test_padded_rows() -> None:
+    padded = [cpu.padded_rows(rows) for rows in range(1, 4097)]
+    assert all(rows <= more < 2 * rows for rows, more in enumerate(padded, 1))
+    assert padded == sorted(padded)
+    assert len(set(padded)) < 150
+    assert padded[0] == 1
+    assert [reference.padded_rows(rows) for rows in range(1, 100)] == list(range(1, 100))
+
+
+# Attention
+
+
+@dataclass
+class Pool:
+    """A paged cache in which only what a sequence may see holds ordinary numbers."""
+
+    cache: LayerCache
+    pages: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    query: Tensor
+
+
+def make_pool(
+    lengths: list[int],
+    seed: int,
+    *,
+    page_size: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    unused_pages: int,
+) -> Pool:
+    """Pages are given in random order, and unused ones lie between them; table entries past a length are stale."""
+    draw = np.random.default_rng(seed)
+    used = [-(-length // page_size) for length in lengths]
+    pages = 1 + sum(used) + unused_pages
+    order = draw.permutation(np.arange(1, pages)).astype(np.int32)
+    table = draw.integers(1, pages, (len(lengths), max(used))).astype(np.int32)
+    k, v = (POISON * normal(seed + side, pages, kv_heads, page_size, head_dim) for side in (1, 2))
+    k[DUMP_PAGE], v[DUMP_PAGE] = normal(seed + 5, 2, kv_heads, page_size, head_dim)  # padding rows are written there
+    for sequence, (length, count) in enumerate(zip(lengths, used, strict=True)):
+        table[sequence, :count] = own = order[sum(used[:sequence]) :][:count]
+        for side in (k, v):
+            held = normal(seed + 10 * sequence + 7, length, kv_heads, head_dim) * (1 if side is k else -2)
+            for place, page in enumerate(own):
+                part = held[place * page_size : (place + 1) * page_size]
+                side[page, :, : len(part)] = part.transpose(0, 1)
+    query = normal(seed + 3, len(lengths), kv_heads * group, head_dim).to(dtype)
+    return Pool(LayerCache(k.to(dtype), v.to(dtype), False), table, np.array(lengths, dtype=np.int32), query)
+
+
+def check_decode_attention(pool: Pool) -> cpu.AttentionIndex:
+    heads = pool.query.shape[1]
+    index = cpu.attention_index(pool.pages, pool.lengths, pool.cache, heads)
+    actual = cpu.decode_attention(pool.query, pool.cache, index)
+    exact = LayerCache(pool.cache.k.float(), pool.cache.v.float(), False)
+    oracle = reference.attention_index(pool.pages, pool.lengths, exact, heads)
+    expected = reference.decode_attention(pool.query.float(), exact, oracle)
+    assert actual.dtype == pool.query.dtype
+    assert_close(actual, expected, magnitude=torch.full_like(expected, 2.0))
+    return index
+
+
+PAGED = {
+    "page_size": st.sampled_from([1, 2, 4, 16, 32, 64]),
+    "kv_heads": st.integers(1, 4),
+    "group": st.sampled_from([1, 2, 3, 4, 8]),
+    "head_dim": st.sampled_from([2, 8, 20, 32, 64]),
+    "dtype": DTYPES,
+    "seed": SEEDS,
+}
+
+
+@random_shapes
+@given(lengths=st.lists(st.integers(1, 150), min_size=1, max_size=12), unused_pages=st.integers(0, 3), **PAGED)
+def test_decode_attention_in_place(lengths: list[int], unused_pages: int, seed: int, **shape: object) -> None:
+    check_decode_attention(make_pool(lengths, seed, unused_pages=unused_pages, **shape))
+
+
+@random_shapes
+@given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=6), **PAGED)
+def test_decode_attention_over_copied_pages(lengths: list[int], seed: int, **shape: object) -> None:
+    unused_pages = 64 + 3 * sum(-(-length // shape["page_size"]) for length in lengths)
+    check_decode_attention(make_pool(lengths, seed, unused_pages=unused_pages, **shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[64], [256], [1, 256], [64] * 5, [256] * 9, [1] * 33, [63, 64, 65, 1]])
+def test_both_ways_of_decode_attention_are_met(lengths: list[int], dtype: torch.dtype) -> None:
+    """Full pages, one sequence, equal lengths (no padded place in the table) and ragged ones, each in both ways."""
+    shape = {"page_size": 16, "kv_heads": 2, "group": 3, "head_dim": 16, "dtype": dtype}
+    ways = {
+        type(check_decode_attention(make_pool(lengths, 0, unused_pages=unused_pages, **shape)).pool)
+        for unused_pages in (0, 600)
+    }
+    assert ways == {int, Tensor}
+
+
+@random_shapes
+@given(
+    rows=st.integers(1, 40),
+    prefix=st.sampled_from([0, 0, 1, 7, 40]),
+    kv_heads=st.integers(1, 4),
+    group=st.sampled_from([1, 2, 3, 8]),
+    head_dim=st.sampled_from([2, 8, 20, 64]),
+    seed=SEEDS,
+    dtype=DTYPES,
+)
+def test_chunk_attention(
+    rows: int, prefix: int, kv_heads: int, group: int, head_dim: int, seed: int, dtype: torch.dtype
+) -> None:
+    query = normal(seed, rows, kv_heads * group + 1, head_dim).to(dtype)[:, : kv_heads * group]
+    k, v = (normal(seed + side, prefix + rows, kv_heads, head_dim).to(dtype) for side in (1, 2))
+    expected = reference.chunk_attention(query.float(), k.float(), v.float())
+    actual = cpu.chunk_attention(query, k, v)
+    assert actual.dtype == dtype
+    assert_close(actual, expected, magnitude=torch.full_like(expected, 1.0))
+
+
+def test_reference_attention_is_what_its_formula_says() -> None:
+    """The oracle itself, against sums written out in Python."""
+    q, k, v = normal(0, 2, 4, 6), normal(1, 5, 2, 6), normal(2, 5, 2, 6)
+    actual = reference.chunk_attention(q, k, v)
+    for row in range(2):
+        for head in range(4):
+            seen = range(4 + row)
+            scores = [float(q[row, head] @ k[key, head // 2]) / 6**0.5 for key in seen]
+            weights = np.exp(scores) / np.exp(scores).sum()
+            expected = sum(weight * v[key, head // 2] for weight, key in zip(weights, seen, strict=True))
+            torch.testing.assert_close(actual[row, head], expected.float(), rtol=1e-5, atol=1e-6)
+
+
+# The cache
+
+
+@random_shapes
+@given(st.lists(st.floats(-1e5, 1e5, width=32), min_size=2, max_size=40))
+def test_an_fp8_cache_reads_back_what_was_rounded(values: list[float]) -> None:
+    head_dim = len(values)
+    cache = LayerCache(*torch.zeros(2, 3, 1, 4, head_dim, dtype=torch.bfloat16), True)
+    x = torch.tensor(values).bfloat16().view(1, 1, head_dim)
+    rounded = cache.rounded(x)
+    grid = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    grid = grid[grid.isfinite()]
+    distance = (x.float().view(-1, 1).clamp(-448, 448) - grid).abs().min(-1).values
+    assert torch.equal((rounded.float() - x.float().clamp(-448, 448)).abs().view(-1), distance)
+    assert torch.equal(cache.rounded(rounded), rounded)
+    cache.write(rounded, -rounded, torch.tensor([[2 * 4 + 3]]))
+    k, v = cache.read(torch.tensor([0, 2]), 8)
+    assert torch.equal(k[7], rounded[0])
+    assert torch.equal(v[7], -rounded[0])
+    assert not k[:7].any()
