@@ -1,0 +1,437 @@
+"""The engine's face: events, ends, cancellation, streams, refusals, and all of them in any order."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from megatoken.engine import Completion, Engine, EngineConfig, FinishReason, Request, Sampling, TokenEvent
+from megatoken.errors import CapacityError, CheckpointError, MegatokenError, RequestError
+
+CANCELLED, LENGTH, STOP = FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.STOP
+SIZES = {"precision": "fp32", "page_size": 4, "cache_tokens": 80, "max_rows": 24, "max_sequences": 6}
+BOTH = pytest.mark.parametrize("overlap", [False, True])
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path)
+    return path
+
+
+def make_engine(directory: Path, **changes: object) -> Engine:
+    return Engine(directory, EngineConfig(**{**SIZES, **changes}))
+
+
+def request(seed: int = 0, tokens: int = 12, prompt_tokens: int = 6, **others: object) -> Request:
+    prompt = [(seed * 31 + place * 17) % 301 for place in range(prompt_tokens)]
+    return Request(prompt, tokens, ignore_end_token=True, **others)
+
+
+def answer_alone(directory: Path, asked: Request) -> Completion:
+    (completion,) = make_engine(directory).generate([asked])
+    return completion
+
+
+def drain(engine: Engine) -> list[TokenEvent]:
+    events = []
+    while engine.busy:
+        events += engine.step()
+    return events
+
+
+def answers(events: Iterable[TokenEvent]) -> dict[int, tuple[list[int], FinishReason]]:
+    """Tokens and finish reason of each ticket, checking that a reason comes exactly once, and last."""
+    tokens: dict[int, list[int]] = defaultdict(list)
+    reasons: dict[int, FinishReason] = {}
+    for event in events:
+        assert event.ticket not in reasons
+        tokens[event.ticket] += event.token_ids
+        if event.finish_reason is not None:
+            reasons[event.ticket] = event.finish_reason
+    assert tokens.keys() == reasons.keys()
+    return {ticket: (tokens[ticket], reasons[ticket]) for ticket in reasons}
+
+
+def assert_idle(engine: Engine) -> None:
+    counters = engine.counters()
+    assert not engine.busy
+    assert engine.step() == []
+    assert (counters.in_flight, counters.waiting, counters.resident) == (0, 0, 0)
+    assert counters.pages_free == counters.pages
+
+
+# Events
+
+
+@BOTH
+def test_every_request_streams_its_tokens_and_ends_once(directory: Path, overlap: bool) -> None:
+    engine = make_engine(directory, overlap=overlap)
+    requests = [request(seed, tokens, prompt) for seed, (tokens, prompt) in enumerate([(1, 1), (12, 40), (30, 9)] * 4)]
+    tickets = [engine.submit(one) for one in requests]
+    assert tickets == list(range(12))
+    events = drain(engine)
+    assert all(len(event.token_ids) == 1 for event in events)
+    told = answers(events)
+    for ticket, one in zip(tickets, requests, strict=True):
+        assert told[ticket] == (answer_alone(directory, one).token_ids, LENGTH)
+    assert_idle(engine)
+    counters = engine.counters()
+    assert counters.rows >= sum(len(one.prompt) + one.max_tokens - 1 for one in requests)
+    assert counters.last_step_rows <= counters.row_budget == 24
+
+
+def test_an_event_leaves_with_the_step_that_made_it(directory: Path) -> None:
+    """Without overlap in the same step; with it, one step later."""
+    for overlap, expected in ((False, [1, 1, 1]), (True, [0, 1, 1, 1])):
+        engine = make_engine(directory, overlap=overlap)
+        engine.submit(request(tokens=3))
+        assert [len(engine.step()) for _ in expected] == expected
+        assert_idle(engine)
+
+
+def test_overlap_changes_no_token(directory: Path) -> None:
+    requests = [
+        request(seed, 5 + seed % 17, 1 + seed % 23, stop_token_ids=tuple(range(0, 301, 9))) for seed in range(30)
+    ]
+    serial, overlapped = (make_engine(directory, overlap=overlap).generate(requests) for overlap in (False, True))
+    assert serial == overlapped
+    assert {completion.finish_reason for completion in serial} == {STOP, LENGTH}
+
+
+def test_counters_follow_a_request(directory: Path) -> None:
+    engine = make_engine(directory, max_rows=4)
+    engine.submit(request(tokens=2, prompt_tokens=6))
+    seen = [engine.counters()]
+    while engine.busy:
+        engine.step()
+        seen.append(engine.counters())
+    assert [(c.in_flight, c.waiting, c.resident, c.rows, c.last_step_rows, c.steps) for c in seen] == [
+        (1, 1, 0, 0, 0, 0),
+        (1, 0, 1, 4, 4, 1),
+        (1, 0, 1, 6, 2, 2),
+        (0, 0, 0, 7, 1, 3),
+    ]
+    assert [c.pages - c.pages_free for c in seen] == [0, 2, 2, 0]
+
+
+# Cancellation
+
+
+@BOTH
+@pytest.mark.parametrize("steps", range(6))
+def test_cancel_frees_pages_at_once(directory: Path, overlap: bool, steps: int) -> None:
+    """From waiting (no step yet) over half a prompt and tokens in flight to just before the last token."""
+    engine = make_engine(directory, overlap=overlap, max_rows=4)
+    one = request(tokens=4, prompt_tokens=7)
+    ticket = engine.submit(one)
+    events = [event for _ in range(steps) for event in engine.step()]
+    ended = any(event.finish_reason for event in events)
+    engine.cancel(ticket)
+    counters = engine.counters()
+    assert (counters.in_flight, counters.waiting, counters.resident) == (0, 0, 0)
+    assert counters.pages_free == counters.pages
+    engine.cancel(ticket)
+    tokens, reason = answers(events + drain(engine))[ticket]
+    assert reason == (LENGTH if ended else CANCELLED)
+    assert tokens == answer_alone(directory, one).token_ids[: len(tokens)]
+    assert_idle(engine)
+
+
+@BOTH
+def test_cancel_spares_the_others(directory: Path, overlap: bool) -> None:
+    engine = make_engine(directory, overlap=overlap)
+    requests = [request(seed, 25) for seed in range(8)]
+    tickets = [engine.submit(one) for one in requests]
+    events = [event for _ in range(9) for event in engine.step()]
+    for ticket in tickets[::2]:
+        engine.cancel(ticket)
+    told = answers(events + drain(engine))
+    for ticket, one in zip(tickets, requests, strict=True):
+        full = answer_alone(directory, one).token_ids
+        tokens, reason = told[ticket]
+        assert reason == (LENGTH if ticket % 2 else CANCELLED)
+        assert tokens == full if reason == LENGTH else tokens == full[: len(tokens)]
+    assert_idle(engine)
+
+
+@BOTH
+def test_cancel_of_preempted_and_unknown_tickets(directory: Path, overlap: bool) -> None:
+    engine = make_engine(directory, overlap=overlap)
+    tickets = [engine.submit(request(seed, 40)) for seed in range(4)]
+    events = []
+    while not engine.counters().preemptions:
+        events += engine.step()
+    waiting = engine.counters().waiting
+    engine.cancel(tickets[-1])  # the newest is the one preempted
+    engine.cancel(99)
+    engine.cancel(-1)
+    assert engine.counters().waiting == waiting - 1
+    told = answers(events + drain(engine))
+    assert [told[ticket][1] for ticket in tickets] == [LENGTH, LENGTH, LENGTH, CANCELLED]
+    assert_idle(engine)
+
+
+# generate() and stream()
+
+
+@BOTH
+def test_generate_leaves_the_others_events_to_step(directory: Path, overlap: bool) -> None:
+    engine = make_engine(directory, overlap=overlap)
+    others = [request(seed, tokens) for seed, tokens in ((1, 30), (2, 3))]
+    tickets = [engine.submit(one) for one in others]
+    mine = [request(3, 10), request(4, 1)]
+    assert engine.generate(mine) == [answer_alone(directory, one) for one in mine]
+    told = answers(drain(engine))
+    assert told == {
+        ticket: (answer_alone(directory, one).token_ids, LENGTH) for ticket, one in zip(tickets, others, strict=True)
+    }
+    assert engine.generate([]) == []
+    assert_idle(engine)
+
+
+def test_generate_that_is_refused_leaves_nothing_behind(directory: Path) -> None:
+    engine = make_engine(directory)
+    for wrong in (Request([]), Request([1], 10_000)):
+        with pytest.raises(MegatokenError):
+            engine.generate([request(), request(1), wrong])
+        assert_idle(engine)
+
+
+@BOTH
+def test_stream(directory: Path, overlap: bool) -> None:
+    engine = make_engine(directory, overlap=overlap)
+    one = request(5, 9)
+    events = list(engine.stream(one))
+    assert answers(events) == {0: (answer_alone(directory, one).token_ids, LENGTH)}
+    assert [event.finish_reason for event in events] == [None] * 8 + [LENGTH]
+    drain(engine)
+    assert_idle(engine)
+
+
+@BOTH
+def test_a_stream_left_early_is_cancelled_and_loses_nothing_of_the_others(directory: Path, overlap: bool) -> None:
+    engine = make_engine(directory, overlap=overlap)
+    others = [request(seed, 15) for seed in range(1, 4)]
+    tickets = [engine.submit(one) for one in others]
+    stream = engine.stream(request(9, 30))
+    assert [next(stream).ticket for _ in range(5)] == [3] * 5
+    assert engine.counters().in_flight == 4
+    stream.close()
+    assert engine.counters().in_flight == 3
+    told = answers(drain(engine))
+    assert told == {
+        ticket: (answer_alone(directory, one).token_ids, LENGTH) for ticket, one in zip(tickets, others, strict=True)
+    }
+    assert_idle(engine)
+
+
+@BOTH
+def test_streams_side_by_side(directory: Path, overlap: bool) -> None:
+    engine = make_engine(directory, overlap=overlap)
+    requests = [request(seed, 10 + seed) for seed in range(4)]
+    events = [event for turn in itertools.zip_longest(*map(engine.stream, requests)) for event in turn if event]
+    assert answers(events) == {
+        ticket: (answer_alone(directory, one).token_ids, LENGTH) for ticket, one in enumerate(requests)
+    }
+    drain(engine)
+    assert_idle(engine)
+
+
+def test_a_stream_that_is_cancelled_says_so(directory: Path) -> None:
+    engine = make_engine(directory)
+    stream = engine.stream(request(5, 9))
+    ticket = next(stream).ticket
+    engine.cancel(ticket)
+    assert list(stream) == [TokenEvent(ticket, (), CANCELLED)]
+    assert_idle(engine)
+
+
+# Refusals
+
+UNACCEPTABLE = [
+    (Request([]), RequestError, "the prompt is empty"),
+    (Request([1, -2]), RequestError, "token id -2 is outside the vocabulary of 301"),
+    (Request([301, 5]), RequestError, "token id 301 is outside the vocabulary of 301"),
+    (Request([2**70]), RequestError, f"token id {2**70} is outside the vocabulary"),
+    (Request([1, 2.5]), RequestError, "must be text or token ids"),
+    (Request(["1"]), RequestError, "must be text or token ids"),
+    (Request(None), RequestError, "must be text or token ids"),
+    (Request("text"), RequestError, "has no tokenizer.json"),
+    (Request([1], 0), RequestError, "max_tokens is 0"),
+    (Request([1], -5), RequestError, "max_tokens is -5"),
+    (Request([1], sampling=Sampling(-0.1)), RequestError, "temperature is -0.1"),
+    (Request([1], sampling=Sampling(float("nan"))), RequestError, "temperature is nan"),
+    (Request([1], sampling=Sampling(float("inf"))), RequestError, "temperature is inf"),
+    (Request([1], sampling=Sampling(1.0, top_k=-1)), RequestError, "top_k is -1"),
+    (Request([1], sampling=Sampling(1.0, top_p=0.0)), RequestError, "top_p is 0.0"),
+    (Request([1], sampling=Sampling(1.0, top_p=1.5)), RequestError, "top_p is 1.5"),
+    (Request([1], sampling=Sampling(1.0, top_p=float("nan"))), RequestError, "top_p is nan"),
+    (Request([1] * 70, 11), CapacityError, "70 tokens and 11 new ones exceed the longest sequence of 80 tokens"),
+    (Request([1], 2**70), CapacityError, "exceed the longest sequence of 80 tokens"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "words"), UNACCEPTABLE, ids=[words for *_, words in UNACCEPTABLE])
+def test_a_refused_request_is_named_in_one_line_and_not_queued(
+    directory: Path, wrong: Request, error: type[MegatokenError], words: str
+) -> None:
+    engine = make_engine(directory)
+    with pytest.raises(error) as caught:
+        engine.submit(wrong)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert_idle(engine)
+    assert engine.submit(request()) == 0
+
+
+def test_the_longest_request_fits(directory: Path) -> None:
+    engine = make_engine(directory)
+    (completion,) = engine.generate([request(0, 10, 70)])
+    assert len(completion.token_ids) == 10
+
+
+def test_a_prompt_may_be_any_sequence_of_integers(directory: Path) -> None:
+    ids = [3, 1, 4, 1, 5]
+    prompts = [ids, tuple(ids), range(1, 6), np.array(ids), np.array(ids, dtype=np.uint16), torch.tensor(ids)]
+    completions = make_engine(directory).generate([Request(prompt, 5, ignore_end_token=True) for prompt in prompts])
+    expected = [answer_alone(directory, Request(list(prompt), 5, ignore_end_token=True)) for prompt in prompts]
+    assert completions == expected
+
+
+def test_models_that_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no such directory, and not one of the shapes tiny, 125m"):
+        Engine(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"config.json: no such file"):
+        Engine(tmp_path)
+    with pytest.raises(CapacityError, match="CPU only"):
+        Engine("tiny", EngineConfig(device="cuda"))
+
+
+def test_random_weights_for_a_directory_differ_by_seed(directory: Path) -> None:
+    config = EngineConfig(precision="fp32", max_length=64)
+    first, again, second = (
+        Engine(directory, config, random_weights=True, seed=seed).generate([request()]) for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != second
+    assert Engine("tiny", EngineConfig(max_length=64)).model_config.name == "tiny"
+
+
+# All in any order
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Submits, cancels and steps; tokens are compared with those of the same request alone."""
+
+    directory: Path
+    alone: dict[int, list[int]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine: Engine | None = None
+        self.requests: dict[int, int] = {}
+        self.open: set[int] = set()
+        self.cancelled: set[int] = set()
+        self.events: list[TokenEvent] = []
+        self.all_told = True
+
+    @precondition(lambda self: self.engine is None)
+    @rule(overlap=st.booleans(), max_rows=st.integers(1, 30), page_size=st.sampled_from([1, 4, 16]))
+    def start(self, overlap: bool, max_rows: int, page_size: int) -> None:
+        self.engine = make_engine(self.directory, overlap=overlap, max_rows=max_rows, page_size=page_size)
+
+    @precondition(lambda self: self.engine is not None)
+    @rule(kind=st.integers(0, 7))
+    def submit(self, kind: int) -> None:
+        ticket = self.engine.submit(request_of_kind(kind))
+        assert ticket == len(self.requests)
+        self.requests[ticket] = kind
+        self.open.add(ticket)
+
+    @precondition(lambda self: self.engine is not None)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.integers(-1, len(self.requests)))
+        self.engine.cancel(ticket)
+        if ticket in self.open:
+            self.cancelled.add(ticket)
+            self.open.discard(ticket)
+
+    @precondition(lambda self: self.engine is not None)
+    @rule(steps=st.integers(1, 8))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.take(self.engine.step())
+
+    @precondition(lambda self: self.engine is not None)
+    @rule(kind=st.integers(0, 7), leave_after=st.integers(0, 6))
+    def stream(self, kind: int, leave_after: int) -> None:
+        stream = self.engine.stream(request_of_kind(kind))
+        tokens = [token for event in itertools.islice(stream, leave_after) for token in event.token_ids]
+        stream.close()
+        if leave_after:
+            self.requests[len(self.requests)] = kind  # its ticket is used up
+        assert tokens == self.alone[kind][:leave_after]
+        self.all_told = False  # what it brought for the others waits for the next step
+
+    def take(self, events: list[TokenEvent]) -> None:
+        self.events += events
+        self.open -= {event.ticket for event in events if event.finish_reason}
+        self.all_told = True
+
+    @invariant()
+    def counters_agree(self) -> None:
+        if self.engine is None:
+            return
+        counters = self.engine.counters()
+        assert counters.in_flight == len(self.open) or (counters.in_flight < len(self.open) and not self.all_told)
+        assert 0 <= counters.pages_free <= counters.pages
+        assert counters.last_step_rows <= counters.row_budget
+        assert counters.waiting + counters.resident <= counters.in_flight
+        if not self.open:
+            assert counters.pages_free == counters.pages
+
+    def teardown(self) -> None:
+        if self.engine is None:
+            return
+        self.take(drain(self.engine))
+        assert not self.open
+        assert_idle(self.engine)
+        for ticket, (tokens, reason) in answers(self.events).items():
+            expected = self.alone[self.requests[ticket]]
+            if reason == CANCELLED:
+                assert ticket in self.cancelled
+                assert tokens == expected[: len(tokens)]
+            else:
+                assert tokens == expected
+
+
+def request_of_kind(kind: int) -> Request:
+    """Short, long and stopping requests, greedy and drawn."""
+    return request(
+        kind,
+        tokens=(1, 3, 30, 60)[kind % 4],
+        prompt_tokens=(1, 5, 19, 12)[kind % 4],
+        sampling=Sampling(0.0 if kind < 4 else 1.5, seed=kind),
+        stop_token_ids=tuple(range(kind, 301, 40)),
+    )
+
+
+def test_any_order_of_submit_cancel_stream_and_step(directory: Path) -> None:
+    alone = {kind: answer_alone(directory, request_of_kind(kind)).token_ids for kind in range(8)}
+    machine = type("Machine", (AnyOrder,), {"directory": directory, "alone": alone})
+    test = machine.TestCase
+    test.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
+    test("runTest").runTest()
