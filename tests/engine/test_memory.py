@@ -1,0 +1,246 @@
+"""The memory plan against what processes really take, and what is refused with numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from checkpoints import ARCHITECTURES, make_checkpoint
+from hypothesis import given, settings
+
+from megatoken.engine import Engine, EngineConfig, Request
+from megatoken.engine.config import SHAPES, ModelConfig
+from megatoken.engine.loop import open_model
+from megatoken.engine.memory import PROCESS_BYTES, MemoryPlan, plan_memory, weight_bytes
+from megatoken.engine.model import load_weights
+from megatoken.engine.ops import cpu
+from megatoken.errors import CapacityError, ConfigError, MegatokenError
+
+PEAK_MARGIN_BYTES = 300_000_000
+
+# Peak of what the process does not share: resident peak less the pages of files, which other processes use too.
+CHILD = """
+import json, random, sys
+from megatoken.engine import Engine, EngineConfig, Request, Sampling
+
+model, config, requests, prompt_tokens, tokens, temperature = json.loads(sys.argv[1])
+engine = Engine(model, EngineConfig(**config))
+draw = random.Random(0)
+engine.generate([
+    Request([draw.randrange(engine.model_config.vocabulary_size) for _ in range(draw.randint(*prompt_tokens))],
+            draw.randint(*tokens), Sampling(temperature, top_p=0.9), ignore_end_token=True)
+    for _ in range(requests)
+])
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+resident, shared = (int(status[key].split()[0]) * 1024 for key in ("VmHWM", "RssFile"))
+plan, counters = engine.memory_plan, engine.counters()
+print(json.dumps([resident, resident - shared, plan.total_bytes, plan.weights_bytes, counters.rows]))
+"""
+
+
+def run_child(
+    model: str,
+    config: dict[str, object],
+    requests: int,
+    prompt_tokens: tuple[int, int],
+    tokens: tuple[int, int],
+    temperature: float = 0.0,
+) -> tuple[int, int, int, int]:
+    """Bytes: resident peak, peak without shared files, planned total, planned weights."""
+    asked = json.dumps([model, config, requests, prompt_tokens, tokens, temperature])
+    done = subprocess.run([sys.executable, "-c", CHILD, asked], capture_output=True, text=True, check=True, timeout=120)
+    resident, private, planned, weights, rows = json.loads(done.stdout)
+    print(f"\n{model}: resident {resident:,}, private {private:,}, planned {planned:,}, weights {weights:,}")
+    assert rows >= requests
+    return resident, private, planned, weights
+
+
+# Against reality
+
+
+RUNS = [
+    ("tiny", {"precision": "bf16", "cache_tokens": 8192}, 64, (60, 120), (4, 8), 0.0),
+    ("tiny", {"precision": "fp32", "cache_tokens": 4096, "page_size": 1, "max_rows": 64}, 32, (60, 120), (4, 8), 1.0),
+    ("tiny", {"precision": "fp8", "cache_tokens": 2048, "max_rows": 512}, 2, (1500, 2000), (2, 3), 0.0),
+    ("tiny", {"precision": "fp32", "cache_tokens": 2048, "max_rows": 32}, 2, (1000, 2000), (2, 3), 0.7),
+    ("125m", {"precision": "bf16", "cache_tokens": 1024, "max_length": 64}, 16, (4, 8), (2, 3), 1.0),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_a_run_stays_below_its_plan(
+    run: tuple[str, dict[str, object], int, tuple[int, int], tuple[int, int], float],
+) -> None:
+    """Full caches, long prompts in chunks, many sequences, draws, loading: resident size, shared libraries and all."""
+    resident, _, planned, _ = run_child(*run)
+    assert resident < planned
+
+
+@pytest.mark.parametrize(("model", "precision"), [("tiny", "bf16"), ("125m", "fp32")])
+def test_peak_memory_of_64_requests(model: str, precision: str) -> None:
+    config = {"precision": precision, "max_length": 256}
+    _, private, _, weights = run_child(model, config, 64, (2, 6), (2, 3))
+    assert private <= 1.5 * weights + PEAK_MARGIN_BYTES
+
+
+def test_weight_bytes_are_those_of_the_packed_weights(tmp_path: Path) -> None:
+    """Every architecture, tied and untied, with and without biases; what one tensor shares with another counts once."""
+    kinds = [(architecture, tied) for architecture in ARCHITECTURES for tied in (False, True)]
+    for number, (architecture, tied) in enumerate(kinds):
+        biases = {"attention_bias": True, "mlp_bias": True} if architecture == "Llama" and tied else {}
+        directory = tmp_path / str(number)
+        make_checkpoint(directory, architecture, tie_word_embeddings=tied, **biases)
+        source = open_model(directory)
+        for precision in ("fp32", "bf16", "fp8"):
+            weights = load_weights(source, cpu, precision, 16)
+            tensors = [weights.embedding_VD, weights.norm_D, weights.head.packed]
+            for layer in weights.layers:
+                linears = [layer.qkv, layer.output, layer.gate, layer.up, layer.down]
+                tensors += [linear.packed for linear in linears]
+                tensors += [linear.bias for linear in linears if linear.bias is not None]
+                tensors += [layer.input_norm_D, layer.post_norm_D]
+                tensors += [norm for norm in (layer.q_norm_E, layer.k_norm_E) if norm is not None]
+            stored = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            assert weight_bytes(source.config, EngineConfig(precision=precision)) == stored
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+def test_cache_bytes_are_those_of_the_cache(precision: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    engine = Engine(tmp_path, EngineConfig(precision=precision, cache_tokens=100, page_size=8))
+    stored = sum(side.numel() * side.element_size() for layer in engine._runner._cache for side in (layer.k, layer.v))
+    assert engine.memory_plan.cache_bytes == stored
+    assert engine.memory_plan.cache_tokens == 96
+
+
+# Obeyed
+
+
+def test_sizes_are_obeyed(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    config = EngineConfig(
+        precision="fp32", max_rows=9, max_sequences=2, max_length=40, page_size=4, cache_tokens=60, memory_bytes=10**9
+    )
+    engine = Engine(tmp_path, config)
+    plan = engine.memory_plan
+    assert (plan.max_rows, plan.max_sequences, plan.max_length, plan.page_size, plan.pages) == (9, 2, 40, 4, 15)
+    assert plan.available_bytes == 10**9
+    for number in range(5):
+        engine.submit(Request([number] * 11, 20, ignore_end_token=True))
+    while engine.busy:
+        engine.step()
+        counters = engine.counters()
+        assert counters.resident <= 2
+        assert counters.last_step_rows <= 9
+        assert counters.pages == 15
+    engine.submit(Request([1] * 20, 20))
+    with pytest.raises(CapacityError, match="20 tokens and 21 new ones exceed the longest sequence of 40 tokens"):
+        engine.submit(Request([1] * 20, 21))
+
+
+def test_threads_are_obeyed(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    try:
+        Engine(tmp_path, EngineConfig(threads=2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_defaults_follow_model_and_machine() -> None:
+    plan = plan_memory(SHAPES["tiny"], EngineConfig())
+    assert plan.max_length == SHAPES["tiny"].max_positions
+    assert plan.cache_tokens >= plan.max_length
+    assert plan.process_bytes == PROCESS_BYTES
+    assert plan.total_bytes <= plan.available_bytes
+    assert plan_memory(SHAPES["tiny"], EngineConfig(precision="fp32")).weights_bytes == 2 * plan.weights_bytes
+    tight = plan_memory(SHAPES["tiny"], EngineConfig(memory_bytes=plan.total_bytes - plan.cache_bytes // 2))
+    assert tight.pages < plan.pages
+
+
+def test_the_plan_for_a_person() -> None:
+    plan = plan_memory(SHAPES["tiny"], EngineConfig(cache_tokens=6400, page_size=32, max_rows=100, memory_bytes=10**9))
+    text = "\n".join(plan.lines())
+    assert "6,400 tokens in 200 pages of 32" in text
+    assert "steps of 100 rows" in text
+    assert "of 1.000 GB available" in text
+    assert "2,048 tokens each" in text
+    sizes = [float(size) for size in re.findall(r"^(?:weights|KV cache|workspace|process) +([\d.]+) GB", text, re.M)]
+    total = float(re.search(r"^total +([\d.]+) GB", text, re.M)[1])
+    assert sum(sizes) == pytest.approx(total, abs=0.003)
+
+
+SIZES = ("max_rows", "max_sequences", "max_length", "page_size", "cache_tokens")
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(["tiny", "125m", "1.1b"]),
+    tied=st.booleans(),
+    precision=st.sampled_from(["fp32", "bf16", "fp8"]),
+    sizes=st.fixed_dictionaries(dict.fromkeys(SIZES, st.one_of(st.none(), st.integers(1, 5000)))),
+    memory_bytes=st.integers(1, 12_000_000_000),
+)
+def test_a_plan_fits_or_is_refused(
+    name: str, tied: bool, precision: str, sizes: dict[str, int | None], memory_bytes: int
+) -> None:
+    model = replace(SHAPES[name], tied_embeddings=tied)
+    config = EngineConfig(precision=precision, memory_bytes=memory_bytes, **sizes)
+    try:
+        plan = plan_memory(model, config)
+    except CapacityError as error:
+        message = str(error)
+    else:
+        check_plan(plan, model, config)
+        return
+    assert "\n" not in message
+    assert re.search(r"\d", message)
+
+
+def check_plan(plan: MemoryPlan, model: ModelConfig, config: EngineConfig) -> None:
+    assert config.memory_bytes is not None
+    assert plan.total_bytes <= plan.available_bytes <= config.memory_bytes
+    assert plan.pages >= 1
+    assert plan.max_length <= min(model.max_positions, plan.cache_tokens)
+    for name in ("max_rows", "max_sequences", "max_length", "page_size"):
+        assert getattr(config, name) in (None, getattr(plan, name))
+    if config.cache_tokens is not None:
+        assert config.cache_tokens - plan.page_size < plan.cache_tokens <= config.cache_tokens
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "error", "words"),
+    [
+        ("llama3.1-405b", {"memory_bytes": 10**9}, CapacityError, r"weights 811\.707 GB \+ cache"),
+        ("llama3.1-405b", {"memory_bytes": 10**9}, CapacityError, "available 1.000 GB; take a smaller model"),
+        ("tiny", {"memory_bytes": 300_000_000}, CapacityError, "does not fit: weights 0.019 GB"),
+        ("tiny", {"cache_tokens": 10**9}, CapacityError, r"cache 3072\.\d+ GB \+ workspace"),
+        ("tiny", {"max_length": 4096}, CapacityError, "max_length 4,096 is more than the 2,048 positions of tiny"),
+        ("tiny", {"max_length": 2000, "cache_tokens": 1000}, CapacityError, "max_length 2,000 does not fit"),
+        ("tiny", {"cache_tokens": 5, "page_size": 8}, CapacityError, "cache_tokens 5 is less than a page of 8 tokens"),
+        ("tiny", {"max_rows": 0}, ConfigError, "max_rows is 0; it must be at least 1"),
+        ("tiny", {"max_sequences": -1}, ConfigError, "max_sequences is -1"),
+        ("tiny", {"max_length": 0}, ConfigError, "max_length is 0"),
+        ("tiny", {"page_size": 0}, ConfigError, "page_size is 0"),
+        ("tiny", {"cache_tokens": -7}, ConfigError, "cache_tokens is -7"),
+        ("tiny", {"memory_bytes": 0}, ConfigError, "memory_bytes is 0"),
+        ("tiny", {"threads": 0}, ConfigError, "threads is 0"),
+        ("tiny", {"precision": "int3"}, ConfigError, "precision is int3; take one of fp32, bf16, fp8"),
+    ],
+)  # fmt: skip
+def test_refusals_come_before_anything_is_loaded(
+    model: str, config: dict[str, object], error: type[MegatokenError], words: str
+) -> None:
+    with pytest.raises(error, match=words) as caught:
+        Engine(model, EngineConfig(**config))
+    assert "\n" not in str(caught.value)
