@@ -1,75 +1,20 @@
-"""The engine's face: events, ends, cancellation, streams, refusals, and all of them in any order."""
+"""The engine's face: events, ends, cancellation, streams and refusals."""
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from engines import answer_alone, answers, assert_idle, drain, make_engine, request
 
-from megatoken.engine import Completion, Engine, EngineConfig, FinishReason, Request, Sampling, TokenEvent
+from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling, TokenEvent
 from megatoken.errors import CapacityError, CheckpointError, MegatokenError, RequestError
 
 CANCELLED, LENGTH, STOP = FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.STOP
-SIZES = {"precision": "fp32", "page_size": 4, "cache_tokens": 80, "max_rows": 24, "max_sequences": 6}
 BOTH = pytest.mark.parametrize("overlap", [False, True])
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path)
-    return path
-
-
-def make_engine(directory: Path, **changes: object) -> Engine:
-    return Engine(directory, EngineConfig(**{**SIZES, **changes}))
-
-
-def request(seed: int = 0, tokens: int = 12, prompt_tokens: int = 6, **others: object) -> Request:
-    prompt = [(seed * 31 + place * 17) % 301 for place in range(prompt_tokens)]
-    return Request(prompt, tokens, ignore_end_token=True, **others)
-
-
-def answer_alone(directory: Path, asked: Request) -> Completion:
-    (completion,) = make_engine(directory).generate([asked])
-    return completion
-
-
-def drain(engine: Engine) -> list[TokenEvent]:
-    events = []
-    while engine.busy:
-        events += engine.step()
-    return events
-
-
-def answers(events: Iterable[TokenEvent]) -> dict[int, tuple[list[int], FinishReason]]:
-    """Tokens and finish reason of each ticket, checking that a reason comes exactly once, and last."""
-    tokens: dict[int, list[int]] = defaultdict(list)
-    reasons: dict[int, FinishReason] = {}
-    for event in events:
-        assert event.ticket not in reasons
-        tokens[event.ticket] += event.token_ids
-        if event.finish_reason is not None:
-            reasons[event.ticket] = event.finish_reason
-    assert tokens.keys() == reasons.keys()
-    return {ticket: (tokens[ticket], reasons[ticket]) for ticket in reasons}
-
-
-def assert_idle(engine: Engine) -> None:
-    counters = engine.counters()
-    assert not engine.busy
-    assert engine.step() == []
-    assert (counters.in_flight, counters.waiting, counters.resident) == (0, 0, 0)
-    assert counters.pages_free == counters.pages
 
 
 # Events
@@ -327,111 +272,3 @@ def test_random_weights_for_a_directory_differ_by_seed(directory: Path) -> None:
     assert first == again
     assert first != second
     assert Engine("tiny", EngineConfig(max_length=64)).model_config.name == "tiny"
-
-
-# All in any order
-
-
-class AnyOrder(RuleBasedStateMachine):
-    """Submits, cancels and steps; tokens are compared with those of the same request alone."""
-
-    directory: Path
-    alone: dict[int, list[int]]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.engine: Engine | None = None
-        self.requests: dict[int, int] = {}
-        self.open: set[int] = set()
-        self.cancelled: set[int] = set()
-        self.events: list[TokenEvent] = []
-        self.all_told = True
-
-    @precondition(lambda self: self.engine is None)
-    @rule(overlap=st.booleans(), max_rows=st.integers(1, 30), page_size=st.sampled_from([1, 4, 16]))
-    def start(self, overlap: bool, max_rows: int, page_size: int) -> None:
-        self.engine = make_engine(self.directory, overlap=overlap, max_rows=max_rows, page_size=page_size)
-
-    @precondition(lambda self: self.engine is not None)
-    @rule(kind=st.integers(0, 7))
-    def submit(self, kind: int) -> None:
-        ticket = self.engine.submit(request_of_kind(kind))
-        assert ticket == len(self.requests)
-        self.requests[ticket] = kind
-        self.open.add(ticket)
-
-    @precondition(lambda self: self.engine is not None)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.integers(-1, len(self.requests)))
-        self.engine.cancel(ticket)
-        if ticket in self.open:
-            self.cancelled.add(ticket)
-            self.open.discard(ticket)
-
-    @precondition(lambda self: self.engine is not None)
-    @rule(steps=st.integers(1, 8))
-    def step(self, steps: int) -> None:
-        for _ in range(steps):
-            self.take(self.engine.step())
-
-    @precondition(lambda self: self.engine is not None)
-    @rule(kind=st.integers(0, 7), leave_after=st.integers(0, 6))
-    def stream(self, kind: int, leave_after: int) -> None:
-        stream = self.engine.stream(request_of_kind(kind))
-        tokens = [token for event in itertools.islice(stream, leave_after) for token in event.token_ids]
-        stream.close()
-        if leave_after:
-            self.requests[len(self.requests)] = kind  # its ticket is used up
-        assert tokens == self.alone[kind][:leave_after]
-        self.all_told = False  # what it brought for the others waits for the next step
-
-    def take(self, events: list[TokenEvent]) -> None:
-        self.events += events
-        self.open -= {event.ticket for event in events if event.finish_reason}
-        self.all_told = True
-
-    @invariant()
-    def counters_agree(self) -> None:
-        if self.engine is None:
-            return
-        counters = self.engine.counters()
-        assert counters.in_flight == len(self.open) or (counters.in_flight < len(self.open) and not self.all_told)
-        assert 0 <= counters.pages_free <= counters.pages
-        assert counters.last_step_rows <= counters.row_budget
-        assert counters.waiting + counters.resident <= counters.in_flight
-        if not self.open:
-            assert counters.pages_free == counters.pages
-
-    def teardown(self) -> None:
-        if self.engine is None:
-            return
-        self.take(drain(self.engine))
-        assert not self.open
-        assert_idle(self.engine)
-        for ticket, (tokens, reason) in answers(self.events).items():
-            expected = self.alone[self.requests[ticket]]
-            if reason == CANCELLED:
-                assert ticket in self.cancelled
-                assert tokens == expected[: len(tokens)]
-            else:
-                assert tokens == expected
-
-
-def request_of_kind(kind: int) -> Request:
-    """Short, long and stopping requests, greedy and drawn."""
-    return request(
-        kind,
-        tokens=(1, 3, 30, 60)[kind % 4],
-        prompt_tokens=(1, 5, 19, 12)[kind % 4],
-        sampling=Sampling(0.0 if kind < 4 else 1.5, seed=kind),
-        stop_token_ids=tuple(range(kind, 301, 40)),
-    )
-
-
-def test_any_order_of_submit_cancel_stream_and_step(directory: Path) -> None:
-    alone = {kind: answer_alone(directory, request_of_kind(kind)).token_ids for kind in range(8)}
-    machine = type("Machine", (AnyOrder,), {"directory": directory, "alone": alone})
-    test = machine.TestCase
-    test.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
-    test("runTest").runTest()

@@ -10,8 +10,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_checkpoint
 from hypothesis import given, settings
+from transformers import AutoModelForCausalLM
 
 from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling
 from megatoken.engine.sampling import sample, uniform
@@ -217,13 +217,6 @@ def test_a_draw_does_not_depend_on_the_rows_beside_it() -> None:
     assert shuffled == [together[row] for row in order]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path)
-    return path
-
-
 def test_answers_do_not_depend_on_batch_order_preemption_or_overlap(directory: Path) -> None:
     draws = random.Random(1)
     kinds = [GREEDY, Sampling(1.5, seed=3), Sampling(1.0, 20, 0.9, seed=4), Sampling(2.0, top_p=0.7, seed=-5)]
@@ -268,8 +261,6 @@ def test_without_a_seed_equal_prompts_differ_and_a_repeated_run_does_not(directo
 
 def test_first_tokens_of_an_engine_follow_its_logits(directory: Path) -> None:
     """The whole way from request to token: frequencies of first tokens over seeds, against transformers' logits."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.inference_mode():
         logits = model(torch.tensor([[5, 9, 2]])).logits[0, -1].tolist()

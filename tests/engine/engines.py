@@ -1,0 +1,53 @@
+"""Small engines, requests for them, and what their events must add up to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatoken.engine import Completion, Engine, EngineConfig, FinishReason, Request, TokenEvent
+
+SIZES = {"precision": "fp32", "page_size": 4, "cache_tokens": 80, "max_rows": 24, "max_sequences": 6}
+
+
+def make_engine(directory: Path, **changes: object) -> Engine:
+    return Engine(directory, EngineConfig(**{**SIZES, **changes}))
+
+
+def request(seed: int = 0, tokens: int = 12, prompt_tokens: int = 6, **others: object) -> Request:
+    prompt = [(seed * 31 + place * 17) % 301 for place in range(prompt_tokens)]
+    return Request(prompt, tokens, ignore_end_token=True, **others)
+
+
+def answer_alone(directory: Path, asked: Request) -> Completion:
+    (completion,) = make_engine(directory).generate([asked])
+    return completion
+
+
+def drain(engine: Engine) -> list[TokenEvent]:
+    events = []
+    while engine.busy:
+        events += engine.step()
+    return events
+
+
+def answers(events: Iterable[TokenEvent]) -> dict[int, tuple[list[int], FinishReason]]:
+    """Tokens and finish reason of each ticket, checking that a reason comes exactly once, and last."""
+    tokens: dict[int, list[int]] = defaultdict(list)
+    reasons: dict[int, FinishReason] = {}
+    for event in events:
+        assert event.ticket not in reasons
+        tokens[event.ticket] += event.token_ids
+        if event.finish_reason is not None:
+            reasons[event.ticket] = event.finish_reason
+    assert tokens.keys() == reasons.keys()
+    return {ticket: (tokens[ticket], reasons[ticket]) for ticket in reasons}
+
+
+def assert_idle(engine: Engine) -> None:
+    counters = engine.counters()
+    assert not engine.busy
+    assert engine.step() == []
+    assert (counters.in_flight, counters.waiting, counters.resident) == (0, 0, 0)
+    assert counters.pages_free == counters.pages

@@ -1,0 +1,109 @@
+"""Submits, cancels, streams and steps in any order, against each request alone."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import hypothesis.strategies as st
+from engines import answer_alone, answers, assert_idle, drain, make_engine, request
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from megatoken.engine import Engine, FinishReason, Request, Sampling, TokenEvent
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Submits, cancels and steps; tokens are compared with those of the same request alone."""
+
+    directory: Path
+    engine: Engine
+    alone: dict[int, list[int]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: dict[int, int] = {}
+        self.open: set[int] = set()
+        self.cancelled: set[int] = set()
+        self.events: list[TokenEvent] = []
+        self.all_told = True
+
+    @initialize(overlap=st.booleans(), max_rows=st.integers(1, 30), page_size=st.sampled_from([1, 4, 16]))
+    def start(self, overlap: bool, max_rows: int, page_size: int) -> None:
+        self.engine = make_engine(self.directory, overlap=overlap, max_rows=max_rows, page_size=page_size)
+
+    @rule(kind=st.integers(0, 7))
+    def submit(self, kind: int) -> None:
+        ticket = self.engine.submit(request_of_kind(kind))
+        assert ticket == len(self.requests)
+        self.requests[ticket] = kind
+        self.open.add(ticket)
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.integers(-1, len(self.requests)))
+        self.engine.cancel(ticket)
+        if ticket in self.open:
+            self.cancelled.add(ticket)
+            self.open.discard(ticket)
+
+    @rule(steps=st.integers(1, 8))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.take(self.engine.step())
+
+    @rule(kind=st.integers(0, 7), leave_after=st.integers(0, 6))
+    def stream(self, kind: int, leave_after: int) -> None:
+        stream = self.engine.stream(request_of_kind(kind))
+        tokens = [token for event in itertools.islice(stream, leave_after) for token in event.token_ids]
+        stream.close()
+        if leave_after:
+            self.requests[len(self.requests)] = kind  # its ticket is used up
+        assert tokens == self.alone[kind][:leave_after]
+        self.all_told = False  # what it brought for the others waits for the next step
+
+    def take(self, events: list[TokenEvent]) -> None:
+        self.events += events
+        self.open -= {event.ticket for event in events if event.finish_reason}
+        self.all_told = True
+
+    @invariant()
+    def counters_agree(self) -> None:
+        counters = self.engine.counters()
+        assert counters.in_flight == len(self.open) or (counters.in_flight < len(self.open) and not self.all_told)
+        assert 0 <= counters.pages_free <= counters.pages
+        assert counters.last_step_rows <= counters.row_budget
+        assert counters.waiting + counters.resident <= counters.in_flight
+        if not self.open:
+            assert counters.pages_free == counters.pages
+
+    def teardown(self) -> None:
+        self.take(drain(self.engine))
+        assert not self.open
+        assert_idle(self.engine)
+        for ticket, (tokens, reason) in answers(self.events).items():
+            expected = self.alone[self.requests[ticket]]
+            if reason == FinishReason.CANCELLED:
+                assert ticket in self.cancelled
+                assert tokens == expected[: len(tokens)]
+            else:
+                assert tokens == expected
+
+
+def request_of_kind(kind: int) -> Request:
+    """Short, long and stopping requests, greedy and drawn."""
+    return request(
+        kind,
+        tokens=(1, 3, 30, 60)[kind % 4],
+        prompt_tokens=(1, 5, 19, 12)[kind % 4],
+        sampling=Sampling(0.0 if kind < 4 else 1.5, seed=kind),
+        stop_token_ids=tuple(range(kind, 301, 40)),
+    )
+
+
+def test_any_order_of_submit_cancel_stream_and_step(directory: Path) -> None:
+    alone = {kind: answer_alone(directory, request_of_kind(kind)).token_ids for kind in range(8)}
+    machine = type("Machine", (AnyOrder,), {"directory": directory, "alone": alone})
+    test = machine.TestCase
+    test.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
+    test("runTest").runTest()
