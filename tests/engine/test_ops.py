@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatoken.engine.cache import DUMP_PAGE, LayerCache
+from megatoken.engine.config import Precision
 from megatoken.engine.ops import cpu, reference
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
@@ -124,6 +125,29 @@ def test_fp8_linear(rows: int, inputs: int, outputs: int, seed: int, biased: boo
     )
     gated = torch.nn.functional.silu(expected) * expected
     assert_close(cpu.gated(x, packed, packed), gated, magnitude=2 * exact.magnitude.square())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+def test_machines_that_cannot_pack_get_the_same(precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    case = Case(normal(0, 9, 33).to(dtype), normal(1, 20, 33).to(dtype), normal(2, 20).to(dtype), dtype)
+    residual = normal(3, 9, 20).to(dtype)
+
+    def results() -> list[Tensor]:
+        packed = cpu.pack_linear(case.weight, case.bias, precision)
+        assert packed.packed.is_mkldnn == cpu.can_pack(dtype)
+        return [
+            cpu.linear(case.x, packed),
+            cpu.linear_add(case.x, packed, residual),
+            cpu.gated(case.x, packed, packed),
+        ]
+
+    here = results()
+    monkeypatch.setattr(cpu, "can_pack", lambda dtype: False)
+    for actual, expected, magnitude in zip(
+        results(), here, [case.magnitude, residual.float().abs() + case.magnitude, case.magnitude**2], strict=True
+    ):
+        assert_close(actual, expected.float(), magnitude=2 * magnitude)
 
 
 def test_fp8_rows_do_not_depend_on_the_rows_beside_them() -> None:

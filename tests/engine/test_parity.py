@@ -296,6 +296,7 @@ def test_stop_ids_and_limits(ending: tuple[Path, list[int], list[int], int], ove
         (Request(prompt, 1), 1, FinishReason.LENGTH),
         (Request(prompt, 1, stop_token_ids=(answer[0],)), 1, FinishReason.STOP),
         (Request(prompt, tokens), tokens, FinishReason.STOP),
+        (Request(prompt, tokens + 1), tokens, FinishReason.STOP),  # overlap has launched the last step by then
         (Request(prompt, tokens - 1), tokens - 1, FinishReason.LENGTH),
         (Request(prompt, 12, stop_token_ids=(answer[tokens - 1],), ignore_end_token=True), tokens, FinishReason.STOP),
     ]

@@ -224,7 +224,7 @@ class Engine:
         while open_tickets:
             events = self.step()
             # Set aside before the first yield: whoever gets control there may step, or never come back.
-            self._held[:0] = [event for event in events if event.ticket not in open_tickets]
+            self._held += [event for event in events if event.ticket not in open_tickets]
             for event in events:
                 if event.ticket in open_tickets:
                     if event.finish_reason is not None:

@@ -23,7 +23,7 @@ from megatoken.engine.quant import quantise_rows, quantise_tensor
 
 MASKED = -1e30
 IN_PLACE_SHARE = 0.6
-"""Below this share of live pages in the used range of the pool, copying the live ones out is cheaper than passing over all."""
+"""Below this share of live pages in the used range of the pool, copying those out is cheaper than passing over all."""
 
 _product = torch.ops.mkldnn._linear_pointwise
 
@@ -54,9 +54,9 @@ class AttentionIndex:
 
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this machine's oneDNN takes packed weights of ``dtype``."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack_linear(weight_ND: Tensor, bias_N: Tensor | None, precision: Precision) -> Linear:
@@ -73,19 +73,20 @@ def pack_linear(weight_ND: Tensor, bias_N: Tensor | None, precision: Precision) 
 def linear(x_TD: Tensor, linear: Linear, activation: str = "none") -> Tensor:
     """``activation(x W^T + b)``, activation "none" or "swish"."""
     if linear.scale is not None:
-        return _linear_fp8(x_TD, linear, activation)
+        return _linear_fp8(x_TD, linear, linear.scale, activation)
     if linear.packed.is_mkldnn:
-        return _product(x_TD, linear.packed, linear.bias, activation, [], "")
+        fused_TN: Tensor = _product(x_TD, linear.packed, linear.bias, activation, [], "")
+        return fused_TN
     y_TN = plain_linear(x_TD, linear.packed, linear.bias)
     return silu(y_TN) if activation == "swish" else y_TN
 
 
-def _linear_fp8(x_TD: Tensor, linear: Linear, activation: str) -> Tensor:
-    # Every e4m3 value is exact in bf16 and oneDNN accumulates in fp32, so this is the fp8 product, not a likeness of it.
+def _linear_fp8(x_TD: Tensor, linear: Linear, scale: float, activation: str) -> Tensor:
+    # Every e4m3 value is exact in bf16 and oneDNN accumulates in fp32, so this is the fp8 product itself.
     values, scale_T1 = quantise_rows(x_TD)
     x = values.to(torch.bfloat16)
     y = _product(x, linear.packed, None, "none", [], "") if linear.packed.is_mkldnn else plain_linear(x, linear.packed)
-    y_TN = y.float() * (scale_T1 * linear.scale)
+    y_TN = y.float() * (scale_T1 * scale)
     if linear.bias is not None:
         y_TN += linear.bias
     return (silu(y_TN) if activation == "swish" else y_TN).to(x_TD.dtype)
@@ -94,7 +95,8 @@ def _linear_fp8(x_TD: Tensor, linear: Linear, activation: str) -> Tensor:
 def linear_add(x_TD: Tensor, linear_: Linear, residual_TN: Tensor) -> Tensor:
     """``residual + x W^T + b`` in one product."""
     if linear_.scale is None and linear_.packed.is_mkldnn:
-        return _product.binary(x_TD, residual_TN, linear_.packed, linear_.bias, "add")
+        y_TN: Tensor = _product.binary(x_TD, residual_TN, linear_.packed, linear_.bias, "add")
+        return y_TN
     return residual_TN + linear(x_TD, linear_)
 
 
@@ -102,7 +104,8 @@ def gated(x_TD: Tensor, gate: Linear, up: Linear) -> Tensor:
     """``silu(gate(x)) * up(x)`` in two products."""
     gate_TN = linear(x_TD, gate, "swish")
     if up.scale is None and up.packed.is_mkldnn:
-        return _product.binary(x_TD, gate_TN, up.packed, up.bias, "mul")
+        y_TN: Tensor = _product.binary(x_TD, gate_TN, up.packed, up.bias, "mul")
+        return y_TN
     return gate_TN * linear(x_TD, up)
 
 
