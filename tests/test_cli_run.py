@@ -237,7 +237,7 @@ def test_a_killed_run_can_be_read_and_lost_at_most_the_last_seconds(tmp_path: Pa
     process.communicate()
     killed = read_run(next(out.glob("2*")))
     assert killed.verdict is Verdict.INTERRUPTED
-    assert killed.requests.num_rows == killed.result["samples_completed"] > 0
+    assert killed.requests.num_rows >= killed.result["samples_completed"] > 0
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback() -> None:

@@ -1,3 +1,4 @@
+import math
 import os
 
 import pytest
@@ -19,7 +20,7 @@ def test_off_a_terminal_a_line_now_and_then(
     live = Progress()
     live.stage("loading")
     for _ in range(12):
-        live.running(20.0, 0.25, 4321.0, COUNTERS)
+        live.running(20.0, 60.0, 0.25, 4321.0, COUNTERS)
         now += 1.0
     live.clear()
     live.note("note: this stays")
@@ -33,7 +34,7 @@ def test_quiet_says_nothing_off_a_terminal(capsys: pytest.CaptureFixture[str]) -
     live = Progress(quiet=True)
     live.stage("loading")
     live.note("note")
-    live.running(1.0, 0.0, 0.0, COUNTERS)
+    live.running(1.0, 1.0, 0.0, 0.0, COUNTERS)
     assert capsys.readouterr() == ("", "")
 
 
@@ -43,10 +44,12 @@ def test_on_a_terminal_the_line_is_redrawn_in_place_and_taken_off(monkeypatch: p
         monkeypatch.setattr("sys.stderr", terminal)
         live = Progress(quiet=True)
         live.stage("x" * 40)
-        live.running(0.0, 0.0, 0.0, COUNTERS)
-        live.running(10.0, 0.5, 1.0, COUNTERS)
+        live.running(0.0, math.inf, 0.0, 0.0, COUNTERS)
+        live.running(10.0, 10.0, 0.5, 1.0, COUNTERS)
         live.clear()
-        shown = screen.read(4096).decode()
+        shown = ""
+        while shown.count("\r") < 5:
+            shown += screen.read(4096).decode()
     parts = shown.split("\r")[1:]
     assert parts[0] == "x" * 40
     assert parts[1].startswith("0 s, ? left  0%")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from megatoken.results import RunFolder, SampleRow, SeriesRow, run_name
 from megatoken.targets import SampleEvent, Target
 
 SERIES_PERIOD_NS = 1_000_000_000
+PACE_SHARE = 0.3  # weight of the last second in what the time left is reckoned with
 QUEUED_SAMPLES = 1024  # kept waiting in the target, so that a million samples need not be built before the first step
 
 
@@ -136,7 +138,9 @@ class _Measurement:
         self._next = 0
         self._open: dict[int, _Sample] = {}
         self._input_tokens = self._output_tokens = 0
-        self._noted_ns, self._noted_output_tokens = self._issued_ns, 0
+        self._noted_ns = self._issued_ns
+        self._noted_output_tokens = self._noted_done_tokens = 0
+        self._pace = 0.0  # tokens a second of prompts and answers, lately
         self.failed = 0
 
     @property
@@ -161,14 +165,18 @@ class _Measurement:
     def note_state(self) -> None:
         """Adds a row to the time series and refreshes the live line."""
         counters, now_ns = self._target.counters(), time.monotonic_ns()
-        rate = (self._output_tokens - self._noted_output_tokens) / (now_ns - self._noted_ns) * 1e9
-        self._noted_ns, self._noted_output_tokens = now_ns, self._output_tokens
+        since_seconds = (now_ns - self._noted_ns) / 1e9
+        output_tokens, done_tokens = self._output_tokens, self._input_tokens + self._output_tokens
+        rate = (output_tokens - self._noted_output_tokens) / since_seconds
+        pace = (done_tokens - self._noted_done_tokens) / since_seconds
+        self._pace = PACE_SHARE * pace + (1 - PACE_SHARE) * self._pace if self._pace else pace
+        self._noted_ns, self._noted_output_tokens, self._noted_done_tokens = now_ns, output_tokens, done_tokens
         self._folder.add_series(
             SeriesRow(
                 elapsed_seconds=self._seconds(now_ns),
                 node=self._node,
                 replica=0,
-                output_tokens=self._output_tokens,
+                output_tokens=output_tokens,
                 processed_tokens=counters.processed_tokens - self._before.processed_tokens,
                 rows=counters.rows,
                 row_budget=counters.row_budget,
@@ -179,8 +187,8 @@ class _Measurement:
                 preemptions=counters.preemptions - self._before.preemptions,
             )
         )
-        done_share = (self._input_tokens + self._output_tokens) / self._all_tokens
-        self._progress.running(self._seconds(now_ns), done_share, rate, counters)
+        left_seconds = (self._all_tokens - done_tokens) / self._pace if self._pace else math.inf
+        self._progress.running(self._seconds(now_ns), left_seconds, done_tokens / self._all_tokens, rate, counters)
 
     def _feed(self) -> list[SampleRow]:
         refused = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
@@ -31,14 +32,19 @@ class Progress:
             sys.stderr.write(f"{text}\n")
 
     def running(
-        self, elapsed_seconds: float, done_share: float, tokens_per_second: float, counters: TargetCounters
+        self,
+        elapsed_seconds: float,
+        left_seconds: float,
+        done_share: float,
+        tokens_per_second: float,
+        counters: TargetCounters,
     ) -> None:
         """Says where the run is; off a terminal only when the last line is old enough."""
         now = time.monotonic()
         if not self._terminal and now < self._next:
             return
         self._next = now + PLAIN_PERIOD_SECONDS
-        left = f"{elapsed_seconds * (1 - done_share) / done_share:.0f} s" if done_share > 0 else "?"
+        left = f"{left_seconds:.0f} s" if math.isfinite(left_seconds) else "?"
         pages = f"{counters.pages - counters.pages_free:,} of {counters.pages:,} pages"
         self._write(
             f"{elapsed_seconds:.0f} s, {left} left  {done_share:.0%}  {tokens_per_second:,.0f} tokens/s  "
