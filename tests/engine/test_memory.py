@@ -102,11 +102,11 @@ def test_weight_bytes_are_those_of_the_packed_weights(tmp_path: Path) -> None:
             weights = load_weights(source, cpu, precision, 16)
             tensors = [weights.embedding_VD, weights.norm_D, weights.head.packed]
             for layer in weights.layers:
-                linears = [layer.qkv, layer.output, layer.gate, layer.up, layer.down]
+                linears = [layer.qkv, layer.output, *layer.gate_up, layer.down]
                 tensors += [linear.packed for linear in linears]
                 tensors += [linear.bias for linear in linears if linear.bias is not None]
                 tensors += [layer.input_norm_D, layer.post_norm_D]
-                tensors += [norm for norm in (layer.q_norm_E, layer.k_norm_E) if norm is not None]
+                tensors += layer.qk_norms_E or ()
             stored = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             assert weight_bytes(source.config, EngineConfig(precision=precision)) == stored
 

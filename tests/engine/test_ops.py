@@ -7,6 +7,7 @@ largest magnitude in play.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -17,8 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatoken.engine.cache import DUMP_PAGE, LayerCache
+<<<<<<< HEAD
 from megatoken.engine.config import Precision
 from megatoken.engine.ops import cpu, reference
+=======
+from megatoken.engine.config import ModelConfig
+from megatoken.engine.ops import cpu, native, reference
+>>>>>>> cuda
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 POISON = 1e4
@@ -101,7 +107,7 @@ def test_gated(gate: Case, seed: int, biased: bool) -> None:
     outputs, inputs = gate.weight.shape
     bias = normal(seed + 1, outputs).to(gate.dtype) if biased else None
     up = Case(gate.x, normal(seed, outputs, inputs).to(gate.dtype), bias, gate.dtype)
-    actual = cpu.gated(gate.x, gate.packed(), up.packed())
+    actual = cpu.gated(gate.x, (gate.packed(), up.packed()))
     expected = torch.nn.functional.silu(gate.expected) * up.expected
     assert_close(actual, expected, magnitude=2 * gate.magnitude * up.magnitude)
 
@@ -124,7 +130,7 @@ def test_fp8_linear(rows: int, inputs: int, outputs: int, seed: int, biased: boo
         cpu.linear_add(x, packed, residual), residual + expected, magnitude=residual.float().abs() + exact.magnitude
     )
     gated = torch.nn.functional.silu(expected) * expected
-    assert_close(cpu.gated(x, packed, packed), gated, magnitude=2 * exact.magnitude.square())
+    assert_close(cpu.gated(x, (packed, packed)), gated, magnitude=2 * exact.magnitude.square())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
@@ -207,7 +213,6 @@ def test_padded_rows() -> None:
     assert padded == sorted(padded)
     assert len(set(padded)) < 150
     assert padded[0] == 1
-    assert [reference.padded_rows(rows) for rows in range(1, 100)] == list(range(1, 100))
 
 
 # Attention
@@ -258,10 +263,13 @@ def check_decode_attention(pool: Pool) -> cpu.AttentionIndex:
     index = cpu.attention_index(pool.pages, pool.lengths, pool.cache, heads)
     actual = cpu.decode_attention(pool.query, pool.cache, index)
     exact = LayerCache(pool.cache.k.float(), pool.cache.v.float(), False)
-    oracle = reference.attention_index(pool.pages, pool.lengths, exact, heads)
-    expected = reference.decode_attention(pool.query.float(), exact, oracle)
+    table = torch.from_numpy(pool.pages), torch.from_numpy(pool.lengths)
+    expected = reference.decode_attention(pool.query.float(), exact, *table)
     assert actual.dtype == pool.query.dtype
     assert_close(actual, expected, magnitude=torch.full_like(expected, 2.0))
+    if native.has_attention(heads, pool.cache.k):
+        compiled = cpu.decode_attention(pool.query, pool.cache, cpu.PageTable(*table))
+        assert_close(compiled, expected, magnitude=torch.full_like(expected, 2.0))
     return index
 
 
@@ -298,6 +306,98 @@ def test_both_ways_of_decode_attention_are_met(lengths: list[int], dtype: torch.
         for unused_pages in (0, 600)
     }
     assert ways == {int, Tensor}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 16])
+def test_compiled_decode_attention(head_dim: int, group: int, dtype: torch.dtype) -> None:
+    """Every instance, with what lies beyond a sequence's end not even a number."""
+    pool = make_pool(
+        [1, 15, 16, 17, 64, 200, 63],
+        group,
+        page_size=16,
+        kv_heads=2,
+        group=group,
+        head_dim=head_dim,
+        dtype=dtype,
+        unused_pages=5,
+    )
+    if not native.has_attention(pool.query.shape[1], pool.cache.k):
+        pytest.skip("no compiler for the kernels")
+    table = torch.from_numpy(pool.pages), torch.from_numpy(pool.lengths)
+    exact = LayerCache(pool.cache.k.float(), pool.cache.v.float(), False)
+    expected = reference.decode_attention(pool.query.float(), exact, *table)
+    for side in (pool.cache.k, pool.cache.v):
+        side[side.float().abs() > POISON / 100] = torch.nan
+    strided = torch.cat((pool.query, pool.query), dim=1)[:, : pool.query.shape[1]]
+    actual = native.decode_attention(strided, pool.cache.k, pool.cache.v, *table)
+    assert_close(actual, expected, magnitude=torch.full_like(expected, 2.0))
+    assert torch.equal(actual, native.decode_attention(strided, pool.cache.k, pool.cache.v, *table))
+
+
+@random_shapes
+@given(
+    rows=st.integers(1, 40),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 3]),
+    head_dim=st.sampled_from([8, 32, 64]),
+    page_size=st.sampled_from([4, 16]),
+    normed=st.booleans(),
+    seed=SEEDS,
+    dtype=DTYPES,
+    fp8=st.booleans(),
+)
+def test_rotate_and_write(
+    rows: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    page_size: int,
+    normed: bool,
+    seed: int,
+    dtype: torch.dtype,
+    fp8: bool,
+) -> None:
+    """Queries and both sides of the cache, and nothing else written."""
+    draw = np.random.default_rng(seed)
+    config = ModelConfig("test", 1, 1, 1, kv_heads * group, kv_heads, head_dim, 1, 1, qk_norm=normed)
+    qkv = normal(seed, rows, (group + 2) * kv_heads * head_dim).to(dtype)
+    angle = 3 * normal(seed + 1, 50, head_dim // 2)
+    tables = angle.cos().repeat(1, 2).to(dtype), torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
+    norms = (normal(seed + 2, head_dim).to(dtype), normal(seed + 3, head_dim).to(dtype)) if normed else None
+    positions = torch.from_numpy(draw.integers(0, 50, rows, dtype=np.int32))
+    slots = torch.from_numpy(draw.permutation(60 * page_size)[:rows].astype(np.int32))
+    before = normal(seed + 4, 2, 60, kv_heads, page_size, head_dim).to(dtype)
+    cache, oracle = (LayerCache(*before.to(kind).clone(), fp8) for kind in (dtype, torch.float32))
+    batch = cpu.Batch(slots, positions, slots, 0, None, [], 0, slots, None)
+    actual = cpu.rotate_and_write(qkv, norms, tables, cache, batch, config)
+    wide = [None if norms is None else (norms[0].float(), norms[1].float()), (tables[0].float(), tables[1].float())]
+    arguments = positions.long(), slots.long(), config.heads, config.rms_norm_epsilon
+    expected = reference.rotate_and_write(qkv.float(), *wide, oracle, *arguments)
+    bound = expected.abs().amax()
+    assert_close(actual, expected, magnitude=torch.full_like(expected, 4 * float(bound)))
+    for side, exact in ((cache.k, oracle.k), (cache.v, oracle.v)):
+        written = slots.long() // page_size, slots.long() % page_size
+        tolerance = 0.14 if fp8 else ROUNDING[dtype] * 8
+        error = (side.float() - exact).abs()[written[0], :, written[1]]
+        assert (error <= tolerance * (exact.abs()[written[0], :, written[1]] + float(bound))).all()
+        untouched = torch.ones(60, page_size, dtype=torch.bool)
+        untouched[written] = False
+        original = before[0] if side is cache.k else before[1]
+        assert torch.equal(side.transpose(1, 2)[untouched], original.transpose(1, 2)[untouched])
+
+
+def test_without_a_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert native.library.__wrapped__() is None
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.library.__wrapped__() is None
+    assert list((tmp_path / "megatoken").iterdir()) == []
 
 
 @random_shapes

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from transformers import AutoModelForCausalLM
 
 from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling
+from megatoken.engine import sampling as sampling_module
 from megatoken.engine.sampling import sample, uniform
 
 GREEDY = Sampling()
@@ -188,6 +189,16 @@ def test_what_leaves_one_token_is_greedy(narrow: dict[str, float], dtype: torch.
     greedy = draw(logits, [GREEDY] * 200, [3] * 200)
     samplings = [Sampling(**{"temperature": 30.0, "seed": seed, **narrow}) for seed in range(200)]
     assert draw(logits, samplings, [3] * 200) == greedy
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(0.0, 1), (0.25 - 2**-54, 1), (0.25, 2), (0.5, 4), (0.75, 5), (1 - 2**-53, 5)]
+)
+def test_random_numbers_on_a_boundary(number: float, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interval of a token includes its lower end; tokens that are left out have none, the first and last neither."""
+    monkeypatch.setattr(sampling_module, "uniform", lambda seeds, positions: np.full(len(seeds), number))
+    logits = torch.tensor([[-9.0, 1.0, 1.0, -9.0, 1.0, 1.0, -9.0]])
+    assert draw(logits, [Sampling(1.0, top_k=4, seed=0)], [0]) == [expected]
 
 
 def test_extreme_temperatures_and_logits() -> None:
