@@ -51,7 +51,7 @@ class RunConfig(_Section):
     max_tokens: PositiveInt = Field(default=128, description="answer length of prompts that state none")
     samples: PositiveInt | None = Field(default=None, description="samples to issue; null: enough for the duration")
     min_duration_seconds: NonNegativeFloat | None = Field(
-        default=None, lt=1e9, description="shortest run; null: 600 under rules, 0 with samples, otherwise 15"
+        default=None, lt=1e9, description="shortest run; null: 600 under rules, otherwise about 15 if samples is null"
     )
     warm_up_seconds: NonNegativeFloat = Field(
         default=3.0, lt=1e9, description="time spent estimating the rate, not counted"

@@ -18,13 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatoken.engine.cache import DUMP_PAGE, LayerCache
-<<<<<<< HEAD
-from megatoken.engine.config import Precision
-from megatoken.engine.ops import cpu, reference
-=======
-from megatoken.engine.config import ModelConfig
+from megatoken.engine.config import ModelConfig, Precision
 from megatoken.engine.ops import cpu, native, reference
->>>>>>> cuda
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 POISON = 1e4
@@ -145,7 +140,7 @@ def test_machines_that_cannot_pack_get_the_same(precision: Precision, monkeypatc
         return [
             cpu.linear(case.x, packed),
             cpu.linear_add(case.x, packed, residual),
-            cpu.gated(case.x, packed, packed),
+            cpu.gated(case.x, (packed, packed)),
         ]
 
     here = results()

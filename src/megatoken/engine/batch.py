@@ -1,109 +1,91 @@
-"""A ``StepPlan`` as tensors: which ids at which positions, where their keys go, what each query sees."""
+"""A ``StepPlan`` as plain arrays: which ids at which positions, where their keys go, what each query sees."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from megatoken.engine.cache import DUMP_PAGE, LayerCache
-from megatoken.engine.ops import Ops
+from megatoken.engine.cache import DUMP_PAGE
 from megatoken.engine.scheduler import StepPlan
 
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive prompt rows of one sequence. ``pages`` is None when the chunk starts the sequence."""
-
-    first_row: int
-    rows: int
-    context: int
-    pages: Tensor | None
+Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """One step's inputs; T rows, decode rows first, then chunks, then padding; S of them sampled.
+class StepArrays:
+    """One step for a back end to turn into tensors. T rows, decode rows first, then prompt chunks, then padding.
 
-    Padding repeats token 0 at position 0, writes to the dump page and is read by nobody. ``sample_rows`` is padded too.
+    Page ids count from 1: page 0 is the dump page. Padding is token 0 at position 0, writes to the dump page and is
+    read by nobody; ``sample_rows`` is padded with row 0.
     """
 
-    token_ids: Tensor
-    positions: Tensor
-    cache_rows_TK: Tensor
-    decodes: int
-    decode_index: Any
-    chunks: list[Chunk]
-    samples: int
-    sample_rows: Tensor
-    sample_index: Any
+    token_ids: Ints  # [T] of prompt rows; 0 where table_slots is set
+    table_slots: Ints  # [T] slot whose newest token is the row's id, -1 for prompt rows
+    positions: Ints  # [T]
+    cache_slots: Ints  # [T] page * page_size + offset of the row's key
+    pages: Ints  # [R, W] of each sequence, in order
+    lengths: Ints  # [R] keys that the last row of each sequence sees
+    decodes: int  # the first sequences, one row each
+    chunk_rows: Ints  # [R - decodes + 1] first row of each chunk, and the row after the last
+    sampled: NDArray[np.int64]  # [S] which sequences sample
+    sample_rows: Ints  # [S, padded] their last rows
+    sample_slots: Ints  # [S] their slots
+
+    @property
+    def samples(self) -> int:
+        """S, rows that sample."""
+        return len(self.sampled)
 
 
-def build_batch(
+def step_arrays(
     plan: StepPlan,
-    page_table: NDArray[np.int32],
-    last_tokens: Tensor,
+    page_table: Ints,
+    page_size: int,
     host_tokens: Callable[[int, int, int], list[int]],
-    cache: LayerCache,
-    ops: Ops,
-    heads: int,
-) -> Batch:
-    """Turn a plan into tensors.
+    padded_rows: Callable[[int], int],
+) -> StepArrays:
+    """Turn a plan into arrays.
 
     Args:
         plan: what to run.
-        page_table: the scheduler's int32 [slots, pages] table, the plan's new pages included.
-        last_tokens: int64 [slots], the newest token of each slot, where the sampler leaves it.
-        host_tokens: ``(ticket, start, count) -> ids`` for prompt rows.
-        cache: any layer's cache, for its shape.
-        ops: the back end, which prepares its own attention index.
-        heads: query heads.
+        page_table: the scheduler's [slots, pages], the plan's new pages included.
+        page_size: tokens per page.
+        host_tokens: ``(ticket, start, count) -> ids`` of prompt rows.
+        padded_rows: rows to run instead of so many.
     """
-    page_size, kv_heads = cache.page_size, cache.k.shape[1]
-    count = plan.count
-    last_row = np.cumsum(count) - 1
-    positions = np.arange(last_row[-1] + 1) - np.repeat(last_row + 1 - count - plan.start, count)
-    page = page_table[np.repeat(plan.slot, count), positions // page_size].astype(np.int64) + 1
-    padding = ops.padded_rows(len(positions)) - len(positions)
-    positions, page = np.pad(positions, (0, padding)), np.pad(page, (0, padding), constant_values=DUMP_PAGE)
-    cache_rows = (page[:, None] * kv_heads + np.arange(kv_heads)) * page_size + (positions % page_size)[:, None]
+    count, decodes = plan.count, plan.decodes
+    ends = np.cumsum(count, dtype=np.int32)
+    rows = int(ends[-1])
+    padding = padded_rows(rows) - rows
+    starts = ends - count
+    positions = np.arange(rows, dtype=np.int32) - np.repeat(starts - plan.start, count)
+    page = page_table[np.repeat(plan.slot, count), positions // page_size] + np.int32(1)
 
-    prompt_ids: list[int] = []
-    chunks: list[Chunk] = []
-    for row in range(plan.decodes, len(count)):
-        start, rows = int(plan.start[row]), int(count[row])
-        prompt_ids += host_tokens(int(plan.ticket[row]), start, rows)
-        context = start + rows
-        pages = torch.from_numpy(page_table[plan.slot[row], : -(-context // page_size)] + 1) if start else None
-        chunks.append(Chunk(int(last_row[row]) + 1 - rows, rows, context, pages))
-    decode_ids = last_tokens.index_select(0, torch.from_numpy(plan.slot[: plan.decodes].astype(np.int64)))
-    token_ids = torch.cat((decode_ids, torch.tensor(prompt_ids + [0] * padding, dtype=torch.int64)))
+    token_ids, table_slots = np.zeros((2, rows + padding), dtype=np.int32)
+    table_slots[decodes:] = -1
+    table_slots[:decodes] = plan.slot[:decodes]
+    prompts: list[int] = []
+    for row in range(decodes, len(count)):
+        prompts += host_tokens(int(plan.ticket[row]), int(plan.start[row]), int(count[row]))
+    token_ids[decodes:rows] = prompts
 
-    visible = plan.start + count
-
-    def index(rows: NDArray[Any]) -> Any:
-        lengths = visible[rows]
-        if not len(lengths):
-            return None
-        width = -(-int(lengths.max()) // page_size)
-        return ops.attention_index(page_table[plan.slot[rows], :width] + 1, lengths, cache, heads)
-
-    decode_index = index(np.arange(plan.decodes))
+    lengths = plan.start + count
+    width = -(-int(lengths.max()) // page_size)
     sampled = np.flatnonzero(plan.sample)
-    sample_rows = np.pad(last_row[sampled], (0, ops.padded_rows(len(sampled)) - len(sampled) if len(sampled) else 0))
-    return Batch(
+    sample_padding = padded_rows(len(sampled)) - len(sampled) if len(sampled) else 0
+    return StepArrays(
         token_ids=token_ids,
-        positions=torch.from_numpy(positions),
-        cache_rows_TK=torch.from_numpy(cache_rows),
-        decodes=plan.decodes,
-        decode_index=decode_index,
-        chunks=chunks,
-        samples=len(sampled),
-        sample_rows=torch.from_numpy(sample_rows),
-        sample_index=decode_index if not chunks else index(sampled),
+        table_slots=table_slots,
+        positions=np.pad(positions, (0, padding)),
+        cache_slots=np.pad(page * np.int32(page_size) + positions % page_size, (0, padding), constant_values=DUMP_PAGE),
+        pages=page_table[plan.slot, :width] + np.int32(1),
+        lengths=lengths,
+        decodes=decodes,
+        chunk_rows=np.append(starts[decodes:], np.int32(rows)),
+        sampled=sampled,
+        sample_rows=np.pad(ends[sampled] - np.int32(1), (0, sample_padding)),
+        sample_slots=plan.slot[sampled],
     )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatoken.engine.batch import build_batch
+from megatoken.engine.batch import step_arrays
 from megatoken.engine.cache import allocate_cache
 from megatoken.engine.config import EngineConfig
 from megatoken.engine.memory import MemoryPlan
@@ -46,25 +46,18 @@ class Runner:
         Args:
             plan: what to run.
             scheduler: for its page table.
-            host_tokens: ids of prompt rows, see ``build_batch``.
+            host_tokens: ids of prompt rows, see ``step_arrays``.
             samplings: one for each sampled row; None when all are greedy.
 
         Returns:
             int64 [S], the sampled ids, in the order of the plan's sampled rows.
         """
-        batch = build_batch(
-            plan,
-            scheduler.page_table,
-            self._last_tokens,
-            host_tokens,
-            self._cache[0],
-            self._ops,
-            self.config.heads,
-        )
+        page_size = self._cache[0].page_size
+        arrays = step_arrays(plan, scheduler.page_table, page_size, host_tokens, self._ops.padded_rows)
+        batch = self._ops.prepare(arrays, self._last_tokens, self._cache[0], self.config)
         logits_SV = forward(self._weights, self.config, self._ops, self._cache, batch)
         ids_S = self._ops.greedy(logits_SV)
         if samplings is not None:
             sample(logits_SV, samplings, (plan.start + plan.count)[plan.sample].astype(np.int64), ids_S)
-        slots_S = torch.from_numpy(plan.slot[plan.sample].astype(np.int64))
-        self._last_tokens.index_copy_(0, slots_S, ids_S)
+        self._last_tokens.index_copy_(0, torch.from_numpy(arrays.sample_slots.astype(np.int64)), ids_S)
         return ids_S

@@ -16,8 +16,8 @@ from megatoken.harness.rules import DEFAULT_ROUND, ROUNDS
 from megatoken.targets import Target
 
 DEFAULT_DURATION_SECONDS = 15.0
-LOADGEN_MARGIN = 1.1  # LoadGen asks for this much more than duration x rate
-RULES_MARGIN = 1.2  # on top: a run that ends before the rules' duration is lost, a longer one only takes longer
+DURATION_MARGIN = 1.2  # a run that ends before the duration asked for is lost, a longer one only takes longer
+LOADGEN_MARGIN = 1.1  # LoadGen's own, on top
 WARM_UP_QUEUE = 16
 
 
@@ -63,17 +63,15 @@ def plan_offline(config: RunConfig, rows: int, samples_per_second: float) -> Off
     performance = config.mode == "performance"
     cut_short = config.samples is not None and config.samples < max(rows, rules.min_samples)
     if config.rules and performance and not cut_short:
-        rate = RULES_MARGIN * samples_per_second
+        rate = DURATION_MARGIN * samples_per_second
         return OfflineSettings(config.mode, rows, config.samples, config.min_duration_seconds, rate, rules.seeds)
-    if config.min_duration_seconds is not None:
-        seconds = config.min_duration_seconds
-    elif config.rules:
-        seconds = rules.min_duration_seconds
-    else:
-        seconds = DEFAULT_DURATION_SECONDS if config.samples is None else 0.0
+    seconds = config.min_duration_seconds
+    if seconds is None:
+        seconds = rules.min_duration_seconds if config.rules else 0.0
     samples = config.samples or rows
-    if performance and config.samples is None and seconds > 0:
-        samples = max(1, math.floor(LOADGEN_MARGIN * seconds * samples_per_second))
+    if performance and config.samples is None and config.min_duration_seconds != 0:
+        sized_for_seconds = DURATION_MARGIN * seconds or DEFAULT_DURATION_SECONDS
+        samples = max(1, math.floor(LOADGEN_MARGIN * sized_for_seconds * samples_per_second))
     # The rate is low enough that duration x rate asks for no sample more.
     return OfflineSettings(config.mode, samples, samples, seconds, 0.9 * samples / max(seconds, 1.0), rules.seeds)
 

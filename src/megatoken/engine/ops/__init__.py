@@ -1,66 +1,86 @@
-"""The operations a model is made of, and the choice of who computes them.
+"""The operations a model is made of, one module for each back end.
 
-``reference`` writes every operation out in plain torch: the definition, and the oracle of the tests. ``cpu`` computes
-the same with packed weights and paged matrix products. Both are modules with the functions of ``Ops``; the model calls
-them by name and never asks which it got.
+``cpu`` is a module with the functions of ``Ops``; the model calls them by name and never asks whose they are.
+``reference`` writes the operations out in plain torch: the definitions, and the oracle of the tests.
 
-Shape letters: T rows in the step, D hidden size, N output features, H query heads, K key/value heads, G = H / K,
-E head dimension, B sequences, P pages, S page size.
+Shape letters: T rows in the step, S rows that sample, D hidden size, N output features, F feed-forward size, H query
+heads, K key/value heads, G = H / K, E head dimension, V vocabulary, R sequences in the step, P pages, L positions.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
+from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import LayerCache
-from megatoken.engine.config import Precision
+from megatoken.engine.config import ModelConfig, Precision
+
+
+class Batch(Protocol):
+    """One step on the device. A back end adds what its attention needs."""
+
+    token_ids: Tensor
+    samples: int
+    sample_rows: Tensor
 
 
 class Ops(Protocol):
-    """What a back end provides. Tensors are rows of activations unless a shape says otherwise."""
+    """What a back end provides.
+
+    An activation on its way into a linear may be held in that linear's own number format, which is why operations that
+    make one are told its ``consumer``.
+    """
 
     def padded_rows(self, rows: int) -> int:
         """Rows to run instead of ``rows``, where every new number of rows would cost the back end time and memory."""
 
+    def prepare(self, arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: ModelConfig) -> Any:
+        """Bring one step to the device, with what ``attention`` needs for all layers.
+
+        ``last_tokens``: int64 [slots], the newest token of each slot.
+        """
+
     def pack_linear(self, weight_ND: Tensor, bias_N: Tensor | None, precision: Precision) -> Any:
         """Bring ``y = x W^T + b`` into the form ``linear`` wants; the plain weight may be freed afterwards."""
+
+    def pack_gated(self, gate_up: list[tuple[Tensor, Tensor | None]], precision: Precision) -> Any:
+        """Bring gate and up projection, each weight [F, D] and bias [F] or None, into the form ``gated`` wants."""
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, epsilon: float, consumer: Any = None) -> Tensor:
+        """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension."""
 
     def linear(self, x_TD: Tensor, linear: Any) -> Tensor:
         """``x W^T + b`` -> [T, N]."""
 
-    def linear_add(self, x_TD: Tensor, linear: Any, residual_TN: Tensor) -> Tensor:
-        """``residual + x W^T + b`` -> [T, N]."""
+    def linear_add_norm(
+        self, x_TD: Tensor, linear: Any, residual_TN: Tensor, weight_N: Tensor, epsilon: float, consumer: Any
+    ) -> tuple[Tensor, Tensor]:
+        """``r = residual + x W^T + b`` -> (r, rms_norm(r)), both [T, N]; ``residual`` may be overwritten."""
 
-    def gated(self, x_TD: Tensor, gate: Any, up: Any) -> Tensor:
-        """``silu(gate(x)) * up(x)`` -> [T, N]."""
+    def gated(self, x_TD: Tensor, gate_up: Any, consumer: Any) -> Tensor:
+        """``silu(gate(x)) * up(x)`` -> [T, F]."""
 
-    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-        """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension."""
+    def rotate_and_write(
+        self,
+        qkv_TN: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        tables_LE: tuple[Tensor, Tensor],
+        cache: LayerCache,
+        batch: Any,
+        config: ModelConfig,
+    ) -> Tensor:
+        """Rotate queries and keys (Qwen3: after normalising each head), store keys and values -> queries [T, H, E].
 
-    def rotate(self, x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-        """Rotary embedding in the half-split layout; ``sin_TE`` carries the minus sign of the first half."""
+        ``tables_LE``: cosine and sine in the half-split layout, the sine with the minus sign of the first half.
+        """
+
+    def attention(self, q_THE: Tensor, cache: LayerCache, batch: Any, consumer: Any) -> Tensor:
+        """Causal attention of every row over its sequence's cached keys -> [T, H * E]."""
+
+    def sample_attention(self, q_SHE: Tensor, cache: LayerCache, batch: Any, consumer: Any) -> Tensor:
+        """The same for the rows that sample alone, each the last of its sequence -> [S, H * E]."""
 
     def greedy(self, logits_SV: Tensor) -> Tensor:
         """Highest logit of each row, the lowest id among equals -> int64 [S]."""
-
-    def attention_index(
-        self, pages_BP: NDArray[np.int32], lengths_B: NDArray[np.int32], cache: LayerCache, heads: int
-    ) -> Any:
-        """Prepare ``decode_attention`` once per step for all layers.
-
-        Args:
-            pages_BP: int32 page ids of each sequence, in order; entries past its length are ignored.
-            lengths_B: int32 keys that the query of each sequence sees.
-            cache: any layer's cache, for its shape.
-            heads: query heads.
-        """
-
-    def decode_attention(self, q_BHE: Tensor, cache: LayerCache, index: Any) -> Tensor:
-        """One query a sequence against all its cached keys -> [B, H, E]."""
-
-    def chunk_attention(self, q_THE: Tensor, k_CKE: Tensor, v_CKE: Tensor) -> Tensor:
-        """Causal attention of a prompt chunk: the T queries are the last T of the C positions -> [T, H, E]."""

@@ -8,6 +8,8 @@ are read in place, once, whatever order they are in.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +19,17 @@ from torch.nn.functional import linear as plain_linear
 from torch.nn.functional import rms_norm as fused_rms_norm
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import DUMP_PAGE, LayerCache
-from megatoken.engine.config import Precision
+from megatoken.engine.config import ModelConfig, Precision
+from megatoken.engine.ops import native
 from megatoken.engine.quant import quantise_rows, quantise_tensor
 
 MASKED = -1e30
 IN_PLACE_SHARE = 0.6
-"""Below this share of live pages in the used range of the pool, copying those out is cheaper than passing over all."""
+"""Share of live pages in the used range of the pool below which copying them out is cheaper than passing over all."""
 
-_product = torch.ops.mkldnn._linear_pointwise
+_pointwise: Any = torch.ops.mkldnn._linear_pointwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +56,43 @@ class AttentionIndex:
     table_B_P: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """What the compiled attention needs: int32 page ids [R, P] and visible keys [R]."""
+
+    pages_RP: Tensor
+    lengths_R: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive prompt rows of one sequence, which see its first ``context`` keys."""
+
+    rows: slice
+    pages: Tensor
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's tensors, see ``StepArrays``."""
+
+    token_ids: Tensor
+    positions: Tensor
+    cache_slots: Tensor
+    decodes: int
+    decode_index: AttentionIndex | PageTable | None
+    chunks: list[Chunk]
+    samples: int
+    sample_rows: Tensor
+    sample_index: AttentionIndex | PageTable | None
+
+
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this machine's oneDNN takes packed weights of ``dtype``."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def pack_linear(weight_ND: Tensor, bias_N: Tensor | None, precision: Precision) -> Linear:
@@ -70,22 +106,37 @@ def pack_linear(weight_ND: Tensor, bias_N: Tensor | None, precision: Precision) 
     return Linear(weight_ND, bias_N, scale)
 
 
+def pack_gated(gate_up: list[tuple[Tensor, Tensor | None]], precision: Precision) -> tuple[Linear, Linear]:
+    """Apart, so that each product can do its share of the elementwise work."""
+    gate, up = (pack_linear(weight, bias, precision) for weight, bias in gate_up)
+    return gate, up
+
+
 def linear(x_TD: Tensor, linear: Linear, activation: str = "none") -> Tensor:
     """``activation(x W^T + b)``, activation "none" or "swish"."""
     if linear.scale is not None:
         return _linear_fp8(x_TD, linear, linear.scale, activation)
     if linear.packed.is_mkldnn:
-        fused_TN: Tensor = _product(x_TD, linear.packed, linear.bias, activation, [], "")
-        return fused_TN
+        return _product(x_TD, linear.packed, linear.bias, activation)
     y_TN = plain_linear(x_TD, linear.packed, linear.bias)
     return silu(y_TN) if activation == "swish" else y_TN
 
 
+def _product(x_TD: Tensor, packed: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
+    y_TN: Tensor = _pointwise(x_TD, packed, bias_N, activation, [], "")
+    return y_TN
+
+
+def _product_and(x_TD: Tensor, other_TN: Tensor, linear: Linear, operation: str) -> Tensor:
+    y_TN: Tensor = _pointwise.binary(x_TD, other_TN, linear.packed, linear.bias, operation)
+    return y_TN
+
+
 def _linear_fp8(x_TD: Tensor, linear: Linear, scale: float, activation: str) -> Tensor:
-    # Every e4m3 value is exact in bf16 and oneDNN accumulates in fp32, so this is the fp8 product itself.
+    # Every e4m3 value is exact in bf16 and oneDNN accumulates in fp32: this is the fp8 product, not a likeness of it.
     values, scale_T1 = quantise_rows(x_TD)
     x = values.to(torch.bfloat16)
-    y = _product(x, linear.packed, None, "none", [], "") if linear.packed.is_mkldnn else plain_linear(x, linear.packed)
+    y = _product(x, linear.packed, None, "none") if linear.packed.is_mkldnn else plain_linear(x, linear.packed)
     y_TN = y.float() * (scale_T1 * scale)
     if linear.bias is not None:
         y_TN += linear.bias
@@ -95,23 +146,31 @@ def _linear_fp8(x_TD: Tensor, linear: Linear, scale: float, activation: str) -> 
 def linear_add(x_TD: Tensor, linear_: Linear, residual_TN: Tensor) -> Tensor:
     """``residual + x W^T + b`` in one product."""
     if linear_.scale is None and linear_.packed.is_mkldnn:
-        y_TN: Tensor = _product.binary(x_TD, residual_TN, linear_.packed, linear_.bias, "add")
-        return y_TN
+        return _product_and(x_TD, residual_TN, linear_, "add")
     return residual_TN + linear(x_TD, linear_)
 
 
-def gated(x_TD: Tensor, gate: Linear, up: Linear) -> Tensor:
+def linear_add_norm(
+    x_TD: Tensor, linear: Linear, residual_TN: Tensor, weight_N: Tensor, epsilon: float, consumer: Linear
+) -> tuple[Tensor, Tensor]:
+    """The residual stream, and what the next linear reads of it."""
+    residual_TN = linear_add(x_TD, linear, residual_TN)
+    return residual_TN, rms_norm(residual_TN, weight_N, epsilon)
+
+
+def gated(x_TD: Tensor, gate_up: tuple[Linear, Linear], consumer: Linear | None = None) -> Tensor:
     """``silu(gate(x)) * up(x)`` in two products."""
+    gate, up = gate_up
     gate_TN = linear(x_TD, gate, "swish")
     if up.scale is None and up.packed.is_mkldnn:
-        y_TN: Tensor = _product.binary(x_TD, gate_TN, up.packed, up.bias, "mul")
-        return y_TN
+        return _product_and(x_TD, gate_TN, up, "mul")
     return gate_TN * linear(x_TD, up)
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """Torch's own kernel."""
-    return fused_rms_norm(x_TD, weight_D.shape, weight_D, epsilon)
+def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, consumer: Linear | None = None) -> Tensor:
+    """One pass where kernels were compiled, otherwise torch's several."""
+    h_TD = native.rms_norm(x_TD, weight_D, epsilon)
+    return fused_rms_norm(x_TD, weight_D.shape, weight_D, epsilon) if h_TD is None else h_TD
 
 
 def rotate(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
@@ -139,6 +198,43 @@ def _padded_pages(pages: int) -> int:
     # The batched products compile for each number of pages too: at most a quarter more, in a dozen sizes.
     step = max(16, 1 << max(pages.bit_length() - 3, 0))
     return -(-pages // step) * step
+
+
+def prepare(arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: ModelConfig) -> Batch:
+    """Views of the arrays, and the maps of the paged attention."""
+    page_size = cache.page_size
+    token_ids = torch.from_numpy(arrays.token_ids.astype(np.int64))
+    decodes = arrays.decodes
+    token_ids[:decodes] = last_tokens.index_select(0, torch.from_numpy(arrays.table_slots[:decodes]))
+
+    def index(sequences: Any) -> AttentionIndex | PageTable | None:
+        lengths = arrays.lengths[sequences]
+        if not len(lengths):
+            return None
+        width = -(-int(lengths.max()) // page_size)
+        pages = np.ascontiguousarray(arrays.pages[sequences, :width])
+        if native.has_attention(config.heads, cache.k):
+            return PageTable(torch.from_numpy(pages), torch.from_numpy(np.ascontiguousarray(lengths)))
+        return attention_index(pages, lengths, cache, config.heads)
+
+    bounds = arrays.chunk_rows.tolist()
+    contexts = arrays.lengths[decodes:].tolist()
+    chunks = [
+        Chunk(slice(first, end), torch.from_numpy(arrays.pages[decodes + place, : -(-context // page_size)]), context)
+        for place, ((first, end), context) in enumerate(zip(pairwise(bounds), contexts, strict=True))
+    ]
+    decode_index = index(slice(decodes))
+    return Batch(
+        token_ids=token_ids,
+        positions=torch.from_numpy(arrays.positions),
+        cache_slots=torch.from_numpy(arrays.cache_slots),
+        decodes=decodes,
+        decode_index=decode_index,
+        chunks=chunks,
+        samples=arrays.samples,
+        sample_rows=torch.from_numpy(arrays.sample_rows),
+        sample_index=index(arrays.sampled) if chunks else decode_index,
+    )
 
 
 def attention_index(
@@ -186,8 +282,63 @@ def attention_index(
     )
 
 
-def decode_attention(q_BHE: Tensor, cache: LayerCache, index: AttentionIndex) -> Tensor:
-    """Scores by page, softmax by sequence, values by page, sum by sequence."""
+def rotate_and_write(
+    qkv_TN: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    tables_LE: tuple[Tensor, Tensor],
+    cache: LayerCache,
+    batch: Batch,
+    config: ModelConfig,
+) -> Tensor:
+    """One pass where kernels were compiled and keys are stored as they are, otherwise torch's several."""
+    if norms is None and not cache.round_to_fp8:
+        q = native.rotate_and_write(
+            qkv_TN, *tables_LE, batch.positions, batch.cache_slots, cache.k, cache.v, config.heads
+        )
+        if q is not None:
+            return q
+    heads, kv_heads = config.heads, config.kv_heads
+    qkv = qkv_TN.view(len(qkv_TN), heads + 2 * kv_heads, config.head_dim)
+    qk, v_TKE = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
+    if norms is not None:
+        both = zip(torch.split(qk, [heads, kv_heads], dim=1), norms, strict=True)
+        qk = torch.cat([rms_norm(x, weight_E, config.rms_norm_epsilon) for x, weight_E in both], dim=1)
+    cos_TE, sin_TE = (table.index_select(0, batch.positions) for table in tables_LE)
+    q_THE, k_TKE = torch.split(rotate(qk, cos_TE, sin_TE), [heads, kv_heads], dim=1)
+    page_T, offset_T = batch.cache_slots.long() // cache.page_size, batch.cache_slots.long() % cache.page_size
+    rows_TK = (page_T[:, None] * kv_heads + torch.arange(kv_heads)) * cache.page_size + offset_T[:, None]
+    cache.write(cache.rounded(k_TKE), cache.rounded(v_TKE), rows_TK)
+    return q_THE
+
+
+def attention(q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) -> Tensor:
+    """Decode rows together, prompt chunks one by one."""
+    rows = len(q_THE)
+    if batch.decodes == rows and batch.decode_index is not None:
+        return decode_attention(q_THE, cache, batch.decode_index).view(rows, -1)
+    a_THE = torch.zeros_like(q_THE, memory_format=torch.contiguous_format)
+    if batch.decode_index is not None:
+        a_THE[: batch.decodes] = decode_attention(q_THE[: batch.decodes], cache, batch.decode_index)
+    for chunk in batch.chunks:
+        a_THE[chunk.rows] = chunk_attention(q_THE[chunk.rows], *cache.read(chunk.pages, chunk.context))
+    return a_THE.view(rows, -1)
+
+
+def sample_attention(q_SHE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) -> Tensor:
+    """Each sees its whole sequence, so all are decodes."""
+    rows = len(q_SHE)
+    assert batch.sample_index is not None
+    if batch.samples == rows:
+        return decode_attention(q_SHE, cache, batch.sample_index).view(rows, -1)
+    a_SHE = torch.zeros_like(q_SHE)
+    a_SHE[: batch.samples] = decode_attention(q_SHE[: batch.samples], cache, batch.sample_index)
+    return a_SHE.view(rows, -1)
+
+
+def decode_attention(q_BHE: Tensor, cache: LayerCache, index: AttentionIndex | PageTable) -> Tensor:
+    """Compiled, or: scores by page, softmax by sequence, values by page, sum by sequence."""
+    if isinstance(index, PageTable):
+        return native.decode_attention(q_BHE, cache.k, cache.v, index.pages_RP, index.lengths_R)
     sequences, heads, head_dim = q_BHE.shape
     _, kv_heads, page_size, _ = cache.k.shape
     if isinstance(index.pool, int):

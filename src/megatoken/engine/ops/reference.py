@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatoken.engine.cache import LayerCache
@@ -21,14 +19,6 @@ class Linear:
     weight: Tensor
     bias: Tensor | None
     scale: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionIndex:
-    """Page ids [B, pages] and visible keys [B] of the sequences that decode."""
-
-    pages_BP: Tensor
-    lengths_B: Tensor
 
 
 def pack_linear(weight_ND: Tensor, bias_N: Tensor | None, precision: Precision) -> Linear:
@@ -76,26 +66,13 @@ def greedy(logits_SV: Tensor) -> Tensor:
     return logits_SV.argmax(-1)
 
 
-def padded_rows(rows: int) -> int:
-    """No padding."""
-    return rows
-
-
-def attention_index(
-    pages_BP: NDArray[np.int32], lengths_B: NDArray[np.int32], cache: LayerCache, heads: int
-) -> AttentionIndex:
-    """Nothing to prepare."""
-    return AttentionIndex(torch.from_numpy(pages_BP), torch.from_numpy(lengths_B))
-
-
-def decode_attention(q_BHE: Tensor, cache: LayerCache, index: AttentionIndex) -> Tensor:
-    """Sequence by sequence, softmax in fp32."""
-    out_BHE = torch.empty_like(q_BHE)
-    for sequence, length in enumerate(index.lengths_B.tolist()):
-        used = -(-length // cache.page_size)
-        k_LKE, v_LKE = cache.read(index.pages_BP[sequence, :used], length)
-        out_BHE[sequence] = chunk_attention(q_BHE[sequence : sequence + 1], k_LKE, v_LKE)[0]
-    return out_BHE
+def decode_attention(q_RHE: Tensor, cache: LayerCache, pages_RP: Tensor, lengths_R: Tensor) -> Tensor:
+    """One query a sequence, which sees its first ``lengths`` keys; page by page in ``pages``."""
+    rows = []
+    for q_HE, pages, length in zip(q_RHE, pages_RP, lengths_R.tolist(), strict=True):
+        k_LKE, v_LKE = cache.read(pages[: -(-length // cache.page_size)], length)
+        rows.append(chunk_attention(q_HE[None], k_LKE, v_LKE))
+    return torch.cat(rows)
 
 
 def chunk_attention(q_THE: Tensor, k_CKE: Tensor, v_CKE: Tensor) -> Tensor:
@@ -107,3 +84,25 @@ def chunk_attention(q_THE: Tensor, k_CKE: Tensor, v_CKE: Tensor) -> Tensor:
     visible_TC = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
     weights_HTC = scores_HTC.masked_fill(~visible_TC, float("-inf")).softmax(-1)
     return torch.einsum("htc,che->the", weights_HTC, v_CHE).to(q_THE.dtype)
+
+
+def rotate_and_write(
+    qkv_TN: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    tables_LE: tuple[Tensor, Tensor],
+    cache: LayerCache,
+    positions_T: Tensor,
+    cache_slots_T: Tensor,
+    heads: int,
+    epsilon: float,
+) -> Tensor:
+    """Normalise each head if there are norms, rotate by position, store keys and values -> queries [T, H, E]."""
+    _, kv_heads, page_size, head_dim = cache.k.shape
+    q, k, v = qkv_TN.view(len(qkv_TN), -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)  # type: ignore[no-untyped-call]
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], epsilon), rms_norm(k, norms[1], epsilon)
+    cos_TE, sin_TE = (table_LE[positions_T] for table_LE in tables_LE)
+    page, offset = cache_slots_T // page_size, cache_slots_T % page_size
+    cache.k[page, :, offset] = cache.rounded(rotate(k, cos_TE, sin_TE))
+    cache.v[page, :, offset] = cache.rounded(v)
+    return rotate(q, cos_TE, sin_TE)

@@ -1,0 +1,301 @@
+// Three operations of the CPU back end that PyTorch can only compose from many passes over memory: paged decode attention,
+// RMS norm, and rotary embedding with the write into the paged cache. Compiled on first use by native.py, which also says
+// what each argument is; where no compiler is found the PyTorch versions in cpu.py run instead.
+//
+// Vectors are GCC's generic ones, so any target compiles; only the bf16 dot product has a variant for one instruction set.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int kLanes = 16;
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline Floats load(const float *from) {
+    Floats value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+inline Floats load(const bf16 *from) {
+#ifdef __AVX512F__  // GCC 12 widens the generic vector in two halves
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#else
+    Halves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return (Floats)(__builtin_convertvector(halves, Words) << 16);
+#endif
+}
+
+inline void store(float *to, Floats value) { std::memcpy(to, &value, sizeof value); }
+
+inline void store(bf16 *to, Floats value) {  // to nearest, ties to even; NaN stays NaN as long as its top bits say so
+    Words words = (Words)value;
+    words += 0x7fff + ((words >> 16) & 1);
+    Halves halves = __builtin_convertvector(words >> 16, Halves);
+    std::memcpy(to, &halves, sizeof halves);
+}
+
+template <typename T> inline Floats rounded(Floats value) {
+    T buffer[kLanes];
+    store(buffer, value);
+    return load(buffer);
+}
+
+inline Floats broadcast(float value) { return Floats{} + value; }
+
+inline float total(Floats value) {
+    float sum = 0;
+    for (int lane = 0; lane < kLanes; ++lane) sum += value[lane];
+    return sum;
+}
+
+inline float highest(Floats value) {
+    float best = value[0];
+    for (int lane = 1; lane < kLanes; ++lane) best = value[lane] > best ? value[lane] : best;
+    return best;
+}
+
+// e^x for x <= 0, relative error below 2e-7 (degree-6 Taylor polynomial of 2^f on |f| <= 1/2); 0 below -87.
+inline Floats exponential(Floats x) {
+    Floats y = x * 1.44269504088896341f;
+    Floats shifted = y + 12582912.0f;  // 1.5 * 2^23: the addition rounds to an integer
+    Ints whole = (Ints)shifted - 0x4b400000;
+    Floats f = y - (shifted - 12582912.0f);
+    Floats p = broadcast(1.5403530393381608e-4f);
+    p = p * f + 1.3333558146428443e-3f;
+    p = p * f + 9.618129107628477e-3f;
+    p = p * f + 5.550410866482158e-2f;
+    p = p * f + 2.402265069591007e-1f;
+    p = p * f + 6.931471805599453e-1f;
+    p = p * f + 1.0f;
+    Floats result = (Floats)((Ints)p + (whole << 23));
+    return x < -87.0f ? Floats{} : result;
+}
+
+// Sums of 16 vectors, one a lane: each level of the tree halves their number, three operations a pair.
+template <int Width> inline void fold(Floats *sums) {
+    constexpr int half = Width / 2;
+    Ints low, high;
+    for (int lane = 0; lane < kLanes; ++lane) {
+        int block = lane / Width * Width, within = lane % Width;
+        low[lane] = within < half ? block + within : 16 + block + within - half;
+        high[lane] = within < half ? block + half + within : 16 + block + within;
+    }
+    for (int pair = 0; pair < half; ++pair)
+        sums[pair] = __builtin_shuffle(sums[pair], sums[pair + half], low) +
+                     __builtin_shuffle(sums[pair], sums[pair + half], high);
+}
+
+inline Floats fold16(Floats *sums) {
+    fold<16>(sums);
+    fold<8>(sums);
+    fold<4>(sums);
+    fold<2>(sums);
+    return sums[0];
+}
+
+constexpr int kMaxGroup = 16, kMaxPage = 256;
+
+template <int E> constexpr int kBlock = E > 64 ? 2 : 4;  // queries whose sums fit in the registers together
+
+template <typename T> inline void prefetch(const T *from, int count) {
+    for (int at = 0; at < count; at += 64 / (int)sizeof(T)) __builtin_prefetch(from + at, 0, 2);
+}
+
+// Lane sums of query * key, not yet added up.
+template <int E, typename T> inline Floats product(const T *query, const T *key) {
+    Floats sum{};
+    for (int e = 0; e < E; e += kLanes) sum += load(query + e) * load(key + e);
+    return sum;
+}
+
+#ifdef __AVX512BF16__
+template <int E> inline Floats product(const bf16 *query, const bf16 *key) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int e = 0; e < E; e += 2 * kLanes)
+        sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(query + e), (__m512bh)_mm512_loadu_si512(key + e));
+    return (Floats)sum;
+}
+#endif
+
+// Dot products of one query with 16 consecutive keys.
+template <int E, typename T> inline Floats dots(const T *query, const T *keys) {
+    Floats sums[kLanes];
+    for (int key = 0; key < kLanes; ++key) sums[key] = product<E>(query, keys + key * E);
+    return fold16(sums);
+}
+
+// out[G][E] += weights[G][tokens] * values[tokens][E] for a block of G queries held in registers.
+template <typename T, int E, int G>
+inline void accumulate(float *out, const float *weights, const T *values, int tokens, const float *scale) {
+    constexpr int vectors = E / kLanes;
+    Floats sums[G][vectors];
+    for (int g = 0; g < G; ++g)
+        for (int v = 0; v < vectors; ++v) sums[g][v] = load(out + g * E + v * kLanes) * scale[g];
+    for (int token = 0; token < tokens; ++token)
+        for (int v = 0; v < vectors; ++v) {
+            Floats value = load(values + token * E + v * kLanes);
+            for (int g = 0; g < G; ++g) sums[g][v] += value * weights[g * kMaxPage + token];
+        }
+    for (int g = 0; g < G; ++g)
+        for (int v = 0; v < vectors; ++v) store(out + g * E + v * kLanes, sums[g][v]);
+}
+
+// One sequence's queries of one key/value head: online softmax page by page (Milakov and Gimelshein, 2018).
+template <typename T, int E>
+void attend(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_t *pages, int length, int kv_heads,
+            int kv_head, int group, int page_size, float scale) {
+    alignas(64) float sums[kMaxGroup][E], weights[kMaxGroup][kMaxPage];
+    float best[kMaxGroup], weight_sum[kMaxGroup], shrink[kMaxGroup];
+    std::memset(sums, 0, sizeof sums);
+    for (int g = 0; g < group; ++g) {
+        best[g] = -INFINITY;
+        weight_sum[g] = 0;
+    }
+    for (int first = 0; first < length; first += page_size) {
+        int tokens = length - first < page_size ? length - first : page_size;
+        int64_t place = ((int64_t)pages[first / page_size] * kv_heads + kv_head) * page_size * E;
+        const T *keys = k_cache + place, *values = v_cache + place;
+        // Pages lie anywhere, so the processor cannot guess the next one: fetch each side while the other is computed.
+        bool more = first + page_size < length;
+        const T *next = more ? k_cache + ((int64_t)pages[first / page_size + 1] * kv_heads + kv_head) * page_size * E : keys;
+        for (int tile = 0; tile < tokens; tile += kLanes) {
+            prefetch(values + tile * E, kLanes * E);
+            for (int g = 0; g < group; ++g) store(weights[g] + tile, dots<E>(q + g * E, keys + tile * E) * scale);
+        }
+        prefetch(next, page_size * E);
+        for (int g = 0; g < group; ++g) {
+            int padded = (tokens + kLanes - 1) / kLanes * kLanes;
+            for (int token = tokens; token < padded; ++token) weights[g][token] = -INFINITY;
+            Floats top = load(weights[g]);
+            for (int tile = kLanes; tile < padded; tile += kLanes) {
+                Floats other = load(weights[g] + tile);
+                top = other > top ? other : top;
+            }
+            float old = best[g], now = highest(top);
+            best[g] = old > now ? old : now;
+            shrink[g] = old == -INFINITY ? 0.0f : std::exp(old - best[g]);
+            Floats added{};
+            for (int tile = 0; tile < padded; tile += kLanes) {
+                Floats weight = exponential(load(weights[g] + tile) - best[g]);
+                added += weight;
+                store(weights[g] + tile, weight);
+            }
+            weight_sum[g] = weight_sum[g] * shrink[g] + total(added);
+        }
+        for (int g = 0; g < group;) {
+            int block = group - g < kBlock<E> ? group - g : kBlock<E>;
+            float *out = sums[g], *weight = weights[g], *by = shrink + g;
+            if (block == 4) accumulate<T, E, 4>(out, weight, values, tokens, by);
+            if (block == 3) accumulate<T, E, 3>(out, weight, values, tokens, by);
+            if (block == 2) accumulate<T, E, 2>(out, weight, values, tokens, by);
+            if (block == 1) accumulate<T, E, 1>(out, weight, values, tokens, by);
+            g += block;
+        }
+    }
+    for (int g = 0; g < group; ++g)
+        for (int e = 0; e < E; e += kLanes) store(out + g * E + e, load(sums[g] + e) / weight_sum[g]);
+}
+
+template <typename T, int E>
+void attend_all(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_t *pages, const int32_t *lengths,
+                int sequences, int width, int heads, int kv_heads, int page_size, int64_t q_stride) {
+    int group = heads / kv_heads;
+    float scale = 1.0f / std::sqrt((float)E);
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int item = 0; item < sequences * kv_heads; ++item) {
+        int sequence = item / kv_heads, kv_head = item % kv_heads, head = kv_head * group;
+        attend<T, E>(out + ((int64_t)sequence * heads + head) * E, q + sequence * q_stride + head * E, k_cache, v_cache,
+                     pages + (int64_t)sequence * width, lengths[sequence], kv_heads, kv_head, group, page_size, scale);
+    }
+}
+
+template <typename T>
+void attend_any(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_t *pages, const int32_t *lengths,
+               int sequences, int width, int heads, int kv_heads, int head_dim, int page_size, int64_t q_stride) {
+    switch (head_dim) {
+#define CASE(E)                                                                                                         \
+    case E:                                                                                                             \
+        attend_all<T, E>(out, q, k_cache, v_cache, pages, lengths, sequences, width, heads, kv_heads, page_size, q_stride); \
+        break;
+        CASE(32) CASE(64) CASE(96) CASE(128)
+#undef CASE
+    }
+}
+
+template <typename T>
+void normalise(T *out, const T *x, const T *weight, int64_t rows, int64_t width, float epsilon) {
+#pragma omp parallel for schedule(static) if (rows * width > 8192)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T *from = x + row * width;
+        Floats squares{};
+        for (int64_t at = 0; at < width; at += kLanes) {
+            Floats value = load(from + at);
+            squares += value * value;
+        }
+        float inverse = 1.0f / std::sqrt(total(squares) / width + epsilon);
+        for (int64_t at = 0; at < width; at += kLanes)
+            store(out + row * width + at, rounded<T>(load(from + at) * inverse) * load(weight + at));
+    }
+}
+
+template <typename T>
+void rotate_and_write(T *q_out, T *k_cache, T *v_cache, const T *qkv, const T *cos, const T *sin,
+                      const int32_t *positions, const int32_t *cache_slots, int64_t rows, int heads, int kv_heads,
+                      int head_dim, int page_size) {
+    int half = head_dim / 2, per_row = heads + 2 * kv_heads;
+#pragma omp parallel for schedule(static) if (rows * per_row * head_dim > 8192)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T *from = qkv + row * per_row * head_dim;
+        const T *c = cos + (int64_t)positions[row] * head_dim, *s = sin + (int64_t)positions[row] * head_dim;
+        int64_t page = cache_slots[row] / page_size, offset = cache_slots[row] % page_size;
+        for (int head = 0; head < heads + kv_heads; ++head, from += head_dim) {
+            T *to = head < heads ? q_out + (row * heads + head) * head_dim
+                                 : k_cache + ((page * kv_heads + head - heads) * page_size + offset) * head_dim;
+            for (int at = 0; at < half; at += kLanes) {
+                Floats first = load(from + at), second = load(from + half + at);
+                store(to + at, first * load(c + at) + second * load(s + at));
+                store(to + half + at, second * load(c + half + at) + first * load(s + half + at));
+            }
+        }
+        for (int head = 0; head < kv_heads; ++head, from += head_dim)
+            std::memcpy(v_cache + ((page * kv_heads + head) * page_size + offset) * head_dim, from, head_dim * sizeof(T));
+    }
+}
+
+}  // namespace
+
+#define EXPORT(T, SUFFIX)                                                                                               \
+    void decode_attention_##SUFFIX(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_t *pages,          \
+                                  const int32_t *lengths, int sequences, int width, int heads, int kv_heads,            \
+                                  int head_dim, int page_size, int64_t q_stride) {                                      \
+        attend_any<T>(out, q, k_cache, v_cache, pages, lengths, sequences, width, heads, kv_heads, head_dim,     \
+                             page_size, q_stride);                                                                      \
+    }                                                                                                                   \
+    void rms_norm_##SUFFIX(T *out, const T *x, const T *weight, int64_t rows, int64_t width, float epsilon) {            \
+        normalise<T>(out, x, weight, rows, width, epsilon);                                                             \
+    }                                                                                                                   \
+    void rotate_and_write_##SUFFIX(T *q_out, T *k_cache, T *v_cache, const T *qkv, const T *cos, const T *sin,           \
+                                   const int32_t *positions, const int32_t *cache_slots, int64_t rows, int heads,       \
+                                   int kv_heads, int head_dim, int page_size) {                                         \
+        rotate_and_write<T>(q_out, k_cache, v_cache, qkv, cos, sin, positions, cache_slots, rows, heads, kv_heads,      \
+                            head_dim, page_size);                                                                       \
+    }
+
+extern "C" {
+EXPORT(float, fp32)
+EXPORT(bf16, bf16)
+}
