@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatoken.engine import Engine, EngineConfig, FinishReason, Request, runner
 from megatoken.engine.config import Precision
+from megatoken.engine.ops import native
 from megatoken.engine.runner import Runner
 
 NEAR_TIE = 1e-5
@@ -81,6 +82,15 @@ def near_ties() -> Iterator[list[int]]:
     yield counts
     print(f"\n{sum(counts)} tokens differ from transformers' at near ties")
     assert sum(counts) <= 3
+
+
+@pytest.fixture(scope="module", params=["compiled", "torch"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With the kernels that are compiled where there is a compiler, and without."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(native, "library", lambda: None)
+        yield
 
 
 def count_near_ties(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> int:
@@ -148,14 +158,14 @@ def test_greedy_tokens_are_those_of_transformers(number: int, near_ties: list[in
 def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     directory = tmp_path_factory.mktemp("shared")
     return directory, make_checkpoint(
-        directory, num_hidden_layers=3, hidden_size=48, num_attention_heads=6, num_key_value_heads=2
+        directory, num_hidden_layers=3, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=32
     )
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_preempted_requests_go_on_where_they_were(
-    shared: tuple[Path, PreTrainedModel], page_size: int, overlap: bool, near_ties: list[int]
+    shared: tuple[Path, PreTrainedModel], kernels: None, page_size: int, overlap: bool, near_ties: list[int]
 ) -> None:
     directory, model = shared
     config = EngineConfig(precision="fp32", page_size=page_size, cache_tokens=96, max_rows=24, overlap=overlap)
@@ -170,13 +180,13 @@ def test_preempted_requests_go_on_where_they_were(
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_nothing_about_the_batch_changes_a_token(
-    shared: tuple[Path, PreTrainedModel], near_ties: list[int], data: st.DataObject
+    shared: tuple[Path, PreTrainedModel], kernels: None, near_ties: list[int], data: st.DataObject
 ) -> None:
     directory, model = shared
     sizes = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 16)), min_size=1, max_size=8)
     prompt_tokens, lengths = zip(*data.draw(sizes, label="prompt and answer tokens"), strict=True)
     longest = max(map(sum, zip(prompt_tokens, lengths, strict=True)))
-    page_size = data.draw(st.sampled_from([1, 3, 4, 16, 32]), label="page_size")
+    page_size = data.draw(st.sampled_from([1, 3, 4, 16, 32, 64]), label="page_size")
     pages = -(-longest // page_size) + data.draw(st.integers(0, 20), label="more pages")
     config = EngineConfig(
         precision="fp32",
@@ -226,6 +236,7 @@ def test_logit_error(
     precision: Precision,
     largest_error: float,
     typical_error: float,
+    kernels: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -235,11 +246,11 @@ def test_logit_error(
     longer than the row budget, and a small cache: chunks with a prefix, decodes and a preempted request are all in it.
     """
     model = make_checkpoint(
-        tmp_path, architecture, stored=torch.bfloat16, gain=1.0, hidden_size=64, head_dim=16, vocab_size=1000
+        tmp_path, architecture, stored=torch.bfloat16, gain=1.0, hidden_size=64, head_dim=32, vocab_size=1000
     )
     prompts = some_prompts(1000, 0)
     requests = [Request(prompt, ANSWER_TOKENS, ignore_end_token=True) for prompt in prompts]
-    engine = Engine(tmp_path, EngineConfig(precision=precision, max_rows=24, page_size=4, cache_tokens=168))
+    engine = Engine(tmp_path, EngineConfig(precision=precision, max_rows=24, page_size=16, cache_tokens=176))
     answers, logits = recorded_logits(engine, requests, monkeypatch)
     assert engine.counters().preemptions
 

@@ -195,7 +195,7 @@ def test_what_leaves_one_token_is_greedy(narrow: dict[str, float], dtype: torch.
     ("number", "expected"), [(0.0, 1), (0.25 - 2**-54, 1), (0.25, 2), (0.5, 4), (0.75, 5), (1 - 2**-53, 5)]
 )
 def test_random_numbers_on_a_boundary(number: float, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interval of a token includes its lower end; tokens that are left out have none, the first and last neither."""
+    """The interval of a token includes its lower end; tokens that are left out, at either end too, have none."""
     monkeypatch.setattr(sampling_module, "uniform", lambda seeds, positions: np.full(len(seeds), number))
     logits = torch.tensor([[-9.0, 1.0, 1.0, -9.0, 1.0, 1.0, -9.0]])
     assert draw(logits, [Sampling(1.0, top_k=4, seed=0)], [0]) == [expected]
