@@ -140,16 +140,19 @@ template <int E, typename T> inline Floats dots(const T *query, const T *keys) {
 
 // out[G][E] += weights[G][tokens] * values[tokens][E] for a block of G queries held in registers.
 template <typename T, int E, int G>
-inline void accumulate(float *out, const float *weights, const T *values, int tokens, const float *scale) {
+inline void accumulate(float *out, const float *weights, const T *values, int tokens, const float *scale,
+                       const T *ahead) {
     constexpr int vectors = E / kLanes;
     Floats sums[G][vectors];
     for (int g = 0; g < G; ++g)
         for (int v = 0; v < vectors; ++v) sums[g][v] = load(out + g * E + v * kLanes) * scale[g];
-    for (int token = 0; token < tokens; ++token)
+    for (int token = 0; token < tokens; ++token) {
+        prefetch(ahead + token * E, E);
         for (int v = 0; v < vectors; ++v) {
             Floats value = load(values + token * E + v * kLanes);
             for (int g = 0; g < G; ++g) sums[g][v] += value * weights[g * kMaxPage + token];
         }
+    }
     for (int g = 0; g < G; ++g)
         for (int v = 0; v < vectors; ++v) store(out + g * E + v * kLanes, sums[g][v]);
 }
@@ -176,7 +179,6 @@ void attend(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_
             prefetch(values + tile * E, kLanes * E);
             for (int g = 0; g < group; ++g) store(weights[g] + tile, dots<E>(q + g * E, keys + tile * E) * scale);
         }
-        prefetch(next, page_size * E);
         for (int g = 0; g < group; ++g) {
             int padded = (tokens + kLanes - 1) / kLanes * kLanes;
             for (int token = tokens; token < padded; ++token) weights[g][token] = -INFINITY;
@@ -199,10 +201,11 @@ void attend(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_
         for (int g = 0; g < group;) {
             int block = group - g < kBlock<E> ? group - g : kBlock<E>;
             float *out = sums[g], *weight = weights[g], *by = shrink + g;
-            if (block == 4) accumulate<T, E, 4>(out, weight, values, tokens, by);
-            if (block == 3) accumulate<T, E, 3>(out, weight, values, tokens, by);
-            if (block == 2) accumulate<T, E, 2>(out, weight, values, tokens, by);
-            if (block == 1) accumulate<T, E, 1>(out, weight, values, tokens, by);
+            const T *ahead = g ? values : next;
+            if (block == 4) accumulate<T, E, 4>(out, weight, values, tokens, by, ahead);
+            if (block == 3) accumulate<T, E, 3>(out, weight, values, tokens, by, ahead);
+            if (block == 2) accumulate<T, E, 2>(out, weight, values, tokens, by, ahead);
+            if (block == 1) accumulate<T, E, 1>(out, weight, values, tokens, by, ahead);
             g += block;
         }
     }
