@@ -4,37 +4,50 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatoken import cli
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+TIMEOUT_SECONDS = 200  # only a hang takes this long, however busy the machine
 COMMAND = [sys.executable, "-m", "megatoken"]
 
 
-def start(
-    *arguments: object, before: Callable[[], None] | None = None, folder: Path | None = None
-) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
+@contextmanager
+def started(*arguments: object, before: Callable[[], None] | None = None) -> "Iterator[subprocess.Popen[str]]":
+    """The command in a process of its own, which does not outlive the block."""
+    process = subprocess.Popen(
         [*COMMAND, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=ENVIRONMENT,
         preexec_fn=before,
-        cwd=folder,
     )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
-def call(*arguments: object, **options: Any) -> tuple[int, str, str]:
+def wait_until_torch_is_loaded(process: "subprocess.Popen[str]") -> None:
+    """From then on the command is past its own start and busy with the model."""
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+def call(*arguments: object, before: Callable[[], None] | None = None) -> tuple[int, str, str]:
     """Runs the command in a process of its own: exit code, standard output, standard error."""
-    process = start(*arguments, **options)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
+    with started(*arguments, before=before) as process:
+        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+        return process.returncode, out, err
 
 
 def call_here(

@@ -6,7 +6,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from megatoken.config import RunConfig
 from megatoken.engine.request import Request
 from megatoken.errors import MegatokenError, RequestError
-from megatoken.harness import rules
+from megatoken.harness import rules, stop
 from megatoken.harness.datasets import load_lengths
 from megatoken.harness.loadgen import OfflineSettings, OfflineTest, Seeds
 from megatoken.harness.offline import run_offline
@@ -23,17 +24,26 @@ from megatoken.harness.progress import Progress
 from megatoken.targets import SampleEvent, TargetCounters
 
 SEEDS = Seeds(1, 2, 3)
+TIMEOUT_SECONDS = 200  # only a hang takes this long, however busy the machine
 
 
-def start(name: str, **arguments: Any) -> "subprocess.Popen[str]":
+@contextmanager
+def started(name: str, **arguments: Any) -> "Iterator[subprocess.Popen[str]]":
+    """A function of this module in a process of its own, which does not outlive the block."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, name, json.dumps(arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def call(name: str, **arguments: Any) -> Any:
-    process = start(name, **arguments)
-    out, err = process.communicate(timeout=60)
+    """Runs a function of this module in a process of its own and returns its answer."""
+    with started(name, **arguments) as process:
+        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0, err
     return json.loads(out)
 
@@ -84,7 +94,7 @@ class PacedTarget:
             if sample_id == self._crash_at_sample:
                 raise MegatokenError("the target fell over")
             if sample_id == self._hang_at_sample:
-                time.sleep(60)
+                time.sleep(1000)
             self._processed += len(request.prompt) + request.max_tokens - 1
             now_ns = time.monotonic_ns()
             events.append(SampleEvent(sample_id, tuple(range(request.max_tokens - 1)), None, now_ns))
@@ -112,9 +122,15 @@ class PacedTarget:
 
 
 def offline(
-    out: str, lengths: str, config: dict[str, Any], rules_seconds: float | None = None, **target: Any
+    out: str,
+    lengths: str,
+    config: dict[str, Any],
+    rules_seconds: float | None = None,
+    grace_seconds: float = stop.GRACE_SECONDS,
+    **target: Any,
 ) -> object:
     """A whole run against a ``PacedTarget``; with ``rules_seconds``, under rules of that duration."""
+    stop.GRACE_SECONDS = grace_seconds
     data_set = load_lengths(Path(lengths), vocabulary_size=100, max_length=1000)
     if rules_seconds is not None:
         rows = len(data_set.requests)

@@ -2,12 +2,13 @@
 
 import json
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loadgen_children import call, start
+from loadgen_children import TIMEOUT_SECONDS, call, started
 
 from megatoken.results import Run, Verdict, read_run
 
@@ -114,51 +115,53 @@ def test_accuracy_mode_logs_what_the_target_said(tmp_path: Path, lengths: Path) 
         assert bytes.fromhex(entry["data"]) == b"".join(token.to_bytes(4, "little") for token in expected)
 
 
+def wait_until_running(process: "subprocess.Popen[str]", out: Path) -> None:
+    while not any(out.glob("2*/mlperf/mlperf_log_detail.txt")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
 def test_a_signal_ends_the_run_soon_and_keeps_what_was_done(
     tmp_path: Path, lengths: Path, number: signal.Signals, name: str
 ) -> None:
     out = tmp_path / "runs"
     config = {"samples": 20_000, "warm_up_seconds": 0.0}
-    process = start("offline", out=str(out), lengths=str(lengths), config=config, per_poll=1, pause_seconds=0.01)
-    while not any(out.glob("2*/mlperf/mlperf_log_detail.txt")):
-        assert process.poll() is None
-        time.sleep(0.02)
-    time.sleep(1.0)
-    process.send_signal(number)
-    sent = time.monotonic()
-    out_text, err = process.communicate(timeout=30)
-    assert time.monotonic() - sent < 10  # 0.2 s when nothing else runs
+    options = {"config": config, "per_poll": 1, "pause_seconds": 0.01}
+    with started("offline", out=str(out), lengths=str(lengths), **options) as process:
+        wait_until_running(process, out)
+        time.sleep(1.0)
+        process.send_signal(number)
+        sent = time.monotonic()
+        out_text, err = process.communicate(timeout=TIMEOUT_SECONDS)
+        assert time.monotonic() - sent < 20  # 0.2 s when nothing else runs, 200 s for all samples
     assert process.returncode == 0, err
     finished = read_run(Path(json.loads(out_text)["path"]))
     assert finished.verdict is Verdict.INTERRUPTED
     done = finished.requests.num_rows
-    assert done > 20
+    assert done > 5
     assert finished.reasons[0]["message"] == f"{name} after {done:,} of 20,000 samples"
     log = (finished.path / "mlperf" / "mlperf_log_detail.txt").read_text()
     assert '"key": "num_errors", "value": 1' in log  # nobody can take it for a result
 
 
-@pytest.mark.parametrize("second_signal", [True, False])
-def test_a_target_that_hangs_cannot_hold_the_process(tmp_path: Path, lengths: Path, second_signal: bool) -> None:
+@pytest.mark.parametrize(("grace_seconds", "signals"), [(0.5, 1), (1000.0, 2)])
+def test_a_target_that_hangs_cannot_hold_the_process(
+    tmp_path: Path, lengths: Path, grace_seconds: float, signals: int
+) -> None:
     out = tmp_path / "runs"
     config = {"samples": 50, "warm_up_seconds": 0.0}
-    process = start(
-        "offline", out=str(out), lengths=str(lengths), config=config, per_poll=1, pause_seconds=0.0, hang_at_sample=20
-    )
-    while not any(out.glob("2*/mlperf/mlperf_log_detail.txt")):
-        assert process.poll() is None
-        time.sleep(0.02)
-    time.sleep(1.5)
-    process.send_signal(signal.SIGINT)
-    if second_signal:
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-    sent = time.monotonic()
-    _, err = process.communicate(timeout=20)
-    assert time.monotonic() - sent < (2.5 if second_signal else 10)  # 0.1 s and 3 s when nothing else runs
+    options = {"config": config, "per_poll": 1, "hang_at_sample": 20, "grace_seconds": grace_seconds}
+    with started("offline", out=str(out), lengths=str(lengths), **options) as process:
+        wait_until_running(process, out)
+        while not (running := read_run(next(out.glob("2*")))).requests.num_rows:
+            time.sleep(0.05)
+        for _ in range(signals):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        _, err = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 130
     assert "stopped at once" in err
-    finished = read_run(next(out.glob("2*")))
+    finished = read_run(running.path)
     assert finished.verdict is Verdict.INTERRUPTED
     assert finished.requests.num_rows == 20
