@@ -190,6 +190,9 @@ def generate(
 def main() -> NoReturn:
     """Entry point: runs the command, turns what can go wrong into one line on stderr and an exit code."""
     signal.signal(signal.SIGTERM, _interrupt)
+    # Threads that wait for each other spin, and on a busy machine for the very core that the other needs: five times
+    # slower there (docs/performance.md). Read when PyTorch is imported, so it must be set before.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         code = app(standalone_mode=False) or ExitCode.OK
         sys.stdout.flush()
