@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
+import psutil
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, make_checkpoint
@@ -77,7 +78,7 @@ RUNS = [
     ("tiny", {"precision": "fp32", "cache_tokens": 4096, "page_size": 1, "max_rows": 64}, 32, (60, 120), (4, 8), 1.0),
     ("tiny", {"precision": "fp8", "cache_tokens": 2048, "max_rows": 512}, 2, (1500, 2000), (2, 3), 0.0),
     ("tiny", {"precision": "fp32", "cache_tokens": 2048, "max_rows": 32}, 2, (1000, 2000), (2, 3), 0.7),
-    ("125m", {"precision": "bf16", "cache_tokens": 1024, "max_length": 64}, 16, (4, 8), (2, 3), 1.0),
+    ("125m", {"precision": "fp8", "cache_tokens": 1024, "max_length": 64}, 16, (4, 8), (2, 3), 1.0),
 ]
 
 
@@ -88,6 +89,7 @@ def test_a_run_stays_below_its_plan(
     """Full caches, long prompts in chunks, many sequences, draws, loading: resident size, shared libraries and all."""
     usage = run_child(*run)
     assert usage["resident peak"] < usage["planned"]
+    assert usage["loaded"] <= 1.05 * usage["weights"] + 25_000_000  # loading leaves no holes behind
 
 
 @pytest.mark.parametrize(("model", "precision"), [("tiny", "bf16"), ("125m", "fp32")])
@@ -95,7 +97,6 @@ def test_peak_memory_of_64_requests(model: str, precision: str) -> None:
     config = {"precision": precision, "max_length": 256}
     usage = run_child(model, config, 64, (2, 6), (2, 3))
     assert usage["private peak"] <= 1.5 * usage["weights"] + 300_000_000
-    assert usage["loaded"] <= 1.1 * usage["weights"] + 30_000_000  # loading leaves no holes behind
 
 
 def test_weight_bytes_are_those_of_the_packed_weights(tmp_path: Path) -> None:
@@ -171,6 +172,11 @@ def test_defaults_follow_model_and_machine() -> None:
     assert plan_memory(SHAPES["tiny"], EngineConfig(precision="fp32")).weights_bytes == 2 * plan.weights_bytes
     tight = plan_memory(SHAPES["tiny"], EngineConfig(memory_bytes=plan.total_bytes - plan.cache_bytes // 2))
     assert tight.pages < plan.pages
+
+
+def test_no_plan_takes_more_than_the_machine_has() -> None:
+    plan = plan_memory(SHAPES["tiny"], EngineConfig(memory_bytes=10**15))
+    assert plan.total_bytes <= plan.available_bytes <= psutil.virtual_memory().total
 
 
 def test_the_plan_for_a_person() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,13 +62,16 @@ def bytes_per_token(config: ModelConfig, precision: Precision) -> int:
 def allocate_cache(config: ModelConfig, precision: Precision, pages: int, page_size: int) -> list[LayerCache]:
     """One cache per layer for ``pages`` usable pages and the dump page.
 
-    Zeroed, because masked attention still multiplies what a page holds beyond its sequence's end. The zeros come from
-    NumPy, which leaves them to the operating system: a page costs memory when it is first written.
+    Zeroed, because masked attention still multiplies what a page holds beyond its sequence's end. The zeros are mapped
+    from the operating system, not cleared: a page costs memory when it is first written.
     """
     shape = (pages + 1, config.kv_heads, page_size, config.head_dim)
     dtype = ACTIVATION_DTYPE[precision]
 
     def zeros() -> Tensor:
-        return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+        mapped = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without huge pages; they spare address translation, nothing else
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(mapped, dtype=dtype).view(shape)
 
     return [LayerCache(zeros(), zeros(), precision == "fp8") for _ in range(config.layers)]

@@ -180,7 +180,7 @@ def return_freed_memory() -> None:
     """Give freed heap back to the system.
 
     The C library keeps it for the process. Loading alternates plain and packed matrices, and the holes between them
-    otherwise add up to half of the weights.
+    add up to a third of the weights, more or less by the order of reading.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:

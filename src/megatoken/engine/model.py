@@ -73,7 +73,6 @@ def load_weights(source: WeightSource, ops: Ops, precision: Precision, max_lengt
 
     def layer(prefix: str) -> LayerWeights:
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        return_freed_memory()
         return LayerWeights(
             input_norm_D=source.read(f"{prefix}.input_layernorm.weight", dtype),
             qkv=qkv(attention),
@@ -95,10 +94,14 @@ def load_weights(source: WeightSource, ops: Ops, precision: Precision, max_lengt
         head = ops.pack_linear(embedding_VD, None, head_precision)
     else:
         head = linear("lm_head", False, head_precision)
+    layers = []
+    for number in range(config.layers):
+        layers.append(layer(f"model.layers.{number}"))
+        return_freed_memory()
     cos_LE, sin_LE = rotary_tables(config.rope, config.head_dim, max_length)
     return Weights(
         embedding_VD=embedding_VD,
-        layers=[layer(f"model.layers.{number}") for number in range(config.layers)],
+        layers=layers,
         norm_D=source.read("model.norm.weight", dtype),
         head=head,
         rotary_LE=(cos_LE.to(dtype), sin_LE.to(dtype)),
