@@ -1,0 +1,338 @@
+"""Times the fused kernels at 70B and 8B shapes, every candidate launch, against a device copy.
+
+Inputs rotate through more memory than the L2 cache holds; launches are replayed from a CUDA graph, so that times are
+the device's alone, launch gaps included. ``host`` is what one call costs the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from megatoken.engine.config import RopeConfig
+from megatoken.engine.model import rotary_tables
+from megatoken.engine.ops import fused, tokens
+
+ROWS = (64, 256, 512, 1024, 1536, 2048, 4096)
+FEW_ROWS = (512, 1536, 4096)
+SAMPLED_ROWS = (1, 64, 256, 870, 1100)
+POOL_ROWS = 8192
+PAGES, PAGE_SIZE, POSITIONS = 16_384, 32, 4096
+E4M3 = torch.float8_e4m3fn
+DEVICE = "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of one model, letters as in ``ops``."""
+
+    name: str
+    D: int
+    F: int
+    H: int
+    K: int
+    V: int
+    E: int = 128
+
+
+SHAPES = (Shape("70b", 8192, 28672, 64, 8, 32_000), Shape("8b", 4096, 14336, 32, 8, 128_256))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kernel at one size with one launch configuration; ``launch`` takes the number of an input set."""
+
+    kernel: str
+    shape: str
+    rows: int
+    configuration: dict[str, Any]
+    moved_bytes: int
+    sets: int
+    launch: Callable[[int], Any] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """``copy_share`` is the achieved rate over that of a large copy, ``copy_microseconds`` a copy of as many bytes."""
+
+    kernel: str
+    shape: str
+    rows: int
+    configuration: dict[str, Any]
+    moved_bytes: int
+    microseconds: float
+    gigabytes_per_second: float
+    copy_share: float
+    copy_microseconds: float
+    host_microseconds: float
+
+
+def gaussian(*shape: int, spread: float = 1.0) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * spread
+
+
+def scalar(value: float) -> Tensor:
+    return torch.tensor([value], device=DEVICE)
+
+
+def pieces(rows: int) -> list[slice]:
+    """The pool cut into sets of ``rows``; at most 128, which only a few rows of logits or ids fit the L2 cache with."""
+    return [slice(start, start + rows) for start in range(0, POOL_ROWS - rows + 1, rows)][:128]
+
+
+def norm_cases(shape: Shape) -> Iterator[Case]:
+    delta, residual, weight = gaussian(POOL_ROWS, shape.D, spread=0.01), gaussian(POOL_ROWS, shape.D), gaussian(shape.D)
+    scale = scalar(0.01)
+
+    def case(kernel: str, rows: int, out_bytes: int, call: Callable[..., Any], **configuration: Any) -> Case:
+        parts = pieces(rows)
+
+        def launch(number: int) -> Any:
+            return call(delta[parts[number]], residual[parts[number]], **configuration)
+
+        moved = rows * shape.D * (6 + out_bytes) + 2 * shape.D
+        return Case(kernel, shape.name, rows, configuration, moved, len(parts), launch)
+
+    def static(delta: Tensor, residual: Tensor, warps: int) -> Tensor:
+        return fused.add_rms_norm(delta, residual, weight, 1e-5, scale, warps=warps)
+
+    def by_row(delta: Tensor, residual: Tensor, warps: int) -> tuple[Tensor, Tensor]:
+        return fused.add_rms_norm_rows(delta, residual, weight, 1e-5, warps=warps)
+
+    def plain(delta: Tensor, residual: Tensor, warps: int) -> Tensor:
+        return fused.add_rms_norm(delta, residual, weight, 1e-5, warps=warps)
+
+    default = shape.D // 1024
+    for warps in (default // 2, default, default * 2):
+        yield from (case("add_rms_norm fp8", rows, 1, static, warps=warps) for rows in ROWS)
+        yield from (case("add_rms_norm_rows", rows, 1, by_row, warps=warps) for rows in FEW_ROWS)
+    yield from (case("add_rms_norm bf16", rows, 2, plain, warps=default) for rows in FEW_ROWS)
+
+
+def silu_cases(shape: Shape) -> Iterator[Case]:
+    gate_up, scale = gaussian(POOL_ROWS, 2 * shape.F), scalar(0.01)
+
+    def case(kernel: str, rows: int, call: Callable[..., Any], **configuration: Any) -> Case:
+        parts = pieces(rows)
+        launch: Callable[[int], Any] = lambda number: call(gate_up[parts[number]], **configuration)  # noqa: E731
+        return Case(kernel, shape.name, rows, configuration, rows * shape.F * 5, len(parts), launch)
+
+    def static(gate_up: Tensor, block: int, warps: int) -> Tensor:
+        return fused.silu_mul(gate_up, scale, block=block, warps=warps)
+
+    for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8)):
+        yield from (case("silu_mul fp8", rows, static, block=block, warps=warps) for rows in ROWS)
+    for block, warps in ((2048, 8), (4096, 8), (8192, 16)):
+        yield from (case("silu_mul_rows", rows, fused.silu_mul_rows, block=block, warps=warps) for rows in FEW_ROWS)
+
+
+def rotate_cases(shape: Shape) -> Iterator[Case]:
+    heads = shape.H + 2 * shape.K
+    qkv = gaussian(POOL_ROWS, heads * shape.E)
+    cos, sin = (table.to(DEVICE) for table in rotary_tables(RopeConfig(), shape.E, POSITIONS))
+    positions = torch.randint(POSITIONS, (POOL_ROWS,), device=DEVICE, dtype=torch.int32)
+    slots = torch.randperm((PAGES - 1) * PAGE_SIZE, device=DEVICE)[:POOL_ROWS].int() + PAGE_SIZE
+    k_cache, v_cache = (torch.zeros(PAGES, shape.K, PAGE_SIZE, shape.E, device=DEVICE).to(E4M3) for _ in range(2))
+    q_norm, k_norm = gaussian(shape.E), gaussian(shape.E)
+
+    def case(kernel: str, rows: int, norms: dict[str, Any], **configuration: Any) -> Case:
+        parts = pieces(rows)
+
+        def launch(number: int) -> Tensor:
+            part = parts[number]
+            return fused.rotate_and_write(
+                qkv[part],
+                cos,
+                sin,
+                positions[part],
+                slots[part],
+                k_cache,
+                v_cache,
+                0.02,
+                0.02,
+                **norms,
+                **configuration,
+            )
+
+        moved = rows * shape.E * (2 * heads + 2 * shape.H + 2 * shape.K)
+        return Case(kernel, shape.name, rows, configuration, moved, len(parts), launch)
+
+    for block_heads, warps in ((8, 4), (16, 4), (32, 4), (32, 8), (64, 8), (8, 2)):
+        yield from (case("rotate_and_write", rows, {}, block_heads=block_heads, warps=warps) for rows in ROWS)
+    norms = {"q_norm_E": q_norm, "k_norm_E": k_norm, "epsilon": 1e-6}
+    for block_heads, warps in ((16, 4), (32, 8)):
+        yield from (
+            case("rotate_and_write, q/k norm", rows, norms, block_heads=block_heads, warps=warps) for rows in FEW_ROWS
+        )
+
+
+def argmax_cases(shape: Shape) -> Iterator[Case]:
+    logits = gaussian(POOL_ROWS, shape.V)
+
+    def case(kernel: str, rows: int, call: Callable[..., Any], **configuration: Any) -> Case:
+        parts = pieces(rows)
+        launch: Callable[[int], Any] = lambda number: call(logits[parts[number]], **configuration)  # noqa: E731
+        return Case(kernel, shape.name, rows, configuration, rows * (2 * shape.V + 8), len(parts), launch)
+
+    for block, warps, programs in ((2048, 4, 1024), (2048, 4, 2048), (4096, 8, 1024), (4096, 4, 1024)):
+        configuration = {"block": block, "warps": warps, "programs": programs}
+        yield from (case("argmax_rows", rows, tokens.argmax_rows, **configuration) for rows in SAMPLED_ROWS)
+    yield from (case("torch argmax", rows, torch.argmax, dim=-1) for rows in SAMPLED_ROWS)
+
+
+def token_cases(shape: Shape) -> Iterator[Case]:
+    table = gaussian(shape.V, shape.D)
+    ids = torch.randint(shape.V, (POOL_ROWS,), device=DEVICE, dtype=torch.int32)
+    slots = torch.randint(-1, 1024, (POOL_ROWS,), device=DEVICE, dtype=torch.int32)
+    last_tokens = ids[:1024].long()
+    for rows in FEW_ROWS:
+        parts = pieces(rows)
+
+        def gather(number: int, parts: list[slice] = parts) -> Tensor:
+            return tokens.gather_tokens(ids[parts[number]], slots[parts[number]], last_tokens)
+
+        def embed(number: int, parts: list[slice] = parts) -> Tensor:
+            return table.index_select(0, ids[parts[number]])
+
+        yield Case("gather_tokens", shape.name, rows, {}, rows * 24, len(parts), gather)
+        yield Case("torch index_select (embed)", shape.name, rows, {}, rows * (4 * shape.D + 4), len(parts), embed)
+
+
+def device_microseconds(launch: Callable[[int], Any], sets: int, pool: Any) -> float:
+    """Median over graph replays of the mean time of a launch; every result of a replay has memory of its own."""
+    launch(0)
+    graph = torch.cuda.CUDAGraph()
+    launches = sets * max(16 // sets, 1)
+    with torch.cuda.graph(graph, pool=pool):
+        results = [launch(number % sets) for number in range(launches)]
+    graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(8)]  # type: ignore[no-untyped-call]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    del results
+    milliseconds: list[float] = [first.elapsed_time(second) for first, second in pairwise(events)]
+    return statistics.median(milliseconds) / launches * 1e3
+
+
+def host_microseconds(launch: Callable[[int], Any]) -> float:
+    """Fewer launches than the device's queue takes without waiting."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(50):
+        launch(0)
+    elapsed = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return elapsed / 50 * 1e6
+
+
+class CopyClock:
+    """Times device copies that read half of the given bytes and write the other half."""
+
+    def __init__(self, pool: Any) -> None:
+        """Allocate source and target."""
+        self.pool = pool
+        self.source = torch.randint(255, (2**30,), dtype=torch.uint8, device=DEVICE)
+        self.target = torch.empty_like(self.source)
+        self.known: dict[int, float] = {}
+
+    def microseconds(self, moved_bytes: int) -> float:
+        """Rotates as the kernels do, through at most 128 places."""
+        size = min(-(-moved_bytes // 2 // 512) * 512, len(self.source))
+        if size not in self.known:
+            parts = [slice(start, start + size) for start in range(0, len(self.source) - size + 1, size)][:128]
+            launch: Callable[[int], Any] = lambda number: self.target[parts[number]].copy_(self.source[parts[number]])  # noqa: E731
+            self.known[size] = device_microseconds(launch, len(parts), self.pool)
+        return self.known[size]
+
+
+def measure(case: Case, pool: Any, copies: CopyClock, copy_rate: float) -> Result:
+    microseconds = device_microseconds(case.launch, case.sets, pool)
+    rate = case.moved_bytes / microseconds / 1e3
+    return Result(
+        **{name: getattr(case, name) for name in ("kernel", "shape", "rows", "configuration", "moved_bytes")},
+        microseconds=microseconds,
+        gigabytes_per_second=rate,
+        copy_share=rate / copy_rate,
+        copy_microseconds=copies.microseconds(case.moved_bytes),
+        host_microseconds=host_microseconds(case.launch),
+    )
+
+
+def line(result: Result) -> str:
+    configuration = " ".join(f"{name}={value}" for name, value in result.configuration.items())
+    return (
+        f"{result.kernel:27}{result.shape:>4}{result.rows:>6}  {configuration:36}{result.moved_bytes / 1e6:>8.1f} MB"
+        f"{result.microseconds:>9.2f} us{result.gigabytes_per_second:>7.0f} GB/s{result.copy_share:>6.0%}"
+        f"{result.copy_microseconds:>9.2f} us{result.host_microseconds:>7.1f} us"
+    )
+
+
+def best(results: list[Result]) -> list[Result]:
+    """The fastest launch of each kernel, shape and number of rows."""
+    fastest: dict[tuple[str, str, int], Result] = {}
+    for result in results:
+        key = (result.kernel, result.shape, result.rows)
+        if key not in fastest or result.microseconds < fastest[key].microseconds:
+            fastest[key] = result
+    return list(fastest.values())
+
+
+def device_state() -> dict[str, str]:
+    names = ("name", "driver_version", "clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+    query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", "--id=0"]
+    values = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+    return dict(zip(names, values, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path, help="JSON file to write")
+    output = parser.parse_args().output
+    begin = time.perf_counter()
+    pool = torch.cuda.graph_pool_handle()
+    copies = CopyClock(pool)
+    copy_rate = 2 * len(copies.source) / copies.microseconds(2 * len(copies.source)) / 1e3
+    header = f"{'kernel':27}{'':>4}{'rows':>6}  {'launch':36}{'moved':>11}{'time':>12}{'rate':>12}"
+    header += f"{'of copy':>8}{'same copy':>10}{'host':>10}"
+    print(f"large copy: {copy_rate:.0f} GB/s\n{header}")
+    results = []
+    for cases in (norm_cases, silu_cases, rotate_cases, argmax_cases, token_cases):
+        for shape in SHAPES:
+            for case in cases(shape):
+                results.append(measure(case, pool, copies, copy_rate))
+                print(line(results[-1]), flush=True)
+    print(f"\nfastest launches\n{header}")
+    for result in best(results):
+        print(line(result))
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(sys.argv),
+        "device": device_state(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
+        "copy_gigabytes_per_second": copy_rate,
+        "seconds": time.perf_counter() - begin,
+        "results": [asdict(result) for result in results],
+    }
+    output.write_text(json.dumps(report, indent=1))
+    print(f"{report['seconds']:.0f} s; wrote {output}")
+
+
+if __name__ == "__main__":
+    main()

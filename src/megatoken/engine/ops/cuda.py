@@ -1,0 +1,297 @@
+"""The CUDA back end: fp8 or bf16 products through cuBLASLt, everything between them in Triton kernels.
+
+In fp8 a linear has one scale for its weight and one, fixed beforehand, for its input. Whatever computes that input is
+told its consumer and writes e4m3 values, so no pass over memory is spent on quantising. An fp8 cache has the scale 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatoken.engine.batch import StepArrays
+from megatoken.engine.cache import LayerCache
+from megatoken.engine.config import ModelConfig, Precision
+from megatoken.engine.ops import fused, paged_attention, tokens
+from megatoken.engine.quant import quantise_tensor
+
+DECODE = paged_attention.DecodeConfig(e4m3_scores=True)
+_ALIGNMENT = 4
+"""int32 elements: every part of the step's buffer starts at a multiple of 16 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputScale:
+    """Input of a linear is e4m3 of ``x / scale``: on the device for products, on the host for attention's launches."""
+
+    device: Tensor  # fp32, one element
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Weight [N, D] in bf16, or in e4m3 with both scales; bias bf16 [N] or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+    weight_scale: Tensor | None = None  # fp32, one element
+    input_scale: InputScale | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's tensors, see ``StepArrays``; int32 on the device unless said otherwise.
+
+    ``lengths`` are of all sequences; the host keeps a copy, because launches depend on the longest and on the sum.
+    """
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor
+    cache_slots: Tensor
+    decodes: int
+    pages: Tensor
+    lengths: Tensor
+    host_lengths: NDArray[np.int32]
+    chunk_rows: Tensor
+    longest_chunk_rows: int  # 0 without chunks
+    samples: int
+    sample_rows: Tensor
+    sample_slots: Tensor
+    sample_pages: Tensor
+    sample_lengths: Tensor
+    sample_host_lengths: NDArray[np.int32]
+
+
+def padded_rows(rows: int) -> int:
+    """As many: no kernel here is compiled for a number of rows, and ``attention`` leaves padding unwritten."""
+    return rows
+
+
+def pack_linear(weight_ND: Tensor, bias_N: Tensor | None, precision: Precision) -> Linear:
+    """The weight as it is.
+
+    Raises:
+        ValueError: ``precision`` is not bf16. An fp8 linear needs the scale of its input: see ``pack_fp8``.
+    """
+    if precision != "bf16":
+        raise ValueError(f"pack_linear packs bf16 weights, not {precision}; pack_fp8 packs fp8 with its input's scale")
+    return Linear(weight_ND, bias_N)
+
+
+def pack_gated(gate_up: list[tuple[Tensor, Tensor | None]], precision: Precision) -> Linear:
+    """One matrix [2 F, D], gate first: one product reads the input once."""
+    weights, biases = zip(*gate_up, strict=True)
+    bias = None if biases[0] is None else torch.cat(biases)
+    return pack_linear(torch.cat(weights), bias, precision)
+
+
+def pack_fp8(weight_ND: Tensor, input_scale: float, bias_N: Tensor | None = None) -> Linear:
+    """Quantise a weight to e4m3 with one scale, on the device it is on.
+
+    Args:
+        weight_ND: bf16 or fp32 [N, D], N and D multiples of 16.
+        input_scale: positive; inputs are e4m3 of ``x / input_scale``, so the largest is ``input_scale * 448``.
+        bias_N: bf16 [N].
+    """
+    values, scale = quantise_tensor(weight_ND)
+    return fp8_linear(values, scale, input_scale, bias_N)
+
+
+def fp8_linear(values_ND: Tensor, weight_scale: float, input_scale: float, bias_N: Tensor | None = None) -> Linear:
+    """A linear of e4m3 values [N, D] that stand for ``values * weight_scale``; the rest as for ``pack_fp8``."""
+    device = values_ND.device
+    return Linear(
+        values_ND,
+        bias_N,
+        torch.tensor(weight_scale, dtype=torch.float32, device=device),
+        InputScale(torch.tensor([input_scale], dtype=torch.float32, device=device), input_scale),
+    )
+
+
+def prepare(arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: ModelConfig) -> Batch:
+    """All indices through one pinned buffer and one copy that nobody waits for."""
+    sampled = arrays.sampled
+    sample_lengths, sample_pages = arrays.lengths[sampled], arrays.pages[sampled]
+    (
+        host_ids,
+        table_slots,
+        positions,
+        cache_slots,
+        lengths,
+        chunk_rows,
+        device_sample_lengths,
+        sample_rows,
+        sample_slots,
+        pages,
+        device_sample_pages,
+    ) = _to_device(
+        arrays.token_ids,
+        arrays.table_slots,
+        arrays.positions,
+        arrays.cache_slots,
+        arrays.lengths,
+        arrays.chunk_rows,
+        sample_lengths,
+        arrays.sample_rows,
+        arrays.sample_slots,
+        arrays.pages,
+        sample_pages,
+        device=last_tokens.device,
+    )
+    return Batch(
+        token_ids=tokens.gather_tokens(host_ids, table_slots, last_tokens),
+        positions=positions,
+        cache_slots=cache_slots,
+        decodes=arrays.decodes,
+        pages=pages,
+        lengths=lengths,
+        host_lengths=arrays.lengths,
+        chunk_rows=chunk_rows,
+        longest_chunk_rows=int(np.diff(arrays.chunk_rows).max(initial=0)),
+        samples=arrays.samples,
+        sample_rows=sample_rows,
+        sample_slots=sample_slots,
+        sample_pages=device_sample_pages,
+        sample_lengths=device_sample_lengths,
+        sample_host_lengths=sample_lengths,
+    )
+
+
+def _to_device(*arrays: NDArray[np.int32], device: torch.device) -> list[Tensor]:
+    starts = np.cumsum([0, *(-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays)]).tolist()
+    host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=True)
+    view = host.numpy()
+    for array, start in zip(arrays, starts, strict=False):
+        view[start : start + array.size] = array.reshape(-1)
+    packed = host.to(device, non_blocking=True)
+    return [packed[start : start + array.size].view(array.shape) for array, start in zip(arrays, starts, strict=False)]
+
+
+def _input_scale(consumer: Linear | None) -> Tensor | None:
+    return None if consumer is None or consumer.input_scale is None else consumer.input_scale.device
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, consumer: Linear | None = None) -> Tensor:
+    """One pass, quantised for the consumer."""
+    return fused.add_rms_norm(None, x_TD, weight_D, epsilon, _input_scale(consumer))
+
+
+def linear(x_TD: Tensor, linear: Linear) -> Tensor:
+    """bf16 [T, N]; ``x`` is in the linear's input format."""
+    if linear.weight_scale is None or linear.input_scale is None:
+        return torch.nn.functional.linear(x_TD, linear.weight, linear.bias)
+    return torch._scaled_mm(
+        x_TD,
+        linear.weight.t(),
+        linear.input_scale.device,
+        linear.weight_scale,
+        bias=linear.bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
+def linear_add_norm(
+    x_TD: Tensor, linear_: Linear, residual_TN: Tensor, weight_N: Tensor, epsilon: float, consumer: Linear
+) -> tuple[Tensor, Tensor]:
+    """A product, then sum, norm and quantisation in one pass; the residual is written in place."""
+    delta_TN = linear(x_TD, linear_)
+    return residual_TN, fused.add_rms_norm(delta_TN, residual_TN, weight_N, epsilon, _input_scale(consumer))
+
+
+def gated(x_TD: Tensor, gate_up: Linear, consumer: Linear) -> Tensor:
+    """One product, then activation, product and quantisation in one pass."""
+    return fused.silu_mul(linear(x_TD, gate_up), _input_scale(consumer))
+
+
+def rotate_and_write(
+    qkv_TN: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    tables_LE: tuple[Tensor, Tensor],
+    cache: LayerCache,
+    batch: Batch,
+    config: ModelConfig,
+) -> Tensor:
+    """One pass."""
+    q_norm_E, k_norm_E = norms or (None, None)
+    return fused.rotate_and_write(
+        qkv_TN,
+        *tables_LE,
+        batch.positions,
+        batch.cache_slots,
+        cache.k,
+        cache.v,
+        q_norm_E=q_norm_E,
+        k_norm_E=k_norm_E,
+        epsilon=config.rms_norm_epsilon,
+    )
+
+
+def _empty_output(q_THE: Tensor, consumer: Linear) -> tuple[Tensor, float | None]:
+    scale = consumer.input_scale
+    dtype = q_THE.dtype if scale is None else torch.float8_e4m3fn
+    return torch.empty(q_THE.shape, dtype=dtype, device=q_THE.device), None if scale is None else scale.value
+
+
+def attention(q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) -> Tensor:
+    """One launch for the decode rows, one for all prompt chunks."""
+    out_THE, out_scale = _empty_output(q_THE, consumer)
+    decodes, softmax_scale = batch.decodes, q_THE.shape[2] ** -0.5
+    if decodes:
+        lengths = batch.host_lengths[:decodes]
+        paged_attention.decode_attention(
+            q_THE[:decodes],
+            cache.k,
+            cache.v,
+            batch.pages[:decodes],
+            batch.lengths[:decodes],
+            out_THE[:decodes],
+            softmax_scale=softmax_scale,
+            max_length=int(lengths.max()),
+            total_tokens=int(lengths.sum()),
+            out_scale=out_scale,
+            config=DECODE,
+        )
+    if batch.longest_chunk_rows:
+        paged_attention.chunk_attention(
+            q_THE,
+            cache.k,
+            cache.v,
+            batch.pages[decodes:],
+            batch.chunk_rows,
+            batch.lengths[decodes:],
+            batch.longest_chunk_rows,
+            out_THE,
+            softmax_scale=softmax_scale,
+            out_scale=out_scale,
+        )
+    return out_THE.view(len(out_THE), -1)
+
+
+def sample_attention(q_SHE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) -> Tensor:
+    """Each row sees its whole sequence, so all are decodes."""
+    out_SHE, out_scale = _empty_output(q_SHE, consumer)
+    lengths = batch.sample_host_lengths
+    paged_attention.decode_attention(
+        q_SHE,
+        cache.k,
+        cache.v,
+        batch.sample_pages,
+        batch.sample_lengths,
+        out_SHE,
+        softmax_scale=q_SHE.shape[2] ** -0.5,
+        max_length=int(lengths.max()),
+        total_tokens=int(lengths.sum()),
+        out_scale=out_scale,
+        config=DECODE,
+    )
+    return out_SHE.view(len(out_SHE), -1)
+
+
+def greedy(logits_SV: Tensor) -> Tensor:
+    """NaN counts as infinity, so an id is always within the vocabulary."""
+    return tokens.argmax_rows(logits_SV)

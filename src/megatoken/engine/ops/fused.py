@@ -1,0 +1,417 @@
+"""Triton kernels for everything between the products and attention, each one pass over memory.
+
+Kernels compute in fp32 and round once, when they store. Scaled e4m3 means ``value / scale``, saturated at 448, computed
+as ``value * (1 / scale)``; NaN stays NaN. Tensors are contiguous; shape letters as in ``ops``, with L positions, F
+feed-forward size and S, in cache shapes, tokens per page.
+
+Pointers into a step's packed buffer and numbers that change from step to step are not specialised on: a new step must
+not mean a new compilation. Keyword arguments after ``*`` tune a launch and change a result by no more than rounding.
+``*_reference`` functions define in torch what ``ops.reference`` does not.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatoken.engine.ops import reference
+from megatoken.engine.quant import E4M3_MAX
+
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_SMALLEST_SCALE = tl.constexpr(1e-12)
+_MINUS_LOG2_E = tl.constexpr(-math.log2(math.e))
+# Threads own runs of this many elements whatever the type: 16 bytes of bf16, 8 of e4m3. Wider runs for e4m3 alone would
+# send each tile through shared memory on its way from the loads' layout to the stores'.
+_RUN = tl.constexpr(8)
+
+
+def require_contiguous(*tensors: Tensor | None) -> None:
+    """Raise ValueError if a tensor has gaps; None stands for one that is absent."""
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"tensor of shape {tuple(tensor.shape)} has strides {tensor.stride()}: make it contiguous")
+
+
+# Residual add, RMSNorm, quantise ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _saturate(x):
+    return tl.clamp(x, -_E4M3_MAX, _E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _row_scale(largest):
+    return tl.maximum(largest / _E4M3_MAX, _SMALLEST_SCALE)
+
+
+@triton.jit(do_not_specialize=["scale"])
+def _add_rms_norm_kernel(delta, residual, weight, scale, out, out_scale, epsilon, D: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.max_contiguous(tl.arange(0, BLOCK), _RUN)
+    inside = column < D
+    at = row * D + column
+    x = tl.load(residual + at, mask=inside, other=0.0)
+    if delta is not None:
+        x = (x.to(tl.float32) + tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+        tl.store(residual + at, x, mask=inside)
+    x = x.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x) / D + epsilon)
+    # The weight is loaded late: held across the reduction it would cost half of the occupancy in registers.
+    y = x * factor * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if scale is not None:
+        y = _saturate(y * (1.0 / tl.load(scale)))
+    if out_scale is not None:
+        row_scale = _row_scale(tl.max(tl.abs(y)))
+        tl.store(out_scale + row, row_scale)
+        y = _saturate(y * (1.0 / row_scale))
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+
+
+def _launch_add_rms_norm(
+    delta_TD: Tensor | None,
+    residual_TD: Tensor,
+    weight_D: Tensor,
+    epsilon: float,
+    scale: Tensor | None,
+    out: Tensor,
+    out_scale: Tensor | None,
+    warps: int | None,
+) -> None:
+    require_contiguous(delta_TD, residual_TD, weight_D, out)
+    rows, hidden = residual_TD.shape
+    block = triton.next_power_of_2(hidden)
+    _add_rms_norm_kernel[(rows,)](
+        delta_TD,
+        residual_TD,
+        weight_D,
+        scale,
+        out,
+        out_scale,
+        float(epsilon),
+        hidden,
+        block,
+        num_warps=warps or min(max(block // 1024, 1), 16),
+    )
+
+
+def add_rms_norm(
+    delta_TD: Tensor | None,
+    residual_TD: Tensor,
+    weight_D: Tensor,
+    epsilon: float,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    warps: int | None = None,
+) -> Tensor:
+    """``residual += delta`` in place, then RMSNorm of the sum.
+
+    Args:
+        delta_TD: bf16 [T, D], or None to leave the residual as it is.
+        residual_TD: bf16 [T, D]; the sum is rounded to bf16 before it is normalised.
+        weight_D: bf16 or fp32 [D], D up to 16,384.
+        epsilon: added to the mean square.
+        scale: fp32, one element: the result is e4m3 of ``y / scale``. None: the result is bf16.
+        out: [T, D] to write to.
+        warps: per program; by default one for 1,024 columns.
+
+    Returns:
+        e4m3 or bf16 [T, D].
+    """
+    if out is None:
+        dtype = residual_TD.dtype if scale is None else torch.float8_e4m3fn
+        out = torch.empty(residual_TD.shape, dtype=dtype, device=residual_TD.device)
+    _launch_add_rms_norm(delta_TD, residual_TD, weight_D, epsilon, scale, out, None, warps)
+    return out
+
+
+def add_rms_norm_rows(
+    delta_TD: Tensor | None,
+    residual_TD: Tensor,
+    weight_D: Tensor,
+    epsilon: float,
+    *,
+    warps: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As ``add_rms_norm``, with one scale per row, which takes the row's largest magnitude to 448.
+
+    Returns:
+        e4m3 [T, D] and fp32 scales [T, 1].
+    """
+    values = torch.empty(residual_TD.shape, dtype=torch.float8_e4m3fn, device=residual_TD.device)
+    scale_T1 = torch.empty((len(residual_TD), 1), dtype=torch.float32, device=residual_TD.device)
+    _launch_add_rms_norm(delta_TD, residual_TD, weight_D, epsilon, None, values, scale_T1, warps)
+    return values, scale_T1
+
+
+# SiLU, product, quantise ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_silu_mul(gate_up, column, F: tl.constexpr):
+    inside = column < F
+    gate = tl.load(gate_up + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + F + column, mask=inside, other=0.0).to(tl.float32)
+    return gate / (1.0 + tl.exp2(gate * _MINUS_LOG2_E)) * up
+
+
+@triton.jit(do_not_specialize=["scale"])
+def _silu_mul_kernel(gate_up, scale, out, F: tl.constexpr, BLOCK: tl.constexpr):
+    blocks: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64)
+    column = program % blocks * BLOCK + tl.max_contiguous(tl.arange(0, BLOCK), _RUN)
+    y = _load_silu_mul(gate_up + row * (2 * F), column, F)
+    if scale is not None:
+        y = _saturate(y * (1.0 / tl.load(scale)))
+    tl.store(out + row * F + column, y.to(out.dtype.element_ty), mask=column < F)
+
+
+@triton.jit
+def _silu_mul_rows_kernel(gate_up, out, out_scale, F: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    gate_up += row * (2 * F)
+    lane = tl.max_contiguous(tl.arange(0, BLOCK), _RUN)
+    largest = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, F, BLOCK):
+        largest = tl.maximum(largest, tl.abs(_load_silu_mul(gate_up, start + lane, F)))
+    row_scale = _row_scale(tl.max(largest))
+    tl.store(out_scale + row, row_scale)
+    for start in range(0, F, BLOCK):
+        column = start + lane
+        y = _saturate(_load_silu_mul(gate_up, column, F) * (1.0 / row_scale))
+        tl.store(out + row * F + column, y.to(out.dtype.element_ty), mask=column < F)
+
+
+def silu_mul(
+    gate_up_T2F: Tensor, scale: Tensor | None = None, out: Tensor | None = None, *, block: int = 2048, warps: int = 4
+) -> Tensor:
+    """``silu(gate) * up``.
+
+    Args:
+        gate_up_T2F: bf16 [T, 2 F], gate in the first F columns.
+        scale: fp32, one element: the result is e4m3 of ``y / scale``. None: the result is bf16.
+        out: [T, F] to write to.
+        block: columns per program.
+        warps: per program.
+
+    Returns:
+        e4m3 or bf16 [T, F].
+    """
+    rows, width = gate_up_T2F.shape
+    if out is None:
+        dtype = gate_up_T2F.dtype if scale is None else torch.float8_e4m3fn
+        out = torch.empty((rows, width // 2), dtype=dtype, device=gate_up_T2F.device)
+    require_contiguous(gate_up_T2F, out)
+    grid = rows * triton.cdiv(width // 2, block)
+    _silu_mul_kernel[(grid,)](gate_up_T2F, scale, out, width // 2, block, num_warps=warps)
+    return out
+
+
+def silu_mul_rows(gate_up_T2F: Tensor, *, block: int = 4096, warps: int = 8) -> tuple[Tensor, Tensor]:
+    """As ``silu_mul``, with one scale per row, which takes the row's largest magnitude to 448.
+
+    Reads each row twice, the second time from the cache.
+
+    Returns:
+        e4m3 [T, F] and fp32 scales [T, 1].
+    """
+    rows, width = gate_up_T2F.shape
+    require_contiguous(gate_up_T2F)
+    values = torch.empty((rows, width // 2), dtype=torch.float8_e4m3fn, device=gate_up_T2F.device)
+    scale_T1 = torch.empty((rows, 1), dtype=torch.float32, device=gate_up_T2F.device)
+    _silu_mul_rows_kernel[(rows,)](gate_up_T2F, values, scale_T1, width // 2, block, num_warps=warps)
+    return values, scale_T1
+
+
+def silu_mul_reference(gate_up_T2F: Tensor) -> Tensor:
+    """fp32 [T, F] before rounding."""
+    gate, up = gate_up_T2F.float().chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+# Rotary embedding and cache write ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_halves(head_row, inside, norm, epsilon, E: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Both halves of some heads in fp32, normalised if ``norm`` is given."""
+    half: tl.constexpr = E // 2
+    first = tl.load(head_row, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(head_row + half, mask=inside, other=0.0).to(tl.float32)
+    if norm is not None:
+        pair = tl.arange(0, BLOCK_HALF)
+        factor = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / E + epsilon)[:, None]
+        first *= factor * tl.load(norm + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+        second *= factor * tl.load(norm + half + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    return first, second
+
+
+@triton.jit
+def _rotate(first, second, cos, sin, position, E: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    # In the second half of a table's row both functions have their plain sign.
+    pair = tl.arange(0, BLOCK_HALF)
+    at = position * E + E // 2 + pair
+    cos_row = tl.load(cos + at, mask=pair < E // 2, other=0.0).to(tl.float32)[None, :]
+    sin_row = tl.load(sin + at, mask=pair < E // 2, other=0.0).to(tl.float32)[None, :]
+    return first * cos_row - second * sin_row, second * cos_row + first * sin_row
+
+
+@triton.jit
+def _store_halves(head_row, first, second, inside, E: tl.constexpr):
+    if head_row.dtype.element_ty.is_fp8():
+        first = _saturate(first)
+        second = _saturate(second)
+    tl.store(head_row, first.to(head_row.dtype.element_ty), mask=inside)
+    tl.store(head_row + E // 2, second.to(head_row.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["positions", "cache_slots"])
+def _rotate_and_write_kernel(
+    qkv,
+    cos,
+    sin,
+    positions,
+    cache_slots,
+    k_cache,
+    v_cache,
+    k_factor,
+    v_factor,
+    q_norm,
+    k_norm,
+    epsilon,
+    q_out,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    q_parts: tl.constexpr = (H + BLOCK_HEADS - 1) // BLOCK_HEADS
+    kv_parts: tl.constexpr = (K + BLOCK_HEADS - 1) // BLOCK_HEADS
+    parts: tl.constexpr = q_parts + 2 * kv_parts
+    program = tl.program_id(0)
+    token = (program // parts).to(tl.int64)
+    part = program % parts
+    qkv += token * ((H + 2 * K) * E)
+    pair = tl.max_contiguous(tl.arange(0, BLOCK_HALF), _RUN)[None, :]
+
+    if part < q_parts:
+        head = (part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+        inside = (head < H) & (pair < E // 2)
+        first, second = _load_halves(qkv + head * E + pair, inside, q_norm, epsilon, E, BLOCK_HALF)
+        first, second = _rotate(first, second, cos, sin, tl.load(positions + token), E, BLOCK_HALF)
+        _store_halves(q_out + token * (H * E) + head * E + pair, first, second, inside, E)
+    else:
+        head = ((part - q_parts) % kv_parts * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+        inside = (head < K) & (pair < E // 2)
+        slot = tl.load(cache_slots + token)
+        at = ((slot // S).to(tl.int64) * K * S + slot % S) * E + head * (S * E) + pair
+        if part < q_parts + kv_parts:
+            first, second = _load_halves(qkv + (H + head) * E + pair, inside, k_norm, epsilon, E, BLOCK_HALF)
+            first, second = _rotate(first, second, cos, sin, tl.load(positions + token), E, BLOCK_HALF)
+            _store_halves(k_cache + at, first * k_factor, second * k_factor, inside, E)
+        else:
+            first, second = _load_halves(qkv + (H + K + head) * E + pair, inside, None, epsilon, E, BLOCK_HALF)
+            _store_halves(v_cache + at, first * v_factor, second * v_factor, inside, E)
+
+
+def rotate_and_write(
+    qkv_TN: Tensor,
+    cos_LE: Tensor,
+    sin_LE: Tensor,
+    positions_T: Tensor,
+    cache_slots_T: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    q_norm_E: Tensor | None = None,
+    k_norm_E: Tensor | None = None,
+    epsilon: float = 0.0,
+    q_out: Tensor | None = None,
+    *,
+    block_heads: int = 16,
+    warps: int = 4,
+) -> Tensor:
+    """Normalise queries and keys if asked, rotate them, and write keys and values into their pages.
+
+    Args:
+        qkv_TN: bf16 [T, (H + 2 K) E]: query heads, key heads, value heads.
+        cos_LE: fp32 [L, E] as ``model.rotary_tables`` makes it; the second half of each row is read.
+        sin_LE: the same for the signed sine.
+        positions_T: int32 [T], below L.
+        cache_slots_T: int32 [T], page * S + place in the page; rows without a sequence go to the dump page.
+        k_cache: e4m3 or bf16 [P, K, S, E], written in place.
+        v_cache: as ``k_cache``.
+        k_scale: stored keys are ``k / k_scale``, saturated if the cache is e4m3.
+        v_scale: the same for values.
+        q_norm_E: RMSNorm weight of each query head before the rotation (Qwen3).
+        k_norm_E: the same for keys.
+        epsilon: of these norms.
+        q_out: [T, H, E] to write to.
+        block_heads: heads per program, a power of two.
+        warps: per program; fewer than 4 send the tables' rows through shared memory.
+
+    Returns:
+        Rotated queries, bf16 [T, H, E].
+    """
+    _, kv_heads, page_size, head_dim = k_cache.shape
+    rows, width = qkv_TN.shape
+    heads = width // head_dim - 2 * kv_heads
+    if q_out is None:
+        q_out = torch.empty((rows, heads, head_dim), dtype=qkv_TN.dtype, device=qkv_TN.device)
+    require_contiguous(qkv_TN, cos_LE, sin_LE, k_cache, v_cache, q_out)
+    parts = triton.cdiv(heads, block_heads) + 2 * triton.cdiv(kv_heads, block_heads)
+    _rotate_and_write_kernel[(rows * parts,)](
+        qkv_TN,
+        cos_LE,
+        sin_LE,
+        positions_T,
+        cache_slots_T,
+        k_cache,
+        v_cache,
+        1.0 / k_scale,
+        1.0 / v_scale,
+        q_norm_E,
+        k_norm_E,
+        float(epsilon),
+        q_out,
+        heads,
+        kv_heads,
+        page_size,
+        head_dim,
+        block_heads,
+        triton.next_power_of_2(head_dim // 2),
+        num_warps=warps,
+    )
+    return q_out
+
+
+def rotate_reference(
+    qkv_TN: Tensor,
+    cos_LE: Tensor,
+    sin_LE: Tensor,
+    positions_T: Tensor,
+    kv_heads: int,
+    q_norm_E: Tensor | None = None,
+    k_norm_E: Tensor | None = None,
+    epsilon: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [T, H, E], keys and values [T, K, E] before rounding, all fp32."""
+    head_dim = cos_LE.shape[1]
+    qkv = qkv_TN.float().view(len(qkv_TN), -1, head_dim)
+    q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    if q_norm_E is not None:
+        q = reference.rms_norm(q, q_norm_E.float(), epsilon)
+    if k_norm_E is not None:
+        k = reference.rms_norm(k, k_norm_E.float(), epsilon)
+    cos_TE, sin_TE = (table[positions_T.long()].float() for table in (cos_LE, sin_LE))
+    return reference.rotate(q, cos_TE, sin_TE), reference.rotate(k, cos_TE, sin_TE), v

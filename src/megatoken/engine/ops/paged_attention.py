@@ -1,0 +1,490 @@
+"""Paged attention on the GPU in Triton: one query row a sequence (decode), and prompt chunks.
+
+Keys and values lie in pages, k_cache and v_cache [P, K, S, E], e4m3 or bf16; stored values are ``k / k_scale`` and
+``v / v_scale``. Slots of a page that no sequence has reached are never read, whatever they hold.
+Softmax is computed in fp32 in powers of two. e4m3 keys and values enter the products as fp16, in which they are exact;
+queries too become fp16 (exact within its range) and softmax weights fp16, or bf16 beside a bf16 cache. e4m3 outputs are
+``out / out_scale``, saturated at 448.
+
+Shape letters as in ``ops``: T rows, H query heads, K key/value heads, G = H / K <= 16, E head size, B sequences,
+P pages, S tokens per page, W pages per table row, C chunks. Numbers that change from step to step are not specialised
+on, or a new step could mean a new compilation.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatoken.engine.quant import E4M3_MAX
+
+MAX_SPLITS = 32
+"""Most pieces one sequence is cut into."""
+SHORTEST_SPLIT = 128
+"""Fewest tokens worth a program of their own: its partial sums move a quarter of the bytes of its keys and values."""
+RESIDENT_PROGRAMS = 660
+"""Decode programs that one H200 holds at once: 132 multiprocessors x 5."""
+_NEVER_SPLIT = 2**31 - 1
+
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_FP16_MAX = tl.constexpr(65504.0)
+_INTERPRETED = triton.knobs.runtime.interpret
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How ``decode_attention`` runs. Changes the result by rounding only.
+
+    Attributes:
+        block_tokens: tokens per tile.
+        warps: warps per program.
+        stages: tiles in flight per program.
+        e4m3_scores: with an e4m3 cache, multiply keys as e4m3 by a query split into two e4m3 terms (8 significant bits,
+            what bf16 has), instead of converting keys to fp16. Wanted for G > 8, where the conversion is slow.
+        split_tokens: tokens per program, a multiple of ``block_tokens``; None to choose from the lengths.
+    """
+
+    block_tokens: int = 64
+    warps: int = 4
+    stages: int = 2
+    e4m3_scores: bool = False
+    split_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkConfig:
+    """How ``chunk_attention`` runs: query rows x heads per program, keys per tile, warps, tiles in flight."""
+
+    block_rows: int = 128
+    block_tokens: int = 64
+    warps: int = 8
+    stages: int = 2
+
+
+# Kernels ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _cache_rows(table, tokens, live, kv_head, K: tl.constexpr, S: tl.constexpr):
+    """Where the tokens' keys and values are, in rows of E elements; 64 bits, as a cache may hold more than 2^31."""
+    page = tl.load(table + tokens // S, mask=live, other=0)
+    return page.to(tl.int64) * (K * S) + (kv_head * S + tokens % S)
+
+
+@triton.jit
+def _e4m3_pairs(pairs, INTERPRETED: tl.constexpr):
+    """16-bit words of two e4m3 values -> the even (low) and the odd (high) values as fp16.
+
+    A V tile must enter the product transposed, and the tensor cores' transposing load moves 16-bit words. So V travels
+    as words and is taken apart in registers: one byte shuffle and two conversions for four values.
+    """
+    if INTERPRETED:
+        words = pairs.to(tl.uint16, bitcast=True)
+        even = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        odd = (words >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 bytes;
+            .reg .b16 evens, odds;
+            prmt.b32 bytes, $2, 0, 0x3120;
+            mov.b32 {evens, odds}, bytes;
+            cvt.rn.f16x2.e4m3x2 $0, evens;
+            cvt.rn.f16x2.e4m3x2 $1, odds;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return even, odd
+
+
+@triton.jit
+def _to_fp16(x):
+    return tl.clamp(x.to(tl.float32), -_FP16_MAX, _FP16_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+
+
+@triton.jit
+def _store(pointers, values, mask):
+    dtype: tl.constexpr = pointers.dtype.element_ty
+    if dtype == tl.float8e4nv:
+        values = tl.clamp(values, -_E4M3_MAX, _E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(pointers, values.to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["table_stride", "split_tokens"], do_not_specialize_on_alignment=["table", "lengths"])
+def _decode_kernel(
+    q, k_cache, v_cache, table, lengths, out, partial, score_scale, value_scale, table_stride, split_tokens,
+    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, E4M3_SCORES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    # Operands are swapped: tokens lie on the long side of every product and the few grouped queries on the short one,
+    # keys [N, E] x queries [E, G], values^T [E, N] x weights [N, G].
+    E4M3: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
+    FLOAT: tl.constexpr = tl.float16 if E4M3 else (tl.float32 if INTERPRETED else tl.bfloat16)
+    G: tl.constexpr = H // K
+    program, split = tl.program_id(0), tl.program_id(1)
+    sequence, kv_head = program // K, program % K
+    length = tl.load(lengths + sequence)
+    begin = split * split_tokens
+    if begin >= tl.maximum(length, 1):  # the first program of an empty sequence stays to write zeros
+        return
+    end = tl.minimum(length, begin + split_tokens)
+
+    e = tl.arange(0, BLOCK_E)
+    n = tl.arange(0, BLOCK_N)
+    column = tl.arange(0, 2 * BLOCK_G if E4M3_SCORES else BLOCK_G)
+    head = column % BLOCK_G
+    q_EG = tl.load(
+        q + (program * G + head)[None, :] * E + e[:, None], mask=(head < G)[None, :] & (e < E)[:, None], other=0.0
+    )
+    if E4M3_SCORES:
+        # A power of two brings the largest query to 224..448 and changes no digit; what the first term's 4 bits leave
+        # over, times 16, is the second term.
+        q_EG = q_EG.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(q_EG)), 1e-30)
+        q_scale = tl.exp2(tl.ceil(tl.log2(largest / _E4M3_MAX)))
+        q_EG /= q_scale
+        score_scale *= q_scale
+        coarse_EG = q_EG.to(tl.float8e4nv).to(tl.float32)
+        q_EG = tl.where((column < BLOCK_G)[None, :], coarse_EG, (q_EG - coarse_EG) * 16.0).to(tl.float8e4nv)
+    elif E4M3:
+        q_EG = _to_fp16(q_EG)
+    else:
+        q_EG = q_EG.to(FLOAT)
+
+    highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    weight_NG = tl.zeros([BLOCK_N, BLOCK_G], tl.float32)  # summed over tokens only once, at the end
+    if E4M3:
+        pair = tl.arange(0, BLOCK_E // 2)
+        even_EG = tl.zeros([BLOCK_E // 2, BLOCK_G], tl.float32)
+        odd_EG = tl.zeros([BLOCK_E // 2, BLOCK_G], tl.float32)
+    else:
+        sum_EG = tl.zeros([BLOCK_E, BLOCK_G], tl.float32)
+    table += sequence.to(tl.int64) * table_stride
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        token = start + n
+        live = token < end
+        row = _cache_rows(table, token, live, kv_head, K, S)[:, None]
+        k_NE = tl.load(k_cache + row * E + e[None, :], mask=live[:, None] & (e < E)[None, :], other=0.0)
+        if E4M3:
+            v_NE = tl.load(
+                v_cache.to(tl.pointer_type(tl.int16), bitcast=True) + row * (E // 2) + pair[None, :],
+                mask=live[:, None] & (pair < E // 2)[None, :],
+                other=0,
+            )
+        else:
+            v_NE = tl.load(v_cache + row * E + e[None, :], mask=live[:, None] & (e < E)[None, :], other=0.0)
+
+        if E4M3_SCORES:
+            terms = tl.reshape(tl.dot(k_NE, q_EG), (BLOCK_N, 2, BLOCK_G))
+            coarse_NG, fine_NG = tl.split(tl.permute(terms, (0, 2, 1)))
+            score_NG = coarse_NG + fine_NG * 0.0625
+        else:
+            score_NG = tl.dot(k_NE.to(FLOAT), q_EG)
+        score_NG = tl.where(live[:, None], score_NG, float("-inf"))
+        higher = tl.maximum(highest, tl.max(score_NG, axis=0) * score_scale)
+        fade = tl.exp2(highest - higher)[None, :]
+        p_NG = tl.exp2(score_NG * score_scale - higher[None, :])
+        weight_NG = weight_NG * fade + p_NG
+        p_NG = p_NG.to(FLOAT)
+        if E4M3:
+            v_even, v_odd = _e4m3_pairs(tl.trans(v_NE), INTERPRETED)
+            even_EG = tl.dot(v_even, p_NG, even_EG * fade)
+            odd_EG = tl.dot(v_odd, p_NG, odd_EG * fade)
+        else:
+            sum_EG = tl.dot(tl.trans(v_NE.to(FLOAT)), p_NG, sum_EG * fade)
+        highest = higher
+
+    if E4M3:
+        sum_EG = tl.reshape(tl.permute(tl.join(even_EG, odd_EG), (0, 2, 1)), (BLOCK_E, BLOCK_G))
+    total = tl.sum(weight_NG, axis=0)
+    g = tl.arange(0, BLOCK_G)
+    mask = (g < G)[:, None] & (e < E)[None, :]
+    if length > split_tokens:
+        row = (program.to(tl.int64) * tl.num_programs(1) + split) * G + g
+        rows = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * G
+        tl.store(partial + row[:, None] * E + e[None, :], tl.trans(sum_EG), mask=mask)
+        tl.store(partial + rows * E + row, highest, mask=g < G)
+        tl.store(partial + rows * (E + 1) + row, total, mask=g < G)
+    else:
+        sum_EG *= (value_scale / tl.maximum(total, 1e-30))[None, :]
+        _store(out + (program * G + g)[:, None] * E + e[None, :], tl.trans(sum_EG), mask)
+
+
+@triton.jit(do_not_specialize=["split_tokens", "splits"], do_not_specialize_on_alignment=["lengths"])
+def _merge_kernel(
+    partial, lengths, out, value_scale, split_tokens, splits,
+    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    G: tl.constexpr = H // K
+    row = tl.program_id(0)
+    length = tl.load(lengths + row // H)
+    if length <= split_tokens:
+        return
+    split = tl.arange(0, BLOCK_SPLITS)
+    live = split * split_tokens < length
+    e = tl.arange(0, BLOCK_E)
+    at = ((row // G).to(tl.int64) * splits + split) * G + row % G
+    rows = tl.num_programs(0).to(tl.int64) * splits
+    highest = tl.load(partial + rows * E + at, mask=live, other=float("-inf"))
+    total = tl.load(partial + rows * (E + 1) + at, mask=live, other=0.0)
+    sums = tl.load(partial + at[:, None] * E + e[None, :], mask=live[:, None] & (e < E)[None, :], other=0.0)
+    share = tl.exp2(highest - tl.max(highest))
+    value = tl.sum(sums * share[:, None], axis=0) * (value_scale / tl.sum(total * share))
+    _store(out + row.to(tl.int64) * E + e, value, e < E)
+
+
+@triton.jit
+def _chunk_tiles(
+    q_ME, highest, total, sum_ME, k_cache, v_cache, table, begin, end, visible_M, score_scale, kv_head,
+    K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    e = tl.arange(0, BLOCK_E)[None, :]
+    n = tl.arange(0, BLOCK_N)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        token = start + n
+        live = token < end
+        row = _cache_rows(table, token, live, kv_head, K, S)[:, None]
+        mask = live[:, None] & (e < E) if MASKED else e < E
+        k_NE = tl.load(k_cache + row * E + e, mask=mask, other=0.0).to(q_ME.dtype)
+        v_NE = tl.load(v_cache + row * E + e, mask=mask, other=0.0).to(q_ME.dtype)
+        score_MN = tl.dot(q_ME, tl.trans(k_NE))
+        if MASKED:
+            score_MN = tl.where(token[None, :] < visible_M[:, None], score_MN, float("-inf"))
+        higher = tl.maximum(highest, tl.max(score_MN, axis=1) * score_scale)
+        fade = tl.exp2(highest - higher)
+        p_MN = tl.exp2(score_MN * score_scale - higher[:, None])
+        total = total * fade + tl.sum(p_MN, axis=1)
+        sum_ME = tl.dot(p_MN.to(q_ME.dtype), v_NE, sum_ME * fade[:, None])
+        highest = higher
+    return highest, total, sum_ME
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "starts", "contexts"])
+def _chunk_kernel(
+    q, k_cache, v_cache, table, starts, contexts, out, score_scale, value_scale, table_stride,
+    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    # One program serves all G query heads of a key/value head for BLOCK_M // G rows, so a key is read once for all.
+    E4M3: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
+    G: tl.constexpr = H // K
+    ROWS: tl.constexpr = BLOCK_M // G
+    kv_head, chunk = tl.program_id(0), tl.program_id(1)
+    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * ROWS  # the last rows see most keys: they start first
+    begin = tl.load(starts + chunk)
+    rows = tl.load(starts + chunk + 1) - begin
+    if first >= rows:
+        return
+    before = tl.load(contexts + chunk) - rows
+    m = tl.arange(0, BLOCK_M)
+    e = tl.arange(0, BLOCK_E)
+    row = first + m // G
+    at = ((begin + row).to(tl.int64) * H + kv_head * G + m % G)[:, None] * E + e[None, :]
+    mask = ((m < ROWS * G) & (row < rows))[:, None] & (e < E)[None, :]
+    q_ME = tl.load(q + at, mask=mask, other=0.0)
+    if E4M3:
+        q_ME = _to_fp16(q_ME)
+    elif INTERPRETED:
+        q_ME = q_ME.to(tl.float32)
+
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sum_ME = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    table += chunk.to(tl.int64) * table_stride
+    visible = before + row + 1
+    unmasked = (before + first + 1) // BLOCK_N * BLOCK_N  # every row sees these keys
+    end = before + tl.minimum(first + ROWS, rows)
+    highest, total, sum_ME = _chunk_tiles(
+        q_ME, highest, total, sum_ME, k_cache, v_cache, table, 0, unmasked, visible, score_scale, kv_head,
+        K, S, E, BLOCK_E, BLOCK_N, STAGES, False,
+    )  # fmt: skip
+    highest, total, sum_ME = _chunk_tiles(
+        q_ME, highest, total, sum_ME, k_cache, v_cache, table, unmasked, end, visible, score_scale, kv_head,
+        K, S, E, BLOCK_E, BLOCK_N, STAGES, True,
+    )  # fmt: skip
+    _store(out + at, sum_ME * (value_scale / total)[:, None], mask)
+
+
+# Functions --------------------------------------------------------------------------------------------------------
+
+
+def check(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, out_scale: float | None, *int32s: Tensor) -> None:
+    """Raise ValueError if queries, caches, output, page table and lengths are not what the kernels were written for."""
+    _, kv_heads, page_size, head_dim = k_cache.shape
+    heads = q.shape[1]
+    fits = (
+        q.dtype == torch.bfloat16
+        and k_cache.dtype == v_cache.dtype
+        and k_cache.dtype in (torch.float8_e4m3fn, torch.bfloat16)
+        and out.dtype == (torch.bfloat16 if out_scale is None else torch.float8_e4m3fn)
+        and k_cache.shape == v_cache.shape
+        and out.shape == q.shape
+        and q.shape[2] == head_dim
+        and heads % kv_heads == 0
+        and heads <= 16 * kv_heads
+        and head_dim % 16 == 0
+        and head_dim <= 256
+        and page_size in (16, 32, 64, 128)
+        and all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
+        and all(tensor.dtype == torch.int32 and tensor.stride(-1) == 1 for tensor in int32s)
+    )
+    if not fits:
+        named = {"queries": q, "k_cache": k_cache, "v_cache": v_cache, "out": out}
+        named |= {f"index {number}": tensor for number, tensor in enumerate(int32s)}
+        seen = ", ".join(f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in named.items())
+        raise ValueError(
+            "attention wants contiguous bf16 queries [T, H, E] and e4m3 or bf16 caches [P, K, S, E] with S 16, 32, 64 "
+            "or 128, E a multiple of 16 up to 256, H / K up to 16, an output like the queries (e4m3 with out_scale), "
+            f"int32 indices; got {seen}, out_scale {out_scale}"
+        )
+
+
+def split_tokens(kv_heads: int, max_length: int, total_tokens: int, block_tokens: int = 64) -> int:
+    """Tokens per decode program: short enough that no program outlasts the others by much, long enough to pay.
+
+    A piece is at most half of what one of the resident programs has to read in all. Sequences that fit into one piece
+    are finished by their program; the pieces of the others are merged by a second kernel.
+
+    Returns:
+        A multiple of ``block_tokens``, or a number above any length where no sequence needs splitting.
+    """
+    share = total_tokens * kv_heads // RESIDENT_PROGRAMS
+    piece = max(share // 2, SHORTEST_SPLIT, -(-max_length // MAX_SPLITS))
+    piece = -(-piece // block_tokens) * block_tokens
+    return piece if piece < max_length else _NEVER_SPLIT
+
+
+def decode_attention(
+    q_BHE: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table_BW: Tensor,
+    lengths_B: Tensor,
+    out_BHE: Tensor,
+    *,
+    softmax_scale: float,
+    max_length: int,
+    total_tokens: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out_scale: float | None = None,
+    config: DecodeConfig = DecodeConfig(),
+) -> Tensor:
+    """One query a sequence against all its cached keys.
+
+    ``out[b, h] = softmax(q[b, h] . k[0 .. length_b] x softmax_scale x k_scale) v[0 .. length_b] x v_scale / out_scale``
+
+    Args:
+        q_BHE: bf16 [B, H, E].
+        k_cache: e4m3 or bf16 [P, K, S, E]; so v_cache.
+        v_cache: as k_cache.
+        page_table_BW: int32 [B, W]; entries past a sequence's last page are not read. Rows may be strided.
+        lengths_B: int32 [B], visible keys; 0 gives a row of zeros.
+        out_BHE: written: bf16 [B, H, E], or e4m3 with ``out_scale``.
+        softmax_scale: positive; usually E ** -0.5.
+        max_length: at least the largest length; the host knows it, so that nobody waits for the device.
+        total_tokens: about the sum of lengths; steers the splitting only.
+        k_scale: positive.
+        v_scale: any.
+        out_scale: None for a bf16 output.
+        config: tile sizes and splitting.
+
+    Returns:
+        out_BHE.
+
+    Raises:
+        ValueError: a shape, dtype or layout is not as above.
+    """
+    check(q_BHE, k_cache, v_cache, out_BHE, out_scale, page_table_BW, lengths_B)
+    sequences, heads, head_dim = q_BHE.shape
+    _, kv_heads, page_size, _ = k_cache.shape
+    group = heads // kv_heads
+    piece = config.split_tokens or split_tokens(kv_heads, max_length, total_tokens, config.block_tokens)
+    splits = -(-max_length // piece) or 1
+    if splits > MAX_SPLITS:
+        raise ValueError(f"{max_length} tokens in pieces of {piece} are more than {MAX_SPLITS} pieces")
+    if splits == 1:
+        piece = _NEVER_SPLIT
+    rows = sequences * heads * splits if splits > 1 else 0
+    partial = torch.empty(rows * (head_dim + 2), dtype=torch.float32, device=q_BHE.device)
+    value_scale = v_scale / (out_scale or 1.0)
+    block_e = triton.next_power_of_2(head_dim)
+    _decode_kernel[(sequences * kv_heads, splits)](
+        q_BHE, k_cache, v_cache, page_table_BW, lengths_B, out_BHE, partial,
+        softmax_scale * k_scale * math.log2(math.e), value_scale, page_table_BW.stride(0), piece,
+        H=heads, K=kv_heads, S=page_size, E=head_dim, BLOCK_E=block_e, BLOCK_G=8 if group <= 8 else 16,
+        BLOCK_N=config.block_tokens, STAGES=config.stages, E4M3_SCORES=config.e4m3_scores and k_cache.itemsize == 1,
+        INTERPRETED=_INTERPRETED, num_warps=config.warps,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(sequences * heads,)](
+            partial, lengths_B, out_BHE, value_scale, piece, splits,
+            H=heads, K=kv_heads, E=head_dim, BLOCK_E=block_e, BLOCK_SPLITS=MAX_SPLITS,
+        )  # fmt: skip
+    return out_BHE
+
+
+def chunk_attention(
+    q_THE: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table_CW: Tensor,
+    chunk_starts_C1: Tensor,
+    contexts_C: Tensor,
+    max_rows: int,
+    out_THE: Tensor,
+    *,
+    softmax_scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out_scale: float | None = None,
+    config: ChunkConfig = ChunkConfig(),
+) -> Tensor:
+    """Causal attention of prompt chunks whose keys and values are already in the cache.
+
+    Row t of chunk c's R rows sees keys 0 .. contexts[c] - R + t.
+
+    Args:
+        q_THE: bf16 [T, H, E]; chunk c's rows are chunk_starts[c] .. chunk_starts[c + 1] - 1.
+        k_cache: e4m3 or bf16 [P, K, S, E]; so v_cache.
+        v_cache: as k_cache.
+        page_table_CW: int32 [C, W]. Rows may be strided.
+        chunk_starts_C1: int32 [C + 1], not falling.
+        contexts_C: int32 [C], keys visible to the chunk's last row, at least the chunk's rows.
+        max_rows: at least the rows of the longest chunk.
+        out_THE: written at the chunks' rows: bf16 [T, H, E], or e4m3 with ``out_scale``.
+        softmax_scale: positive; usually E ** -0.5.
+        k_scale: positive.
+        v_scale: any.
+        out_scale: None for a bf16 output.
+        config: tile sizes.
+
+    Returns:
+        out_THE.
+
+    Raises:
+        ValueError: a shape, dtype or layout is not as above.
+    """
+    check(q_THE, k_cache, v_cache, out_THE, out_scale, page_table_CW, chunk_starts_C1, contexts_C)
+    _, heads, head_dim = q_THE.shape
+    _, kv_heads, page_size, _ = k_cache.shape
+    tiles = -(-max_rows // (config.block_rows // (heads // kv_heads)))
+    _chunk_kernel[(kv_heads, len(contexts_C), tiles)](
+        q_THE, k_cache, v_cache, page_table_CW, chunk_starts_C1, contexts_C, out_THE,
+        softmax_scale * k_scale * math.log2(math.e), v_scale / (out_scale or 1.0), page_table_CW.stride(0),
+        H=heads, K=kv_heads, S=page_size, E=head_dim, BLOCK_E=triton.next_power_of_2(head_dim),
+        BLOCK_M=config.block_rows, BLOCK_N=config.block_tokens, STAGES=config.stages,
+        INTERPRETED=_INTERPRETED, num_warps=config.warps,
+    )  # fmt: skip
+    return out_THE
