@@ -160,7 +160,7 @@ def generate(
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="One prompt; its answer is streamed.")] = None,
     max_tokens: Annotated[str | None, typer.Option(metavar="N", help="Longest answer in tokens.")] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from the K likeliest tokens; 0 from all.")] = 0,
+    top_k: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Draw from the K likeliest tokens; 0 from all.")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Draw from the likeliest tokens of this share.")] = 1.0,
     precision: Annotated[str | None, typer.Option(metavar="fp32|bf16|fp8")] = None,
 ) -> int:

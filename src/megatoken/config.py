@@ -49,7 +49,9 @@ class RunConfig(_Section):
     prompts: Path | None = Field(default=None, description="prompts: JSON lines, or the OpenOrca pickle")
     lengths: Path | None = Field(default=None, description="CSV of input_tokens,output_tokens")
     max_tokens: PositiveInt = Field(default=128, description="answer length of prompts that state none")
-    samples: PositiveInt | None = Field(default=None, description="samples to issue; null: enough for the duration")
+    samples: PositiveInt | None = Field(
+        default=None, le=100_000_000, description="samples to issue; null: enough for the duration"
+    )
     min_duration_seconds: NonNegativeFloat | None = Field(
         default=None, lt=1e9, description="shortest run; null: 600 under rules, otherwise about 15 if samples is null"
     )

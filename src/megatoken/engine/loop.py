@@ -5,11 +5,11 @@ from __future__ import annotations
 import reprlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import index
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -162,8 +162,7 @@ class Engine:
         request = self._active.get(ticket)
         if request is None:
             return
-        if not self._done_by_length(ticket):
-            self._scheduler.end(ticket)
+        self._release(ticket)
         self._forget(ticket)
         self._held.append(TokenEvent(ticket, (), FinishReason.CANCELLED))
 
@@ -268,18 +267,15 @@ class Engine:
                 self._forget(ticket)
             elif token in active.stop_ids:
                 reason = FinishReason.STOP
-                if not self._done_by_length(ticket):
-                    self._scheduler.end(ticket)
+                self._release(ticket)
                 self._forget(ticket)
             events.append(TokenEvent(ticket, (token,), reason))
         return events
 
-    def _done_by_length(self, ticket: int) -> bool:
-        """Whether the scheduler has planned the last token of ``ticket``, which a launched step is still to bring."""
-        active = self._active[ticket]
-        plans = [launched.plan for launched in self._launched]
-        coming = sum(bool(np.any(plan.sample & (plan.ticket == ticket))) for plan in plans)
-        return len(active.generated) + coming == active.max_tokens
+    def _release(self, ticket: int) -> None:
+        """Free slot and pages, unless the step that brings the last token has been planned, which freed them."""
+        with suppress(ValueError):
+            self._scheduler.end(ticket)
 
     def _forget(self, ticket: int) -> None:
         self._drawing -= self._active.pop(ticket).sampling.temperature > 0
@@ -291,10 +287,14 @@ def open_model(model: str | Path, *, random_weights: bool = False, seed: int = 0
     Raises:
         CheckpointError: neither a directory nor a shape, or a directory that cannot be loaded.
     """
-    if str(model) in SHAPES and not Path(model).is_dir():
-        return RandomWeights(SHAPES[str(model)], seed)
     path = Path(model)
-    if not path.is_dir():
+    try:
+        is_directory = path.is_dir()
+    except OSError as error:
+        raise CheckpointError(f"{model}: {error.strerror}; give another directory") from error
+    if str(model) in SHAPES and not is_directory:
+        return RandomWeights(SHAPES[str(model)], seed)
+    if not is_directory:
         raise CheckpointError(f"{model}: no such directory, and not one of the shapes {', '.join(SHAPES)}")
     if random_weights:
         return RandomWeights(read_config(path), seed)

@@ -15,6 +15,10 @@ from megatoken.errors import CapacityError, ConfigError
 
 PROCESS_BYTES = 300_000_000
 """Python, PyTorch and the command's other libraries, measured 224 to 260 MB, before the first weight."""
+HUGE_PAGE_BYTES = 2 << 20
+HUGE_PAGES_FROM_BYTES = 1_000_000_000
+"""Smaller weights gain nothing that was measured, and what huge pages round up would break their memory bound."""
+MADV_COLLAPSE = 25  # linux/mman.h
 DEFAULT_MAX_LENGTH = 8192
 DEFAULT_MAX_ROWS = 256
 DEFAULT_MAX_SEQUENCES = 128
@@ -189,3 +193,23 @@ def return_freed_memory() -> None:
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.3f} GB"
+
+
+def use_huge_pages() -> None:
+    """Move what the process holds now to pages of 2 MB, where Linux offers that (6.1 and later).
+
+    A product over packed weights walks them once; with pages of 4 KB it waits for address translation at every one.
+    """
+    try:
+        mappings = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return
+    advise = ctypes.CDLL(None).madvise
+    for mapping in mappings:
+        bounds, access, *rest = mapping.split()
+        if access != "rw-p" or rest[3:] not in ([], ["[heap]"]) or rest[2] != "0":
+            continue
+        first, end = (int(bound, 16) for bound in bounds.split("-"))
+        start, stop = -(-first // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if stop - start >= 2 * HUGE_PAGE_BYTES:
+            advise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), MADV_COLLAPSE)  # refused is as good as absent

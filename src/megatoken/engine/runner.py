@@ -11,7 +11,7 @@ from torch import Tensor
 from megatoken.engine.batch import step_arrays
 from megatoken.engine.cache import allocate_cache
 from megatoken.engine.config import EngineConfig
-from megatoken.engine.memory import MemoryPlan
+from megatoken.engine.memory import HUGE_PAGES_FROM_BYTES, MemoryPlan, use_huge_pages
 from megatoken.engine.model import WeightSource, forward, load_weights
 from megatoken.engine.ops import Ops
 from megatoken.engine.request import Sampling
@@ -30,6 +30,8 @@ class Runner:
         self.config = source.config
         self._ops = ops
         self._weights = load_weights(source, ops, config.precision, memory.max_length)
+        if memory.weights_bytes >= HUGE_PAGES_FROM_BYTES:
+            use_huge_pages()
         self._cache = allocate_cache(source.config, config.precision, memory.pages, memory.page_size)
         self._last_tokens = torch.zeros(memory.max_sequences, dtype=torch.int64)
 

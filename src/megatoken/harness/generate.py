@@ -29,8 +29,9 @@ def generate_file(config: RunConfig, prompts: Path, out: Path, sampling: Samplin
         CheckpointError, CapacityError, DatasetError: the first thing that cannot be used; nothing is written.
         StorageError: ``out`` cannot be written; a file that was there is unchanged.
     """
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise StorageError(f"{out}: not a file in an existing folder; choose another with --out")
+    if (out.exists() and not out.is_file()) or not out.absolute().parent.is_dir():
+        raise StorageError(f"{out}: not a regular file in an existing folder; choose another with --out")
+    out = out.resolve()  # a link stays one
     check_writable(out.absolute().parent)
     source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
     data_set = load_prompts(

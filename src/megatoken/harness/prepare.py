@@ -95,7 +95,10 @@ def prepare(config: RunConfig) -> Prepared:
 
 def check_writable(folder: Path) -> None:
     """Refuses an output folder now rather than after minutes of loading. Raises StorageError; makes nothing."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        raise StorageError(f"{folder}: {error.strerror}; choose another folder with --out") from error
     if not nearest.is_dir():
         raise StorageError(f"{folder}: {nearest} is not a folder; choose another folder with --out")
     if not os.access(nearest, os.W_OK | os.X_OK):

@@ -42,6 +42,8 @@ def lines(run: Run, *, starred: bool) -> Iterator[Text]:
         yield Text("MLPerf rules not met:")
     for rule in run.rules_unmet:
         yield Text.assemble("  ", (rule["code"], "bold"), f" {rule['message']}")
+    for note in run.result.get("notes") or ():
+        yield Text(f"Note: {note}")
     yield Text(f"Run folder: {run.path}")
 
 
