@@ -1,4 +1,5 @@
 import json
+import os
 import resource
 import signal
 import time
@@ -163,8 +164,8 @@ def test_a_bad_line_is_named_and_nothing_is_written(
         ("--model tiny --prompt a", "tiny has no tokenizer.json"),
         ("--model nowhere --prompt a", "nowhere: no such directory"),
         ("--model {model} --prompts none.jsonl --out o", "none.jsonl: cannot be read"),
-        ("--model {model} --prompts none.jsonl --out {model}", "not a file in an existing folder"),
-        ("--model {model} --prompts none.jsonl --out no/where.jsonl", "not a file in an existing folder"),
+        ("--model {model} --prompts none.jsonl --out {model}", "not a regular file in an existing folder"),
+        ("--model {model} --prompts none.jsonl --out no/where.jsonl", "not a regular file in an existing folder"),
         ("--model {model} --prompt a --temperature -1", "--temperature"),
         ("--model {model} --prompt a --temperature hot", "--temperature"),
         ("--model {model} --prompt a --max-tokens 0", "--max-tokens: must be greater than 0"),
@@ -181,6 +182,19 @@ def test_bad_use_is_one_line_and_exit_code_2(model: Path, generate: Here, argume
     assert stdout == ""
     assert err.startswith("megatoken: ") and err.count("\n") == 1
     assert message in err
+
+
+def test_answers_replace_neither_their_prompts_nor_what_is_no_file(model: Path, tmp_path: Path, generate: Here) -> None:
+    prompts = write_lines(tmp_path / "in.jsonl", {"prompt": "x"})
+    before = prompts.read_text()
+    code, _, err = generate("--model", model, "--prompts", prompts, "--out", prompts)
+    assert (code, prompts.read_text()) == (2, before)
+    assert "these are the prompts" in err
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    code, _, err = generate("--model", model, "--prompts", prompts, "--out", pipe)
+    assert (code, pipe.is_fifo()) == (2, True)
+    assert "not a regular file" in err
 
 
 def test_text_without_a_tokenizer(tmp_path: Path, generate: Here) -> None:

@@ -6,6 +6,7 @@ largest magnitude in play.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -381,6 +382,11 @@ def test_rotate_and_write(
         untouched[written] = False
         original = before[0] if side is cache.k else before[1]
         assert torch.equal(side.transpose(1, 2)[untouched], original.transpose(1, 2)[untouched])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler for the kernels")
+def test_where_there_is_a_compiler_there_are_kernels() -> None:
+    assert native.library() is not None
 
 
 def test_without_a_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

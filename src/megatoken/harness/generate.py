@@ -32,6 +32,8 @@ def generate_file(config: RunConfig, prompts: Path, out: Path, sampling: Samplin
     if (out.exists() and not out.is_file()) or not out.absolute().parent.is_dir():
         raise StorageError(f"{out}: not a regular file in an existing folder; choose another with --out")
     out = out.resolve()  # a link stays one
+    if out == prompts.resolve():
+        raise StorageError(f"{out}: these are the prompts, which the answers would replace; choose another with --out")
     check_writable(out.absolute().parent)
     source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
     data_set = load_prompts(
