@@ -128,7 +128,7 @@ configurations = st.builds(
     mode=st.sampled_from(["performance", "accuracy"]),
     rules=st.sampled_from([None, "v5.1"]),
     lengths=st.none() | st.just(Path("a b.csv")),
-    samples=counts,
+    samples=st.none() | st.integers(min_value=1, max_value=10**8),
     min_duration_seconds=st.none() | seconds,
     warm_up_seconds=seconds,
     engine=st.builds(EngineSection, max_rows=counts, cache_tokens=counts, overlap=st.none() | st.booleans()),
