@@ -6,9 +6,7 @@ largest magnitude in play.
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -382,23 +380,6 @@ def test_rotate_and_write(
         untouched[written] = False
         original = before[0] if side is cache.k else before[1]
         assert torch.equal(side.transpose(1, 2)[untouched], original.transpose(1, 2)[untouched])
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler for the kernels")
-def test_where_there_is_a_compiler_there_are_kernels() -> None:
-    assert native.library() is not None
-
-
-def test_without_a_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert native.library.__wrapped__() is None
-    broken = tmp_path / "g++"
-    broken.write_text("#!/bin/sh\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native.library.__wrapped__() is None
-    assert list((tmp_path / "megatoken").iterdir()) == []
 
 
 @random_shapes

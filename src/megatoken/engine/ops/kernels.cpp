@@ -4,6 +4,10 @@
 //
 // Vectors are GCC's generic ones, so any target compiles; only the bf16 dot product has a variant for one instruction set.
 
+#if !defined(__GNUC__) || defined(__clang__)  // whose OpenMP library would run beside PyTorch's, with threads of its own
+#error "the kernels need GCC"
+#endif
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -215,10 +219,10 @@ void attend(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_
 
 template <typename T, int E>
 void attend_all(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_t *pages, const int32_t *lengths,
-                int sequences, int width, int heads, int kv_heads, int page_size, int64_t q_stride) {
+                int sequences, int width, int heads, int kv_heads, int page_size, int64_t q_stride, int threads) {
     int group = heads / kv_heads;
     float scale = 1.0f / std::sqrt((float)E);
-#pragma omp parallel for schedule(dynamic, 1)
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
     for (int item = 0; item < sequences * kv_heads; ++item) {
         int sequence = item / kv_heads, kv_head = item % kv_heads, head = kv_head * group;
         attend<T, E>(out + ((int64_t)sequence * heads + head) * E, q + sequence * q_stride + head * E, k_cache, v_cache,
@@ -228,11 +232,13 @@ void attend_all(T *out, const T *q, const T *k_cache, const T *v_cache, const in
 
 template <typename T>
 void attend_any(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_t *pages, const int32_t *lengths,
-               int sequences, int width, int heads, int kv_heads, int head_dim, int page_size, int64_t q_stride) {
+               int sequences, int width, int heads, int kv_heads, int head_dim, int page_size, int64_t q_stride,
+               int threads) {
     switch (head_dim) {
 #define CASE(E)                                                                                                         \
     case E:                                                                                                             \
-        attend_all<T, E>(out, q, k_cache, v_cache, pages, lengths, sequences, width, heads, kv_heads, page_size, q_stride); \
+        attend_all<T, E>(out, q, k_cache, v_cache, pages, lengths, sequences, width, heads, kv_heads, page_size,        \
+                         q_stride, threads);                                                                            \
         break;
         CASE(32) CASE(64) CASE(96) CASE(128)
 #undef CASE
@@ -240,8 +246,8 @@ void attend_any(T *out, const T *q, const T *k_cache, const T *v_cache, const in
 }
 
 template <typename T>
-void normalise(T *out, const T *x, const T *weight, int64_t rows, int64_t width, float epsilon) {
-#pragma omp parallel for schedule(static) if (rows * width > 8192)
+void normalise(T *out, const T *x, const T *weight, int64_t rows, int64_t width, float epsilon, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * width > 8192)
     for (int64_t row = 0; row < rows; ++row) {
         const T *from = x + row * width;
         Floats squares{};
@@ -258,9 +264,9 @@ void normalise(T *out, const T *x, const T *weight, int64_t rows, int64_t width,
 template <typename T>
 void rotate_and_write(T *q_out, T *k_cache, T *v_cache, const T *qkv, const T *cos, const T *sin,
                       const int32_t *positions, const int32_t *cache_slots, int64_t rows, int heads, int kv_heads,
-                      int head_dim, int page_size) {
+                      int head_dim, int page_size, int threads) {
     int half = head_dim / 2, per_row = heads + 2 * kv_heads;
-#pragma omp parallel for schedule(static) if (rows * per_row * head_dim > 8192)
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * per_row * head_dim > 8192)
     for (int64_t row = 0; row < rows; ++row) {
         const T *from = qkv + row * per_row * head_dim;
         const T *c = cos + (int64_t)positions[row] * head_dim, *s = sin + (int64_t)positions[row] * head_dim;
@@ -282,20 +288,21 @@ void rotate_and_write(T *q_out, T *k_cache, T *v_cache, const T *qkv, const T *c
 }  // namespace
 
 #define EXPORT(T, SUFFIX)                                                                                               \
-    void decode_attention_##SUFFIX(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_t *pages,          \
-                                  const int32_t *lengths, int sequences, int width, int heads, int kv_heads,            \
-                                  int head_dim, int page_size, int64_t q_stride) {                                      \
-        attend_any<T>(out, q, k_cache, v_cache, pages, lengths, sequences, width, heads, kv_heads, head_dim,     \
-                             page_size, q_stride);                                                                      \
+    void decode_attention_##SUFFIX(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_t *pages,        \
+                                   const int32_t *lengths, int sequences, int width, int heads, int kv_heads,           \
+                                   int head_dim, int page_size, int64_t q_stride, int threads) {                        \
+        attend_any<T>(out, q, k_cache, v_cache, pages, lengths, sequences, width, heads, kv_heads, head_dim, page_size, \
+                      q_stride, threads);                                                                               \
     }                                                                                                                   \
-    void rms_norm_##SUFFIX(T *out, const T *x, const T *weight, int64_t rows, int64_t width, float epsilon) {            \
-        normalise<T>(out, x, weight, rows, width, epsilon);                                                             \
+    void rms_norm_##SUFFIX(T *out, const T *x, const T *weight, int64_t rows, int64_t width, float epsilon,             \
+                           int threads) {                                                                               \
+        normalise<T>(out, x, weight, rows, width, epsilon, threads);                                                    \
     }                                                                                                                   \
-    void rotate_and_write_##SUFFIX(T *q_out, T *k_cache, T *v_cache, const T *qkv, const T *cos, const T *sin,           \
+    void rotate_and_write_##SUFFIX(T *q_out, T *k_cache, T *v_cache, const T *qkv, const T *cos, const T *sin,          \
                                    const int32_t *positions, const int32_t *cache_slots, int64_t rows, int heads,       \
-                                   int kv_heads, int head_dim, int page_size) {                                         \
+                                   int kv_heads, int head_dim, int page_size, int threads) {                            \
         rotate_and_write<T>(q_out, k_cache, v_cache, qkv, cos, sin, positions, cache_slots, rows, heads, kv_heads,      \
-                            head_dim, page_size);                                                                       \
+                            head_dim, page_size, threads);                                                              \
     }
 
 extern "C" {

@@ -1,4 +1,4 @@
-"""Builds ``kernels.cpp`` on first use and calls it; without a GCC there are no kernels, and cpu.py does without."""
+"""Builds ``kernels.cpp`` on first use and calls it; where that fails there are no kernels, and cpu.py does without."""
 
 from __future__ import annotations
 
@@ -8,54 +8,143 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
+import stat
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+PROCESSOR = Path("/proc/cpuinfo")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 SUFFIX = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 BUILD_SECONDS = 60
 
+_address, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+SIGNATURES = {
+    "decode_attention": (*[_address] * 6, *[_int] * 6, _long, _int),
+    "rms_norm": (*[_address] * 3, _long, _long, _float, _int),
+    "rotate_and_write": (*[_address] * 8, _long, *[_int] * 5),
+}
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None. The first call looks for a file built before, or builds for some ten seconds."""
+    return _library_and_status()[0]
+
+
+def status() -> str:
+    """Which kernels run: "compiled kernels" or "PyTorch only: " and why. The first call may build, like ``library``."""
+    return _library_and_status()[1]
+
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels, from the user's cache folder when they were built before; None without a compiler."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None or platform.system() != "Linux":
-        return None
-    key = hashlib.sha256(SOURCE.read_bytes() + repr((FLAGS, compiler, _processor())).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatoken"
-    file = cache / f"kernels-{key}.so"
+def _library_and_status() -> tuple[ctypes.CDLL | None, str]:
     try:
-        if not file.exists():
-            cache.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=cache) as folder:
-                built = Path(folder) / file.name
-                command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
-                subprocess.run(command, check=True, capture_output=True, timeout=BUILD_SECONDS)
-                built.replace(file)
-        return ctypes.CDLL(str(file))
-    except (OSError, subprocess.SubprocessError):
-        return None
+        return _open(), "compiled kernels"
+    except (OSError, RuntimeError, AttributeError) as error:
+        return None, f"PyTorch only: {error}"
+
+
+def _open() -> ctypes.CDLL:
+    """The kernels from the user's cache folder, built if they are not there or damaged; RuntimeError says why not."""
+    if platform.system() != "Linux":
+        raise RuntimeError(f"kernels are for Linux, this is {platform.system()}")
+    name = os.environ.get("CXX", "g++")
+    compiler = shutil.which(name)
+    if compiler is None:
+        raise RuntimeError(f"no compiler {name}")
+    key = hashlib.sha256(SOURCE.read_bytes() + repr((FLAGS, compiler, _processor())).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatoken"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _refuse_foreign(folder)
+    file = folder / f"kernels-{key}.so"
+    if file.exists():
+        _refuse_foreign(file)
+        content = file.read_bytes()
+        if content.endswith(_seal(key, content[: -hashlib.sha256().digest_size])):
+            with suppress(OSError, AttributeError):  # built for another system that shares this folder
+                return _load(file)
+    _build(compiler, file, key)
+    return _load(file)
 
 
 def _processor() -> str:
     # -march=native binds the file to the instructions of this processor, and a home folder may be shared by several.
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in PROCESSOR.read_text(errors="replace").splitlines():
         if line.startswith(("flags", "Features")):
             return line
     return platform.processor()
 
 
+def _refuse_foreign(path: Path) -> None:
+    facts = path.stat()
+    if facts.st_uid != os.geteuid() or facts.st_mode & stat.S_IWOTH:
+        raise RuntimeError(f"{path} is not this user's alone")
+
+
+def _seal(key: str, code: bytes) -> bytes:
+    """Ends every file: loading a damaged one can kill the process."""
+    return hashlib.sha256(key.encode() + code).digest()
+
+
+def _build(compiler: str, file: Path, key: str) -> None:
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        built = Path(folder) / file.name
+        _compile([compiler, *FLAGS, str(SOURCE), "-o", str(built)])
+        code = built.read_bytes()
+        built.write_bytes(code + _seal(key, code))
+        built.chmod(0o700)
+        built.replace(file)
+
+
+def _compile(command: list[str]) -> None:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            _, messages = process.communicate(timeout=BUILD_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{command[0]} took over {BUILD_SECONDS} s") from None
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)  # g++ leaves the work to children, which would outlive it
+    if process.returncode:
+        errors = (line.partition("error: ")[2] for line in messages.splitlines())
+        raise RuntimeError(f"{command[0]} failed: {next(filter(None, errors), f'exit status {process.returncode}')}")
+
+
+def _load(file: Path) -> ctypes.CDLL:
+    kernels = ctypes.CDLL(str(file))
+    for name, arguments in SIGNATURES.items():
+        for suffix in SUFFIX.values():
+            function = getattr(kernels, f"{name}_{suffix}")
+            function.argtypes, function.restype = arguments, None
+    return kernels
+
+
+def _pointer(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Where a kernel finds an operand; a kernel cannot tell a wrong one."""
+    if tensor.dtype != dtype or tensor.shape != shape or not (tensor.is_contiguous() and tensor.is_cpu):
+        found = f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()} on {tensor.device}"
+        raise TypeError(f"internal error: a kernel expects contiguous {dtype} {shape} on the CPU, not {found}")
+    return tensor.data_ptr()
+
+
 def has_attention(heads: int, k_cache: Tensor) -> bool:
-    """Whether there is a ``decode_attention`` for these shapes."""
+    """Whether there is a ``decode_attention`` for these shapes and this dtype."""
     _, kv_heads, page_size, head_dim = k_cache.shape
     fits = head_dim in (32, 64, 96, 128) and heads // kv_heads <= 16 and page_size % 16 == 0 and page_size <= 256
-    return fits and library() is not None
+    return fits and k_cache.dtype in SUFFIX and library() is not None
 
 
 def decode_attention(q_RHE: Tensor, k_cache: Tensor, v_cache: Tensor, pages_RP: Tensor, lengths_R: Tensor) -> Tensor:
@@ -63,34 +152,53 @@ def decode_attention(q_RHE: Tensor, k_cache: Tensor, v_cache: Tensor, pages_RP: 
 
     Args:
         q_RHE: fp32 or bf16; heads of a row contiguous.
-        k_cache: [pages, kv_heads, page_size, head_dim], like ``v_cache``.
+        k_cache: [pages, kv_heads, page_size, head_dim], like ``v_cache``; dtype of the queries.
         v_cache: values.
         pages_RP: int32 page ids in order.
         lengths_R: int32 keys to see.
+
+    Raises:
+        TypeError: an operand has another dtype, shape or layout.
     """
     sequences, heads, head_dim = q_RHE.shape
     kv_heads, page_size = k_cache.shape[1:3]
-    out_RHE = torch.empty(sequences, heads, head_dim, dtype=q_RHE.dtype)
-    getattr(library(), f"decode_attention_{SUFFIX[q_RHE.dtype]}")(
-        *(ctypes.c_void_p(t.data_ptr()) for t in (out_RHE, q_RHE, k_cache, v_cache, pages_RP, lengths_R)),
-        *(ctypes.c_int(n) for n in (sequences, pages_RP.shape[1], heads, kv_heads, head_dim, page_size)),
-        ctypes.c_int64(q_RHE.stride(0)),
+    dtype, width = q_RHE.dtype, pages_RP.shape[1]
+    if q_RHE.stride()[1:] != (head_dim, 1):
+        raise TypeError(f"internal error: strides {q_RHE.stride()} of queries whose rows must be contiguous")
+    out_RHE = torch.empty(sequences, heads, head_dim, dtype=dtype)
+    getattr(library(), f"decode_attention_{SUFFIX[dtype]}")(
+        out_RHE.data_ptr(),
+        q_RHE.data_ptr(),
+        _pointer(k_cache, dtype, (len(k_cache), kv_heads, page_size, head_dim)),
+        _pointer(v_cache, dtype, k_cache.shape),
+        _pointer(pages_RP, torch.int32, (sequences, width)),
+        _pointer(lengths_R, torch.int32, (sequences,)),
+        *(sequences, width, heads, kv_heads, head_dim, page_size),
+        q_RHE.stride(0),
+        torch.get_num_threads(),
     )
     return out_RHE
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor | None:
-    """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension; None where no kernel fits."""
+    """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension; None where no kernel fits.
+
+    Raises:
+        TypeError: ``weight`` has another dtype, shape or layout than ``x``'s last dimension.
+    """
     compiled = library()
     width = x_TD.shape[-1]
-    if compiled is None or width % 16 or not x_TD.is_contiguous():
+    if compiled is None or x_TD.dtype not in SUFFIX or width % 16 or not x_TD.is_contiguous():
         return None
     out_TD = torch.empty_like(x_TD)
     getattr(compiled, f"rms_norm_{SUFFIX[x_TD.dtype]}")(
-        *(ctypes.c_void_p(t.data_ptr()) for t in (out_TD, x_TD, weight_D)),
-        ctypes.c_int64(x_TD.numel() // width),
-        ctypes.c_int64(width),
-        ctypes.c_float(epsilon),
+        out_TD.data_ptr(),
+        x_TD.data_ptr(),
+        _pointer(weight_D, x_TD.dtype, (width,)),
+        x_TD.numel() // width,
+        width,
+        epsilon,
+        torch.get_num_threads(),
     )
     return out_TD
 
@@ -116,17 +224,26 @@ def rotate_and_write(
         k_cache: [pages, kv_heads, page_size, head_dim], like ``v_cache``.
         v_cache: values.
         heads: H.
+
+    Raises:
+        TypeError: an operand has another dtype, shape or layout.
     """
     compiled = library()
-    _, kv_heads, page_size, head_dim = k_cache.shape
-    if compiled is None or head_dim % 32:
+    pages, kv_heads, page_size, head_dim = k_cache.shape
+    dtype, rows = qkv_TN.dtype, len(qkv_TN)
+    if compiled is None or dtype not in SUFFIX or head_dim % 32:
         return None
-    rows = len(qkv_TN)
-    q_THE = torch.empty(rows, heads, head_dim, dtype=qkv_TN.dtype)
-    tensors = (q_THE, k_cache, v_cache, qkv_TN, cos_LE, sin_LE, positions_T, cache_slots_T)
-    getattr(compiled, f"rotate_and_write_{SUFFIX[qkv_TN.dtype]}")(
-        *(ctypes.c_void_p(t.data_ptr()) for t in tensors),
-        ctypes.c_int64(rows),
-        *(ctypes.c_int(n) for n in (heads, kv_heads, head_dim, page_size)),
+    q_THE = torch.empty(rows, heads, head_dim, dtype=dtype)
+    getattr(compiled, f"rotate_and_write_{SUFFIX[dtype]}")(
+        q_THE.data_ptr(),
+        _pointer(k_cache, dtype, (pages, kv_heads, page_size, head_dim)),
+        _pointer(v_cache, dtype, k_cache.shape),
+        _pointer(qkv_TN, dtype, (rows, (heads + 2 * kv_heads) * head_dim)),
+        _pointer(cos_LE, dtype, (len(cos_LE), head_dim)),
+        _pointer(sin_LE, dtype, cos_LE.shape),
+        _pointer(positions_T, torch.int32, (rows,)),
+        _pointer(cache_slots_T, torch.int32, (rows,)),
+        *(rows, heads, kv_heads, head_dim, page_size),
+        torch.get_num_threads(),
     )
     return q_THE
