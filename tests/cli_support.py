@@ -50,6 +50,13 @@ def call(*arguments: object, before: Callable[[], None] | None = None) -> tuple[
         return process.returncode, out, err
 
 
+def redirected(redirection: str, *arguments: object) -> tuple[int, str, str]:
+    """The same with a redirection of the shell, such as ``>&-``."""
+    shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND, *map(str, arguments)]
+    done = subprocess.run(shell, capture_output=True, text=True, env=ENVIRONMENT, timeout=TIMEOUT_SECONDS, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
 def call_here(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
 ) -> tuple[int, str, str]:

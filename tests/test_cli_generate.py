@@ -15,10 +15,13 @@ from cli_support import (
     call,
     call_here,
     make_checkpoint,
+    redirected,
     started,
     wait_until_torch_is_loaded,
     write_lines,
 )
+from megatoken.config import load_answer_config, load_run_config
+from megatoken.harness.generate import stream_prompt
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +112,56 @@ def test_stop_ids_end_an_answer(model: Path, tmp_path: Path, generate: Here) -> 
     assert answer["finish_reason"] == "stop"
 
 
+def test_stop_ids_of_the_command_line_are_added_to_those_of_a_line(model: Path, tmp_path: Path, generate: Here) -> None:
+    out = tmp_path / "out.jsonl"
+    prompts = write_lines(tmp_path / "in.jsonl", {"prompt": "stop", "max_tokens": 20})
+    assert generate("--model", model, "--prompts", prompts, "--out", out)[0] == 0
+    tokens = json.loads(out.read_text())["token_ids"]
+    first = next(index for index, token in enumerate(tokens) if index and token != tokens[0])
+    write_lines(prompts, {"prompt": "stop", "stop_token_ids": [tokens[0]]}, {"prompt": "stop"})
+    stop = ("--stop-token-ids", f"{tokens[first]},{tokens[first]}")
+    assert generate("--model", model, "--prompts", prompts, "--out", out, *stop)[0] == 0
+    both, flag_only = (json.loads(line) for line in out.read_text().splitlines())
+    assert both["token_ids"] == tokens[:1]
+    assert flag_only["token_ids"] == tokens[: first + 1]
+    assert flag_only["finish_reason"] == "stop"
+
+
+def test_the_seed_decides_what_is_drawn(model: Path, generate: Here) -> None:
+    drawn = ("--model", model, "--prompt", "x", "--temperature", 1.5, "--max-tokens", 16, "--seed")
+    first, second, third = (generate(*drawn, seed) for seed in (1, 2, 1))
+    assert first[0] == second[0] == 0
+    assert first == third != second
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "message"),
+    [
+        (">/dev/full", 1, "megatoken: cannot write to standard output: No space left on device\n"),
+        (">&-", 1, "megatoken: cannot write to standard output: Bad file descriptor\n"),
+        ("2>&-", 0, ""),
+    ],
+)
+def test_a_stream_that_takes_nothing_gives_no_traceback(model: Path, redirection: str, code: int, message: str) -> None:
+    done = redirected(redirection, "generate", "--model", model, "--prompt", "a", "--max-tokens", 9)
+    assert (done[0], done[2]) == (code, message)
+    assert bool(done[1]) == (code == 0)
+
+
 def test_a_prompt_from_the_command_line_is_streamed(model: Path, tmp_path: Path, generate: Here) -> None:
     out = tmp_path / "out.jsonl"
     prompts = write_lines(tmp_path / "in.jsonl", {"prompt": "hello", "max_tokens": 12})
     assert generate("--model", model, "--prompts", prompts, "--out", out)[0] == 0
     code, stdout, err = generate("--model", model, "--prompt", "hello", "--max-tokens", 12)
     assert (code, stdout, err) == (0, json.loads(out.read_text())["text"] + "\n", "")
+
+
+def test_an_interrupted_stream_says_that_its_answer_is_cut_off(model: Path) -> None:
+    config = load_run_config(None, {"model": str(model), "max-tokens": "30"})
+    pieces = stream_prompt(config, load_answer_config({}), "hello")
+    next(pieces)
+    with pytest.raises(KeyboardInterrupt, match="the answer is cut off"):
+        pieces.throw(KeyboardInterrupt())
 
 
 def test_named_shapes_have_no_text(tmp_path: Path, generate: Here) -> None:
@@ -164,15 +211,22 @@ def test_a_bad_line_is_named_and_nothing_is_written(
         ("--model tiny --prompt a", "tiny has no tokenizer.json"),
         ("--model nowhere --prompt a", "nowhere: no such directory"),
         ("--model {model} --prompts none.jsonl --out o", "none.jsonl: cannot be read"),
-        ("--model {model} --prompts none.jsonl --out {model}", "not a regular file in an existing folder"),
-        ("--model {model} --prompts none.jsonl --out no/where.jsonl", "not a regular file in an existing folder"),
-        ("--model {model} --prompt a --temperature -1", "--temperature"),
-        ("--model {model} --prompt a --temperature hot", "--temperature"),
+        ("--model {model} --prompts none.jsonl --out {model}", "not a regular file; choose another"),
+        ("--model {model} --prompts none.jsonl --out no/where.jsonl", "no/where.jsonl: there is no folder "),
+        ("--model {model} --prompts none.jsonl --out " + "o" * 300, "File name too long"),
+        ("--model {model} --prompt a --temperature -1", "--temperature: must be greater than or equal to 0"),
+        ("--model {model} --prompt a --temperature nan", "--temperature: must be a finite number, got 'nan'"),
+        ("--model {model} --prompt a --top_p 0", "--top-p: must be greater than 0, got '0'"),
+        ("--model {model} --prompt a --stop-token-ids 3,256", "--stop-token-ids: 256 is outside the vocabulary of 256"),
+        ("--model {model} --prompts none.jsonl --out o --stop-token-ids -1", "--stop-token-ids: -1 is outside"),
+        ("--model {model} --prompt a --engine.threads 99999", "engine.threads is 99,999, but this process may use "),
         ("--model {model} --prompt a --max-tokens 0", "--max-tokens: must be greater than 0"),
         ("--model {model} --prompt a --precision int3", "--precision: must be"),
         ("--model {model} --prompt a --engine.max_row 3", "did you mean --engine.max_rows?"),
         ("--model {model} --prompt a --engine.max_length 9999", "max_length 9,999"),
-        ("--model {model} --prompt a --rules v5.1", "No such option: --rules"),
+        ("--model {model} --prompt a --rules v5.1", "--rules: unknown flag"),
+        ("--model {model} --prompt a --temprature 1", "--temprature: unknown flag; did you mean --temperature?"),
+        ("--model {model} --prompt a --topk 1", "--topk: unknown flag; did you mean --top-k?"),
         ("--model {model} --prompt " + "a" * 70, "70"),
     ],
 )
@@ -190,6 +244,11 @@ def test_answers_replace_neither_their_prompts_nor_what_is_no_file(model: Path, 
     code, _, err = generate("--model", model, "--prompts", prompts, "--out", prompts)
     assert (code, prompts.read_text()) == (2, before)
     assert "these are the prompts" in err
+    kept = prompts.rename(tmp_path / "out.jsonl.partial")
+    code, _, err = generate("--model", model, "--prompts", kept, "--out", tmp_path / "out.jsonl")
+    assert (code, kept.read_text()) == (2, before)
+    assert "these are the prompts" in err
+    prompts = kept.rename(prompts)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     code, _, err = generate("--model", model, "--prompts", prompts, "--out", pipe)
@@ -206,24 +265,78 @@ def test_text_without_a_tokenizer(tmp_path: Path, generate: Here) -> None:
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_an_interrupted_command_leaves_the_old_file_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_keeps_the_finished_answers_and_the_old_file(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    prompts, out, partial = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "out.jsonl.partial"))
+    line = {"prompt_token_ids": [5] * 100, "max_tokens": 1900}
+    write_lines(prompts, *[line] * 3, *[line | {"max_tokens": 2}] * 2, *[line] * 495)
+    out.write_text("old\n")
+    partial.write_text("older\n" * 9)
+    arguments = ("--model", "tiny", "--prompts", prompts, "--out", out, "--engine.threads", 1)
+    with started("generate", *arguments, before=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
+        while partial.read_text().startswith("older") or partial.read_text().count("\n") < 2:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        process.send_signal(number)
+        stdout, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert (process.returncode, stdout) == (130, "")
+    assert err == f"megatoken: interrupted; 2 of 500 answers are in {partial}\n"
+    assert out.read_text() == "old\n"
+    answers = [json.loads(line) for line in partial.read_text().splitlines()]
+    assert [(answer["index"], len(answer["token_ids"])) for answer in answers] == [(3, 2), (4, 2)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.partial"]
+
+
+def test_a_command_interrupted_before_its_first_answer_writes_nothing(tmp_path: Path) -> None:
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_lines(prompts, *[{"prompt_token_ids": [5] * 100, "max_tokens": 1900}] * 500)
-    out.write_text("old\n")
     with started("generate", "--model", "tiny", "--prompts", prompts, "--out", out, "--engine.threads", 1) as process:
         wait_until_torch_is_loaded(process)
         time.sleep(2)
         process.send_signal(signal.SIGTERM)
-        assert process.communicate(timeout=TIMEOUT_SECONDS) == ("", "")
+        words = "megatoken: interrupted; nothing was written\n"
+        assert process.communicate(timeout=TIMEOUT_SECONDS) == ("", words)
     assert process.returncode == 130
-    assert out.read_text() == "old\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_answers_before_a_full_disk_are_kept(model: Path, tmp_path: Path) -> None:
+    """No file may grow beyond a limit that the second answer exceeds."""
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_lines(prompts, {"prompt": "a", "max_tokens": 2}, {"prompt": "a", "max_tokens": 50})
+    code, stdout, err = call(
+        *("generate", "--model", model, "--prompts", prompts, "--out", out),
+        before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (120, 120)),
+    )
+    assert (code, stdout, err.count("\n")) == (2, "", 1)
+    assert f"{out}.partial: cannot be written (File too large); " in err
+    assert err.endswith(f"; 1 of 2 answers are in {out}.partial\n")
+    assert json.loads((tmp_path / "out.jsonl.partial").read_text().splitlines()[0])["index"] == 0
+    assert not out.exists()
+
+
+def test_no_partial_file_is_left_by_a_command_that_succeeds(model: Path, tmp_path: Path, generate: Here) -> None:
+    prompts, out = write_lines(tmp_path / "in.jsonl", {"prompt": "x", "max_tokens": 2}), tmp_path / "out.jsonl"
+    (tmp_path / "out.jsonl.partial").write_text("of an interrupted one\n")
+    assert generate("--model", model, "--prompts", prompts, "--out", out)[0] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
 def test_help_names_every_option_and_loads_nothing_heavy() -> None:
     code, stdout, err = call("generate", "--help")
     assert (code, err) == (0, "")
-    for option in ("--model", "--prompts", "--out", "--prompt", "--max-tokens", "--temperature", "--engine.max_rows"):
+    for option in (
+        "--model",
+        "--prompts",
+        "--out",
+        "--prompt",
+        "--max-tokens",
+        "--temperature",
+        "--seed",
+        "--engine.max_rows",
+    ):
         assert option in stdout
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert call("--help")[0] == 0

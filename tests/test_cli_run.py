@@ -1,6 +1,7 @@
 import json
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ from cli_support import (
     call,
     call_here,
     make_checkpoint,
+    redirected,
     started,
     wait_until_torch_is_loaded,
     write_lines,
@@ -119,6 +121,52 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("--engine.max_length 1", "the longest sequence has 1 token, but a prompt and its answer have at least 2"),
+        ("--engine.page_size 1 --engine.cache_tokens 1", "the longest sequence has 1 token"),
+        ("--engine.threads 99999", "engine.threads is 99,999, but this process may use "),
+        ("--out=", "--out: must be a path, got ''"),
+        ("--out /proc/foo", "/proc/foo: cannot write in /proc (No such file or directory)"),
+        (
+            "--out {tmp}/file/runs",
+            "cannot write in {tmp}/file/runs (Not a directory); choose another folder with --out",
+        ),
+        ("--out {tmp}/file", "cannot write in {tmp}/file (Not a directory)"),
+        ("--out {tmp}/dangling", "cannot write in {tmp}/dangling (No such file or directory)"),
+        ("--out " + "o" * 300, "(File name too long)"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    message: str,
+) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    write_lines(tmp_path / "file", "not a folder")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    words = arguments.format(tmp=tmp_path).split()
+    code, stdout, err = call_here(monkeypatch, capsys, "run", "--dry-run", *words)
+    assert (code, stdout, err.count("\n")) == (2, "", 1)
+    assert message.format(tmp=tmp_path) in err
+    assert list(work.iterdir()) == []
+
+
+def test_flags_may_be_typed_with_underscores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--dry_run", "--min_duration", 7, "--engine.max-rows=64", "--warm_up", 1)
+    code, stdout, err = call_here(monkeypatch, capsys, "run", "--json", "--out", tmp_path, *flags)
+    config = json.loads(stdout)["config"]
+    assert (code, err) == (0, "")
+    assert (config["min_duration_seconds"], config["engine"]["max_rows"], config["warm_up_seconds"]) == (7, 64, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         ("--model nowhere", "nowhere: no such directory, and not one of the shapes tiny"),
         ("--model {tmp}/truncated", "model.safetensors"),
         ("--model {tmp}/nan", "NaN"),
@@ -129,6 +177,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
         ("--prompts {tmp}/text.jsonl", "text.jsonl, line 1: the prompt is text but the model has no tokenizer.json"),
         ("--prompts {tmp}/outside.jsonl", "outside.jsonl, line 1: token id 8192"),
         ("--prompts {tmp}/evil.pkl", "evil.pkl"),
+        ("--prompts {tmp}/table.PKL", "table.PKL, row 0: token id 25580"),
         ("--lengths none.csv", "none.csv: cannot be read"),
         ("--lengths {tmp}/zero.csv", "zero.csv, line 2: output_tokens is '0'"),
         ("--prompts a.jsonl --lengths b.csv", "give prompts or lengths, not both"),
@@ -137,9 +186,14 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
         ("--samples 0", "--samples: must be greater than 0, got '0'"),
         ("--smaples 4", "--smaples: unknown flag; did you mean --samples?"),
         ("--engine.max_row=4", "--engine.max_row: unknown flag; did you mean --engine.max_rows?"),
+        ("--jsn", "--jsn: unknown flag; did you mean --json?"),
+        ("--dry_rn", "--dry_rn: unknown flag; did you mean --dry-run?"),
+        ("--modle 125m", "--modle: unknown flag; did you mean --model?"),
+        ("--warmup 1", "--warmup: unknown flag; did you mean --warm-up?"),
+        ("--engine 5", "--engine: unknown flag"),
+        ("--xyzzy", "--xyzzy: unknown flag; see megatoken run --help"),
         ("--engine.memory_bytes 1000", "does not fit"),
         ("--engine.max_length 1000000", "max_length 1,000,000"),
-        ("--out {tmp}/file/runs", "{tmp}/file is not a folder"),
         ("{tmp}/bad.yaml", "bad.yaml:2: unknown key 'engine.max_row'; did you mean engine.max_rows?"),
         ("{tmp}/none.yaml", "none.yaml: cannot read the configuration"),
         ("a.yaml b.yaml", "unexpected extra argument"),
@@ -188,6 +242,8 @@ def make_bad_input(folder: Path, model: Path) -> None:
     write_lines(folder / "zero.csv", "input_tokens,output_tokens", "5,0")
     write_lines(folder / "file", "not a folder")
     write_lines(folder / "bad.yaml", "engine:", "  max_row: 5")
+    table = Path(__file__).parent / "data/openorca_pickles/pandas-3.0.0-numpy-2.4.6-protocol-5.pkl"
+    shutil.copy(table, folder / "table.PKL")
     (folder / "evil.pkl").write_bytes(b"cos\nsystem\n(S'touch %s'\ntR." % str(folder / "executed").encode())
 
 
@@ -237,7 +293,8 @@ def test_an_interrupted_start_leaves_nothing(tmp_path: Path) -> None:
         wait_until_torch_is_loaded(process)
         time.sleep(2)
         process.send_signal(signal.SIGTERM)
-        assert process.communicate(timeout=TIMEOUT_SECONDS) == ("", "")
+        words = "megatoken: interrupted before the measurement began; nothing was written\n"
+        assert process.communicate(timeout=TIMEOUT_SECONDS) == ("", words)
     assert process.returncode == 130
     assert list(tmp_path.iterdir()) == []
 
@@ -252,6 +309,40 @@ def test_a_killed_run_can_be_read(tmp_path: Path, lengths: Path) -> None:
     killed = read_run(next(out.glob("2*")))
     assert killed.verdict is Verdict.INTERRUPTED
     assert killed.requests.num_rows >= killed.result["samples_completed"]
+
+
+@pytest.mark.parametrize(
+    ("redirection", "reason"),
+    [
+        (">/dev/full", "No space left on device"),
+        (">&-", "Bad file descriptor"),
+        ("2>/dev/full", None),
+        ("2>&-", None),
+    ],
+)
+def test_a_stream_that_takes_nothing_costs_no_measurement(
+    tmp_path: Path, lengths: Path, redirection: str, reason: str | None
+) -> None:
+    code, stdout, err = redirected(
+        redirection, "run", "--lengths", lengths, "--samples", 4, "--out", tmp_path / "runs", *QUICK
+    )
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert read_run(folder).verdict is Verdict.MEASURED
+    assert (folder / "report.html").is_file()
+    if reason:
+        assert (code, stdout) == (1, "")
+        assert err.splitlines()[-1] == f"megatoken: cannot write to standard output: {reason}; the run is in {folder}"
+        assert "Traceback" not in err and "Exception ignored" not in err
+    else:
+        assert (code, err) == (0, "")
+        assert str(folder) in stdout
+
+
+@pytest.mark.parametrize("arguments", [["--version"], [], ["run", "--help"], ["run", "--dry-run", "--json"]])
+def test_words_that_cannot_be_written_are_one_line(arguments: list[str]) -> None:
+    code, _, err = redirected(">/dev/full", *arguments)
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("megatoken: ") and "No space left on device" in err
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback() -> None:

@@ -8,8 +8,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatoken.config import KEYS, EngineSection, RunConfig, load_run_config
-from megatoken.engine import EngineConfig
+from megatoken.config import KEYS, EngineSection, RunConfig, load_answer_config, load_run_config, nearest
+from megatoken.engine import EngineConfig, Sampling
 from megatoken.errors import ConfigError, ExitCode
 
 
@@ -57,6 +57,12 @@ def test_empty_files_and_empty_sections_are_the_defaults(tmp_path: Path) -> None
             "run.yaml:3: unknown key 'engine.max_row'; did you mean engine.max_rows?",
         ),
         ("max_rows: 5\n", "run.yaml:1: unknown key 'max_rows'; did you mean engine.max_rows?"),
+        ("modle: 125m\n", "run.yaml:1: unknown key 'modle'; did you mean model?"),
+        ("samples: true\n", "run.yaml:1: samples: must be a number, got True"),
+        ("seed: no\n", "run.yaml:1: seed: must be a number, got False"),
+        ("engine: {threads: yes}\n", "run.yaml:1: engine.threads: must be a number, got True"),
+        ("warm_up_seconds: true\n", "run.yaml:1: warm_up_seconds: must be a number, got True"),
+        ("out: ''\n", "run.yaml:1: out: must be a path, got ''"),
         ("min_duration: 5\n", "run.yaml:1: unknown key 'min_duration'; did you mean min_duration_seconds?"),
         ("\nxyzzy: 5\n", "run.yaml:2: unknown key 'xyzzy'; see megatoken run --help"),
         ("engine: 5\n", "run.yaml:1: 'engine' must be a mapping of keys to values"),
@@ -87,16 +93,13 @@ def test_what_is_wrong_in_a_file_is_named_with_its_line(tmp_path: Path, text: st
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"smaples": "4"}, "--smaples: unknown flag; did you mean --samples?"),
-        ({"engine.max_row": "4"}, "--engine.max_row: unknown flag; did you mean --engine.max_rows?"),
-        ({"jsn": "true"}, "--jsn: unknown flag; did you mean --json?"),
+        ({"out": ""}, "--out: must be a path, got ''"),
         ({"samples": "many"}, "--samples: must be a valid integer"),
         ({"samples": "-3"}, "--samples: must be greater than 0, got '-3'"),
         ({"scenario": "server"}, "--scenario: must be 'offline', got 'server'"),
         ({"rules": "v4.0"}, "--rules: must be 'v5.1', got 'v4.0'"),
         ({"min-duration": "inf"}, "--min-duration: must be"),
         ({"random-weights": "maybe"}, "--random-weights: must be a valid boolean"),
-        ({"engine": "5"}, "--engine: unknown flag"),
         ({"prompts": "a", "lengths": "b"}, "--prompts and --lengths: give prompts or lengths, not both"),
     ],
 )
@@ -104,6 +107,45 @@ def test_what_is_wrong_in_a_flag_is_named_as_typed(flags: dict[str, str | bool],
     with pytest.raises(ConfigError) as caught:
         load_run_config(None, flags)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"temperature": "nan"}, "--temperature: must be a finite number, got 'nan'"),
+        ({"temperature": "inf"}, "--temperature: must be a finite number, got 'inf'"),
+        ({"temperature": "-1"}, "--temperature: must be greater than or equal to 0, got '-1'"),
+        ({"temperature": "hot"}, "--temperature: must be a valid number"),
+        ({"temperature": "null"}, "--temperature: must be a valid number"),
+        ({"top-p": "0"}, "--top-p: must be greater than 0, got '0'"),
+        ({"top-p": "1.1"}, "--top-p: must be less than or equal to 1, got '1.1'"),
+        ({"top-k": "2147483648"}, "--top-k: must be less than 2147483648"),
+        ({"top-k": "2.5"}, "--top-k: must be a valid integer"),
+        ({"seed": "-1"}, "--seed: must be greater than or equal to 0, got '-1'"),
+        ({"stop-token-ids": "1,x"}, "--stop-token-ids: must be a valid integer"),
+        ({"stop-token-ids": ""}, "--stop-token-ids: must be a valid integer"),
+        ({"stop-token-ids": "null"}, "--stop-token-ids: must be a valid integer"),
+    ],
+)
+def test_what_is_wrong_in_a_sampling_flag_is_named_as_typed(flags: dict[str, str | None], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_answer_config(flags)
+    assert str(caught.value).startswith(message)
+
+
+def test_sampling_flags_become_the_engines_sampling() -> None:
+    config = load_answer_config(
+        {"temperature": ".5", "top-k": "40", "top-p": None, "seed": "7", "stop-token-ids": "1, 2,3"}
+    )
+    assert config.sampling() == Sampling(temperature=0.5, top_k=40, top_p=1.0, seed=7)
+    assert config.stop_token_ids == (1, 2, 3)
+    assert load_answer_config({}).sampling() == Sampling()
+
+
+def test_letters_that_changed_places_count_for_more_than_a_missing_one() -> None:
+    assert nearest("modle", ["mode", "model", "out"]) == "model"
+    assert nearest("mod", ["mode", "model", "out"]) == "mode"
+    assert nearest("xyzzy", ["mode", "model", "out"]) is None
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -6,33 +6,54 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
 
 from megatoken.engine.config import EngineConfig, Precision
+from megatoken.engine.request import Sampling
 from megatoken.errors import ConfigError
 
 FLAG_ALIASES = {"min_duration": "min_duration_seconds", "warm_up": "warm_up_seconds"}
-COMMAND_FLAGS = ("dry_run", "json")  # flags of the command that are no settings
+
+
+def _no_boolean(value: Any) -> Any:
+    if value is True or value is False:  # 1 and 0 to pydantic
+        raise ValueError("must be a number")
+    return value
+
+
+def _not_empty(value: Any) -> Any:
+    if value == "":  # the working directory to pathlib
+        raise ValueError("must be a path")
+    return value
+
+
+Count = Annotated[PositiveInt, BeforeValidator(_no_boolean)]
+Seconds = Annotated[NonNegativeFloat, BeforeValidator(_no_boolean)]
+Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_no_boolean)]
+GivenPath = Annotated[Path, BeforeValidator(_not_empty)]
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+_Schema = TypeVar("_Schema", bound=_Section)
+
+
 class EngineSection(_Section):
     """How the engine uses the machine. Null means: derived from model and machine, shown by --dry-run."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the model runs")
-    max_rows: PositiveInt | None = Field(default=None, description="tokens computed in one step (the row budget)")
-    max_sequences: PositiveInt | None = Field(default=None, description="requests resident at once")
-    max_length: PositiveInt | None = Field(default=None, description="longest prompt + answer, in tokens")
-    page_size: PositiveInt | None = Field(default=None, description="tokens in one page of the KV cache")
-    cache_tokens: PositiveInt | None = Field(default=None, description="size of the KV cache, in tokens")
-    memory_bytes: PositiveInt | None = Field(default=None, description="memory the engine may use")
-    threads: PositiveInt | None = Field(default=None, description="CPU threads")
+    max_rows: Count | None = Field(default=None, description="tokens computed in one step (the row budget)")
+    max_sequences: Count | None = Field(default=None, description="requests resident at once")
+    max_length: Count | None = Field(default=None, description="longest prompt + answer, in tokens")
+    page_size: Count | None = Field(default=None, description="tokens in one page of the KV cache")
+    cache_tokens: Count | None = Field(default=None, description="size of the KV cache, in tokens")
+    memory_bytes: Count | None = Field(default=None, description="memory the engine may use")
+    threads: Count | None = Field(default=None, description="CPU threads")
     overlap: bool | None = Field(default=None, description="plan the next step while one runs")
 
 
@@ -41,29 +62,41 @@ class RunConfig(_Section):
 
     model: str = Field(default="tiny", min_length=1, description="checkpoint directory or named shape")
     random_weights: bool = Field(default=False, description="take only the shape from the model, not its weights")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of random weights")
+    seed: Seed = Field(default=0, description="seed of random weights")
     precision: Precision = Field(default="bf16", description="number format of the weights")
     scenario: Literal["offline"] = Field(default="offline", description="how load arrives")
     mode: Literal["performance", "accuracy"] = Field(default="performance", description="accuracy logs every token id")
     rules: Literal["v5.1"] | None = Field(default=None, description="MLPerf round whose rules the run claims")
-    prompts: Path | None = Field(default=None, description="prompts: JSON lines, or the OpenOrca pickle")
-    lengths: Path | None = Field(default=None, description="CSV of input_tokens,output_tokens")
-    max_tokens: PositiveInt = Field(default=128, description="answer length of prompts that state none")
-    samples: PositiveInt | None = Field(
+    prompts: GivenPath | None = Field(default=None, description="prompts: JSON lines, or the OpenOrca pickle")
+    lengths: GivenPath | None = Field(default=None, description="CSV of input_tokens,output_tokens")
+    max_tokens: Count = Field(default=128, description="answer length of prompts that state none")
+    samples: Count | None = Field(
         default=None, le=100_000_000, description="samples to issue; null: enough for the duration"
     )
-    min_duration_seconds: NonNegativeFloat | None = Field(
+    min_duration_seconds: Seconds | None = Field(
         default=None, lt=1e9, description="shortest run; null: 600 under rules, otherwise about 15 if samples is null"
     )
-    warm_up_seconds: NonNegativeFloat = Field(
-        default=3.0, lt=1e9, description="time spent estimating the rate, not counted"
-    )
-    out: Path = Field(default=Path("runs"), description="folder that receives the run folder")
+    warm_up_seconds: Seconds = Field(default=3.0, lt=1e9, description="time spent estimating the rate, not counted")
+    out: GivenPath = Field(default=Path("runs"), description="folder that receives the run folder")
     engine: EngineSection = EngineSection()
 
     def engine_config(self) -> EngineConfig:
         """The engine's part, in the engine's own type."""
         return EngineConfig(precision=self.precision, **self.engine.model_dump())
+
+
+class AnswerConfig(_Section):
+    """How ``megatoken generate`` picks tokens and ends answers; a line of a prompt file may say otherwise."""
+
+    temperature: float = Field(default=0.0, ge=0)
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    seed: Seed | None = None
+    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(lambda text: str(text).split(","))] = ()
+
+    def sampling(self) -> Sampling:
+        """The engine's part, in the engine's own type."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,32 +105,41 @@ class _Setting:
     place: str  # "run.yaml:3" or "--samples"
 
 
-def load_run_config(path: Path | None, flags: Mapping[str, str | bool]) -> RunConfig:
+def load_run_config(path: Path | None, flags: Mapping[str, str | bool | None]) -> RunConfig:
     """The schema's defaults, overridden by a YAML file, overridden by flags.
 
     Args:
         path: YAML file, or None.
-        flags: value by flag name without dashes (``engine.max_rows``, ``min-duration``), as typed on the command line.
+        flags: value by flag name without dashes (``engine.max_rows``, ``min-duration``), as typed on the command line;
+            None: not given.
 
     Raises:
         ConfigError: an unknown key (with the nearest right one), a bad value or an unreadable file, with its place.
     """
-    settings = _read_yaml(path) if path is not None else {}
-    for flag, text in flags.items():
-        key = flag.replace("-", "_")
-        key = FLAG_ALIASES.get(key, key)
-        if key not in KEYS:
-            raise ConfigError(f"--{flag}: unknown flag{_nearest(key, (*KEYS, *FLAG_ALIASES, *COMMAND_FLAGS), '--')}")
-        settings[key] = _Setting(None if text in ("null", "none") else text, f"--{flag}")
+    settings = (_read_yaml(path) if path is not None else {}) | _from_flags(flags)
     inputs = [
         settings[key].place for key in ("prompts", "lengths") if key in settings and settings[key].value is not None
     ]
     if len(inputs) > 1:
         raise ConfigError(f"{' and '.join(inputs)}: give prompts or lengths, not both")
-    try:
-        return RunConfig.model_validate(_nested(settings))
-    except ValidationError as error:
-        raise ConfigError(_explain(error, settings)) from None
+    return _checked(RunConfig, settings)
+
+
+def load_answer_config(flags: Mapping[str, str | None]) -> AnswerConfig:
+    """The defaults, overridden by flags as in ``load_run_config``. Raises ConfigError."""
+    return _checked(AnswerConfig, _from_flags(flags))
+
+
+def flag_key(flag: str) -> str:
+    """The key that a flag, typed without its leading dashes, would set if the schema has it."""
+    key = flag.replace("-", "_")
+    return FLAG_ALIASES.get(key, key)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """What ``name`` was probably meant to be; letters that only changed places count for more than a missing one."""
+    close = difflib.get_close_matches(name, list(known), cutoff=0.5)
+    return max(close, key=lambda one: sorted(one) == sorted(name), default=None)
 
 
 def describe_keys() -> Iterator[tuple[str, str, str]]:
@@ -153,12 +195,24 @@ def _settings(loader: yaml.SafeLoader, node: yaml.Node, file: str, section: str 
         elif key in KEYS:
             yield key, _Setting(loader.construct_object(value_node, deep=True), place)
         else:
-            raise ConfigError(f"{place}: unknown key '{key}'{_nearest(FLAG_ALIASES.get(key, key), KEYS)}")
+            meant = nearest(FLAG_ALIASES.get(key, key), KEYS)
+            mend = f"did you mean {meant}?" if meant else "see megatoken run --help"
+            raise ConfigError(f"{place}: unknown key '{key}'; {mend}")
 
 
-def _nearest(key: str, known: Iterable[str], prefix: str = "") -> str:
-    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {prefix}{close[0]}?" if close else "; see megatoken run --help"
+def _from_flags(flags: Mapping[str, str | bool | None]) -> dict[str, _Setting]:
+    return {
+        flag_key(flag): _Setting(None if text in ("null", "none") else text, f"--{flag}")
+        for flag, text in flags.items()
+        if text is not None
+    }
+
+
+def _checked(schema: type[_Schema], settings: Mapping[str, _Setting]) -> _Schema:
+    try:
+        return schema.model_validate(_nested(settings))
+    except ValidationError as error:
+        raise ConfigError(_explain(error, settings)) from None
 
 
 def _nested(settings: Mapping[str, _Setting]) -> dict[str, Any]:
@@ -176,6 +230,7 @@ def _explain(error: ValidationError, settings: Mapping[str, _Setting]) -> str:
     first = error.errors()[0]
     key = next(key for key in settings if key == ".".join(str(part) for part in first["loc"][: key.count(".") + 1]))
     place = settings[key].place
-    message = first["msg"].replace("Input should be", "must be").replace("String should", "must")
+    message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = message.replace("String should", "must")
     label = "" if place.startswith("--") else f" {key}:"
     return f"{place}:{label} {message}, got {first['input']!r:.60}"

@@ -1,5 +1,7 @@
+import io
 import math
 import os
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +38,17 @@ def test_quiet_says_nothing_off_a_terminal(capsys: pytest.CaptureFixture[str]) -
     live.note("note")
     live.running(1.0, 1.0, 0.0, 0.0, COUNTERS)
     assert capsys.readouterr() == ("", "")
+
+
+def test_what_stderr_cannot_take_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr("sys.stderr", io.TextIOWrapper(full, write_through=True))
+        live = Progress()
+        live.stage("loading")
+        live.note("note")
+        for _ in range(2):
+            live.running(1.0, 1.0, 0.0, 0.0, COUNTERS)
+        live.clear()
 
 
 def test_on_a_terminal_the_line_is_redrawn_in_place_and_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:

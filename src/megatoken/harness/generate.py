@@ -3,85 +3,143 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
-from megatoken.config import RunConfig
-from megatoken.engine import Completion, Engine, Request, Sampling
-from megatoken.engine.loop import open_model
-from megatoken.engine.memory import plan_memory
+from megatoken.config import AnswerConfig, RunConfig
+from megatoken.engine import Engine, Request
 from megatoken.errors import RequestError, StorageError
 from megatoken.harness.datasets import load_prompts
-from megatoken.harness.prepare import check_writable, encoder
-from megatoken.results.files import write_text
+from megatoken.harness.prepare import check_writable, encoder, open_and_plan
+from megatoken.results.files import storage_error, write_text
 
 
-def generate_file(config: RunConfig, prompts: Path, out: Path, sampling: Sampling) -> None:
+def generate_file(config: RunConfig, answers: AnswerConfig, prompts: Path, out: Path) -> None:
     """Answers every line of ``prompts``; ``out`` gets one JSON object a line, in the same order, all at the end.
+
+    Until then each answer stands in ``OUT.partial`` from the moment it is finished, in the order of finishing.
 
     Args:
         config: model, precision, engine and ``max_tokens`` for lines that state none.
+        answers: sampling for lines that state none; its stop ids are added to those of every line.
         prompts: JSON lines, see ``load_prompts``.
         out: file to write: ``index``, ``token_ids``, ``text`` (null without a tokenizer), ``finish_reason``.
-        sampling: for lines that state none.
 
     Raises:
-        CheckpointError, CapacityError, DatasetError: the first thing that cannot be used; nothing is written.
-        StorageError: ``out`` cannot be written; a file that was there is unchanged.
+        CheckpointError, CapacityError, DatasetError, RequestError: the first thing that cannot be used; nothing is
+            written.
+        StorageError: ``out`` cannot be written and is as it was; says where the finished answers are.
+        KeyboardInterrupt: likewise.
     """
-    if (out.exists() and not out.is_file()) or not out.absolute().parent.is_dir():
-        raise StorageError(f"{out}: not a regular file in an existing folder; choose another with --out")
-    out = out.resolve()  # a link stays one
-    if out == prompts.resolve():
-        raise StorageError(f"{out}: these are the prompts, which the answers would replace; choose another with --out")
-    check_writable(out.absolute().parent)
-    source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
-    data_set = load_prompts(
-        prompts,
-        encode=encoder(config.model),
-        vocabulary_size=source.config.vocabulary_size,
-        max_length=plan_memory(source.config, config.engine_config()).max_length,
-        default_max_tokens=config.max_tokens,
-        sampling=sampling,
-    )
-    engine = _engine(config)
-    completions = engine.generate(list(data_set.requests))
-    write_text(out, "".join(f"{line}\n" for line in _lines(engine, completions)))
+    out, partial = _check_files(prompts, out)
+    lines: dict[int, str] = {}
+    try:
+        requests = _load_requests(config, answers, prompts)
+        for index, line in _answer(_engine(config), requests):
+            _write(partial, line, mode="a" if lines else "w")
+            lines[index] = line
+        write_text(out, "".join(lines[index] for index in range(len(requests))))
+    except (KeyboardInterrupt, StorageError) as error:
+        kept = f"{len(lines):,} of {len(requests):,} answers are in {partial}" if lines else "nothing was written"
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(f"interrupted; {kept}") from None
+        raise StorageError(f"{error}; {kept}") from error
+    partial.unlink()
 
 
-def stream_prompt(config: RunConfig, prompt: str, sampling: Sampling) -> Iterator[str]:
+def stream_prompt(config: RunConfig, answers: AnswerConfig, prompt: str) -> Iterator[str]:
     """Yields the answer to ``prompt`` as it is made.
 
     Raises:
         CheckpointError, CapacityError, RequestError: what cannot be used.
+        KeyboardInterrupt: as it came, but saying that the answer is cut off.
     """
     if not prompt:
         raise RequestError("--prompt is empty; give some text")
-    source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
+    source, _ = open_and_plan(config)
+    stop_token_ids = _stop_token_ids(answers, source.config.vocabulary_size)
     if encoder(config.model) is None:
         raise RequestError(f"{source.config.name} has no tokenizer.json; give token ids in a file with --prompts")
     engine = _engine(config)
     assert engine.tokenizer is not None
     decoder = engine.tokenizer.incremental()
-    for event in engine.stream(Request(prompt, config.max_tokens, sampling)):
-        for token_id in event.token_ids:
-            yield decoder.add(token_id)
+    try:
+        for event in engine.stream(Request(prompt, config.max_tokens, answers.sampling(), stop_token_ids)):
+            for token_id in event.token_ids:
+                yield decoder.add(token_id)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; the answer is cut off") from None
     yield decoder.flush()
+
+
+def _check_files(prompts: Path, out: Path) -> tuple[Path, Path]:
+    """The real path of ``out`` (a link stays one) and that of its partial file; refuses what must not be replaced."""
+    try:
+        if out.exists() and not out.is_file():
+            raise StorageError(f"{out}: not a regular file; choose another with --out")
+        out = out.resolve()
+    except OSError as error:
+        raise StorageError(f"{out}: {error.strerror}; choose another file with --out") from error
+    if not out.parent.is_dir():
+        raise StorageError(f"{out}: there is no folder {out.parent}; make it or choose another file with --out")
+    partial = out.with_name(f"{out.name}.partial")
+    if prompts.resolve() in (out, partial):
+        raise StorageError(
+            f"{prompts}: these are the prompts, which the answers would replace; choose another file with --out"
+        )
+    check_writable(out.parent)
+    return out, partial
+
+
+def _load_requests(config: RunConfig, answers: AnswerConfig, prompts: Path) -> list[Request]:
+    source, memory = open_and_plan(config)
+    stop_token_ids = _stop_token_ids(answers, source.config.vocabulary_size)
+    data_set = load_prompts(
+        prompts,
+        encode=encoder(config.model),
+        vocabulary_size=source.config.vocabulary_size,
+        max_length=memory.max_length,
+        default_max_tokens=config.max_tokens,
+        sampling=answers.sampling(),
+    )
+    return [replace(request, stop_token_ids=request.stop_token_ids + stop_token_ids) for request in data_set.requests]
+
+
+def _stop_token_ids(answers: AnswerConfig, vocabulary_size: int) -> tuple[int, ...]:
+    for token_id in answers.stop_token_ids:
+        if not 0 <= token_id < vocabulary_size:
+            raise RequestError(f"--stop-token-ids: {token_id} is outside the vocabulary of {vocabulary_size:,}")
+    return answers.stop_token_ids
+
+
+def _write(path: Path, line: str, mode: Literal["a", "w"]) -> None:
+    try:
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(line)
+    except OSError as error:
+        raise storage_error(path, error) from error
 
 
 def _engine(config: RunConfig) -> Engine:
     return Engine(config.model, config.engine_config(), random_weights=config.random_weights, seed=config.seed)
 
 
-def _lines(engine: Engine, completions: list[Completion]) -> Iterator[str]:
-    for index, completion in enumerate(completions):
-        text = engine.tokenizer.decode(completion.token_ids) if engine.tokenizer else None
-        yield json.dumps(
-            {
-                "index": index,
-                "token_ids": completion.token_ids,
-                "text": text,
-                "finish_reason": completion.finish_reason,
-            },
-            ensure_ascii=False,
-        )
+def _answer(engine: Engine, requests: Sequence[Request]) -> Iterator[tuple[int, str]]:
+    """Yields the index of each request and the line that answers it, in the order in which they end."""
+    index = {engine.submit(request): position for position, request in enumerate(requests)}
+    tokens: dict[int, list[int]] = {ticket: [] for ticket in index}
+    while engine.busy:
+        for event in engine.step():
+            tokens[event.ticket] += event.token_ids
+            if event.finish_reason is None:
+                continue
+            token_ids = tokens.pop(event.ticket)
+            answer = {
+                "index": index[event.ticket],
+                "token_ids": token_ids,
+                "text": engine.tokenizer.decode(token_ids) if engine.tokenizer else None,
+                "finish_reason": event.finish_reason,
+            }
+            yield index[event.ticket], json.dumps(answer, ensure_ascii=False) + "\n"

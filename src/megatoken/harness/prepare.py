@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,13 +13,16 @@ import yaml
 
 from megatoken.config import RunConfig
 from megatoken.engine import Engine
-from megatoken.engine.checkpoint import Checkpoint
+from megatoken.engine.checkpoint import Checkpoint, RandomWeights
 from megatoken.engine.config import ModelConfig
 from megatoken.engine.loop import open_model
 from megatoken.engine.memory import MemoryPlan, plan_memory
 from megatoken.engine.tokenizer import Tokenizer
-from megatoken.errors import StorageError
+from megatoken.errors import CapacityError, StorageError
+from megatoken.hardware.inventory import cpu
 from megatoken.harness.datasets import Dataset, load_lengths, load_openorca, load_prompts
+
+THREADS_PER_CORE = 4  # more only wait for each other, and a typing error of two digits hangs the machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,7 @@ def prepare(config: RunConfig) -> Prepared:
         StorageError: ``config.out`` cannot be written.
     """
     check_writable(config.out)
-    source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
-    memory = plan_memory(source.config, config.engine_config())
+    source, memory = open_and_plan(config)
     data_set = _load_data_set(config, source.config, memory)
     notes = list(data_set.notes)
     if config.prompts is None:
@@ -93,16 +96,48 @@ def prepare(config: RunConfig) -> Prepared:
     return Prepared(config, source.config, memory, data_set, weights, tuple(notes))
 
 
+def open_and_plan(config: RunConfig) -> tuple[Checkpoint | RandomWeights, MemoryPlan]:
+    """The model without its weights, and what it would take of this machine.
+
+    Raises:
+        CheckpointError, CapacityError: what cannot be used, or not on this machine.
+    """
+    cores = cpu()["usable_cores"]
+    threads = config.engine.threads
+    if threads is not None and threads > THREADS_PER_CORE * cores:
+        raise CapacityError(
+            f"engine.threads is {threads:,}, but this process may use {cores} cores; "
+            f"take {cores}, at most {THREADS_PER_CORE * cores}"
+        )
+    source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
+    memory = plan_memory(source.config, config.engine_config())
+    if memory.max_length < 2:
+        raise CapacityError(
+            f"the longest sequence has {memory.max_length} token, but a prompt and its answer have at least 2; "
+            "raise engine.max_length or engine.cache_tokens"
+        )
+    return source, memory
+
+
 def check_writable(folder: Path) -> None:
-    """Refuses an output folder now rather than after minutes of loading. Raises StorageError; makes nothing."""
-    try:
-        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    except OSError as error:
-        raise StorageError(f"{folder}: {error.strerror}; choose another folder with --out") from error
-    if not nearest.is_dir():
-        raise StorageError(f"{folder}: {nearest} is not a folder; choose another folder with --out")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise StorageError(f"{folder}: no permission to write in {nearest}; choose another folder with --out")
+    """Refuses an output folder now rather than after minutes of loading.
+
+    A folder of another name is made, in the nearest parent that exists, and removed: permissions alone do not tell.
+
+    Raises:
+        StorageError: says what the system said.
+    """
+    for nearest in (folder, *folder.absolute().parents):
+        try:
+            Path(tempfile.mkdtemp(prefix=".megatoken-", dir=nearest)).rmdir()
+            return
+        except (OSError, ValueError) as error:
+            if isinstance(error, FileNotFoundError) and not os.path.lexists(nearest):
+                continue
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise StorageError(
+                f"{folder}: cannot write in {nearest} ({reason}); choose another folder with --out"
+            ) from error
 
 
 def encoder(model: str) -> Callable[[str], list[int]] | None:
@@ -115,7 +150,7 @@ def _load_data_set(config: RunConfig, model: ModelConfig, memory: MemoryPlan) ->
     vocabulary_size, max_length = model.vocabulary_size, memory.max_length
     if config.prompts is None:
         return load_lengths(config.lengths, vocabulary_size=vocabulary_size, max_length=max_length)
-    if config.prompts.suffix == ".pkl":
+    if config.prompts.suffix.lower() == ".pkl":
         return load_openorca(config.prompts, vocabulary_size=vocabulary_size, max_length=max_length)
     return load_prompts(
         config.prompts,

@@ -6,6 +6,7 @@ import math
 import shutil
 import sys
 import time
+from contextlib import suppress
 
 from megatoken.targets import TargetCounters
 
@@ -13,7 +14,10 @@ PLAIN_PERIOD_SECONDS = 5.0
 
 
 class Progress:
-    """Live line of a run. With ``quiet``, nothing is written unless stderr is a terminal."""
+    """Live line of a run. With ``quiet``, nothing is written unless stderr is a terminal.
+
+    What stderr cannot take is lost: a measurement does not end for want of somebody who watches it.
+    """
 
     def __init__(self, quiet: bool = False) -> None:
         self._terminal = sys.stderr.isatty()
@@ -29,7 +33,7 @@ class Progress:
         """Says something that is to stay."""
         self.clear()
         if not self._silent:
-            sys.stderr.write(f"{text}\n")
+            _put(f"{text}\n")
 
     def running(
         self,
@@ -54,8 +58,7 @@ class Progress:
     def clear(self) -> None:
         """Takes the live line off the terminal."""
         if self._terminal and self._width:
-            sys.stderr.write(f"\r{' ' * self._width}\r")
-            sys.stderr.flush()
+            _put(f"\r{' ' * self._width}\r")
             self._width = 0
 
     def _write(self, text: str) -> None:
@@ -63,8 +66,13 @@ class Progress:
             return
         if self._terminal:
             text = text[: shutil.get_terminal_size().columns - 1]
-            sys.stderr.write(f"\r{text.ljust(self._width)}")
+            _put(f"\r{text.ljust(self._width)}")
             self._width = len(text)
         else:
-            sys.stderr.write(f"{text}\n")
+            _put(f"{text}\n")
+
+
+def _put(text: str) -> None:
+    with suppress(OSError):
+        sys.stderr.write(text)
         sys.stderr.flush()
