@@ -1,0 +1,1 @@
+"""Somebody's artefacts -> findings: LoadGen's logs, MLPerf submissions, run folders, and claims about them."""

@@ -1,0 +1,211 @@
+"""What an audit found in somebody's artefacts, read and reduced, with the place of every figure; no judgement.
+
+Paths are texts relative to ``Evidence.root``. None means that the artefacts do not say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Where:
+    """A file, relative to the audited path, and the line in it, counted from 1; None: the whole file or folder."""
+
+    file: str
+    line: int | None = None
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {"file": self.file, "line": self.line}
+
+
+class Role(StrEnum):
+    """What a run of LoadGen was for, by its folder and its mode."""
+
+    PERFORMANCE = "performance"
+    ACCURACY = "accuracy"
+    COMPLIANCE = "compliance"
+    RANGING = "ranging"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """What one detail log says of its run; all from its own lines.
+
+    Tokens are output tokens. ``samples_issued`` is ``generated_samples_per_query`` times ``generated_query_count``
+    (Offline) or ``result_query_count``; ``samples_requested`` is ``effective_samples_per_query`` (Offline).
+    ``duration_seconds`` is the largest sample latency (Offline) or power_end minus power_begin (others). Wall-clock
+    times are UTC and NTP's affair; LoadGen writes them with milliseconds.
+    """
+
+    scenario: str | None = None  # Offline, Server, SingleStream, MultiStream
+    mode: str | None = None  # PerformanceOnly, AccuracyOnly, SubmissionRun, FindPeakPerformance
+    validity: str | None = None  # VALID, INVALID
+    loadgen_version: str | None = None
+    round: str | None = None  # the round whose three seeds these are: v5.0, v5.1, v6.0, v6.1
+    output_tokens_per_second: float | None = None
+    samples_per_second: float | None = None
+    tokens_per_sample: float | None = None
+    output_tokens: float | None = None  # tokens per sample x samples issued; 6 digits, as LoadGen prints rates
+    samples_issued: int | None = None
+    samples_requested: int | None = None
+    data_set_rows: int | None = None
+    target_qps: float | None = None
+    min_duration_seconds: float | None = None
+    duration_seconds: float | None = None
+    latency_seconds: Mapping[str, float] = field(default_factory=dict)  # min, mean, max, p50, p90, p95, p97, p99, p99.9
+    ttft_seconds: Mapping[str, float] = field(default_factory=dict)  # same keys
+    tpot_seconds: Mapping[str, float] = field(default_factory=dict)  # same keys
+    errors: int | None = None
+    process_id: int | None = None
+    began_at: datetime | None = None  # power_begin, else test_datetime plus the time of its line
+    ended_at: datetime | None = None  # power_end
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One folder of LoadGen's logs."""
+
+    path: str
+    role: Role
+    node: str  # the name that tells this run from its siblings: the system's folder, or the node's
+    benchmark: str | None  # by folder, else by data set size
+    folder_scenario: str | None  # Offline, Server, Interactive, SingleStream, as the folder is called
+    division: str | None
+    submitter: str | None
+    system: str | None  # path of the systems file that describes the machine
+    figures: RunFigures
+    detail: str | None  # paths of the files
+    summary: str | None
+    accuracy: str | None
+    accuracy_records: int | None  # entries of the accuracy log; 0 is LoadGen's empty list, None: absent or unreadable
+    source_lines: Mapping[str, int] = field(default_factory=dict)  # line of each key in the detail log
+
+    def where(self, key: str | None = None) -> Where:
+        """The line of the detail log that holds ``key``; without it, or if there is none, the log or the folder."""
+        return Where(self.detail or self.path, self.source_lines.get(key) if key else None)
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON: figures flattened beside what the folder says."""
+        figures = {item.name: getattr(self.figures, item.name) for item in fields(self.figures)}
+        for name, value in figures.items():
+            if isinstance(value, datetime):
+                figures[name] = value.isoformat(timespec="milliseconds")
+            elif isinstance(value, Mapping):
+                figures[name] = dict(value)
+        return {
+            "path": self.path,
+            "role": str(self.role),
+            "node": self.node,
+            "benchmark": self.benchmark,
+            "folder_scenario": self.folder_scenario,
+            "division": self.division,
+            "submitter": self.submitter,
+            "system": self.system,
+            "accuracy_records": self.accuracy_records,
+            **figures,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A system description (systems/<name>.json of MLPerf): its keys as they stand, and their lines."""
+
+    path: str
+    name: str  # of the file, without .json
+    values: Mapping[str, Any]
+    source_lines: Mapping[str, int]
+
+    @property
+    def accelerators_per_node(self) -> int | None:
+        """As a number, where it is one."""
+        return _count(self.values.get("accelerators_per_node"))
+
+    @property
+    def nodes(self) -> int | None:
+        """``number_of_nodes`` as a number, where it is one."""
+        return _count(self.values.get("number_of_nodes"))
+
+    @property
+    def accelerator(self) -> str | None:
+        """``accelerator_model_name``."""
+        name = self.values.get("accelerator_model_name")
+        return name if isinstance(name, str) and name.strip() else None
+
+    def where(self, key: str | None = None) -> Where:
+        """The line of ``key``, or the file."""
+        return Where(self.path, self.source_lines.get(key) if key else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """A run's configuration as published: facts read from a JSON, YAML, user.conf or Python file, which is never run.
+
+    ``values`` uses these names where the file has them under any usual spelling: tensor_parallelism,
+    pipeline_parallelism, precision, kv_cache_dtype, gpu_batch_size, offline_expected_qps, server_target_qps,
+    min_duration_ms; other scalar keys stand under their own name.
+    """
+
+    path: str
+    values: Mapping[str, Any]
+    source_lines: Mapping[str, int]
+
+    def where(self, key: str | None = None) -> Where:
+        """The line of ``key``, or the file."""
+        return Where(self.path, self.source_lines.get(key) if key else None)
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyResult:
+    """One accuracy.txt: scores by lower-case name (rouge1, tokens_per_sample, ...) and the hash of the full log."""
+
+    path: str
+    benchmark: str | None
+    scores: Mapping[str, float]
+    hash: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """Wall power of a run, averaged over power_begin..power_end from spl.txt: SPEC PTDaemon's log."""
+
+    path: str
+    run: str  # path of the run
+    mean_watts: float
+    readings: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Everything that was found below one path."""
+
+    root: str
+    kind: str  # run (one), nodes (many, same benchmark and scenario), submission, megatoken_run
+    round: str | None  # asked for, else that of the runs if they agree
+    runs: tuple[Run, ...]  # sorted by natural order of their paths
+    systems: tuple[System, ...] = ()
+    configurations: tuple[Configuration, ...] = ()
+    accuracy_results: tuple[AccuracyResult, ...] = ()
+    power: tuple[Power, ...] = ()
+
+    @property
+    def performance_runs(self) -> tuple[Run, ...]:
+        """Runs whose rate is a result; of a many-node folder these are the nodes."""
+        return tuple(run for run in self.runs if run.role is Role.PERFORMANCE)
+
+    def system_of(self, run: Run) -> System | None:
+        """The description of the machine of ``run``; the only one there is, if its name fits none."""
+        return next((system for system in self.systems if system.path == run.system), None)
+
+
+def _count(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    return int(value) if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() else None
