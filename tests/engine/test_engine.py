@@ -260,7 +260,7 @@ def test_models_that_cannot_be_opened(tmp_path: Path) -> None:
         Engine(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"config.json: no such file"):
         Engine(tmp_path)
-    with pytest.raises(CapacityError, match="CPU only"):
+    with pytest.raises(CapacityError, match="device cuda: no NVIDIA GPU"):
         Engine("tiny", EngineConfig(device="cuda"))
 
 

@@ -17,6 +17,7 @@ from checkpoints import ARCHITECTURES, make_checkpoint
 from hypothesis import given, settings
 
 from megatoken.engine import Engine, EngineConfig, Request
+from megatoken.engine.checkpoint import CPU
 from megatoken.engine.config import SHAPES, ModelConfig
 from megatoken.engine.loop import open_model
 from megatoken.engine.memory import PROCESS_BYTES, MemoryPlan, plan_memory, weight_bytes
@@ -108,7 +109,7 @@ def test_weight_bytes_are_those_of_the_packed_weights(tmp_path: Path) -> None:
         make_checkpoint(directory, architecture, tie_word_embeddings=tied, **biases)
         source = open_model(directory)
         for precision in ("fp32", "bf16", "fp8"):
-            weights = load_weights(source, cpu, precision, 16)
+            weights = load_weights(source, cpu, precision, 16, CPU)
             tensors = [weights.embedding_VD, weights.norm_D, weights.head.packed]
             for layer in weights.layers:
                 linears = [layer.qkv, layer.output, *layer.gate_up, layer.down]
@@ -117,7 +118,7 @@ def test_weight_bytes_are_those_of_the_packed_weights(tmp_path: Path) -> None:
                 tensors += [layer.input_norm_D, layer.post_norm_D]
                 tensors += layer.qk_norms_E or ()
             stored = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            assert weight_bytes(source.config, EngineConfig(precision=precision)) == stored
+            assert weight_bytes(source.config, precision, CPU) == stored
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])

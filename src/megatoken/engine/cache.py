@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -54,24 +53,33 @@ class LayerCache:
         return k, v
 
 
-def bytes_per_token(config: ModelConfig, precision: Precision) -> int:
-    """Cache bytes of one token over all layers. On the CPU an fp8 cache holds e4m3 values in bf16 storage."""
-    return 2 * config.layers * config.kv_heads * config.head_dim * ACTIVATION_DTYPE[precision].itemsize
+def cache_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    """How keys and values are stored. On the CPU an fp8 cache holds e4m3 values in bf16 storage."""
+    return torch.float8_e4m3fn if precision == "fp8" and device.type == "cuda" else ACTIVATION_DTYPE[precision]
 
 
-def allocate_cache(config: ModelConfig, precision: Precision, pages: int, page_size: int) -> list[LayerCache]:
+def bytes_per_token(config: ModelConfig, precision: Precision, device: torch.device) -> int:
+    """Cache bytes of one token over all layers."""
+    return 2 * config.layers * config.kv_heads * config.head_dim * cache_dtype(precision, device).itemsize
+
+
+def allocate_cache(
+    config: ModelConfig, precision: Precision, pages: int, page_size: int, device: torch.device
+) -> list[LayerCache]:
     """One cache per layer for ``pages`` usable pages and the dump page.
 
-    Zeroed, because masked attention still multiplies what a page holds beyond its sequence's end. The zeros are mapped
-    from the operating system, not cleared: a page costs memory when it is first written.
+    Zeroed, because masked attention still multiplies what a page holds beyond its sequence's end. On the CPU the zeros
+    are mapped from the operating system, not cleared: a page costs memory when it is first written.
     """
     shape = (pages + 1, config.kv_heads, page_size, config.head_dim)
-    dtype = ACTIVATION_DTYPE[precision]
+    dtype = cache_dtype(precision, device)
 
     def zeros() -> Tensor:
+        if device.type == "cuda":
+            return torch.zeros(shape, dtype=dtype, device=device)
         mapped = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a kernel without huge pages; they spare address translation, nothing else
-            mapped.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(mapped, dtype=dtype).view(shape)
 
-    return [LayerCache(zeros(), zeros(), precision == "fp8") for _ in range(config.layers)]
+    return [
+        LayerCache(zeros(), zeros(), dtype != torch.float8_e4m3fn and precision == "fp8") for _ in range(config.layers)
+    ]

@@ -18,6 +18,7 @@ import torch
 from megatoken.engine.config import ModelConfig, end_token_ids
 from megatoken.errors import CheckpointError
 
+CPU = torch.device("cpu")
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _LARGEST_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 _CHUNK_ELEMENTS = 1 << 20  # small enough to stay in cache while it is read, converted and checked
@@ -33,7 +34,7 @@ class Checkpoint:
     """Weights of a Hugging Face directory. Made by ``open``; ``read`` may be called from several threads.
 
     Attributes:
-        config: Shape of the model, with the end tokens of ``generation_config.json``.
+        config: Shape of the model; its end tokens are those of ``generation_config.json`` where there is one.
         content_hash: SHA-256 over the configuration files and every shard's name, size and header: cheap, but blind
             to a change of weights that keeps their names and shapes.
     """
@@ -63,12 +64,13 @@ class Checkpoint:
                 )
         return cls(config, tensors, content_hash)
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """One weight as a fresh CPU tensor that holds no file open; takes a few MB more than its result.
+    def read(self, name: str, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
+        """One weight as a fresh tensor that holds no file open; takes a few MB more than its result.
 
         Args:
             name: A key of ``config.tensor_shapes()``.
             dtype: Of the result; values are rounded to it.
+            device: Of the result.
 
         Raises:
             CheckpointError: The tensor holds NaN or infinity (or does so in ``dtype``), or the file changed.
@@ -81,7 +83,7 @@ class Checkpoint:
                 smallest, largest = part.aminmax()  # both NaN if any element is; 20 times faster than isfinite().all()
                 if not (math.isfinite(smallest.item()) and math.isfinite(largest.item())):
                     raise CheckpointError(f"{stored.path}: tensor {name!r} holds NaN or infinity as {dtype}; {_FETCH}")
-        return result
+        return result.to(device)
 
 
 class RandomWeights:
@@ -89,7 +91,7 @@ class RandomWeights:
 
     A linear weight has standard deviation 1/sqrt(inputs), so that every layer adds to the residual stream at the same
     order and logits have a standard deviation of about 1. Norm weights are around 1 and biases around 0, off by 0.1.
-    A value depends on seed, tensor name and position alone, not on the order of reading or the number of threads.
+    A value depends on seed, tensor name, position and kind of device alone, not on the order of reading or on threads.
 
     Attributes:
         config: The shape.
@@ -102,18 +104,24 @@ class RandomWeights:
         self._seed = seed
         self._shapes = config.tensor_shapes()
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """One weight as a fresh CPU tensor, drawn in float32 by as many threads as torch uses, rounded to ``dtype``."""
+    def read(self, name: str, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
+        """One weight as a fresh tensor, drawn on ``device``; on the CPU in float32 by as many threads as torch uses."""
         shape = self._shapes[name]
         mean = 1.0 if name.endswith("norm.weight") else 0.0
         deviation = shape[1] ** -0.5 if len(shape) == 2 else 0.1
-        result = torch.empty(shape, dtype=dtype)
+        result = torch.empty(shape, dtype=dtype, device=device)
+
+        def generator(index: int) -> torch.Generator:
+            seed = hashlib.sha256(f"{self._seed} {name} {index}".encode()).digest()
+            return torch.Generator(device).manual_seed(int.from_bytes(seed[:4], "little"))
+
+        if device.type == "cuda":
+            return result.normal_(mean, deviation, generator=generator(0))
 
         def fill(index: int, block: torch.Tensor) -> None:
-            seed = hashlib.sha256(f"{self._seed} {name} {index}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(seed[:4], "little"))
+            of_block = generator(index)
             for part in torch.split(block, _DRAW_ELEMENTS):
-                part.copy_(torch.empty(part.shape).normal_(mean, deviation, generator=generator))
+                part.copy_(torch.empty(part.shape).normal_(mean, deviation, generator=of_block))
 
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             blocks = torch.split(result.view(-1), _BLOCK_ELEMENTS)
@@ -136,8 +144,9 @@ def read_config(directory: Path) -> ModelConfig:
             raise CheckpointError(f"{directory / 'hf_quant_config.json'}: quantized; {_UNQUANTIZED}")
         generation = directory / "generation_config.json"
         if generation.is_file():
+            # The file replaces what config.json says, also by saying nothing: transformers reads it so.
             ends = end_token_ids(_parse_json(generation, generation.read_bytes()), generation)
-            config = replace(config, end_token_ids=tuple(dict.fromkeys((*config.end_token_ids, *ends))))
+            config = replace(config, end_token_ids=ends)
     return config
 
 

@@ -52,7 +52,6 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     end_token_ids: tuple[int, ...] = ()
-    begin_token_id: int | None = None
 
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, object], source: Path) -> ModelConfig:
@@ -109,7 +108,6 @@ class ModelConfig:
             mlp_bias=llama and keys.boolean("mlp_bias"),
             qk_norm=qwen3,
             end_token_ids=end_token_ids(values, source),
-            begin_token_id=None if keys.get("bos_token_id") is None else keys.integer("bos_token_id", smallest=0),
         )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -150,6 +148,11 @@ class ModelConfig:
         """Number of weights, embeddings included (tied ones once)."""
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
+    @property
+    def linear_parameters(self) -> int:
+        """Those of the matrices inside the layers, which every token is multiplied by."""
+        return sum(math.prod(shape) for name, shape in self.tensor_shapes().items() if name.endswith("proj.weight"))
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -181,7 +184,6 @@ def _llama31(name: str, hidden_size: int, intermediate_size: int, layers: int, h
         max_positions=131_072,
         rope=RopeConfig(theta=500_000.0, scaling="llama3", factor=8.0),
         end_token_ids=(128_001, 128_008, 128_009),
-        begin_token_id=128_000,
     )
 
 
@@ -190,11 +192,11 @@ def _llama31(name: str, hidden_size: int, intermediate_size: int, layers: int, h
 SHAPES: dict[str, ModelConfig] = {
     shape.name: shape
     for shape in (
-        ModelConfig("tiny", 256, 896, 6, 8, 4, 32, 8192, 2048, end_token_ids=(2,), begin_token_id=1),
-        ModelConfig("125m", 768, 2048, 12, 12, 4, 64, 32_000, 2048, end_token_ids=(2,), begin_token_id=1),
-        ModelConfig("1.1b", 2048, 5632, 22, 32, 4, 64, 32_000, 2048, end_token_ids=(2,), begin_token_id=1),
+        ModelConfig("tiny", 256, 896, 6, 8, 4, 32, 8192, 2048, end_token_ids=(2,)),
+        ModelConfig("125m", 768, 2048, 12, 12, 4, 64, 32_000, 2048, end_token_ids=(2,)),
+        ModelConfig("1.1b", 2048, 5632, 22, 32, 4, 64, 32_000, 2048, end_token_ids=(2,)),
         _llama31("llama3.1-8b", 4096, 14_336, 32, 32),
-        ModelConfig("llama2-70b", 8192, 28_672, 80, 64, 8, 128, 32_000, 4096, end_token_ids=(2,), begin_token_id=1),
+        ModelConfig("llama2-70b", 8192, 28_672, 80, 64, 8, 128, 32_000, 4096, end_token_ids=(2,)),
         _llama31("llama3.1-405b", 16_384, 53_248, 126, 128),
     )
 }
@@ -304,14 +306,12 @@ class _Keys:
             raise self.refuse(key, "expected true or false")
         return value
 
-    def integer(
-        self, key: str, default: int | None = None, *, smallest: int = 1, largest: int = _LARGEST_INTEGER
-    ) -> int:
+    def integer(self, key: str, default: int | None = None, *, largest: int = _LARGEST_INTEGER) -> int:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if not _is_integer(value, smallest, largest):
-            raise self.refuse(key, f"expected an integer from {smallest} to {largest}")
+        if not _is_integer(value, 1, largest):
+            raise self.refuse(key, f"expected an integer from 1 to {largest}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -11,14 +11,13 @@ from operator import index
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatoken.engine.checkpoint import Checkpoint, RandomWeights, read_config
 from megatoken.engine.config import SHAPES, EngineConfig, ModelConfig
+from megatoken.engine.device import choose_device, operations
 from megatoken.engine.memory import MemoryPlan, plan_memory
-from megatoken.engine.ops import cpu
 from megatoken.engine.request import Completion, FinishReason, Request, Sampling, TokenEvent
-from megatoken.engine.runner import Runner
+from megatoken.engine.runner import Runner, SampledIds
 from megatoken.engine.scheduler import Scheduler, StepPlan
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, CheckpointError, RequestError
@@ -55,7 +54,7 @@ class Counters:
 @dataclass(frozen=True, slots=True)
 class _Launched:
     plan: StepPlan
-    ids: Tensor = field(repr=False)
+    ids: SampledIds = field(repr=False)
 
 
 class Engine:
@@ -82,8 +81,6 @@ class Engine:
         seed: int = 0,
     ) -> None:
         config = config or EngineConfig()
-        if config.device == "cuda":
-            raise CapacityError("device cuda: this engine runs on the CPU only; leave device on auto")
         source = open_model(model, random_weights=random_weights, seed=seed)
         self.model_config: ModelConfig = source.config
         self.config = config
@@ -93,8 +90,12 @@ class Engine:
         self.tokenizer = Tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self._runner = Runner(source, config, self.memory_plan, cpu)
+        self.device, _ = choose_device(config)
         memory = self.memory_plan
+        try:
+            self._runner = Runner(source, config, memory, operations(self.device), self.device)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(f"the GPU ran out of memory while loading: {str(error).splitlines()[0]}") from error
         self._scheduler = Scheduler(
             max_rows=memory.max_rows,
             max_sequences=memory.max_sequences,
@@ -102,7 +103,8 @@ class Engine:
             num_pages=memory.pages,
             max_length=memory.max_length,
         )
-        self._lookahead = 1 if config.overlap else 0
+        overlap = self.device.type == "cuda" if config.overlap is None else config.overlap
+        self._lookahead = 1 if overlap else 0
         self._active: dict[int, _Active] = {}
         self._drawing = 0
         self._launched: deque[_Launched] = deque()
@@ -237,7 +239,7 @@ class Engine:
             self.cancel(ticket)
         self._held = [event for event in self._held if event.ticket not in gone]
 
-    def _launch(self, plan: StepPlan) -> Tensor:
+    def _launch(self, plan: StepPlan) -> SampledIds:
         self._last_step_rows = int(plan.count.sum())
         self._rows += self._last_step_rows
         self._steps += 1
@@ -256,7 +258,7 @@ class Engine:
     def _collect(self, launched: _Launched) -> list[TokenEvent]:
         plan = launched.plan
         events = []
-        for ticket, token in zip(plan.ticket[plan.sample].tolist(), launched.ids.tolist(), strict=True):
+        for ticket, token in zip(plan.ticket[plan.sample].tolist(), launched.ids.wait(), strict=True):
             active = self._active.get(ticket)
             if active is None:  # it stopped or was cancelled while this step was on its way
                 continue

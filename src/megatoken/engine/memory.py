@@ -5,24 +5,32 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-import psutil
+import torch
 
 from megatoken.engine.cache import ACTIVATION_DTYPE, bytes_per_token
 from megatoken.engine.config import EngineConfig, ModelConfig, Precision
+from megatoken.engine.device import available_memory_bytes, choose_device
+from megatoken.engine.ops import PARTIAL_RESULTS
 from megatoken.engine.sampling import BLOCK_ROWS
 from megatoken.errors import CapacityError, ConfigError
 
 PROCESS_BYTES = 300_000_000
 """Python, PyTorch and the command's other libraries, measured 224 to 260 MB, before the first weight."""
+GPU_LIBRARY_BYTES = 2_000_000_000
+"""Of GPU memory, beyond what is in use when the plan is made: kernels, cuBLAS workspaces, gaps between blocks."""
 HUGE_PAGE_BYTES = 2 << 20
 HUGE_PAGES_FROM_BYTES = 1_000_000_000
 """Smaller weights gain nothing that was measured, and what huge pages round up would break their memory bound."""
-MADV_COLLAPSE = 25  # linux/mman.h
+MADV_DONTNEED, MADV_COLLAPSE = 4, 25  # linux/mman.h
+CODE_FROM_BYTES = 1 << 20
 DEFAULT_MAX_LENGTH = 8192
-DEFAULT_MAX_ROWS = 256
-DEFAULT_MAX_SEQUENCES = 128
+DEFAULT_MAX_ROWS = {"cpu": 256, "cuda": 2048}
+DEFAULT_MAX_SEQUENCES = {"cpu": 128, "cuda": 1536}
 DEFAULT_PAGE_SIZE = 32
+LARGE_MODEL_PARAMETERS = 30e9
+LARGE_MODEL_ROWS_ON_GPU = 1536  # and three quarters as many sequences: docs/performance.md
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +71,15 @@ class MemoryPlan:
         ]
 
 
-def weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Bytes of the packed weights. The packed head of a tied model is a copy of its embedding."""
-    head_copy = model.vocabulary_size * model.hidden_size if model.tied_embeddings else 0
-    return (model.parameters + head_copy) * ACTIVATION_DTYPE[config.precision].itemsize
+def weight_bytes(model: ModelConfig, precision: Precision, device: torch.device) -> int:
+    """Bytes of the packed weights.
+
+    On the CPU the packed head of a tied model is a copy of its embedding, and fp8 values are held in bf16.
+    """
+    parameters, item = model.parameters, ACTIVATION_DTYPE[precision].itemsize
+    if device.type == "cpu":
+        return (parameters + (model.vocabulary_size * model.hidden_size if model.tied_embeddings else 0)) * item
+    return parameters * item - (model.linear_parameters if precision == "fp8" else 0)
 
 
 def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
@@ -77,6 +90,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
         CapacityError: model, context and cache cannot fit, with the numbers.
     """
     _check(config)
+    device, _ = choose_device(config)
+    on_gpu = device.type == "cuda"
     page_size = config.page_size or DEFAULT_PAGE_SIZE
     max_length = config.max_length or min(model.max_positions, DEFAULT_MAX_LENGTH)
     if max_length > model.max_positions:
@@ -92,29 +107,36 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
                 "raise it or lower page_size"
             )
         max_length = min(max_length, pages * page_size)
-    max_sequences = config.max_sequences or DEFAULT_MAX_SEQUENCES
-    max_rows = config.max_rows or DEFAULT_MAX_ROWS
-    weights = weight_bytes(model, config)
-    page = page_size * bytes_per_token(model, config.precision)
-    step, step_page = _step_bytes(model, config.precision, page_size, max_rows, max_sequences, max_length)
-    # While loading: the largest matrix and its fp32 copy.
-    loading = max(model.vocabulary_size, 2 * model.intermediate_size) * model.hidden_size * 4
+    max_rows = config.max_rows or DEFAULT_MAX_ROWS[device.type]
+    max_sequences = config.max_sequences or DEFAULT_MAX_SEQUENCES[device.type]
+    if on_gpu and model.parameters > LARGE_MODEL_PARAMETERS:
+        max_rows = config.max_rows or LARGE_MODEL_ROWS_ON_GPU
+        max_sequences = config.max_sequences or max_rows * 3 // 4
+    max_sequences = min(max_sequences, max_rows)  # every resident has a row in every step
+    weights = weight_bytes(model, config.precision, device)
+    page = page_size * bytes_per_token(model, config.precision, device)
+    step_bytes = _gpu_step_bytes if on_gpu else _cpu_step_bytes
+    step, step_page = step_bytes(model, config.precision, page_size, max_rows, max_sequences, max_length)
+    # While loading, when the cache is not there yet: the largest matrix, its parts, and its fp32 copy.
+    loading = max(model.vocabulary_size, 2 * model.intermediate_size) * model.hidden_size * (10 if on_gpu else 4)
+    process = GPU_LIBRARY_BYTES if on_gpu else PROCESS_BYTES
 
-    available = available_memory_bytes()
+    available = available_memory_bytes(device)
     if config.memory_bytes is not None:
         available = min(available, config.memory_bytes)
     if pages is None:
-        left = available - weights - max(step, loading) - PROCESS_BYTES
+        left = available - weights - step - process
         sequence_pages = -(-max_length // page_size)
         fitting = left // (page + step_page) - 1  # the dump page
-        # Half of what is left is courtesy to other processes; one longest sequence comes first.
-        pages = max(min(max_sequences * sequence_pages, fitting // 2), min(sequence_pages, fitting), 1)
-    workspace = max(step + pages * step_page, loading)
+        # Half of a CPU's memory is left to other processes; one longest sequence comes first.
+        taken = fitting if on_gpu else fitting // 2
+        pages = max(min(max_sequences * sequence_pages, taken), min(sequence_pages, fitting), 1)
+    workspace = max(step + pages * step_page, loading - (pages + 1) * page)
     plan = MemoryPlan(
         weights_bytes=weights,
         cache_bytes=(pages + 1) * page,
         workspace_bytes=workspace,
-        process_bytes=PROCESS_BYTES,
+        process_bytes=process,
         available_bytes=available,
         page_size=page_size,
         pages=pages,
@@ -126,7 +148,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
         raise CapacityError(
             f"{model.name} in {config.precision} does not fit: weights {_gigabytes(weights)} + "
             f"cache {_gigabytes(plan.cache_bytes)} + workspace {_gigabytes(workspace)} + "
-            f"process {_gigabytes(PROCESS_BYTES)} = {_gigabytes(plan.total_bytes)}, "
+            f"process {_gigabytes(process)} = {_gigabytes(plan.total_bytes)}, "
             f"available {_gigabytes(available)}; take a smaller model, precision, cache_tokens, max_rows or max_length"
         )
     if config.max_length is not None and plan.max_length < config.max_length:
@@ -137,7 +159,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
     return plan
 
 
-def _step_bytes(
+def _cpu_step_bytes(
     model: ModelConfig, precision: Precision, page_size: int, max_rows: int, max_sequences: int, max_length: int
 ) -> tuple[int, int]:
     """What the tensors of one step take at most: bytes in any case, and bytes for each page of the cache."""
@@ -158,6 +180,23 @@ def _step_bytes(
     return max_rows * row + logits + max(chunk, by_sequence) + rotary, by_page
 
 
+def _gpu_step_bytes(
+    model: ModelConfig, precision: Precision, page_size: int, max_rows: int, max_sequences: int, max_length: int
+) -> tuple[int, int]:
+    """The same on a GPU, where nothing grows with the pages of the cache and two steps are on their way at a time."""
+    hidden, feed_forward = model.hidden_size, model.intermediate_size
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    sampled = max_sequences
+    row = 2 * (4 * hidden + 2 * (queries + 2 * keys) + 2 * queries + 3 * feed_forward)
+    if precision == "fp8":  # while its scales are being found, inputs of linears are there in bf16, fp32 and e4m3
+        row += 8 * max(feed_forward, queries, hidden)
+    logits = sampled * model.vocabulary_size * 2 + BLOCK_ROWS * model.vocabulary_size * 96
+    partial = max(PARTIAL_RESULTS, sampled) * model.heads * (model.head_dim + 2) * 4
+    indices = 2 * 4 * (2 * sampled * -(-max_length // page_size) + 8 * max_rows)
+    rotary = 2 * max_length * model.head_dim * 2
+    return max_rows * row + logits + partial + indices + rotary, 0
+
+
 def _check(config: EngineConfig) -> None:
     if config.precision not in ACTIVATION_DTYPE:
         raise ConfigError(f"precision is {config.precision}; take one of {', '.join(ACTIVATION_DTYPE)}")
@@ -165,19 +204,6 @@ def _check(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
-
-
-def available_memory_bytes() -> int:
-    """Memory this process may still take: the system's, or the container's limit when that is lower."""
-    available = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no control group, or no limit ("max")
-        return available
-    # File pages that nobody uses count as used until the kernel wants them back, which it then takes.
-    return min(available, limit - used + int(statistics.get("inactive_file", 0)))
 
 
 def return_freed_memory() -> None:
@@ -191,8 +217,14 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.3f} GB"
+def return_idle_code() -> None:
+    """Unmap the code that this process has touched until now; what is called again comes back from the file cache.
+
+    Importing PyTorch touches 60 MB of code that no step runs.
+    """
+    for mapping in _mappings():
+        if mapping.access == "r-xp" and mapping.path.startswith("/") and mapping.end - mapping.start >= CODE_FROM_BYTES:
+            _advise(mapping.start, mapping.end, MADV_DONTNEED)
 
 
 def use_huge_pages() -> None:
@@ -200,16 +232,39 @@ def use_huge_pages() -> None:
 
     A product over packed weights walks them once; with pages of 4 KB it waits for address translation at every one.
     """
+    for mapping in _mappings():
+        start = -(-mapping.start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        end = mapping.end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if mapping.access == "rw-p" and mapping.path in ("", "[heap]") and end - start >= 2 * HUGE_PAGE_BYTES:
+            _advise(start, end, MADV_COLLAPSE)
+
+
+class _Mapping(NamedTuple):
+    start: int
+    end: int
+    access: str
+    path: str  # empty for anonymous memory
+
+
+def _mappings() -> list[_Mapping]:
+    """This process's memory by /proc; empty where there is none."""
     try:
-        mappings = Path("/proc/self/maps").read_text().splitlines()
+        lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
-        return
-    advise = ctypes.CDLL(None).madvise
-    for mapping in mappings:
-        bounds, access, *rest = mapping.split()
-        if access != "rw-p" or rest[3:] not in ([], ["[heap]"]) or rest[2] != "0":
-            continue
-        first, end = (int(bound, 16) for bound in bounds.split("-"))
-        start, stop = -(-first // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        if stop - start >= 2 * HUGE_PAGE_BYTES:
-            advise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), MADV_COLLAPSE)  # refused is as good as absent
+        return []
+    mappings = []
+    for line in lines:
+        bounds, access, _, _, _, *path = line.split(maxsplit=5)
+        start, end = (int(bound, 16) for bound in bounds.split("-"))
+        mappings.append(_Mapping(start, end, access, "".join(path)))
+    return mappings
+
+
+def _advise(start: int, end: int, advice: int) -> None:
+    ctypes.CDLL(None).madvise(
+        ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice
+    )  # refused is as good as absent
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.3f} GB"

@@ -23,8 +23,8 @@ class WeightSource(Protocol):
 
     config: ModelConfig
 
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A fresh tensor."""
+    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A fresh tensor on ``device``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,9 @@ class Weights:
     rotary_LE: tuple[Tensor, Tensor]
 
 
-def load_weights(source: WeightSource, ops: Ops, precision: Precision, max_length: int) -> Weights:
+def load_weights(
+    source: WeightSource, ops: Ops, precision: Precision, max_length: int, device: torch.device
+) -> Weights:
     """Read and pack tensor by tensor, so that the peak is the packed model and one matrix.
 
     In fp8 the layers' linears are quantised; embedding, norms and head stay bf16.
@@ -59,36 +61,39 @@ def load_weights(source: WeightSource, ops: Ops, precision: Precision, max_lengt
     config = source.config
     dtype = ACTIVATION_DTYPE[precision]
 
+    def tensor(name: str) -> Tensor:
+        return source.read(name, dtype, device)
+
     def read(part: str, bias: bool) -> tuple[Tensor, Tensor | None]:
-        return source.read(f"{part}.weight", dtype), source.read(f"{part}.bias", dtype) if bias else None
+        return tensor(f"{part}.weight"), tensor(f"{part}.bias") if bias else None
 
     def linear(part: str, bias: bool, kind: Precision = precision) -> Any:
         return ops.pack_linear(*read(part, bias), kind)
 
     def qkv(attention: str) -> Any:
         parts = [f"{attention}.{part}_proj" for part in "qkv"]
-        weight = torch.cat([source.read(f"{part}.weight", dtype) for part in parts])
-        bias = torch.cat([source.read(f"{part}.bias", dtype) for part in parts]) if config.qkv_bias else None
+        weight = torch.cat([tensor(f"{part}.weight") for part in parts])
+        bias = torch.cat([tensor(f"{part}.bias") for part in parts]) if config.qkv_bias else None
         return ops.pack_linear(weight, bias, precision)
 
     def layer(prefix: str) -> LayerWeights:
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         return LayerWeights(
-            input_norm_D=source.read(f"{prefix}.input_layernorm.weight", dtype),
+            input_norm_D=tensor(f"{prefix}.input_layernorm.weight"),
             qkv=qkv(attention),
             qk_norms_E=(
-                source.read(f"{attention}.q_norm.weight", dtype),
-                source.read(f"{attention}.k_norm.weight", dtype),
+                tensor(f"{attention}.q_norm.weight"),
+                tensor(f"{attention}.k_norm.weight"),
             )
             if config.qk_norm
             else None,
             output=linear(f"{attention}.o_proj", config.output_bias),
-            post_norm_D=source.read(f"{prefix}.post_attention_layernorm.weight", dtype),
+            post_norm_D=tensor(f"{prefix}.post_attention_layernorm.weight"),
             gate_up=ops.pack_gated([read(f"{mlp}.{part}_proj", config.mlp_bias) for part in ("gate", "up")], precision),
             down=linear(f"{mlp}.down_proj", config.mlp_bias),
         )
 
-    embedding_VD = source.read("model.embed_tokens.weight", dtype)
+    embedding_VD = tensor("model.embed_tokens.weight")
     head_precision: Precision = "bf16" if precision == "fp8" else precision
     if config.tied_embeddings:
         head = ops.pack_linear(embedding_VD, None, head_precision)
@@ -102,9 +107,9 @@ def load_weights(source: WeightSource, ops: Ops, precision: Precision, max_lengt
     return Weights(
         embedding_VD=embedding_VD,
         layers=layers,
-        norm_D=source.read("model.norm.weight", dtype),
+        norm_D=tensor("model.norm.weight"),
         head=head,
-        rotary_LE=(cos_LE.to(dtype), sin_LE.to(dtype)),
+        rotary_LE=(cos_LE.to(device, dtype), sin_LE.to(device, dtype)),
     )
 
 

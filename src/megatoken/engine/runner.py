@@ -11,12 +11,33 @@ from torch import Tensor
 from megatoken.engine.batch import step_arrays
 from megatoken.engine.cache import allocate_cache
 from megatoken.engine.config import EngineConfig
-from megatoken.engine.memory import HUGE_PAGES_FROM_BYTES, MemoryPlan, use_huge_pages
+from megatoken.engine.memory import HUGE_PAGES_FROM_BYTES, MemoryPlan, return_idle_code, use_huge_pages
 from megatoken.engine.model import WeightSource, forward, load_weights
 from megatoken.engine.ops import Ops
 from megatoken.engine.request import Sampling
 from megatoken.engine.sampling import sample
 from megatoken.engine.scheduler import Scheduler, StepPlan
+
+WARM_UP_PROMPTS = 8
+
+
+class SampledIds:
+    """Ids of one step on their way to the host; made right after the step was launched."""
+
+    def __init__(self, ids_S: Tensor) -> None:
+        self._ids = ids_S
+        self._arrived: torch.cuda.Event | None = None
+        if ids_S.is_cuda:
+            self._ids = torch.empty(ids_S.shape, dtype=ids_S.dtype, pin_memory=True)
+            self._ids.copy_(ids_S, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def wait(self) -> list[int]:
+        """The ids, once they are there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._ids.tolist()
 
 
 class Runner:
@@ -26,14 +47,22 @@ class Runner:
     launched before the host has seen what the step before it sampled.
     """
 
-    def __init__(self, source: WeightSource, config: EngineConfig, memory: MemoryPlan, ops: Ops) -> None:
-        self.config = source.config
+    def __init__(
+        self, source: WeightSource, config: EngineConfig, memory: MemoryPlan, ops: Ops, device: torch.device
+    ) -> None:
+        self._config = source.config
         self._ops = ops
-        self._weights = load_weights(source, ops, config.precision, memory.max_length)
-        if memory.weights_bytes >= HUGE_PAGES_FROM_BYTES:
-            use_huge_pages()
-        self._cache = allocate_cache(source.config, config.precision, memory.pages, memory.page_size)
-        self._last_tokens = torch.zeros(memory.max_sequences, dtype=torch.int64)
+        self._weights = load_weights(source, ops, config.precision, memory.max_length, device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            return_idle_code()
+            if memory.weights_bytes >= HUGE_PAGES_FROM_BYTES:
+                use_huge_pages()
+        self._cache = allocate_cache(source.config, config.precision, memory.pages, memory.page_size, device)
+        self._last_tokens = torch.zeros(memory.max_sequences, dtype=torch.int64, device=device)
+        if device.type == "cuda":
+            self._warm_up(memory)
 
     @torch.inference_mode()
     def launch(
@@ -42,7 +71,7 @@ class Runner:
         scheduler: Scheduler,
         host_tokens: Callable[[int, int, int], list[int]],
         samplings: Sequence[Sampling] | None,
-    ) -> Tensor:
+    ) -> SampledIds:
         """Run one step.
 
         Args:
@@ -52,14 +81,47 @@ class Runner:
             samplings: one for each sampled row; None when all are greedy.
 
         Returns:
-            int64 [S], the sampled ids, in the order of the plan's sampled rows.
+            The sampled ids, in the order of the plan's sampled rows.
         """
         page_size = self._cache[0].page_size
         arrays = step_arrays(plan, scheduler.page_table, page_size, host_tokens, self._ops.padded_rows)
-        batch = self._ops.prepare(arrays, self._last_tokens, self._cache[0], self.config)
-        logits_SV = forward(self._weights, self.config, self._ops, self._cache, batch)
+        batch = self._ops.prepare(arrays, self._last_tokens, self._cache[0], self._config)
+        logits_SV = forward(self._weights, self._config, self._ops, self._cache, batch)
         ids_S = self._ops.greedy(logits_SV)
         if samplings is not None:
             sample(logits_SV, samplings, (plan.start + plan.count)[plan.sample].astype(np.int64), ids_S)
-        self._last_tokens.index_copy_(0, torch.from_numpy(arrays.sample_slots.astype(np.int64)), ids_S)
-        return ids_S
+        self._last_tokens.index_copy_(0, batch.sample_slots.long(), ids_S)
+        return SampledIds(ids_S)
+
+    def _warm_up(self, memory: MemoryPlan) -> None:
+        """Compile kernels, fix the scales of fp8 inputs, take the memory of the largest steps: all before a request.
+
+        Prompts are random ids: what they leave in the cache is never read.
+        """
+        from megatoken.engine.ops import cuda
+
+        for _ in range(2):
+            self._run_largest_steps(memory)
+            cuda.fix_input_scales(
+                linear
+                for layer in self._weights.layers
+                for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+            )
+        torch.cuda.synchronize()
+
+    def _run_largest_steps(self, memory: MemoryPlan) -> None:
+        """A full step of long prompts; then as many sequences as can be resident, in one step."""
+        ids = np.random.default_rng(0).integers(0, self._config.vocabulary_size, memory.max_length).tolist()
+        long = min(-(-memory.max_rows // WARM_UP_PROMPTS), memory.max_length - 2)
+        for prompts, prompt_tokens in ((WARM_UP_PROMPTS, long), (memory.max_sequences, 1)):
+            scheduler = Scheduler(
+                max_rows=memory.max_rows,
+                max_sequences=memory.max_sequences,
+                page_size=memory.page_size,
+                num_pages=memory.pages,
+                max_length=memory.max_length,
+            )
+            for ticket in range(prompts):
+                scheduler.add(ticket, max(prompt_tokens, 1), min(2, memory.max_length - 1))
+            while (plan := scheduler.plan()) is not None:
+                self.launch(plan, scheduler, lambda ticket, start, count: ids[start : start + count], None).wait()

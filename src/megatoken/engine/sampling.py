@@ -57,8 +57,8 @@ def _draw(logits_RV: Tensor, samplings: Sequence[Sampling], positions: NDArray[n
     """
     vocabulary = logits_RV.shape[1]
     seeds = np.array([(sampling.seed or 0) & (2**64 - 1) for sampling in samplings], dtype=np.uint64)
-    uniform_R1 = torch.from_numpy(uniform(seeds, positions.astype(np.uint64)))[:, None]
-    temperature_R1 = torch.tensor([[sampling.temperature] for sampling in samplings], dtype=torch.float64)
+    uniform_R1 = torch.from_numpy(uniform(seeds, positions.astype(np.uint64)))[:, None].to(logits_RV.device)
+    temperature_R1 = logits_RV.new_tensor([[sampling.temperature] for sampling in samplings])
     logits_RV = logits_RV - logits_RV.amax(-1, keepdim=True)  # then no temperature above 0 overflows
     weight_RV = (logits_RV / temperature_R1).exp()
     if any(sampling.top_k or sampling.top_p < 1 for sampling in samplings):
@@ -76,11 +76,11 @@ def _kept(logits_RV: Tensor, temperature_R1: Tensor, samplings: Sequence[Samplin
     Among equal logits the lowest id is the best, so a row that keeps one token keeps the greedy choice.
     """
     vocabulary = logits_RV.shape[1]
-    top_k_R1 = torch.tensor([[min(sampling.top_k or vocabulary, vocabulary)] for sampling in samplings])
-    top_p = [[sampling.top_p if sampling.top_p < 1 else math.inf] for sampling in samplings]
-    top_p_R1 = torch.tensor(top_p, dtype=torch.float64)
-    sorted_RK = logits_RV.topk(int(top_k_R1.max())).values
-    beyond_RK = torch.arange(sorted_RK.shape[1]) >= top_k_R1
+    top_k = [[min(sampling.top_k or vocabulary, vocabulary)] for sampling in samplings]
+    top_k_R1 = torch.tensor(top_k, device=logits_RV.device)
+    top_p_R1 = logits_RV.new_tensor([[sampling.top_p if sampling.top_p < 1 else math.inf] for sampling in samplings])
+    sorted_RK = logits_RV.topk(max(top_k)[0]).values
+    beyond_RK = torch.arange(sorted_RK.shape[1], device=logits_RV.device) >= top_k_R1
     weight_RK = (sorted_RK / temperature_R1).exp().masked_fill(beyond_RK, 0.0)
     total_RK = weight_RK.cumsum(-1)
     kept_R1 = (total_RK - weight_RK < top_p_R1 * total_RK[:, -1:]).sum(-1, keepdim=True).minimum(top_k_R1)

@@ -1,6 +1,8 @@
 """The operations a model is made of, one module for each back end.
 
-``cpu`` is a module with the functions of ``Ops``; the model calls them by name and never asks whose they are.
+``cpu`` and ``cuda`` are modules with the functions of ``Ops``; the model calls them by name and never asks whose they
+are. ``fused``, ``paged_attention`` and ``tokens`` are Triton kernels for ``cuda``; ``native`` calls compiled ones for
+``cpu``.
 ``reference`` writes the operations out in plain torch: the definitions, and the oracle of the tests.
 
 Shape letters: T rows in the step, S rows that sample, D hidden size, N output features, F feed-forward size, H query
@@ -17,6 +19,9 @@ from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import ModelConfig, Precision
 
+PARTIAL_RESULTS = 8192
+"""Sequences times pieces that a GPU's decode attention may cut them into: bounds its scratch memory."""
+
 
 class Batch(Protocol):
     """One step on the device. A back end adds what its attention needs."""
@@ -24,6 +29,7 @@ class Batch(Protocol):
     token_ids: Tensor
     samples: int
     sample_rows: Tensor
+    sample_slots: Tensor  # integers [S]
 
 
 class Ops(Protocol):

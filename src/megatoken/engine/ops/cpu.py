@@ -58,7 +58,7 @@ class AttentionIndex:
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """What the compiled attention needs: int32 page ids [R, P] and visible keys [R]."""
+    """What the compiled attention needs of each row: int32 page ids [R, P] and visible keys [R]."""
 
     pages_RP: Tensor
     lengths_R: Tensor
@@ -75,7 +75,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's tensors, see ``StepArrays``."""
+    """One step's tensors, see ``StepArrays``.
+
+    The first ``decodes`` rows attend each by itself, the others by ``chunks``.
+    """
 
     token_ids: Tensor
     positions: Tensor
@@ -85,6 +88,7 @@ class Batch:
     chunks: list[Chunk]
     samples: int
     sample_rows: Tensor
+    sample_slots: Tensor
     sample_index: AttentionIndex | PageTable | None
 
 
@@ -202,28 +206,20 @@ def _padded_pages(pages: int) -> int:
 
 def prepare(arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: ModelConfig) -> Batch:
     """Views of the arrays, and the maps of the paged attention."""
-    page_size = cache.page_size
     token_ids = torch.from_numpy(arrays.token_ids.astype(np.int64))
     decodes = arrays.decodes
     token_ids[:decodes] = last_tokens.index_select(0, torch.from_numpy(arrays.table_slots[:decodes]))
-
-    def index(sequences: Any) -> AttentionIndex | PageTable | None:
-        lengths = arrays.lengths[sequences]
-        if not len(lengths):
-            return None
-        width = -(-int(lengths.max()) // page_size)
-        pages = np.ascontiguousarray(arrays.pages[sequences, :width])
-        if native.has_attention(config.heads, cache.k):
-            return PageTable(torch.from_numpy(pages), torch.from_numpy(np.ascontiguousarray(lengths)))
-        return attention_index(pages, lengths, cache, config.heads)
-
-    bounds = arrays.chunk_rows.tolist()
-    contexts = arrays.lengths[decodes:].tolist()
-    chunks = [
-        Chunk(slice(first, end), torch.from_numpy(arrays.pages[decodes + place, : -(-context // page_size)]), context)
-        for place, ((first, end), context) in enumerate(zip(pairwise(bounds), contexts, strict=True))
-    ]
-    decode_index = index(slice(decodes))
+    decode_index: AttentionIndex | PageTable | None
+    sample_index: AttentionIndex | PageTable | None
+    if native.has_attention(config.heads, cache.k):
+        decodes, chunks = len(token_ids), []
+        decode_index, sample_index = page_tables(arrays)
+    else:
+        pages, lengths, sampled = arrays.pages, arrays.lengths, arrays.sampled
+        chunks = prompt_chunks(arrays, cache.page_size)
+        decode_index = sample_index = attention_index(pages[:decodes], lengths[:decodes], cache, config.heads)
+        if chunks:
+            sample_index = attention_index(pages[sampled], lengths[sampled], cache, config.heads)
     return Batch(
         token_ids=token_ids,
         positions=torch.from_numpy(arrays.positions),
@@ -233,15 +229,42 @@ def prepare(arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: 
         chunks=chunks,
         samples=arrays.samples,
         sample_rows=torch.from_numpy(arrays.sample_rows),
-        sample_index=index(arrays.sampled) if chunks else decode_index,
+        sample_slots=torch.from_numpy(arrays.sample_slots),
+        sample_index=sample_index,
     )
+
+
+def page_tables(arrays: StepArrays) -> tuple[PageTable, PageTable]:
+    """Of all rows, those of prompts too, each with the keys up to its own; and of the sequences that sample."""
+    chunk_rows = arrays.chunk_rows
+    rows = np.append(np.ones(arrays.decodes, dtype=np.int32), np.diff(chunk_rows))
+    pages_TP = np.zeros((len(arrays.positions), arrays.pages.shape[1]), dtype=np.int32)  # padding sees the dump page
+    pages_TP[: chunk_rows[-1]] = np.repeat(arrays.pages, rows, axis=0)
+    sampled = arrays.sampled
+    return (
+        PageTable(torch.from_numpy(pages_TP), torch.from_numpy(arrays.positions + np.int32(1))),
+        PageTable(torch.from_numpy(arrays.pages[sampled]), torch.from_numpy(arrays.lengths[sampled])),
+    )
+
+
+def prompt_chunks(arrays: StepArrays, page_size: int) -> list[Chunk]:
+    """The rows after the decodes, sequence by sequence."""
+    contexts = arrays.lengths[arrays.decodes :].tolist()
+    pages = torch.from_numpy(arrays.pages[arrays.decodes :])
+    return [
+        Chunk(slice(*bounds), own[: -(-context // page_size)], context)
+        for bounds, own, context in zip(pairwise(arrays.chunk_rows.tolist()), pages, contexts, strict=True)
+    ]
 
 
 def attention_index(
     pages_BP: NDArray[np.int32], lengths_B: NDArray[np.int32], cache: LayerCache, heads: int
-) -> AttentionIndex:
-    """Build the maps once per step; they serve every layer."""
+) -> AttentionIndex | None:
+    """Build the maps once per step; they serve every layer. None for no sequences."""
+    if not len(lengths_B):
+        return None
     page_size, kv_heads = cache.page_size, cache.k.shape[1]
+    pages_BP = pages_BP[:, : -(-int(lengths_B.max()) // page_size)]
     sequences, width = pages_BP.shape
     used_B = -(-lengths_B // page_size)
     live_BP = np.arange(width) < used_B[:, None]

@@ -2,10 +2,13 @@
 
 In fp8 a linear has one scale for its weight and one, fixed beforehand, for its input. Whatever computes that input is
 told its consumer and writes e4m3 values, so no pass over memory is spent on quantising. An fp8 cache has the scale 1.
+
+An input scale comes from the checkpoint or from ``fix_input_scales`` after some steps without: those measure.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +20,12 @@ from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import ModelConfig, Precision
 from megatoken.engine.ops import fused, paged_attention, tokens
-from megatoken.engine.quant import quantise_tensor
+from megatoken.engine.quant import E4M3_MAX, quantise_tensor
+from megatoken.errors import CapacityError
 
 DECODE = paged_attention.DecodeConfig(e4m3_scores=True)
+INPUT_MARGIN = 2.0
+"""Room above the largest input that was measured. It costs nothing: e4m3 is as exact over 15 powers of two."""
 _ALIGNMENT = 4
 """int32 elements: every part of the step's buffer starts at a multiple of 16 bytes."""
 
@@ -32,14 +38,18 @@ class InputScale:
     value: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Linear:
-    """Weight [N, D] in bf16, or in e4m3 with both scales; bias bf16 [N] or None."""
+    """Weight [N, D] in bf16, or in e4m3 with its scale; bias bf16 [N] or None.
+
+    An fp8 linear without input scale takes bf16 and keeps ``largest_input``.
+    """
 
     weight: Tensor
     bias: Tensor | None
     weight_scale: Tensor | None = None  # fp32, one element
     input_scale: InputScale | None = None
+    largest_input: Tensor | None = None  # fp32, one element
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +82,19 @@ def padded_rows(rows: int) -> int:
 
 
 def pack_linear(weight_ND: Tensor, bias_N: Tensor | None, precision: Precision) -> Linear:
-    """The weight as it is.
+    """The weight as it is, or in e4m3 with one scale.
 
     Raises:
-        ValueError: ``precision`` is not bf16. An fp8 linear needs the scale of its input: see ``pack_fp8``.
+        CapacityError: an fp8 product cannot have these sides.
     """
-    if precision != "bf16":
-        raise ValueError(f"pack_linear packs bf16 weights, not {precision}; pack_fp8 packs fp8 with its input's scale")
-    return Linear(weight_ND, bias_N)
+    if precision == "bf16":
+        return Linear(weight_ND, bias_N)
+    if any(side % 16 for side in weight_ND.shape):
+        raise CapacityError(
+            f"a linear of {' x '.join(map(str, weight_ND.shape))}: fp8 on a GPU needs multiples of 16; take bf16"
+        )
+    values, scale = quantise_tensor(weight_ND)
+    return fp8_linear(values, scale, None, bias_N)
 
 
 def pack_gated(gate_up: list[tuple[Tensor, Tensor | None]], precision: Precision) -> Linear:
@@ -89,27 +104,31 @@ def pack_gated(gate_up: list[tuple[Tensor, Tensor | None]], precision: Precision
     return pack_linear(torch.cat(weights), bias, precision)
 
 
-def pack_fp8(weight_ND: Tensor, input_scale: float, bias_N: Tensor | None = None) -> Linear:
-    """Quantise a weight to e4m3 with one scale, on the device it is on.
+def fp8_linear(
+    values_ND: Tensor, weight_scale: float, input_scale: float | None, bias_N: Tensor | None = None
+) -> Linear:
+    """A linear of e4m3 values [N, D] that stand for ``values * weight_scale``; N and D multiples of 16.
 
-    Args:
-        weight_ND: bf16 or fp32 [N, D], N and D multiples of 16.
-        input_scale: positive; inputs are e4m3 of ``x / input_scale``, so the largest is ``input_scale * 448``.
-        bias_N: bf16 [N].
+    ``input_scale``: positive; inputs are e4m3 of ``x / input_scale``, so the largest is ``input_scale * 448``.
     """
-    values, scale = quantise_tensor(weight_ND)
-    return fp8_linear(values, scale, input_scale, bias_N)
-
-
-def fp8_linear(values_ND: Tensor, weight_scale: float, input_scale: float, bias_N: Tensor | None = None) -> Linear:
-    """A linear of e4m3 values [N, D] that stand for ``values * weight_scale``; the rest as for ``pack_fp8``."""
     device = values_ND.device
-    return Linear(
-        values_ND,
-        bias_N,
-        torch.tensor(weight_scale, dtype=torch.float32, device=device),
-        InputScale(torch.tensor([input_scale], dtype=torch.float32, device=device), input_scale),
-    )
+    linear = Linear(values_ND, bias_N, torch.tensor(weight_scale, dtype=torch.float32, device=device))
+    if input_scale is not None:
+        linear.input_scale = _input_scale_of(input_scale, device)
+    return linear
+
+
+def fix_input_scales(linears: Iterable[Linear]) -> None:
+    """Give every fp8 linear that has none its input scale, from what it has met so far."""
+    for linear in linears:
+        if linear.weight_scale is not None and linear.input_scale is None and linear.largest_input is not None:
+            largest = max(linear.largest_input.item(), 1e-6)
+            linear.input_scale = _input_scale_of(INPUT_MARGIN * largest / E4M3_MAX, linear.weight.device)
+            linear.largest_input = None
+
+
+def _input_scale_of(value: float, device: torch.device) -> InputScale:
+    return InputScale(torch.tensor([value], dtype=torch.float32, device=device), value)
 
 
 def prepare(arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: ModelConfig) -> Batch:
@@ -182,17 +201,29 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, consumer: Linear | 
 
 def linear(x_TD: Tensor, linear: Linear) -> Tensor:
     """bf16 [T, N]; ``x`` is in the linear's input format."""
-    if linear.weight_scale is None or linear.input_scale is None:
+    if linear.weight_scale is None:
         return torch.nn.functional.linear(x_TD, linear.weight, linear.bias)
+    if linear.input_scale is None:
+        x_TD, input_scale = _measured(x_TD, linear)
+    else:
+        input_scale = linear.input_scale.device
     return torch._scaled_mm(
         x_TD,
         linear.weight.t(),
-        linear.input_scale.device,
+        input_scale,
         linear.weight_scale,
         bias=linear.bias,
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
+
+
+def _measured(x_TD: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
+    """e4m3 values and their scale by the largest of this step, which the linear remembers."""
+    largest = x_TD.abs().amax().float()
+    linear.largest_input = largest if linear.largest_input is None else torch.maximum(linear.largest_input, largest)
+    scale = (largest / E4M3_MAX).clamp_min(1e-12).view(1)
+    return (x_TD.float() / scale).to(torch.float8_e4m3fn), scale
 
 
 def linear_add_norm(

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatoken.engine.ops import PARTIAL_RESULTS
 from megatoken.engine.quant import E4M3_MAX
 
 MAX_SPLITS = 32
@@ -350,7 +351,9 @@ def check(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, out_scale: f
         )
 
 
-def split_tokens(kv_heads: int, max_length: int, total_tokens: int, block_tokens: int = 64) -> int:
+def split_tokens(
+    kv_heads: int, max_length: int, total_tokens: int, block_tokens: int = 64, *, sequences: int = 1
+) -> int:
     """Tokens per decode program: short enough that no program outlasts the others by much, long enough to pay.
 
     A piece is at most half of what one of the resident programs has to read in all. Sequences that fit into one piece
@@ -360,7 +363,8 @@ def split_tokens(kv_heads: int, max_length: int, total_tokens: int, block_tokens
         A multiple of ``block_tokens``, or a number above any length where no sequence needs splitting.
     """
     share = total_tokens * kv_heads // RESIDENT_PROGRAMS
-    piece = max(share // 2, SHORTEST_SPLIT, -(-max_length // MAX_SPLITS))
+    splits = min(MAX_SPLITS, max(PARTIAL_RESULTS // sequences, 1))
+    piece = max(share // 2, SHORTEST_SPLIT, -(-max_length // splits))
     piece = -(-piece // block_tokens) * block_tokens
     return piece if piece < max_length else _NEVER_SPLIT
 
@@ -410,7 +414,9 @@ def decode_attention(
     sequences, heads, head_dim = q_BHE.shape
     _, kv_heads, page_size, _ = k_cache.shape
     group = heads // kv_heads
-    piece = config.split_tokens or split_tokens(kv_heads, max_length, total_tokens, config.block_tokens)
+    piece = config.split_tokens or split_tokens(
+        kv_heads, max_length, total_tokens, config.block_tokens, sequences=sequences
+    )
     splits = -(-max_length // piece) or 1
     if splits > MAX_SPLITS:
         raise ValueError(f"{max_length} tokens in pieces of {piece} are more than {MAX_SPLITS} pieces")

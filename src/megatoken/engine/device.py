@@ -1,0 +1,78 @@
+"""Where a model runs: a GPU when one is there that can, otherwise the CPU; each with its operations and its memory."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import torch
+
+from megatoken.engine.config import EngineConfig, Precision
+from megatoken.engine.ops import Ops
+from megatoken.errors import CapacityError
+
+# Loading leaves holes between tensors of different sizes, 3.5 GB of them in a 70B model; segments that can grow have
+# none. PyTorch reads this when it first allocates.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+LOWEST_CAPABILITY: dict[Precision, tuple[int, int]] = {"bf16": (8, 0), "fp8": (8, 9)}
+"""CUDA compute capability whose matrix units know the format."""
+
+
+def choose_device(config: EngineConfig) -> tuple[torch.device, str | None]:
+    """The device of ``config``, and why a GPU that is there is not used.
+
+    Raises:
+        CapacityError: ``cuda`` is asked for and cannot be had; says what is missing.
+    """
+    obstacle = None if config.device == "cpu" else gpu_obstacle(config.precision)
+    if config.device == "cuda" and obstacle is not None:
+        raise CapacityError(f"device cuda: {obstacle}; or leave device on auto")
+    if config.device == "cpu" or obstacle is not None:
+        return torch.device("cpu"), f"runs on the CPU: {obstacle}" if obstacle and torch.cuda.is_available() else None
+    return torch.device("cuda", torch.cuda.current_device()), None
+
+
+def gpu_obstacle(precision: Precision) -> str | None:
+    """Why the current GPU cannot run ``precision``, with the mend; None when it can."""
+    if not torch.cuda.is_available():
+        return "no NVIDIA GPU that this PyTorch can use; check nvidia-smi and install a CUDA build of torch"
+    if find_spec("triton") is None:
+        return "Triton is not installed; install megatoken[gpu]"
+    if precision not in LOWEST_CAPABILITY:
+        return f"the GPU back end has no {precision}; take bf16 or fp8"
+    lowest, capability = LOWEST_CAPABILITY[precision], torch.cuda.get_device_capability()
+    if capability < lowest:
+        return (
+            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, "
+            f"{precision} needs {lowest[0]}.{lowest[1]}; take another precision or GPU"
+        )
+    return None
+
+
+def operations(device: torch.device) -> Ops:
+    """The back end of ``device``."""
+    if device.type == "cuda":
+        from megatoken.engine.ops import cuda
+
+        return cuda
+    from megatoken.engine.ops import cpu
+
+    return cpu
+
+
+def available_memory_bytes(device: torch.device) -> int:
+    """Memory this process may still take: the GPU's, the system's, or the container's limit when that is lower."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+    available = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no control group, or no limit ("max")
+        return available
+    # File pages that nobody uses count as used until the kernel wants them back, which it then takes.
+    return min(available, limit - used + int(statistics.get("inactive_file", 0)))
