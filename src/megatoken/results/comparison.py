@@ -1,0 +1,265 @@
+"""Results side by side: per GPU, per node, per rack, and which ratios compare like with like."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatoken.errors import UsageError
+from megatoken.results.aggregation import SCHEMA_VERSION, now
+from megatoken.results.reference import accelerator_facts
+
+BASES = ("total", "per_gpu", "per_node", "per_rack")
+CONFIDENCE = 0.95
+INTERVAL_METHOD = "95 % confidence, Welch's t on the logarithms of the means, from repeats of both"
+MATCHED = ("division", "state", "scenario", "model", "accuracy_target", "precision")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One result to compare, whole system; what is not known is None.
+
+    ``state`` is verified (peer-reviewed), measured (own run), unverified, estimate, projection or claimed.
+    ``accelerators`` is None where CPUs computed. ``repeats`` are the rates of equal runs whose mean is the rate.
+    """
+
+    name: str
+    source: str
+    state: str
+    output_tokens_per_second: float | None
+    division: str | None = None
+    scenario: str | None = None
+    model: str | None = None
+    accuracy_target: str | None = None
+    precision: str | None = None
+    accelerator: str | None = None
+    accelerators: int | None = None
+    nodes: int | None = None
+    verdict: str | None = None
+    measured_watts: float | None = None
+    repeats: tuple[float, ...] = ()
+    software: Mapping[str, str] = field(default_factory=dict)
+    note: str | None = None
+
+    @property
+    def accelerators_per_node(self) -> float | None:
+        """Mean over the nodes."""
+        return self.accelerators / self.nodes if self.accelerators and self.nodes else None
+
+    @property
+    def rack_is_measured(self) -> bool:
+        """Whether the system is at least one whole rack."""
+        rack = self._per_rack_accelerators
+        return bool(rack and self.accelerators and self.accelerators >= rack)
+
+    @property
+    def _per_rack_accelerators(self) -> int | None:
+        facts = accelerator_facts(self.accelerator)
+        return facts.per_rack if facts else None
+
+    def rate(self, basis: str) -> float | None:
+        """Output tokens per second on one of ``BASES``; None where a count is missing or there is no such rack."""
+        per = {
+            "total": 1.0,
+            "per_gpu": self.accelerators,
+            "per_node": self.nodes,
+            "per_rack": self.accelerators / self._per_rack_accelerators
+            if self.accelerators and self._per_rack_accelerators
+            else None,
+        }[basis]
+        return None if self.output_tokens_per_second is None or not per else self.output_tokens_per_second / per
+
+    def to_row(self) -> dict[str, Any]:
+        """The entry with its rates per GPU, node and rack, and its power: measured, or nameplate of the GPUs alone."""
+        facts = accelerator_facts(self.accelerator)
+        nameplate = facts.tdp_watts * self.accelerators if facts and facts.tdp_watts and self.accelerators else None
+        rate, measured = self.output_tokens_per_second, self.measured_watts
+        return {
+            **{name: value for name, value in asdict(self).items() if name != "software"},
+            "per_gpu_tokens_per_second": self.rate("per_gpu"),
+            "per_node_tokens_per_second": self.rate("per_node"),
+            "per_rack_tokens_per_second": self.rate("per_rack"),
+            "per_rack_state": None
+            if self.rate("per_rack") is None
+            else "as measured"
+            if self.rack_is_measured
+            else f"projection from {self.accelerators} accelerators",
+            "nameplate_watts": nameplate,
+            "measured_over_nameplate": measured / nameplate if measured and nameplate else None,
+            "tokens_per_joule_measured": rate / measured if rate and measured else None,
+            "tokens_per_joule_nameplate": rate / nameplate if rate and nameplate else None,
+            "software": dict(self.software),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Why a ratio does not compare like with like."""
+
+    field: str
+    of: str
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """``of`` over ``to`` on one basis."""
+
+    of: str
+    to: str
+    basis: str
+    value: float
+    interval: tuple[float, float] | None
+    like_for_like: bool
+    differences: tuple[Difference, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SoftwareDifference:
+    """One setting or version in which two entries differ."""
+
+    of: str
+    to: str
+    key: str
+    of_value: str | None
+    to_value: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Entries side by side; every ratio is of a later one to the first."""
+
+    title: str
+    inputs: tuple[str, ...]
+    notes: tuple[str, ...]
+    rows: tuple[dict[str, Any], ...]
+    ratios: tuple[Ratio, ...]
+    interval_method: str
+    software_differences: tuple[SoftwareDifference, ...]
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON of the kind ``comparison``."""
+        return {"kind": "comparison", "schema_version": SCHEMA_VERSION, "created_at": now(), **asdict(self)}
+
+
+def compare(entries: Sequence[Entry], *, title: str = "Comparison") -> Comparison:
+    """Set ``entries`` side by side; the first is what the others are compared to.
+
+    Raises:
+        UsageError: fewer than two entries, or two of one name.
+    """
+    if len(entries) < 2:
+        raise UsageError("compare needs two results or more: run folders, folders of logs, published ids or claims")
+    names = [entry.name for entry in entries]
+    if len(set(names)) < len(names):
+        raise UsageError(f"the same result is given twice: {max(names, key=names.count)}")
+    baseline, *others = entries
+    return Comparison(
+        title=title,
+        inputs=tuple(entry.source for entry in entries),
+        notes=tuple(_notes(entries)),
+        rows=tuple(entry.to_row() for entry in entries),
+        ratios=tuple(ratio for entry in others for ratio in ratios(entry, baseline)),
+        interval_method=INTERVAL_METHOD,
+        software_differences=tuple(one for entry in others for one in software_differences(entry, baseline)),
+    )
+
+
+def ratios(of: Entry, to: Entry) -> list[Ratio]:
+    """``of`` over ``to`` on every basis that both have."""
+    found = []
+    for basis in BASES:
+        over, under = of.rate(basis), to.rate(basis)
+        if over is not None and under:
+            unlike = tuple(differences(of, to, basis))
+            found.append(Ratio(of.name, to.name, basis, over / under, _interval(of, to, basis), not unlike, unlike))
+    return found
+
+
+def differences(of: Entry, to: Entry, basis: str) -> list[Difference]:
+    """What keeps a ratio on ``basis`` from comparing like with like; the hardware generation and software do not."""
+    found = [
+        Difference(name, _shown(getattr(of, name)), _shown(getattr(to, name)))
+        for name in MATCHED
+        if _comparable(getattr(of, name)) != _comparable(getattr(to, name))
+    ]
+    sizes: dict[str, Callable[[Entry], Any]] = {
+        "total": lambda entry: entry.accelerators or entry.nodes,
+        "per_node": lambda entry: entry.accelerators_per_node,
+        "per_rack": lambda entry: "whole rack" if entry.rack_is_measured else "projection",
+    }
+    if basis in sizes and sizes[basis](of) != sizes[basis](to):
+        name = {"total": "accelerators", "per_node": "accelerators per node", "per_rack": "rack"}[basis]
+        found.append(Difference(name, _shown(sizes[basis](of)), _shown(sizes[basis](to))))
+    return found
+
+
+def software_differences(of: Entry, to: Entry) -> list[SoftwareDifference]:
+    """Versions and settings in which two entries differ, or that only one states; empty where one states none."""
+    if not (of.software and to.software):
+        return []
+    keys = sorted(set(of.software) | set(to.software))
+    pairs = [(key, of.software.get(key), to.software.get(key)) for key in keys]
+    return [SoftwareDifference(of.name, to.name, key, one, other) for key, one, other in pairs if one != other]
+
+
+def ratio_interval(of: Sequence[float], to: Sequence[float]) -> tuple[float, float] | None:
+    """Confidence interval of mean(of) / mean(to) by ``INTERVAL_METHOD``; None without two positive repeats of each."""
+    if min(len(of), len(to)) < 2 or min(*of, *to) <= 0:
+        return None
+    errors = [(statistics.stdev(values) / statistics.fmean(values)) ** 2 / len(values) for values in (of, to)]
+    ratio, error = statistics.fmean(of) / statistics.fmean(to), math.sqrt(sum(errors))
+    if error == 0:
+        return (ratio, ratio)
+    freedom = sum(errors) ** 2 / sum(
+        square**2 / (len(values) - 1) for square, values in zip(errors, (of, to), strict=True)
+    )
+    margin = student_t(0.5 + CONFIDENCE / 2, freedom) * error
+    return (ratio * math.exp(-margin), ratio * math.exp(margin))
+
+
+def student_t(probability: float, freedom: float) -> float:
+    """Quantile of Student's t, ``probability`` above one half: the density integrated by angle, then bisected.
+
+    With t = sqrt(n) tan(a) the density becomes cos(a)^(n - 1), smooth and bounded however few the degrees of freedom.
+    """
+    angles = np.linspace(0.0, math.pi / 2, 20_001)
+    density = np.cos(angles) ** (freedom - 1)
+    area = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    angle = float(np.interp(2 * probability - 1, area / area[-1], angles))
+    return math.sqrt(freedom) * math.tan(angle)
+
+
+def _interval(of: Entry, to: Entry, basis: str) -> tuple[float, float] | None:
+    interval = ratio_interval(of.repeats, to.repeats) if of.repeats and to.repeats else None
+    if interval is None or not of.output_tokens_per_second or not to.output_tokens_per_second:
+        return None
+    over, under = of.rate(basis), to.rate(basis)
+    scale = (over or 0.0) / (under or 1.0) / (of.output_tokens_per_second / to.output_tokens_per_second)
+    return (interval[0] * scale, interval[1] * scale)
+
+
+def _notes(entries: Sequence[Entry]) -> list[str]:
+    notes = [f"{entry.name}: {entry.note}" for entry in entries if entry.note]
+    sizes = {entry.accelerators for entry in entries if entry.accelerators}
+    if len(sizes) > 1:
+        shown = ", ".join(f"{size:,}" for size in sorted(sizes))
+        notes.append(f"systems of {shown} accelerators: rates per accelerator of small systems do not project linearly")
+    if any(entry.state != "verified" for entry in entries):
+        notes.append("only results in state verified were reviewed by MLCommons")
+    return notes
+
+
+def _comparable(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not stated"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,167 @@
+"""What can be compared, as entries: own runs with their repeats, aggregated nodes, rows of the published table."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatoken.errors import UsageError
+from megatoken.results.comparison import Entry
+from megatoken.results.nodes import run_accelerators
+from megatoken.results.reference import PublishedResult, published_results, results_of
+
+if TYPE_CHECKING:
+    from megatoken.results.aggregation import Aggregate
+    from megatoken.results.run_folder import Run
+
+ACCURACY_TARGET = re.compile(r"-(99(?:\.9)?)$")
+LOCAL_KEYS = {"out"}  # of a configuration: they say where, not how
+
+
+def published_entry(row: PublishedResult, note: str | None = None) -> Entry:
+    """One row of the published table. The model is the one that ran, which open submissions may choose."""
+    model, accuracy_target = split_benchmark(row.used_model)
+    return Entry(
+        name=row.name,
+        source=row.source,
+        state="verified",
+        output_tokens_per_second=row.output_tokens_per_second,
+        division=row.division,
+        scenario=row.scenario,
+        model=model,
+        accuracy_target=accuracy_target or split_benchmark(row.benchmark)[1],
+        precision=row.precision,
+        accelerator=row.accelerator,
+        accelerators=row.accelerators,
+        nodes=row.nodes,
+        measured_watts=row.measured_watts,
+        software=dict(_versions(row.software)),
+        note=note,
+    )
+
+
+def accelerator_entry(accelerator: str, benchmark: str, scenario: str) -> Entry:
+    """The published system with the highest rate per accelerator; without any, an entry that says "no data".
+
+    Raises:
+        UsageError: no row of any benchmark has an accelerator of that name.
+    """
+    rows = results_of(accelerator, benchmark, scenario)
+    if rows:
+        same = [row for row in rows if row.division == rows[0].division]
+        low, high = (row.output_tokens_per_second / (row.accelerators or 1) for row in (same[-1], same[0]))
+        note = (
+            f"fastest per accelerator of {len(same)} {same[0].division} rows with {accelerator},"
+            f" which range from {low:,.1f} to {high:,.1f} tokens/s per accelerator"
+        )
+        return published_entry(rows[0], note if len(same) > 1 else None)
+    elsewhere = [row for row in published_results() if results_of(accelerator, row.benchmark, row.scenario)]
+    if not elsewhere:
+        known = sorted({row.accelerator for row in published_results() if row.accelerator})
+        raise UsageError(
+            f"{accelerator}: neither a folder nor a published id nor an accelerator; published are {', '.join(known)}"
+        )
+    return Entry(
+        name=f"{accelerator}:{benchmark}:{scenario}",
+        source="MLPerf Inference v5.1",
+        state="no data",
+        output_tokens_per_second=None,
+        note=f"no published {benchmark} {scenario} result of {accelerator}: no data, which is no sign of being worse",
+    )
+
+
+def run_entry(runs: Sequence[Run], name: str) -> Entry:
+    """Run folders of one setting as one entry: their mean rate, and each rate as a repeat.
+
+    Raises:
+        UsageError: no run, a run without a rate, or runs that are no repeats of each other.
+    """
+    if not runs:
+        raise UsageError(f"{name}: no run folder in it")
+    for run in runs:
+        if not run.result.get("output_tokens_per_second"):
+            raise UsageError(f"{run.path}: {run.verdict}, without a rate to compare")
+        for key in ("scenario", "model", "precision"):
+            if run.result.get(key) != runs[0].result.get(key):
+                raise UsageError(
+                    f"{name}: {run.path.name} is no repeat of {runs[0].path.name}: {key} is {run.result.get(key)},"
+                    f" not {runs[0].result.get(key)}"
+                )
+    first = runs[0]
+    rates = [float(run.result["output_tokens_per_second"]) for run in runs]
+    accelerators, nodes = run_accelerators(first), len(first.result.get("nodes", [])) or 1
+    gpus = first.environment.get("gpus") or [{}]
+    verdicts = sorted({run.verdict.value for run in runs})
+    return Entry(
+        name=name,
+        source=", ".join(str(run.path) for run in runs),
+        state="measured",
+        output_tokens_per_second=statistics.fmean(rates),
+        scenario=first.result.get("scenario"),
+        model=first.result.get("model"),
+        precision=first.result.get("precision"),
+        accelerator=gpus[0].get("name") if accelerators else None,
+        accelerators=accelerators * nodes if accelerators else None,
+        nodes=nodes,
+        verdict=", ".join(verdicts),
+        repeats=tuple(rates) if len(rates) > 1 else (),
+        software=run_software(first),
+    )
+
+
+def aggregate_entry(result: Aggregate, name: str, *, state: str, accelerator: str | None) -> Entry:
+    """Aggregated nodes as one entry, at the sum of their rates."""
+    return Entry(
+        name=name,
+        source=", ".join(result.inputs),
+        state=state,
+        output_tokens_per_second=result.sum_of_rates_tokens_per_second,
+        scenario=result.workload["scenario"],
+        model=result.workload["model"],
+        precision=result.workload["precision"],
+        accelerator=accelerator,
+        accelerators=result.accelerators,
+        nodes=len(result.nodes),
+        note=result.sum_label if len(result.nodes) > 1 else None,
+    )
+
+
+def run_software(run: Run) -> dict[str, str]:
+    """Versions and settings of a run, by dotted name: whatever may explain a difference on the same hardware."""
+    environment = run.environment
+    gpus = environment.get("gpus") or [{}]
+    facts: dict[str, Any] = {
+        **{
+            key: environment.get(key)
+            for key in ("operating_system", "kernel", "python", "cpu_kernels", "torch_threads")
+        },
+        "driver": gpus[0].get("driver_version"),
+        "packages": environment.get("packages"),
+        "source": environment.get("source"),
+        "variables": environment.get("variables"),
+        "config": {key: value for key, value in run.config.items() if key not in LOCAL_KEYS},
+    }
+    return dict(_flat("", facts))
+
+
+def split_benchmark(name: str) -> tuple[str, str | None]:
+    """Model and accuracy target in percent: ``llama2-70b-99.9`` is llama2-70b at 99.9."""
+    target = ACCURACY_TARGET.search(name)
+    return (name[: target.start()], target.group(1)) if target else (name, None)
+
+
+def _versions(text: str) -> Iterator[tuple[str, str]]:
+    """``TensorRT 10.11, CUDA 12.9`` as pairs of name and version."""
+    for part in text.split(","):
+        name, _, version = part.strip().rpartition(" ")
+        yield (name, version) if name else (version, "")
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(f"{prefix}.{key}" if prefix else str(key), item)
+    elif value is not None:
+        yield prefix, str(value)

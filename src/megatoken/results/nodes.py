@@ -1,0 +1,181 @@
+"""Plain node rows: what one node of a result did, whatever log it was read from, and those of run folders."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatoken.errors import UsageError
+from megatoken.results.statistics import Floats, Samples
+
+if TYPE_CHECKING:
+    from megatoken.results.run_folder import Run
+
+WORKLOAD = ("scenario", "model", "precision")
+PROGRESS_POINTS = 1001
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """What one node did over its own time, from its first sample's start to its last completion.
+
+    ``started_seconds`` is Unix time of that start, None where nothing recorded it. ``progress`` are (seconds since that
+    start, output tokens done by then), rising; empty where completion times are unknown. ``accelerators`` is None where
+    the node computes on its CPUs or nobody says how many there are. ``fault_domain`` is the node itself if None.
+    """
+
+    node: str
+    output_tokens_per_second: float
+    duration_seconds: float
+    output_tokens: float | None = None
+    samples: int | None = None
+    accelerators: int | None = None
+    started_seconds: float | None = None
+    progress: tuple[tuple[float, float], ...] = ()
+    fault_domain: str | None = None
+    scenario: str | None = None
+    model: str | None = None
+    precision: str | None = None
+    verdict: str | None = None
+    source: str = ""
+
+    @property
+    def tokens(self) -> float:
+        """Output tokens as counted, or as rate and duration imply."""
+        return (
+            self.output_tokens_per_second * self.duration_seconds if self.output_tokens is None else self.output_tokens
+        )
+
+    @property
+    def domain(self) -> str:
+        """The set of hardware that fails together."""
+        return self.fault_domain or self.node
+
+
+def run_node_rows(run: Run) -> list[NodeRow]:
+    """The nodes of one run folder; they share its clock."""
+    result = run.result
+    started = _unix_seconds(result.get("started_at"))
+    samples = Samples.of(run.requests)
+    done = samples.completed
+    names = np.asarray(run.requests["node"].to_pylist(), dtype=object)
+    origin = float(samples.scheduled.min()) if len(samples) else 0.0
+    rows = []
+    for node in result.get("nodes", []):
+        own = samples.only(done & (names == node["node"]))
+        rows.append(
+            NodeRow(
+                node=node["node"],
+                output_tokens_per_second=node["output_tokens_per_second"] or 0.0,
+                duration_seconds=node["duration_seconds"],
+                output_tokens=node["output_tokens"],
+                samples=node["samples_completed"],
+                accelerators=run_accelerators(run),
+                started_seconds=None if started is None else started + origin,
+                progress=progress(own.first - origin, own.last - origin, own.output_tokens),
+                scenario=result.get("scenario"),
+                model=result.get("model"),
+                precision=result.get("precision"),
+                verdict=run.verdict.value,
+                source=str(run.path),
+            )
+        )
+    return rows
+
+
+def run_accelerators(run: Run) -> int | None:
+    """GPUs that one node of the run used: one for the engine in its process; None where its CPUs computed."""
+    device = (run.config.get("engine") or {}).get("device", "cpu")
+    return 1 if device == "cuda" or (device == "auto" and run.environment.get("gpus")) else None
+
+
+def progress(first: Floats, last: Floats, output_tokens: Floats) -> tuple[tuple[float, float], ...]:
+    """Output tokens done over time, tokens of a sample evenly spaced between its first and its last.
+
+    Args:
+        first: seconds [N] of the first token; NaN counts as the time of the last.
+        last: seconds [N] of the last token.
+        output_tokens: counts [N].
+
+    Returns:
+        (seconds, tokens) at evenly spaced times from zero to the last completion; empty without samples.
+    """
+    if not len(last):
+        return ()
+    first = np.where(np.isfinite(first), np.minimum(first, last), last)
+    spans = last - first
+    times, position = np.unique(np.concatenate([first, last]), return_inverse=True)
+    slopes = np.divide(output_tokens - 1, spans, out=np.zeros_like(spans), where=spans > 0)
+    change = np.bincount(position, np.concatenate([slopes, -slopes]), minlength=len(times))
+    at_once = np.bincount(position[: len(first)], np.where(spans > 0, 1.0, output_tokens), minlength=len(times))
+    spread_out = np.concatenate([[0.0], np.cumsum(np.cumsum(change)[:-1] * np.diff(times))])
+    jumps = np.concatenate([[0.0], np.cumsum(at_once)])
+    grid = np.linspace(0.0, times[-1], PROGRESS_POINTS)
+    tokens = np.interp(grid, times, spread_out) + jumps[np.searchsorted(times, grid, side="right")]
+    return tuple(zip(grid.tolist(), tokens.tolist(), strict=True))
+
+
+def check_rows(rows: Sequence[NodeRow]) -> None:
+    """Refuse rows that cannot be one result.
+
+    Raises:
+        UsageError: no rows, one without tokens or time, or rows of different work.
+    """
+    if not rows:
+        raise UsageError("no node to aggregate; give run folders or folders of LoadGen logs")
+    for row in rows:
+        figures = (row.output_tokens_per_second, row.duration_seconds, row.tokens)
+        if not all(math.isfinite(figure) and figure > 0 for figure in figures):
+            place = row.source or row.node
+            raise UsageError(f"{place}: no output tokens were completed in a known time; leave this node out")
+    for name in WORKLOAD:
+        found = {getattr(row, name): row for row in rows if getattr(row, name) is not None}
+        if len(found) > 1:
+            shown = ", ".join(f"{value} ({row.source or row.node})" for value, row in found.items())
+            raise UsageError(f"nodes of one result do the same work, these differ in {name}: {shown}")
+
+
+def distinct(rows: Sequence[NodeRow]) -> list[NodeRow]:
+    """The rows under names of their own, in natural order: two on one node are two replicas if they ran at once.
+
+    Raises:
+        UsageError: a node comes twice and nothing shows that it did both at the same time.
+    """
+    named = []
+    for row in rows:
+        twins = [other for other in rows if other is not row and other.node == row.node]
+        for twin in twins:
+            if row.source == twin.source or not _overlap(row, twin):
+                raise UsageError(
+                    f"node {row.node} comes twice ({row.source or '-'}, {twin.source or '-'}) and is not shown to have"
+                    " done both at once; repeats of one node are for megatoken compare"
+                )
+        named.append(replace(row, node=f"{row.node} ({row.source})", fault_domain=row.domain) if twins else row)
+    return sorted(named, key=lambda row: natural(row.node))
+
+
+def natural(name: str) -> list[tuple[bool, int | str]]:
+    """A sorting key that puts node 9 before node 10."""
+    return [(part.isdecimal(), int(part) if part.isdecimal() else part) for part in re.split(r"(\d+)", name) if part]
+
+
+def _overlap(one: NodeRow, other: NodeRow) -> bool:
+    if one.started_seconds is None or other.started_seconds is None:
+        return False
+    start = max(one.started_seconds, other.started_seconds)
+    return start < min(one.started_seconds + one.duration_seconds, other.started_seconds + other.duration_seconds)
+
+
+def _unix_seconds(text: Any) -> float | None:
+    """Seconds since 1970 of an aware ISO time; None for anything else."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return None
+    return moment.timestamp() if moment.tzinfo else None
