@@ -12,13 +12,15 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatoken.engine.batch import step_arrays
 from megatoken.engine.cache import DUMP_PAGE, LayerCache
 from megatoken.engine.config import ModelConfig, Precision
 from megatoken.engine.ops import cpu, native, reference
+from megatoken.engine.scheduler import StepPlan
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 POISON = 1e4
@@ -259,6 +261,7 @@ def check_decode_attention(pool: Pool) -> cpu.AttentionIndex:
     exact = LayerCache(pool.cache.k.float(), pool.cache.v.float(), False)
     table = torch.from_numpy(pool.pages), torch.from_numpy(pool.lengths)
     expected = reference.decode_attention(pool.query.float(), exact, *table)
+    assert index is not None
     assert actual.dtype == pool.query.dtype
     assert_close(actual, expected, magnitude=torch.full_like(expected, 2.0))
     if native.has_attention(heads, pool.cache.k):
@@ -332,6 +335,64 @@ def test_compiled_decode_attention(head_dim: int, group: int, dtype: torch.dtype
 
 @random_shapes
 @given(
+    decodes=st.lists(st.integers(0, 70), max_size=5),
+    chunks=st.lists(st.tuples(st.sampled_from([0, 0, 16, 37]), st.integers(1, 60), st.booleans()), max_size=4),
+    group=st.sampled_from([1, 3, 8]),
+    compiled=st.booleans(),
+    seed=SEEDS,
+    dtype=DTYPES,
+)
+def test_attention_of_a_whole_step(
+    decodes: list[int],
+    chunks: list[tuple[int, int, bool]],
+    group: int,
+    compiled: bool,
+    seed: int,
+    dtype: torch.dtype,
+) -> None:
+    """Decodes, prompt chunks and padding as the scheduler mixes them: each row against the keys up to its own."""
+    assume(decodes or chunks)
+    sequences = [(start, 1, True) for start in decodes] + chunks
+    start, count, sample = (np.array(column) for column in zip(*sequences, strict=True))
+    slots = np.arange(len(sequences), dtype=np.int32)
+    nothing = np.zeros(0, dtype=np.int32)
+    plan = StepPlan(
+        *(0, slots, slots.astype(np.int64), start.astype(np.int32), count.astype(np.int32), sample),
+        *(len(decodes), (), nothing, nothing, nothing),
+    )
+    config = ModelConfig("test", 1, 1, 1, 2 * group, 2, 32, 1, 1)
+    pool = make_pool(
+        (start + count).tolist(),
+        seed,
+        page_size=16,
+        kv_heads=2,
+        group=group,
+        head_dim=32,
+        dtype=dtype,
+        unused_pages=2,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(native, "library", lambda: None)
+        arrays = step_arrays(plan, pool.pages - 1, 16, lambda ticket, start, count: [0] * count, cpu.padded_rows)
+        batch = cpu.prepare(arrays, torch.zeros(len(slots), dtype=torch.int64), pool.cache, config)
+        query = normal(seed, len(arrays.positions), 2 * group, 32).to(dtype)
+        actual = cpu.attention(query, pool.cache, batch, None)
+        sampled = query.index_select(0, batch.sample_rows)
+        samples = cpu.sample_attention(sampled, pool.cache, batch, None) if batch.samples else sampled.flatten(1)
+
+    rows = int(count.sum())
+    table = torch.from_numpy(np.repeat(pool.pages, count, axis=0)), torch.from_numpy(arrays.positions[:rows] + 1)
+    exact = LayerCache(pool.cache.k.float(), pool.cache.v.float(), False)
+    expected = reference.decode_attention(query[:rows].float(), exact, *table).flatten(1)
+    assert actual.isfinite().all()
+    assert_close(actual[:rows], expected, magnitude=torch.full_like(expected, 2.0))
+    expected = expected[batch.sample_rows[: batch.samples]]
+    assert_close(samples[: batch.samples], expected, magnitude=torch.full_like(expected, 2.0))
+
+
+@random_shapes
+@given(
     rows=st.integers(1, 40),
     kv_heads=st.integers(1, 3),
     group=st.sampled_from([1, 3]),
@@ -364,7 +425,7 @@ def test_rotate_and_write(
     slots = torch.from_numpy(draw.permutation(60 * page_size)[:rows].astype(np.int32))
     before = normal(seed + 4, 2, 60, kv_heads, page_size, head_dim).to(dtype)
     cache, oracle = (LayerCache(*before.to(kind).clone(), fp8) for kind in (dtype, torch.float32))
-    batch = cpu.Batch(slots, positions, slots, 0, None, [], 0, slots, None)
+    batch = cpu.Batch(slots, positions, slots, 0, None, [], 0, slots, slots, None)
     actual = cpu.rotate_and_write(qkv, norms, tables, cache, batch, config)
     wide = [None if norms is None else (norms[0].float(), norms[1].float()), (tables[0].float(), tables[1].float())]
     arguments = positions.long(), slots.long(), config.heads, config.rms_norm_epsilon
