@@ -33,7 +33,7 @@ SMALL = {
 }
 LLAMA3_FACTORS = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
 LLAMA3_SCALING = {**LLAMA3_FACTORS, "original_max_position_embeddings": 16}
-ABSENT = object()
+ABSENT, NO_FILE = object(), object()
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +148,6 @@ def test_config_is_mapped_key_by_key(tmp_path: Path) -> None:
         rms_norm_epsilon=3e-5,
         rope=RopeConfig(theta=777.0),
         end_token_ids=(2,),
-        begin_token_id=1,
     )
     differences = {
         "Llama": {},
@@ -229,15 +228,29 @@ def test_sliding_window_defaults(architecture: str, keys: dict[str, object], max
 
 @pytest.mark.parametrize(
     ("in_config", "in_generation", "expected"),
-    [(2, ABSENT, (2,)), ([5, 3], 3, (5, 3)), (2, [7, 2, 9], (2, 7, 9)), (None, 4, (4,)), (ABSENT, None, ())],
+    [
+        (2, 7, (7,)),
+        ([5, 3], 3, (3,)),
+        (2, [7, 9], (7, 9)),
+        (None, 4, (4,)),
+        (2, ABSENT, ()),
+        (2, None, ()),
+        (2, NO_FILE, (2,)),
+        ([5, 3], NO_FILE, (5, 3)),
+        (ABSENT, NO_FILE, ()),
+    ],
 )
-def test_end_tokens_are_the_union(broken: Path, in_config: object, in_generation: object, expected: tuple[int]) -> None:
+def test_end_tokens_are_those_of_transformers(
+    broken: Path, in_config: object, in_generation: object, expected: tuple[int]
+) -> None:
     edit_json(broken / "config.json", eos_token_id=in_config)
-    edit_json(broken / "generation_config.json", eos_token_id=in_generation)
+    if in_generation is NO_FILE:
+        (broken / "generation_config.json").unlink()
+    else:
+        edit_json(broken / "generation_config.json", eos_token_id=in_generation)
     assert read_config(broken).end_token_ids == expected
-    (broken / "generation_config.json").unlink()
-    if in_config == 2:
-        assert read_config(broken).end_token_ids == (2,)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(broken).generation_config.eos_token_id
+    assert (() if peer is None else tuple(peer) if isinstance(peer, list) else (peer,)) == expected
 
 
 def test_the_directory_names_the_model(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,9 +271,8 @@ def test_what_older_files_leave_out(broken: Path) -> None:
     assert read_config(broken) == expected
     assert expected.rms_norm_epsilon == transformers.LlamaConfig().rms_norm_eps
     for value in (None, ABSENT):
-        edit_json(broken / "config.json", num_key_value_heads=value, bos_token_id=value)
+        edit_json(broken / "config.json", num_key_value_heads=value)
         assert read_config(broken).kv_heads == 4
-        assert read_config(broken).begin_token_id is None
 
 
 # Refusals: configuration
@@ -308,7 +320,6 @@ def test_what_older_files_leave_out(broken: Path) -> None:
         ({"attention_bias": 1}, "attention_bias is 1", "true or false"),
         ({"eos_token_id": "2"}, "eos_token_id is '2'", "token id"),
         ({"eos_token_id": [2, -1]}, "eos_token_id is [2, -1]", "token id"),
-        ({"bos_token_id": [1]}, "bos_token_id is [1]", "integer"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3", "divide num_attention_heads (4)"),
         ({"num_attention_heads": 6, "head_dim": None}, "num_attention_heads is 6", "divide hidden_size (32)"),
         ({"head_dim": 7}, "head_dim is 7", "even"),

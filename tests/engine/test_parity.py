@@ -297,6 +297,31 @@ def test_an_answer_ends_where_transformers_ends_it(ending: tuple[Path, list[int]
     assert (completion.token_ids, completion.finish_reason) == (answer, FinishReason.LENGTH)
 
 
+@pytest.mark.parametrize("generation_config", ["names another", "names none", "is absent"])
+def test_end_tokens_are_taken_from_where_transformers_takes_them(tmp_path: Path, generation_config: str) -> None:
+    model = make_checkpoint(tmp_path)
+    (prompt,) = some_prompts(301, 0, [7])
+    answer = generate(model, prompt, 12)
+    early, late = [place for place in range(2, 12) if answer[place] not in answer[:place]][:2]
+    config, generation = tmp_path / "config.json", tmp_path / "generation_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": answer[early]}))
+    values = json.loads(generation.read_text())
+    values.pop("eos_token_id", None)
+    generation.write_text(json.dumps(values))
+    if generation_config == "names another":
+        generation.write_text(json.dumps(values | {"eos_token_id": answer[late]}))
+    elif generation_config == "is absent":
+        generation.unlink()
+
+    ids = torch.tensor([prompt])
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    expected = peer.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, pad_token_id=0)
+    (completion,) = Engine(tmp_path, EngineConfig(precision="fp32")).generate([Request(prompt, 12)])
+    assert prompt + completion.token_ids == expected[0].tolist()
+    ends = {"names another": late + 1, "names none": 12, "is absent": early + 1}
+    assert len(completion.token_ids) == ends[generation_config]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_stop_ids_and_limits(ending: tuple[Path, list[int], list[int], int], overlap: bool) -> None:
     directory, prompt, answer, tokens = ending
