@@ -1,4 +1,5 @@
 from collections import defaultdict
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -58,6 +59,12 @@ def test_cancelled_samples_are_gone_and_leave_no_event(engine: Engine) -> None:
     events = [event for _ in range(20) for event in target.poll(timeout_seconds=0.1)]
     assert {event.sample_id for event in events} == {0}
     assert sum(len(event.token_ids) for event in events) == 4
+
+
+def test_facts_are_the_engines_own(engine: Engine) -> None:
+    facts = InProcessTarget(engine).facts()
+    assert facts["memory_plan"] == asdict(engine.memory_plan)
+    assert facts["target"]["threads"] == 1
 
 
 def test_a_refused_sample_is_not_in_flight(engine: Engine) -> None:

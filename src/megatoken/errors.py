@@ -48,10 +48,6 @@ class CapacityError(UsageError):
     """Model, cache or request does not fit; the message carries the numbers in bytes or tokens."""
 
 
-class MissingExtraError(UsageError):
-    """An optional dependency is not installed; the message names the extra."""
-
-
 class StorageError(MegatokenError):
     """The run folder cannot be written: no space, no permission."""
 

@@ -81,6 +81,9 @@ class PacedTarget:
         self._queue: deque[tuple[int, Request]] = deque()
         self._processed = 0
 
+    def facts(self) -> dict[str, Any]:
+        return {"memory_plan": {"pages": 9}}
+
     def submit(self, sample_id: int, request: Request) -> None:
         if sample_id in self._refuse_samples:
             raise RequestError("not this one")
@@ -136,8 +139,9 @@ def offline(
         rows = len(data_set.requests)
         rules.ROUNDS["v5.1"] = rules.Round("v5.1", rules.ROUNDS["v5.1"].seeds, rules_seconds, rows, rows)
     settings = RunConfig(**{"out": out, "warm_up_seconds": 0.05, **config})
+    facts = {"model": "paced", "memory_plan": {"pages": 8}}
     try:
-        path = run_offline(settings, data_set, PacedTarget(**target), {"model": "paced"}, Progress(quiet=True))
+        path = run_offline(settings, data_set, PacedTarget(**target), facts, Progress(quiet=True))
     except MegatokenError as error:
         return {"error": str(error)}
     return {"path": str(path)}

@@ -13,13 +13,15 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models
 
 from megatoken.engine.request import Request, Sampling
+from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import DatasetError, ExitCode
 from megatoken.harness.datasets import (
     LLAMA2_70B_LENGTHS,
     Dataset,
-    load_dataset,
     load_lengths,
     load_openorca,
     load_prompts,
@@ -193,6 +195,22 @@ def test_what_the_tokenizer_returns_is_checked_too(tmp_path: Path) -> None:
     assert "token id 5000" in refusal(prompts, path, encode=lambda text: [5000])
 
 
+def test_text_that_the_tokenizer_has_no_token_for(tmp_path: Path) -> None:
+    words_only = FastTokenizer(models.WordLevel({"good": 0}, unk_token="?"))
+    words_only.save(str(tmp_path / "tokenizer.json"))
+    path = write(tmp_path, '{"prompt": "good"}\n{"prompt": "bad"}\n')
+    message = refusal(prompts, path, encode=Tokenizer(tmp_path / "tokenizer.json").encode)
+    assert message.startswith(", line 2: the prompt cannot be turned into tokens")
+
+
+def test_which_answers_surely_fill_their_limit(tmp_path: Path) -> None:
+    forced = '"prompt_token_ids": [1], "ignore_end_token": true'
+    path = write(tmp_path, f'{{{forced}}}\n{{{forced}, "stop_token_ids": [3]}}\n{{"prompt": "a"}}\n')
+    assert prompts(path).fills_limit.tolist() == [True, False, False]
+    assert lengths(None).fills_limit.all()
+    assert not openorca(table(tmp_path, [[1], [2]])).fills_limit.any()
+
+
 @pytest.mark.parametrize("content", ["", "\n \n\t\r\n"])
 def test_a_file_without_prompts(content: str, tmp_path: Path) -> None:
     assert "no prompts" in refusal(prompts, write(tmp_path, content))
@@ -204,20 +222,6 @@ def test_files_that_cannot_be_opened(load: object, tmp_path: Path) -> None:
     assert "No such file" in refusal(load, tmp_path / "absent", **changes)
     assert "directory" in refusal(load, tmp_path, **changes)
     assert "null" in refusal(load, tmp_path / "a\0b", **changes)
-
-
-def test_suffix_decides_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
-    options = {"encode": encode, "vocabulary_size": VOCABULARY, "max_length": CONTEXT}
-    prompt_file = write(tmp_path, '{"prompt": "a"}', "a.JSONL")
-    assert load_dataset(prompt_file, default_max_tokens=3, **options).output_limits.tolist() == [3]
-    lengths_file = write(tmp_path, "input_tokens,output_tokens\n3,4\n", "b.csv")
-    first, second = (load_dataset(lengths_file, seed=seed, **options).requests[0] for seed in (0, 1))
-    assert (len(first.prompt), first.max_tokens) == (3, 4)
-    assert first.prompt != second.prompt
-    pd.DataFrame({"tok_input": [[1, 2]]}).to_pickle(tmp_path / "c.pkl")
-    assert load_dataset(tmp_path / "c.pkl", **options).requests[0].prompt == [1, 2]
-    message = refusal(load_dataset, write(tmp_path, "a", "d.txt"), **options)
-    assert all(suffix in message for suffix in (".jsonl", ".csv", ".pkl"))
 
 
 ROWS = st.lists(
@@ -333,11 +337,8 @@ def test_a_table_without_comments_is_its_own_source(tmp_path: Path) -> None:
 
 
 def test_ids_depend_on_seed_and_row_alone() -> None:
-    whole, some = lengths(None, seed=5), lengths(None, seed=5, limit=100)
-    assert len(some.requests) == 100
-    assert some.content_hash == whole.content_hash
-    assert whole.requests[99] == some.requests[99]
-    assert whole.requests[7] == whole.requests[7]
+    whole = lengths(None, seed=5)
+    assert whole.requests[7] == lengths(None, seed=5).requests[7] == whole.requests[7]
     assert whole.requests[7].prompt[:48] != whole.requests[8].prompt[:48]
     assert whole.requests[7].prompt != lengths(None, seed=6).requests[7].prompt
     shorter = lengths(None, seed=5, max_length=200).requests[0].prompt

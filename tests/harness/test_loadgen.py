@@ -85,6 +85,10 @@ def test_an_abandoned_test_ends_and_its_log_cannot_pass_for_a_result(tmp_path: P
     answer = call("loadgen", directory=str(tmp_path), tokens=[1, 2], settings=settings(), abandon_after=5)
     assert answer["outstanding"] == 0
     assert answer["values"]["num_errors"] == 1
+    marker, summary = tmp_path / "ABANDONED.txt", tmp_path / "mlperf_log_summary.txt"
+    assert "Result is : VALID" in summary.read_text()
+    assert marker.read_text().startswith("The run was interrupted and 59 of its 64 samples got empty answers, so")
+    assert marker.stat().st_mtime_ns < summary.stat().st_mtime_ns
 
 
 def test_an_audit_file_in_the_working_directory_changes_nothing(

@@ -4,12 +4,15 @@ import json
 import signal
 import subprocess
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from loadgen_children import TIMEOUT_SECONDS, call, started
 
+from cli_support import call as call_command
+from cli_support import make_checkpoint, write_lines
 from megatoken.results import Run, Verdict, read_run
 
 
@@ -52,6 +55,8 @@ def test_a_measured_run_records_every_sample_as_loadgen_saw_it(tmp_path: Path, l
     assert result["loadgen_output_tokens_per_second"] == pytest.approx(result["output_tokens_per_second"], rel=0.2)
     assert finished.series.to_pylist()[-1]["output_tokens"] == result["output_tokens"]
     assert finished.config["samples"] == 100
+    assert result["memory_plan"] == {"pages": 9}  # the target's own
+    assert not (finished.path / "mlperf" / "ABANDONED.txt").exists()
 
 
 def test_a_claim_that_is_met_is_valid(tmp_path: Path, lengths: Path) -> None:
@@ -102,6 +107,26 @@ def test_a_target_that_falls_over_leaves_an_interrupted_run_that_says_why(tmp_pa
     assert finished.verdict is Verdict.INTERRUPTED
     assert "the target fell over" in finished.reasons[0]["message"]
     assert finished.requests.num_rows == 30
+    assert_facts_of_the_start_are_there(finished)
+
+
+def test_a_run_whose_answers_end_early_lasts_as_long_as_asked(tmp_path: Path) -> None:
+    """Answers of about 8 tokens where 48 are allowed: a run sized by the limit would be over after a sixth."""
+    model = make_checkpoint(tmp_path / "model")
+    generation = model / "generation_config.json"
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | {"eos_token_id": [*range(32)]}))
+    rows = [{"prompt_token_ids": [row % 256] * 8, "max_tokens": 48, "temperature": 1.0} for row in range(300)]
+    prompts = write_lines(tmp_path / "prompts.jsonl", *rows)
+    code, out, err = call_command(
+        *("run", "--model", model, "--prompts", prompts, "--min-duration", 2, "--warm-up", 0.5, "--json"),
+        *("--precision", "fp32", "--engine.threads", 1, "--out", tmp_path / "runs"),
+    )
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    mean_answer = result["output_tokens"] / result["samples_completed"]
+    assert 6 < mean_answer < 11
+    # The least it may be by the estimate is 2.6 s; the rest is for neighbours that leave the machine meanwhile.
+    assert result["duration_seconds"] > 1.3
 
 
 def test_accuracy_mode_logs_what_the_target_said(tmp_path: Path, lengths: Path) -> None:
@@ -113,6 +138,12 @@ def test_accuracy_mode_logs_what_the_target_said(tmp_path: Path, lengths: Path) 
         count = 2 + entry["qsl_idx"] % 5
         expected = [*range(count - 1), 7]
         assert bytes.fromhex(entry["data"]) == b"".join(token.to_bytes(4, "little") for token in expected)
+
+
+def assert_facts_of_the_start_are_there(interrupted: Run) -> None:
+    result = interrupted.result
+    assert datetime.fromisoformat(result["started_at"]) >= datetime.fromisoformat(result["created_at"])
+    assert result["peak_memory_bytes"] > 20e6
 
 
 def wait_until_running(process: "subprocess.Popen[str]", out: Path) -> None:
@@ -143,6 +174,8 @@ def test_a_signal_ends_the_run_soon_and_keeps_what_was_done(
     assert finished.reasons[0]["message"] == f"{name} after {done:,} of 20,000 samples"
     log = (finished.path / "mlperf" / "mlperf_log_detail.txt").read_text()
     assert '"key": "num_errors", "value": 1' in log  # nobody can take it for a result
+    assert f" {20_000 - done:,} of its 20,000 samples" in (finished.path / "mlperf" / "ABANDONED.txt").read_text()
+    assert_facts_of_the_start_are_there(finished)
 
 
 @pytest.mark.parametrize(("grace_seconds", "signals"), [(0.5, 1), (1000.0, 2)])
@@ -163,5 +196,6 @@ def test_a_target_that_hangs_cannot_hold_the_process(
     assert process.returncode == 130
     assert "stopped at once" in err
     finished = read_run(running.path)
+    assert_facts_of_the_start_are_there(finished)
     assert finished.verdict is Verdict.INTERRUPTED
     assert finished.requests.num_rows == 20

@@ -1,5 +1,6 @@
 import math
 from collections import deque
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from hypothesis import strategies as st
 from megatoken.config import RunConfig
 from megatoken.engine.request import Request
 from megatoken.harness import sizing
-from megatoken.harness.datasets import Dataset, load_lengths
-from megatoken.harness.sizing import estimate_rate, library_to_data_set, plan_offline
+from megatoken.harness.datasets import Dataset, load_lengths, load_prompts
+from megatoken.harness.sizing import estimate_rate, library_to_data_set, plan_offline, seconds_to_fill
 from megatoken.targets import SampleEvent, TargetCounters
 
 rows_of_data = st.integers(1, 30_000)
 rates = st.floats(1e-3, 1e5)
+STALL_SECONDS = 0.2
 durations = st.none() | st.floats(0, 3000)
 
 
@@ -100,8 +102,19 @@ class Clock:
 class ChunkedEngine:
     """A target of ``budget`` rows a step and known prices; time passes only in its steps."""
 
-    def __init__(self, clock: Clock, prompt_price: float, answer_price: float, budget: int, residents: int) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        prompt_price: float,
+        answer_price: float,
+        budget: int = 64,
+        residents: int = 48,
+        answer_tokens: Callable[[Request], int] = lambda request: request.max_tokens,
+        stalled: Collection[int] = (),
+    ) -> None:
+        self._stalled = stalled
         self._clock = clock
+        self._answer_tokens = answer_tokens
         self._prices = prompt_price, answer_price
         self._budget, self._residents = budget, residents
         self._waiting: deque[tuple[int, int, int]] = deque()
@@ -110,8 +123,11 @@ class ChunkedEngine:
         self._processed = 0
         self.steps = 0
 
+    def facts(self) -> dict[str, Any]:
+        return {}
+
     def submit(self, sample_id: int, request: Request) -> None:
-        self._waiting.append((sample_id, len(request.prompt), request.max_tokens))
+        self._waiting.append((sample_id, len(request.prompt), self._answer_tokens(request)))
 
     def poll(self, timeout_seconds: float) -> list[SampleEvent]:
         self.steps += 1
@@ -128,6 +144,7 @@ class ChunkedEngine:
                 begun.append((sample, answer))
         prompts = self._budget - len(ids) - room
         self._processed += prompts + len(ids)
+        self._clock.now += STALL_SECONDS if self.steps in self._stalled else 0.0
         self._clock.now += prompts * self._prices[0] + len(ids) * self._prices[1]
         events = []
         self._answering.update(begun)
@@ -164,22 +181,84 @@ def test_the_estimate_finds_the_prices_of_prompts_and_answers(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(sizing, "time", clock)
-    target = ChunkedEngine(clock, *prices, budget=64, residents=48)
+    target = ChunkedEngine(clock, *prices)
     truth = 1 / (prices[0] * data_set.input_tokens.mean() + prices[1] * data_set.output_limits.mean())
-    assert estimate_rate(target, data_set, seconds=3.0) == pytest.approx(truth, rel=1e-6)
+    estimate = estimate_rate(target, data_set, seconds=3.0, learning_seconds=100.0)  # there is nothing to learn
+    assert estimate == pytest.approx(truth, rel=1e-6)
     assert 1.5 <= clock.now < 4.0
     assert target.counters().in_flight == 0
+
+
+@pytest.mark.parametrize("stalled", [{1}, {1, 4, 19, 20, 33, 47}])
+def test_steps_that_had_to_wait_do_not_spoil_the_estimate(
+    monkeypatch: pytest.MonkeyPatch, data_set: Dataset, stalled: set[int]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(sizing, "time", clock)
+    target = ChunkedEngine(clock, 1e-4, 1e-3, stalled=stalled)
+    truth = 1 / (1e-4 * data_set.input_tokens.mean() + 1e-3 * data_set.output_limits.mean())
+    assert estimate_rate(target, data_set, seconds=3.0, learning_seconds=0.0) == pytest.approx(truth, rel=1e-3)
 
 
 def test_without_time_one_step_has_to_do(monkeypatch: pytest.MonkeyPatch, data_set: Dataset) -> None:
     clock = Clock()
     monkeypatch.setattr(sizing, "time", clock)
-    target = ChunkedEngine(clock, 1e-3, 1e-3, budget=64, residents=48)
+    target = ChunkedEngine(clock, 1e-3, 1e-3)
     mean_tokens = data_set.input_tokens.mean() + data_set.output_limits.mean()
-    assert estimate_rate(target, data_set, seconds=0.0) == pytest.approx(1000 / mean_tokens)
-    assert target.steps == 1
+    assert estimate_rate(target, data_set, seconds=0.0, learning_seconds=0.0) == pytest.approx(1000 / mean_tokens)
+    assert target.steps == 2
 
 
 def test_a_target_faster_than_the_clock_still_gets_an_estimate(data_set: Dataset) -> None:
     target: Any = ChunkedEngine(Clock(), 0.0, 0.0, budget=10_000, residents=10_000)
-    assert 0 < estimate_rate(target, data_set, seconds=0.05) < math.inf
+    assert 0 < estimate_rate(target, data_set, seconds=0.05, learning_seconds=0.0) < math.inf
+
+
+def answer_by_prompt(request: Request) -> int:
+    """From 1 to 300 tokens, about 100 on average, by the first id of the prompt."""
+    return 1 + request.prompt[0] ** 2 * 299 // 99**2
+
+
+@pytest.fixture
+def open_ended(tmp_path: Path) -> Dataset:
+    """1,000 rows of which nobody knows how long the answers are, the longest first."""
+    first_ids = sorted((37 * row % 100 for row in range(1000)), reverse=True)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt_token_ids": {[first] * 20}, "max_tokens": 300}}\n' for first in first_ids))
+    return load_prompts(path, encode=None, vocabulary_size=100, max_length=320)
+
+
+@pytest.mark.parametrize(("learning_seconds", "at_most"), [(0.0, 9.0), (3.0, 3.0), (1000.0, 1.6)])
+@pytest.mark.parametrize("residents", [16, 48])
+def test_unknown_answers_never_make_a_run_too_short(
+    monkeypatch: pytest.MonkeyPatch, open_ended: Dataset, residents: int, learning_seconds: float, at_most: float
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(sizing, "time", clock)
+    target = ChunkedEngine(clock, 1e-4, 1e-3, residents=residents, answer_tokens=answer_by_prompt)
+    mean_answer = np.mean([answer_by_prompt(request) for request in open_ended.requests])
+    truth = 1 / (1e-4 * 20 + 1e-3 * mean_answer)
+    assert truth <= estimate_rate(target, open_ended, 2.0, learning_seconds) <= at_most * truth
+    assert clock.now < 2.2 + learning_seconds
+    assert target.counters().in_flight == 0
+
+
+def test_answers_that_never_end_early_cost_no_more_than_the_learning(
+    monkeypatch: pytest.MonkeyPatch, open_ended: Dataset
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(sizing, "time", clock)
+    target = ChunkedEngine(clock, 1e-4, 1e-3)
+    truth = 1 / (1e-4 * 20 + 1e-3 * 300)
+    assert truth <= estimate_rate(target, open_ended, 2.0, 1000.0) <= 1.4 * truth
+
+
+def test_how_long_the_samples_have_to_last() -> None:
+    assert seconds_to_fill(RunConfig(), 10) == 15
+    assert seconds_to_fill(RunConfig(min_duration_seconds=40), 10) == 40
+    assert seconds_to_fill(RunConfig(min_duration_seconds=0), 10) == 0
+    assert seconds_to_fill(RunConfig(samples=5, min_duration_seconds=40), 10) == 0
+    assert seconds_to_fill(RunConfig(mode="accuracy"), 10) == 0
+    assert seconds_to_fill(RunConfig(rules="v5.1"), 10) == 600
+    assert seconds_to_fill(RunConfig(rules="v5.1", samples=5), 10) == 0
+    assert seconds_to_fill(RunConfig(rules="v5.1", samples=30_000), 10) == 600

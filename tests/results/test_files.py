@@ -1,5 +1,6 @@
 """Single files and plain values."""
 
+import errno
 import json
 import math
 from enum import StrEnum
@@ -11,7 +12,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatoken.results.files import plain, redact, to_json, write_atomically
+from megatoken.errors import StorageError
+from megatoken.results.files import plain, redact, storage_error, to_json, write_atomically, write_text
 
 
 class Colour(StrEnum):
@@ -76,3 +78,23 @@ def test_a_failed_write_keeps_the_old_file_and_no_scrap(tmp_path):
         write_atomically(target, fail)
     assert target.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EIO])
+def test_another_folder_is_the_mend_where_room_is_none(tmp_path, number):
+    message = str(storage_error(tmp_path, OSError(number, "")))
+    assert message.startswith(f"{tmp_path}: cannot be written (")
+    assert message.endswith("; choose another folder with --out")
+    assert "room" not in message
+
+
+def test_a_full_disk_needs_room(tmp_path):
+    with pytest.raises(StorageError, match=r"\(No space left on device\); make room or choose another folder"):
+        write_atomically(tmp_path / "file", lambda _: Path("/dev/full").write_text("x"))
+
+
+def test_a_missing_folder_and_a_file_in_its_place_need_another(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, cause in ((tmp_path / "none" / "x", "No such file"), (tmp_path / "file" / "x", "Not a directory")):
+        with pytest.raises(StorageError, match=f"{cause}.*; choose another folder with --out"):
+            write_text(path, "x")

@@ -128,7 +128,7 @@ except StorageError as error:
 """
 
 
-def fill(out: Path, limit_bytes: int) -> None:
+def fill(out: Path, limit_bytes: int, mend: str) -> None:
     """Run until the disk is full, then check that the refusal is one line and that what was written can be read."""
     answer = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(out), str(limit_bytes)], capture_output=True, text=True, timeout=60
@@ -138,6 +138,7 @@ def fill(out: Path, limit_bytes: int) -> None:
     lines = answer.stdout.splitlines()
     assert len(lines) == 3
     assert all(line.startswith(f"{out / 'run'}/") and "cannot be written (" in line for line in lines)
+    assert all(mend in line for line in lines)
     assert {path.name for path in (out / "run").iterdir() if path.name.startswith(".")} == set()
     run = read_run(out / "run")
     assert run.verdict is Verdict.INTERRUPTED
@@ -147,7 +148,7 @@ def fill(out: Path, limit_bytes: int) -> None:
 
 
 def test_a_file_size_limit_is_a_storage_error(tmp_path):
-    fill(tmp_path, 200_000)
+    fill(tmp_path, 200_000, "ulimit -f")
 
 
 @pytest.fixture
@@ -164,7 +165,7 @@ def small_disk(tmp_path):
 
 
 def test_a_disk_that_fills_up_is_a_storage_error(small_disk):
-    fill(small_disk / "runs", 0)
+    fill(small_disk / "runs", 0, "make room")
 
 
 def test_a_full_disk_at_the_start_leaves_nothing(small_disk):

@@ -80,18 +80,15 @@ def test_finish_replaces_the_verdict_and_keeps_every_row(tmp_path):
     folder = create(tmp_path)
     folder.add_samples([sample(number, 1 + number / 10) for number in range(30)])
     folder.add_series(series(1.0, preemptions=2))
-    requests, series_table = folder.tables()
-    assert len(requests) == 30
-    folder.finish({"verdict": Verdict.MEASURED, "reasons": [], "peak_memory_bytes": 123, "odd": float("nan")})
+    folder.finish({"verdict": Verdict.MEASURED, "reasons": [], "odd": float("nan")})
     folder.interrupt("Ctrl-C a moment too late")
     run = read_run(folder.path)
     assert run.verdict is Verdict.MEASURED
     assert run.reasons == []
     assert run.result["schema_version"] == 1
-    assert run.result["peak_memory_bytes"] == 123
     assert run.result["odd"] is None
     assert run.result["output_tokens"] == 180
-    expected = summarise(requests, series_table, scenario="offline")
+    expected = summarise(run.requests, run.series, scenario="offline")
     assert run.result["ttft_seconds"] == expected["ttft_seconds"]
     assert run.result["preemptions"] == 2
     assert run.result["rules_unmet"] == FACTS["rules_unmet"]
@@ -107,6 +104,18 @@ def test_interrupt_keeps_the_rows_and_names_the_reason(tmp_path):
     assert run.verdict is Verdict.INTERRUPTED
     assert run.reasons == [{"code": "INTERRUPTED", "message": "stopped by Ctrl-C"}]
     assert run.requests["sample_id"].to_pylist() == [1]
+
+
+def test_facts_learnt_during_the_run_are_in_every_later_result(tmp_path):
+    folder = create(tmp_path)
+    folder.add_facts({"started_at": "now", "peak_memory_bytes": 1})
+    folder.add_facts({"peak_memory_bytes": 2})
+    folder.add_samples([sample(1)])
+    wait_until(lambda: "started_at" in read_run(folder.path).result)
+    folder.add_facts({"peak_memory_bytes": 3})
+    folder.interrupt("test over")
+    result = read_run(folder.path).result
+    assert (result["model"], result["started_at"], result["peak_memory_bytes"]) == ("tiny", "now", 3)
 
 
 def test_an_unknown_verdict_is_refused_before_anything_is_written(tmp_path):

@@ -36,7 +36,7 @@ def test_rates_and_latencies_of_a_run_done_by_hand():
         row(3, 1.0, 9.0, 7, finish_reason="cancelled"),
         row(4, None, None, 0, finish_reason=None, error="engine fell over"),
     )
-    result = summarise(table, series(), scenario="offline", peak_memory_bytes=77)
+    result = summarise(table, series(), scenario="offline")
     assert result["duration_seconds"] == 4.0
     assert result["output_tokens"] == 9
     assert result["output_tokens_per_second"] == 9 / 4
@@ -48,7 +48,6 @@ def test_rates_and_latencies_of_a_run_done_by_hand():
     assert result["tpot_seconds"]["p50"] == (0.5 + 1.0) / 2
     assert result["tpot_seconds"]["samples"] == 2
     assert result["samples_without_tpot"] == 1
-    assert result["peak_memory_bytes"] == 77
     assert result["steady_output_tokens_per_second"] is None
     assert "no user waits like this" in result["latency_origin"]
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.engine.request import Request, Sampling
-from megatoken.errors import DatasetError
+from megatoken.errors import DatasetError, RequestError
 from megatoken.harness.dataframe_pickle import read_columns
 from megatoken.harness.prompt_lines import parse_prompt_line
 
@@ -42,6 +42,7 @@ class Dataset:
         content_hash: SHA-256 of the file, hexadecimal.
         input_tokens: Prompt length of each row, int64.
         output_limits: ``max_tokens`` of each row, int64.
+        fills_limit: Whether the answer of each row surely has that many tokens, bool: nothing can end it earlier.
         notes: What was changed to make rows fit, for the report.
     """
 
@@ -51,51 +52,8 @@ class Dataset:
     content_hash: str
     input_tokens: NDArray[np.int64]
     output_limits: NDArray[np.int64]
+    fills_limit: NDArray[np.bool_]
     notes: tuple[str, ...]
-
-
-def load_dataset(
-    path: Path,
-    *,
-    encode: Callable[[str], list[int]] | None,
-    vocabulary_size: int,
-    max_length: int,
-    default_max_tokens: int = 128,
-    sampling: Sampling = GREEDY,
-    seed: int = 0,
-) -> Dataset:
-    """Loads a file by its suffix: ``.jsonl`` prompts, ``.csv`` token lengths, ``.pkl`` OpenOrca.
-
-    Args:
-        path: The file.
-        encode: Text to token ids; None if the model has no tokenizer.
-        vocabulary_size: Ids run from 0 to one less.
-        max_length: Most tokens, prompt and answer together, that one request may have.
-        default_max_tokens: ``max_tokens`` of prompts that state none.
-        sampling: Sampling values of prompts that state none.
-        seed: Of the random token ids that stand in for prompts of which only the length is known.
-
-    Raises:
-        DatasetError: The file cannot be read, or a row of it cannot be served.
-    """
-    match path.suffix.lower():
-        case ".jsonl":
-            return load_prompts(
-                path,
-                encode=encode,
-                vocabulary_size=vocabulary_size,
-                max_length=max_length,
-                default_max_tokens=default_max_tokens,
-                sampling=sampling,
-            )
-        case ".csv":
-            return load_lengths(path, vocabulary_size=vocabulary_size, max_length=max_length, seed=seed)
-        case ".pkl":
-            return load_openorca(path, vocabulary_size=vocabulary_size, max_length=max_length)
-    raise DatasetError(
-        f"{path}: the suffix says nothing known of the content; name prompts .jsonl, token lengths .csv, the OpenOrca "
-        "pickle .pkl"
-    )
 
 
 def load_prompts(
@@ -110,7 +68,18 @@ def load_prompts(
     """Loads JSON lines: ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}`` and options; blank lines are skipped.
 
     A ``max_tokens`` that a line states is kept or refused; ``default_max_tokens`` is cut to what the context leaves.
-    Arguments and errors as for ``load_dataset``; options as for ``parse_prompt_line``.
+    Options as for ``parse_prompt_line``.
+
+    Args:
+        path: The file.
+        encode: Text to token ids; None if the model has no tokenizer.
+        vocabulary_size: Ids run from 0 to one less.
+        max_length: Most tokens, prompt and answer together, that one request may have.
+        default_max_tokens: ``max_tokens`` of prompts that state none.
+        sampling: Sampling values of prompts that state none.
+
+    Raises:
+        DatasetError: The file cannot be read, or a line of it cannot be served.
     """
     rows = _Rows(path, vocabulary_size, max_length, default_max_tokens)
     digest = hashlib.sha256()
@@ -125,7 +94,10 @@ def load_prompts(
                     f"{place}: the prompt is text but the model has no tokenizer.json; "
                     "add it to the model's folder or give prompt_token_ids"
                 )
-            ids = encode(ids)
+            try:
+                ids = encode(ids)
+            except RequestError as error:
+                raise DatasetError(f"{place}: {error}") from error
         rows.add(place, ids, fields.max_tokens, fields.sampling, fields.stop_token_ids, fields.ignore_end_token)
     return rows.dataset(digest.hexdigest())
 
@@ -134,7 +106,7 @@ def load_openorca(path: Path, *, vocabulary_size: int, max_length: int) -> Datas
     """Loads MLPerf's pickled OpenOrca table without executing it; row position is the sample's index.
 
     Prompts are the ``tok_input`` column as it is; an answer may have ``OPENORCA_MAX_TOKENS`` tokens or what the context
-    leaves. Arguments and errors as for ``load_dataset``.
+    leaves. Arguments and errors as for ``load_prompts``.
     """
     try:
         data = path.read_bytes()
@@ -162,9 +134,7 @@ def load_openorca(path: Path, *, vocabulary_size: int, max_length: int) -> Datas
     return rows.dataset(hashlib.sha256(data).hexdigest())
 
 
-def load_lengths(
-    path: Path | None, *, vocabulary_size: int, max_length: int, seed: int = 0, limit: int | None = None
-) -> Dataset:
+def load_lengths(path: Path | None, *, vocabulary_size: int, max_length: int, seed: int = 0) -> Dataset:
     """Loads a CSV of ``input_tokens,output_tokens`` as prompts of random ids whose answers run to their full length.
 
     The ids of a row depend on ``seed`` and the row's position only. A row longer than the context is scaled down to it,
@@ -176,7 +146,6 @@ def load_lengths(
         vocabulary_size: Ids are drawn from 0 to one less.
         max_length: Most tokens, prompt and answer together, that one request may have; at least 2.
         seed: Of the random ids, 0 to 2**64 - 1.
-        limit: Rows to use; None for all.
 
     Raises:
         DatasetError: The file cannot be read or a row of it is not two whole numbers above 0.
@@ -203,7 +172,7 @@ def load_lengths(
             lengths.extend(_parse_lengths(line, place))
     if not lengths:
         raise DatasetError(f"{path}: the file has no rows; write {_LENGTHS_HEADER} and one row per request")
-    pairs = np.frombuffer(lengths, dtype=np.int64).reshape(-1, 2)[:limit]
+    pairs = np.frombuffer(lengths, dtype=np.int64).reshape(-1, 2)
     inputs, outputs, notes = _fit(pairs[:, 0], pairs[:, 1], max_length)
 
     def make(row: int) -> Request:
@@ -219,6 +188,7 @@ def load_lengths(
         content_hash=digest.hexdigest(),
         input_tokens=inputs,
         output_limits=outputs,
+        fills_limit=np.ones(len(outputs), dtype=np.bool_),
         notes=notes,
     )
 
@@ -367,6 +337,8 @@ class _Rows:
         ends = np.frombuffer(self._ends, dtype=np.int64)
         options = np.frombuffer(self._options, dtype=_OPTIONS)
         stop_token_ids = self._stop_token_ids
+        fills_limit = options["ignore_end_token"].copy()
+        fills_limit[list(stop_token_ids)] = False
 
         def make(row: int) -> Request:
             max_tokens, temperature, top_k, top_p, seed, ignore_end_token = options[row].item()
@@ -389,5 +361,6 @@ class _Rows:
             content_hash=content_hash,
             input_tokens=np.diff(ends),
             output_limits=options["max_tokens"].astype(np.int64),
+            fills_limit=fills_limit,
             notes=(note,) if self._shortened else (),
         )

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from megatoken.errors import MegatokenError, StorageError
 from megatoken.results.files import write_text
 
 MODEL = "llama2-70b"  # the name that switches LoadGen's token metrics on
+ABANDONED = "ABANDONED.txt"
 _LOG_PREFIX = ":::MLLOG "
 
 
@@ -117,10 +119,17 @@ class OfflineTest:
     def abandon(self) -> None:
         """Ends the test early: LoadGen waits for every sample, so the outstanding ones get empty answers.
 
-        The first counts 0 tokens, which LoadGen logs as an error: these logs can never pass for a valid result.
+        LoadGen's summary may then say VALID. ``ABANDONED.txt`` beside it, there before the first empty answer, says
+        that it is none; and because that answer counts 0 tokens, the detail log has an error.
         """
         if not self._thread.is_alive():
             return
+        with suppress(StorageError):  # the caller's own next write meets the same disk and says so
+            write_text(
+                self._directory / ABANDONED,
+                f"The run was interrupted and {len(self._outstanding):,} of its {len(self._response_ids):,} samples "
+                "got empty answers, so LoadGen's files in this folder are no result, whatever they say.\n",
+            )
         for position, sample in enumerate(sorted(self._outstanding)):
             self.complete(sample, 0 if position == 0 else 2)
         self._thread.join()

@@ -21,7 +21,7 @@ from megatoken.harness.datasets import Dataset
 from megatoken.harness.loadgen import LoadGenLog, OfflineTest
 from megatoken.harness.progress import Progress
 from megatoken.harness.rules import DEFAULT_ROUND, ROUNDS, judge, unmet_rules
-from megatoken.harness.sizing import estimate_rate, library_to_data_set, plan_offline
+from megatoken.harness.sizing import estimate_rate, library_to_data_set, plan_offline, seconds_to_fill
 from megatoken.harness.stop import StopSignals
 from megatoken.results import RunFolder, SampleRow, SeriesRow, run_name
 from megatoken.targets import SampleEvent, Target
@@ -40,45 +40,58 @@ def run_offline(
         config: what to run.
         data_set: its requests; every one can be served.
         target: what serves them; nobody else may use it meanwhile.
-        facts: what is known of model and target, for ``result.json``.
+        facts: what is known of model and data set, for ``result.json``; the target adds its own.
         progress: where to say how far it is.
 
     Raises:
         StorageError: the run folder cannot be written; what is there says INTERRUPTED.
     """
-    progress.stage(f"warming up for {config.warm_up_seconds:g} s")
-    rate = estimate_rate(target, data_set, config.warm_up_seconds)
-    settings = plan_offline(config, len(data_set.requests), rate)
+    rows = len(data_set.requests)
+    learning_seconds = seconds_to_fill(config, rows)
+    at_least = "at least " if learning_seconds and not data_set.fills_limit.all() else ""
+    progress.stage(f"warming up for {at_least}{config.warm_up_seconds:g} s")
+    rate = estimate_rate(target, data_set, config.warm_up_seconds, learning_seconds)
+    settings = plan_offline(config, rows, rate)
     folder = RunFolder.create(
         config.out,
         run_name(datetime.now(UTC), config.scenario, config.model),
         config.model_dump(mode="json"),
         take_inventory(),
         scenario=config.scenario,
-        facts={**facts, "mode": config.mode, "rules": config.rules, "estimated_samples_per_second": rate},
+        facts={
+            **facts,
+            **target.facts(),
+            "mode": config.mode,
+            "rules": config.rules,
+            "estimated_samples_per_second": rate,
+        },
     )
     test = OfflineTest(settings, folder.mlperf_directory)
     with StopSignals(f"megatoken: stopped at once; {folder.path} says INTERRUPTED and keeps what was done") as stop:
         try:
-            rows = library_to_data_set(config.mode, settings.library_rows, len(data_set.requests))
-            measurement = _Measurement(test, rows, data_set, target, folder, progress, config.mode == "accuracy")
+            library = library_to_data_set(config.mode, settings.library_rows, rows)
+            measurement = _Measurement(test, library, data_set, target, folder, progress, config.mode == "accuracy")
             while test.outstanding and not stop.received:
                 measurement.step()
             measurement.note_state()
             if stop.received:
                 reason = f"{stop.received} after {measurement.ended:,} of {measurement.samples:,} samples"
                 target.cancel_all()
-                test.abandon()
-                folder.interrupt(reason)
+                _interrupt(test, folder, reason)
             else:
                 _conclude(config, folder, measurement, test.finish())
         except BaseException as error:
-            test.abandon()
-            folder.interrupt(f"{type(error).__name__}: {error}")
+            _interrupt(test, folder, f"{type(error).__name__}: {error}")
             raise
         finally:
             progress.clear()
     return folder.path
+
+
+def _interrupt(test: OfflineTest, folder: RunFolder, reason: str) -> None:
+    test.abandon()
+    folder.add_facts({"peak_memory_bytes": peak_memory_bytes()})
+    folder.interrupt(reason)
 
 
 def _conclude(config: RunConfig, folder: RunFolder, measurement: _Measurement, log: LoadGenLog) -> None:
@@ -89,12 +102,10 @@ def _conclude(config: RunConfig, folder: RunFolder, measurement: _Measurement, l
             "verdict": verdict,
             "reasons": reasons,
             "rules_unmet": [] if config.rules else unmet,
-            "started_at": measurement.started_at.isoformat(),
             "ended_at": datetime.now(UTC).isoformat(),
             "loadgen_version": log.values["loadgen_version"],
             "loadgen_output_tokens_per_second": log.values.get("result_tokens_per_second"),
             "loadgen_samples_per_second": log.values.get("result_samples_per_second"),
-            "peak_memory_bytes": peak_memory_bytes(),
         }
     )
 
@@ -132,7 +143,7 @@ class _Measurement:
         self._node = socket.gethostname()
         self._before = target.counters()
         query, self._issued_ns = test.start()
-        self.started_at = datetime.now(UTC)
+        folder.add_facts({"started_at": datetime.now(UTC).isoformat(), "peak_memory_bytes": peak_memory_bytes()})
         self._rows = rows[query]
         self._all_tokens = int((data_set.input_tokens + data_set.output_limits)[self._rows].sum())
         self._next = 0
@@ -163,7 +174,7 @@ class _Measurement:
             self.note_state()
 
     def note_state(self) -> None:
-        """Adds a row to the time series and refreshes the live line."""
+        """Adds a row to the time series, notes the memory and refreshes the live line."""
         counters, now_ns = self._target.counters(), time.monotonic_ns()
         since_seconds = (now_ns - self._noted_ns) / 1e9
         output_tokens, done_tokens = self._output_tokens, self._input_tokens + self._output_tokens
@@ -187,6 +198,7 @@ class _Measurement:
                 preemptions=counters.preemptions - self._before.preemptions,
             )
         )
+        self._folder.add_facts({"peak_memory_bytes": peak_memory_bytes()})
         left_seconds = (self._all_tokens - done_tokens) / self._pace if self._pace else math.inf
         self._progress.running(self._seconds(now_ns), left_seconds, done_tokens / self._all_tokens, rate, counters)
 
@@ -222,6 +234,7 @@ class _Measurement:
     ) -> SampleRow:
         sample = self._open.pop(sample_id)
         self._test.complete(sample_id, sample.output_tokens, sample.token_ids)
+        self._all_tokens -= int(self._data_set.output_limits[sample.row]) - sample.output_tokens
         return SampleRow(
             sample_id=sample_id,
             sample_index=sample.row,

@@ -19,38 +19,31 @@ DEFAULT_DURATION_SECONDS = 15.0
 DURATION_MARGIN = 1.2  # a run that ends before the duration asked for is lost, a longer one only takes longer
 LOADGEN_MARGIN = 1.1  # LoadGen's own, on top
 WARM_UP_QUEUE = 16
+REFITS = 20
+KNOWN_SHARE = 0.8  # answers are known well enough when the running ones could add no more than a quarter
+DEVIATIONS = 2.0  # of the mean of a sample: too long an estimate in 1 of 40 runs
 
 
-def estimate_rate(target: Target, data_set: Dataset, seconds: float) -> float:
+def estimate_rate(target: Target, data_set: Dataset, seconds: float, learning_seconds: float) -> float:
     """Runs samples of the data set for about ``seconds``, drops them, and returns samples per second to be expected.
 
-    Tokens of prompts and of answers have different prices; steps with different shares of them tell the two apart. So
-    new samples keep coming in the first half of the time only.
+    Where answers may end before their limit, it goes on for at most ``learning_seconds`` to see how long they are. What
+    is unknown then is taken as short: a query cannot grow, so a run must have rather too many samples than too few.
     """
-    samples = zip(itertools.count(-1, -1), itertools.cycle(data_set.requests), strict=False)  # ids no query has
-    answering: set[int] = set()
-    steps: list[tuple[int, int]] = []  # tokens of prompts, tokens of answers
-    step_seconds: list[float] = []
-    began = ended = time.monotonic()
-    processed = target.counters().processed_tokens
-    while ended - began < seconds or not np.any(steps):
-        if ended - began <= seconds / 2:
-            for sample_id, request in itertools.islice(samples, max(0, WARM_UP_QUEUE - target.counters().waiting)):
-                target.submit(sample_id, request)
-        if not target.counters().in_flight:
-            break
-        events = target.poll(timeout_seconds=0.1)
-        previous, ended = ended, time.monotonic()
-        answers = sum(event.sample_id in answering for event in events)
-        answering.update(event.sample_id for event in events)
-        previously, processed = processed, target.counters().processed_tokens
-        steps.append((processed - previously - answers, answers))
-        step_seconds.append(ended - previous)
+    warm_up = _WarmUp(target, data_set)
+    prompt_price, answer_price = warm_up.prices(seconds)
+    answer_tokens = warm_up.answer_tokens(learning_seconds)
     target.cancel_all()
-    prices = np.linalg.lstsq(np.asarray(steps, np.float64), np.asarray(step_seconds), rcond=None)[0]
-    if prices.min() <= 0:  # the steps were too alike
-        prices[:] = sum(step_seconds) / np.sum(steps)
-    return float(1 / (prices @ (data_set.input_tokens.mean(), data_set.output_limits.mean())))
+    return float(1 / (prompt_price * data_set.input_tokens.mean() + answer_price * answer_tokens))
+
+
+def seconds_to_fill(config: RunConfig, rows: int) -> float:
+    """How long the samples of a run have to last; 0 where their number does not follow from a duration."""
+    if config.mode == "accuracy" or (config.samples is not None and not _counted_by_loadgen(config, rows)):
+        return 0.0
+    if config.min_duration_seconds is not None:
+        return config.min_duration_seconds
+    return ROUNDS[config.rules].min_duration_seconds if config.rules else DEFAULT_DURATION_SECONDS
 
 
 def plan_offline(config: RunConfig, rows: int, samples_per_second: float) -> OfflineSettings:
@@ -60,20 +53,25 @@ def plan_offline(config: RunConfig, rows: int, samples_per_second: float) -> Off
     else issues an exact number of samples, each a row of the library once; ``library_to_data_set`` says which.
     """
     rules = ROUNDS[config.rules or DEFAULT_ROUND]
-    performance = config.mode == "performance"
-    cut_short = config.samples is not None and config.samples < max(rows, rules.min_samples)
-    if config.rules and performance and not cut_short:
+    if _counted_by_loadgen(config, rows):
         rate = DURATION_MARGIN * samples_per_second
         return OfflineSettings(config.mode, rows, config.samples, config.min_duration_seconds, rate, rules.seeds)
     seconds = config.min_duration_seconds
     if seconds is None:
         seconds = rules.min_duration_seconds if config.rules else 0.0
     samples = config.samples or rows
-    if performance and config.samples is None and config.min_duration_seconds != 0:
-        sized_for_seconds = DURATION_MARGIN * seconds or DEFAULT_DURATION_SECONDS
-        samples = max(1, math.floor(LOADGEN_MARGIN * sized_for_seconds * samples_per_second))
+    if to_fill := seconds_to_fill(config, rows):
+        margin = DURATION_MARGIN if seconds else 1.0
+        samples = max(1, math.floor(LOADGEN_MARGIN * margin * to_fill * samples_per_second))
     # The rate is low enough that duration x rate asks for no sample more.
     return OfflineSettings(config.mode, samples, samples, seconds, 0.9 * samples / max(seconds, 1.0), rules.seeds)
+
+
+def _counted_by_loadgen(config: RunConfig, rows: int) -> bool:
+    """Whether the run claims rules of performance that ``samples`` does not cut short."""
+    if config.rules is None or config.mode == "accuracy":
+        return False
+    return config.samples is None or config.samples >= max(rows, ROUNDS[config.rules].min_samples)
 
 
 def library_to_data_set(mode: str, library_rows: int, rows: int) -> NDArray[np.int64]:
@@ -84,3 +82,98 @@ def library_to_data_set(mode: str, library_rows: int, rows: int) -> NDArray[np.i
     """
     index = np.arange(library_rows)
     return index * rows // library_rows if library_rows < rows and mode == "performance" else index % rows
+
+
+def _fit(steps: NDArray[np.float64], step_seconds: NDArray[np.float64]) -> tuple[float, float]:
+    """Prices of two kinds of tokens, from steps [N, 2] and their times [N], by least absolute deviations.
+
+    So a step that had to wait for a compiler or a neighbour counts no more than any other.
+    """
+    weights = np.ones(len(steps))
+    for _ in range(REFITS):
+        prices, _, rank, _ = np.linalg.lstsq(steps * weights[:, None], step_seconds * weights, rcond=None)
+        weights = np.maximum(np.abs(steps @ prices - step_seconds), 1e-9) ** -0.5
+    if rank < 2 or prices.min() <= 0:  # the steps were too alike
+        tokens = steps.sum(axis=1)
+        prices[:] = np.median(step_seconds[tokens > 0] / tokens[tokens > 0])
+    return float(prices[0]), float(prices[1])
+
+
+class _WarmUp:
+    """Samples of a data set on their way through a target."""
+
+    def __init__(self, target: Target, data_set: Dataset) -> None:
+        self._target = target
+        self._data_set = data_set
+        rows = np.random.default_rng(0).permutation(len(data_set.requests))  # a file may be sorted
+        self._samples = zip(itertools.count(-1, -1), itertools.cycle(rows.tolist()), strict=False)  # ids no query has
+        self._rows: dict[int, int] = {}
+        self._answered: dict[int, int] = {}  # tokens
+        self._ended: set[int] = set()
+
+    def prices(self, seconds: float) -> tuple[float, float]:
+        """Runs for about ``seconds``; seconds that a token of a prompt and one of an answer cost.
+
+        Steps with different shares of the two tell their prices apart. So new samples keep coming in the first half of
+        the time only.
+        """
+        self._submit()
+        self._poll()  # not counted: it pays for what is compiled or touched once
+        steps: list[tuple[int, int]] = []  # tokens of prompts, tokens of answers
+        step_seconds: list[float] = []
+        began = ended = time.monotonic()
+        while ended - began < seconds or not np.any(steps):
+            if ended - began <= seconds / 2:
+                self._submit()
+            if not self._target.counters().in_flight:
+                break
+            steps.append(self._poll())
+            previous, ended = ended, time.monotonic()
+            step_seconds.append(ended - previous)
+        return _fit(np.asarray(steps, np.float64), np.asarray(step_seconds))
+
+    def answer_tokens(self, learning_seconds: float) -> float:
+        """Mean answer of the data set's rows; where they may end early, rather too low than too high.
+
+        Goes on until the running samples leave little open, for at most ``learning_seconds``. Those still running then
+        count as if they ended there, and what chance may have made of the samples seen is taken off.
+        """
+        limits, fills = self._data_set.output_limits, self._data_set.fills_limit
+        if fills.all():
+            return float(limits.mean())
+        deadline = time.monotonic() + learning_seconds
+        while True:
+            tokens, most, limit = self._answers()
+            done = tokens.sum() >= KNOWN_SHARE * most.sum() or time.monotonic() >= deadline
+            if done or not self._target.counters().in_flight:
+                break
+            self._poll()
+        if not len(tokens):
+            return float(np.where(fills, limits, 1).mean())
+        share = tokens.sum() / limit.sum()  # of the limit: rows with other limits have other answers
+        share -= DEVIATIONS * np.std(tokens - share * limit) / (math.sqrt(len(tokens)) * limit.mean())
+        return float(np.where(fills, limits, np.maximum(1, share * limits)).mean())
+
+    def _answers(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Of every sample submitted that may end early: tokens now, most tokens it can come to, its limit."""
+        samples = [sample for sample, row in self._rows.items() if not self._data_set.fills_limit[row]]
+        tokens = np.array([self._answered.get(sample, 0) for sample in samples], np.int64)
+        limits = self._data_set.output_limits[[self._rows[sample] for sample in samples]]
+        ended = np.array([sample in self._ended for sample in samples], np.bool_)
+        return tokens, np.where(ended, tokens, limits), limits
+
+    def _submit(self) -> None:
+        for sample, row in itertools.islice(self._samples, max(0, WARM_UP_QUEUE - self._target.counters().waiting)):
+            self._target.submit(sample, self._data_set.requests[row])
+            self._rows[sample] = row
+
+    def _poll(self) -> tuple[int, int]:
+        """Polls once; tokens of prompts and of answers that were computed."""
+        before = self._target.counters().processed_tokens
+        events = self._target.poll(timeout_seconds=0.1)
+        answers = sum(event.sample_id in self._answered for event in events)
+        for event in events:
+            self._answered[event.sample_id] = self._answered.get(event.sample_id, 0) + len(event.token_ids)
+            if event.finish_reason is not None:
+                self._ended.add(event.sample_id)
+        return self._target.counters().processed_tokens - before - answers, answers

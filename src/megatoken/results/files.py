@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from megatoken.errors import StorageError
 SECRET_KEY = re.compile(r"(^|_)(password|passwd|secret|api_?key|authorization|credentials?|token)$", re.IGNORECASE)
 URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 REDACTED = "***"
+MENDS = {
+    ENOSPC: "make room or choose another folder with --out",
+    EDQUOT: "make room or choose another folder with --out",
+    EFBIG: "raise the limit on the size of files (ulimit -f)",
+}
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -47,9 +53,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:
-    """One line for the user out of what the operating system said."""
+    """One line for the user out of what the operating system said, with the mend that fits it."""
     cause = os.strerror(error.errno) if error.errno else str(error)
-    return StorageError(f"{path}: cannot be written ({cause}); make room or choose another folder with --out")
+    mend = MENDS.get(error.errno or 0, "choose another folder with --out")
+    return StorageError(f"{path}: cannot be written ({cause}); {mend}")
 
 
 def to_json(value: Mapping[str, Any]) -> str:

@@ -97,7 +97,6 @@ class RunFolder:
         self._new_samples: list[SampleRow] = []
         self._new_series: list[SeriesRow] = []
         self._handover = threading.Lock()  # the two lists
-        self._writing = threading.Lock()  # the two tables, the files
         self._requests = to_table(SampleRow, [])
         self._series = to_table(SeriesRow, [])
         self._written_rows = (-1, -1)
@@ -158,6 +157,10 @@ class RunFolder:
         """Where LoadGen writes its own files."""
         return self.path / MLPERF
 
+    def add_facts(self, facts: Mapping[str, Any]) -> None:
+        """Add or replace fields of ``result.json`` that become known during the run; written with the next rows."""
+        self._facts = {**self._facts, **plain(facts)}  # a new one: the thread may be reading the old
+
     def add_samples(self, rows: Sequence[SampleRow]) -> None:
         """Record samples that have ended, each once."""
         self._raise_failure()
@@ -169,12 +172,6 @@ class RunFolder:
         self._raise_failure()
         with self._handover:
             self._new_series.append(row)
-
-    def tables(self) -> tuple[pa.Table, pa.Table]:
-        """Requests and series as recorded until now: what ``summarise`` needs."""
-        with self._writing:
-            self._take_new_rows()
-            return self._requests, self._series
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the last rows, then the final ``result.json``.
@@ -239,15 +236,14 @@ class RunFolder:
 
     def _write_tables(self) -> bool:
         """Replace the tables that have grown; whether one has."""
-        with self._writing:
-            self._take_new_rows()
-            rows = (len(self._requests), len(self._series))
-            if rows[0] != self._written_rows[0]:
-                write_atomically(self.path / REQUESTS, partial(write_parquet, self._requests))
-            if rows[1] != self._written_rows[1]:
-                write_atomically(self.path / SERIES, partial(write_parquet, self._series))
-            grown, self._written_rows = rows != self._written_rows, rows
-            return grown
+        self._take_new_rows()
+        rows = (len(self._requests), len(self._series))
+        if rows[0] != self._written_rows[0]:
+            write_atomically(self.path / REQUESTS, partial(write_parquet, self._requests))
+        if rows[1] != self._written_rows[1]:
+            write_atomically(self.path / SERIES, partial(write_parquet, self._series))
+        grown, self._written_rows = rows != self._written_rows, rows
+        return grown
 
     def _write_unfinished(self) -> None:
         written_at = _now()

@@ -20,14 +20,7 @@ SHORTEST_STEADY_SECONDS = 2.0
 Floats = NDArray[np.float64]
 
 
-def summarise(
-    requests: pa.Table,
-    series: pa.Table,
-    *,
-    scenario: str,
-    finished: bool = True,
-    peak_memory_bytes: int | None = None,
-) -> dict[str, Any]:
+def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: bool = True) -> dict[str, Any]:
     """All metrics of a run, under the names ``result.json`` gives them; what cannot be known is None.
 
     Only completed samples count as work done: those that stopped or reached their length without an error. Rates divide
@@ -39,7 +32,6 @@ def summarise(
         scenario: MLPerf scenario; decides what the times to first token and latencies mean.
         finished: every sample has ended. Otherwise those in flight are missing from ``requests``, and with them the
             tokens that a steady window would have to count, so that it stays None.
-        peak_memory_bytes: largest resident size of the process.
     """
     samples = Samples.of(requests)
     done = samples.only(samples.completed)
@@ -68,7 +60,6 @@ def summarise(
         "input_tokens": input_tokens,
         "output_tokens": output_tokens,
         "preemptions": int(totals_over_time(series, ["preemptions"])[1][-1]) if len(series) else None,
-        "peak_memory_bytes": peak_memory_bytes,
         "nodes": _nodes(requests["node"], samples, start),
     }
 

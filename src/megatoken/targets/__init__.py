@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatoken.engine.request import Request
 
@@ -37,6 +38,9 @@ class TargetCounters:
 
 class Target(Protocol):
     """Anything that turns requests into tokens. Sample ids are the caller's; each may be in flight once."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """Fields of ``result.json`` that only the target knows; they stay the same from its start to its end."""
 
     def submit(self, sample_id: int, request: Request) -> None:
         """Queues a sample. Raises RequestError or CapacityError if it can never be served."""

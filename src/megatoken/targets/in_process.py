@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
 
 from megatoken.engine import Engine
 from megatoken.engine.request import Request
@@ -15,6 +19,10 @@ class InProcessTarget:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._samples: dict[int, int] = {}  # ticket -> sample id
+
+    def facts(self) -> dict[str, Any]:
+        """The sizes the engine took, and what it runs with."""
+        return {"memory_plan": asdict(self._engine.memory_plan), "target": {"threads": torch.get_num_threads()}}
 
     def submit(self, sample_id: int, request: Request) -> None:
         """Queues a sample. Raises RequestError or CapacityError if it can never be served."""
