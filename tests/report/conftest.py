@@ -21,14 +21,22 @@ def unmet() -> list[dict[str, str]]:
 def make_run(tmp_path) -> Callable[..., Path]:
     """A finished or interrupted run of ``samples`` samples on four lanes."""
 
-    def make(verdict: str = "MEASURED", samples: int = 80, reasons=(), rules_unmet=(), scenario="offline") -> Path:
+    def make(
+        verdict: str = "MEASURED",
+        samples: int = 80,
+        reasons=(),
+        rules_unmet=(),
+        scenario="offline",
+        environment=None,
+        **facts,
+    ) -> Path:
         folder = RunFolder.create(
             tmp_path / "runs & <more>",
             f"20261120T091233Z-{scenario}-tiny",
             {"model": "a<b>&\"c'", "stop_token_ids": [], "nested": {"list": [{"x": None}, 2]}},
-            {"hostname": "host", "gpus": []},
+            {"hostname": "host", "gpus": [], **(environment or {})},
             scenario=scenario,
-            facts={"model": "tiny", "precision": "bf16", "rules_unmet": list(rules_unmet)},
+            facts={"model": "tiny", "precision": "bf16", "rules_unmet": list(rules_unmet), **facts},
         )
         for number in range(samples):
             start = number // 4 * 1.0
@@ -59,7 +67,8 @@ def make_run(tmp_path) -> Callable[..., Path]:
         if verdict == "INTERRUPTED":
             folder.interrupt(reasons[0]["message"])
         else:
-            folder.finish({"verdict": verdict, "reasons": list(reasons), "peak_memory_bytes": 300 * 2**20})
+            folder.add_facts({"peak_memory_bytes": 300 * 2**20})
+            folder.finish({"verdict": verdict, "reasons": list(reasons)})
         return folder.path
 
     return make

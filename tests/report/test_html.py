@@ -77,6 +77,35 @@ def test_the_page_says_what_the_folder_says(make_run, unmet):
     assert rows["hostname"] == ["host"]
 
 
+def test_the_page_says_what_ran_on_what_and_what_to_know_about_it(make_run):
+    path = make_run(
+        notes=["random weights: the speed is real & the text is not"],
+        weights="random, seed 0",
+        data_set="lengths.csv",
+        data_set_rows=24576,
+        target={"threads": 3, "back_end": "cpu, compiled kernels"},
+        environment={
+            "cpu": {"model": "Fast <1>", "usable_cores": 3, "logical_cores": 8},
+            "gpus": [{"name": "H200"}, {"name": "H200"}],
+            "packages": {"megatoken": "0.1.0", "mlcommons-loadgen": "5.1.2"},
+        },
+    )
+    _, root = parsed(path)
+    assert "Note: random weights: the speed is real & the text is not" in words(root.find(".//header"))
+    section = next(found for found in root.iter("section") if words(found).startswith("What ran, and on what"))
+    assert {words(row.find("th")): words(row.find("td")) for row in section.iter("tr")} == {
+        "Model": "tiny",
+        "Weights": "random, seed 0",
+        "Data set": "lengths.csv · 24,576 rows",
+        "CPU": "Fast <1> · 3 of 8 logical cores usable",
+        "GPU": "2 × H200",
+        "Threads": "3",
+        "Back end": "cpu, compiled kernels",
+        "LoadGen": "5.1.2",
+        "megatoken": "0.1.0",
+    }
+
+
 def test_every_curve_stays_inside_its_chart(make_run):
     _, root = parsed(make_run())
     curves = list(root.iter("polyline"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -48,7 +49,7 @@ FILES = {
     "series.parquet": "one row per second and replica",
     "environment.json": "machine, versions, source revision",
     "config.yaml": "the resolved configuration",
-    "mlperf/": "LoadGen's own logs, untouched",
+    "mlperf/": "LoadGen's own logs, untouched; no result where ABANDONED.txt stands beside them",
 }
 
 
@@ -78,6 +79,7 @@ def page(run: Run) -> str:
 def _sections(run: Run) -> Iterator[str]:
     yield f"<header>{_header(run)}</header>\n<main>\n"
     yield f"<section>{_metrics(run)}</section>\n"
+    yield f"<section><h2>What ran, and on what</h2>{_facts_table(_subject(run))}</section>\n"
     charts = "".join(_charts(run))
     if charts:
         yield f'<section><h2>Over time, and over samples</h2><div class="charts">{charts}</div></section>\n'
@@ -110,7 +112,32 @@ def _header(run: Run) -> str:
         f"<span>{escape(MEANING[run.verdict])}</span></div>"
         f"{_findings(run.reasons)}"
         + (f"<p>MLPerf rules not met:</p>{_findings(run.rules_unmet)}" if run.rules_unmet else "")
+        + "".join(f'<p class="quiet">Note: {escape(note)}</p>' for note in result.get("notes") or ())
     )
+
+
+def _subject(run: Run) -> dict[str, Any]:
+    """What a reader must know to hold the number against another; what the folder does not tell is left out."""
+    result, environment = run.result, run.environment
+    packages = environment.get("packages") or {}
+    gpus = Counter(gpu["name"] for gpu in environment.get("gpus") or ())
+    rows = result.get("data_set_rows")
+    facts = {
+        "Model": result.get("model"),
+        "Weights": result.get("weights"),
+        "Data set": " · ".join(filter(None, (result.get("data_set"), rows and f"{rows:,} rows"))),
+        "CPU": _cpu(environment.get("cpu") or {}),
+        "GPU": ", ".join(f"{count} × {name}" for name, count in gpus.items()),
+        **{name.replace("_", " ").capitalize(): value for name, value in (result.get("target") or {}).items()},
+        "LoadGen": result.get("loadgen_version") or packages.get("mlcommons-loadgen"),
+        "megatoken": packages.get("megatoken"),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def _cpu(cpu: Mapping[str, Any]) -> str:
+    cores = f"{cpu.get('usable_cores')} of {cpu.get('logical_cores')} logical cores usable" if cpu else ""
+    return " · ".join(filter(None, (cpu.get("model"), cores)))
 
 
 def _findings(findings: list[Reason]) -> str:
@@ -227,10 +254,14 @@ def _percent(part: Floats, whole: Floats) -> Floats:
 
 
 def _facts(title: str, facts: Mapping[str, Any]) -> str:
+    return f"<details><summary>{title}</summary>{_facts_table(facts)}</details>"
+
+
+def _facts_table(facts: Mapping[str, Any]) -> str:
     rows = "".join(
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in _flat(facts)
     )
-    return f'<details><summary>{title}</summary><table class="facts"><tbody>{rows}</tbody></table></details>'
+    return f'<table class="facts"><tbody>{rows}</tbody></table>'
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
