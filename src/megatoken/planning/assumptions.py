@@ -1,0 +1,163 @@
+"""Defaults of the plans with their sources, and the user's own numbers in their place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import Field
+
+from megatoken.config import nearest
+from megatoken.errors import ConfigError
+from megatoken.planning.figures import Input, State
+from megatoken.planning.strict_yaml import Strict, read_strict
+
+_Schema = TypeVar("_Schema", bound=Strict)
+
+
+class _OwnEntry(Strict):
+    value: float
+    low: float | None = None
+    high: float | None = None
+    state: State = "given"
+    source: str = ""
+
+
+class _ShippedEntry(_OwnEntry):
+    unit: str
+    minimum: float | None = None
+    maximum: float | None = None
+
+
+class _OwnFile(Strict):
+    assumptions: dict[str, _OwnEntry] = Field(min_length=1)
+
+
+class _ShippedFile(Strict):
+    assumptions: dict[str, _ShippedEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """One default or what replaces it, inside what it can be at all."""
+
+    name: str
+    value: float
+    unit: str
+    state: State
+    source: str
+    low: float | None = None
+    high: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+
+    def to_input(self) -> Input:
+        """As an input of a plan."""
+        return Input(self.name, self.value, self.unit, self.state, self.source, self.low, self.high)
+
+
+class Assumptions(Mapping[str, float]):
+    """Values by name. ``entries`` tells where each comes from."""
+
+    def __init__(self, entries: Mapping[str, Assumption]) -> None:
+        self.entries = dict(entries)
+
+    def __getitem__(self, name: str) -> float:
+        return self.entries[name].value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def inputs(self, names: Iterable[str]) -> tuple[Input, ...]:
+        """Those of ``names`` as inputs of a plan, in that order."""
+        return tuple(self.entries[name].to_input() for name in names)
+
+    def states(self, names: Iterable[str]) -> tuple[State, ...]:
+        """States of ``names``."""
+        return tuple(self.entries[name].state for name in names)
+
+
+def load_assumptions(path: Path | None = None, settings: Iterable[str] = ()) -> Assumptions:
+    """The defaults, overridden by a file of the user, overridden by settings.
+
+    Args:
+        path: YAML file ``assumptions: {name: {value, low, high, source}}``, or None.
+        settings: ``name=value`` or ``name=value:low:high`` each, as typed after ``--set``.
+
+    Raises:
+        ConfigError: an unknown name (with the nearest right one), no number, or one that the quantity cannot have.
+    """
+    entries = dict(_defaults())
+    if path is not None:
+        for name, own in read_strict(path, _OwnFile).assumptions.items():
+            changed = replace(
+                _known(entries, name, str(path)), **{**own.model_dump(), "source": own.source or str(path)}
+            )
+            entries[name] = _checked(changed, str(path))
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        default = _known(entries, name.strip().replace("-", "_"), f"--set {setting}")
+        if not equals:
+            raise ConfigError(f"--set {setting}: give a value, as in --set {default.name}={default.value:g}")
+        value, low, high = _numbers(text, setting)
+        changed = replace(default, value=value, low=low, high=high, state="given", source="--set")
+        entries[default.name] = _checked(changed, f"--set {setting}")
+    return Assumptions(entries)
+
+
+def read_shipped(name: str, schema: type[_Schema]) -> _Schema:
+    """A YAML file that ships with the package, as ``schema``."""
+    with as_file(files("megatoken") / "data" / name) as path:
+        return read_strict(path, schema)
+
+
+@cache
+def _defaults() -> dict[str, Assumption]:
+    shipped = read_shipped("planning_assumptions.yaml", _ShippedFile).assumptions
+    return {
+        name: _checked(Assumption(name=name, **entry.model_dump()), "planning_assumptions.yaml")
+        for name, entry in shipped.items()
+    }
+
+
+def _known(entries: Mapping[str, Assumption], name: str, place: str) -> Assumption:
+    if name not in entries:
+        meant = nearest(name, entries)
+        mend = f"did you mean {meant}?" if meant else f"known are {', '.join(entries)}"
+        raise ConfigError(f"{place}: unknown assumption '{name}'; {mend}")
+    return entries[name]
+
+
+def _numbers(text: str, setting: str) -> tuple[float, float | None, float | None]:
+    try:
+        numbers = [float(part) for part in text.split(":")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 3) or not all(map(math.isfinite, numbers)):
+        raise ConfigError(f"--set {setting}: the value must be a number, or VALUE:LOW:HIGH")
+    return (numbers[0], None, None) if len(numbers) == 1 else (numbers[0], numbers[1], numbers[2])
+
+
+def _checked(entry: Assumption, place: str) -> Assumption:
+    for number in (entry.value, entry.low, entry.high):
+        if number is None:
+            continue
+        if entry.minimum is not None and number < entry.minimum:
+            raise ConfigError(f"{place}: {entry.name} is {number:g}; it must be at least {entry.minimum:g}")
+        if entry.maximum is not None and number > entry.maximum:
+            raise ConfigError(f"{place}: {entry.name} is {number:g}; it must be at most {entry.maximum:g}")
+    if (entry.low is None) != (entry.high is None):
+        raise ConfigError(f"{place}: {entry.name} has one end of a range; give low and high, or neither")
+    if entry.low is not None and entry.high is not None and not entry.low <= entry.value <= entry.high:
+        raise ConfigError(
+            f"{place}: {entry.name} is {entry.value:g}, outside its range {entry.low:g} to {entry.high:g}"
+        )
+    return entry

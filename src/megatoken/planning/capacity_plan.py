@@ -1,0 +1,247 @@
+"""``megatoken plan capacity``: how many interactions and users a rate of tokens serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatoken.planning.assumptions import Assumptions
+from megatoken.planning.capacity import (
+    Factor,
+    document_interactions_per_second,
+    in_flight,
+    residence_seconds,
+    service_seconds,
+    to_tens,
+    users,
+)
+from megatoken.planning.figures import Input, Plan, Result, State, Table, weakest
+from megatoken.planning.pricing import Derating, Priced, derating, price
+from megatoken.planning.service_level import ServiceLevel, Verdict, judge_run
+from megatoken.planning.throughput import Throughput
+from megatoken.planning.workloads import Profile, profiles_document
+
+if TYPE_CHECKING:
+    from megatoken.results import Run
+
+LIMITS = ("ttft_limit_seconds", "tpot_limit_seconds")
+
+
+def plan_capacity(
+    throughput: Throughput,
+    profiles: Sequence[Profile],
+    assumptions: Assumptions,
+    *,
+    run: Run | None = None,
+    second: Throughput | None = None,
+    factors: Sequence[Factor] = (),
+) -> Plan:
+    """Interactions per second, requests in flight and users that a throughput serves.
+
+    Args:
+        throughput: of a run or a number.
+        profiles: what users do.
+        assumptions: defaults or the user's own numbers.
+        run: the run that ``throughput`` is of, for its latencies.
+        second: the same system under another mix of tokens, which prices input and output apart by measurement.
+        factors: further shares between peak and planning value.
+
+    Raises:
+        UsageError: ``run`` completed nothing, or ``second`` is not of the same system under another mix.
+    """
+    level = ServiceLevel(*(assumptions[name] for name in LIMITS))
+    verdict = judge_run(run, level) if run is not None else None
+    priced = price(throughput, assumptions, second)
+    derated = derating(throughput, assumptions, verdict, factors)
+    waits = _waits(verdict, assumptions)
+    tables = [
+        _interactions(throughput, profiles, priced, derated),
+        _concurrency(profiles, priced, derated, waits),
+        _derating(derated),
+    ]
+    several = [profile for profile in profiles if profile.repeated_tokens]
+    if several:
+        tables.append(_prefix_cache(several, priced, derated))
+    return Plan(
+        kind="plan_capacity",
+        title=f"Capacity of {throughput.label}",
+        inputs=(*throughput.inputs, *priced.inputs, *derated.inputs, *waits),
+        results=tuple(_results(throughput, profiles, priced, derated, verdict)),
+        tables=tuple(tables),
+        profiles=profiles_document(profiles),
+        notes=(*throughput.notes, *_notes(throughput, verdict)),
+    )
+
+
+def _waits(verdict: Verdict | None, assumptions: Assumptions) -> tuple[Input, Input]:
+    """Time to first token and per further token: means of the run where it shows them, else the limits."""
+    measured = (verdict.ttft_mean_seconds, verdict.tpot_mean_seconds) if verdict else (None, None)
+    units, names = ("s", "s/token"), ("ttft_mean_seconds", "tpot_mean_seconds")
+    ttft, tpot = (
+        assumptions.entries[limit].to_input() if value is None else Input(name, value, unit, "measured", "the run")
+        for limit, value, unit, name in zip(LIMITS, measured, units, names, strict=True)
+    )
+    return ttft, tpot
+
+
+def _interactions(throughput: Throughput, profiles: Sequence[Profile], priced: Priced, derated: Derating) -> Table:
+    output = throughput.output_tokens_per_second
+    rows = []
+    for profile in profiles:
+        document = document_interactions_per_second(output, profile.counted_tokens)
+        at_ends = [prices.interactions_per_second(profile) for prices in priced.range]
+        peak = priced.prices.interactions_per_second(profile)
+        rows.append(
+            {
+                "profile": profile.name,
+                "counted_tokens": profile.counted_tokens,
+                "document_interactions_per_second": document,
+                "document_rounded_interactions_per_second": to_tens(document),
+                "output_only_interactions_per_second": output / profile.written_tokens,
+                "all_tokens_alike_interactions_per_second": throughput.total_tokens_per_second
+                / (profile.read_tokens() + profile.written_tokens),
+                "priced_interactions_per_second": peak,
+                "priced_low_interactions_per_second": min(at_ends),
+                "priced_high_interactions_per_second": max(at_ends),
+                "planning_interactions_per_second": peak * derated.planning_share,
+            }
+        )
+    return Table(
+        "interactions",
+        "Interactions per second, at the peak by five ways of counting, and to plan with",
+        tuple(rows),
+        "document: output rate / (input + output tokens), each token of a conversation once. output only: prompts for"
+        " nothing. all alike: input tokens cost what output tokens cost. priced: each at its own price, low to high"
+        " over the range of their ratio. planning: priced, times the derating",
+    )
+
+
+def _concurrency(profiles: Sequence[Profile], priced: Priced, derated: Derating, waits: tuple[Input, Input]) -> Table:
+    ttft, tpot = (float(one.value or 0.0) for one in waits)
+    rows: list[Mapping[str, Any]] = []
+    for profile in profiles:
+        rate = priced.prices.interactions_per_second(profile) * derated.planning_share
+        service, residence = service_seconds(profile, ttft, tpot), residence_seconds(profile, ttft, tpot)
+        rows.append(
+            {
+                "profile": profile.name,
+                "planning_interactions_per_second": rate,
+                "service_seconds": service,
+                "in_flight_requests": in_flight(rate, service),
+                "wait_seconds": residence,
+                "think_seconds": profile.think_seconds,
+                "users": users(rate, residence, profile.think_seconds),
+                "state": weakest((priced.state, derated.state, profile.state, *(one.state for one in waits))),
+            }
+        )
+    return Table(
+        "concurrency",
+        "A rate is no number of users: requests in flight and users at the planning rate",
+        tuple(rows),
+        "in flight = rate x service time; users = rate x (wait + think time) (Little's law). A user waits for"
+        " tools too",
+    )
+
+
+def _derating(derated: Derating) -> Table:
+    peak = derated.peak_output_tokens_per_second
+    rows = [{"step": "peak", "factor_share": 1.0, "output_tokens_per_second": peak, "state": "", "source": ""}]
+    rows += [
+        {
+            "step": step.name,
+            "factor_share": step.factor,
+            "output_tokens_per_second": step.output_tokens_per_second,
+            "state": step.state,
+            "source": step.source,
+        }
+        for step in derated.steps
+    ]
+    return Table("derating", "From the peak to the rate to plan with", tuple(rows))
+
+
+def _prefix_cache(profiles: Sequence[Profile], priced: Priced, derated: Derating) -> Table:
+    rows = []
+    for profile in profiles:
+        without, perfect = (
+            priced.prices.interactions_per_second(profile, share) * derated.planning_share for share in (0.0, 1.0)
+        )
+        rows.append(
+            {
+                "profile": profile.name,
+                "turns": profile.turns,
+                "new_input_tokens": profile.read_tokens(1.0),
+                "repeated_input_tokens": profile.repeated_tokens,
+                "without_cache_interactions_per_second": without,
+                "perfect_cache_interactions_per_second": perfect,
+            }
+        )
+    return Table(
+        "prefix_cache",
+        "Conversations send their past again with every turn",
+        tuple(rows),
+        "at the planning rate; a perfect prefix cache computes every token once",
+    )
+
+
+def _results(
+    throughput: Throughput, profiles: Sequence[Profile], priced: Priced, derated: Derating, verdict: Verdict | None
+) -> list[Result]:
+    peak, unit = throughput.output_tokens_per_second, "output tokens/s"
+    total_state = weakest((throughput.state, throughput.mix_state))
+    planning_state: State = weakest((priced.state, derated.state))
+    results = [
+        Result("peak_rate", peak, unit, "as given or measured", throughput.state),
+        Result(
+            "total_rate",
+            throughput.total_tokens_per_second,
+            "input + output tokens/s",
+            "peak rate x (1 + input tokens per output token)",
+            total_state,
+        ),
+        Result("latency_bound_rate", derated.latency_bound, unit, _product(derated, -1), derated.latency_bound_state),
+        Result("planning_rate", derated.planning, unit, _product(derated, None), derated.state),
+    ]
+    if throughput.accelerators:
+        per = derated.planning / throughput.accelerators
+        formula = f"planning rate / {throughput.accelerators}"
+        results.append(Result("planning_rate_per_accelerator", per, unit, formula, derated.state))
+    for name, seconds in (
+        ("input_token_price", priced.prices.prefill_seconds_per_token),
+        ("output_token_price", priced.prices.decode_seconds_per_token),
+    ):
+        results.append(Result(name, seconds * 1e6, "system microseconds/token", priced.formula, priced.state))
+    if verdict is not None:
+        results += _service_level(verdict)
+    for profile in profiles:
+        rate = priced.prices.interactions_per_second(profile) * derated.planning_share
+        state = weakest((planning_state, profile.state))
+        formula = "derated share / (input tokens x input price + output tokens x output price)"
+        results.append(Result(f"interactions_of_{profile.name}", rate, "interactions/s", formula, state))
+    return results
+
+
+def _product(derated: Derating, end: int | None) -> str:
+    return " x ".join(["peak rate", *(f"{step.factor:.4g}" for step in derated.steps[:end])])
+
+
+def _service_level(verdict: Verdict) -> list[Result]:
+    bound = verdict.bound_output_tokens_per_second
+    return [
+        Result("service_level_bound_rate", bound, "output tokens/s", verdict.why, "measured"),
+        Result("good_share", verdict.good_share, "share of scheduled requests", verdict.why, "measured"),
+        Result("goodput", verdict.good_requests_per_second, "requests/s", "requests that kept every limit", "measured"),
+        Result("ttft_p99", verdict.ttft_p99_seconds, "s", "99th percentile of completed requests", "measured"),
+        Result("tpot_p99", verdict.tpot_p99_seconds, "s/token", "99th percentile of completed requests", "measured"),
+    ]
+
+
+def _notes(throughput: Throughput, verdict: Verdict | None) -> list[str]:
+    notes = [
+        "The rate counts output tokens; the documents' formula divides it by input and output tokens.",
+        "Prices of tokens hold for contexts about as long as the benchmark's; much longer ones cost more per token.",
+    ]
+    if verdict is not None and not verdict.kept:
+        notes.append(f"Service level: {verdict.why}.")
+    if throughput.accelerators is None:
+        notes.append("Nobody says how many accelerators produce this rate, so nothing is given per accelerator.")
+    return notes

@@ -1,0 +1,121 @@
+"""Figures with unit, formula and state, and the document that a plan becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal, get_args
+
+SCHEMA_VERSION = 1
+
+State = Literal["assumed", "nameplate", "estimate", "unverified", "given", "measured", "verified"]
+STATES: tuple[State, ...] = get_args(State)  # weakest first
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A number that went into a plan; ``low`` and ``high`` where its range is known."""
+
+    name: str
+    value: float | int | str | None
+    unit: str
+    state: State
+    source: str
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A number that came out; ``value`` None where it cannot be known, and then ``formula`` says why."""
+
+    name: str
+    value: float | int | None
+    unit: str
+    formula: str
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of one shape; units stand in the keys."""
+
+    name: str
+    title: str
+    rows: tuple[Mapping[str, Any], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """What one input, alone at the ends of its range, does to the headline of the plan."""
+
+    input: str
+    unit: str
+    low: float
+    high: float
+    result_low: float
+    result_high: float
+
+    @property
+    def swing(self) -> float:
+        """Width of the bar in a tornado."""
+        return abs(self.result_high - self.result_low)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One plan, whatever it is about; ``kind`` is plan_capacity, plan_fleet, plan_energy or plan_cost."""
+
+    kind: str
+    title: str
+    inputs: tuple[Input, ...]
+    results: tuple[Result, ...]
+    tables: tuple[Table, ...]
+    profiles: tuple[Mapping[str, Any], ...] = ()
+    sensitivities: tuple[Sensitivity, ...] = ()
+    sensitivity_of: str | None = None  # name of the result that the sensitivities move
+    notes: tuple[str, ...] = ()
+
+    def result(self, name: str) -> Result:
+        """The result called ``name``; KeyError if there is none."""
+        return {result.name: result for result in self.results}[name]
+
+    def table(self, name: str) -> Table:
+        """The table called ``name``; KeyError if there is none."""
+        return {table.name: table for table in self.tables}[name]
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {
+            "kind": self.kind,
+            "schema_version": SCHEMA_VERSION,
+            "created_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+            "title": self.title,
+            "profiles": [dict(profile) for profile in self.profiles],
+            "inputs": [asdict(one) for one in self.inputs],
+            "results": [asdict(one) for one in self.results],
+            "tables": [
+                {
+                    "name": table.name,
+                    "title": table.title,
+                    "note": table.note,
+                    "rows": [dict(row) for row in table.rows],
+                }
+                for table in self.tables
+            ],
+            "sensitivity_of": self.sensitivity_of,
+            "sensitivities": [asdict(one) for one in self.sensitivities],
+            "notes": list(self.notes),
+        }
+
+
+def weakest(states: Iterable[State]) -> State:
+    """The state of what was computed from figures in ``states``: no better than the worst of them."""
+    return min(states, key=STATES.index)
+
+
+def by_swing(sensitivities: Sequence[Sensitivity]) -> tuple[Sensitivity, ...]:
+    """Largest first, as a tornado shows them; those without effect left out."""
+    return tuple(sorted((one for one in sensitivities if one.swing), key=lambda one: -one.swing))

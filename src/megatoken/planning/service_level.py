@@ -1,0 +1,120 @@
+"""Whether a run kept a service level, and at which rate: limits on time to first token and time per output token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatoken.errors import UsageError
+from megatoken.results.statistics import Floats, Samples, samples_needed
+
+if TYPE_CHECKING:
+    from megatoken.results import Run
+
+PERCENT = 99
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLevel:
+    """Limits that 99 % of the requests must keep."""
+
+    ttft_seconds: float
+    tpot_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a run stands to a service level.
+
+    ``kept`` is None where the run cannot tell. ``good`` requests kept every limit that could be judged; the share is of
+    all scheduled ones, failures included. ``bound_output_tokens_per_second`` is the rate of the run if it kept the
+    level: a rate that the level allows. If it did not, no rate is known and the field is None.
+    """
+
+    kept: bool | None
+    why: str
+    ttft_mean_seconds: float | None
+    tpot_mean_seconds: float | None
+    ttft_p99_seconds: float | None
+    tpot_p99_seconds: float | None
+    good_share: float | None
+    good_requests_per_second: float | None
+    good_output_tokens_per_second: float | None
+    bound_output_tokens_per_second: float | None
+
+
+def judge_run(run: Run, level: ServiceLevel) -> Verdict:
+    """How ``run`` stands to ``level``.
+
+    Raises:
+        UsageError: the run completed nothing.
+    """
+    if not run.result.get("output_tokens_per_second"):
+        raise UsageError(f"{run.path}: no sample was completed, so no service level can be judged")
+    return judge(Samples.of(run.requests), level, offline=run.result.get("scenario") == "offline")
+
+
+def judge(samples: Samples, level: ServiceLevel, *, offline: bool) -> Verdict:
+    """How samples stand to ``level``; at least one must be completed.
+
+    In Offline all samples are due at once, so their time to first token is a wait in a queue that no user stands in: it
+    is not judged, and a run that keeps the other limit is not said to keep the level.
+    """
+    done = samples.only(samples.completed)
+    seconds = float(done.last.max() - samples.scheduled.min())
+    ttft = done.first - done.scheduled
+    tpot = np.divide(
+        done.last - done.first, done.output_tokens - 1, out=np.zeros(len(done)), where=done.output_tokens > 1
+    )
+    good = tpot <= level.tpot_seconds
+    if not offline:
+        good &= ttft <= level.ttft_seconds
+    judged = done.output_tokens > 1
+    ttft_p99, tpot_p99 = None if offline else _p99(ttft), _p99(tpot[judged])
+    good_share = float(good.sum() / len(samples))
+    kept, why = _kept(good_share, len(samples), offline, level)
+    return Verdict(
+        kept=kept,
+        why=why,
+        ttft_mean_seconds=None if offline else _mean(ttft),
+        tpot_mean_seconds=_mean(tpot[judged]),
+        ttft_p99_seconds=ttft_p99,
+        tpot_p99_seconds=tpot_p99,
+        good_share=None if offline else good_share,
+        good_requests_per_second=None if offline else float(good.sum() / seconds),
+        good_output_tokens_per_second=None if offline else float(done.output_tokens[good].sum() / seconds),
+        bound_output_tokens_per_second=float(done.output_tokens.sum() / seconds) if kept else None,
+    )
+
+
+def _kept(good_share: float, requests: int, offline: bool, level: ServiceLevel) -> tuple[bool | None, str]:
+    limits = f"first token within {level.ttft_seconds:g} s, {level.tpot_seconds:g} s per further token"
+    if offline:
+        limits = f"{level.tpot_seconds:g} s per further token"
+    enough = good_share >= PERCENT / 100
+    if not enough:
+        why = f"only {good_share:.2%} of {requests:,} requests kept {limits}; {PERCENT} % must"
+        return False, f"{why}: at this rate the level is broken, the rate that keeps it is lower and not known"
+    if requests < samples_needed(PERCENT):
+        return (
+            None,
+            f"{requests:,} requests are too few for a statement about {PERCENT} %; {samples_needed(PERCENT)} do",
+        )
+    if offline:
+        return None, (
+            f"{good_share:.2%} kept {limits}, but in Offline nobody's wait for a first token is measured; run the"
+            " Server scenario"
+        )
+    return True, f"{good_share:.2%} of {requests:,} requests kept {limits}"
+
+
+def _mean(values: Floats) -> float | None:
+    values = values[np.isfinite(values)]
+    return float(values.mean()) if len(values) else None
+
+
+def _p99(values: Floats) -> float | None:
+    values = values[np.isfinite(values)]
+    return float(np.percentile(values, PERCENT)) if len(values) else None

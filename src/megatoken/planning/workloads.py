@@ -1,0 +1,150 @@
+"""Workload profiles: what one interaction asks of the model, turn by turn, and how its user behaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from megatoken.config import nearest
+from megatoken.errors import ConfigError
+from megatoken.planning.assumptions import read_shipped
+from megatoken.planning.figures import State
+from megatoken.planning.strict_yaml import Strict, read_strict
+
+LARGEST_COUNT = 100_000_000
+
+
+class _Entry(Strict):
+    title: str = ""
+    turns: int = Field(default=1, ge=1, le=10_000)
+    input_tokens: int = Field(ge=0, le=LARGEST_COUNT)
+    context_tokens: int = Field(default=0, ge=0, le=LARGEST_COUNT)
+    output_tokens: int = Field(ge=1, le=LARGEST_COUNT)
+    carries_context: bool = False
+    prefix_cache_share: float = Field(default=0.0, ge=0, le=1)
+    tool_seconds: float = Field(default=0.0, ge=0, le=1e9)
+    think_seconds: float = Field(default=0.0, ge=0, le=1e9)
+    interactions_per_user_month: float = Field(default=200.0, ge=0, le=1e9)
+    state: State = "given"
+    source: str = ""
+
+
+class _ProfilesFile(Strict):
+    profiles: dict[str, _Entry] = Field(min_length=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request to the model: tokens to read for the first time, tokens sent again, tokens to write."""
+
+    new_input_tokens: int
+    repeated_input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One kind of interaction; the fields are explained at the head of ``workload_profiles.yaml``."""
+
+    name: str
+    title: str
+    turns: int
+    input_tokens: int
+    context_tokens: int
+    output_tokens: int
+    carries_context: bool
+    prefix_cache_share: float
+    tool_seconds: float
+    think_seconds: float
+    interactions_per_user_month: float
+    state: State
+    source: str
+
+    @property
+    def counted_tokens(self) -> int:
+        """Tokens of an interaction as the source documents count them: in and out of every turn, each once."""
+        return self.turns * (self.input_tokens + self.context_tokens + self.output_tokens)
+
+    @property
+    def written_tokens(self) -> int:
+        """Output tokens of an interaction."""
+        return self.turns * self.output_tokens
+
+    @property
+    def repeated_tokens(self) -> int:
+        """Input tokens that later turns send again: turn k repeats the input and output of the k - 1 before it."""
+        once = self.input_tokens + self.context_tokens + self.output_tokens
+        return once * self.turns * (self.turns - 1) // 2 if self.carries_context else 0
+
+    def read_tokens(self, prefix_cache_share: float | None = None) -> float:
+        """Input tokens that must be computed in an interaction; by default with the profile's own cache."""
+        share = self.prefix_cache_share if prefix_cache_share is None else prefix_cache_share
+        new = self.turns * (self.input_tokens + self.context_tokens)
+        return new + self.repeated_tokens * (1 - share)
+
+    def each_turn(self) -> list[Turn]:
+        """The turns in order, for a load generator."""
+        new = self.input_tokens + self.context_tokens
+        once = (new + self.output_tokens) if self.carries_context else 0
+        return [Turn(new, once * earlier, self.output_tokens) for earlier in range(self.turns)]
+
+    def shortened(self, share: float) -> Profile:
+        """The same with all input ``share`` shorter, in whole tokens."""
+        inputs = {name: round(getattr(self, name) * (1 - share)) for name in ("input_tokens", "context_tokens")}
+        return Profile(**{**asdict(self), **inputs})
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {**asdict(self), "counted_tokens": self.counted_tokens, "repeated_tokens": self.repeated_tokens}
+
+
+def load_profiles(path: Path | None = None, names: Iterable[str] = ()) -> tuple[Profile, ...]:
+    """Shipped profiles and those of the user, whose names win.
+
+    Args:
+        path: YAML file ``profiles: {name: {input_tokens: ..., output_tokens: ...}}``, or None.
+        names: which to take, in this order; none: those of ``path`` if there is one, else all shipped.
+
+    Raises:
+        ConfigError: a file that is not of this form, or an unknown name, with the nearest right one.
+    """
+    own = _profiles(read_strict(path, _ProfilesFile), str(path)) if path is not None else {}
+    known = {**_shipped(), **own}
+    for name in names:
+        if name not in known:
+            meant = nearest(name, known)
+            mend = f"did you mean {meant}?" if meant else f"known are {', '.join(known)}"
+            raise ConfigError(f"unknown workload profile '{name}'; {mend}")
+    return tuple(known[name] for name in (names or own or known))
+
+
+def lengths_csv(profile: Profile) -> str:
+    """The requests of one interaction as a file for ``megatoken run --lengths``: one row per turn."""
+    rows = (
+        f"{turn.new_input_tokens + turn.repeated_input_tokens},{turn.output_tokens}" for turn in profile.each_turn()
+    )
+    return "\n".join([f"# workload profile {profile.name}", "input_tokens,output_tokens", *rows]) + "\n"
+
+
+@cache
+def _shipped() -> dict[str, Profile]:
+    return _profiles(read_shipped("workload_profiles.yaml", _ProfilesFile), "workload_profiles.yaml")
+
+
+def _profiles(file: _ProfilesFile, source: str) -> dict[str, Profile]:
+    return {
+        name: Profile(
+            name=name, **{**entry.model_dump(), "title": entry.title or name, "source": entry.source or source}
+        )
+        for name, entry in file.profiles.items()
+    }
+
+
+def profiles_document(profiles: Iterable[Profile]) -> tuple[Mapping[str, Any], ...]:
+    """Profiles as part of a plan."""
+    return tuple(profile.to_document() for profile in profiles)
