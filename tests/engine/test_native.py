@@ -173,7 +173,7 @@ def test_a_build_that_cannot_be_loaded_is_no_error(
 
 def test_a_library_without_the_kernels_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use_compiler(monkeypatch, tmp_path / "g++", f'for last; do :; done\ncp {OTHER_LIBRARY} "$last"')
-    assert "decode_attention" in why_not()
+    assert "undefined symbol: attention" in why_not()
 
 
 def test_what_others_may_have_written_is_not_run(
@@ -242,7 +242,7 @@ def test_wrong_operands_are_refused() -> None:
         return native.rms_norm(x, *operands, 1e-6)
 
     calls = [
-        (native.decode_attention, [q, cache, cache.clone(), ids[:, None].contiguous(), ids]),
+        (native.attention, [q, cache, cache.clone(), ids[:, None].contiguous(), ids, torch.arange(4).int()]),
         (norm, [torch.ones(x.shape[1], dtype=torch.bfloat16)]),
         (rotate, [x, table, table.clone(), ids, ids.clone(), cache, cache.clone()]),
     ]

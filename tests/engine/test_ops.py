@@ -265,7 +265,8 @@ def check_decode_attention(pool: Pool) -> cpu.AttentionIndex:
     assert actual.dtype == pool.query.dtype
     assert_close(actual, expected, magnitude=torch.full_like(expected, 2.0))
     if native.has_attention(heads, pool.cache.k):
-        compiled = cpu.decode_attention(pool.query, pool.cache, cpu.PageTable(*table))
+        first_rows = torch.arange(len(pool.lengths) + 1, dtype=torch.int32)
+        compiled = cpu.decode_attention(pool.query, pool.cache, cpu.PageTable(*table, first_rows))
         assert_close(compiled, expected, magnitude=torch.full_like(expected, 2.0))
     return index
 
@@ -328,9 +329,10 @@ def test_compiled_decode_attention(head_dim: int, group: int, dtype: torch.dtype
     for side in (pool.cache.k, pool.cache.v):
         side[side.float().abs() > POISON / 100] = torch.nan
     strided = torch.cat((pool.query, pool.query), dim=1)[:, : pool.query.shape[1]]
-    actual = native.decode_attention(strided, pool.cache.k, pool.cache.v, *table)
+    first_rows = torch.arange(len(pool.lengths) + 1, dtype=torch.int32)
+    actual = native.attention(strided, pool.cache.k, pool.cache.v, *table, first_rows)
     assert_close(actual, expected, magnitude=torch.full_like(expected, 2.0))
-    assert torch.equal(actual, native.decode_attention(strided, pool.cache.k, pool.cache.v, *table))
+    assert torch.equal(actual, native.attention(strided, pool.cache.k, pool.cache.v, *table, first_rows))
 
 
 @random_shapes
@@ -338,6 +340,7 @@ def test_compiled_decode_attention(head_dim: int, group: int, dtype: torch.dtype
     decodes=st.lists(st.integers(0, 70), max_size=5),
     chunks=st.lists(st.tuples(st.sampled_from([0, 0, 16, 37]), st.integers(1, 60), st.booleans()), max_size=4),
     group=st.sampled_from([1, 3, 8]),
+    head_dim=st.sampled_from([32, 96]),
     compiled=st.booleans(),
     seed=SEEDS,
     dtype=DTYPES,
@@ -346,6 +349,7 @@ def test_attention_of_a_whole_step(
     decodes: list[int],
     chunks: list[tuple[int, int, bool]],
     group: int,
+    head_dim: int,
     compiled: bool,
     seed: int,
     dtype: torch.dtype,
@@ -360,14 +364,14 @@ def test_attention_of_a_whole_step(
         *(0, slots, slots.astype(np.int64), start.astype(np.int32), count.astype(np.int32), sample),
         *(len(decodes), (), nothing, nothing, nothing),
     )
-    config = ModelConfig("test", 1, 1, 1, 2 * group, 2, 32, 1, 1)
+    config = ModelConfig("test", 1, 1, 1, 2 * group, 2, head_dim, 1, 1)
     pool = make_pool(
         (start + count).tolist(),
         seed,
         page_size=16,
         kv_heads=2,
         group=group,
-        head_dim=32,
+        head_dim=head_dim,
         dtype=dtype,
         unused_pages=2,
     )
@@ -376,7 +380,7 @@ def test_attention_of_a_whole_step(
             patch.setattr(native, "library", lambda: None)
         arrays = step_arrays(plan, pool.pages - 1, 16, lambda ticket, start, count: [0] * count, cpu.padded_rows)
         batch = cpu.prepare(arrays, torch.zeros(len(slots), dtype=torch.int64), pool.cache, config)
-        query = normal(seed, len(arrays.positions), 2 * group, 32).to(dtype)
+        query = normal(seed, len(arrays.positions), 2 * group, head_dim).to(dtype)
         actual = cpu.attention(query, pool.cache, batch, None)
         sampled = query.index_select(0, batch.sample_rows)
         samples = cpu.sample_attention(sampled, pool.cache, batch, None) if batch.samples else sampled.flatten(1)

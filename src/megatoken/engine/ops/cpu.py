@@ -58,10 +58,11 @@ class AttentionIndex:
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """What the compiled attention needs of each row: int32 page ids [R, P] and visible keys [R]."""
+    """What the compiled attention needs of each sequence, see ``native.attention``; int32."""
 
     pages_RP: Tensor
     lengths_R: Tensor
+    first_rows: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Chunk:
 class Batch:
     """One step's tensors, see ``StepArrays``.
 
-    The first ``decodes`` rows attend each by itself, the others by ``chunks``.
+    The first ``decodes`` rows attend through ``decode_index``, the others by ``chunks``; compiled attention takes all.
     """
 
     token_ids: Tensor
@@ -90,6 +91,11 @@ class Batch:
     sample_rows: Tensor
     sample_slots: Tensor
     sample_index: AttentionIndex | PageTable | None
+
+
+def kernels() -> str:
+    """Compiled ones, or why there are none."""
+    return native.status()
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -235,16 +241,21 @@ def prepare(arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: 
 
 
 def page_tables(arrays: StepArrays) -> tuple[PageTable, PageTable]:
-    """Of all rows, those of prompts too, each with the keys up to its own; and of the sequences that sample."""
-    chunk_rows = arrays.chunk_rows
-    rows = np.append(np.ones(arrays.decodes, dtype=np.int32), np.diff(chunk_rows))
-    pages_TP = np.zeros((len(arrays.positions), arrays.pages.shape[1]), dtype=np.int32)  # padding sees the dump page
-    pages_TP[: chunk_rows[-1]] = np.repeat(arrays.pages, rows, axis=0)
-    sampled = arrays.sampled
-    return (
-        PageTable(torch.from_numpy(pages_TP), torch.from_numpy(arrays.positions + np.int32(1))),
-        PageTable(torch.from_numpy(arrays.pages[sampled]), torch.from_numpy(arrays.lengths[sampled])),
+    """Of all rows, and of those that sample alone."""
+
+    def table(pages_RP: NDArray[np.int32], lengths_R: NDArray[np.int32], first_rows: NDArray[np.int64]) -> PageTable:
+        return PageTable(*map(torch.from_numpy, (pages_RP, lengths_R, first_rows.astype(np.int32))))
+
+    # A row of padding is a sequence of one key in the dump page.
+    rows, sampled = int(arrays.chunk_rows[-1]), arrays.sampled
+    padding = len(arrays.positions) - rows
+    dump_pages = np.full((padding, arrays.pages.shape[1]), DUMP_PAGE, dtype=np.int32)
+    every = table(
+        np.concatenate((arrays.pages, dump_pages)),
+        np.concatenate((arrays.lengths, np.ones(padding, dtype=np.int32))),
+        np.concatenate((np.arange(arrays.decodes), arrays.chunk_rows, rows + 1 + np.arange(padding))),
     )
+    return every, table(arrays.pages[sampled], arrays.lengths[sampled], np.arange(arrays.samples + 1))
 
 
 def prompt_chunks(arrays: StepArrays, page_size: int) -> list[Chunk]:
@@ -335,7 +346,7 @@ def rotate_and_write(
 
 
 def attention(q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) -> Tensor:
-    """Decode rows together, prompt chunks one by one."""
+    """All rows together, or, without kernels, decode rows together and prompt chunks one by one."""
     rows = len(q_THE)
     if batch.decodes == rows and batch.decode_index is not None:
         return decode_attention(q_THE, cache, batch.decode_index).view(rows, -1)
@@ -361,7 +372,7 @@ def sample_attention(q_SHE: Tensor, cache: LayerCache, batch: Batch, consumer: L
 def decode_attention(q_BHE: Tensor, cache: LayerCache, index: AttentionIndex | PageTable) -> Tensor:
     """Compiled, or: scores by page, softmax by sequence, values by page, sum by sequence."""
     if isinstance(index, PageTable):
-        return native.decode_attention(q_BHE, cache.k, cache.v, index.pages_RP, index.lengths_R)
+        return native.attention(q_BHE, cache.k, cache.v, index.pages_RP, index.lengths_R, index.first_rows)
     sequences, heads, head_dim = q_BHE.shape
     _, kv_heads, page_size, _ = cache.k.shape
     if isinstance(index.pool, int):

@@ -1,5 +1,5 @@
-// Three operations of the CPU back end that PyTorch can only compose from many passes over memory: paged decode attention,
-// RMS norm, and rotary embedding with the write into the paged cache. Compiled on first use by native.py, which also says
+// Three operations of the CPU back end that PyTorch can only compose from many passes over memory: paged attention, RMS
+// norm, and rotary embedding with the write into the paged cache. Compiled on first use by native.py, which also says
 // what each argument is; where no compiler is found the PyTorch versions in cpu.py run instead.
 //
 // Vectors are GCC's generic ones, so any target compiles; only the bf16 dot product has a variant for one instruction set.
@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
@@ -111,7 +112,7 @@ inline Floats fold16(Floats *sums) {
     return sums[0];
 }
 
-constexpr int kMaxGroup = 16, kMaxPage = 256;
+constexpr int kMaxQueries = 16, kMaxPage = 256;
 
 template <int E> constexpr int kBlock = E > 64 ? 2 : 4;  // queries whose sums fit in the registers together
 
@@ -161,14 +162,19 @@ inline void accumulate(float *out, const float *weights, const T *values, int to
         for (int v = 0; v < vectors; ++v) store(out + g * E + v * kLanes, sums[g][v]);
 }
 
-// One sequence's queries of one key/value head: online softmax page by page (Milakov and Gimelshein, 2018).
+struct Rows {  // consecutive ones of one sequence; the last sees `length` keys, each before it one fewer than the next
+    int sequence, first, count, length;
+};
+
+// The queries of these rows that share one key/value head: online softmax page by page (Milakov and Gimelshein, 2018).
 template <typename T, int E>
-void attend(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_t *pages, int length, int kv_heads,
-            int kv_head, int group, int page_size, float scale) {
-    alignas(64) float sums[kMaxGroup][E], weights[kMaxGroup][kMaxPage];
-    float best[kMaxGroup], weight_sum[kMaxGroup], shrink[kMaxGroup];
+void attend(T *out, const T *q, int64_t out_stride, int64_t q_stride, const T *k_cache, const T *v_cache,
+            const int32_t *pages, Rows rows, int kv_heads, int kv_head, int group, int page_size, float scale) {
+    alignas(64) float sums[kMaxQueries][E], weights[kMaxQueries][kMaxPage];
+    float best[kMaxQueries], weight_sum[kMaxQueries], shrink[kMaxQueries];
+    int queries = rows.count * group, length = rows.length;
     std::memset(sums, 0, sizeof sums);
-    for (int g = 0; g < group; ++g) {
+    for (int g = 0; g < queries; ++g) {
         best[g] = -INFINITY;
         weight_sum[g] = 0;
     }
@@ -181,11 +187,13 @@ void attend(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_
         const T *next = more ? k_cache + ((int64_t)pages[first / page_size + 1] * kv_heads + kv_head) * page_size * E : keys;
         for (int tile = 0; tile < tokens; tile += kLanes) {
             prefetch(values + tile * E, kLanes * E);
-            for (int g = 0; g < group; ++g) store(weights[g] + tile, dots<E>(q + g * E, keys + tile * E) * scale);
+            for (int g = 0; g < queries; ++g)
+                store(weights[g] + tile, dots<E>(q + g / group * q_stride + g % group * E, keys + tile * E) * scale);
         }
-        for (int g = 0; g < group; ++g) {
+        for (int g = 0; g < queries; ++g) {
+            int visible = length - first - (rows.count - 1 - g / group);
             int padded = (tokens + kLanes - 1) / kLanes * kLanes;
-            for (int token = tokens; token < padded; ++token) weights[g][token] = -INFINITY;
+            for (int token = visible > 0 ? visible : 0; token < padded; ++token) weights[g][token] = -INFINITY;
             Floats top = load(weights[g]);
             for (int tile = kLanes; tile < padded; tile += kLanes) {
                 Floats other = load(weights[g] + tile);
@@ -202,8 +210,8 @@ void attend(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_
             }
             weight_sum[g] = weight_sum[g] * shrink[g] + total(added);
         }
-        for (int g = 0; g < group;) {
-            int block = group - g < kBlock<E> ? group - g : kBlock<E>;
+        for (int g = 0; g < queries;) {
+            int block = queries - g < kBlock<E> ? queries - g : kBlock<E>;
             float *out = sums[g], *weight = weights[g], *by = shrink + g;
             const T *ahead = g ? values : next;
             if (block == 4) accumulate<T, E, 4>(out, weight, values, tokens, by, ahead);
@@ -213,32 +221,43 @@ void attend(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_
             g += block;
         }
     }
-    for (int g = 0; g < group; ++g)
-        for (int e = 0; e < E; e += kLanes) store(out + g * E + e, load(sums[g] + e) / weight_sum[g]);
+    for (int g = 0; g < queries; ++g)
+        for (int e = 0; e < E; e += kLanes)
+            store(out + g / group * out_stride + g % group * E + e, load(sums[g] + e) / weight_sum[g]);
 }
 
 template <typename T, int E>
 void attend_all(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_t *pages, const int32_t *lengths,
-                int sequences, int width, int heads, int kv_heads, int page_size, int64_t q_stride, int threads) {
-    int group = heads / kv_heads;
+                const int32_t *first_rows, int sequences, int width, int heads, int kv_heads, int page_size,
+                int64_t q_stride, int threads) {
+    int group = heads / kv_heads, most = kMaxQueries / group;
     float scale = 1.0f / std::sqrt((float)E);
+    std::vector<Rows> blocks;
+    for (int sequence = 0; sequence < sequences; ++sequence)
+        for (int row = first_rows[sequence], end = first_rows[sequence + 1]; row < end; row += most) {
+            int count = end - row < most ? end - row : most;
+            blocks.push_back({sequence, row, count, lengths[sequence] - (end - row - count)});
+        }
+    int items = (int)blocks.size() * kv_heads;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (int item = 0; item < sequences * kv_heads; ++item) {
-        int sequence = item / kv_heads, kv_head = item % kv_heads, head = kv_head * group;
-        attend<T, E>(out + ((int64_t)sequence * heads + head) * E, q + sequence * q_stride + head * E, k_cache, v_cache,
-                     pages + (int64_t)sequence * width, lengths[sequence], kv_heads, kv_head, group, page_size, scale);
+    for (int item = 0; item < items; ++item) {
+        Rows rows = blocks[item / kv_heads];
+        int kv_head = item % kv_heads;
+        int64_t at = (int64_t)kv_head * group * E, out_stride = (int64_t)heads * E;
+        attend<T, E>(out + rows.first * out_stride + at, q + rows.first * q_stride + at, out_stride, q_stride, k_cache,
+                     v_cache, pages + (int64_t)rows.sequence * width, rows, kv_heads, kv_head, group, page_size, scale);
     }
 }
 
 template <typename T>
 void attend_any(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_t *pages, const int32_t *lengths,
-               int sequences, int width, int heads, int kv_heads, int head_dim, int page_size, int64_t q_stride,
-               int threads) {
+               const int32_t *first_rows, int sequences, int width, int heads, int kv_heads, int head_dim,
+               int page_size, int64_t q_stride, int threads) {
     switch (head_dim) {
 #define CASE(E)                                                                                                         \
     case E:                                                                                                             \
-        attend_all<T, E>(out, q, k_cache, v_cache, pages, lengths, sequences, width, heads, kv_heads, page_size,        \
-                         q_stride, threads);                                                                            \
+        attend_all<T, E>(out, q, k_cache, v_cache, pages, lengths, first_rows, sequences, width, heads, kv_heads,       \
+                         page_size, q_stride, threads);                                                                 \
         break;
         CASE(32) CASE(64) CASE(96) CASE(128)
 #undef CASE
@@ -288,11 +307,11 @@ void rotate_and_write(T *q_out, T *k_cache, T *v_cache, const T *qkv, const T *c
 }  // namespace
 
 #define EXPORT(T, SUFFIX)                                                                                               \
-    void decode_attention_##SUFFIX(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_t *pages,        \
-                                   const int32_t *lengths, int sequences, int width, int heads, int kv_heads,           \
-                                   int head_dim, int page_size, int64_t q_stride, int threads) {                        \
-        attend_any<T>(out, q, k_cache, v_cache, pages, lengths, sequences, width, heads, kv_heads, head_dim, page_size, \
-                      q_stride, threads);                                                                               \
+    void attention_##SUFFIX(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_t *pages,               \
+                            const int32_t *lengths, const int32_t *first_rows, int sequences, int width, int heads,     \
+                            int kv_heads, int head_dim, int page_size, int64_t q_stride, int threads) {                 \
+        attend_any<T>(out, q, k_cache, v_cache, pages, lengths, first_rows, sequences, width, heads, kv_heads,          \
+                      head_dim, page_size, q_stride, threads);                                                          \
     }                                                                                                                   \
     void rms_norm_##SUFFIX(T *out, const T *x, const T *weight, int64_t rows, int64_t width, float epsilon,             \
                            int threads) {                                                                               \

@@ -26,7 +26,7 @@ BUILD_SECONDS = 60
 
 _address, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 SIGNATURES = {
-    "decode_attention": (*[_address] * 6, *[_int] * 6, _long, _int),
+    "attention": (*[_address] * 7, *[_int] * 6, _long, _int),
     "rms_norm": (*[_address] * 3, _long, _long, _float, _int),
     "rotate_and_write": (*[_address] * 8, _long, *[_int] * 5),
 }
@@ -141,43 +141,47 @@ def _pointer(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def has_attention(heads: int, k_cache: Tensor) -> bool:
-    """Whether there is a ``decode_attention`` for these shapes and this dtype."""
+    """Whether there is an ``attention`` for these shapes and this dtype."""
     _, kv_heads, page_size, head_dim = k_cache.shape
     fits = head_dim in (32, 64, 96, 128) and heads // kv_heads <= 16 and page_size % 16 == 0 and page_size <= 256
     return fits and k_cache.dtype in SUFFIX and library() is not None
 
 
-def decode_attention(q_RHE: Tensor, k_cache: Tensor, v_cache: Tensor, pages_RP: Tensor, lengths_R: Tensor) -> Tensor:
-    """One query a sequence over its paged keys -> [R, H, E]; only where ``has_attention``.
+def attention(
+    q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, pages_RP: Tensor, lengths_R: Tensor, first_rows: Tensor
+) -> Tensor:
+    """Causal attention of the newest rows of each sequence over its paged keys -> [T, H, E]; only if ``has_attention``.
 
     Args:
-        q_RHE: fp32 or bf16; heads of a row contiguous.
+        q_THE: fp32 or bf16; heads of a row contiguous.
         k_cache: [pages, kv_heads, page_size, head_dim], like ``v_cache``; dtype of the queries.
         v_cache: values.
         pages_RP: int32 page ids in order.
-        lengths_R: int32 keys to see.
+        lengths_R: int32 keys that the last row of each sequence sees; each row before it sees one fewer than the next.
+        first_rows: int32 [R + 1] first row of each sequence, from 0, and T.
 
     Raises:
         TypeError: an operand has another dtype, shape or layout.
     """
-    sequences, heads, head_dim = q_RHE.shape
+    rows, heads, head_dim = q_THE.shape
     kv_heads, page_size = k_cache.shape[1:3]
-    dtype, width = q_RHE.dtype, pages_RP.shape[1]
-    if q_RHE.stride()[1:] != (head_dim, 1):
-        raise TypeError(f"internal error: strides {q_RHE.stride()} of queries whose rows must be contiguous")
-    out_RHE = torch.empty(sequences, heads, head_dim, dtype=dtype)
-    getattr(library(), f"decode_attention_{SUFFIX[dtype]}")(
-        out_RHE.data_ptr(),
-        q_RHE.data_ptr(),
+    dtype, (sequences, width) = q_THE.dtype, pages_RP.shape
+    if q_THE.stride()[1:] != (head_dim, 1):
+        raise TypeError(f"internal error: strides {q_THE.stride()} of queries whose rows must be contiguous")
+    out_THE = torch.empty(rows, heads, head_dim, dtype=dtype)
+    getattr(library(), f"attention_{SUFFIX[dtype]}")(
+        out_THE.data_ptr(),
+        q_THE.data_ptr(),
         _pointer(k_cache, dtype, (len(k_cache), kv_heads, page_size, head_dim)),
         _pointer(v_cache, dtype, k_cache.shape),
         _pointer(pages_RP, torch.int32, (sequences, width)),
         _pointer(lengths_R, torch.int32, (sequences,)),
+        _pointer(first_rows, torch.int32, (sequences + 1,)),
         *(sequences, width, heads, kv_heads, head_dim, page_size),
-        q_RHE.stride(0),
+        q_THE.stride(0),
         torch.get_num_threads(),
     )
-    return out_RHE
+    return out_THE
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor | None:
