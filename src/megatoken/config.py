@@ -62,7 +62,7 @@ class RunConfig(_Section):
 
     model: str = Field(default="tiny", min_length=1, description="checkpoint directory or named shape")
     random_weights: bool = Field(default=False, description="take only the shape from the model, not its weights")
-    seed: Seed = Field(default=0, description="seed of random weights")
+    seed: Seed = Field(default=0, description="seed of random weights and random prompts")
     precision: Precision = Field(default="bf16", description="number format of the weights")
     scenario: Literal["offline"] = Field(default="offline", description="how load arrives")
     mode: Literal["performance", "accuracy"] = Field(default="performance", description="accuracy logs every token id")

@@ -8,10 +8,9 @@ from importlib import metadata, util
 
 import numpy as np
 import pytest
-import torch
 
 from megatoken import __version__
-from megatoken.hardware.inventory import gpus, peak_memory_bytes, source_revision, take_inventory, torch_threads
+from megatoken.hardware.inventory import gpus, peak_memory_bytes, source_revision, take_inventory
 
 
 def test_the_inventory_is_json_and_knows_this_machine():
@@ -33,20 +32,6 @@ def test_no_secret_of_the_environment_is_taken(monkeypatch):
     assert "hf_do_not_tell" not in json.dumps(inventory)
     assert inventory["variables"]["OMP_NUM_THREADS"] == "3"
     assert inventory["variables"]["GOMP_SPINCOUNT"] == "1000"
-
-
-def test_what_decides_the_speed_of_a_cpu_is_told(monkeypatch):
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert take_inventory()["torch_threads"] == 3
-    finally:
-        torch.set_num_threads(threads)
-    assert take_inventory("compiled kernels")["cpu_kernels"] == "compiled kernels"
-    assert take_inventory()["cpu_kernels"] is None
-    monkeypatch.delitem(sys.modules, "torch")
-    assert torch_threads() is None
-    assert "torch" not in sys.modules
 
 
 def test_peak_memory_grows_with_what_is_touched_and_never_shrinks():

@@ -16,6 +16,7 @@ import numpy as np
 from megatoken.config import RunConfig
 from megatoken.engine.request import Request
 from megatoken.errors import MegatokenError, RequestError
+from megatoken.hardware.telemetry import Telemetry
 from megatoken.harness import rules, stop
 from megatoken.harness.datasets import load_lengths
 from megatoken.harness.loadgen import OfflineSettings, OfflineTest, Seeds
@@ -116,6 +117,9 @@ class PacedTarget:
             preemptions=0,
             processed_tokens=self._processed,
         )
+
+    def telemetry(self) -> Telemetry:
+        return Telemetry(power_watts=250.0)
 
     def cancel_all(self) -> None:
         self._queue.clear()

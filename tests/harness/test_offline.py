@@ -170,7 +170,7 @@ def test_a_signal_ends_the_run_soon_and_keeps_what_was_done(
     finished = read_run(Path(json.loads(out_text)["path"]))
     assert finished.verdict is Verdict.INTERRUPTED
     done = finished.requests.num_rows
-    assert done > 5
+    assert done > 0
     assert finished.reasons[0]["message"] == f"{name} after {done:,} of 20,000 samples"
     log = (finished.path / "mlperf" / "mlperf_log_detail.txt").read_text()
     assert '"key": "num_errors", "value": 1' in log  # nobody can take it for a result

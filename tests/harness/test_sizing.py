@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatoken.config import RunConfig
 from megatoken.engine.request import Request
+from megatoken.hardware.telemetry import Telemetry
 from megatoken.harness import sizing
 from megatoken.harness.datasets import Dataset, load_lengths, load_prompts
 from megatoken.harness.sizing import estimate_rate, library_to_data_set, plan_offline, seconds_to_fill
@@ -159,6 +160,9 @@ class ChunkedEngine:
     def counters(self) -> TargetCounters:
         waiting = len(self._waiting)
         return TargetCounters(waiting + len(self._answering), waiting, 0, self._budget, 0, 0, 0, self._processed)
+
+    def telemetry(self) -> Telemetry:
+        return Telemetry()
 
     def cancel_all(self) -> None:
         self._waiting.clear()

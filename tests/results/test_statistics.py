@@ -52,6 +52,24 @@ def test_rates_and_latencies_of_a_run_done_by_hand():
     assert "no user waits like this" in result["latency_origin"]
 
 
+def moment(seconds: float, replica: int, watts: float | None) -> SeriesRow:
+    return SeriesRow(seconds, "here", replica, 0, 0, 0, 0, 0, 0, 0, 0, 0, power_watts=watts)
+
+
+def test_energy_is_power_over_the_time_since_the_row_before():
+    rows = [moment(1.0, 0, 100.0), moment(3.0, 0, 400.0), moment(2.0, 1, 50.0), moment(4.0, 1, 150.0)]
+    result = summarise(requests(row(0, 1.0, 4.0, 5)), series(*rows), scenario="offline")
+    assert result["energy_joules"] == 100 + 800 + 100 + 300
+    assert result["energy_joules_per_output_token"] == 1300 / 5
+    assert result["power_watts"] == 900 / 3 + 400 / 4
+
+
+@pytest.mark.parametrize("rows", [[], [moment(1.0, 0, None)], [moment(1.0, 0, 5.0), moment(1.0, 1, None)]])
+def test_energy_that_nobody_measured_is_not_known(rows: list[SeriesRow]):
+    result = summarise(requests(row(0, 1.0, 4.0, 5)), series(*rows), scenario="offline")
+    assert result["energy_joules"] is result["energy_joules_per_output_token"] is result["power_watts"] is None
+
+
 def test_latencies_count_from_the_scheduled_time():
     late = [row(number, 6.0, 8.0, 3, scheduled_seconds=4.0 + number, sent_seconds=5.5) for number in range(2)]
     result = summarise(requests(*late), series(), scenario="server")

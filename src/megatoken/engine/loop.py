@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import index
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -90,10 +91,11 @@ class Engine:
         self.tokenizer = Tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self.device, _ = choose_device(config)
+        self.device, self._why_no_gpu = choose_device(config)
+        self._ops = operations(self.device)
         memory = self.memory_plan
         try:
-            self._runner = Runner(source, config, memory, operations(self.device), self.device)
+            self._runner = Runner(source, config, memory, self._ops, self.device)
         except torch.OutOfMemoryError as error:
             raise CapacityError(f"the GPU ran out of memory while loading: {str(error).splitlines()[0]}") from error
         self._scheduler = Scheduler(
@@ -202,6 +204,17 @@ class Engine:
             yield from self._events([ticket])
         finally:
             self._abandon([ticket])
+
+    def describe(self) -> dict[str, Any]:
+        """What this engine runs on and with, ready for JSON."""
+        on_gpu = self.device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
+            "kernels": self._ops.kernels(),
+            "threads": torch.get_num_threads(),
+            "steps_in_flight": 1 + self._lookahead,
+            "why_no_gpu": self._why_no_gpu,
+        }
 
     def counters(self) -> Counters:
         """A snapshot for progress lines and time series."""

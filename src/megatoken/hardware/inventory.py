@@ -10,7 +10,6 @@ import os
 import platform
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from importlib import import_module, metadata
 from pathlib import Path
@@ -33,12 +32,8 @@ MATRIX_INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_
 ARM_INSTRUCTIONS = ("asimd", "bf16", "i8mm", "sve", "sve2")
 
 
-def take_inventory(cpu_kernels: str | None = None) -> dict[str, Any]:
-    """Hardware, operating system, versions and source revision of this process, ready for JSON; takes about 50 ms.
-
-    Args:
-        cpu_kernels: which kernels the CPU back end runs, in words; None where there is no such back end.
-    """
+def take_inventory() -> dict[str, Any]:
+    """Hardware, operating system, versions and source revision of this process, ready for JSON; takes about 50 ms."""
     return {
         "hostname": socket.gethostname(),
         "operating_system": _operating_system(),
@@ -46,8 +41,6 @@ def take_inventory(cpu_kernels: str | None = None) -> dict[str, Any]:
         "machine": platform.machine(),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "cpu": cpu(),
-        "cpu_kernels": cpu_kernels,
-        "torch_threads": torch_threads(),
         "memory": {
             "total_bytes": psutil.virtual_memory().total,
             "available_bytes": psutil.virtual_memory().available,
@@ -79,13 +72,6 @@ def cpu() -> dict[str, Any]:
         "quota_cores": _cpu_quota(Path("/sys/fs/cgroup/cpu.max")),
         "instruction_sets": [flag for flag in (*MATRIX_INSTRUCTIONS, *ARM_INSTRUCTIONS) if flag in flags],
     }
-
-
-def torch_threads() -> int | None:
-    """Threads that PyTorch's operations use on the CPU; None while it is not loaded."""
-    torch = sys.modules.get("torch")
-    threads: int | None = torch.get_num_threads() if torch else None
-    return threads
 
 
 def gpus() -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import socket
 import time
@@ -49,6 +50,8 @@ def run_offline(
     rows = len(data_set.requests)
     learning_seconds = seconds_to_fill(config, rows)
     at_least = "at least " if learning_seconds and not data_set.fills_limit.all() else ""
+    gc.collect()
+    gc.freeze()  # a collection during the run walks what the run has made, not every module
     progress.stage(f"warming up for {at_least}{config.warm_up_seconds:g} s")
     rate = estimate_rate(target, data_set, config.warm_up_seconds, learning_seconds)
     settings = plan_offline(config, rows, rate)
@@ -142,6 +145,7 @@ class _Measurement:
         self._keep_ids = keep_ids
         self._node = socket.gethostname()
         self._before = target.counters()
+        target.telemetry()  # power is a mean since the reading before
         query, self._issued_ns = test.start()
         folder.add_facts({"started_at": datetime.now(UTC).isoformat(), "peak_memory_bytes": peak_memory_bytes()})
         self._rows = rows[query]
@@ -175,7 +179,7 @@ class _Measurement:
 
     def note_state(self) -> None:
         """Adds a row to the time series, notes the memory and refreshes the live line."""
-        counters, now_ns = self._target.counters(), time.monotonic_ns()
+        counters, telemetry, now_ns = self._target.counters(), self._target.telemetry(), time.monotonic_ns()
         since_seconds = (now_ns - self._noted_ns) / 1e9
         output_tokens, done_tokens = self._output_tokens, self._input_tokens + self._output_tokens
         rate = (output_tokens - self._noted_output_tokens) / since_seconds
@@ -196,6 +200,9 @@ class _Measurement:
                 in_flight=counters.in_flight,
                 waiting=counters.waiting,
                 preemptions=counters.preemptions - self._before.preemptions,
+                power_watts=telemetry.power_watts,
+                clock_mhz=telemetry.clock_mhz,
+                temperature_celsius=telemetry.temperature_celsius,
             )
         )
         self._folder.add_facts({"peak_memory_bytes": peak_memory_bytes()})

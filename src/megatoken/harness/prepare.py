@@ -149,7 +149,7 @@ def encoder(model: str) -> Callable[[str], list[int]] | None:
 def _load_data_set(config: RunConfig, model: ModelConfig, memory: MemoryPlan) -> Dataset:
     vocabulary_size, max_length = model.vocabulary_size, memory.max_length
     if config.prompts is None:
-        return load_lengths(config.lengths, vocabulary_size=vocabulary_size, max_length=max_length)
+        return load_lengths(config.lengths, vocabulary_size=vocabulary_size, max_length=max_length, seed=config.seed)
     if config.prompts.suffix.lower() == ".pkl":
         return load_openorca(config.prompts, vocabulary_size=vocabulary_size, max_length=max_length)
     return load_prompts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: 
     input_tokens, output_tokens = int(done.input_tokens.sum()), int(done.output_tokens.sum())
     steady = steady_window(done.first, done.last, done.output_tokens) if finished else None
     several = done.only(done.output_tokens >= 2)
+    joules, watts = energy(series)
     return {
         "output_tokens_per_second": _rate(output_tokens, duration),
         "steady_output_tokens_per_second": steady.output_tokens_per_second if steady else None,
@@ -53,6 +55,9 @@ def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: 
         "percentile_method": PERCENTILE_METHOD,
         "duration_seconds": duration,
         "steady_window_seconds": [steady.start_seconds, steady.end_seconds] if steady else None,
+        "energy_joules": joules,
+        "energy_joules_per_output_token": joules / output_tokens if joules and output_tokens else None,
+        "power_watts": watts,
         "samples_completed": len(done),
         "samples_failed": int(samples.failed.sum()),
         "samples_cancelled": int(samples.cancelled.sum()),
@@ -133,6 +138,23 @@ def steady_window(first: Floats, last: Floats, output_tokens: Floats) -> SteadyW
     share = np.divide(inside, span, out=np.zeros_like(span), where=span > 0)
     tokens = ((output_tokens - 1) * share).sum() + ((first >= start) & (first < end)).sum()
     return SteadyWindow(start, end, float(tokens / (end - start)))
+
+
+def energy(series: pa.Table) -> tuple[float | None, float | None]:
+    """Joules that all replicas' GPUs took during the run, and their mean power together in watts; None if not known.
+
+    Each row's power holds from the row of its replica before it, or from the start.
+    """
+    elapsed, replica, power = (_numbers(series[name]) for name in ("elapsed_seconds", "replica", "power_watts"))
+    joules = watts = 0.0
+    for node in _masks(series["node"]).values():
+        for number in np.unique(replica[node]):
+            rows = np.flatnonzero(node & (replica == number))
+            seconds = np.diff(elapsed[rows], prepend=0.0)
+            joules += float((power[rows] * seconds).sum())
+            watts += float((power[rows] * seconds).sum() / seconds.sum()) if seconds.sum() > 0 else math.nan
+    known = len(series) > 0 and math.isfinite(joules) and math.isfinite(watts)
+    return (joules, watts) if known else (None, None)
 
 
 def totals_over_time(series: pa.Table, columns: list[str]) -> list[Floats]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatoken.engine.request import Request
+from megatoken.hardware.telemetry import Telemetry
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,9 @@ class Target(Protocol):
 
     def counters(self) -> TargetCounters:
         """The state after the last poll."""
+
+    def telemetry(self) -> Telemetry:
+        """Power, clock and temperature of what serves, since the last call; asked about once a second."""
 
     def cancel_all(self) -> None:
         """Drops every sample in flight; no event follows for any of them."""

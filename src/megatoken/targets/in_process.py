@@ -10,6 +10,7 @@ import torch
 
 from megatoken.engine import Engine
 from megatoken.engine.request import Request
+from megatoken.hardware.telemetry import GpuTelemetry, Telemetry
 from megatoken.targets import SampleEvent, TargetCounters
 
 
@@ -18,11 +19,14 @@ class InProcessTarget:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._sensors = None
+        if engine.device.type == "cuda":
+            self._sensors = GpuTelemetry.open(f"GPU-{torch.cuda.get_device_properties(engine.device).uuid}")
         self._samples: dict[int, int] = {}  # ticket -> sample id
 
     def facts(self) -> dict[str, Any]:
         """The sizes the engine took, and what it runs with."""
-        return {"memory_plan": asdict(self._engine.memory_plan), "target": {"threads": torch.get_num_threads()}}
+        return {"memory_plan": asdict(self._engine.memory_plan), "target": self._engine.describe()}
 
     def submit(self, sample_id: int, request: Request) -> None:
         """Queues a sample. Raises RequestError or CapacityError if it can never be served."""
@@ -52,6 +56,10 @@ class InProcessTarget:
             preemptions=counters.preemptions,
             processed_tokens=counters.rows,
         )
+
+    def telemetry(self) -> Telemetry:
+        """The GPU's sensors; of a CPU nothing is known."""
+        return self._sensors.read() if self._sensors else Telemetry()
 
     def cancel_all(self) -> None:
         """Drops every sample in flight and steps until the engine has nothing left to tell of them."""

@@ -39,6 +39,9 @@ class Ops(Protocol):
     make one are told its ``consumer``.
     """
 
+    def kernels(self) -> str:
+        """What computes, in a few words, for the record of a run."""
+
     def padded_rows(self, rows: int) -> int:
         """Rows to run instead of ``rows``, where every new number of rows would cost the back end time and memory."""
 

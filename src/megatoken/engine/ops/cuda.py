@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -74,6 +75,11 @@ class Batch:
     sample_pages: Tensor
     sample_lengths: Tensor
     sample_host_lengths: NDArray[np.int32]
+
+
+def kernels() -> str:
+    """Versions of the compilers and libraries behind the operations."""
+    return f"Triton {triton.__version__}, products of PyTorch {torch.__version__}"
 
 
 def padded_rows(rows: int) -> int:
