@@ -1,0 +1,152 @@
+"""A model on one GPU, end to end: MLPerf Offline through LoadGen, with GEMM bound and power of the same process.
+
+Random weights and prompts of random ids, answers forced to their lengths: unofficial, nothing is verified by MLCommons.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from gpu_measuring import gemm_bound_teraflops, operations_per_row, report, require_gpu, write_report
+from megatoken.config import load_run_config
+from megatoken.engine import Engine, Request
+from megatoken.engine.config import SHAPES
+from megatoken.errors import MegatokenError
+from megatoken.harness.offline import run_offline
+from megatoken.harness.prepare import prepare
+from megatoken.harness.progress import Progress
+from megatoken.results import Run, read_run
+from megatoken.results.statistics import totals_over_time
+from megatoken.targets.in_process import InProcessTarget
+
+BOUND_SECONDS = 10.0
+NOTE = "unofficial: random weights, prompts of random ids, answers forced to their lengths; not verified by MLCommons"
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama2-70b")
+    parser.add_argument("--precision", choices=["bf16", "fp8"], default="fp8")
+    parser.add_argument("--lengths", default="csv", help="IN/OUT tokens of every sample; default: the shipped lengths")
+    parser.add_argument("--samples", type=int, default=6144)
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder that receives the run folder")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    options, rest = parser.parse_known_args(arguments)
+    if any(not argument.startswith("--engine.") or "=" not in argument for argument in rest):
+        parser.error(f"unknown arguments {rest}; settings of the engine are --engine.KEY=VALUE")
+    options.engine = dict(argument.removeprefix("--").split("=", 1) for argument in rest)
+    return options
+
+
+def fixed_lengths(lengths: str, samples: int, folder: Path) -> Path:
+    """A table of ``samples`` equal rows."""
+    input_tokens, output_tokens = (int(part) for part in lengths.split("/"))
+    path = folder / f"{input_tokens}-{output_tokens}.csv"
+    path.write_text("input_tokens,output_tokens\n" + f"{input_tokens},{output_tokens}\n" * samples)
+    return path
+
+
+def seconds_since_start() -> float:
+    return time.time() - psutil.Process().create_time()
+
+
+def start(engine: Engine) -> float:
+    """Seconds from the start of the process to the first token."""
+    engine.generate([Request([1], 1)])
+    return seconds_since_start()
+
+
+def steady_figures(run: Run, engine: Engine, bound_teraflops: float) -> dict[str, Any]:
+    """Rates, power and energy inside the steady window of the run."""
+    begin, end = run.result["steady_window_seconds"]
+    times, processed = totals_over_time(run.series, ["processed_tokens"])
+    first, last = np.interp([begin, end], times, processed)
+    rate = (last - first) / (end - begin)
+    inside = (times > begin) & (times <= end)
+    watts, clock, in_flight, waiting = (
+        run.series[name].to_numpy()[inside] for name in ("power_watts", "clock_mhz", "in_flight", "waiting")
+    )
+    output_rate = run.result["steady_output_tokens_per_second"]
+    teraflops = rate * operations_per_row(engine) / 1e12
+    return {
+        "steady_window_seconds": [begin, end],
+        "steady_output_tokens_per_second": output_rate,
+        "processed_tokens_per_second": rate,
+        "model_teraflops_per_second": teraflops,
+        "gemm_bound_teraflops_per_second": bound_teraflops,
+        "gemm_bound_share": teraflops / bound_teraflops,
+        "power_watts": float(watts.mean()),
+        "clock_mhz": float(clock.mean()),
+        "energy_joules_per_output_token": float(watts.mean()) / output_rate,
+        "resident_sequences_mean": float((in_flight - waiting).mean()),
+        "resident_sequences_highest": int((in_flight - waiting).max()),
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run once; the JSON fields."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags: dict[str, Any] = {
+            "model": options.shape,
+            "precision": options.precision,
+            "samples": str(options.samples),
+            "min-duration": "0",
+            "out": str(options.runs),
+            "engine.device": "cuda",
+            **options.engine,
+        }
+        if options.lengths != "csv":
+            flags["lengths"] = str(fixed_lengths(options.lengths, options.samples, Path(folder)))
+        config = load_run_config(None, flags)
+        prepared = prepare(config)
+        engine = prepared.build_engine()
+        first_token_seconds = start(engine)
+        before = gemm_bound_teraflops(engine, engine.memory_plan.max_rows, BOUND_SECONDS)
+        path = run_offline(config, prepared.data_set, InProcessTarget(engine), prepared.facts(), Progress())
+        after = gemm_bound_teraflops(engine, engine.memory_plan.max_rows, BOUND_SECONDS)
+    run = read_run(path)
+    whole = ("output_tokens_per_second", "duration_seconds", "samples_completed", "samples_failed", "output_tokens")
+    return {
+        "note": NOTE,
+        "shape": options.shape,
+        "precision": options.precision,
+        "lengths": options.lengths,
+        "samples": options.samples,
+        "verdict": run.verdict,
+        "loadgen_output_tokens_per_second": run.result["loadgen_output_tokens_per_second"],
+        **{name: run.result[name] for name in whole},
+        **steady_figures(run, engine, (before + after) / 2),
+        "gemm_bound_before_and_after": [before, after],
+        "process_start_to_first_token_seconds": first_token_seconds,
+        "preemptions": run.series["preemptions"].to_numpy().max().item(),
+        "target": run.result["target"],
+        "memory_plan": run.result["memory_plan"],
+    }
+
+
+def main() -> int:
+    options = parse(sys.argv[1:])
+    try:
+        require_gpu()
+        fields = measure(options)
+    except MegatokenError as error:
+        print(f"offline.py: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    finished = report("offline.py", fields)
+    for name, value in fields.items():
+        print(f"{name:40} {value}")
+    write_report(options.out, finished)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
