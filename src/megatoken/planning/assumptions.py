@@ -19,6 +19,8 @@ from megatoken.planning.strict_yaml import Strict, read_strict
 
 _Schema = TypeVar("_Schema", bound=Strict)
 
+LARGEST_NUMBER = 1e15
+
 
 class _OwnEntry(Strict):
     value: float
@@ -75,6 +77,10 @@ class Assumptions(Mapping[str, float]):
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def but(self, name: str, value: float) -> Assumptions:
+        """The same with another value of ``name``."""
+        return Assumptions({**self.entries, name: replace(self.entries[name], value=value)})
 
     def inputs(self, names: Iterable[str]) -> tuple[Input, ...]:
         """Those of ``names`` as inputs of a plan, in that order."""
@@ -150,6 +156,8 @@ def _checked(entry: Assumption, place: str) -> Assumption:
     for number in (entry.value, entry.low, entry.high):
         if number is None:
             continue
+        if abs(number) > LARGEST_NUMBER:
+            raise ConfigError(f"{place}: {entry.name} is {number:g}, which is no such quantity")
         if entry.minimum is not None and number < entry.minimum:
             raise ConfigError(f"{place}: {entry.name} is {number:g}; it must be at least {entry.minimum:g}")
         if entry.maximum is not None and number > entry.maximum:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatoken.planning.assumptions import Assumptions
 from megatoken.planning.capacity import (
@@ -17,14 +17,9 @@ from megatoken.planning.capacity import (
 )
 from megatoken.planning.figures import Input, Plan, Result, State, Table, weakest
 from megatoken.planning.pricing import Derating, Priced, derating, price
-from megatoken.planning.service_level import ServiceLevel, Verdict, judge_run
-from megatoken.planning.throughput import Throughput
+from megatoken.planning.service_level import Verdict
+from megatoken.planning.throughput import LIMITS, Throughput
 from megatoken.planning.workloads import Profile, profiles_document
-
-if TYPE_CHECKING:
-    from megatoken.results import Run
-
-LIMITS = ("ttft_limit_seconds", "tpot_limit_seconds")
 
 
 def plan_capacity(
@@ -32,7 +27,6 @@ def plan_capacity(
     profiles: Sequence[Profile],
     assumptions: Assumptions,
     *,
-    run: Run | None = None,
     second: Throughput | None = None,
     factors: Sequence[Factor] = (),
 ) -> Plan:
@@ -42,22 +36,19 @@ def plan_capacity(
         throughput: of a run or a number.
         profiles: what users do.
         assumptions: defaults or the user's own numbers.
-        run: the run that ``throughput`` is of, for its latencies.
         second: the same system under another mix of tokens, which prices input and output apart by measurement.
         factors: further shares between peak and planning value.
 
     Raises:
-        UsageError: ``run`` completed nothing, or ``second`` is not of the same system under another mix.
+        UsageError: ``second`` is not of the same system under another mix.
     """
-    level = ServiceLevel(*(assumptions[name] for name in LIMITS))
-    verdict = judge_run(run, level) if run is not None else None
     priced = price(throughput, assumptions, second)
-    derated = derating(throughput, assumptions, verdict, factors)
-    waits = _waits(verdict, assumptions)
+    derated = derating(throughput, assumptions, factors)
+    waits = _waits(throughput.service, assumptions)
     tables = [
         _interactions(throughput, profiles, priced, derated),
         _concurrency(profiles, priced, derated, waits),
-        _derating(derated),
+        _derating(throughput, derated),
     ]
     several = [profile for profile in profiles if profile.repeated_tokens]
     if several:
@@ -66,10 +57,10 @@ def plan_capacity(
         kind="plan_capacity",
         title=f"Capacity of {throughput.label}",
         inputs=(*throughput.inputs, *priced.inputs, *derated.inputs, *waits),
-        results=tuple(_results(throughput, profiles, priced, derated, verdict)),
+        results=tuple(_results(throughput, profiles, priced, derated)),
         tables=tuple(tables),
         profiles=profiles_document(profiles),
-        notes=(*throughput.notes, *_notes(throughput, verdict)),
+        notes=(*throughput.notes, *_notes(throughput)),
     )
 
 
@@ -143,9 +134,9 @@ def _concurrency(profiles: Sequence[Profile], priced: Priced, derated: Derating,
     )
 
 
-def _derating(derated: Derating) -> Table:
+def _derating(throughput: Throughput, derated: Derating) -> Table:
     peak = derated.peak_output_tokens_per_second
-    rows = [{"step": "peak", "factor_share": 1.0, "output_tokens_per_second": peak, "state": "", "source": ""}]
+    rows = [{"step": "peak", "factor_share": 1.0, "output_tokens_per_second": peak, "state": throughput.state}]
     rows += [
         {
             "step": step.name,
@@ -183,40 +174,38 @@ def _prefix_cache(profiles: Sequence[Profile], priced: Priced, derated: Derating
     )
 
 
-def _results(
-    throughput: Throughput, profiles: Sequence[Profile], priced: Priced, derated: Derating, verdict: Verdict | None
-) -> list[Result]:
+def _results(throughput: Throughput, profiles: Sequence[Profile], priced: Priced, derated: Derating) -> list[Result]:
     peak, unit = throughput.output_tokens_per_second, "output tokens/s"
     total_state = weakest((throughput.state, throughput.mix_state))
     planning_state: State = weakest((priced.state, derated.state))
     results = [
-        Result("peak_rate", peak, unit, "as given or measured", throughput.state),
+        Result("Planning rate", derated.planning, unit, _product(derated, None), derated.state),
+        Result("Latency-bound rate", derated.latency_bound, unit, _product(derated, -1), derated.latency_bound_state),
+        Result("Peak rate", peak, unit, "as given or measured", throughput.state),
         Result(
-            "total_rate",
+            "Peak rate, input counted too",
             throughput.total_tokens_per_second,
             "input + output tokens/s",
             "peak rate x (1 + input tokens per output token)",
             total_state,
         ),
-        Result("latency_bound_rate", derated.latency_bound, unit, _product(derated, -1), derated.latency_bound_state),
-        Result("planning_rate", derated.planning, unit, _product(derated, None), derated.state),
     ]
     if throughput.accelerators:
         per = derated.planning / throughput.accelerators
         formula = f"planning rate / {throughput.accelerators}"
-        results.append(Result("planning_rate_per_accelerator", per, unit, formula, derated.state))
+        results.append(Result("Planning rate per accelerator", per, unit, formula, derated.state))
     for name, seconds in (
-        ("input_token_price", priced.prices.prefill_seconds_per_token),
-        ("output_token_price", priced.prices.decode_seconds_per_token),
+        ("Price of an input token", priced.prices.prefill_seconds_per_token),
+        ("Price of an output token", priced.prices.decode_seconds_per_token),
     ):
-        results.append(Result(name, seconds * 1e6, "system microseconds/token", priced.formula, priced.state))
-    if verdict is not None:
-        results += _service_level(verdict)
+        results.append(Result(name, seconds * 1e6, "microseconds of the system", priced.formula, priced.state))
+    if throughput.service is not None:
+        results += _service_level(throughput.service)
     for profile in profiles:
         rate = priced.prices.interactions_per_second(profile) * derated.planning_share
         state = weakest((planning_state, profile.state))
-        formula = "derated share / (input tokens x input price + output tokens x output price)"
-        results.append(Result(f"interactions_of_{profile.name}", rate, "interactions/s", formula, state))
+        formula = "planning share of the peak / (input tokens x their price + output tokens x their price)"
+        results.append(Result(f"{profile.title} ({profile.name})", rate, "interactions/s", formula, state))
     return results
 
 
@@ -227,21 +216,35 @@ def _product(derated: Derating, end: int | None) -> str:
 def _service_level(verdict: Verdict) -> list[Result]:
     bound = verdict.bound_output_tokens_per_second
     return [
-        Result("service_level_bound_rate", bound, "output tokens/s", verdict.why, "measured"),
-        Result("good_share", verdict.good_share, "share of scheduled requests", verdict.why, "measured"),
-        Result("goodput", verdict.good_requests_per_second, "requests/s", "requests that kept every limit", "measured"),
-        Result("ttft_p99", verdict.ttft_p99_seconds, "s", "99th percentile of completed requests", "measured"),
-        Result("tpot_p99", verdict.tpot_p99_seconds, "s/token", "99th percentile of completed requests", "measured"),
+        Result("Rate within the service level", bound, "output tokens/s", verdict.why, "measured"),
+        Result(
+            "Requests within the service level", verdict.good_share, "share of those scheduled", verdict.why, "measured"
+        ),
+        Result("Goodput", verdict.good_requests_per_second, "requests/s", "requests that kept every limit", "measured"),
+        Result(
+            "Time to first token, p99",
+            verdict.ttft_p99_seconds,
+            "s",
+            "99th percentile of completed requests",
+            "measured",
+        ),
+        Result(
+            "Time per output token, p99",
+            verdict.tpot_p99_seconds,
+            "s/token",
+            "99th percentile of completed requests",
+            "measured",
+        ),
     ]
 
 
-def _notes(throughput: Throughput, verdict: Verdict | None) -> list[str]:
+def _notes(throughput: Throughput) -> list[str]:
     notes = [
         "The rate counts output tokens; the documents' formula divides it by input and output tokens.",
         "Prices of tokens hold for contexts about as long as the benchmark's; much longer ones cost more per token.",
     ]
-    if verdict is not None and not verdict.kept:
-        notes.append(f"Service level: {verdict.why}.")
+    if throughput.service is not None and not throughput.service.kept:
+        notes.append(f"Service level: {throughput.service.why}.")
     if throughput.accelerators is None:
         notes.append("Nobody says how many accelerators produce this rate, so nothing is given per accelerator.")
     return notes

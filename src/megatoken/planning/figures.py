@@ -66,7 +66,11 @@ class Sensitivity:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One plan, whatever it is about; ``kind`` is plan_capacity, plan_fleet, plan_energy or plan_cost."""
+    """One plan, whatever it is about; ``kind`` is plan_capacity, plan_fleet, plan_energy or plan_cost.
+
+    The first result is the headline, and what the sensitivities move. A ``waterfall`` has title, unit, total and steps
+    of name, value and state.
+    """
 
     kind: str
     title: str
@@ -75,7 +79,7 @@ class Plan:
     tables: tuple[Table, ...]
     profiles: tuple[Mapping[str, Any], ...] = ()
     sensitivities: tuple[Sensitivity, ...] = ()
-    sensitivity_of: str | None = None  # name of the result that the sensitivities move
+    waterfall: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
     def result(self, name: str) -> Result:
@@ -105,9 +109,9 @@ class Plan:
                 }
                 for table in self.tables
             ],
-            "sensitivity_of": self.sensitivity_of,
             "sensitivities": [asdict(one) for one in self.sensitivities],
             "notes": list(self.notes),
+            **({"waterfall": dict(self.waterfall)} if self.waterfall else {}),
         }
 
 

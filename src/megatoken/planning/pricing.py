@@ -9,7 +9,6 @@ from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions
 from megatoken.planning.capacity import Factor, Prices, Step, derate, prices_from_ratio, prices_from_two_rates
 from megatoken.planning.figures import Input, State, weakest
-from megatoken.planning.service_level import Verdict
 from megatoken.planning.throughput import MIX, Throughput
 
 RATIO = "prefill_to_decode_cost"
@@ -60,12 +59,12 @@ def price(throughput: Throughput, assumptions: Assumptions, second: Throughput |
 
 @dataclass(frozen=True, slots=True)
 class Derating:
-    """From a peak to the rate to plan with, step by step; the first steps up to the latency bound, then the ceiling."""
+    """From a peak to the rate to plan with: the user's own factors, the latency bound, then the ceiling of use."""
 
     peak_output_tokens_per_second: float
     steps: tuple[Step, ...]
-    inputs: tuple[Input, ...]
-    state: State
+    latency_inputs: tuple[Input, ...]  # of the steps up to the latency bound
+    ceiling_input: Input
     latency_bound_state: State
 
     @property
@@ -88,32 +87,40 @@ class Derating:
         """Of the peak."""
         return self.planning / self.peak_output_tokens_per_second
 
+    @property
+    def state(self) -> State:
+        """Of the rate to plan with."""
+        return weakest((self.latency_bound_state, self.ceiling_input.state))
 
-def derating(
-    throughput: Throughput,
-    assumptions: Assumptions,
-    verdict: Verdict | None = None,
-    more: Sequence[Factor] = (),
-) -> Derating:
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """Of all steps."""
+        return (*self.latency_inputs, self.ceiling_input)
+
+
+def derating(throughput: Throughput, assumptions: Assumptions, more: Sequence[Factor] = ()) -> Derating:
     """What remains of a peak when users must be served in time, with headroom.
 
     Args:
         throughput: the peak.
         assumptions: shares to apply where nothing was measured.
-        verdict: how the run of ``throughput`` stood to the service level, if it was one.
         more: the user's own factors, applied first.
     """
-    latency, inputs = _latency_factor(throughput, assumptions, verdict)
+    latency = _latency_input(throughput, assumptions)
+    own = [Input(one.name, one.factor, "share", one.state, one.source) for one in more]
     ceiling = assumptions.entries[CEILING]
-    factors = [*more, latency, Factor(CEILING, ceiling.value, ceiling.state, ceiling.source)]
-    steps = derate(throughput.output_tokens_per_second, factors)
-    states = [throughput.state, *(factor.state for factor in factors)]
+    inputs = (*own, latency)
+    factors = [
+        *more,
+        Factor(latency.name, float(latency.value or 0.0), latency.state, latency.source),
+        Factor(CEILING, ceiling.value, ceiling.state, ceiling.source),
+    ]
     return Derating(
         peak_output_tokens_per_second=throughput.output_tokens_per_second,
-        steps=steps,
-        inputs=(*inputs, ceiling.to_input()),
-        state=weakest(states),
-        latency_bound_state=weakest(states[:-1]),
+        steps=derate(throughput.output_tokens_per_second, factors),
+        latency_inputs=inputs,
+        ceiling_input=ceiling.to_input(),
+        latency_bound_state=weakest((throughput.state, *(one.state for one in inputs))),
     )
 
 
@@ -133,15 +140,16 @@ def parse_factor(text: str) -> Factor:
     return Factor(name.strip(), factor, "given", "--factor")
 
 
-def _latency_factor(
-    throughput: Throughput, assumptions: Assumptions, verdict: Verdict | None
-) -> tuple[Factor, tuple[Input, ...]]:
-    if verdict is not None and verdict.kept:
-        return Factor("service_level_kept", 1.0, "measured", verdict.why), ()
-    if verdict is not None and verdict.good_output_tokens_per_second is not None and verdict.kept is False:
-        share = verdict.good_output_tokens_per_second / throughput.output_tokens_per_second
-        return Factor("goodput_share", share, "measured", verdict.why), ()
+def _latency_input(throughput: Throughput, assumptions: Assumptions) -> Input:
+    """What share of the rate serves users in time: by the run itself, by its scenario, else by assumption."""
+    service = throughput.service
+    if service is not None and service.kept:
+        return Input("service_level_kept", 1.0, "share", "measured", service.why)
+    if service is not None and service.kept is False and service.good_output_tokens_per_second is not None:
+        share = service.good_output_tokens_per_second / throughput.output_tokens_per_second
+        if not share:
+            raise UsageError(f"no request kept the service level, so there is no rate to plan with: {service.why}")
+        return Input("goodput_share", share, "share", "measured", service.why)
     if throughput.scenario in ("server", "interactive"):
-        return Factor("latencies_already_kept", 1.0, "given", f"a rate of the {throughput.scenario} scenario"), ()
-    entry = assumptions.entries[LATENCY]
-    return Factor(LATENCY, entry.value, entry.state, entry.source), (entry.to_input(),)
+        return Input("latencies_already_kept", 1.0, "share", "given", f"a rate of scenario {throughput.scenario}")
+    return assumptions.entries[LATENCY].to_input()

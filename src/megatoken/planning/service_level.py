@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatoken.errors import UsageError
 from megatoken.results.statistics import Floats, Samples, samples_needed
 
 if TYPE_CHECKING:
@@ -46,13 +45,7 @@ class Verdict:
 
 
 def judge_run(run: Run, level: ServiceLevel) -> Verdict:
-    """How ``run`` stands to ``level``.
-
-    Raises:
-        UsageError: the run completed nothing.
-    """
-    if not run.result.get("output_tokens_per_second"):
-        raise UsageError(f"{run.path}: no sample was completed, so no service level can be judged")
+    """How ``run``, which completed a sample, stands to ``level``."""
     return judge(Samples.of(run.requests), level, offline=run.result.get("scenario") == "offline")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from megatoken.errors import UsageError
-from megatoken.planning.assumptions import Assumptions
-from megatoken.planning.figures import Input, State
+from megatoken.planning.assumptions import LARGEST_NUMBER, Assumptions
+from megatoken.planning.figures import STATES, Input, State
+from megatoken.planning.service_level import ServiceLevel, Verdict, judge_run
 
 if TYPE_CHECKING:
     from megatoken.results import Run
@@ -19,14 +19,22 @@ Counted = Literal["output", "total"]
 _Choice = TypeVar("_Choice")
 
 MIX = "benchmark_input_tokens_per_output_token"
+LENGTH = "benchmark_output_tokens_per_request"
+LIMITS = ("ttft_limit_seconds", "tpot_limit_seconds")
+MOST_INPUT = 1_000_000
+DEFAULT_MIX = (
+    "The mix of input and output tokens at which the rate was reached is taken to be that of MLPerf's llama2-70b; for"
+    " any other benchmark give its own."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
     """A rate of output tokens at which all requests were of one mix.
 
-    ``accelerators`` is what produces the rate, None where nobody says. ``input_tokens_per_output_token`` is the mix of
-    requests it was reached with. ``scenario`` is offline, server, interactive or None.
+    ``accelerators`` is what produces the rate, None where nobody says. ``input_tokens_per_output_token`` and
+    ``output_tokens_per_request`` describe the requests it was reached with. ``scenario`` is offline, server,
+    interactive or None. ``service`` is how the run stood to the service level, if the rate is of a run.
     """
 
     output_tokens_per_second: float
@@ -34,11 +42,13 @@ class Throughput:
     accelerators: int | None
     accelerator: str | None
     input_tokens_per_output_token: float
+    output_tokens_per_request: float
     scenario: str | None
     inputs: tuple[Input, ...]
     state: State
     source: str
     mix_state: State
+    service: Verdict | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -83,12 +93,12 @@ def from_number(
     Raises:
         UsageError: a number, scope, unit or state that is none.
     """
-    _positive("the rate", tokens_per_second)
-    checked_scope: Scope = _choice("scope", scope, get_args(Scope))
-    checked_counted: Counted = _choice("counted tokens", counted, get_args(Counted))
-    checked_state: State = _choice("state", state, get_args(State))
+    check_positive("the rate", tokens_per_second)
+    checked_scope: Scope = choose("scope", scope, get_args(Scope))
+    checked_counted: Counted = choose("counted tokens", counted, get_args(Counted))
+    checked_state: State = choose("state", state, STATES)
     if scenario is not None:
-        _choice("scenario", scenario, ("offline", "server", "interactive"))
+        choose("scenario", scenario, ("offline", "server", "interactive"))
     if accelerators is not None and accelerators < 1:
         raise UsageError(f"accelerators is {accelerators}; give how many produce the rate")
     if checked_scope == "accelerator":
@@ -99,11 +109,14 @@ def from_number(
         accelerators = 1
     if input_tokens_per_output_token is None:
         mix, mix_input = assumptions[MIX], assumptions.inputs([MIX])[0]
+        notes = [] if mix_input.state == "given" else [DEFAULT_MIX]
     else:
         mix = input_tokens_per_output_token
-        if not (math.isfinite(mix) and mix >= 0):
-            raise UsageError(f"the mix is {mix} input tokens per output token; give a number from 0 on")
-        mix_input = Input(MIX, mix, "input tokens / output token", "given", source)
+        if not 0 <= mix <= MOST_INPUT:
+            raise UsageError(
+                f"the mix is {mix:g} input tokens per output token; give a number from 0 to {MOST_INPUT:,}"
+            )
+        mix_input, notes = Input(MIX, mix, "input tokens / output token", "given", source), []
     rate = tokens_per_second / (1 + mix) if checked_counted == "total" else tokens_per_second
     unit = f"{checked_counted} tokens/s per {checked_scope}"
     return Throughput(
@@ -112,19 +125,24 @@ def from_number(
         accelerators=accelerators,
         accelerator=accelerator,
         input_tokens_per_output_token=mix,
+        output_tokens_per_request=assumptions[LENGTH],
         scenario=scenario,
         inputs=(Input("rate", tokens_per_second, unit, checked_state, source), mix_input),
         state=checked_state,
         source=source,
         mix_state=mix_input.state,
+        notes=tuple(notes),
     )
 
 
-def from_run(run: Run, *, accelerators: int | None = None, accelerator: str | None = None) -> Throughput:
+def from_run(
+    run: Run, assumptions: Assumptions, *, accelerators: int | None = None, accelerator: str | None = None
+) -> Throughput:
     """The rate over the whole of a run, from its first scheduled time to its last completion.
 
     Args:
         run: a run folder as read.
+        assumptions: for the latency limits that it is held against.
         accelerators: how many the run used, where its folder does not say (an engine on CPUs).
         accelerator: their name.
 
@@ -134,14 +152,14 @@ def from_run(run: Run, *, accelerators: int | None = None, accelerator: str | No
     from megatoken.results.nodes import run_accelerators
 
     result = run.result
-    rate, tokens = result.get("output_tokens_per_second"), result.get("output_tokens") or 0
-    if not rate or not tokens:
+    rate = result.get("output_tokens_per_second")
+    if not rate:
         raise UsageError(f"{run.path}: no sample was completed, so there is no rate to plan with")
     nodes = len(result.get("nodes") or [None])
     per_node = run_accelerators(run)
     used = accelerators or (per_node * nodes if per_node else None)
     source = f"{run.path} ({run.verdict})"
-    mix = result["input_tokens"] / tokens
+    mix = result["input_tokens"] / result["output_tokens"]
     notes = [f"{run.path}: {note}" for note in result.get("notes") or ()]
     if run.verdict not in ("MEASURED", "VALID"):
         notes.append(f"{run.path} ended {run.verdict}: the plan is no better than that run")
@@ -151,6 +169,7 @@ def from_run(run: Run, *, accelerators: int | None = None, accelerator: str | No
         accelerators=used,
         accelerator=accelerator or _accelerator_name(run),
         input_tokens_per_output_token=mix,
+        output_tokens_per_request=result["output_tokens"] / result["samples_completed"],
         scenario=result.get("scenario"),
         inputs=(
             Input("rate", rate, "output tokens/s, whole run", "measured", source),
@@ -159,6 +178,7 @@ def from_run(run: Run, *, accelerators: int | None = None, accelerator: str | No
         state="measured",
         source=source,
         mix_state="measured",
+        service=judge_run(run, ServiceLevel(*(assumptions[name] for name in LIMITS))),
         notes=tuple(notes),
     )
 
@@ -168,12 +188,14 @@ def _accelerator_name(run: Run) -> str | None:
     return gpus[0].get("name") if gpus and isinstance(gpus[0], dict) else None
 
 
-def _positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise UsageError(f"{name} is {value}; give a number above 0")
+def check_positive(name: str, value: float) -> None:
+    """Refuse what is no number above 0, or one that no machine can have."""
+    if not 0 < value <= LARGEST_NUMBER or value < 1 / LARGEST_NUMBER:
+        raise UsageError(f"{name} is {value:g}; give a number above 0 that a machine can have")
 
 
-def _choice(name: str, value: str, known: tuple[_Choice, ...]) -> _Choice:
+def choose(name: str, value: str, known: tuple[_Choice, ...]) -> _Choice:
+    """The one of ``known`` that is ``value``; UsageError naming all of them if none is."""
     for one in known:
         if one == value:
             return one

@@ -1,0 +1,217 @@
+"""``megatoken plan cost``: dollars per million output tokens, per interaction and per user, with what moves them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatoken.errors import UsageError
+from megatoken.planning.assumptions import Assumptions
+from megatoken.planning.capacity import Factor
+from megatoken.planning.cost import (
+    OWNED_ONLY,
+    SECONDS_PER_HOUR,
+    CostInputs,
+    dollars_per_million_output_tokens,
+    hourly_lines,
+    interaction_dollars,
+    million_token_lines,
+    output_tokens_per_hour,
+    shares,
+)
+from megatoken.planning.energy_plan import WALL, Level, Power, levels
+from megatoken.planning.figures import Input, Plan, Result, Sensitivity, State, Table, by_swing, weakest
+from megatoken.planning.pricing import Derating, Priced, derating, price
+from megatoken.planning.throughput import Throughput, check_positive
+from megatoken.planning.workloads import Profile, profiles_document
+
+SHORTER_SHARE = 0.3
+NOT_COVERED = "Not in it: the network between racks, maintenance contracts, software licences, taxes, idle spare nodes."
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What is paid for: a rate, its power, a rent if it is rented, and the user's own factors below the peak."""
+
+    throughput: Throughput
+    power: Power | None
+    rent_dollars_per_accelerator_hour: float | None = None
+    factors: Sequence[Factor] = ()
+
+    @property
+    def rented(self) -> bool:
+        """Price, capital, power and space are the landlord's."""
+        return self.rent_dollars_per_accelerator_hour is not None
+
+
+def plan_cost(
+    system: System, profiles: Sequence[Profile], assumptions: Assumptions, *, second: Throughput | None = None
+) -> Plan:
+    """Cost of tokens, interactions and users.
+
+    Args:
+        system: what is paid for; its throughput must say how many accelerators it has, and an owned one needs power.
+        profiles: what users do.
+        assumptions: prices and habits.
+        second: the same system under another mix of tokens, which prices input and output apart by measurement.
+
+    Raises:
+        UsageError: no number of accelerators, no power of an owned system, or a rent that is no price.
+    """
+    inputs = _cost_inputs(system, assumptions)
+    throughput = system.throughput
+    derated = derating(throughput, assumptions, system.factors)
+    names = [name for name in CostInputs.assumption_names() if not (system.rented and name in OWNED_ONLY)]
+    wall = _wall(system, assumptions)
+    state = weakest((derated.latency_bound_state, *([wall.state] if wall else []), *assumptions.states(names)))
+    priced = price(throughput, assumptions, second)
+    lines = million_token_lines(inputs)
+    used = [*_own_inputs(system, assumptions), *derated.latency_inputs, *assumptions.inputs(names)]
+    return Plan(
+        kind="plan_cost",
+        title=f"Cost of {throughput.label}",
+        inputs=(*throughput.inputs, *used, *priced.inputs),
+        results=tuple(_results(inputs, state)),
+        tables=(_lines(inputs, lines, state), _interactions(inputs, profiles, priced, derated, state)),
+        profiles=profiles_document(profiles),
+        sensitivities=_sensitivities(system, assumptions, [one.name for one in used if one.name in assumptions]),
+        notes=(*throughput.notes, NOT_COVERED),
+        waterfall=_waterfall(lines, state),
+    )
+
+
+def _cost_inputs(system: System, assumptions: Assumptions) -> CostInputs:
+    throughput, rent = system.throughput, system.rent_dollars_per_accelerator_hour
+    if throughput.accelerators is None:
+        raise UsageError(
+            "nobody says how many accelerators produce this rate; give the number, 1 for a machine without"
+        )
+    if rent is not None:
+        check_positive("the rent in dollars per accelerator hour", rent)
+    wall = _wall(system, assumptions)
+    if wall is None and not system.rented:
+        raise UsageError("the power is not known: give watts, or how many accelerators of which name, or a rent")
+    return CostInputs(
+        output_tokens_per_second=derating(throughput, assumptions, system.factors).latency_bound,
+        accelerators=throughput.accelerators,
+        full_watts=wall.watts if wall else 0.0,
+        input_tokens_per_output_token=throughput.input_tokens_per_output_token,
+        output_tokens_per_request=throughput.output_tokens_per_request,
+        rent_dollars_per_accelerator_hour=rent,
+        **{name: assumptions[name] for name in CostInputs.assumption_names()},
+    )
+
+
+def _wall(system: System, assumptions: Assumptions) -> Level | None:
+    if system.rented or system.power is None:
+        return None
+    return next(one for one in levels(system.throughput, system.power, assumptions) if one.boundary == "wall")
+
+
+def _own_inputs(system: System, assumptions: Assumptions) -> list[Input]:
+    """Inputs about the system itself."""
+    if system.rented:
+        return [Input("rent", system.rent_dollars_per_accelerator_hour, "$/(accelerator hour)", "given", "given")]
+    power = system.power
+    assert power is not None  # _cost_inputs has refused
+    found = [Input("power", power.watts, f"W, {power.boundary}", power.state, power.source)]
+    return [*found, *(assumptions.inputs([WALL]) if power.boundary == "accelerators" else ())]
+
+
+def _results(inputs: CostInputs, state: State) -> list[Result]:
+    hourly = math.fsum(hourly_lines(inputs).values())
+    return [
+        Result(
+            "Cost per million output tokens",
+            dollars_per_million_output_tokens(inputs),
+            "$/million output tokens",
+            "system $/h / million output tokens per hour + egress + storage",
+            state,
+        ),
+        Result("Cost of the system", hourly, "$/h", "all lines but egress and storage", state),
+        Result(
+            "Output tokens per hour",
+            output_tokens_per_hour(inputs) / 1e6,
+            "million/h",
+            f"latency-bound rate {inputs.output_tokens_per_second:,.1f}/s x 3,600 x utilisation"
+            f" {inputs.utilisation_share:g}",
+            state,
+        ),
+        Result(
+            "The same at the full latency-bound rate",
+            hourly / (inputs.output_tokens_per_second * SECONDS_PER_HOUR / 1e6),
+            "$/million output tokens",
+            "system $/h at this utilisation / tokens at full use: what a price without utilisation hides",
+            state,
+        ),
+    ]
+
+
+def _lines(inputs: CostInputs, per_million: Mapping[str, float], state: State) -> Table:
+    hourly = hourly_lines(inputs)
+    of_all = shares(per_million)
+    rows = [
+        {
+            "line": name.replace("_", " "),
+            "dollars_per_hour": hourly.get(name, dollars * output_tokens_per_hour(inputs) / 1e6),
+            "dollars_per_million_output_tokens": dollars,
+            "cost_share": of_all[name],
+            "state": state,
+        }
+        for name, dollars in per_million.items()
+    ]
+    return Table("lines", "Where the money goes, at the mean use", tuple(rows))
+
+
+def _interactions(
+    inputs: CostInputs, profiles: Sequence[Profile], priced: Priced, derated: Derating, state: State
+) -> Table:
+    prices = priced.prices.scaled(derated.latency_bound_share)
+    rows = []
+    for profile in profiles:
+        whole, short = (
+            interaction_dollars(
+                inputs,
+                system_seconds=prices.interaction_seconds(one),
+                read_tokens=one.read_tokens(0.0),
+                written_tokens=one.written_tokens,
+                requests=one.turns,
+            )
+            for one in (profile, profile.shortened(SHORTER_SHARE))
+        )
+        rows.append(
+            {
+                "profile": profile.name,
+                "dollars_per_request": whole / profile.turns,
+                "dollars_per_thousand_interactions": whole * 1000,
+                "dollars_per_million_output_tokens": whole / profile.written_tokens * 1e6,
+                "dollars_per_user_month": whole * profile.interactions_per_user_month,
+                "dollars_per_thousand_interactions_with_prompts_30_percent_shorter": short * 1000,
+                "state": weakest((state, priced.state, profile.state)),
+            }
+        )
+    note = "input and output tokens each at their own price; an interaction may be several requests"
+    return Table("interactions", "Cost of requests, interactions and users", tuple(rows), note)
+
+
+def _sensitivities(system: System, assumptions: Assumptions, names: Sequence[str]) -> tuple[Sensitivity, ...]:
+    """The headline with each input alone at the ends of its range."""
+    found = []
+    for name in names:
+        entry = assumptions.entries[name]
+        if entry.low is None or entry.high is None:
+            continue
+        low, high = (
+            dollars_per_million_output_tokens(_cost_inputs(system, assumptions.but(name, value)))
+            for value in (entry.low, entry.high)
+        )
+        found.append(Sensitivity(name, entry.unit, entry.low, entry.high, low, high))
+    return by_swing(found)
+
+
+def _waterfall(lines: Mapping[str, float], state: State) -> dict[str, Any]:
+    steps = [{"name": name.replace("_", " "), "value": value, "state": state} for name, value in lines.items()]
+    unit = "$/million output tokens"
+    return {"title": "Cost of a million output tokens", "unit": unit, "total": "Total", "steps": steps}

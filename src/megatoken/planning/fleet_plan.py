@@ -1,0 +1,331 @@
+"""``megatoken plan fleet``: how many machines a demand needs, with spares, and what a second class saves."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatoken.config import nearest
+from megatoken.errors import UsageError
+from megatoken.planning.assumptions import Assumptions, read_shipped
+from megatoken.planning.capacity import Factor, interactions_of_users, residence_seconds
+from megatoken.planning.figures import Input, Plan, Result, State, Table, weakest
+from megatoken.planning.fleet import Demand, Size, SupplyClass, fit, parse_curve, policies, replacement, size
+from megatoken.planning.pricing import derating, price
+from megatoken.planning.strict_yaml import LARGEST_FILE_BYTES, Strict
+from megatoken.planning.throughput import LIMITS, Throughput, check_positive
+from megatoken.planning.workloads import Profile, profiles_document
+
+UNITS = {
+    "output-tokens": "output tokens/s",
+    "interactions": "interactions/s",
+    "users": "users",
+}
+LONGEST_CURVE_SHOWN = 200
+BASE_PRICE = "base_dollars_per_accelerator_hour"
+BURST_PRICE = "burst_dollars_per_accelerator_hour"
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """One class of machines: the rate of some of them, how many accelerators a node has, how many nodes a rack."""
+
+    throughput: Throughput
+    accelerators_per_node: int | None = None
+    nodes_per_rack: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Demand over a cycle in equal parts, in one of ``UNITS``."""
+
+    levels: tuple[float, ...]
+    unit: str
+    state: State
+    source: str
+
+
+class _CurveEntry(Strict):
+    title: str
+    state: State
+    source: str
+    shares: list[float]
+
+
+class _CurvesFile(Strict):
+    curves: dict[str, _CurveEntry]
+
+
+def load_demand(unit: str, level: float | None = None, curve: str | None = None) -> Curve:
+    """Demand from the command line.
+
+    Args:
+        unit: output-tokens, interactions or users.
+        level: the constant demand, or the peak of the curve.
+        curve: name of a shipped curve, or a CSV file of hour and demand. Shipped ones need ``level``; those of a file
+            are scaled to it if it is given.
+
+    Raises:
+        UsageError: neither level nor curve, or what is none of these.
+    """
+    if unit not in UNITS:
+        raise UsageError(f"the unit of the demand is '{unit}'; it must be one of {', '.join(UNITS)}")
+    if level is not None:
+        check_positive("the demand", level)
+    if curve is None:
+        if level is None:
+            raise UsageError("nothing to serve: give a demand, a curve, or nodes to replace")
+        return Curve((level,), unit, "given", "--demand")
+    shipped = read_shipped("demand_curves.yaml", _CurvesFile).curves
+    if curve in shipped:
+        if level is None:
+            raise UsageError(f"the curve {curve} has no height; give its peak as the demand")
+        entry = shipped[curve]
+        return Curve(tuple(share * level for share in entry.shares), unit, entry.state, entry.source)
+    levels = _curve_file(Path(curve), shipped)
+    scale = 1.0 if level is None else level / max(levels)
+    return Curve(tuple(one * scale for one in levels), unit, "given", curve)
+
+
+def plan_fleet(
+    supply: Supply,
+    demand: Curve,
+    assumptions: Assumptions,
+    *,
+    profile: Profile | None = None,
+    spare_domains: int = 1,
+    domain: str = "node",
+    burst: Supply | None = None,
+    factors: Sequence[Factor] = (),
+) -> Plan:
+    """Machines for a demand.
+
+    Args:
+        supply: the class of machines that is always there.
+        demand: constant or over a cycle.
+        assumptions: derating, latency limits and prices.
+        profile: what an interaction is; needed unless the demand is in output tokens.
+        spare_domains: fault domains that may fail without loss.
+        domain: what fails together: node or rack.
+        burst: a second class, taken by the hour for what exceeds the first.
+        factors: further shares between peak and planning value, for both classes.
+
+    Raises:
+        UsageError: no profile where one is needed, or nobody says how many accelerators a node has.
+    """
+    levels, formula = _in_work(demand, profile, assumptions)
+    work_unit = UNITS["output-tokens" if demand.unit == "output-tokens" else "interactions"]
+    need = Demand(levels, work_unit)
+    priced_by = profile if demand.unit != "output-tokens" else None
+    base, state, inputs = _class("base", supply, priced_by, assumptions, BASE_PRICE, factors)
+    state = weakest((state, demand.state, *((profile.state,) if profile else ())))
+    sized = size(need.peak, base, spare_domains=spare_domains, domain=domain)
+    tables = [_sizes(need, base, sized)]
+    results = _results(need, base, sized, domain, state)
+    if burst is not None:
+        second, second_state, more = _class("burst", burst, priced_by, assumptions, BURST_PRICE, factors)
+        inputs += more
+        burst_state = weakest((state, second_state))
+        tables.append(_policies(need, base, second, sized.spare_nodes if domain == "node" else 0, burst_state))
+        alone = size(need.peak, second).serving_nodes
+        formula_alone = f"ceiling(peak demand / {second.rate_per_node:,.4g} {work_unit} per node)"
+        results.append(Result("Burst nodes if the base is lost", alone, "nodes", formula_alone, burst_state))
+    if 1 < len(need.levels) <= LONGEST_CURVE_SHOWN:
+        tables.append(_curve(demand, need, base))
+    shown = f"{demand.levels[0]:,.6g}" if len(demand.levels) == 1 else f"a peak of {max(demand.levels):,.6g}"
+    demand_input = Input("demand_peak", max(demand.levels), UNITS[demand.unit], demand.state, demand.source)
+    return Plan(
+        kind="plan_fleet",
+        title=f"Fleet for {shown} {UNITS[demand.unit]}",
+        inputs=tuple(dict.fromkeys([demand_input, *inputs])),  # both classes share assumptions
+        results=tuple(results),
+        tables=tuple(tables),
+        profiles=profiles_document([profile] if profile else []),
+        notes=(formula, *supply.throughput.notes) if formula else supply.throughput.notes,
+    )
+
+
+def plan_replacement(
+    nodes_before: int, output_tokens_per_second_before: float, supply: Supply, *, state: State = "given"
+) -> Plan:
+    """How many nodes of ``supply`` do the work of ``nodes_before`` nodes of a known rate, at the same derating.
+
+    Raises:
+        UsageError: no such number of nodes, or no positive rate.
+    """
+    check_positive("the old rate in output tokens/s per node", output_tokens_per_second_before)
+    new = supply.throughput.output_tokens_per_second * _node_share(supply)
+    found = replacement(nodes_before, output_tokens_per_second_before, new)
+    both = weakest((state, supply.throughput.state))
+    one_less = found.nodes - 1
+    saved = nodes_before - found.nodes
+    results = [
+        Result(
+            f"Nodes that replace {nodes_before}", found.nodes, "nodes", "ceiling(old nodes x old rate / new rate)", both
+        ),
+        Result("Before rounding up", found.exact_nodes, "nodes", "old nodes x old rate / new rate", both),
+        Result("Nodes saved", saved, "nodes", "old nodes - new nodes", both),
+        Result("New rate over old", found.speed_ratio, "ratio", "new rate / old rate", both),
+        Result(
+            f"Ratio at which {one_less} would do" if found.ratio_for_one_less else "Ratio at which fewer would do",
+            found.ratio_for_one_less,
+            "ratio",
+            f"{nodes_before} / {one_less}" if found.ratio_for_one_less else "one node cannot become fewer",
+            both,
+        ),
+    ]
+    before = Input("old_rate", output_tokens_per_second_before, "output tokens/s per node", state, "given")
+    return Plan(
+        kind="plan_fleet",
+        title=f"{nodes_before} nodes replaced by faster ones",
+        inputs=(Input("old_nodes", nodes_before, "nodes", "given", "given"), before, *supply.throughput.inputs),
+        results=tuple(results),
+        tables=(),
+        notes=supply.throughput.notes,
+    )
+
+
+def _curve_file(path: Path, shipped: dict[str, _CurveEntry]) -> tuple[float, ...]:
+    if not path.exists():
+        meant = nearest(str(path), shipped)
+        mend = f"did you mean {meant}?" if meant else f"shipped are {', '.join(shipped)}"
+        raise UsageError(f"{path}: no such curve or file; {mend}")
+    try:
+        if path.stat().st_size > LARGEST_FILE_BYTES:
+            raise UsageError(f"{path}: larger than {LARGEST_FILE_BYTES:,} bytes; give hourly demand")
+        text = path.read_text(encoding="utf-8")
+        rows = list(csv.reader(io.StringIO(text)))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"{path}: cannot be read as CSV: {error}") from None
+    return parse_curve([row for row in rows if row and not row[0].startswith("#")], str(path))
+
+
+def _in_work(demand: Curve, profile: Profile | None, assumptions: Assumptions) -> tuple[tuple[float, ...], str]:
+    """Levels of work per second, and how they came from users, in words."""
+    if demand.unit == "output-tokens":
+        return demand.levels, ""
+    if profile is None:
+        raise UsageError(f"a demand in {demand.unit} needs to know what an interaction is; give a workload profile")
+    if demand.unit == "interactions":
+        return demand.levels, ""
+    wait = residence_seconds(profile, *(assumptions[name] for name in LIMITS))
+    words = (
+        f"A user asks once in {wait + profile.think_seconds:,.1f} s: {wait:,.1f} s of waiting at the latency limits,"
+        f" {profile.think_seconds:g} s of thinking."
+    )
+    return tuple(interactions_of_users(level, wait, profile.think_seconds) for level in demand.levels), words
+
+
+def _node_share(supply: Supply) -> float:
+    """What one node is of the throughput's scope."""
+    throughput = supply.throughput
+    if throughput.scope == "node":
+        return 1.0
+    if supply.accelerators_per_node is None or throughput.accelerators is None:
+        raise UsageError(
+            f"the rate is that of one {throughput.scope}; to know a node's, give its accelerators and those of a node"
+        )
+    return supply.accelerators_per_node / throughput.accelerators
+
+
+def _class(
+    name: str,
+    supply: Supply,
+    profile: Profile | None,
+    assumptions: Assumptions,
+    price_name: str,
+    factors: Sequence[Factor],
+) -> tuple[SupplyClass, State, tuple[Input, ...]]:
+    throughput, per_node = supply.throughput, supply.accelerators_per_node or supply.throughput.accelerators
+    if per_node is None:
+        raise UsageError(f"nobody says how many accelerators a node of the {name} class has; give the number")
+    share = _node_share(supply)
+    derated = derating(throughput, assumptions, factors)
+    own = [replace(one, name=one.name if name == "base" else f"{name}_{one.name}") for one in throughput.inputs]
+    states, inputs = [derated.state], [*own, *derated.inputs]
+    rate = derated.planning * share
+    if profile is not None:
+        priced = price(throughput, assumptions)
+        rate = priced.prices.interactions_per_second(profile) * derated.planning_share * share
+        states.append(priced.state)
+        inputs += priced.inputs
+    inputs += [Input(f"{name}_accelerators_per_node", per_node, "accelerators", "given", throughput.source)]
+    inputs += assumptions.inputs([price_name])
+    dollars = assumptions[price_name] * per_node
+    built = SupplyClass(name, rate, per_node, dollars, supply.nodes_per_rack)
+    return built, weakest(states), tuple(inputs)
+
+
+def _results(need: Demand, base: SupplyClass, sized: Size, domain: str, state: State) -> list[Result]:
+    per_node = f"{base.rate_per_node:,.4g} {need.unit} per node"
+    results = [
+        Result("Nodes", sized.nodes, "nodes", "nodes that serve + spares", state),
+        Result("Nodes that serve", sized.serving_nodes, "nodes", f"ceiling(peak demand / {per_node})", state),
+        Result("Before rounding up", sized.exact_nodes, "nodes", f"peak demand / {per_node}", state),
+        Result("Spare nodes", sized.spare_nodes, "nodes", f"so that the spare {domain}s may fail", state),
+        Result("Accelerators", sized.accelerators, "accelerators", "nodes x accelerators per node", state),
+    ]
+    if sized.racks is not None:
+        formula = f"ceiling(nodes / {base.nodes_per_rack} nodes per rack)"
+        results.append(Result("Racks", sized.racks, "racks", formula, state))
+    lost = base.nodes_per_rack if domain == "rack" and base.nodes_per_rack else 1
+    left = max(0, sized.nodes - lost) / sized.nodes if sized.nodes else None
+    formula = f"(nodes - {lost}) / nodes"
+    results.append(Result(f"Capacity left after losing a {domain}", left, "share", formula, state))
+    dollars = sized.nodes * base.dollars_per_node_hour
+    results.append(Result("Price", dollars, "$/h", "nodes x accelerators x price per accelerator hour", state))
+    return results
+
+
+def _sizes(need: Demand, base: SupplyClass, sized: Size) -> Table:
+    counts = sorted(
+        {max(1, sized.serving_nodes - 2), max(1, sized.serving_nodes - 1), sized.serving_nodes, sized.nodes}
+    )
+    rows = []
+    for nodes in counts:
+        found = fit(need, base, nodes)
+        rows.append(
+            {
+                "nodes": nodes,
+                "accelerators": nodes * base.accelerators_per_node,
+                "unserved_share": found.unserved_share,
+                "short_time_share": found.short_time_share,
+                "idle_share": found.idle_share,
+                "price_dollars_per_hour": found.dollars_per_hour,
+            }
+        )
+    note = "against the planning rate, over the cycle of the demand; the ceiling of utilisation is headroom beyond it"
+    return Table("sizes", "Too few, enough, with spares", tuple(rows), note)
+
+
+def _policies(need: Demand, base: SupplyClass, burst: SupplyClass, spare_nodes: int, state: State) -> Table:
+    rows = [
+        {
+            "policy": policy.name.replace("_", " "),
+            "base_nodes": policy.base_nodes,
+            "most_burst_nodes": policy.most_burst_nodes,
+            "burst_demand_share": policy.burst_share,
+            "base_price_dollars_per_hour": policy.base_dollars_per_hour,
+            "burst_price_dollars_per_hour": policy.burst_dollars_per_hour,
+            "price_dollars_per_hour": policy.dollars_per_hour,
+            "state": state,
+        }
+        for policy in policies(need, base, burst, spare_nodes=spare_nodes)
+    ]
+    note = "means over the cycle; burst nodes are whole, taken for each part of the cycle and paid for that part"
+    return Table("policies", "Base always there, bursts by the hour", tuple(rows), note)
+
+
+def _curve(demand: Curve, need: Demand, base: SupplyClass) -> Table:
+    rows = [
+        {
+            "part": at,
+            f"demand_{demand.unit.replace('-', '_')}": level,
+            "nodes": size(work, base).serving_nodes,
+        }
+        for at, (level, work) in enumerate(zip(demand.levels, need.levels, strict=True))
+    ]
+    return Table("curve", f"Demand over the cycle, in {UNITS[demand.unit]}", tuple(rows), "nodes that serve, no spares")
