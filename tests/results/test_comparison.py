@@ -122,7 +122,7 @@ def test_no_data_is_no_sign_of_being_worse():
     absent = accelerator_entry("GB300", "llama2-70b-99", "Offline")
     assert absent.state == "no data"
     document = compare([entry("5.1-0008"), absent]).to_document()
-    assert document["ratios"] == ()
+    assert document["ratios"] == []
     assert any("no sign of being worse" in note for note in document["notes"])
 
 

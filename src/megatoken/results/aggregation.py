@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatoken.errors import UsageError
+from megatoken.results.files import plain
 from megatoken.results.nodes import WORKLOAD, NodeRow, check_rows, distinct, natural
 
 SCHEMA_VERSION = 1
@@ -116,7 +117,10 @@ class Aggregate:
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON of the kind ``aggregate``."""
-        return {"kind": "aggregate", "schema_version": SCHEMA_VERSION, "created_at": now(), **asdict(self)}
+        document: dict[str, Any] = plain(
+            {"kind": "aggregate", "schema_version": SCHEMA_VERSION, "created_at": now(), **asdict(self)}
+        )
+        return document
 
 
 def aggregate(

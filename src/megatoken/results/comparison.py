@@ -12,6 +12,7 @@ import numpy as np
 
 from megatoken.errors import UsageError
 from megatoken.results.aggregation import SCHEMA_VERSION, now
+from megatoken.results.files import plain
 from megatoken.results.reference import accelerator_facts
 
 BASES = ("total", "per_gpu", "per_node", "per_rack")
@@ -144,7 +145,10 @@ class Comparison:
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON of the kind ``comparison``."""
-        return {"kind": "comparison", "schema_version": SCHEMA_VERSION, "created_at": now(), **asdict(self)}
+        document: dict[str, Any] = plain(
+            {"kind": "comparison", "schema_version": SCHEMA_VERSION, "created_at": now(), **asdict(self)}
+        )
+        return document
 
 
 def compare(entries: Sequence[Entry], *, title: str = "Comparison") -> Comparison:
