@@ -370,3 +370,27 @@ def test_the_deviation_of_one_node_cannot_be_determined(tmp_path):
     answer = answer_of(tmp_path, "- {id: a, text: t, value: 3, formula: stdev(tokens_per_second)}", azure_evidence(1))
     assert answer.answer == UNKNOWN
     assert "has no result" in answer.why
+
+
+def test_samples_follow_from_the_rate_of_the_logs_and_medians_are_half_of_the_duration():
+    values = gather(azure_evidence()).values
+    rates, requested = values["target_qps"].value, values["samples_requested"].value
+    assert set(rates) == {390, 395}
+    assert [round(1.1 * rate * 2400) for rate in rates] == list(requested)
+    assert {(rate, count) for rate, count in zip(rates, requested, strict=True)} == {(390, 1_029_600), (395, 1_042_800)}
+    shares = [
+        median / whole
+        for median, whole in zip(
+            *(values[name].value for name in ("latency_p50_seconds", "duration_seconds")), strict=True
+        )
+    ]
+    assert (round(min(shares), 2), round(max(shares), 2)) == (0.47, 0.5)
+
+
+def test_a_node_of_a_rack_measured_as_one_run(tmp_path):
+    rack = azure_evidence(1)
+    claim = "- {id: a, text: t, value: %s, unit: tokens/s, scope: %s}"
+    assert answer_of(tmp_path, claim % (62690.8, "rack"), rack).answer == HOLDS
+    assert answer_of(tmp_path, claim % (62690.8, "node"), rack).errors == ("scope",)
+    assert answer_of(tmp_path, claim % (3482.8, "node"), rack).answer == HOLDS
+    assert answer_of(tmp_path, claim % (870.7, "gpu"), rack).answer == HOLDS

@@ -91,6 +91,12 @@ class Facts:
     missing: Mapping[str, str] = field(default_factory=dict)  # overrides of MISSING
 
     @property
+    def node_count(self) -> int | None:
+        """Machines of the result: its runs, or those of the system that a single run describes."""
+        nodes = self.values.get("nodes")
+        return int(nodes.value) if nodes and isinstance(nodes.value, float) else None
+
+    @property
     def sum_label(self) -> str | None:
         """What the sum of the nodes' rates is, where several are not shown to have run at once."""
         if len(self.nodes) < 2 or self.values.get("simultaneous", Fact("no")).value == "yes":

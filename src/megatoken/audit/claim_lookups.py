@@ -111,7 +111,7 @@ class Lookups:
         value = _known(found, what, "part of a published result")
         self._place(RESULTS, row.line)
         if value is None:
-            raise UnknownFactError(f"{what} of {entry.name}", f"a result of {row.accelerator} that states its {what}")
+            raise UnknownFactError(f"{what} of {entry.name}", f"a result of {row.system} that states its {what}")
         if what in BASES:
             self.published.append(entry)
             self._note_projection(entry, what)

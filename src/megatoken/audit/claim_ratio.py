@@ -124,7 +124,7 @@ def side_entry(side: Side, facts: Facts) -> Entry:
         "precision": _text(facts, "config.precision"),
         "accelerator": facts.accelerator,
         "accelerators": sum(row.accelerators or 0 for row in facts.nodes) or None,
-        "nodes": len(facts.nodes),
+        "nodes": facts.node_count,
     }
     known = {name: value if stated[name] is None else stated[name] for name, value in found.items()}
     assert isinstance(rates, tuple)

@@ -91,7 +91,12 @@ def _logs_entry(path: Path, evidence: Evidence) -> Entry:
     facts = gather(evidence)
     entry = aggregate_entry(result, str(path), state="unverified", accelerator=facts.accelerator)
     precision = facts.values.get("config.precision")
-    return replace(entry, division=facts.division, precision=str(precision.value) if precision else None)
+    return replace(
+        entry,
+        division=facts.division,
+        precision=str(precision.value) if precision else None,
+        nodes=facts.node_count,
+    )
 
 
 def _claim_entry(file: Path, name: str) -> Entry:

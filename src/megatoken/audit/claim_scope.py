@@ -40,12 +40,13 @@ def _of_artefacts(facts: Facts) -> Ranges:
     if not rates:
         return {}
     total = math.fsum(rates)
-    ranges = {"rack": (total, total), "node": (min(rates), max(rates))}
-    counts = [row.accelerators for row in facts.nodes]
-    if len(rates) == 1 or None in counts:
-        return ranges
-    each = [rate / (count or 1) for rate, count in zip(rates, counts, strict=True)]
-    return ranges | {"gpu": (min(each), max(each))}
+    nodes = facts.node_count or len(rates)
+    each = rates if len(rates) > 1 else [total / nodes]  # a single run may be of a system of many nodes
+    ranges = {"rack": (total, total), "node": (min(each), max(each))}
+    accelerators = sum(row.accelerators or 0 for row in facts.nodes)
+    if accelerators:
+        ranges["gpu"] = (min(each) * nodes / accelerators, max(each) * nodes / accelerators)
+    return ranges
 
 
 def _of_entry(entry: Entry) -> Ranges:

@@ -27,7 +27,7 @@ FORECAST_WORDS = re.compile(
 )
 DEFAULT_FORMULAS = {
     "rack": "sum(tokens_per_second)",
-    "node": "mean(tokens_per_second)",
+    "node": "sum(tokens_per_second) / nodes",
     "gpu": "sum(tokens_per_second) / accelerators",
 }
 MOST_PLACES = 20
