@@ -136,7 +136,15 @@ def _concurrency(profiles: Sequence[Profile], priced: Priced, derated: Derating,
 
 def _derating(throughput: Throughput, derated: Derating) -> Table:
     peak = derated.peak_output_tokens_per_second
-    rows = [{"step": "peak", "factor_share": 1.0, "output_tokens_per_second": peak, "state": throughput.state}]
+    rows = [
+        {
+            "step": "peak",
+            "factor_share": 1.0,
+            "output_tokens_per_second": peak,
+            "state": throughput.state,
+            "source": throughput.source,
+        }
+    ]
     rows += [
         {
             "step": step.name,

@@ -36,7 +36,10 @@ def read_strict(path: Path, schema: type[_Schema]) -> _Schema:
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        errors = error.errors(include_url=False)
+        first = next(
+            (one for one in errors if one["type"] == "extra_forbidden"), errors[0]
+        )  # it explains a missing one
         raise ConfigError(_explain(path, schema, lines, first["loc"], first["type"], first["msg"])) from None
 
 

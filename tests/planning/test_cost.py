@@ -1,0 +1,252 @@
+"""Cost: lines that add up, a million tokens by hand, and what moves the price in which direction."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatoken.errors import UsageError
+from megatoken.planning import (
+    System,
+    from_number,
+    from_run,
+    load_assumptions,
+    load_profiles,
+    plan_cost,
+    power_given,
+    power_of,
+)
+from megatoken.planning.cost import (
+    OWNED_ONLY,
+    CostInputs,
+    dollars_per_million_output_tokens,
+    hourly_lines,
+    interaction_dollars,
+    million_token_lines,
+    shares,
+)
+from megatoken.planning.pricing import price
+
+ASSUMED = CostInputs.assumption_names()
+PLAIN = CostInputs(
+    output_tokens_per_second=1000.0,
+    accelerators=8,
+    full_watts=10_000.0,
+    input_tokens_per_output_token=1.0,
+    output_tokens_per_request=500.0,
+    rent_dollars_per_accelerator_hour=None,
+    system_price_dollars_per_accelerator=43_800.0,
+    system_life_years=5.0,
+    residual_value_share=0.0,
+    cost_of_capital_share_per_year=0.1,
+    idle_power_share=0.2,
+    pue=1.5,
+    electricity_dollars_per_kwh=0.1,
+    space_dollars_per_kilowatt_month=73.0,
+    egress_bytes_per_output_token=200.0,
+    egress_dollars_per_gigabyte=0.1,
+    storage_bytes_per_token=4.0,
+    storage_months=10.0,
+    storage_dollars_per_gigabyte_month=0.025,
+    storage_operations_per_request=1.0,
+    storage_dollars_per_million_operations=5.0,
+    staff_people_per_thousand_accelerators=10.0,
+    staff_dollars_per_person_year=219_000.0,
+    utilisation_share=0.5,
+)
+
+
+@st.composite
+def inputs(draw):
+    """Any cost within the range of each assumption."""
+    entries = load_assumptions().entries
+    drawn = {name: draw(st.floats(entries[name].low, entries[name].high)) for name in ASSUMED}
+    return dataclasses.replace(
+        PLAIN,
+        output_tokens_per_second=draw(st.floats(1, 1e7)),
+        accelerators=draw(st.integers(1, 10_000)),
+        full_watts=draw(st.floats(10, 1e7)),
+        rent_dollars_per_accelerator_hour=draw(st.none() | st.floats(0.1, 20)),
+        **drawn,
+    )
+
+
+def test_an_hour_by_hand():
+    assert hourly_lines(PLAIN) == pytest.approx(
+        {
+            "amortisation": 8 * 43_800 / (5 * 8760),
+            "capital": 8 * 43_800 / 2 * 0.1 / 8760,
+            "power": 10 * (0.2 + 0.8 * 0.5) * 0.1,
+            "cooling_and_losses": 10 * 0.6 * 0.5 * 0.1,
+            "space": 10 * 73 / 730,
+            "staff": 0.08 * 219_000 / 8760,
+        }
+    )
+
+
+def test_a_million_tokens_by_hand():
+    million = million_token_lines(PLAIN)
+    assert million["amortisation"] == pytest.approx(8 / (1000 * 3600 * 0.5 / 1e6))
+    assert million["network_egress"] == pytest.approx(0.2 * 0.1)
+    assert million["storage"] == pytest.approx(2 * 4e-3 * 10 * 0.025 + 1e6 / 500 * 5 / 1e6)
+
+
+@given(inputs())
+def test_lines_add_up_and_shares_to_one(one):
+    lines = million_token_lines(one)
+    assert math.fsum(lines.values()) == pytest.approx(dollars_per_million_output_tokens(one))
+    assert all(value >= 0 for value in lines.values())
+    assert sum(shares(lines).values()) == pytest.approx(1)
+
+
+@given(inputs(), st.sampled_from(ASSUMED), st.floats(1.01, 2))
+def test_dearer_inputs_never_make_tokens_cheaper(one, name, factor):
+    falls = name in ("system_life_years", "residual_value_share", "utilisation_share")
+    entry = load_assumptions().entries[name]
+    more = min(getattr(one, name) * factor, entry.maximum or math.inf)
+    before, after = (
+        dollars_per_million_output_tokens(which) for which in (one, dataclasses.replace(one, **{name: more}))
+    )
+    if name == "residual_value_share":
+        return  # lowers what is written off, raises the capital that is tied up
+    assert after <= before * (1 + 1e-9) if falls else after >= before * (1 - 1e-9)
+
+
+@given(inputs())
+def test_the_benchmarks_own_request_costs_what_its_tokens_cost(one):
+    """Two ways to the same money: the price of a million output tokens, and that of the requests they come in."""
+    request = interaction_dollars(
+        one,
+        system_seconds=one.output_tokens_per_request / one.output_tokens_per_second,
+        read_tokens=one.output_tokens_per_request * one.input_tokens_per_output_token,
+        written_tokens=one.output_tokens_per_request,
+        requests=1,
+    )
+    assert request / one.output_tokens_per_request * 1e6 == pytest.approx(dollars_per_million_output_tokens(one))
+
+
+@given(inputs())
+def test_rent_takes_the_place_of_price_power_and_space(one):
+    rented = dataclasses.replace(one, rent_dollars_per_accelerator_hour=3.0)
+    assert set(hourly_lines(rented)) == {"rent", "staff"}
+    for name in OWNED_ONLY:
+        dearer = dataclasses.replace(rented, **{name: getattr(rented, name) + 1})
+        assert dollars_per_million_output_tokens(dearer) == dollars_per_million_output_tokens(rented)
+
+
+def test_plan_of_the_rack(rack, assumptions):
+    plan = plan_cost(System(rack, power_of(rack)), load_profiles(), assumptions)
+    headline = plan.results[0]
+    assert headline.name == "Cost per million output tokens" and headline.state == "assumed"
+    assert sum(row["dollars_per_million_output_tokens"] for row in plan.table("lines").rows) == pytest.approx(
+        headline.value
+    )
+    assert sum(step["value"] for step in plan.waterfall["steps"]) == pytest.approx(headline.value)
+    assert sum(row["cost_share"] for row in plan.table("lines").rows) == pytest.approx(1)
+    assert {"amortisation", "power", "space", "staff", "network egress", "storage"} <= {
+        row["line"] for row in plan.table("lines").rows
+    }
+    assert [row["profile"] for row in plan.table("interactions").rows] == ["simple_qa", "rag", "summarisation", "agent"]
+    full = plan.result("The same at the full latency-bound rate").value
+    assert full == pytest.approx(plan.result("Cost of the system").value / (1_100_948.3 * 0.884 * 3600 / 1e6))
+
+
+def test_users_pay_by_the_month(rack, assumptions):
+    [qa] = load_profiles(names=["simple_qa"])
+    plan = plan_cost(System(rack, power_of(rack)), [qa], assumptions)
+    [row] = plan.table("interactions").rows
+    assert row["dollars_per_user_month"] == pytest.approx(row["dollars_per_request"] * 200)
+    assert row["dollars_per_million_output_tokens"] == pytest.approx(row["dollars_per_request"] / 500 * 1e6)
+
+
+def test_shorter_prompts_are_cheaper_where_prompts_are_long(rack, assumptions):
+    plan = plan_cost(System(rack, power_of(rack)), load_profiles(), assumptions)
+    saved = {
+        row["profile"]: 1
+        - row["dollars_per_thousand_interactions_with_prompts_30_percent_shorter"]
+        / row["dollars_per_thousand_interactions"]
+        for row in plan.table("interactions").rows
+    }
+    assert 0 < saved["simple_qa"] < saved["rag"] < saved["summarisation"] < 0.3
+
+
+def test_the_tornado_is_sorted_and_true(rack, assumptions):
+    system = System(rack, power_of(rack))
+    plan = plan_cost(system, [], assumptions)
+    swings = [one.swing for one in plan.sensitivities]
+    assert swings == sorted(swings, reverse=True) and min(swings) > 0
+    found = {one.input: one for one in plan.sensitivities}
+    assert {"utilisation_share", "system_price_dollars_per_accelerator", "pue", "wall_to_nameplate_power"} <= set(found)
+    for one in plan.sensitivities[:4]:
+        again = plan_cost(system, [], load_assumptions(settings=[f"{one.input}={one.low!r}"]))
+        assert again.results[0].value == pytest.approx(one.result_low)
+        assert min(one.result_low, one.result_high) <= plan.results[0].value <= max(one.result_low, one.result_high)
+
+
+def test_every_default_is_printed_as_assumed_with_its_source(rack, assumptions):
+    plan = plan_cost(System(rack, power_of(rack)), load_profiles(), assumptions)
+    printed = {one.name: one for one in plan.inputs}
+    for name in ASSUMED:
+        assert printed[name].state == "assumed" and len(printed[name].source) > 10
+        assert printed[name].value == assumptions[name]
+    own = load_assumptions(settings=["pue=1.2"])
+    changed = {one.name: one for one in plan_cost(System(rack, power_of(rack)), [], own).inputs}
+    assert (changed["pue"].state, changed["pue"].source) == ("given", "--set")
+
+
+def test_rented_plans_print_no_price_of_ownership(rack, assumptions):
+    plan = plan_cost(System(rack, None, 3.0), load_profiles(), assumptions)
+    names = {one.name for one in plan.inputs}
+    assert not names & set(OWNED_ONLY) and "rent" in names
+    assert not {one.input for one in plan.sensitivities} & set(OWNED_ONLY)
+    assert plan.result("Cost of the system").value == pytest.approx(72 * 3 + 0.36 * 250_000 / 8760)
+
+
+def test_cost_of_a_run_without_accelerators(make_run, assumptions):
+    run = make_run()
+    with pytest.raises(UsageError, match="1 for a machine without"):
+        plan_cost(System(from_run(run, assumptions), None), [], assumptions)
+    throughput = from_run(run, assumptions, accelerators=1)
+    with pytest.raises(UsageError, match="power is not known"):
+        plan_cost(System(throughput, None), [], assumptions)
+    plan = plan_cost(System(throughput, power_given(250, "wall", "measured")), load_profiles(), assumptions)
+    assert plan.results[0].value > 0
+
+
+def test_a_rent_that_is_no_price(rack, assumptions):
+    with pytest.raises(UsageError, match="the rent"):
+        plan_cost(System(rack, None, -1.0), [], assumptions)
+
+
+def test_measured_prices_of_tokens_move_requests_not_the_headline(assumptions):
+    common = {"scope": "node", "accelerators": 8, "accelerator": "H100", "assumptions": assumptions}
+    first = from_number(10_000, input_tokens_per_output_token=1.0, **common)
+    second = from_number(4_000, input_tokens_per_output_token=8.0, **common)
+    system = System(first, power_of(first))
+    by_ratio, by_two = (plan_cost(system, load_profiles(), assumptions, second=other) for other in (None, second))
+    assert by_two.results == by_ratio.results
+    cheap_reading = price(first, assumptions, second).prices
+    assert cheap_reading.prefill_seconds_per_token < 0.3 * cheap_reading.decode_seconds_per_token
+    costs = [
+        {row["profile"]: row["dollars_per_thousand_interactions"] for row in plan.table("interactions").rows}
+        for plan in (by_ratio, by_two)
+    ]
+    assert costs[1]["summarisation"] < costs[0]["summarisation"]
+
+
+@settings(max_examples=20)
+@given(st.floats(0.1, 1.0), st.floats(0.1, 1.0))
+def test_busier_systems_have_cheaper_tokens(one, other):
+    assumptions = load_assumptions()
+    throughput = from_number(1000, scope="node", accelerators=8, accelerator="H100", assumptions=assumptions)
+    costs = [
+        plan_cost(
+            System(throughput, power_of(throughput)), [], load_assumptions(settings=[f"utilisation_share={share!r}"])
+        )
+        .results[0]
+        .value
+        for share in sorted((one, other))
+    ]
+    assert costs[0] >= costs[1] * (1 - 1e-9)

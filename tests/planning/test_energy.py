@@ -1,0 +1,160 @@
+"""Energy: of runs over their own tokens, at every boundary, by data sheet when nothing was measured."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatoken.errors import UsageError
+from megatoken.planning import (
+    energy_of,
+    from_number,
+    from_run,
+    load_assumptions,
+    load_profiles,
+    plan_energy,
+    power_given,
+    power_of,
+)
+from megatoken.planning.energy import (
+    find_tdp,
+    joules_per_token,
+    kwh_per_million_tokens,
+    power_at,
+    run_energy,
+    tokens_per_joule,
+)
+from megatoken.planning.reference_rows import tdp_watts
+
+POSITIVE = st.floats(1e-3, 1e9)
+
+
+def series(watts, *, node="host", replica=0, tokens=100, start=0.0, step=1.0):
+    return [
+        {
+            "elapsed_seconds": start + at * step, "node": node, "replica": replica,
+            "output_tokens": tokens * at, "power_watts": value,
+        }
+        for at, value in enumerate(watts)
+    ]  # fmt: skip
+
+
+@given(POSITIVE, POSITIVE)
+def test_tokens_per_joule_and_back(rate, watts):
+    assert tokens_per_joule(rate, watts) * joules_per_token(rate, watts) == pytest.approx(1)
+    assert kwh_per_million_tokens(rate, watts) * 3.6e6 == pytest.approx(joules_per_token(rate, watts) * 1e6)
+
+
+@given(st.floats(0, 1), st.floats(0, 1), POSITIVE, st.floats(0, 1))
+def test_power_rises_with_use_between_idle_and_full(one, other, full, idle):
+    low, high = (power_at(share, full, idle) for share in sorted((one, other)))
+    assert low <= high * (1 + 1e-12)
+    assert full * idle * (1 - 1e-12) <= low and high <= full * (1 + 1e-12)
+
+
+@given(st.lists(st.floats(1, 2000), min_size=2, max_size=50))
+def test_energy_is_the_sum_over_the_time_between_rows(watts):
+    found = run_energy(series(watts))
+    assert found.joules == pytest.approx(sum(watts[1:]))  # each row is the mean since the one before
+    assert found.output_tokens == 100 * (len(watts) - 1)
+    assert min(watts[1:]) * (1 - 1e-9) <= found.mean_watts <= max(watts[1:]) * (1 + 1e-9)
+
+
+def test_replicas_add_up_in_any_order():
+    rows = series([500] * 11) + series([700] * 11, node="other") + series([300] * 11, replica=1)
+    found = run_energy(rows[::-1])
+    assert (found.joules, found.output_tokens, found.seconds) == (15_000, 3000, 10)
+    assert found.mean_watts == 1500
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([], "no series"),
+        (series([100]), "fewer than two"),
+        (series([100, None, 100]), "no power"),
+        (series([100, 100], step=3.5), "3.5 s"),
+        (series([100, 100], tokens=0), "no tokens"),
+    ],
+)
+def test_energy_that_is_not_known(rows, why):
+    found = run_energy(rows)
+    assert found.joules is None and found.mean_watts is None and why in found.why
+
+
+@pytest.mark.parametrize(
+    ("name", "watts"),
+    [
+        ("NVIDIA GB300", 1400), ("NVIDIA GB200 NVL72", 1200), ("B200", 1000), ("NVIDIA H100-SXM-80GB", 700),
+        ("NVIDIA H100 80GB HBM3", 700), ("NVIDIA H200", 700), ("h200", 700), ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None), ("NVIDIA GH200 480GB", None), ("CPU", None), ("", None), ("H100 and H200", None),
+    ],
+)  # fmt: skip
+def test_tdp_by_any_usual_name(name, watts):
+    assert find_tdp(name, tdp_watts()) == watts
+
+
+def test_a_measured_run_is_set_against_its_own_tokens(make_run, assumptions):
+    run = make_run(watts=400.0, gpus=("NVIDIA H200",))
+    energy = energy_of(run)
+    throughput = from_run(run, assumptions)
+    power = power_of(throughput, energy)
+    plan = plan_energy(throughput, power, assumptions, energy=energy)
+    assert (power.watts, power.state, power.boundary) == (400.0, "measured", "accelerators")
+    assert plan.results[0].value == pytest.approx(500 / 400)  # tokens of the series, not of the whole run
+    assert plan.results[0].state == "measured"
+    assert any("found against nameplate" in note for note in plan.notes)
+
+
+def test_a_run_without_power_falls_back_to_the_data_sheet_and_says_so(make_run, assumptions):
+    run = make_run(gpus=("NVIDIA H200",))
+    energy, throughput = energy_of(run), from_run(run, assumptions)
+    plan = plan_energy(throughput, power_of(throughput, energy), assumptions, energy=energy)
+    assert plan.results[0].value == pytest.approx(run.result["output_tokens_per_second"] / 700)
+    assert plan.results[0].state == "nameplate"
+    assert any("recorded no power" in note for note in plan.notes)
+
+
+def test_boundaries_only_get_worse_outwards(rack, assumptions):
+    rows = plan_energy(rack, power_of(rack), assumptions).table("boundaries").rows
+    assert [row["power_watts"] for row in rows] == pytest.approx([100_800, 131_040, 131_040 * 1.54])
+    efficiencies = [row["output_tokens_per_joule"] for row in rows]
+    assert efficiencies == sorted(efficiencies, reverse=True)
+    for row in rows:
+        assert row["co2_grams_per_million_output_tokens"] == pytest.approx(row["kwh_per_million_output_tokens"] * 390)
+
+
+def test_power_at_the_wall_needs_no_factor_to_the_wall(rack, assumptions):
+    plan = plan_energy(rack, power_given(120_000, "wall", "measured"), assumptions)
+    assert [row["power_watts"] for row in plan.table("boundaries").rows] == pytest.approx([120_000, 184_800])
+    assert "wall_to_nameplate_power" not in [one.name for one in plan.inputs]
+    assert plan.results[0].state == "unverified"  # the power is measured, the rate is not verified
+
+
+def test_interactions_in_watt_hours(rack, assumptions):
+    plan = plan_energy(rack, power_of(rack), assumptions, profiles=load_profiles(names=["simple_qa"]))
+    [row] = plan.table("interactions").rows
+    assert row["site_watt_hours_per_interaction"] == pytest.approx(201_801.6 / 2984.26 / 3600, rel=1e-4)
+
+
+def test_pue_moves_the_site_only(rack, assumptions):
+    liquid = load_assumptions(settings=["pue=1.1"])
+    before, after = (plan_energy(rack, power_of(rack), one) for one in (assumptions, liquid))
+    assert after.results[0] == before.results[0]
+    assert after.result("Power of the site").value == pytest.approx(131.04 * 1.1)
+
+
+def test_power_that_nobody_knows(assumptions):
+    for arguments, why in (
+        ({"scope": "node"}, "give watts"),
+        ({"scope": "node", "accelerators": 8}, "give watts"),
+        ({"scope": "node", "accelerators": 8, "accelerator": "TPU"}, "TDP of 'TPU' is not known"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            power_of(from_number(100, assumptions=assumptions, **arguments))
+    for watts, boundary, state, why in (
+        (0, "wall", "measured", "power in watts is 0"),
+        (5, "plug", "measured", "boundary of the power is 'plug'"),
+        (5, "wall", "sure", "state of the power is 'sure'"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            power_given(watts, boundary, state)

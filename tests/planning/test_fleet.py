@@ -1,0 +1,235 @@
+"""Fleets: ceilings, spares, two classes, wrong sizes, demand from files."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatoken.errors import ConfigError, UsageError
+from megatoken.planning import (
+    Supply,
+    from_number,
+    load_assumptions,
+    load_demand,
+    load_profiles,
+    parse_factor,
+    plan_fleet,
+)
+from megatoken.planning.fleet import Demand, SupplyClass, fit, nodes_for, policies, replacement, size
+
+BASE = SupplyClass("base", 100.0, 4, 12.0, 18)
+BURST = SupplyClass("burst", 80.0, 8, 40.0)
+LEVELS = st.lists(st.floats(0, 1e5), min_size=1, max_size=30).filter(any)
+RATES = st.floats(1, 1e4)
+
+
+@given(st.just(0.0) | st.floats(1e-6, 1e5), RATES)
+def test_the_ceiling_is_enough_and_one_less_is_not(demand, rate):
+    nodes = nodes_for(demand, rate)
+    assert nodes * rate >= demand * (1 - 1e-8)
+    assert nodes == 0 or (nodes - 1) * rate < demand
+
+
+@given(st.floats(0, 1e4), st.floats(0, 1e4), RATES)
+def test_more_demand_never_needs_fewer_nodes(one, other, rate):
+    assert nodes_for(max(one, other), rate) >= nodes_for(min(one, other), rate)
+
+
+@given(st.integers(1, 100_000), st.floats(1e-3, 1e6))
+def test_rounding_errors_buy_no_node(nodes, rate):
+    assert nodes_for(rate * nodes, rate) == nodes
+    assert nodes_for(sum([rate] * min(nodes, 50)), rate) == min(nodes, 50)
+
+
+def test_a_mistyped_unit_is_noticed():
+    with pytest.raises(UsageError, match="check the units"):
+        nodes_for(1e12, 1.0)
+
+
+@given(st.floats(1, 1e5), st.integers(0, 5), st.sampled_from(["node", "rack"]))
+def test_spares_cover_the_loss_of_their_domains(demand, spares, domain):
+    found = size(demand, BASE, spare_domains=spares, domain=domain)
+    lost = spares * (1 if domain == "node" else BASE.nodes_per_rack)
+    assert (found.nodes - lost) * BASE.rate_per_node >= demand * (1 - 1e-8)
+    assert found.nodes == found.serving_nodes + found.spare_nodes
+    assert found.racks == math.ceil(found.nodes / 18) and found.accelerators == 4 * found.nodes
+    assert size(demand, BASE, spare_domains=spares + 1, domain=domain).nodes > found.nodes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"spare_domains": -1}, "-1"),
+        ({"domain": "tray"}, "tray"),
+        ({"domain": "rack", "supply": BURST}, "nodes per rack"),
+    ],
+)
+def test_spares_that_make_no_sense(arguments, why):
+    with pytest.raises(UsageError, match=why):
+        size(1000.0, **{"supply": BASE, **arguments})
+
+
+@given(st.integers(1, 1000), st.floats(1, 100), st.floats(1, 100))
+def test_replacements_serve_what_was_served(before, old, new):
+    found = replacement(before, old, new)
+    assert found.nodes * new >= before * old * (1 - 1e-8)
+    assert found.nodes >= found.exact_nodes * (1 - 1e-8)
+    if found.nodes > 1:
+        assert nodes_for(before * old, old * found.ratio_for_one_less) == found.nodes - 1
+
+
+@given(LEVELS, st.integers(0, 5000))
+def test_what_a_size_leaves_unserved(levels, nodes):
+    demand = Demand(tuple(levels), "tokens/s")
+    found, larger = fit(demand, BASE, nodes), fit(demand, BASE, nodes + 1)
+    for share in (found.unserved_share, found.short_time_share, found.idle_share):
+        assert 0 <= share <= 1
+    assert larger.unserved_share <= found.unserved_share + 1e-12
+    assert larger.dollars_per_hour > found.dollars_per_hour
+    enough = nodes >= nodes_for(demand.peak, BASE.rate_per_node)
+    assert (found.unserved_share == 0) == enough or found.unserved_share < 1e-8
+
+
+@given(LEVELS, st.floats(0.1, 100), st.integers(0, 3))
+def test_the_cheapest_mix_is_cheapest_and_every_mix_serves_all(levels, burst_price, spares):
+    demand = Demand(tuple(levels), "tokens/s")
+    burst = dataclasses.replace(BURST, dollars_per_node_hour=burst_price)
+    found = {policy.name: policy for policy in policies(demand, BASE, burst, spare_nodes=spares)}
+    cheapest = found["cheapest_mix"].dollars_per_hour
+    assert all(cheapest <= policy.dollars_per_hour * (1 + 1e-9) for policy in found.values())
+    assert found["burst_only"].base_nodes == 0 and found["burst_only"].burst_share == pytest.approx(1)
+    assert found["base_only"].most_burst_nodes == 0 and found["base_only"].burst_share == 0
+    for policy in found.values():
+        serving = policy.base_nodes - (spares if policy.base_nodes else 0)
+        served = serving * BASE.rate_per_node + policy.most_burst_nodes * burst.rate_per_node
+        assert served >= demand.peak * (1 - 1e-8)
+        assert 0 <= policy.burst_share <= 1 + 1e-9
+
+
+def test_a_mix_by_hand():
+    """Ten hours at 100, two at 300: one base node, and for two hours three of the other class."""
+    demand = Demand((100.0,) * 10 + (300.0,) * 2, "tokens/s")
+    found = {policy.name: policy for policy in policies(demand, BASE, BURST)}
+    assert found["base_only"].dollars_per_hour == 36
+    mix = found["cheapest_mix"]
+    assert (mix.base_nodes, mix.most_burst_nodes) == (1, 3)
+    assert mix.dollars_per_hour == pytest.approx(12 + 3 * 40 * 2 / 12)
+    assert mix.burst_share == pytest.approx(400 / 1600)
+
+
+def test_a_huge_mix_is_searched_in_bounded_time():
+    levels = tuple(float(hour % 24 + 1) * 3e6 for hour in range(8760))
+    found = {policy.name: policy for policy in policies(Demand(levels, "tokens/s"), BASE, BURST)}
+    assert found["cheapest_mix"].dollars_per_hour <= min(one.dollars_per_hour for one in found.values())
+
+
+def test_a_plan_counts_racks_of_thousands(rack, assumptions):
+    profile = load_profiles(names=["rag"])[0]
+    plan = plan_fleet(
+        Supply(rack, 4, 18), load_demand("interactions", 40_000), assumptions, profile=profile, domain="rack"
+    )
+    per_rack = 807.197 * 0.884 * 0.7
+    assert plan.result("Before rounding up").value == pytest.approx(40_000 / per_rack * 18, rel=1e-4)
+    assert plan.results[0].value == plan.result("Racks").value * 18
+    assert plan.result("Racks").value == math.ceil(math.ceil(40_000 / per_rack * 18) / 18) + 1
+    assert plan.result("Accelerators").value == plan.results[0].value * 4 > 4600
+
+
+def test_users_become_interactions_by_littles_law(rack, assumptions):
+    profile = load_profiles(names=["simple_qa"])[0]
+    by_users = plan_fleet(Supply(rack, 4), load_demand("users", 196_800), assumptions, profile=profile)
+    by_rate = plan_fleet(Supply(rack, 4), load_demand("interactions", 1000), assumptions, profile=profile)
+    exact = "Before rounding up"
+    assert by_users.result(exact).value == pytest.approx(by_rate.result(exact).value)
+    assert any("196.8 s" in note for note in by_users.notes)
+
+
+def test_factors_of_the_user_need_more_nodes(rack, assumptions):
+    demand = load_demand("output-tokens", 1e6)
+    plain, derated = (
+        plan_fleet(Supply(rack, 4), demand, assumptions, factors=own).result("Before rounding up").value
+        for own in ((), (parse_factor("makespan=0.936"),))
+    )
+    assert derated == pytest.approx(plain / 0.936)
+
+
+def test_burst_and_loss_of_the_base(rack, assumptions):
+    slow = from_number(12_000, scope="node", accelerators=8, accelerator="H100", assumptions=assumptions)
+    demand = load_demand("output-tokens", 1e6, "office_day")
+    plan = plan_fleet(Supply(rack, 4), demand, assumptions, burst=Supply(slow))
+    table = {row["policy"]: row for row in plan.table("policies").rows}
+    assert plan.result("Burst nodes if the base is lost").value == math.ceil(1e6 / (12_000 * 0.884 * 0.7))
+    assert table["burst only"]["most_burst_nodes"] == plan.result("Burst nodes if the base is lost").value
+    assert table["cheapest mix"]["price_dollars_per_hour"] == min(
+        row["price_dollars_per_hour"] for row in table.values()
+    )
+    assert len(plan.table("curve").rows) == 24
+    names = [one.name for one in plan.inputs]
+    assert len(names) == len(set(names)) and {"rate", "burst_rate"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("unit", "level", "curve", "why"),
+    [
+        ("tokens", 5, None, "unit of the demand is 'tokens'"),
+        ("users", None, None, "nothing to serve"),
+        ("users", -1, None, "the demand is -1"),
+        ("users", None, "office_day", "give its peak"),
+        ("users", 5, "ofice_day", "did you mean office_day"),
+        ("users", 5, "/", "cannot be read as CSV"),
+    ],
+)
+def test_demands_that_are_none(unit, level, curve, why):
+    with pytest.raises(UsageError, match=why):
+        load_demand(unit, level, curve)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "no demand"),
+        ("hour,demand\n", "no demand"),
+        ("0,0\n1,0\n", "no demand"),
+        ("0,1\n1,x\n", "row 2"),
+        ("0,1\n1\n", "row 2"),
+        ("0,1\n1,-2\n", "row 2"),
+        ("0,1\n1,nan\n", "row 2"),
+        ("0,1\n1,2\n3,2\n", "equal steps"),
+        ("1,1\n0,2\n", "equal steps"),
+        ("0,1\n" + "x" * 200_000, "cannot be read as CSV|row 2"),
+        ("\0", "row 1|CSV"),
+    ],
+)
+def test_curves_that_are_none(tmp_path, text, why):
+    path = tmp_path / "curve é.csv"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=why):
+        load_demand("users", None, str(path))
+
+
+def test_a_curve_of_a_file_is_absolute_unless_given_a_peak(tmp_path):
+    path = tmp_path / "curve.csv"
+    path.write_text("# measured last week\nhour,demand\n0,10\n1,20\n2,5\n")
+    assert load_demand("users", None, str(path)).levels == (10, 20, 5)
+    assert load_demand("users", 40, str(path)).levels == (20, 40, 10)
+
+
+def test_what_a_fleet_must_know(rack, assumptions):
+    demand = load_demand("interactions", 10)
+    with pytest.raises(UsageError, match="give a workload profile"):
+        plan_fleet(Supply(rack, 4), demand, assumptions)
+    with pytest.raises(UsageError, match="to know a node's"):
+        plan_fleet(Supply(rack), load_demand("output-tokens", 10), assumptions)
+    nameless = from_number(5, scope="node", assumptions=assumptions)
+    with pytest.raises(UsageError, match="how many accelerators a node of the base class has"):
+        plan_fleet(Supply(nameless), load_demand("output-tokens", 10), assumptions)
+
+
+def test_prices_can_be_set(rack):
+    cheap = load_assumptions(settings=["base_dollars_per_accelerator_hour=1.5"])
+    plan = plan_fleet(Supply(rack, 4), load_demand("output-tokens", 1e6), cheap)
+    assert plan.result("Price").value == pytest.approx(plan.results[0].value * 4 * 1.5)
+    with pytest.raises(ConfigError, match="must be at least 0"):
+        load_assumptions(settings=["base_dollars_per_accelerator_hour=-1"])

@@ -1,0 +1,97 @@
+"""Runs against a service level: who was served in time, and whether the rate may be called bound by it."""
+
+import pytest
+
+from megatoken.errors import UsageError
+from megatoken.planning import from_run, load_assumptions, load_profiles, plan_capacity
+from megatoken.planning.service_level import ServiceLevel, judge_run
+
+LEVEL = ServiceLevel(ttft_seconds=2.0, tpot_seconds=0.2)
+
+
+def test_a_run_that_keeps_the_level_bounds_its_own_rate(make_run):
+    run = make_run()
+    verdict = judge_run(run, LEVEL)
+    assert verdict.kept is True
+    assert verdict.bound_output_tokens_per_second == pytest.approx(run.result["output_tokens_per_second"])
+    assert verdict.good_share == 1.0
+    assert verdict.ttft_p99_seconds == pytest.approx(0.5) and verdict.tpot_p99_seconds == pytest.approx(0.05)
+
+
+def test_ten_of_a_thousand_may_be_late_eleven_may_not(make_run):
+    assert judge_run(make_run(slow=10, name="ten"), LEVEL).kept is True
+    verdict = judge_run(make_run(slow=11, name="eleven"), LEVEL)
+    assert verdict.kept is False and verdict.bound_output_tokens_per_second is None
+    assert verdict.good_share == pytest.approx(0.989)
+    assert "98.90%" in verdict.why
+
+
+def test_failures_count_as_late(make_run):
+    verdict = judge_run(make_run(failed=20), LEVEL)
+    assert verdict.kept is False and verdict.good_share == pytest.approx(0.98)
+
+
+def test_few_requests_say_nothing_about_99_percent(make_run):
+    verdict = judge_run(make_run(samples=661), LEVEL)
+    assert verdict.kept is None and "662" in verdict.why
+    assert judge_run(make_run(samples=662, name="enough"), LEVEL).kept is True
+
+
+def test_offline_has_no_time_to_first_token(make_run):
+    verdict = judge_run(make_run(scenario="offline"), LEVEL)
+    assert verdict.kept is None and verdict.ttft_p99_seconds is None and verdict.good_requests_per_second is None
+    assert "Server" in verdict.why
+    assert judge_run(make_run(scenario="offline", name="slow"), ServiceLevel(2.0, 0.049)).kept is False
+
+
+def test_plan_of_a_run_that_kept_the_level(make_run, assumptions):
+    run = make_run()
+    plan = plan_capacity(from_run(run, assumptions), load_profiles(), assumptions)
+    rate = run.result["output_tokens_per_second"]
+    assert plan.result("Latency-bound rate").value == pytest.approx(rate)
+    assert plan.result("Latency-bound rate").state == "measured"
+    assert plan.result("Rate within the service level").value == pytest.approx(rate)
+    assert plan.result("Planning rate").value == pytest.approx(rate * 0.7)
+    inputs = {one.name: one for one in plan.inputs}
+    assert inputs["ttft_mean_seconds"].value == pytest.approx(0.5)
+    assert inputs["tpot_mean_seconds"].state == "measured"
+    assert "run: random weights" in " ".join(plan.notes)
+
+
+def test_plan_of_a_run_that_broke_it_uses_its_goodput(make_run, assumptions):
+    run = make_run(slow=100)
+    plan = plan_capacity(from_run(run, assumptions), load_profiles(), assumptions)
+    assert plan.result("Rate within the service level").value is None
+    assert plan.result("Latency-bound rate").value == pytest.approx(run.result["output_tokens_per_second"] * 0.9)
+    assert plan.result("Goodput").value == pytest.approx(900 / run.result["duration_seconds"])
+    assert any("must" in note for note in plan.notes)
+
+
+def test_plan_of_an_offline_run_takes_the_published_share(make_run, assumptions):
+    run = make_run(scenario="offline")
+    plan = plan_capacity(from_run(run, assumptions), load_profiles(), assumptions)
+    assert plan.result("Latency-bound rate").value == pytest.approx(run.result["output_tokens_per_second"] * 0.884)
+    assert plan.result("Latency-bound rate").state == "estimate"
+    inputs = {one.name: one for one in plan.inputs}
+    assert inputs["ttft_limit_seconds"].state == "assumed" and inputs["tpot_mean_seconds"].state == "measured"
+
+
+def test_a_level_that_nobody_kept_leaves_nothing_to_plan(make_run):
+    strict = load_assumptions(settings=["ttft_limit_seconds=0.1"])
+    with pytest.raises(UsageError, match="no request kept the service level"):
+        plan_capacity(from_run(make_run(), strict), load_profiles(), strict)
+
+
+def test_what_a_run_says_of_itself(make_run, assumptions):
+    run = make_run(gpus=("NVIDIA H200",), verdict="INVALID")
+    throughput = from_run(run, assumptions)
+    assert (throughput.accelerators, throughput.accelerator) == (1, "NVIDIA H200")
+    assert throughput.input_tokens_per_output_token == pytest.approx(200 / 101)
+    assert throughput.output_tokens_per_request == pytest.approx(101)
+    assert any("INVALID" in note for note in throughput.notes)
+    assert from_run(make_run(name="cpu"), assumptions).accelerators is None
+
+
+def test_a_run_without_a_completed_sample(make_run, assumptions):
+    with pytest.raises(UsageError, match="no sample was completed"):
+        from_run(make_run(samples=5, failed=5), assumptions)
