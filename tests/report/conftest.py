@@ -72,3 +72,35 @@ def make_run(tmp_path) -> Callable[..., Path]:
         return folder.path
 
     return make
+
+
+@pytest.fixture
+def make_rack(tmp_path) -> Callable[[int], Path]:
+    """A run of 20 s on some nodes of two replicas each, with power, clocks and temperatures; the first is slower."""
+
+    def make(nodes: int) -> Path:
+        folder = RunFolder.create(
+            tmp_path / "runs", "20261120T091233Z-offline-tiny", {}, {"hostname": "host"}, scenario="offline", facts={}
+        )
+        for node in range(nodes):
+            name, speed = f"node-{node}", 100 if node else 80
+            folder.add_samples(
+                [
+                    SampleRow(node * 4 + n, n, 0.0, 0.0, 1.0, 20.0 - n / 10, 10, 5 * speed, "length", name)
+                    for n in range(4)
+                ]
+            )
+            for second in range(20):
+                for replica in range(2):
+                    moment = second + 1 + replica / 50
+                    clock = 1900.0 if replica else 1700.0
+                    tokens = speed * second
+                    folder.add_series(
+                        SeriesRow(
+                            moment, name, replica, tokens, tokens, 8, 8, 5, 10, 4, 0, 0, 700.0, clock, 50.0 + second
+                        )
+                    )
+        folder.finish({"verdict": "MEASURED", "reasons": []})
+        return folder.path
+
+    return make

@@ -1,30 +1,57 @@
-"""A run on the terminal: one table, the verdict with its reasons, the rules it does not meet, where the evidence is."""
+"""Reports on the terminal: of a run one table and its verdict, of a document the tables that its page has."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
+from megatoken.report.blocks import Badge, Cell, Facts, Headline, Paragraph, Points, Section, Table, View, text_of
+from megatoken.report.blocks import Verdict as VerdictBlock
+from megatoken.report.documents import Document, checked
 from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, MetricRow, has_unreliable, metric_rows
+from megatoken.report.views import document_view
+from megatoken.report.words import clean, plain_text
 from megatoken.results import Run, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Table as RichTable
     from rich.text import Text
 
 WIDTH_OF_FULL_TABLE = 80
+NARROWEST_TEXT = 14
 STYLES = {Verdict.VALID: "bold green", Verdict.INVALID: "bold red", Verdict.MEASURED: "bold cyan"}
+TONES = {"good": "bold green", "bad": "bold red", "warn": "bold yellow", "plain": "bold cyan", "quiet": "bold"}
 
 
-def show(run: Run, console: Console | None = None) -> None:
-    """Print ``run`` on ``console``, by default on standard output; without colour where that is no terminal."""
+def show(subject: Run | Document | Mapping[str, Any], console: Console | None = None) -> None:
+    """Print a run or a document on ``console``, by default on standard output; colour only where that is a terminal."""
+    console = console or _standard_output()
+    if isinstance(subject, Run):
+        _show_run(subject, console)
+    else:
+        _show_view(document_view(subject if isinstance(subject, Document) else checked(subject)), console)
+
+
+def show_table(table: Table, console: Console | None = None) -> None:
+    """Print one table; as records, a line for each cell, where the terminal is too narrow for its columns."""
+    console = console or _standard_output()
+    if _least_width(table) > console.width:
+        for line in _records(table):
+            console.print(line, soft_wrap=True)
+    else:
+        console.print(_grid(table))
+
+
+def _standard_output() -> Console:
     from rich.console import Console
 
-    console = console or Console(highlight=False)
+    return Console(highlight=False)
+
+
+def _show_run(run: Run, console: Console) -> None:
     rows = metric_rows(run)
-    console.print(table(rows, console.width))
+    console.print(metrics_table(rows, console.width))
     for line in lines(run, starred=has_unreliable(rows)):
         console.print(line, soft_wrap=True)  # a path or a message stays one line when the output goes to a file
 
@@ -47,13 +74,10 @@ def lines(run: Run, *, starred: bool) -> Iterator[Text]:
     yield Text(f"Run folder: {run.path}")
 
 
-def table(rows: list[MetricRow], width: int) -> Table:
+def metrics_table(rows: list[MetricRow], width: int) -> RichTable:
     """One line per metric; on a narrow terminal one line per percentile."""
-    from rich import box
-    from rich.table import Table
-
     wide = width >= WIDTH_OF_FULL_TABLE
-    metrics = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    metrics = _empty_table()
     metrics.add_column("Metric", overflow="fold")
     metrics.add_column("Unit", style="dim", no_wrap=True)
     metrics.add_column("Value", justify="right", no_wrap=True)
@@ -66,3 +90,133 @@ def table(rows: list[MetricRow], width: int) -> Table:
             for percentile, value in zip(PERCENTILES, row.percentiles, strict=True):
                 metrics.add_row(f"{row.label} {percentile}", row.unit, value)
     return metrics
+
+
+def _show_view(view: View, console: Console) -> None:
+    from rich.text import Text
+
+    console.print(Text(clean(view.title), style="bold"), soft_wrap=True)
+    for block in view.summary:
+        _show_block(block, console)
+    for section in view.sections:
+        _show_section(section, console)
+
+
+def _show_section(section: Section, console: Console) -> None:
+    from rich.text import Text
+
+    shown = [block for block in section.blocks if isinstance(block, Table | Points | Paragraph)]
+    if shown:
+        console.print()
+        console.print(Text(clean(section.title), style="bold underline"))
+    for block in shown:
+        _show_block(block, console)
+
+
+def _show_block(block: object, console: Console) -> None:
+    """Print a block; figures, definitions and folded facts are for the page alone."""
+    from rich.text import Text
+
+    if isinstance(block, Headline):
+        parts = (f"{block.value} {block.unit}".rstrip(), "bold cyan")
+        console.print(Text.assemble(parts, f"  {clean(block.quiet)}"), soft_wrap=True)
+    elif isinstance(block, VerdictBlock):
+        badges = [part for badge in block.badges for part in ((clean(badge.word), TONES[badge.tone]), "  ")]
+        console.print(Text.assemble(*badges, clean(block.meaning)), soft_wrap=True)
+    elif isinstance(block, Points):
+        if block.title:
+            console.print(Text(clean(block.title)), soft_wrap=True)
+        for code, words in block.points:
+            console.print(Text(f"  {clean(code)} {clean(words)}" if code else f"  {clean(words)}"), soft_wrap=True)
+    elif isinstance(block, Paragraph):
+        console.print(Text(clean(block.text)), soft_wrap=True)
+    elif isinstance(block, Facts) and not block.folded:
+        for name, value in block.facts.items():
+            console.print(Text(f"  {clean(name)}: {plain_text(value)}"), soft_wrap=True)
+    elif isinstance(block, Table):
+        console.print(Text(clean(block.caption), style="dim"), soft_wrap=True)
+        show_table(_chosen(block), console)
+        if block.note:
+            console.print(Text(clean(block.note), style="dim"), soft_wrap=True)
+
+
+def _chosen(table: Table) -> Table:
+    """Without the rows that are hidden at first, whose number is told instead."""
+    if not table.hidden:
+        return table
+    kept = tuple(row for row, kind in zip(table.rows, table.kinds, strict=True) if kind.word not in table.hidden)
+    hidden = ", ".join(f"{count} {word}" for word in table.hidden if (count := _count(table, word)))
+    note = f"Not shown: {hidden}. {table.note}".rstrip() if hidden else table.note
+    return Table(table.caption, table.columns, kept, note=note)
+
+
+def _count(table: Table, word: str) -> int:
+    return sum(kind.word == word for kind in table.kinds)
+
+
+def _empty_table() -> RichTable:
+    from rich import box
+    from rich.table import Table as RichTable
+
+    return RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+
+
+def _grid(table: Table) -> RichTable:
+    grid = _empty_table()
+    for column in table.columns:
+        head = "\n".join(filter(None, (clean(column.name), clean(column.unit))))
+        if column.numeric:
+            grid.add_column(head, justify="right", no_wrap=True)
+        else:
+            grid.add_column(head, overflow="fold")
+    for row in table.rows:
+        grid.add_row(*(_rich(cell) for cell in row))
+    return grid
+
+
+def _rich(cell: Cell) -> Text:
+    from rich.text import Text
+
+    if isinstance(cell, Badge):
+        return Text(clean(cell.word), style=TONES[cell.tone])
+    if isinstance(cell, str):
+        return Text(clean(cell))
+    styles = {"strong": "bold", "quiet": "dim", "code": "dim"}
+    lines = [
+        _rich(part) if isinstance(part, Badge) else Text(clean(part.text), style=styles.get(part.style, ""))
+        for part in cell
+    ]
+    return Text("\n").join(lines)
+
+
+def _records(table: Table) -> Iterator[Text]:
+    from rich.text import Text
+
+    for row in table.rows:
+        first, *others = (" · ".join(filter(None, text_of(cell).splitlines())) for cell in row)
+        yield Text(first, style="bold")
+        for column, cell in zip(table.columns[1:], others, strict=True):
+            if cell:
+                yield Text(f"  {clean(column.name)}: {cell}{_unit(column.unit)}")
+
+
+def _unit(unit: str) -> str:
+    return f" {clean(unit)}" if unit else ""
+
+
+def _least_width(table: Table) -> int:
+    """Letters that the table takes with its texts folded as narrowly as can still be read."""
+    widths = (_column_width(table, index) for index in range(len(table.columns)))
+    return sum(widths) + 3 * (len(table.columns) - 1)
+
+
+def _column_width(table: Table, index: int) -> int:
+    column = table.columns[index]
+    longest = max((_longest_line(row[index]) for row in table.rows), default=0)
+    if column.numeric:
+        return max(longest, len(column.name), len(column.unit))
+    return max(min(longest, NARROWEST_TEXT), min(len(column.name), NARROWEST_TEXT))
+
+
+def _longest_line(cell: Cell) -> int:
+    return max((len(line) for line in text_of(cell).splitlines()), default=0)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
+from megatoken.report.words import ABSENT, number
 from megatoken.results import Run, Verdict
 
 PERCENTILES = ("p50", "p90", "p95", "p99")
-ABSENT = "-"
 UNRELIABLE_NOTE = "* too few samples to state this percentile with 99 % confidence"
 MEANING = {
     Verdict.MEASURED: "a healthy run that claims no MLPerf rules",
@@ -50,24 +49,15 @@ def metric_rows(run: Run) -> list[MetricRow]:
         _single(result, "Output tokens", "tokens", "output_tokens"),
         _single(result, "Preemptions", "times", "preemptions"),
         _single(result, "Peak memory", "MiB", "peak_memory_bytes", 2**-20),
+        _single(result, "Energy", "J/output token", "energy_joules_per_output_token"),
     ]
-    unremarkable = {"Samples failed", "Samples cancelled", "Preemptions", "Peak memory"}
+    unremarkable = {"Samples failed", "Samples cancelled", "Preemptions", "Peak memory", "Energy"}
     return [row for row in rows if not (row.label in unremarkable and row.value in ("0", ABSENT))]
 
 
 def has_unreliable(rows: list[MetricRow]) -> bool:
     """Whether a percentile among ``rows`` carries the star that ``UNRELIABLE_NOTE`` explains."""
     return any(value.endswith("*") for row in rows for value in row.percentiles)
-
-
-def number(value: object) -> str:
-    """Three to four significant digits, thousands apart, no exponent; a dash for what is not a number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return ABSENT
-    if isinstance(value, int) or abs(value) >= 1000 or value == 0:
-        return f"{value:,.0f}"
-    decimals = min(6, max(0, 2 - math.floor(math.log10(abs(value)))))
-    return f"{value:.{decimals}f}"
 
 
 def _single(result: dict[str, Any], label: str, unit: str, name: str, factor: float = 1) -> MetricRow:

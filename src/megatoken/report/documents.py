@@ -1,0 +1,152 @@
+"""Results as JSON documents: finding and reading them, taking values out with an error that names the key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatoken.errors import UsageError
+from megatoken.report.words import clean, is_number
+from megatoken.results.files import plain
+
+KINDS = ("audit", "aggregate", "comparison", "plan_capacity", "plan_fleet", "plan_energy", "plan_cost")
+SCHEMA_VERSION = 1
+LARGEST_BYTES = 64 * 2**20
+DEEPEST = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """An object of a document; ``where`` says in which file and under which key it stands."""
+
+    values: Mapping[str, Any]
+    where: str
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def text(self, key: str, default: str = "") -> str:
+        """Text under ``key``; numbers and booleans count as text, absent and null give ``default``."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if isinstance(value, list | dict):
+            raise self._wrong(key, "a text")
+        return clean(str(value))
+
+    def number(self, key: str) -> float | None:
+        """Number under ``key``, None where it is absent or null."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not is_number(value):
+            raise self._wrong(key, "a number")
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        """True or false under ``key``, None where it is absent or null."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self._wrong(key, "true or false")
+        return value
+
+    def part(self, key: str) -> Document:
+        """The object under ``key``, an empty one where it is absent or null."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self._wrong(key, "an object")
+        return Document(value or {}, f"{self.where}: {key}")
+
+    def parts(self, key: str) -> list[Document]:
+        """The objects listed under ``key``."""
+        return list(self._parts(key))
+
+    def texts(self, key: str) -> list[str]:
+        """The texts listed under ``key``; a single text counts as a list of one."""
+        value = self.values.get(key)
+        listed = [] if value is None else value if isinstance(value, list) else [value]
+        if any(isinstance(item, list | dict) for item in listed):
+            raise self._wrong(key, "a list of texts")
+        return [clean(str(item)) for item in listed if item is not None]
+
+    def without(self, keys: Iterable[str]) -> dict[str, Any]:
+        """What stands under all other keys."""
+        left = frozenset(keys)
+        return {key: value for key, value in self.values.items() if key not in left}
+
+    def _parts(self, key: str) -> Iterator[Document]:
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, list):
+            raise self._wrong(key, "a list of objects")
+        for index, item in enumerate(value or ()):
+            if not isinstance(item, dict):
+                raise self._wrong(f"{key}[{index}]", "an object")
+            yield Document(item, f"{self.where}: {key}[{index}]")
+
+    def _wrong(self, key: str, wanted: str) -> UsageError:
+        return UsageError(f"{self.where}: {key} is not {wanted}; make the file anew with the command that wrote it")
+
+
+def read_document(path: Path) -> Document:
+    """Read a document that a command saved, such as ``audit.json``.
+
+    Raises:
+        UsageError: no such file, not JSON, or no document of a kind and version known here.
+    """
+    try:
+        if path.stat().st_size > LARGEST_BYTES:
+            raise UsageError(f"{path}: larger than {LARGEST_BYTES // 2**20} MiB; no command writes such a document")
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror}); give a run folder or a saved document") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not JSON ({' '.join(str(error).split())[:120]}); give a saved document") from error
+    return checked(value, str(path))
+
+
+def checked(value: Any, where: str = "document") -> Document:
+    """``value`` as a document, whole enough to be shown.
+
+    Raises:
+        UsageError: it is not of a kind and version known here.
+    """
+    if not isinstance(value, dict) or value.get("kind") not in KINDS:
+        kind = value.get("kind") if isinstance(value, dict) else None
+        raise UsageError(f"{where}: kind {kind!r:.80} is none of {', '.join(KINDS)}; give a saved document")
+    if value.get("schema_version") != SCHEMA_VERSION:
+        version = value.get("schema_version")
+        raise UsageError(f"{where}: schema_version {version!r:.80}; this megatoken reads {SCHEMA_VERSION}")
+    if _deeper_than(value, DEEPEST):
+        raise UsageError(f"{where}: nested more than {DEEPEST} deep; no command writes such a document")
+    return Document(plain(value), where)
+
+
+def _deeper_than(value: Any, levels: int) -> bool:
+    layer = [value]
+    for _ in range(levels):
+        layer = [
+            item
+            for holder in layer
+            if isinstance(holder, dict | list | tuple)
+            for item in (holder.values() if isinstance(holder, dict) else holder)
+        ]
+    return bool(layer)
+
+
+def document_in(folder: Path) -> Path:
+    """The one saved document of ``folder``.
+
+    Raises:
+        UsageError: there is none, or there are several to choose from.
+    """
+    found = [path for kind in KINDS if (path := folder / f"{kind}.json").is_file()]
+    if not found:
+        raise UsageError(
+            f"{folder}: neither a run folder (result.json) nor a folder with a saved document ({KINDS[0]}.json, ...)"
+        )
+    if len(found) > 1:
+        raise UsageError(f"{folder}: holds {', '.join(path.name for path in found)}; give the file to be shown")
+    return found[0]

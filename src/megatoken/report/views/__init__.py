@@ -1,0 +1,20 @@
+"""Results as views: one module for each kind, each a pure function of what was read."""
+
+from __future__ import annotations
+
+from megatoken.report.blocks import View
+from megatoken.report.documents import Document
+from megatoken.report.views.aggregate import aggregate_view
+from megatoken.report.views.audit import audit_view
+from megatoken.report.views.comparison import comparison_view
+from megatoken.report.views.plan import plan_view
+from megatoken.report.views.run import run_view
+
+__all__ = ["document_view", "run_view"]
+
+VIEWS = {"audit": audit_view, "aggregate": aggregate_view, "comparison": comparison_view}
+
+
+def document_view(document: Document) -> View:
+    """The report on a document of any kind; UsageError names the key where its shape is not the kind's."""
+    return VIEWS.get(document.text("kind"), plan_view)(document)

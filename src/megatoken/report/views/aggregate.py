@@ -1,0 +1,156 @@
+"""Many nodes as one result: the three rates, how the nodes differ, what is left without one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from megatoken.report.bars import Dot, dot_chart
+from megatoken.report.blocks import Block, Column, Figure, Headline, Points, Section, Table, View
+from megatoken.report.curves import distribution_chart
+from megatoken.report.documents import Document
+from megatoken.report.views.common import facts_table, records_table, view
+from megatoken.report.words import ABSENT, precise
+
+SUM = "sum_of_rates_tokens_per_second"
+MANY_NODES = 40
+STATISTICS = ("max", "min", "mean_tokens_per_second", "median_tokens_per_second")
+KNOWN = (
+    *(SUM, "sum_label", "makespan", "common_window", "max", "min", "mean_tokens_per_second"),
+    *("median_tokens_per_second", "spread", "coefficient_of_variation", "coefficient_of_variation_formula"),
+    *("stragglers", "overlap_share", "overlap_share_at_most", "evidence_of_simultaneity", "without_fault_domain"),
+    *("nodes", "workload", "accelerators", "output_tokens", "output_tokens_per_second_per_accelerator"),
+    *("baseline_tokens_per_second", "scaling_efficiency"),
+)
+
+
+def aggregate_view(document: Document) -> View:
+    """The report on ``megatoken aggregate``."""
+    nodes, accelerators = len(document.parts("nodes")), document.number("accelerators")
+    size = f"{nodes} nodes" + (f", {precise(accelerators)} accelerators" if accelerators else "")
+    label = document.text("sum_label", "sum of the node rates")
+    summary = (Headline(precise(document.number(SUM)), "output tokens/s", f"{label} · {size}"),)
+    return view(document, "aggregate", summary, aggregate_sections(document), KNOWN)
+
+
+def aggregate_sections(document: Document) -> Iterator[Section]:
+    """Sections about the nodes of an aggregate; empty ones where the document has none."""
+    yield Section("Three rates", tuple(_rates(document)))
+    nodes = document.parts("nodes")
+    yield Section("Nodes", (*node_figures(nodes, document), *_spread(document)))
+    if nodes:
+        own = all(node.text("fault_domain") == node.text("node") for node in nodes)
+        table = records_table("Nodes", [node.values for node in nodes], without=("fault_domain",) if own else ())
+        yield Section("Every node", (table,))
+    losses = document.parts("without_fault_domain")
+    if losses:
+        own = all(loss.texts("nodes_lost") == [loss.text("fault_domain")] for loss in losses)
+        caption = "What is left when one is lost and the others go on"
+        table = records_table(caption, [loss.values for loss in losses], without=("nodes_lost",) if own else ())
+        yield Section("Without one fault domain", (table,))
+
+
+def node_figures(nodes: list[Document], aggregate: Document) -> Iterator[Figure]:
+    """The rates of all nodes, slow ones marked; as a distribution where they are too many for a row each."""
+    rated = [
+        (node.text("node"), rate, node.text("group") == "slow")
+        for node in nodes
+        if (rate := node.number("output_tokens_per_second")) is not None
+    ]
+    if len(rated) < 2:
+        return
+    references = {"mean": "mean_tokens_per_second", "median": "median_tokens_per_second"}
+    marks = [(name, value) for name, key in references.items() if (value := aggregate.number(key)) is not None]
+    if len(rated) <= MANY_NODES:
+        dots = [Dot(name, rate, slow) for name, rate, slow in rated]
+        yield dot_chart("Rate of each node", "output tokens/s", dots, marks)
+    else:
+        rates = np.array([rate for _, rate, _ in rated], dtype=float)
+        yield distribution_chart(
+            "Rates of the nodes", "tokens/s", [("nodes", rates)], x_label="output tokens/s", from_zero=False
+        )
+
+
+def _rates(document: Document) -> Iterator[Block]:
+    total = document.number(SUM)
+    rows = []
+    if total is not None:
+        label = document.text("sum_label", "sum of the nodes' own rates, each over its own time")
+        rows.append(("Sum of node rates", precise(total), _of_sum(total, total), label))
+    for name, key in (("First start to last end", "makespan"), ("While all were running", "common_window")):
+        window = document.part(key)
+        if window.values:
+            rate = window.number("output_tokens_per_second")
+            rows.append((name, precise(rate), _of_sum(rate, total), _basis(window)))
+    columns = (
+        Column("Rule"),
+        Column("Output", "tokens/s", numeric=True),
+        Column("Of the sum", "%", numeric=True),
+        Column("What it means"),
+    )
+    if rows:
+        yield Table("The same nodes by three rules", columns, tuple(rows), stacked=True)
+    evidence = document.part("evidence_of_simultaneity")
+    statement = evidence.text("statement")
+    overlap = document.number("overlap_share")
+    most = document.number("overlap_share_at_most")
+    points = [("", statement)] if statement else []
+    if overlap is not None:
+        points.append(("", f"All nodes ran at once for {precise(100 * overlap)} % of the time."))
+    elif most is not None:
+        points.append(("", f"Even started together they could share no more than {precise(100 * most)} % of the time."))
+    points += [("", observation) for observation in evidence.texts("observations")]
+    if points:
+        yield Points("Did they run at the same time?", tuple(points))
+
+
+def _of_sum(rate: float | None, total: float | None) -> str:
+    return precise(100 * rate / total) if rate is not None and total else ABSENT
+
+
+def _basis(window: Document) -> str:
+    seconds = window.number("seconds")
+    over = f"over {precise(seconds)} s" if seconds is not None else ""
+    conditional = "conditional: no evidence that they did" if window.flag("conditional") else ""
+    return "; ".join(filter(None, (window.text("basis"), over, conditional, window.text("reason"))))
+
+
+def _spread(document: Document) -> Iterator[Table]:
+    rows: list[tuple[str, str]] = []
+    for name in ("max", "min"):
+        if isinstance(document.values.get(name), dict):
+            extreme = document.part(name)
+            rate = f"{precise(extreme.number('output_tokens_per_second'))} tokens/s"
+            rows.append((f"{'Fastest' if name == 'max' else 'Slowest'} node", f"{rate} ({extreme.text('node')})"))
+    for key in ("mean_tokens_per_second", "median_tokens_per_second"):
+        value = document.number(key)
+        if value is not None:
+            rows.append((f"{key.split('_')[0].capitalize()} of the nodes", f"{precise(value)} tokens/s"))
+    for spread in document.parts("spread"):
+        rows.append((f"Spread, {spread.text('formula')}", _percent(spread.number("value"))))
+    variation = document.number("coefficient_of_variation")
+    if variation is not None:
+        formula = document.text("coefficient_of_variation_formula", "standard deviation / mean")
+        rows.append((f"Coefficient of variation, {formula}", _percent(variation)))
+    rows += _stragglers(document.part("stragglers"))
+    if rows:
+        yield Table("How the nodes differ", (Column("What"), Column("Value")), tuple(rows), beside=True)
+    more = ("accelerators", "output_tokens", "output_tokens_per_second_per_accelerator", "baseline_tokens_per_second")
+    facts = {key: document.values[key] for key in (*more, "scaling_efficiency") if key in document}
+    facts |= {key: value for key, value in document.part("workload").values.items() if value is not None}
+    if facts:
+        yield facts_table("The whole", facts)
+
+
+def _stragglers(stragglers: Document) -> Iterator[tuple[str, str]]:
+    names = ", ".join(stragglers.texts("nodes"))
+    if stragglers.values:
+        yield f"Stragglers, {stragglers.text('formula')}", names or "none"
+    if names and stragglers.flag("separate"):
+        gap = precise(stragglers.number("gap_tokens_per_second"))
+        yield "A group of its own", f"yes: {gap} tokens/s below all others"
+
+
+def _percent(value: float | None) -> str:
+    return f"{precise(100 * value)} %" if value is not None else ABSENT

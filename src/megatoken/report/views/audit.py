@@ -1,0 +1,185 @@
+"""What an audit found: answers to claims, findings to choose from by severity, the nodes, the artefacts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from megatoken.report.blocks import Badge, Cell, Column, Paragraph, Section, Table, Verdict, View, Words
+from megatoken.report.documents import Document
+from megatoken.report.views.aggregate import aggregate_sections, node_figures
+from megatoken.report.views.common import records_table, view
+from megatoken.report.words import is_number, plain_text, precise
+
+KNOWN = ("findings", "counts", "claims", "aggregate", "nodes", "artefacts")
+SEVERITIES = {
+    "fail": Badge("fail", "bad"),
+    "warn": Badge("warn", "warn"),
+    "unknown": Badge("unknown", "quiet"),
+    "note": Badge("note", "plain"),
+    "pass": Badge("pass", "good"),
+}
+ANSWERS = {
+    "does not hold": Badge("does not hold", "bad"),
+    "cannot be determined": Badge("cannot be determined", "quiet"),
+    "holds": Badge("holds", "good"),
+}
+LEGIBLE_FINDINGS = 400
+LEGIBLE_PLACES = 4
+
+
+def audit_view(document: Document) -> View:
+    """The report on ``megatoken audit``."""
+    findings, claims = document.parts("findings"), document.parts("claims")
+    aggregate = document.part("aggregate")
+    own_nodes = [] if aggregate.parts("nodes") else document.parts("nodes")
+    sections = [
+        Section("Claims", tuple(_claims(claims))),
+        Section("Findings", tuple(_findings(findings))),
+        *(aggregate_sections(aggregate) if aggregate.values else ()),
+        Section("Nodes", (*node_figures(own_nodes, aggregate), *_records("Nodes", own_nodes))),
+        Section("Artefacts", tuple(_records("What was found and read", document.parts("artefacts")))),
+    ]
+    summary = [Verdict(tuple(_counts(findings)), _meaning(findings))]
+    if claims:
+        answers = Counter(claim.text("answer") for claim in claims)
+        badges = tuple(Badge(f"{count} {word}", ANSWERS[word].tone) for word in ANSWERS if (count := answers[word]))
+        summary.append(Verdict(badges, f"of {len(claims)} claims" if len(claims) > 1 else "the claim"))
+    return view(document, _subject(findings), summary, sections, KNOWN)
+
+
+def severity_badge(severity: str) -> Badge:
+    """A severity's badge; an unknown word is shown as it is."""
+    return SEVERITIES.get(severity, Badge(severity, "quiet"))
+
+
+def _subject(findings: Sequence[Document]) -> str:
+    fails = sum(finding.text("severity") == "fail" for finding in findings)
+    return f"{fails} fail" if fails else "no fail"
+
+
+def _counts(findings: Sequence[Document]) -> Iterator[Badge]:
+    counts = Counter(finding.text("severity") for finding in findings)
+    for severity in (*SEVERITIES, *sorted(set(counts) - set(SEVERITIES))):
+        if counts[severity]:
+            yield Badge(f"{counts[severity]:,} {severity}", severity_badge(severity).tone)
+
+
+def _meaning(findings: Sequence[Document]) -> str:
+    severities = {finding.text("severity") for finding in findings}
+    if "fail" in severities:
+        return "the artefacts break rules, or contradict each other or the facts"
+    if "warn" in severities:
+        return "nothing fails; something needs an explanation"
+    if "unknown" in severities:
+        return "nothing speaks against the artefacts; some questions they cannot answer"
+    return "nothing speaks against the artefacts" if findings else "nothing was found to check"
+
+
+def _findings(findings: Sequence[Document]) -> Iterator[Table | Paragraph]:
+    if not findings:
+        return
+    order = {severity: rank for rank, severity in enumerate(SEVERITIES)}
+    ranked = sorted(findings, key=lambda finding: order.get(finding.text("severity"), len(order)))
+    merged = _merged(ranked)
+    shown = merged[:LEGIBLE_FINDINGS]
+    columns = (Column("Severity"), Column("Finding"), Column("Expected"), Column("Found"), Column("Where"))
+    more = len(merged) - len(shown)
+    yield Table(
+        "Findings",
+        columns,
+        tuple(_finding_row(finding, places) for finding, places in shown),
+        kinds=tuple(severity_badge(finding.text("severity")) for finding, _ in shown),
+        hidden=frozenset({"pass"}) if len(findings) > 1 else frozenset(),
+        stacked=True,
+        note=f"{more:,} more of the same or lesser severity are in the JSON document." if more else "",
+    )
+
+
+def _merged(findings: Sequence[Document]) -> list[tuple[Document, list[Document]]]:
+    """Findings that say the same word for word, with all their places."""
+    merged: dict[tuple[str, ...], tuple[Document, list[Document]]] = {}
+    for finding in findings:
+        sameness = [plain_text(finding.values.get(key)) for key in ("severity", "id", "title", "why")]
+        if finding.text("severity") != "pass":
+            sameness += [plain_text(finding.values.get(key)) for key in ("expected", "found")]
+        _, places = merged.setdefault(tuple(sameness), (finding, []))
+        places += finding.parts("where")
+    return list(merged.values())
+
+
+def _finding_row(finding: Document, places: Sequence[Document]) -> tuple[Cell, ...]:
+    why = finding.text("why")
+    what = [Words(finding.text("title"), "strong"), *([Words(why, "quiet")] if why else [])]
+    what.append(Words(finding.text("id"), "code"))
+    expected, found = (plain_text(finding.values[key]) if key in finding else "" for key in ("expected", "found"))
+    return (severity_badge(finding.text("severity")), tuple(what), expected, found, _places(places))
+
+
+def _places(places: Sequence[Document]) -> tuple[Words, ...]:
+    words = [Words(_place(place), "code") for place in places[:LEGIBLE_PLACES]]
+    if len(places) > LEGIBLE_PLACES:
+        words.append(Words(f"and {len(places) - LEGIBLE_PLACES:,} more places", "quiet"))
+    return tuple(words)
+
+
+def _place(place: Document) -> str:
+    line = place.text("line")
+    return place.text("file") + (f":{line}" if line else "")
+
+
+def _claims(claims: Sequence[Document]) -> Iterator[Table]:
+    if not claims:
+        return
+    columns = (Column("Answer"), Column("Claim"), Column("Claimed"), Column("Recomputed"), Column("Why"))
+    rank = list(ANSWERS)
+    claims = sorted(claims, key=lambda claim: rank.index(answer) if (answer := claim.text("answer")) in rank else -1)
+    rows = tuple(
+        (
+            _answer(claim),
+            (
+                Words(claim.text("text"), "strong"),
+                Words(claim.text("source"), "quiet"),
+                Words(claim.text("id"), "code"),
+            ),
+            _claimed(claim.part("claimed")),
+            _recomputed(claim.part("recomputed")),
+            tuple(_reasons(claim)),
+        )
+        for claim in claims
+    )
+    yield Table("Claims", columns, rows, kinds=tuple(_answer(claim) for claim in claims), stacked=True)
+
+
+def _answer(claim: Document) -> Badge:
+    answer = claim.text("answer")
+    return ANSWERS.get(answer, Badge(answer, "quiet"))
+
+
+def _claimed(claimed: Document) -> tuple[Words, ...]:
+    scope = claimed.text("scope")
+    return (Words(_amount(claimed)), *([Words(f"per {scope}", "quiet")] if scope else []))
+
+
+def _recomputed(recomputed: Document) -> tuple[Words, ...]:
+    if not recomputed.values:
+        return ()
+    formula = recomputed.text("formula")
+    return (Words(_amount(recomputed), "strong"), *([Words(formula, "quiet")] if formula else []))
+
+
+def _amount(figure: Document) -> str:
+    value = figure.values.get("value")
+    return f"{precise(value) if is_number(value) else plain_text(value)} {figure.text('unit')}".rstrip()
+
+
+def _reasons(claim: Document) -> Iterator[Words]:
+    yield Words(claim.text("why"))
+    for evidence in claim.texts("evidence_that_would_settle"):
+        yield Words(f"would settle it: {evidence}", "quiet")
+    yield from _places(claim.parts("where"))
+
+
+def _records(caption: str, records: Sequence[Document]) -> Iterator[Table]:
+    if records:
+        yield records_table(caption, [record.values for record in records])

@@ -1,0 +1,123 @@
+"""What the views of all documents share: tables out of lists of objects, states, inputs, notes, what is left over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from megatoken.report.blocks import Badge, Block, Cell, Column, Facts, Points, Section, Table, View
+from megatoken.report.documents import Document
+from megatoken.report.words import ABSENT, aligned, is_number, labelled, plain_text, sentence
+
+COMMON_KEYS = ("kind", "schema_version", "created_at", "title", "inputs", "notes")
+TONES = {"verified": "good", "measured": "good"}
+FOOTER = "Made by megatoken from the JSON document beside this page; the page can be made anew from it."
+LEGIBLE_ROWS = 2000
+WIDE = 6  # columns; beyond them, what is the same in every row is said once
+
+
+def view(
+    document: Document, subject: str, summary: Iterable[Block], sections: Iterable[Section], known: Iterable[str]
+) -> View:
+    """A document's view; what stands under keys not ``known`` is shown as it is, so that nothing is lost."""
+    notes = document.texts("notes")
+    points = (Points("Notes:", tuple(("", note) for note in notes)),) if notes else ()
+    rest = document.without([*COMMON_KEYS, *known])
+    evidence = [*_inputs(document), *([Facts("Further values", rest)] if rest else [])]
+    return View(
+        title=document.text("title", sentence(document.text("kind"))),
+        subject=subject,
+        summary=(*summary, *points),
+        sections=(*sections, Section("Inputs", tuple(evidence))),
+        footer=f"{FOOTER} {_made_at(document)}".rstrip(),
+    )
+
+
+def state_badge(state: str) -> Badge:
+    """How sure a figure is; what nobody reviewed or measured warns."""
+    return Badge(state, TONES.get(state, "warn"))
+
+
+def state_cell(state: str) -> Cell:
+    """The badge, or nothing where no state is given."""
+    return state_badge(state) if state else ""
+
+
+def records_table(
+    caption: str, records: Sequence[Mapping[str, Any]], *, without: Iterable[str] = (), note: str = ""
+) -> Table:
+    """A row for each object and a column for each key that any of them has a value for."""
+    left_out = frozenset(without)
+    keys = [
+        key
+        for key in dict.fromkeys(key for record in records for key in record)
+        if key not in left_out and any(record.get(key) not in (None, "", [], {}) for record in records)
+    ]
+    shown = records[:LEGIBLE_ROWS]
+    if len(shown) < len(records):
+        note = f"{note} The first {LEGIBLE_ROWS:,} of {len(records):,} rows; all are in the JSON document.".lstrip()
+    if len(keys) > WIDE and len(records) > 1:
+        same = {
+            key: records[0][key]
+            for key in keys[1:]
+            if all(record.get(key) == records[0].get(key) for record in records)
+        }
+        keys = [key for key in keys if key not in same]
+        note = f"{note} The same for all: {plain_text(same)}.".lstrip() if same else note
+    numeric = {key: all(record.get(key) is None or is_number(record[key]) for record in records) for key in keys}
+    columns = tuple(Column(*_head(key, records), numeric=numeric[key]) for key in keys)
+    cells = [[_cell(key, record.get(key)) for record in shown] for key in keys]
+    cells = [aligned(column) if numeric[key] else column for key, column in zip(keys, cells, strict=True)]
+    rows = tuple(zip(*cells, strict=True))
+    words = sum(not numeric[key] for key in keys)
+    return Table(caption, columns, rows, stacked=len(keys) > 3 and words > 3, note=note)
+
+
+def given_tables(document: Document) -> Iterator[Table]:
+    """The tables that a document carries ready made: ``title``, ``rows``, and ``columns`` where rows are lists."""
+    for part in document.parts("tables"):
+        title = part.text("title") or part.text("name") or part.text("caption")
+        columns, rows = part.values.get("columns"), part.values.get("rows")
+        if isinstance(columns, list) and isinstance(rows, list):
+            rows = [dict(zip(map(str, columns), row, strict=False)) if isinstance(row, list) else row for row in rows]
+        records = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+        if records:
+            yield records_table(sentence(title), records, note=part.text("note"))
+
+
+def facts_table(caption: str, values: Mapping[str, Any], note: str = "") -> Table:
+    """Two columns: what, and its value with unit."""
+    rows = []
+    for key, value in values.items():
+        name, unit, text = labelled(key, value)
+        rows.append((name, f"{text} {unit}".rstrip() if text != ABSENT else ABSENT))
+    return Table(caption, (Column("What"), Column("Value")), tuple(rows), beside=True, note=note)
+
+
+def _inputs(document: Document) -> Iterator[Block]:
+    inputs = document.values.get("inputs")
+    if isinstance(inputs, list) and inputs and all(isinstance(item, dict) for item in inputs):
+        yield records_table("Inputs", inputs)
+    elif isinstance(inputs, dict) and inputs:
+        yield facts_table("Inputs", inputs)
+    elif inputs:
+        yield Points("", tuple(("", plain_text(item)) for item in (inputs if isinstance(inputs, list) else [inputs])))
+
+
+def _made_at(document: Document) -> str:
+    created = document.text("created_at")
+    return f"The document was made {created.replace('T', ' ').replace('Z', ' UTC')}." if created else ""
+
+
+def _head(key: str, records: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    value = next((record[key] for record in records if is_number(record.get(key))), None)
+    name, unit, _ = labelled(key, value)
+    return name, unit
+
+
+def _cell(key: str, value: Any) -> Cell:
+    if key == "state" and isinstance(value, str):
+        return state_cell(value)
+    if value is None or value == "":
+        return ""
+    return labelled(key, value)[2]

@@ -1,0 +1,135 @@
+"""A run over time: rates in all and per node, samples, use of the engine, power and clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatoken.report.blocks import Figure
+from megatoken.report.curves import Between, Line, Mark, level, rate, time_chart
+from megatoken.report.scales import Floats
+from megatoken.report.words import number
+from megatoken.results import Run
+from megatoken.results.statistics import totals_over_time
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+NAMED_NODES = 4
+NODE_SPANS = 120
+
+
+def time_figures(run: Run) -> Iterator[Figure]:
+    """Charts of ``series.parquet``; none where it has fewer than two rows."""
+    if len(run.series) < 2:
+        return
+    columns = ["output_tokens", "in_flight", "waiting", "rows", "row_budget", "pages_free", "pages"]
+    times, tokens, in_flight, waiting, rows, row_budget, pages_free, pages = totals_over_time(run.series, columns)
+    average = run.result.get("output_tokens_per_second")
+    window = run.result.get("steady_window_seconds")
+    yield time_chart(
+        "Output tokens over time",
+        "tokens/s",
+        [rate("each second", times, tokens)],
+        window=(window[0], window[1]) if window else None,
+        mark=Mark(f"completed samples, average {number(average)}", average) if average else None,
+    )
+    yield from _nodes(run.series)
+    yield time_chart("Samples being computed", "samples", [level("samples", times, in_flight - waiting)])
+    yield time_chart(
+        "Use of the engine",
+        "% of what there is",
+        [
+            level("rows of a step", times, _percent(rows, row_budget)),
+            level("cache pages", times, _percent(pages - pages_free, pages)),
+        ],
+        y_max=100,
+    )
+    yield from _telemetry(run.series)
+
+
+def _nodes(series: pa.Table) -> Iterator[Figure]:
+    """The rate of every node: a curve each, or from the slowest to the fastest where they are many."""
+    by_node = _by_node(series)
+    if len(by_node) < 2:
+        return
+    if len(by_node) <= NAMED_NODES:
+        lines = [rate(name, *totals_over_time(rows, ["output_tokens"])) for name, rows in by_node.items()]
+        yield time_chart("Output tokens of each node", "tokens/s", lines)
+        return
+    edges = np.linspace(
+        0, max(float(_column(rows, "elapsed_seconds").max()) for rows in by_node.values()), NODE_SPANS + 1
+    )
+    rates = np.array([_growth(rows, edges) for rows in by_node.values()])
+    names = list(by_node)
+    slowest = int(rates.mean(axis=1).argmin())
+    yield time_chart(
+        "Output tokens of each node",
+        "tokens/s",
+        [
+            _stairs("median node", edges, np.median(rates, axis=0)),
+            _stairs(f"slowest: {names[slowest]}", edges, rates[slowest]),
+        ],
+        between=Between(
+            f"all {len(names)} nodes", *_stair_points(edges, rates.min(axis=0)), np.repeat(rates.max(axis=0), 2)
+        ),
+    )
+
+
+def _telemetry(series: pa.Table) -> Iterator[Figure]:
+    """Power of all replicas together; of clocks and temperatures the extremes, since one slow GPU holds up the rest."""
+    power = _known(series, "power_watts")
+    if len(power) > 1:
+        yield time_chart("Power", "W, all replicas", [level("power", *totals_over_time(power, ["power_watts"]))])
+    for title, unit, column in (("Clock", "MHz", "clock_mhz"), ("Temperature", "°C", "temperature_celsius")):
+        known = _known(series, column)
+        if len(known) > 1:
+            times, least, most = _extremes(_column(known, "elapsed_seconds"), _column(known, column))
+            lines = [level("lowest", times, least), level("highest", times, most)]
+            yield time_chart(title, unit, lines if (least != most).any() else [level(title, times, least)])
+
+
+def _extremes(times: Floats, values: Floats) -> tuple[Floats, Floats, Floats]:
+    """Times [M], and the least and largest of ``values`` [N] at each, rows within one second taken together."""
+    moments, starts = np.unique(np.sort(times).round(), return_index=True)
+    ordered = values[np.argsort(times, kind="stable")]
+    return moments, np.minimum.reduceat(ordered, starts), np.maximum.reduceat(ordered, starts)
+
+
+def _growth(rows: pa.Table, edges: Floats) -> Floats:
+    times, tokens = totals_over_time(rows, ["output_tokens"])
+    reached = np.interp(edges, np.append(0.0, times), np.append(0.0, tokens))
+    growth: Floats = np.diff(reached) / np.diff(edges)
+    return growth
+
+
+def _stairs(name: str, edges: Floats, heights: Floats) -> Line:
+    return Line(name, *_stair_points(edges, heights))
+
+
+def _stair_points(edges: Floats, heights: Floats) -> tuple[Floats, Floats]:
+    return np.repeat(edges, 2)[1:-1], np.repeat(heights, 2)
+
+
+def _by_node(series: pa.Table) -> dict[str, pa.Table]:
+    import pyarrow.compute as pc
+
+    names = sorted(name for name in series["node"].unique().to_pylist() if name is not None)
+    return {name: series.filter(pc.equal(series["node"], name)) for name in names}
+
+
+def _known(series: pa.Table, column: str) -> pa.Table:
+    return series.filter(series[column].is_valid())
+
+
+def _column(series: pa.Table, name: str) -> NDArray[Any]:
+    return np.asarray(series[name].to_numpy(), dtype=np.float64)
+
+
+def _percent(part: Floats, whole: Floats) -> Floats:
+    share = np.zeros_like(part)
+    np.divide(100 * part, whole, out=share, where=whole > 0)
+    return share

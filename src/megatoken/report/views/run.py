@@ -1,0 +1,241 @@
+"""A run: its number with its verdict, every metric, what ran on what, and the charts of its two tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from megatoken.report.bars import Dot, dot_chart
+from megatoken.report.blocks import (
+    Badge,
+    Block,
+    Column,
+    Facts,
+    Figure,
+    Headline,
+    Points,
+    Section,
+    Table,
+    Terms,
+    View,
+)
+from megatoken.report.blocks import Verdict as VerdictBlock
+from megatoken.report.curves import Mark, distribution_chart, line_chart
+from megatoken.report.goodput import YARDSTICKS, goodput, goodput_curve
+from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, has_unreliable, metric_rows
+from megatoken.report.views.aggregate import MANY_NODES
+from megatoken.report.views.common import records_table
+from megatoken.report.views.over_time import time_figures
+from megatoken.report.words import number, precise
+from megatoken.results import Reason, Run, Verdict
+from megatoken.results.statistics import PERCENTILE_METHOD, SHORTEST_STEADY_SECONDS, STEADY_SHARE, Samples
+
+TONES = {Verdict.VALID: "good", Verdict.INVALID: "bad", Verdict.MEASURED: "plain"}
+DEFINITIONS = {
+    "Output tokens per second": "Output tokens of the completed samples over the time from the start of the run to the"
+    " last completion. Samples that failed or were cancelled count nothing.",
+    "Steady window": f"From the first to the last moment at which at least {STEADY_SHARE * 100:g} % of the peak"
+    " number of samples were generating; a sample generates from its first token to its last. Ramp and tail are"
+    f" left out. Not stated when shorter than {SHORTEST_STEADY_SECONDS:g} s or when the run was interrupted.",
+    "Time per output token": "(last token − first token) / (output tokens − 1) of each sample with two tokens or more;"
+    " one value per sample.",
+    "Percentiles": f"{PERCENTILE_METHOD[0].upper()}{PERCENTILE_METHOD[1:]}. A star marks those that too few samples"
+    " support with 99 % confidence.",
+    "Goodput": "Work of the completed samples that met both limits, over the duration of the run; the share is of all"
+    " scheduled samples, failed ones included. The limits are those that MLPerf sets for llama2-70b, a yardstick only.",
+}
+FILES = {
+    "result.json": "verdict, reasons and every metric, its unit in its name",
+    "requests.parquet": "one row per sample: times, token counts, how it ended",
+    "series.parquet": "one row per second and replica",
+    "environment.json": "machine, versions, source revision",
+    "config.yaml": "the resolved configuration",
+    "mlperf/": "LoadGen's own logs, untouched; no result where ABANDONED.txt stands beside them",
+}
+FOOTER = "Made by megatoken from the files beside this page; the page can be made anew from them."
+
+
+def run_view(run: Run) -> View:
+    """The report on a run folder."""
+    samples = Samples.of(run.requests)
+    terms = DEFINITIONS | {"First and last token": f"Counted from: {run.result.get('latency_origin', 'unknown')}."}
+    sections = (
+        Section("Numbers", tuple(_metrics(run))),
+        Section("What ran, and on what", (Facts("What ran, and on what", _subject(run), folded=False),)),
+        Section("Over time", tuple(time_figures(run))),
+        Section("Over samples", tuple(_sample_figures(run, samples))),
+        Section("Goodput", tuple(_goodput(run, samples))),
+        Section("Nodes", tuple(_nodes(run))),
+        Section("What the words mean", (Terms(terms),)),
+        Section(
+            "Evidence",
+            (
+                Facts("Machine and versions", run.environment),
+                Facts("Configuration", run.config),
+                Facts("Files beside this page", FILES),
+            ),
+        ),
+    )
+    return View(run.path.name, str(run.verdict), tuple(_summary(run)), sections, FOOTER)
+
+
+def _summary(run: Run) -> Iterator[Block]:
+    result = run.result
+    subject = (result.get("model"), result.get("precision"), result.get("scenario"))
+    facts = [
+        *(str(part) for part in subject if part),
+        f"{number(result.get('samples_completed'))} samples in {number(result.get('duration_seconds'))} s",
+        str(run.environment.get("hostname", "")),
+        str(result.get("created_at", "")).replace("T", " ").replace("Z", " UTC"),
+    ]
+    rate = number(result.get("output_tokens_per_second"))
+    yield Headline(rate, "output tokens/s", " · ".join(fact for fact in facts if fact))
+    yield VerdictBlock((Badge(run.verdict, TONES.get(run.verdict, "warn")),), MEANING[run.verdict])
+    if run.reasons:
+        yield _points("", run.reasons)
+    if run.rules_unmet:
+        yield _points("MLPerf rules not met:", run.rules_unmet)
+    notes = result.get("notes") or ()
+    if notes:
+        yield Points("Notes:", tuple(("", str(note)) for note in notes))
+
+
+def _points(title: str, reasons: list[Reason]) -> Points:
+    return Points(title, tuple((reason["code"], reason["message"]) for reason in reasons))
+
+
+def _subject(run: Run) -> dict[str, Any]:
+    """What a reader must know to hold the number against another; what the folder does not tell is left out."""
+    result, environment = run.result, run.environment
+    packages = environment.get("packages") or {}
+    gpus = Counter(gpu["name"] for gpu in environment.get("gpus") or ())
+    rows = result.get("data_set_rows")
+    facts = {
+        "Model": result.get("model"),
+        "Weights": result.get("weights"),
+        "Data set": " · ".join(filter(None, (result.get("data_set"), rows and f"{rows:,} rows"))),
+        "CPU": _cpu(environment.get("cpu") or {}),
+        "GPU": ", ".join(f"{count} × {name}" for name, count in gpus.items()),
+        **{name.replace("_", " ").capitalize(): value for name, value in (result.get("target") or {}).items()},
+        "LoadGen": result.get("loadgen_version") or packages.get("mlcommons-loadgen"),
+        "megatoken": packages.get("megatoken"),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def _cpu(cpu: Mapping[str, Any]) -> str:
+    cores = f"{cpu.get('usable_cores')} of {cpu.get('logical_cores')} logical cores usable" if cpu else ""
+    return " · ".join(filter(None, (cpu.get("model"), cores)))
+
+
+def _metrics(run: Run) -> Iterator[Table]:
+    rows = metric_rows(run)
+    values = tuple((row.label, row.unit, row.value) for row in rows if not row.percentiles)
+    heads = (Column("Metric"), Column("Unit"), Column("Value", numeric=True))
+    yield Table("Rates and counts", heads, values, beside=True)
+    latencies = tuple((row.label, row.unit, *row.percentiles) for row in rows if row.percentiles)
+    columns = (Column("Latency"), Column("Unit"), *(Column(name, numeric=True) for name in PERCENTILES))
+    note = UNRELIABLE_NOTE if has_unreliable(rows) else ""
+    yield Table("Percentiles", columns, latencies, beside=True, note=note)
+
+
+def _sample_figures(run: Run, samples: Samples) -> Iterator[Figure]:
+    done = samples.only(samples.completed & np.isfinite(samples.first))
+    if len(done) < 2:
+        return
+    origin = "the query's start" if _offline(run) else "the scheduled time"
+    times = [("first token", done.first - done.scheduled), ("last token", done.last - done.scheduled)]
+    yield distribution_chart("First and last token", "s", times, x_label=f"seconds since {origin}")
+    several = done.only(done.output_tokens >= 2)
+    if len(several) > 1:
+        milliseconds = 1000 * (several.last - several.first) / (several.output_tokens - 1)
+        yield distribution_chart(
+            "Time per output token", "ms", [("samples", milliseconds)], x_label="milliseconds", from_zero=False
+        )
+    lengths = [("input", done.input_tokens), ("output", done.output_tokens)]
+    yield distribution_chart("Lengths of the samples", "tokens", lengths, x_label="tokens")
+
+
+def _goodput(run: Run, samples: Samples) -> Iterator[Block]:
+    duration = run.result.get("duration_seconds")
+    if not duration or not len(samples):
+        return
+    offline = _offline(run)
+    rows = []
+    for limits in YARDSTICKS:
+        good = goodput(samples, limits, duration, queued=offline)
+        first = "not counted" if offline else f"{limits.ttft_seconds:g} s"
+        rows.append(
+            (
+                limits.name,
+                first,
+                f"{1000 * limits.tpot_seconds:g} ms",
+                precise(100 * good.share),
+                precise(good.samples_per_second),
+                precise(good.output_tokens_per_second),
+            )
+        )
+    columns = (
+        Column("Limits"),
+        Column("First token"),
+        Column("Per token"),
+        Column("Good", "%", numeric=True),
+        Column("Goodput", "samples/s", numeric=True),
+        Column("Output", "tokens/s", numeric=True),
+    )
+    note = "Offline: all samples are due at once, so the wait for the first token is no user's and is left out."
+    yield Table("Work within limits", columns, tuple(rows), stacked=True, note=note if offline else "")
+    yield from _goodput_figure(run, samples, duration)
+
+
+def _goodput_figure(run: Run, samples: Samples, duration: float) -> Iterator[Figure]:
+    """How much work is within a limit on the time per output token, for every limit."""
+    waits: list[tuple[str, float | None]] = [("any wait for the first token", None)]
+    if not _offline(run):
+        waits += [(f"first token within {limits.ttft_seconds:g} s", limits.ttft_seconds) for limits in YARDSTICKS]
+    lines = [goodput_curve(name, samples, duration, wait) for name, wait in waits]
+    longest = float(max(line.x[-1] for line in lines))
+    if longest <= 0:
+        return
+    title, unit = "Goodput by limit", "output tokens/s"
+    limits_shown = np.linspace(0, longest, 11)[1:]
+    columns = (Column("Limit", "ms", numeric=True), *(Column(line.name, unit, numeric=True) for line in lines))
+    rows = tuple(
+        (
+            precise(float(limit)),
+            *(precise(float(line.y[np.searchsorted(line.x, limit, side="right") - 1])) for line in lines),
+        )
+        for limit in limits_shown
+    )
+    yield line_chart(
+        title,
+        unit,
+        "limit on the time per output token, ms",
+        lines,
+        Table(f"{title} on the time per output token", columns, rows),
+        x_range=(0.0, longest),
+        marks=[
+            Mark(f"{limits.name}, {1000 * limits.tpot_seconds:g} ms", 1000 * limits.tpot_seconds, upright=True)
+            for limits in YARDSTICKS
+            if 1000 * limits.tpot_seconds <= longest
+        ],
+    )
+
+
+def _nodes(run: Run) -> Iterator[Block]:
+    nodes = run.result.get("nodes") or []
+    if len(nodes) < 2:
+        return
+    rated = [(str(node.get("node")), node.get("output_tokens_per_second")) for node in nodes]
+    dots = [Dot(name, rate) for name, rate in rated if isinstance(rate, int | float)]
+    if 1 < len(dots) <= MANY_NODES:
+        mean = sum(dot.value for dot in dots) / len(dots)
+        yield dot_chart("Rate of each node", "output tokens/s", dots, [("mean", mean)])
+    yield records_table("Nodes", nodes)
+
+
+def _offline(run: Run) -> bool:
+    return run.result.get("scenario") == "offline"

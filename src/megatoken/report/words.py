@@ -1,0 +1,141 @@
+"""How keys and values are written: labels and units out of names, numbers, text that can do no harm."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+ABSENT = "-"
+LONGEST_TEXT = 2000
+LARGEST = 1e300
+ACRONYMS = {
+    **{word: word.upper() for word in ("cpu", "cv", "fp4", "fp8", "gpu", "hbm", "id", "json", "kv", "nic", "pue")},
+    **{word: word.upper() for word in ("pp", "qps", "slo", "sut", "tdp", "tp", "tpot", "ttft", "url", "vm")},
+    "co2": "CO₂",
+    "gpus": "GPUs",
+    "loadgen": "LoadGen",
+    "mlperf": "MLPerf",
+    "vms": "VMs",
+}
+UNITS = {
+    "bytes": "bytes",
+    "celsius": "°C",
+    "dollars": "$",
+    "gib": "GiB",
+    "gigabytes": "GB",
+    "grams": "g",
+    "hours": "h",
+    "joules": "J",
+    "kilograms": "kg",
+    "kilowatts": "kW",
+    "kwh": "kWh",
+    "megawatts": "MW",
+    "mhz": "MHz",
+    "mib": "MiB",
+    "milliseconds": "ms",
+    "minutes": "min",
+    "percent": "%",
+    "seconds": "s",
+    "watts": "W",
+}
+PER_UNITS = UNITS | {"tokens": "tokens", "samples": "samples", "requests": "requests", "queries": "queries"}
+DIVISORS = {"second": "s", "hour": "h", "watt": "W", "joule": "J", "kilowatt": "kW", "gpu": "GPU", "kwh": "kWh"}
+NAMES = ("_id", "seed", "line", "port")  # numbers that name something: nobody counts in them
+SHARES = ("share", "coefficient_of_variation", "utilisation")
+
+# What a terminal would obey, XML cannot hold, or turns the reading direction of what follows.
+_HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+
+
+def clean(text: str) -> str:
+    """``text`` with control characters and lone surrogates replaced, cut off where nobody reads on."""
+    shown = text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}… ({len(text):,} characters)"
+    return _HARMFUL.sub("�", shown.replace("\r\n", "\n"))
+
+
+def label(key: str) -> tuple[str, str]:
+    """What to call a key, and the unit at its end: ``duration_seconds`` is Duration in s."""
+    head, *divisors = key.split("_per_")
+    name, _, last = head.rpartition("_")
+    units = PER_UNITS if divisors else UNITS
+    if last not in units:
+        return sentence(key), ""
+    unit = "/".join([units[last], *(DIVISORS.get(divisor, divisor.replace("_", " ")) for divisor in divisors)])
+    return sentence(name or key), unit
+
+
+def sentence(key: str) -> str:
+    """A key as words: ``per_gpu`` is Per GPU."""
+    words = " ".join(ACRONYMS.get(word, word) for word in clean(key).replace("_", " ").split())
+    return words[:1].upper() + words[1:]
+
+
+def labelled(key: str, value: Any) -> tuple[str, str, str]:
+    """Label, unit and value of one entry; shares become percent."""
+    if key.endswith(SHARES) and is_number(value):
+        return sentence(key.removesuffix("_share")), "%", precise(100 * value)
+    name, unit = label(key)
+    if key.endswith(NAMES) and isinstance(value, int):
+        return name, unit, str(value)
+    return name, unit, plain_text(value)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether ``value`` is a number that arithmetic can hold; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def number(value: object) -> str:
+    """Three to four significant digits, thousands apart, no exponent; a dash for what is not a number."""
+    if not is_number(value):
+        return ABSENT
+    if isinstance(value, int) or abs(value) >= 1000 or value == 0:
+        return f"{value:,.0f}"
+    decimals = min(6, max(0, 2 - math.floor(math.log10(abs(value)))))
+    return f"{value:.{decimals}f}"
+
+
+def precise(value: object) -> str:
+    """One decimal from a thousand on, four significant digits below: figures that are compared with published ones."""
+    if not is_number(value):
+        return ABSENT
+    if isinstance(value, int):
+        return f"{value:,}"
+    if abs(value) >= 999.95:
+        return f"{value:,.1f}".removesuffix(".0")
+    return f"{value:.3e}" if 0 < abs(value) < 1e-6 else _trimmed(value)
+
+
+def aligned(texts: Sequence[Any]) -> list[Any]:
+    """A column of ``precise`` texts in which either all thousands have their decimal or none has."""
+    if not any("," in text and "." in text for text in texts):
+        return list(texts)
+    return [f"{text}.0" if "," in text and "." not in text else text for text in texts]
+
+
+def _trimmed(value: float) -> str:
+    decimals = 0 if value == 0 else max(0, 3 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def plain_text(value: Any) -> str:
+    """Any value that JSON can hold on one line."""
+    if value is None or value in ("", [], {}):
+        return ABSENT
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return precise(value)
+    if isinstance(value, Mapping):
+        return "; ".join(" ".join(filter(None, _named(str(key), item))) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(plain_text(item) for item in value)
+    return clean(str(value))
+
+
+def _named(key: str, value: Any) -> tuple[str, str, str]:
+    name, unit, text = labelled(key, value)
+    return f"{name}:", text, unit

@@ -1,0 +1,137 @@
+"""The page of a run: saying what the folder says."""
+
+import pytest
+from pages import parsed, table_rows, words
+
+from megatoken.errors import UsageError
+from megatoken.report import write_report
+from megatoken.report.page import page
+from megatoken.report.views import run_view
+from megatoken.results import read_run
+
+
+def page_of(path):
+    return parsed(write_report(path).read_text(encoding="utf-8"))
+
+
+def figures(root) -> list[str]:
+    return [words(figure.find("figcaption")) for figure in root.iter("figure")]
+
+
+def test_the_page_says_what_the_folder_says(make_run, unmet):
+    path = make_run("INVALID", rules_unmet=unmet, reasons=[{"code": "SEEDS", "message": "wrong & <odd>"}])
+    root = page_of(path)
+    text = words(root)
+    result = read_run(path).result
+    assert words(root.find("head/title")) == "20261120T091233Z-offline-tiny · INVALID · megatoken"
+    assert f"{result['output_tokens_per_second']:.0f} output tokens/s" in text
+    assert "80 samples in 19.8 s" in text
+    assert words(root.find(".//span[@class='badge bad']")) == "✕ INVALID"
+    for told in ("SEEDS", "wrong & <odd>", "MIN_DURATION", "ran 20 s of 600 s", "80 of 24,576 <b>", "a<b>&\"c'"):
+        assert told in text
+    assert table_rows(root, "Percentiles")["Time per output token"] == ["ms", "21.6", "22.8", "23.0*", "23.1*"]
+    assert table_rows(root, "Rates and counts")["Peak memory"] == ["MiB", "300"]
+    assert table_rows(root, "Configuration")["nested.list.0.x"] == ["-"]
+    assert table_rows(root, "Machine and versions")["hostname"] == ["host"]
+
+
+def test_the_page_says_what_ran_on_what_and_what_to_know_about_it(make_run):
+    path = make_run(
+        notes=["random weights: the speed is real & the text is not"],
+        weights="random, seed 0",
+        data_set="lengths.csv",
+        data_set_rows=24576,
+        target={"threads": 3, "back_end": "cpu, compiled kernels"},
+        environment={
+            "cpu": {"model": "Fast <1>", "usable_cores": 3, "logical_cores": 8},
+            "gpus": [{"name": "H200"}, {"name": "H200"}],
+            "packages": {"megatoken": "0.1.0", "mlcommons-loadgen": "5.1.2"},
+        },
+    )
+    root = page_of(path)
+    assert "random weights: the speed is real & the text is not" in words(root.find(".//header"))
+    assert table_rows(root, "What ran, and on what") == {
+        "Model": ["tiny"],
+        "Weights": ["random, seed 0"],
+        "Data set": ["lengths.csv · 24,576 rows"],
+        "CPU": ["Fast <1> · 3 of 8 logical cores usable"],
+        "GPU": ["2 × H200"],
+        "Threads": ["3"],
+        "Back end": ["cpu, compiled kernels"],
+        "LoadGen": ["5.1.2"],
+        "megatoken": ["0.1.0"],
+    }
+
+
+def test_one_node_without_telemetry_has_seven_charts(make_run):
+    root = page_of(make_run())
+    assert figures(root) == [
+        "Output tokens over time tokens/s",
+        "Samples being computed samples",
+        "Use of the engine % of what there is",
+        "First and last token % of samples at or below",
+        "Time per output token % of samples at or below",
+        "Lengths of the samples % of samples at or below",
+        "Goodput by limit output tokens/s",
+    ]
+    rows = table_rows(root, "Work within limits")  # 20.0 to 23.2 ms a token; Offline counts no first token
+    assert rows["MLPerf Interactive, llama2-70b"] == ["not counted", "40 ms", "100", "4.034", "104.9"]
+
+
+def test_in_server_the_first_token_counts_for_goodput(make_run):
+    rows = table_rows(page_of(make_run(scenario="server")), "Work within limits")
+    # first tokens come at 0.25, 1.25, 2.25 ... s, four samples each of 80
+    assert rows["MLPerf Server, llama2-70b"][2] == "10"
+    assert rows["MLPerf Interactive, llama2-70b"][2] == "5"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "curves"), [(3, ["node-0", "node-1", "node-2"]), (6, ["median node", "slowest: node-0"])]
+)
+def test_every_node_is_seen_over_time_and_power_and_clocks_where_known(make_rack, nodes, curves):
+    root = page_of(make_rack(nodes))
+    assert {"Power W, all replicas", "Clock MHz", "Temperature °C", "Rate of each node output tokens/s"} <= set(
+        figures(root)
+    )
+    heads = [
+        words(head) for head in _table(root, "Output tokens of each node").iter("th") if head.get("scope") == "col"
+    ]
+    assert heads[: 1 + len(curves)] == ["Until s", *(f"{curve} tokens/s" for curve in curves)]
+    power = table_rows(root, "Power: means over 20 spans of equal length")
+    assert [float(cells[0].replace(",", "")) for cells in list(power.values())[2:]] == pytest.approx(
+        [700.0 * 2 * nodes] * 19
+    )
+    clocks = table_rows(root, "Clock: means over 20 spans of equal length")
+    assert list(clocks.values())[-1] == ["1,700", "1,900"]
+    assert len(table_rows(root, "Nodes")) == nodes + 1
+
+
+def _table(root, caption):
+    return next(t for t in root.iter("table") if words(t.find("caption")).startswith(caption))
+
+
+@pytest.mark.parametrize("samples", [0, 1, 2, 4, 8])
+def test_few_samples_make_a_page_too(make_run, samples):
+    root = page_of(make_run("INTERRUPTED", samples=samples, reasons=[{"code": "", "message": "stopped"}]))
+    assert "INTERRUPTED stopped" in words(root)
+
+
+def test_a_page_depends_on_the_folder_alone(make_run):
+    path = make_run()
+    first = write_report(path).read_bytes()
+    assert write_report(path).read_bytes() == first
+    assert page(run_view(read_run(path))).encode() == first
+
+
+def test_a_page_can_go_elsewhere(make_run, tmp_path):
+    path = make_run()
+    assert write_report(path, tmp_path / "page.html") == tmp_path / "page.html"
+    assert not (path / "report.html").exists()
+
+
+def test_a_damaged_folder_gets_no_page(make_run):
+    path = make_run()
+    (path / "series.parquet").unlink()
+    with pytest.raises(UsageError, match=r"series\.parquet is missing"):
+        write_report(path)
+    assert not (path / "report.html").exists()
