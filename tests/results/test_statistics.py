@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from megatoken.results import SampleRow, SeriesRow, summarise
 from megatoken.results.files import to_json
-from megatoken.results.statistics import percentiles, samples_needed, steady_window, totals_over_time
+from megatoken.results.statistics import (
+    percentiles,
+    samples_needed,
+    steady_window,
+    tokens_per_second_within,
+    totals_over_time,
+)
 from megatoken.results.tables import append, schema, to_table
 
 SECONDS = st.floats(0, 1000, allow_nan=False)
@@ -126,22 +132,41 @@ def test_percentiles_of_too_few_samples_are_marked(percent, count):
     assert f"p{percent}" not in percentiles(np.ones(count))["unreliable"]
 
 
+def seen(*rows: tuple[float, int, int]):
+    """Output tokens of a replica until a time."""
+    levels = dict.fromkeys(SeriesRow._fields[3:12], 0)
+    return series(*(SeriesRow(at, "a", replica, **levels | {"output_tokens": tokens}) for at, replica, tokens in rows))
+
+
 def test_the_steady_window_leaves_out_ramp_and_tail():
-    # Ten lanes start 1 s apart and run 20 s at 10 tokens/s each: all ten from 9 s to 20 s, nine from 8 s to 21 s.
+    # Ten lanes start 1 s apart and run 20 s: all ten from 9 s to 20 s, nine from 8 s to 21 s.
     first = np.arange(10.0)
-    window = steady_window(first, first + 20, np.full(10, 201.0))
-    assert (window.start_seconds, window.end_seconds) == (8.0, 21.0)
-    lane_seconds = 11 * 10 + 2 * 9
-    # Every lane's tokens lie 0.1 s apart; the two that start inside bring their first token besides.
-    assert window.output_tokens_per_second == pytest.approx((lane_seconds * 10 + 2) / 13)
+    assert steady_window(first, first + 20) == (8.0, 21.0)
 
 
 def test_a_short_window_is_not_stated():
     first = np.zeros(50)
-    assert steady_window(first, first + 1.9, np.full(50, 100.0)) is None
-    assert steady_window(first, first + 2.1, np.full(50, 100.0)) is not None
-    assert steady_window(first, first, np.ones(50)) is None
-    assert steady_window(np.array([]), np.array([]), np.array([])) is None
+    assert steady_window(first, first + 1.9) is None
+    assert steady_window(first, first + 2.1) == (0.0, 2.1)
+    assert steady_window(first, first) is None
+    assert steady_window(np.array([]), np.array([])) is None
+
+
+def test_the_steady_rate_counts_what_was_seen_when_it_was_seen():
+    # Lanes are even until 9.5 s; but whoever spread their tokens evenly over their lives would find 60 a second here.
+    table = requests(*(row(number, 0.5, 9.5 + number // 8, 100 + 400 * (number // 8)) for number in range(10)))
+    found = summarise(table, seen((0.5, 0, 10), (9.0, 0, 860), (10.0, 0, 960), (11.0, 0, 1800)), scenario="offline")
+    assert found["steady_window_seconds"] == [0.5, 9.5]
+    assert found["steady_output_tokens_per_second"] == pytest.approx(100.0)
+
+
+def test_a_steady_rate_needs_a_series_that_reaches_over_it():
+    assert tokens_per_second_within(seen((4.0, 0, 400)), 1.0, 4.0) == pytest.approx(100.0)
+    assert tokens_per_second_within(
+        seen((2.0, 0, 10), (4.0, 0, 30), (2.0, 1, 40), (3.0, 1, 60)), 2.0, 4.0
+    ) == pytest.approx((90 - 50) / 2)
+    assert tokens_per_second_within(seen((3.9, 0, 400)), 1.0, 4.0) is None
+    assert tokens_per_second_within(series(), 1.0, 4.0) is None
 
 
 def test_a_run_still_going_has_no_steady_window():
@@ -151,9 +176,7 @@ def test_a_run_still_going_has_no_steady_window():
 
 
 spans = st.lists(
-    st.tuples(st.integers(0, 40), st.integers(0, 30), st.integers(1, 50)).map(lambda t: (t[0], t[0] + t[1], t[2])),
-    min_size=1,
-    max_size=30,
+    st.tuples(st.integers(0, 40), st.integers(0, 30)).map(lambda t: (t[0], t[0] + t[1])), min_size=1, max_size=30
 )
 
 
@@ -161,22 +184,11 @@ spans = st.lists(
 @given(spans)
 def test_the_steady_window_agrees_with_counting(samples):
     """Whole seconds: how many samples generate in each second, counted one by one."""
-    generating = [sum(first <= second < last for first, last, _ in samples) for second in range(71)]
+    generating = [sum(first <= second < last for first, last in samples) for second in range(71)]
     peak = max(generating)
-    window = steady_window(*(np.array(column, dtype=float) for column in zip(*samples, strict=True)))
     busy = [second for second, count in enumerate(generating) if peak and count >= 0.9 * peak]
-    if not busy or busy[-1] + 1 - busy[0] < 2:
-        assert window is None
-        return
-    start, end = busy[0], busy[-1] + 1
-    assert (window.start_seconds, window.end_seconds) == (start, end)
-    tokens = 0.0
-    for first, last, count in samples:
-        tokens += start <= first < end
-        if last > first:
-            tokens += (count - 1) * max(0, min(last, end) - max(first, start)) / (last - first)
-    assert window.output_tokens_per_second == pytest.approx(tokens / (end - start))
-    assert tokens <= sum(count for _, _, count in samples) + 1e-6
+    expected = (busy[0], busy[-1] + 1) if busy and busy[-1] + 1 - busy[0] >= 2 else None
+    assert steady_window(*(np.array(column, dtype=float) for column in zip(*samples, strict=True))) == expected
 
 
 def test_totals_sum_replicas_at_every_time():

@@ -31,8 +31,8 @@ def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: 
         requests: table of ``SampleRow``.
         series: table of ``SeriesRow``.
         scenario: MLPerf scenario; decides what the times to first token and latencies mean.
-        finished: every sample has ended. Otherwise those in flight are missing from ``requests``, and with them the
-            tokens that a steady window would have to count, so that it stays None.
+        finished: every sample has ended. Otherwise those in flight are missing from ``requests``, and with them what
+            a steady window is found by, so that it stays None.
     """
     samples = Samples.of(requests)
     done = samples.only(samples.completed)
@@ -40,12 +40,12 @@ def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: 
     end = float(done.last.max()) if len(done) else start
     duration = end - start
     input_tokens, output_tokens = int(done.input_tokens.sum()), int(done.output_tokens.sum())
-    steady = steady_window(done.first, done.last, done.output_tokens) if finished else None
+    steady = steady_window(done.first, done.last) if finished else None
     several = done.only(done.output_tokens >= 2)
     joules, watts = energy(series)
     return {
         "output_tokens_per_second": _rate(output_tokens, duration),
-        "steady_output_tokens_per_second": steady.output_tokens_per_second if steady else None,
+        "steady_output_tokens_per_second": tokens_per_second_within(series, *steady) if steady else None,
         "processed_tokens_per_second": _rate(input_tokens + output_tokens, duration),
         "samples_per_second": _rate(len(done), duration),
         "ttft_seconds": percentiles(done.first - done.scheduled),
@@ -54,7 +54,7 @@ def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: 
         "latency_origin": latency_origin(scenario),
         "percentile_method": PERCENTILE_METHOD,
         "duration_seconds": duration,
-        "steady_window_seconds": [steady.start_seconds, steady.end_seconds] if steady else None,
+        "steady_window_seconds": list(steady) if steady else None,
         "energy_joules": joules,
         "energy_joules_per_output_token": joules / output_tokens if joules and output_tokens else None,
         "power_watts": watts,
@@ -99,45 +99,41 @@ def samples_needed(percent: int) -> int:
     return count
 
 
-@dataclass(frozen=True, slots=True)
-class SteadyWindow:
-    """The middle of a run, without ramp and tail, and the rate inside it."""
-
-    start_seconds: float
-    end_seconds: float
-    output_tokens_per_second: float
-
-
-def steady_window(first: Floats, last: Floats, output_tokens: Floats) -> SteadyWindow | None:
+def steady_window(first: Floats, last: Floats) -> tuple[float, float] | None:
     """The span between the first and the last moment at which 90 % of the peak number of samples were generating.
 
-    A sample generates from its first to its last token; inside that span its tokens are taken as evenly spaced. None
-    when the window is shorter than two seconds.
+    A sample generates from its first to its last token. None when the span is shorter than two seconds.
 
     Args:
         first: seconds [N] of the first token of each completed sample.
         last: seconds [N] of its last token.
-        output_tokens: counts [N].
     """
     known = np.isfinite(first) & np.isfinite(last)
-    first, last, output_tokens = first[known], last[known], output_tokens[known]
-    if not len(first):
+    if not known.any():
         return None
-    starts, ends = np.sort(first), np.sort(last)
-    rank = np.arange(len(first))
+    starts, ends = np.sort(first[known]), np.sort(last[known])
+    rank = np.arange(len(starts))
     from_start = rank + 1 - np.searchsorted(ends, starts, side="right")  # generating from each start on
     until_end = np.searchsorted(starts, ends, side="left") - rank  # generating until each end
     if from_start.max() < 1:
         return None
     enough = STEADY_SHARE * from_start.max()
     start, end = float(starts[from_start >= enough][0]), float(ends[until_end >= enough][-1])
-    if end - start < SHORTEST_STEADY_SECONDS:
+    return (start, end) if end - start >= SHORTEST_STEADY_SECONDS else None
+
+
+def tokens_per_second_within(series: pa.Table, start: float, end: float) -> float | None:
+    """Rate of the output tokens that were seen from ``start`` to ``end``, between rows of the series interpolated.
+
+    Not from the samples: a step takes longer the more are generating, so tokens of a sample that outlasts the window are
+    not evenly spaced. None when the series does not reach over the window.
+    """
+    times, tokens = totals_over_time(series, ["output_tokens"])
+    if not len(times) or times[-1] < end:
         return None
-    inside = np.clip(np.minimum(last, end) - np.maximum(first, start), 0, None)
-    span = last - first
-    share = np.divide(inside, span, out=np.zeros_like(span), where=span > 0)
-    tokens = ((output_tokens - 1) * share).sum() + ((first >= start) & (first < end)).sum()
-    return SteadyWindow(start, end, float(tokens / (end - start)))
+    times, tokens = np.append(0.0, times), np.append(0.0, tokens)
+    begun, ended = np.interp([start, end], times, tokens)
+    return float((ended - begun) / (end - start))
 
 
 def energy(series: pa.Table) -> tuple[float | None, float | None]:
