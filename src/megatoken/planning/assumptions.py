@@ -15,7 +15,7 @@ from pydantic import Field
 from megatoken.config import nearest
 from megatoken.errors import ConfigError
 from megatoken.planning.figures import Input, State
-from megatoken.planning.strict_yaml import Strict, read_strict
+from megatoken.planning.strict_yaml import Strict, one_line, read_strict
 
 _Schema = TypeVar("_Schema", bound=Strict)
 
@@ -138,7 +138,7 @@ def _known(entries: Mapping[str, Assumption], name: str, place: str) -> Assumpti
     if name not in entries:
         meant = nearest(name, entries)
         mend = f"did you mean {meant}?" if meant else f"known are {', '.join(entries)}"
-        raise ConfigError(f"{place}: unknown assumption '{name}'; {mend}")
+        raise ConfigError(f"{place}: " + one_line(f"unknown assumption '{name}'; {mend}"))
     return entries[name]
 
 

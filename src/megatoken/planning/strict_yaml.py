@@ -13,6 +13,7 @@ from megatoken.config import nearest
 from megatoken.errors import ConfigError
 
 LARGEST_FILE_BYTES = 1 << 20
+LONGEST_MESSAGE = 400
 
 Place = tuple[str | int, ...]
 
@@ -40,65 +41,75 @@ def read_strict(path: Path, schema: type[_Schema]) -> _Schema:
         first = next(
             (one for one in errors if one["type"] == "extra_forbidden"), errors[0]
         )  # it explains a missing one
-        raise ConfigError(_explain(path, schema, lines, first["loc"], first["type"], first["msg"])) from None
+        raise _refusal(path, *_explain(schema, lines, first["loc"], first["type"], first["msg"])) from None
+
+
+def one_line(text: str) -> str:
+    """``text`` of a stranger's file, fit for an error: no control characters, not endless."""
+    shown = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return shown if len(shown) <= LONGEST_MESSAGE else f"{shown[:LONGEST_MESSAGE]}..."
+
+
+def _refusal(path: Path, line: int | None, text: str) -> ConfigError:
+    return ConfigError(f"{path}:{line}: {one_line(text)}" if line else f"{path}: {one_line(text)}")
 
 
 def _read(path: Path) -> tuple[Any, dict[Place, int]]:
     try:
         if path.stat().st_size > LARGEST_FILE_BYTES:
-            raise ConfigError(f"{path}: larger than {LARGEST_FILE_BYTES:,} bytes; this is no file of settings")
+            raise _refusal(path, None, f"larger than {LARGEST_FILE_BYTES:,} bytes; this is no file of settings")
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         root = loader.get_single_node()
         lines: dict[Place, int] = {}
-        return ({} if root is None else _plain(loader, root, (), lines, str(path), set())), lines
+        return ({} if root is None else _plain(loader, root, (), lines, path, set())), lines
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        raise _refusal(path, None, f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
+        raise _refusal(path, None, f"not UTF-8 at byte {error.start}") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line}: not YAML: {error.problem}") from None
+        raise _refusal(path, line, f"not YAML: {error.problem}") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
+        raise _refusal(path, None, f"not YAML: {str(error).splitlines()[0]}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply") from None
+        raise _refusal(path, None, "nested too deeply") from None
 
 
 def _plain(
-    loader: yaml.SafeLoader, node: yaml.Node, place: Place, lines: dict[Place, int], file: str, seen: set[int]
+    loader: yaml.SafeLoader, node: yaml.Node, place: Place, lines: dict[Place, int], path: Path, seen: set[int]
 ) -> Any:
     """Plain data of ``node``; notes the line of every place in ``lines``. Aliases are refused: they can explode."""
     line = node.start_mark.line + 1
     lines.setdefault(place, line)
     if id(node) in seen:
-        raise ConfigError(f"{file}:{line}: aliases (*name) are not supported; write the value out")
+        raise _refusal(path, line, "aliases (*name) are not supported; write the value out")
     if isinstance(node, yaml.ScalarNode):
         return loader.construct_object(node)
     seen.add(id(node))
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(loader, item, (*place, at), lines, file, seen) for at, item in enumerate(node.value)]
+        return [_plain(loader, item, (*place, at), lines, path, seen) for at, item in enumerate(node.value)]
     data: dict[str, Any] = {}
     for key_node, value_node in node.value:
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
         lines[*place, key] = key_node.start_mark.line + 1
         if key in data:
-            raise ConfigError(f"{file}:{key_node.start_mark.line + 1}: key '{key}' is given twice")
-        data[key] = _plain(loader, value_node, (*place, key), lines, file, seen)
+            raise _refusal(path, lines[*place, key], f"key '{key}' is given twice")
+        data[key] = _plain(loader, value_node, (*place, key), lines, path, seen)
     return data
 
 
-def _explain(path: Path, schema: type[Strict], lines: dict[Place, int], at: Place, kind: str, message: str) -> str:
-    known = next((lines[at[:length]] for length in range(len(at), -1, -1) if at[:length] in lines), 1)
+def _explain(schema: type[Strict], lines: dict[Place, int], at: Place, kind: str, message: str) -> tuple[int, str]:
+    """Line and text of one error of pydantic."""
+    line = next((lines[at[:length]] for length in range(len(at), -1, -1) if at[:length] in lines), 1)
     key = ".".join(map(str, at))
-    where = f"{path}:{known}: "
     if kind == "extra_forbidden":
-        meant = nearest(str(at[-1]), _keys(schema, at[:-1]))
-        mend = f"did you mean {meant}?" if meant else f"known are {', '.join(_keys(schema, at[:-1]))}"
-        return f"{where}unknown key '{key}'; {mend}"
+        known = _keys(schema, at[:-1])
+        meant = nearest(str(at[-1]), known)
+        return line, f"unknown key '{key}'; " + (f"did you mean {meant}?" if meant else f"known are {', '.join(known)}")
     if kind == "missing":
-        return f"{where}key '{key}' is missing"
+        return line, f"key '{key}' is missing"
     subject = f"'{key}'" if key else "the file"
-    return f"{where}{subject}: {message.removeprefix('Value error, ')}"
+    return line, f"{subject}: {message}"
 
 
 def _keys(schema: Any, at: Iterable[str | int]) -> list[str]:

@@ -144,10 +144,10 @@ def from_run(
         run: a run folder as read.
         assumptions: for the latency limits that it is held against.
         accelerators: how many the run used, where its folder does not say (an engine on CPUs).
-        accelerator: their name.
+        accelerator: their name, where its folder does not say.
 
     Raises:
-        UsageError: the run completed nothing.
+        UsageError: the run completed nothing, or used another number of accelerators.
     """
     from megatoken.results.nodes import run_accelerators
 
@@ -157,7 +157,9 @@ def from_run(
         raise UsageError(f"{run.path}: no sample was completed, so there is no rate to plan with")
     nodes = len(result.get("nodes") or [None])
     per_node = run_accelerators(run)
-    used = accelerators or (per_node * nodes if per_node else None)
+    used = per_node * nodes if per_node else accelerators
+    if accelerators not in (None, used):
+        raise UsageError(f"{run.path}: the run used {used} accelerators, not {accelerators}")
     source = f"{run.path} ({run.verdict})"
     mix = result["input_tokens"] / result["output_tokens"]
     notes = [f"{run.path}: {note}" for note in result.get("notes") or ()]
@@ -167,7 +169,7 @@ def from_run(
         output_tokens_per_second=rate,
         scope="system" if nodes > 1 else "node",
         accelerators=used,
-        accelerator=accelerator or _accelerator_name(run),
+        accelerator=_accelerator_name(run) or accelerator,
         input_tokens_per_output_token=mix,
         output_tokens_per_request=result["output_tokens"] / result["samples_completed"],
         scenario=result.get("scenario"),

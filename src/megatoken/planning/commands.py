@@ -1,0 +1,201 @@
+"""From what is typed after ``megatoken plan`` to a plan: reads the files it names, then calls the pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatoken.errors import UsageError
+from megatoken.planning.assumptions import Assumptions, load_assumptions
+from megatoken.planning.capacity_plan import plan_capacity
+from megatoken.planning.cost_plan import System, plan_cost
+from megatoken.planning.energy_plan import Power, energy_of, plan_energy, power_given, power_of
+from megatoken.planning.figures import Plan
+from megatoken.planning.fleet_plan import Supply, load_demand, plan_fleet, plan_replacement
+from megatoken.planning.pricing import parse_factor
+from megatoken.planning.throughput import Throughput, from_number, from_run
+from megatoken.planning.workloads import Profile, load_profiles
+
+if TYPE_CHECKING:
+    from megatoken.results import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What all four commands start from: a run folder, or a number with its scope.
+
+    ``tokens_per_second`` to ``input_per_output`` are flags of the same name; with a run only ``accelerators`` and
+    ``accelerator`` may be given beside it, for what its folder does not say.
+    """
+
+    run: Path | None = None
+    tokens_per_second: float | None = None
+    per: str | None = None
+    counted: str | None = None
+    accelerators: int | None = None
+    accelerator: str | None = None
+    scenario: str | None = None
+    state: str | None = None
+    source: str | None = None
+    input_per_output: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What all four commands share: profiles, assumptions, the user's own factors below the peak."""
+
+    profiles: Path | None = None
+    profile: Sequence[str] = ()
+    assumptions: Path | None = None
+    settings: Sequence[str] = ()
+    factors: Sequence[str] = ()
+
+    def load_assumptions(self) -> Assumptions:
+        """Defaults and the user's own."""
+        return load_assumptions(self.assumptions, self.settings)
+
+    def load_profiles(self) -> tuple[Profile, ...]:
+        """Those asked for, or all."""
+        return load_profiles(self.profiles, self.profile)
+
+
+@dataclass(frozen=True, slots=True)
+class PowerFlags:
+    """Power as the user knows it; without ``watts`` that of the run, else by data sheet."""
+
+    watts: float | None = None
+    boundary: str = "wall"
+    state: str = "given"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFlags:
+    """Demand and shape of a fleet; ``replace_nodes`` and ``replace_rate`` ask another question instead."""
+
+    demand: float | None = None
+    unit: str = "interactions"
+    curve: str | None = None
+    accelerators_per_node: int | None = None
+    nodes_per_rack: int | None = None
+    spare: int = 1
+    fault_domain: str = "node"
+    burst: Rate | None = None
+    burst_accelerators_per_node: int | None = None
+    replace_nodes: int | None = None
+    replace_rate: float | None = None
+
+
+def capacity(rate: Rate, common: Common, *, second_run: Path | None = None) -> Plan:
+    """``megatoken plan capacity``. Raises UsageError."""
+    assumptions = common.load_assumptions()
+    throughput, run = _throughput(rate, assumptions)
+    return plan_capacity(
+        throughput,
+        common.load_profiles(),
+        assumptions,
+        second=_second(second_run, run, assumptions),
+        factors=[parse_factor(text) for text in common.factors],
+    )
+
+
+def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
+    """``megatoken plan fleet``. Raises UsageError."""
+    assumptions = common.load_assumptions()
+    supply = Supply(_throughput(rate, assumptions)[0], flags.accelerators_per_node, flags.nodes_per_rack)
+    if flags.replace_nodes is not None or flags.replace_rate is not None:
+        if flags.replace_nodes is None or flags.replace_rate is None:
+            raise UsageError("to replace nodes, give their number and the rate of one: --replace-nodes, --replace-rate")
+        return plan_replacement(flags.replace_nodes, flags.replace_rate, supply)
+    demand = load_demand(flags.unit, flags.demand, flags.curve)
+    profile = None
+    if flags.unit != "output-tokens":
+        profiles = common.load_profiles()
+        if len(profiles) != 1:
+            names = ", ".join(profile.name for profile in profiles)
+            raise UsageError(f"a demand in {flags.unit} is of one workload profile; choose with --profile: {names}")
+        profile = profiles[0]
+    burst = None
+    if flags.burst is not None:
+        burst = Supply(_throughput(flags.burst, assumptions)[0], flags.burst_accelerators_per_node)
+    return plan_fleet(
+        supply,
+        demand,
+        assumptions,
+        profile=profile,
+        spare_domains=flags.spare,
+        domain=flags.fault_domain,
+        burst=burst,
+        factors=[parse_factor(text) for text in common.factors],
+    )
+
+
+def energy(rate: Rate, common: Common, flags: PowerFlags) -> Plan:
+    """``megatoken plan energy``. Raises UsageError."""
+    assumptions = common.load_assumptions()
+    throughput, run = _throughput(rate, assumptions)
+    measured = energy_of(run) if run is not None and flags.watts is None else None
+    power = _power(throughput, run, flags)
+    return plan_energy(throughput, power, assumptions, profiles=common.load_profiles(), energy=measured)
+
+
+def cost(
+    rate: Rate, common: Common, flags: PowerFlags, *, rent: float | None = None, second_run: Path | None = None
+) -> Plan:
+    """``megatoken plan cost``. Raises UsageError."""
+    assumptions = common.load_assumptions()
+    throughput, run = _throughput(rate, assumptions)
+    power = None if rent is not None else _power(throughput, run, flags)
+    factors = [parse_factor(text) for text in common.factors]
+    second = _second(second_run, run, assumptions)
+    return plan_cost(System(throughput, power, rent, factors), common.load_profiles(), assumptions, second=second)
+
+
+def _throughput(rate: Rate, assumptions: Assumptions) -> tuple[Throughput, Run | None]:
+    if rate.run is not None:
+        beside = ("tokens_per_second", "per", "counted", "scenario", "state", "source", "input_per_output")
+        for name in beside:
+            if getattr(rate, name) is not None:
+                flag = name.replace("_", "-")
+                raise UsageError(f"{rate.run}: a run says its own --{flag}; give a run or a number, not both")
+        from megatoken.results import read_run  # pyarrow with it
+
+        run = read_run(rate.run)
+        return from_run(run, assumptions, accelerators=rate.accelerators, accelerator=rate.accelerator), run
+    if rate.tokens_per_second is None:
+        raise UsageError("nothing to plan with: give a run folder, or --tokens-per-second with --per")
+    if rate.per is None:
+        raise UsageError("a rate without scope means nothing: give --per accelerator, node, rack or system")
+    throughput = from_number(
+        rate.tokens_per_second,
+        scope=rate.per,
+        counted=rate.counted or "output",
+        accelerators=rate.accelerators,
+        accelerator=rate.accelerator,
+        scenario=rate.scenario,
+        state=rate.state or "unverified",
+        source=rate.source or "given on the command line",
+        input_tokens_per_output_token=rate.input_per_output,
+        assumptions=assumptions,
+    )
+    return throughput, None
+
+
+def _second(path: Path | None, first: Run | None, assumptions: Assumptions) -> Throughput | None:
+    if path is None:
+        return None
+    throughput, run = _throughput(Rate(run=path), assumptions)
+    if first is None or run is None:
+        raise UsageError(f"{path}: a second run prices tokens beside a first run, not beside a number")
+    for name in ("model", "precision"):
+        one, other = first.result.get(name), run.result.get(name)
+        if one != other:
+            raise UsageError(f"{path}: its {name} is {other}, that of {first.path} is {one}; prices need one system")
+    return throughput
+
+
+def _power(throughput: Throughput, run: Run | None, flags: PowerFlags) -> Power:
+    if flags.watts is not None:
+        return power_given(flags.watts, flags.boundary, flags.state)
+    return power_of(throughput, energy_of(run) if run is not None else None)

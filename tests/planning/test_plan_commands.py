@@ -1,0 +1,88 @@
+"""What is typed after ``megatoken plan``: run folders and numbers, and what they may not be together."""
+
+import pytest
+
+from megatoken.errors import UsageError
+from megatoken.planning.commands import Common, FleetFlags, PowerFlags, Rate, capacity, cost, energy, fleet
+
+RACK = Rate(tokens_per_second=1_100_948.3, per="rack", accelerators=72, accelerator="GB300")
+ONE = Common(profile=["simple_qa"])
+
+
+def test_a_number_through_all_four():
+    documents = [
+        capacity(RACK, Common()).to_document(),
+        fleet(RACK, ONE, FleetFlags(demand=5000, accelerators_per_node=4, nodes_per_rack=18)).to_document(),
+        energy(RACK, Common(), PowerFlags()).to_document(),
+        cost(RACK, Common(), PowerFlags()).to_document(),
+    ]
+    assert [one["kind"] for one in documents] == ["plan_capacity", "plan_fleet", "plan_energy", "plan_cost"]
+
+
+def test_a_run_through_all_four(make_run):
+    rate = Rate(run=make_run(watts=300.0, gpus=("NVIDIA H200",)).path)
+    assert capacity(rate, Common()).result("Peak rate").state == "measured"
+    assert fleet(rate, ONE, FleetFlags(demand=100, unit="users")).results[0].value > 1
+    assert energy(rate, Common(), PowerFlags()).results[0].value == pytest.approx(500 / 300)
+    power = {one.name: one for one in cost(rate, Common(), PowerFlags()).inputs}["power"]
+    assert (power.value, power.state) == (300.0, "measured")
+
+
+def test_a_run_on_a_cpu(make_run):
+    run = make_run().path
+    assert capacity(Rate(run=run), Common()).results[0].value > 0
+    with pytest.raises(UsageError, match="give watts"):
+        energy(Rate(run=run), Common(), PowerFlags())
+    assert energy(Rate(run=run), Common(), PowerFlags(watts=65)).results[0].state == "given"
+    assert cost(Rate(run=run, accelerators=1), Common(), PowerFlags(watts=65)).results[0].value > 0
+    assert cost(Rate(run=run, accelerators=1), Common(), PowerFlags(), rent=0.5).results[0].value > 0
+
+
+def test_the_twelve_nodes():
+    new = Rate(tokens_per_second=52_061.6, per="node", accelerators=4, state="verified")
+    plan = fleet(new, Common(), FleetFlags(replace_nodes=12, replace_rate=48_088))
+    assert plan.results[0].value == 12
+
+
+def test_two_classes():
+    slow = Rate(tokens_per_second=31_000, per="node", accelerators=8, accelerator="H100")
+    flags = FleetFlags(demand=1e6, unit="output-tokens", curve="office_day", accelerators_per_node=4, burst=slow)
+    assert fleet(RACK, Common(), flags).table("policies").rows
+
+
+def test_two_runs_of_one_system(make_run):
+    first = make_run(name="first", input_tokens=2000)
+    second = make_run(name="second", output_tokens=201)
+    plan = capacity(Rate(run=first.path), Common(), second_run=second.path)
+    assert plan.result("Price of an input token").state == "measured"
+    cost(Rate(run=first.path, accelerators=1), Common(), PowerFlags(watts=65), second_run=second.path)
+
+
+@pytest.mark.parametrize(
+    ("rate", "why"),
+    [
+        (Rate(), "nothing to plan with"),
+        (Rate(tokens_per_second=5), "a rate without scope means nothing"),
+    ],
+)
+def test_nothing_to_plan_with(rate, why):
+    with pytest.raises(UsageError, match=why):
+        capacity(rate, Common())
+
+
+def test_what_may_not_stand_together(make_run, tmp_path):
+    run = make_run(gpus=("NVIDIA H200",)).path
+    for rate, why in (
+        (Rate(run=run, tokens_per_second=5), "a run says its own --tokens-per-second"),
+        (Rate(run=run, input_per_output=5), "a run says its own --input-per-output"),
+        (Rate(run=run, accelerators=8), "the run used 1 accelerators, not 8"),
+        (Rate(run=tmp_path / "absent"), "no such folder"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            capacity(rate, Common())
+    with pytest.raises(UsageError, match="not beside a number"):
+        capacity(RACK, Common(), second_run=run)
+    with pytest.raises(UsageError, match="choose with --profile: simple_qa, rag"):
+        fleet(RACK, Common(), FleetFlags(demand=5, accelerators_per_node=4))
+    with pytest.raises(UsageError, match="--replace-nodes, --replace-rate"):
+        fleet(RACK, Common(), FleetFlags(replace_nodes=12))
