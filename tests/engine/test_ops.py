@@ -7,6 +7,7 @@ largest magnitude in play.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import hypothesis.strategies as st
 import numpy as np
@@ -204,11 +205,13 @@ def test_greedy_takes_the_lowest_id_among_equals(
 
 
 def test_padded_rows() -> None:
-    padded = [cpu.padded_rows(rows) for rows in range(1, 4097)]
+    padded = [cpu.padded_rows(rows, 0) for rows in range(1, 4097)]
     assert all(rows <= more < 2 * rows for rows, more in enumerate(padded, 1))
     assert padded == sorted(padded)
     assert len(set(padded)) < 150
     assert padded[0] == 1
+    large = [cpu.padded_rows(rows, cpu.EXACT_ROWS_FROM_BYTES) for rows in range(1, 4097)]
+    assert large == [*range(1, 65), *padded[64:]]
 
 
 # Attention
@@ -375,10 +378,11 @@ def test_attention_of_a_whole_step(
         dtype=dtype,
         unused_pages=2,
     )
+    padded_rows = partial(cpu.padded_rows, weights_bytes=0)
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
             patch.setattr(native, "library", lambda: None)
-        arrays = step_arrays(plan, pool.pages - 1, 16, lambda ticket, start, count: [0] * count, cpu.padded_rows)
+        arrays = step_arrays(plan, pool.pages - 1, 16, lambda ticket, start, count: [0] * count, padded_rows)
         batch = cpu.prepare(arrays, torch.zeros(len(slots), dtype=torch.int64), pool.cache, config)
         query = normal(seed, len(arrays.positions), 2 * group, head_dim).to(dtype)
         actual = cpu.attention(query, pool.cache, batch, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -52,6 +53,7 @@ class Runner:
     ) -> None:
         self._config = source.config
         self._ops = ops
+        self._padded_rows = partial(ops.padded_rows, weights_bytes=memory.weights_bytes)
         self._weights = load_weights(source, ops, config.precision, memory.max_length, device)
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -84,7 +86,7 @@ class Runner:
             The sampled ids, in the order of the plan's sampled rows.
         """
         page_size = self._cache[0].page_size
-        arrays = step_arrays(plan, scheduler.page_table, page_size, host_tokens, self._ops.padded_rows)
+        arrays = step_arrays(plan, scheduler.page_table, page_size, host_tokens, self._padded_rows)
         batch = self._ops.prepare(arrays, self._last_tokens, self._cache[0], self._config)
         logits_SV = forward(self._weights, self._config, self._ops, self._cache, batch)
         ids_S = self._ops.greedy(logits_SV)

@@ -125,8 +125,8 @@ def steady_window(first: Floats, last: Floats) -> tuple[float, float] | None:
 def tokens_per_second_within(series: pa.Table, start: float, end: float) -> float | None:
     """Rate of the output tokens that were seen from ``start`` to ``end``, between rows of the series interpolated.
 
-    Not from the samples: a step takes longer the more are generating, so tokens of a sample that outlasts the window are
-    not evenly spaced. None when the series does not reach over the window.
+    Not from the samples: a step takes longer the more are generating, so tokens of a sample that outlasts the window
+    are not evenly spaced. None when the series does not reach over the window.
     """
     times, tokens = totals_over_time(series, ["output_tokens"])
     if not len(times) or times[-1] < end:

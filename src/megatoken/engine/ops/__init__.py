@@ -42,7 +42,7 @@ class Ops(Protocol):
     def kernels(self) -> str:
         """What computes, in a few words, for the record of a run."""
 
-    def padded_rows(self, rows: int) -> int:
+    def padded_rows(self, rows: int, weights_bytes: int) -> int:
         """Rows to run instead of ``rows``, where every new number of rows would cost the back end time and memory."""
 
     def prepare(self, arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: ModelConfig) -> Any:

@@ -29,6 +29,8 @@ MASKED = -1e30
 IN_PLACE_SHARE = 0.6
 """Share of live pages in the used range of the pool below which copying them out is cheaper than passing over all."""
 
+EXACT_ROWS_FROM_BYTES = 1_000_000_000
+
 _pointwise: Any = torch.ops.mkldnn._linear_pointwise
 
 
@@ -196,8 +198,13 @@ def greedy(logits_SV: Tensor) -> Tensor:
     return torch.from_numpy((logits_SV == highest_S1).numpy().argmax(-1))
 
 
-def padded_rows(rows: int) -> int:
-    """The next of 1, 2, 4, 8, 16, ... 64, 96, 128, ...: oneDNN compiles a kernel of some 0.6 MB for each new number."""
+def padded_rows(rows: int, weights_bytes: int) -> int:
+    """The next of 1, 2, 4, 8, 16, ... 64, 96, 128, ...: oneDNN compiles kernels of some MB for each new number.
+
+    Decodes of large weights run as they are: there padding costs more time, and the kernels are small beside them.
+    """
+    if weights_bytes >= EXACT_ROWS_FROM_BYTES and rows <= 64:
+        return rows
     if rows <= 8:
         return 1 << (rows - 1).bit_length()
     step = 8 if rows <= 64 else 32

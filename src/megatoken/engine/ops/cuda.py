@@ -82,7 +82,7 @@ def kernels() -> str:
     return f"Triton {triton.__version__}, products of PyTorch {torch.__version__}"
 
 
-def padded_rows(rows: int) -> int:
+def padded_rows(rows: int, weights_bytes: int) -> int:
     """As many: no kernel here is compiled for a number of rows, and ``attention`` leaves padding unwritten."""
     return rows
 
