@@ -21,7 +21,7 @@ from megatoken.planning.fleet import Demand, SupplyClass, fit, nodes_for, polici
 
 BASE = SupplyClass("base", 100.0, 4, 12.0, 18)
 BURST = SupplyClass("burst", 80.0, 8, 40.0)
-LEVELS = st.lists(st.floats(0, 1e5), min_size=1, max_size=30).filter(any)
+LEVELS = st.lists(st.just(0.0) | st.floats(1e-3, 1e5), min_size=1, max_size=30).filter(any)
 RATES = st.floats(1, 1e4)
 
 

@@ -40,7 +40,7 @@ def price(throughput: Throughput, assumptions: Assumptions, second: Throughput |
     """
     rate, mix = throughput.output_tokens_per_second, throughput.input_tokens_per_output_token
     if second is not None:
-        if second.accelerators != throughput.accelerators:
+        if throughput.accelerators and second.accelerators not in (None, throughput.accelerators):
             raise UsageError(
                 f"the two runs used {throughput.accelerators} and {second.accelerators} accelerators; prices need one"
                 " system under two mixes"
