@@ -66,7 +66,9 @@ def start(engine: Engine) -> float:
 
 
 def steady_figures(run: Run, engine: Engine, bound_teraflops: float) -> dict[str, Any]:
-    """Rates, power and energy inside the steady window of the run."""
+    """Rates, power and energy inside the steady window of the run; nothing where there is none."""
+    if run.result["steady_window_seconds"] is None:
+        return {}
     begin, end = run.result["steady_window_seconds"]
     times, processed = totals_over_time(run.series, ["processed_tokens"])
     first, last = np.interp([begin, end], times, processed)
