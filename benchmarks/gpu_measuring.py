@@ -100,37 +100,28 @@ def timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-class GraphTimer:
-    """Times launches by replaying them from a CUDA graph: the device's time alone, the gaps between launches included.
+def graph_microseconds(launch: Callable[[int], Any], sets: int, launches: int = 16) -> float:
+    """Median over replays of a CUDA graph of the mean time of a launch: the device's alone, gaps included.
 
-    All graphs share one pool of memory.
+    Args:
+        launch: takes the number of an input set; what it returns has memory of its own.
+        sets: of inputs, visited in turn.
+        launches: fewest in the graph.
     """
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def microseconds(self, launch: Callable[[int], Any], sets: int, launches: int = 16) -> float:
-        """Median over replays of the mean time of a launch.
-
-        Args:
-            launch: takes the number of an input set; what it returns has memory of its own.
-            sets: of inputs, visited in turn.
-            launches: fewest in a graph.
-        """
-        launch(0)
-        graph = torch.cuda.CUDAGraph()
-        count = sets * max(launches // sets, 1)
-        with torch.cuda.graph(graph, pool=self._pool):
-            results = [launch(number % sets) for number in range(count)]
+    launch(0)
+    graph = torch.cuda.CUDAGraph()
+    count = sets * max(launches // sets, 1)
+    with torch.cuda.graph(graph):
+        results = [launch(number % sets) for number in range(count)]
+    graph.replay()
+    events = [timing_event() for _ in range(8)]
+    events[0].record()
+    for event in events[1:]:
         graph.replay()
-        events = [timing_event() for _ in range(8)]
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        torch.cuda.synchronize()
-        del results
-        return median_milliseconds(events) / count * 1e3
+        event.record()
+    torch.cuda.synchronize()
+    del results
+    return median_milliseconds(events) / count * 1e3
 
 
 def median_milliseconds(events: Sequence[torch.cuda.Event]) -> float:
@@ -256,7 +247,7 @@ def mean_power(readings: Sequence[Reading], begin_seconds: float, end_seconds: f
 def copy_gigabytes_per_second() -> float:
     """Rate of a large copy, bytes read and bytes written.
 
-    Not from a graph: captured in one, the same copy was measured at two thirds of this rate. Takes 8.6 GB.
+    Not from a graph: CUDA copies otherwise there, at two thirds of this rate. Takes 8.6 GB.
     """
     source = torch.randint(256, (COPY_BYTES,), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)

@@ -7,33 +7,38 @@ the device's alone, launch gaps included. ``host`` is what one call costs the CP
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from gpu_measuring import (
+    DEVICE,
+    E4M3,
+    PowerSampler,
+    copy_gigabytes_per_second,
+    gaussian,
+    graph_microseconds,
+    report,
+    require_gpu,
+    write_report,
+)
 from megatoken.engine.config import RopeConfig
 from megatoken.engine.model import rotary_tables
 from megatoken.engine.ops import fused, tokens
+from megatoken.errors import MegatokenError
 
 ROWS = (64, 256, 512, 1024, 1536, 2048, 4096)
 FEW_ROWS = (512, 1536, 4096)
 SAMPLED_ROWS = (1, 64, 256, 870, 1100)
 POOL_ROWS = 8192
 PAGES, PAGE_SIZE, POSITIONS = 16_384, 32, 4096
-E4M3 = torch.float8_e4m3fn
-DEVICE = "cuda"
+COPY_WORDS = 2**28
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +84,6 @@ class Result:
     copy_share: float
     copy_microseconds: float
     host_microseconds: float
-
-
-def gaussian(*shape: int, spread: float = 1.0) -> Tensor:
-    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * spread
 
 
 def scalar(value: float) -> Tensor:
@@ -212,25 +213,6 @@ def token_cases(shape: Shape) -> Iterator[Case]:
         yield Case("torch index_select (embed)", shape.name, rows, {}, rows * (4 * shape.D + 4), len(parts), embed)
 
 
-def device_microseconds(launch: Callable[[int], Any], sets: int, pool: Any) -> float:
-    """Median over graph replays of the mean time of a launch; every result of a replay has memory of its own."""
-    launch(0)
-    graph = torch.cuda.CUDAGraph()
-    launches = sets * max(16 // sets, 1)
-    with torch.cuda.graph(graph, pool=pool):
-        results = [launch(number % sets) for number in range(launches)]
-    graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(8)]  # type: ignore[no-untyped-call]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    del results
-    milliseconds: list[float] = [first.elapsed_time(second) for first, second in pairwise(events)]
-    return statistics.median(milliseconds) / launches * 1e3
-
-
 def host_microseconds(launch: Callable[[int], Any]) -> float:
     """Fewer launches than the device's queue takes without waiting."""
     torch.cuda.synchronize()
@@ -243,27 +225,29 @@ def host_microseconds(launch: Callable[[int], Any]) -> float:
 
 
 class CopyClock:
-    """Times device copies that read half of the given bytes and write the other half."""
+    """Times kernels that read half of the given bytes and write the other half, rotating as the measured ones do.
 
-    def __init__(self, pool: Any) -> None:
-        """Allocate source and target."""
-        self.pool = pool
-        self.source = torch.randint(255, (2**30,), dtype=torch.uint8, device=DEVICE)
+    Kernels, because the copies of a CUDA graph run slower than those outside.
+    """
+
+    def __init__(self) -> None:
+        self.source = torch.randint(-(2**31), 2**31, (COPY_WORDS,), dtype=torch.int32, device=DEVICE)
         self.target = torch.empty_like(self.source)
         self.known: dict[int, float] = {}
 
     def microseconds(self, moved_bytes: int) -> float:
-        """Rotates as the kernels do, through at most 128 places."""
-        size = min(-(-moved_bytes // 2 // 512) * 512, len(self.source))
-        if size not in self.known:
-            parts = [slice(start, start + size) for start in range(0, len(self.source) - size + 1, size)][:128]
-            launch: Callable[[int], Any] = lambda number: self.target[parts[number]].copy_(self.source[parts[number]])  # noqa: E731
-            self.known[size] = device_microseconds(launch, len(parts), self.pool)
-        return self.known[size]
+        """Rotates through at most 128 places."""
+        words = min(-(-moved_bytes // 2 // 512) * 128, COPY_WORDS)
+        if words not in self.known:
+            parts = [slice(start, start + words) for start in range(0, COPY_WORDS - words + 1, words)][:128]
+            self.known[words] = graph_microseconds(
+                lambda number: torch.bitwise_not(self.source[parts[number]], out=self.target[parts[number]]), len(parts)
+            )
+        return self.known[words]
 
 
-def measure(case: Case, pool: Any, copies: CopyClock, copy_rate: float) -> Result:
-    microseconds = device_microseconds(case.launch, case.sets, pool)
+def measure_case(case: Case, copies: CopyClock, copy_rate: float) -> Result:
+    microseconds = graph_microseconds(case.launch, case.sets)
     rate = case.moved_bytes / microseconds / 1e3
     return Result(
         **{name: getattr(case, name) for name in ("kernel", "shape", "rows", "configuration", "moved_bytes")},
@@ -294,44 +278,48 @@ def best(results: list[Result]) -> list[Result]:
     return list(fastest.values())
 
 
-def device_state() -> dict[str, str]:
-    names = ("name", "driver_version", "clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
-    query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", "--id=0"]
-    values = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
-    return dict(zip(names, values, strict=True))
-
-
-def main() -> None:
+def parse(arguments: Sequence[str]) -> Path:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("output", type=Path, help="JSON file to write")
-    output = parser.parse_args().output
-    begin = time.perf_counter()
-    pool = torch.cuda.graph_pool_handle()
-    copies = CopyClock(pool)
-    copy_rate = 2 * len(copies.source) / copies.microseconds(2 * len(copies.source)) / 1e3
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    out: Path = parser.parse_args(arguments).out
+    return out
+
+
+def measure() -> dict[str, Any]:
     header = f"{'kernel':27}{'':>4}{'rows':>6}  {'launch':36}{'moved':>11}{'time':>12}{'rate':>12}"
     header += f"{'of copy':>8}{'same copy':>10}{'host':>10}"
+    copy_rate = copy_gigabytes_per_second()
     print(f"large copy: {copy_rate:.0f} GB/s\n{header}")
+    copies = CopyClock()
     results = []
-    for cases in (norm_cases, silu_cases, rotate_cases, argmax_cases, token_cases):
-        for shape in SHAPES:
-            for case in cases(shape):
-                results.append(measure(case, pool, copies, copy_rate))
-                print(line(results[-1]), flush=True)
+    with PowerSampler() as power:
+        begin = time.monotonic()
+        for cases in (norm_cases, silu_cases, rotate_cases, argmax_cases, token_cases):
+            for shape in SHAPES:
+                for case in cases(shape):
+                    results.append(measure_case(case, copies, copy_rate))
+                    print(line(results[-1]), flush=True)
+        end = time.monotonic()
     print(f"\nfastest launches\n{header}")
     for result in best(results):
         print(line(result))
-    report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
-        "device": device_state(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
+    return {
+        "power": asdict(power.between(begin, end)),
         "copy_gigabytes_per_second": copy_rate,
-        "seconds": time.perf_counter() - begin,
+        "seconds": end - begin,
         "results": [asdict(result) for result in results],
     }
-    output.write_text(json.dumps(report, indent=1))
-    print(f"{report['seconds']:.0f} s; wrote {output}")
+
+
+def main() -> None:
+    out = parse(sys.argv[1:])
+    try:
+        require_gpu()
+        result = measure()
+        write_report(out, report("fused.py", result))
+    except MegatokenError as error:
+        raise SystemExit(f"error: {error}") from error
+    print(f"{result['seconds']:.0f} s")
 
 
 if __name__ == "__main__":

@@ -11,34 +11,41 @@ allows, and are replayed from a CUDA graph. Errors are against fp32 on the same 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
-from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_measuring import (
+    BF16,
+    DEVICE,
+    E4M3,
+    PowerSampler,
+    copy_gigabytes_per_second,
+    gaussian,
+    graph_microseconds,
+    report,
+    require_gpu,
+    write_report,
+)
 from megatoken.engine.ops import paged_attention, xqa
 from megatoken.engine.ops.paged_attention import ChunkConfig, DecodeConfig
+from megatoken.errors import MegatokenError
+from megatoken.harness.datasets import LLAMA2_70B_LENGTHS
 
-DEVICE = torch.device("cuda", 0)
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 KV_HEADS, HEAD_DIM = 8, 128
 HEADS = {"70b": 64, "8b": 32}
 POOL_TOKENS = 2**20
 LIMIT_SECONDS = 80.0
+GRAPH_LAUNCHES = 8
 SCALE = HEAD_DIM**-0.5
 OUT_SCALE = 0.01
 
@@ -125,10 +132,6 @@ class Batch:
         return int(self.lengths.sum())
 
 
-def gaussian(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=BF16, device=DEVICE)
-
-
 def make_batch(name: str, model: str, page_size: int, lengths: NDArray[np.int32], rows: int | None = None) -> Batch:
     used = -(-lengths // page_size)
     pages = np.random.default_rng(1).permutation(POOL_TOKENS // page_size - 1).astype(np.int32) + 1
@@ -143,8 +146,7 @@ def make_batch(name: str, model: str, page_size: int, lengths: NDArray[np.int32]
 
 def running_lengths(sequences: int) -> NDArray[np.int32]:
     """Contexts at a random moment: a sequence is as likely to be running as it has tokens to make."""
-    path = files("megatoken") / "data" / "llama2_70b_offline_lengths.csv"
-    table = np.loadtxt(str(path), dtype=np.int64, delimiter=",", comments="#", skiprows=2)
+    table = np.loadtxt(LLAMA2_70B_LENGTHS, dtype=np.int64, delimiter=",", comments="#", skiprows=2)
     random = np.random.default_rng(0)
     chosen = table[random.choice(len(table), sequences, p=table[:, 1] / table[:, 1].sum())]
     return (chosen[:, 0] + 1 + random.integers(0, chosen[:, 1])).astype(np.int32)
@@ -170,31 +172,6 @@ def errors(out: Tensor, expected: Tensor, out_scale: float | None) -> dict[str, 
         "largest_head_error": by_head.max().item(),
         "largest_element_error": (difference.abs().max() / expected.abs().max()).item(),
     }
-
-
-def device_microseconds(launch: Callable[[int], Any], sets: int) -> float:
-    """Median over graph replays of the mean time of a launch."""
-    launch(0)
-    graph = torch.cuda.CUDAGraph()
-    launches = sets * max(8 // sets, 1)
-    with torch.cuda.graph(graph):
-        results = [launch(number % sets) for number in range(launches)]
-    graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(8)]  # type: ignore[no-untyped-call]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    del results
-    milliseconds: list[float] = [first.elapsed_time(second) for first, second in pairwise(events)]
-    return statistics.median(milliseconds) / launches * 1e3
-
-
-def copy_gigabytes_per_second() -> float:
-    source = torch.randint(255, (2**32,), dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    return 2 * len(source) / device_microseconds(lambda _: target.copy_(source), 1) / 1e3
 
 
 class Bench:
@@ -294,7 +271,7 @@ class Bench:
                 launch = self.xqa_launch(batch, out_dtype)
             else:
                 launch = self.triton_launch(batch, dtype, out_dtype, config)
-            microseconds = device_microseconds(launch, len(batch.tables))
+            microseconds = graph_microseconds(launch, len(batch.tables), GRAPH_LAUNCHES)
             out_scale = None if out_dtype == BF16 else OUT_SCALE
             deviations = errors(launch(0)[: len(expected)], expected, out_scale)
         except (RuntimeError, OSError, ImportError) as error:
@@ -362,7 +339,7 @@ class Bench:
                 config=config,
             )
 
-        microseconds = device_microseconds(launch, len(batch.tables))
+        microseconds = graph_microseconds(launch, len(batch.tables), GRAPH_LAUNCHES)
         first, context = prompts[0]
         expected = exact_rows(batch.q_BHE[:first], caches, batch.tables[0][0, : -(-context // 32)], context)
         pairs = sum(t * context - t * (t - 1) // 2 for t, context in prompts)
@@ -417,34 +394,38 @@ def run(bench: Bench) -> None:
     bench.decode_all(make_batch("900 running", "70b", 64, full), BF16, [best_bf16])
 
 
-def device_state() -> dict[str, str]:
-    names = ("name", "driver_version", "clocks.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
-    query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", "--id=0"]
-    values = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
-    return dict(zip(names, values, strict=True))
-
-
-def main() -> None:
+def parse(arguments: Sequence[str]) -> Path:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("output", type=Path, help="JSON file to write")
-    output = parser.parse_args().output
-    torch.manual_seed(0)
-    bench = Bench()
-    run(bench)
-    seconds = time.perf_counter() - bench.begin
-    report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
-        "device": device_state(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    out: Path = parser.parse_args(arguments).out
+    return out
+
+
+def measure() -> dict[str, Any]:
+    with PowerSampler() as power:
+        begin = time.monotonic()
+        bench = Bench()
+        run(bench)
+        end = time.monotonic()
+    return {
+        "power": asdict(power.between(begin, end)),
         "xqa": bench.no_xqa or "available",
         "copy_gigabytes_per_second": bench.copy_rate,
-        "seconds": seconds,
+        "seconds": end - begin,
         "skipped": bench.skipped,
         "results": [asdict(result) for result in bench.results],
     }
-    output.write_text(json.dumps(report, indent=1))
-    print(f"{seconds:.0f} s, {len(bench.skipped)} skipped; wrote {output}")
+
+
+def main() -> None:
+    out = parse(sys.argv[1:])
+    try:
+        require_gpu()
+        result = measure()
+        write_report(out, report("attention.py", result))
+    except MegatokenError as error:
+        raise SystemExit(f"error: {error}") from error
+    print(f"{result['seconds']:.0f} s, {len(result['skipped'])} skipped")
 
 
 if __name__ == "__main__":
