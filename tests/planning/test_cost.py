@@ -140,7 +140,7 @@ def test_plan_of_the_rack(rack, assumptions):
     plan = plan_cost(System(rack, power_of(rack)), load_profiles(), assumptions)
     headline = plan.results[0]
     assert headline.name == "Cost per million output tokens" and headline.state == "assumed"
-    assert sum(row["dollars_per_million_output_tokens"] for row in plan.table("lines").rows) == pytest.approx(
+    assert sum(row["cost_dollars_per_million_output_tokens"] for row in plan.table("lines").rows) == pytest.approx(
         headline.value
     )
     assert sum(step["value"] for step in plan.waterfall["steps"]) == pytest.approx(headline.value)
@@ -157,16 +157,16 @@ def test_users_pay_by_the_month(rack, assumptions):
     [qa] = load_profiles(names=["simple_qa"])
     plan = plan_cost(System(rack, power_of(rack)), [qa], assumptions)
     [row] = plan.table("interactions").rows
-    assert row["dollars_per_user_month"] == pytest.approx(row["dollars_per_request"] * 200)
-    assert row["dollars_per_million_output_tokens"] == pytest.approx(row["dollars_per_request"] / 500 * 1e6)
+    assert row["cost_dollars_per_user_month"] == pytest.approx(row["cost_dollars_per_request"] * 200)
+    assert row["cost_dollars_per_million_output_tokens"] == pytest.approx(row["cost_dollars_per_request"] / 500 * 1e6)
 
 
 def test_shorter_prompts_are_cheaper_where_prompts_are_long(rack, assumptions):
     plan = plan_cost(System(rack, power_of(rack)), load_profiles(), assumptions)
     saved = {
         row["profile"]: 1
-        - row["dollars_per_thousand_interactions_with_prompts_30_percent_shorter"]
-        / row["dollars_per_thousand_interactions"]
+        - row["cost_with_prompts_30_percent_shorter_dollars_per_thousand_interactions"]
+        / row["cost_dollars_per_thousand_interactions"]
         for row in plan.table("interactions").rows
     }
     assert 0 < saved["simple_qa"] < saved["rag"] < saved["summarisation"] < 0.3
@@ -215,6 +215,14 @@ def test_cost_of_a_run_without_accelerators(make_run, assumptions):
     assert plan.results[0].value > 0
 
 
+def test_the_default_price_is_that_of_one_accelerator(rack, assumptions):
+    other = from_number(10_000, scope="node", accelerators=8, accelerator="H100", assumptions=assumptions)
+    own = load_assumptions(settings=["system_price_dollars_per_accelerator=30000"])
+    for throughput, given_prices, warned in ((rack, assumptions, 0), (other, assumptions, 1), (other, own, 0)):
+        plan = plan_cost(System(throughput, power_of(throughput)), [], given_prices)
+        assert sum("price assumed is that of a GB300, not of a H100" in note for note in plan.notes) == warned
+
+
 def test_a_rent_that_is_no_price(rack, assumptions):
     with pytest.raises(UsageError, match="the rent"):
         plan_cost(System(rack, None, -1.0), [], assumptions)
@@ -230,7 +238,7 @@ def test_measured_prices_of_tokens_move_requests_not_the_headline(assumptions):
     cheap_reading = price(first, assumptions, second).prices
     assert cheap_reading.prefill_seconds_per_token < 0.3 * cheap_reading.decode_seconds_per_token
     costs = [
-        {row["profile"]: row["dollars_per_thousand_interactions"] for row in plan.table("interactions").rows}
+        {row["profile"]: row["cost_dollars_per_thousand_interactions"] for row in plan.table("interactions").rows}
         for plan in (by_ratio, by_two)
     ]
     assert costs[1]["summarisation"] < costs[0]["summarisation"]

@@ -120,7 +120,9 @@ def test_boundaries_only_get_worse_outwards(rack, assumptions):
     efficiencies = [row["output_tokens_per_joule"] for row in rows]
     assert efficiencies == sorted(efficiencies, reverse=True)
     for row in rows:
-        assert row["co2_grams_per_million_output_tokens"] == pytest.approx(row["kwh_per_million_output_tokens"] * 390)
+        assert row["co2_grams_per_million_output_tokens"] == pytest.approx(
+            row["energy_kwh_per_million_output_tokens"] * 390
+        )
 
 
 def test_power_at_the_wall_needs_no_factor_to_the_wall(rack, assumptions):
@@ -130,10 +132,10 @@ def test_power_at_the_wall_needs_no_factor_to_the_wall(rack, assumptions):
     assert plan.results[0].state == "unverified"  # the power is measured, the rate is not verified
 
 
-def test_interactions_in_watt_hours(rack, assumptions):
+def test_energy_of_interactions(rack, assumptions):
     plan = plan_energy(rack, power_of(rack), assumptions, profiles=load_profiles(names=["simple_qa"]))
     [row] = plan.table("interactions").rows
-    assert row["site_watt_hours_per_interaction"] == pytest.approx(201_801.6 / 2984.26 / 3600, rel=1e-4)
+    assert row["site_energy_kwh_per_thousand_interactions"] == pytest.approx(201.8016 / 2984.26 / 3.6, rel=1e-4)
 
 
 def test_pue_moves_the_site_only(rack, assumptions):

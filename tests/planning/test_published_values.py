@@ -151,5 +151,6 @@ def test_losing_one_of_18_nodes_leaves_68_of_72(rack, assumptions):
     plan = plan_fleet(Supply(rack, accelerators_per_node=4, nodes_per_rack=18), demand, assumptions)
     assert plan.results[0].value == 18
     assert plan.result("Racks").value == 1
+    assert plan.result("Headroom at the peak").value == pytest.approx(0.3)
     assert plan.result("Accelerators").value == 72
     assert plan.result("Capacity left after losing a node").value == pytest.approx(68 / 72)

@@ -28,6 +28,7 @@ from megatoken.planning.throughput import Throughput, check_positive
 from megatoken.planning.workloads import Profile, profiles_document
 
 SHORTER_SHARE = 0.3
+PRICE, PRICED = "system_price_dollars_per_accelerator", "GB300"  # the assumption, and what its default is the price of
 NOT_COVERED = "Not in it: the network between racks, maintenance contracts, software licences, taxes, idle spare nodes."
 
 
@@ -77,9 +78,19 @@ def plan_cost(
         tables=(_lines(inputs, lines, state), _interactions(inputs, profiles, priced, derated, state)),
         profiles=profiles_document(profiles),
         sensitivities=_sensitivities(system, assumptions, [one.name for one in used if one.name in assumptions]),
-        notes=(*throughput.notes, NOT_COVERED),
+        notes=(*throughput.notes, *_notes(system, assumptions)),
         waterfall=_waterfall(lines, state),
     )
+
+
+def _notes(system: System, assumptions: Assumptions) -> list[str]:
+    notes = [NOT_COVERED]
+    name = system.throughput.accelerator or "machine of unknown kind"
+    if not system.rented and assumptions.entries[PRICE].state == "assumed" and PRICED.upper() not in name.upper():
+        notes.append(
+            f"The price assumed is that of a {PRICED}, not of a {name}: give yours with --set {PRICE}=DOLLARS."
+        )
+    return notes
 
 
 def _cost_inputs(system: System, assumptions: Assumptions) -> CostInputs:
@@ -155,8 +166,8 @@ def _lines(inputs: CostInputs, per_million: Mapping[str, float], state: State) -
     rows = [
         {
             "line": name.replace("_", " "),
-            "dollars_per_hour": hourly.get(name, dollars * output_tokens_per_hour(inputs) / 1e6),
-            "dollars_per_million_output_tokens": dollars,
+            "cost_dollars_per_hour": hourly.get(name, dollars * output_tokens_per_hour(inputs) / 1e6),
+            "cost_dollars_per_million_output_tokens": dollars,
             "cost_share": of_all[name],
             "state": state,
         }
@@ -184,11 +195,11 @@ def _interactions(
         rows.append(
             {
                 "profile": profile.name,
-                "dollars_per_request": whole / profile.turns,
-                "dollars_per_thousand_interactions": whole * 1000,
-                "dollars_per_million_output_tokens": whole / profile.written_tokens * 1e6,
-                "dollars_per_user_month": whole * profile.interactions_per_user_month,
-                "dollars_per_thousand_interactions_with_prompts_30_percent_shorter": short * 1000,
+                "cost_dollars_per_request": whole / profile.turns,
+                "cost_dollars_per_thousand_interactions": whole * 1000,
+                "cost_dollars_per_million_output_tokens": whole / profile.written_tokens * 1e6,
+                "cost_dollars_per_user_month": whole * profile.interactions_per_user_month,
+                "cost_with_prompts_30_percent_shorter_dollars_per_thousand_interactions": short * 1000,
                 "state": weakest((state, priced.state, profile.state)),
             }
         )

@@ -181,8 +181,8 @@ def _boundaries(rate: float, found: Sequence[Level], carbon_grams_per_kwh: float
             "boundary": _words(level.boundary),
             "power_watts": level.watts,
             "output_tokens_per_joule": tokens_per_joule(rate, level.watts),
-            "joules_per_output_token": joules_per_token(rate, level.watts),
-            "kwh_per_million_output_tokens": kwh_per_million_tokens(rate, level.watts),
+            "energy_joules_per_output_token": joules_per_token(rate, level.watts),
+            "energy_kwh_per_million_output_tokens": kwh_per_million_tokens(rate, level.watts),
             "co2_grams_per_million_output_tokens": kwh_per_million_tokens(rate, level.watts) * carbon_grams_per_kwh,
             "state": level.state,
         }
@@ -200,8 +200,8 @@ def _interactions(
         rows.append(
             {
                 "profile": profile.name,
-                "site_watt_hours_per_interaction": joules / 3600,
-                "co2_grams_per_interaction": joules / JOULES_PER_KWH * carbon_grams_per_kwh,
+                "site_energy_kwh_per_thousand_interactions": joules / JOULES_PER_KWH * 1000,
+                "co2_grams_per_thousand_interactions": joules / JOULES_PER_KWH * 1000 * carbon_grams_per_kwh,
                 "state": weakest((state, profile.state)),
             }
         )

@@ -14,7 +14,7 @@ from megatoken.planning.assumptions import Assumptions, read_shipped
 from megatoken.planning.capacity import Factor, interactions_of_users, residence_seconds
 from megatoken.planning.figures import Input, Plan, Result, State, Table, weakest
 from megatoken.planning.fleet import Demand, Size, SupplyClass, fit, parse_curve, policies, replacement, size
-from megatoken.planning.pricing import derating, price
+from megatoken.planning.pricing import CEILING, derating, price
 from megatoken.planning.strict_yaml import LARGEST_FILE_BYTES, Strict
 from megatoken.planning.throughput import LIMITS, Throughput, check_positive
 from megatoken.planning.workloads import Profile, profiles_document
@@ -124,7 +124,7 @@ def plan_fleet(
     state = weakest((state, demand.state, *((profile.state,) if profile else ())))
     sized = size(need.peak, base, spare_domains=spare_domains, domain=domain)
     tables = [_sizes(need, base, sized)]
-    results = _results(need, base, sized, domain, state)
+    results = _results(need, base, sized, domain, state, assumptions[CEILING])
     if burst is not None:
         second, second_state, more = _class("burst", burst, priced_by, assumptions, BURST_PRICE, factors)
         inputs += more
@@ -259,7 +259,7 @@ def _class(
     return built, weakest(states), tuple(inputs)
 
 
-def _results(need: Demand, base: SupplyClass, sized: Size, domain: str, state: State) -> list[Result]:
+def _results(need: Demand, base: SupplyClass, sized: Size, domain: str, state: State, ceiling: float) -> list[Result]:
     per_node = f"{base.rate_per_node:,.4g} {need.unit} per node"
     results = [
         Result("Nodes", sized.nodes, "nodes", "nodes that serve + spares", state),
@@ -272,6 +272,10 @@ def _results(need: Demand, base: SupplyClass, sized: Size, domain: str, state: S
         formula = f"ceiling(nodes / {base.nodes_per_rack} nodes per rack)"
         results.append(Result("Racks", sized.racks, "racks", formula, state))
     lost = base.nodes_per_rack if domain == "rack" and base.nodes_per_rack else 1
+    sustained = sized.serving_nodes * base.rate_per_node / ceiling
+    headroom = 1 - need.peak / sustained if sustained else None
+    formula = "1 - peak demand / what the nodes that serve sustain in time: the ceiling of use, and rounding up"
+    results.append(Result("Headroom at the peak", headroom, "share", formula, state))
     left = max(0, sized.nodes - lost) / sized.nodes if sized.nodes else None
     formula = f"(nodes - {lost}) / nodes"
     results.append(Result(f"Capacity left after losing a {domain}", left, "share", formula, state))
