@@ -174,6 +174,7 @@ def node_rows(evidence: Evidence, runs: Sequence[Run] | None = None) -> list[Nod
                 node=run.node,
                 output_tokens_per_second=figures.output_tokens_per_second,
                 duration_seconds=figures.duration_seconds,
+                output_tokens=figures.output_tokens,
                 samples=figures.samples_issued,
                 accelerators=_accelerators(evidence, run, alone=len(runs) == 1),
                 started_seconds=began.timestamp() if began and began.tzinfo else None,
