@@ -1,0 +1,264 @@
+"""Auditing: somebody's artefacts -> evidence and findings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatoken.audit.archive import unpacked
+from megatoken.audit.checks.cross import check_accuracy_evidence, check_rounds
+from megatoken.audit.checks.nodes import check_nodes, process_steps
+from megatoken.audit.checks.power import power_of
+from megatoken.audit.checks.run_folder import check_run_folder, is_run_folder
+from megatoken.audit.checks.submission import Submission, check_names, check_submission, submissions_in
+from megatoken.audit.checks.systems import check_configurations, check_system, check_versions_elsewhere
+from megatoken.audit.claim_facts import node_rows
+from megatoken.audit.discovery import Tree, runs_in, walk
+from megatoken.audit.documents import accuracy_results_in, configurations_in, systems_in
+from megatoken.audit.evidence import Evidence, Role, Run, System, Where
+from megatoken.audit.examine import Job
+from megatoken.audit.facts import known_round
+from megatoken.audit.finding import Finding, Ledger, Observation, Severity
+from megatoken.audit.parallel import Progress, examine_all
+from megatoken.audit.reading import UnreadableError, display, read_text
+from megatoken.audit.view import RunFiles, observe
+from megatoken.errors import ExitCode, UsageError
+from megatoken.results.aggregation import Aggregate, aggregate, now
+
+SCHEMA_VERSION = 1
+MOST_README_BYTES = 2**20
+MOST_READMES = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What was found and what it means; ``claims`` are added by the caller that judges them."""
+
+    evidence: Evidence
+    findings: tuple[Finding, ...]
+    aggregate: Aggregate | None  # of runs that can be the nodes of one result
+    notes: tuple[str, ...] = ()
+    claims: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many findings of each severity."""
+        return {str(severity): sum(finding.severity is severity for finding in self.findings) for severity in Severity}
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """INVALID when a fail stands."""
+        return ExitCode.INVALID if self.counts["fail"] else ExitCode.OK
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON of the kind ``audit``."""
+        together = self.aggregate.to_document() if self.aggregate else None
+        slow = set(self.aggregate.stragglers.nodes) if self.aggregate else set()
+        return {
+            "kind": "audit",
+            "schema_version": SCHEMA_VERSION,
+            "created_at": now(),
+            "title": f"Audit of {Path(self.evidence.root).name}",
+            "inputs": [self.evidence.root],
+            "notes": list(self.notes),
+            "artefact_kind": self.evidence.kind,
+            "round": self.evidence.round,
+            "findings": [finding.to_document() for finding in self.findings],
+            "counts": self.counts,
+            "artefacts": [run.to_document() for run in self.evidence.runs],
+            "systems": [{"path": system.path, **dict(system.values)} for system in self.evidence.systems],
+            "nodes": [_node_document(run, slow) for run in self.evidence.performance_runs] if together else [],
+            "aggregate": together,
+            "claims": list(self.claims),
+        }
+
+
+def audit(
+    path: Path, *, round: str | None = None, progress: Progress | None = None, workers: int | None = None
+) -> Audit:
+    """Reads the artefacts at ``path`` and checks them.
+
+    Args:
+        path: a folder of LoadGen's logs (one run, many nodes, a submission), a megatoken run folder, or a zip or tar
+            archive of one of these.
+        round: MLPerf round whose rules are claimed, such as v5.1; None: those of a submission's seeds, and for other
+            folders none, so that unmet rules are notes.
+        progress: called with (entries seen, 0) while the folder is listed, then with (runs done, runs).
+        workers: processes; by default one a core.
+
+    Raises:
+        UsageError: no such folder, no logs in it, an unknown round, or an archive that is refused.
+    """
+    claimed = known_round(round) if round else None
+    with ExitStack() as stack:
+        folder = path
+        if path.is_file():
+            folder = stack.enter_context(unpacked(path))
+        elif not path.is_dir():
+            raise UsageError(f"{path}: no such folder")
+        tree = walk(folder, (lambda seen: progress(seen, 0)) if progress else None)
+        return _audit(tree, path, claimed, progress, workers)
+
+
+def read_evidence(path: Path) -> Evidence:
+    """What the artefacts at ``path`` hold, for those who need no findings. Raises UsageError as ``audit`` does."""
+    return audit(path).evidence
+
+
+def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | None, workers: int | None) -> Audit:
+    files = runs_in(tree)
+    if not files:
+        raise UsageError(
+            f"{path}: no LoadGen logs below it; expected files named mlperf_log_detail.txt and mlperf_log_summary.txt"
+        )
+    ledger = Ledger()
+    submissions = submissions_in(tree)
+    systems, damages = systems_in(tree)
+    ledger.add(
+        observe(
+            "system.readable",
+            False,
+            "a JSON object with each key once",
+            damage.what,
+            (Where(display(file), damage.line),),
+        )
+        for file, damage in damages
+    )
+    jobs = [
+        Job(str(tree.root), run, _system_path(run, systems), claimed, bool(submissions or claimed)) for run in files
+    ]
+    runs = []
+    for examined in examine_all(jobs, progress, workers):
+        runs.append(examined.run)
+        ledger.add(examined.observations)
+    own_folder = not submissions and is_run_folder(tree.root)
+    configurations = () if submissions else tuple(configurations_in(tree))
+    power, power_observations = power_of(tree, runs)
+    ledger.add(power_observations)
+    evidence = Evidence(
+        root=str(path),
+        kind=_kind(runs, bool(submissions), own_folder),
+        round=claimed or _only({run.figures.round for run in runs}),
+        runs=tuple(runs),
+        systems=tuple(systems),
+        configurations=configurations,
+        accuracy_results=tuple(accuracy_results_in(tree)),
+        power=tuple(power),
+    )
+    ledger.add(_check_tree(tree))
+    ledger.add(_check_submissions(tree, submissions, evidence))
+    ledger.add(check_rounds(evidence))
+    ledger.add(check_accuracy_evidence(evidence, claimed=bool(submissions or claimed)))
+    for system in systems:
+        ledger.add(check_system(system, bool(submissions)))
+    ledger.add(check_configurations(configurations, evidence.performance_runs))
+    if own_folder:
+        ledger.add(check_run_folder(tree.root, next(iter(evidence.runs), None)))
+    together = None
+    if evidence.kind == "nodes":
+        ledger.add(check_versions_elsewhere(systems, _readmes(tree)))
+        together = _together(evidence)
+        ledger.add(check_nodes(evidence, evidence.performance_runs, together))
+    return Audit(evidence, ledger.findings(), together, _notes(tree, evidence, own_folder))
+
+
+def _kind(runs: Sequence[Run], submission: bool, own_folder: bool) -> str:
+    if submission:
+        return "submission"
+    if own_folder:
+        return "megatoken_run"
+    performance = [run for run in runs if run.role is Role.PERFORMANCE]
+    if len(performance) > 1 and len({(run.benchmark, run.figures.scenario) for run in performance}) == 1:
+        return "nodes"
+    return "run" if len(performance) <= 1 else "runs"
+
+
+def _together(evidence: Evidence) -> Aggregate | None:
+    runs = evidence.performance_runs
+    rows = node_rows(evidence, runs)
+    if len(rows) != len(runs):
+        return None
+    try:
+        return aggregate(rows, title="Nodes as one result", inputs=[evidence.root], observations=process_steps(runs))
+    except UsageError:  # nodes that did not do the same work have no common rate
+        return None
+
+
+def _system_path(run: RunFiles, systems: Sequence[System]) -> str | None:
+    """The description named like the run's system folder, else the only one, else the one whose name it begins with."""
+    beside = [system for system in systems if run.submitter is None or f"/{run.submitter}/" in f"/{system.path}"]
+    for system in beside:
+        if run.system == system.name:
+            return system.path
+    begun = [
+        system for system in beside if run.system and re.match(rf"{re.escape(system.name)}(?![A-Za-z0-9])", run.system)
+    ]
+    if begun:
+        return max(begun, key=lambda system: len(system.name)).path
+    return beside[0].path if len(beside) == 1 and run.submitter is None else None
+
+
+def _check_tree(tree: Tree) -> Iterator[Observation]:
+    if tree.unreadable:
+        places = tuple(Where(display(path)) for path, _ in tree.unreadable[:50])
+        found = f"{len(tree.unreadable)} that cannot, the first: {tree.unreadable[0][1]}"
+        yield observe("tree.unreadable", False, "folders that can be read", found, places, Severity.WARN)
+    links = [*tree.folder_links, *tree.outside_links]
+    if links:
+        places = tuple(Where(display(path)) for path in links[:50])
+        found = f"{len(links)} links, not followed"
+        yield Observation("tree.links", Severity.NOTE, "files and folders, no links", found, places)
+
+
+def _check_submissions(tree: Tree, submissions: Sequence[Submission], evidence: Evidence) -> Iterator[Observation]:
+    if not submissions:
+        return
+    yield from check_names(tree)
+    described_apart = any(path.endswith("measurements") for path in tree.folders)
+    version = 6 if (evidence.round or ("v5" if described_apart else "v6")).startswith("v6") else 5
+    for one in submissions:
+        yield from check_submission(tree, one, evidence.systems, version)
+
+
+def _readmes(tree: Tree) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for path in sorted(tree.files):
+        if path.lower().endswith(("readme.md", "readme.txt", "readme")) and len(texts) < MOST_READMES:
+            try:
+                texts[display(path)] = read_text(tree.path(path), MOST_README_BYTES)[0]
+            except UnreadableError:
+                continue
+    return texts
+
+
+def _notes(tree: Tree, evidence: Evidence, own_folder: bool) -> tuple[str, ...]:
+    notes = [f"{len(tree.files):,} files, {len(evidence.runs):,} sets of LoadGen's logs"]
+    if evidence.kind not in ("submission", "megatoken_run") and not own_folder:
+        notes.append("no MLPerf submission: rules that a run does not meet are notes unless --round claims them")
+    return tuple(notes)
+
+
+def _node_document(run: Run, slow: set[str]) -> dict[str, Any]:
+    figures = run.figures
+    return {
+        "node": run.node,
+        "path": run.path,
+        "output_tokens_per_second": figures.output_tokens_per_second,
+        "samples": figures.samples_issued,
+        "samples_requested": figures.samples_requested,
+        "duration_seconds": figures.duration_seconds,
+        "tokens_per_sample": figures.tokens_per_sample,
+        "target_qps": figures.target_qps,
+        "latency_p50_seconds": figures.latency_seconds.get("p50"),
+        "process_id": figures.process_id,
+        "validity": figures.validity,
+        "group": "slow" if run.node in slow else "main",
+    }
+
+
+def _only(values: set[str | None]) -> str | None:
+    return next(iter(values)) if len(values) == 1 else None

@@ -1,0 +1,216 @@
+"""The checks by their stable ids: what each is about and why it matters. Their order is the order of findings."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Check(NamedTuple):
+    """What a finding is about, and why a reader should care."""
+
+    title: str
+    why: str
+
+
+CHECKS: dict[str, Check] = {
+    "log.examined": Check("The run could be examined", "What cannot be read can be neither trusted nor refuted."),
+    "log.present": Check(
+        "Detail log and summary are there", "The detail log is the result; the summary is for people."
+    ),
+    "log.abandoned": Check(
+        "The run came to its end",
+        "LoadGen was handed empty answers for what was outstanding; its verdict and its numbers mean nothing.",
+    ),
+    "log.readable": Check(
+        "LoadGen's files can be read", "Lines that LoadGen cannot have written were added or damaged."
+    ),
+    "log.whole": Check("The log runs to its end", "A log that was cut off is no evidence of a completed run."),
+    "log.lines": Check(
+        "Every kind of line is there",
+        "LoadGen writes these lines always; where they are missing, somebody took them out after the run.",
+    ),
+    "log.extra_lines": Check("No foreign line", "A line that this LoadGen never writes was put in after the run."),
+    "log.order": Check("Lines stand in LoadGen's order", "LoadGen writes them in one order; moved lines were edited."),
+    "log.repeats": Check(
+        "Nothing is said twice",
+        "Tools differ in whether they take the first or the last line, so a second one misleads.",
+    ),
+    "log.spelling": Check(
+        "Lines are spelled as LoadGen spells them", "Another spelling shows that another program wrote the line."
+    ),
+    "log.line_ends": Check(
+        "Line ends", "A conversion of line ends is harmless, but the file is not as LoadGen wrote it."
+    ),
+    "log.numbers": Check(
+        "Numbers are printed as LoadGen prints them",
+        "A rate with more digits than C++ prints was typed or computed later.",
+    ),
+    "log.times": Check(
+        "Time stamps fit together",
+        "LoadGen stamps lines that it writes at once with one time; others were put in later.",
+    ),
+    "log.one_process": Check("One process wrote the log", "Lines of two processes are lines of two runs."),
+    "log.source_lines": Check(
+        "Lines come from where LoadGen's code writes them",
+        "Each line names the place in the code that wrote it; another place means another LoadGen or a made-up line.",
+    ),
+    "build.sources": Check(
+        "LoadGen's source files are those of a release",
+        "A changed LoadGen can report anything; the log carries the SHA-1 of every source file it was built from.",
+    ),
+    "build.clean": Check(
+        "LoadGen was built unmodified", "Uncommitted changes mean that nobody can rebuild this LoadGen."
+    ),
+    "build.commit": Check("Version and git log agree", "Both are taken from one checkout when LoadGen is built."),
+    "build.dates": Check("Dates are in order", "A run cannot precede the program that ran it."),
+    "settings.effective": Check(
+        "Effective settings follow from the requested ones",
+        "LoadGen computes the one from the other; they cannot disagree.",
+    ),
+    "settings.library_order": Check(
+        "The data set was loaded in the order its seed gives",
+        "Seed and order follow from each other; if they do not, one of them was changed after the run.",
+    ),
+    "settings.samples": Check(
+        "The number of samples follows from rate and duration",
+        "LoadGen sizes an Offline query as 1.1 x target rate x minimum duration; another number contradicts the rate.",
+    ),
+    "settings.generated": Check(
+        "The queries follow from the settings",
+        "Count, padding to whole passes and arrival times are computed, not measured.",
+    ),
+    "result.rate": Check(
+        "The rate follows from samples and time",
+        "This is the definition of the rate; a figure that breaks it was changed.",
+    ),
+    "result.tokens": Check(
+        "Token rates agree with each other",
+        "LoadGen divides one count of tokens by three times; all must lead back to it.",
+    ),
+    "result.latencies": Check(
+        "Latencies can belong to one set of samples", "Percentiles rise, and they bound the mean; others were changed."
+    ),
+    "result.clock": Check(
+        "The duration agrees with the log's clocks",
+        "Time stamps, power window and date are further clocks; a duration that none of them shows was changed.",
+    ),
+    "result.error_count": Check("Errors are counted", "The count and the lines are written from one counter."),
+    "result.validity": Check(
+        "The verdict follows from the figures", "LoadGen says VALID if, and only if, every constraint is met."
+    ),
+    "result.early_stopping": Check(
+        "Early stopping, computed again",
+        "Too few queries, or too many slow ones, show no percentile with 99 % confidence.",
+    ),
+    "summary.readable": Check("The summary is plain text", "LoadGen writes plain ASCII."),
+    "summary.fields": Check(
+        "The summary says what the detail log says",
+        "LoadGen prints both from the same variables; where they differ, one was edited or rebuilt after the run.",
+    ),
+    "summary.early_stopping": Check(
+        "Summary and detail log agree on early stopping", "LoadGen prints both from the same text."
+    ),
+    "summary.lines": Check("The summary has every line and no other", "Lines were taken out, put in or repeated."),
+    "summary.counts": Check(
+        "Warnings and errors as counted", "Errors do not make a result INVALID, so their count matters."
+    ),
+    "rules.valid": Check("LoadGen's verdict is VALID", "An INVALID run did not meet its own constraints."),
+    "rules.no_errors": Check("The run had no errors", "LoadGen may print VALID although it logged errors."),
+    "rules.seeds": Check(
+        "Official seeds", "Each round publishes three seeds, so that nobody can choose easy samples or a kind order."
+    ),
+    "rules.one_round": Check("One round", "Results of different rounds were made under different rules and seeds."),
+    "rules.data_set": Check("The whole data set", "A smaller data set is another benchmark."),
+    "rules.sample_count": Check("Enough rows in the library", "A smaller library lets caches answer."),
+    "rules.equal_issue": Check("Every row equally often", "Answers differ in length; unequal issue changes the work."),
+    "rules.token_latencies": Check("Token latencies are on", "Without them there is no token rate, TTFT or TPOT."),
+    "rules.min_duration": Check("The required duration was asked for", "Short runs show peaks, not what is sustained."),
+    "rules.ran_long_enough": Check("The run lasted long enough", "The setting is one thing, the run another."),
+    "rules.offline_samples": Check("Offline: enough samples", "The query must hold the data set at least once."),
+    "rules.whole_passes": Check("Offline: whole passes over the data set", "A part of a pass favours some rows."),
+    "rules.scenario": Check("The log is of the scenario its folder names", "Limits are chosen by the folder."),
+    "rules.latency_limits": Check("TTFT and TPOT within the limits", "Above them the rate serves nobody in time."),
+    "rules.limits_asked": Check("LoadGen was told the limits", "Its verdict is about the limits it was told."),
+    "rules.target_latency": Check("Target latency within the limit", "The rules bound it."),
+    "rules.early_stopping": Check("Early stopping met", "Otherwise the percentile is not shown."),
+    "rules.tokens_per_sample": Check(
+        "Tokens per sample as the reference answers",
+        "Shorter answers make a higher request rate, longer ones more tokens.",
+    ),
+    "rules.network": Check("Network division names its SUT so", "The rules of the network division."),
+    "accuracy.evidence": Check(
+        "Evidence of accuracy",
+        "Speed without accuracy can be bought by answering worse; FP4 and FP8 must be shown to hold.",
+    ),
+    "accuracy.performance_log": Check(
+        "The accuracy log beside a performance run",
+        "It is an empty list in that mode, which proves nothing either way.",
+    ),
+    "accuracy.log_readable": Check("The accuracy log can be read", "Foreign lines in it were added or damaged."),
+    "accuracy.records": Check("One answer for each row", "Missing or repeated answers change the score."),
+    "accuracy.truncated": Check(
+        "The accuracy log is truncated", "A submission holds its ends only, with the hash of all."
+    ),
+    "accuracy.order": Check(
+        "Answers belong to the rows that the seed asks for",
+        "Order and seed follow from each other; others were not asked.",
+    ),
+    "accuracy.token_counts": Check("Token counts are those of the answers", "The token rate is made of these counts."),
+    "accuracy.first_token": Check("The first token is that of the answer", "TTFT of another token is TTFT of nothing."),
+    "accuracy.scores": Check("Scores reach the targets", "The closed division demands them."),
+    "accuracy.hash": Check(
+        "accuracy.txt has the hash of the full log", "It ties the truncated log to the evaluated one."
+    ),
+    "accuracy.tokens_agree": Check(
+        "Performance and accuracy runs answer alike", "Shorter answers in the run that is timed are another model's."
+    ),
+    "nodes.simultaneous": Check(
+        "The nodes ran at the same time",
+        "A sum of rates is the rate of a rack only if its nodes ran together, sharing power, cooling and network.",
+    ),
+    "nodes.one_log": Check("One set of logs for the whole system", "MLPerf measures a system of many nodes as one."),
+    "nodes.copies": Check("No node's log is a copy", "One measurement counted several times."),
+    "nodes.settings": Check("All nodes ran with the same settings", "Different settings are different experiments."),
+    "nodes.tokens_per_sample": Check("All nodes answered alike", "Other lengths mean another model or other data."),
+    "nodes.spread": Check("How far the nodes differ", "A spread means something only with its definition."),
+    "nodes.makespan": Check("The nodes as one run", "Until the last node is done, a rack is not done."),
+    "nodes.slow_group": Check("Slow nodes", "They set the time of any job that waits for all."),
+    "configuration.rate": Check("The configured rate is the one that ran", "Another configuration made these logs."),
+    "configuration.parallelism": Check(
+        "How the model is spread over GPUs",
+        "With one GPU per copy nothing crosses the link between GPUs: the rack is many independent machines.",
+    ),
+    "system.readable": Check("System descriptions can be read", "They say what was measured."),
+    "system.keys": Check("The system description is complete", "MLPerf asks for these facts."),
+    "system.values": Check("Status and type are allowed ones", "MLPerf knows no others."),
+    "system.name": Check("The system's name", "Blanks around a name break look-ups."),
+    "system.part_memory": Check("Memory of the accelerator", "Another memory is another part."),
+    "system.part_power": Check("Power of the accelerator", "A power limit decides clocks, and what a watt buys."),
+    "system.host_memory": Check("Memory of the host", "Two amounts in one description: one is wrong."),
+    "system.software": Check(
+        "Software versions agree", "Which software made the number decides whether it can be repeated."
+    ),
+    "submission.scenario_name": Check("Scenario folders", "Other names are not read by anybody."),
+    "submission.performance": Check("Performance logs are in their place", "Without them there is no result."),
+    "submission.accuracy": Check("Accuracy logs are in their place", "Without them there is no valid result."),
+    "submission.measurements": Check("The run is described", "How to repeat it."),
+    "submission.measurement_keys": Check("The description is complete", "Data types and weights decide comparability."),
+    "submission.compliance": Check("Compliance tests passed", "They catch caching and false token counts."),
+    "submission.systems": Check("Systems and results fit", "A result without a system says nothing."),
+    "submission.owner": Check("Submitter and division are those of the folder", "Division decides the rules."),
+    "submission.required_scenarios": Check("Required scenarios are there", "One scenario alone can be picked."),
+    "submission.code": Check("The code is there", "How to repeat it."),
+    "submission.calibration": Check("How quantisation was calibrated is told", "The closed division demands it."),
+    "submission.names": Check("No stray files", "The rules of a submission repository."),
+    "power.readings": Check("Power readings cover the run", "Only they make watts a measurement."),
+    "power.ranging": Check(
+        "Ranging and measured power agree", "A run that draws less than its ranging was another run."
+    ),
+    "power.files": Check("The power measurement is complete", "Its logs tie meter, clock and run together."),
+    "run_folder.whole": Check("The run folder is whole", "Its rows are the raw data."),
+    "run_folder.metrics": Check("Metrics follow from the raw rows", "Every number can be computed again."),
+    "run_folder.loadgen": Check("LoadGen's numbers are as logged", "The log is the source."),
+    "run_folder.tokens": Check("Our count is LoadGen's count", "Two counters saw the same samples."),
+    "tree.unreadable": Check("Folders that cannot be read", "What lies there was not audited."),
+    "tree.links": Check("Links", "Links to folders, and out of the audited folder, are not followed."),
+}

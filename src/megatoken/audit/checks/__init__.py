@@ -1,0 +1,1 @@
+"""The checks: each module yields observations about one side of the artefacts."""

@@ -1,0 +1,136 @@
+"""Accuracy: what evidence there is, and whether the log of answers fits the run it claims to be of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from megatoken.audit.accuracy_log import TRUNCATED_BYTES, AccuracyLog
+from megatoken.audit.detail_log import DetailLog
+from megatoken.audit.evidence import Role, Where
+from megatoken.audit.figures import whole
+from megatoken.audit.finding import Observation, Severity, shown
+from megatoken.audit.shuffle import MOST_ROWS, accuracy_order
+from megatoken.audit.view import RunView, observe
+
+ID_BYTES = (4, 8)  # a token id in ``data``: int32, or int64 in a few submissions
+
+
+def check_accuracy(run: RunView) -> Iterator[Observation]:
+    """The accuracy log beside a detail log."""
+    log = run.accuracy
+    if log is None or run.files.accuracy is None:
+        return
+    where = (Where(run.files.accuracy),)
+    bad = tuple(Where(run.files.accuracy, damage.line) for damage in log.damages)
+    cut = log.truncated
+    spoiled = max(0, log.damage_count - 2) if cut else log.damage_count  # a cut goes through two records
+    yield observe(
+        "accuracy.log_readable",
+        spoiled == 0 and (log.complete or cut),
+        "a JSON list of LoadGen's records",
+        shown(f"{spoiled:,} lines that are none: {log.damages[0].what}")
+        if spoiled
+        else ("no end" if not log.complete and not cut else f"{log.records:,} records"),
+        bad or where,
+    )
+    if run.is_performance and run.files.role is not Role.COMPLIANCE:
+        expected_records = run.detail.number("effective_accuracy_log_sampling_target") or run.detail.number(
+            "effective_accuracy_log_probability"
+        )
+        found = f"{log.records:,} records" if log.records else "an empty list, as LoadGen writes in this mode"
+        yield observe(
+            "accuracy.performance_log",
+            log.records == 0 or bool(expected_records),
+            "an empty list beside a performance run: it proves nothing about accuracy either way",
+            found,
+            where,
+        )
+    if run.is_accuracy:
+        yield from _accuracy_run(run, log, where)
+    yield from _tokens(run, log, where)
+
+
+def _accuracy_run(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Iterator[Observation]:
+    detail = run.detail
+    asked = whole(detail, "effective_accuracy_sample_count") or whole(detail, "qsl_reported_total_count")
+    if log.truncated:
+        yield observe(
+            "accuracy.truncated",
+            log.size_bytes <= TRUNCATED_BYTES,
+            f"at most {TRUNCATED_BYTES:,} bytes",
+            f"{log.size_bytes:,} bytes",
+            where,
+        )
+    elif asked is not None:
+        rows = log.rows
+        distinct = len(np.unique(rows))
+        whole_set = log.records == asked and distinct == log.records
+        in_range = not len(rows) or (int(rows.max()) < max(asked, whole(detail, "qsl_reported_total_count") or 0))
+        yield observe(
+            "accuracy.records",
+            whole_set and in_range,
+            f"{asked:,} records, one for each row",
+            f"{log.records:,} records of {distinct:,} rows" + ("" if in_range else ", some beyond the data set"),
+            where,
+        )
+    yield from _order(run, log, where)
+
+
+def _order(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Iterator[Observation]:
+    """Which row each sequence id asks for follows from the seeds."""
+    detail = run.detail
+    library, seed = detail.library_set(), whole(detail, "effective_sample_index_rng_seed")
+    scenario = run.figures.scenario
+    if (
+        library is None
+        or seed is None
+        or scenario not in ("Offline", "Server", "SingleStream")
+        or _parts(detail) != 1
+        or not 0 < len(library) <= MOST_ROWS
+        or not len(log.rows)
+    ):
+        return
+    permuted = detail.get("effective_sample_concatenate_permutation") is True
+    best = 0
+    for before_gcc_11 in (False, True):
+        order = np.array(accuracy_order(seed, tuple(library.tolist()), scenario, permuted, before_gcc_11))
+        inside = log.sequence_ids < len(order)
+        best = max(best, int((order[log.sequence_ids[inside]] == log.rows[inside]).sum()))
+    yield observe(
+        "accuracy.order",
+        best == len(log.rows),
+        "rows in the order that the sample index seed gives",
+        f"{best:,} of {len(log.rows):,} records",
+        (*where, *run.at("effective_sample_index_rng_seed")),
+    )
+
+
+def _tokens(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Iterator[Observation]:
+    """token_count is the number of ids in data; the first token, where logged, is how data begins."""
+    counted = log.token_counts >= 0
+    if counted.any():
+        sizes, counts = log.data_bytes[counted], log.token_counts[counted]
+        wrong = min(int((sizes != counts * size).sum()) for size in ID_BYTES)
+        yield observe(
+            "accuracy.token_counts",
+            wrong == 0,
+            "as many token ids in data as token_count says",
+            f"{wrong:,} of {len(counts):,} records differ" if wrong else f"{int(counts.sum()):,} tokens",
+            where,
+            Severity.WARN,  # some systems leave the first token out of data
+        )
+    if log.first_token_differs:
+        yield observe(
+            "accuracy.first_token",
+            False,
+            "data that begins with the first token reported",
+            f"{len(log.first_token_differs)} records or more begin otherwise",
+            tuple(Where(place.file, line) for place in where for line in log.first_token_differs),
+            Severity.WARN,  # reference systems differ in whether data holds the first token
+        )
+
+
+def _parts(detail: DetailLog) -> int:
+    return detail.counts.get("loaded_qsl_set", 0)

@@ -1,0 +1,118 @@
+"""Which LoadGen wrote the log: its release, its source files, and the order of the dates it gives."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+
+from megatoken.audit.detail_log import DetailLog
+from megatoken.audit.facts import builds
+from megatoken.audit.figures import logged_start
+from megatoken.audit.finding import Observation, Severity, shown
+from megatoken.audit.view import RunView, observe
+
+GENERATED = "/mlperf_conf.h"  # made from mlperf.conf at build time
+DAY_SECONDS = 86_400
+
+
+def check_build(run: RunView) -> Iterator[Observation]:
+    """Source hashes against the releases examined, a clean checkout, and dates in their order."""
+    log = run.detail
+    version = log.text("loadgen_version")
+    if version is None:
+        return
+    yield from _sources(run, version)
+    status = log.text("loadgen_git_status_message")
+    if status is not None:
+        yield observe(
+            "build.clean",
+            status in ("", "NA"),
+            "LoadGen built from an unmodified checkout",
+            shown(status) or "unmodified",
+            run.at("loadgen_git_status_message"),
+            run.unmet if run.rules_claimed else Severity.WARN,
+        )
+    yield from _dates(run)
+    message = log.text("loadgen_git_log_message")
+    commit = version.partition(" @ ")[2]
+    if message and message != "NA" and re.fullmatch(r"[0-9a-f]{7,40}", commit):
+        yield observe(
+            "build.commit",
+            message.startswith(commit),
+            f"a git log that starts with {commit}, the commit in loadgen_version",
+            shown(message[:60]),
+            run.at("loadgen_version", "loadgen_git_log_message"),
+        )
+
+
+def _sources(run: RunView, version: str) -> Iterator[Observation]:
+    mine = run.detail.get("loadgen_file_sha1")
+    name, _, commit = version.partition(" @ ")
+    where = run.at("loadgen_file_sha1", "loadgen_version")
+    if not isinstance(mine, dict) or not mine:
+        yield observe("build.sources", None, "SHA-1 of LoadGen's source files", "none", where)
+        return
+    same_commit = next((build for build in builds() if commit and build.commit == commit[:10]), None)
+    if same_commit is not None:
+        differs = _differing(mine, same_commit.sha1)
+        yield observe(
+            "build.sources",
+            not differs,
+            f"the files of LoadGen {same_commit.version} at commit {same_commit.commit}",
+            shown(f"other files: {', '.join(differs)}") if differs else f"all {len(mine)} files",
+            where,
+        )
+        return
+    code = {path: sha1 for path, sha1 in mine.items() if path.endswith((".cc", ".h")) and path != GENERATED}
+    same_version = [build for build in builds() if build.version == name]
+    alike = next((build for build in (*same_version, *builds()) if not _differing(code, build.sha1)), None)
+    if alike is not None:
+        found = f"commit {shown(commit or 'unknown')} is not known here, but its C++ files are those of {alike.version}"
+        yield observe("build.sources", True, "source files of a known release", found, where)
+        return
+    nearest = min(builds(), key=lambda build: len(_differing(code, build.sha1)))
+    found = f"version {shown(version)} is not known here; nearest is {nearest.version}, with other "
+    found += shown(", ".join(_differing(code, nearest.sha1)))
+    yield observe("build.sources", None, "source files of a known release", found, where)
+
+
+def _differing(mine: Mapping[str, object], known: Mapping[str, str]) -> list[str]:
+    """Files whose hash is another, and C++ files that are there only on one side."""
+    names = [name for name, sha1 in mine.items() if name in known and name != GENERATED and sha1 != known[name]]
+    names += [name for name in mine if name.endswith(".cc") and name not in known]
+    names += [name for name in known if name.endswith(".cc") and name not in mine]
+    return sorted(shown(name) for name in names)
+
+
+def _dates(run: RunView) -> Iterator[Observation]:
+    """Committed, then built, then run. The test's date is local time, so a day of slack."""
+    log = run.detail
+    steps = [
+        ("loadgen_git_commit_date", _iso(log, "loadgen_git_commit_date")),
+        ("loadgen_build_date_utc", _iso(log, "loadgen_build_date_utc")),
+        ("test_datetime", logged_start(log)),
+    ]
+    known = [(key, time) for key, time in steps if time is not None]
+    wrong = [
+        (before, after)
+        for (before, early), (after, late) in itertools.pairwise(known)
+        if (early - late).total_seconds() > DAY_SECONDS
+    ]
+    keys = [key for pair in wrong for key in pair]
+    yield observe(
+        "build.dates",
+        not wrong if len(known) > 1 else None,
+        "LoadGen committed before it was built, and built before it ran",
+        "; ".join(run.text(key) for key in keys or [key for key, _ in known]) or "no dates",
+        run.at(*keys) if keys else run.at("loadgen_build_date_utc"),
+    )
+
+
+def _iso(log: DetailLog, key: str) -> datetime | None:
+    try:
+        time = datetime.fromisoformat(log.text(key) or "")
+    except ValueError:
+        return None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)

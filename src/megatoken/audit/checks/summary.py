@@ -1,0 +1,248 @@
+"""Whether the summary says what the detail log says: LoadGen prints both from the same variables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megatoken.audit.detail_log import DetailLog
+from megatoken.audit.evidence import Where
+from megatoken.audit.figures import PERCENTILES
+from megatoken.audit.finding import Observation, Severity, shown
+from megatoken.audit.reading import Damage
+from megatoken.audit.summary_log import HEADINGS, SummaryField, SummaryLog
+from megatoken.audit.view import RunView, observe
+
+_PARAMETERS = [
+    "samples_per_query",
+    "target_qps",
+    "max_async_queries",
+    "min_query_count",
+    "max_query_count",
+    "qsl_rng_seed",
+    "sample_index_rng_seed",
+    "schedule_rng_seed",
+    "accuracy_log_rng_seed",
+    "accuracy_log_probability",
+    "accuracy_log_sampling_target",
+    "print_timestamps",
+    "performance_issue_unique",
+    "performance_issue_same",
+    "performance_issue_same_index",
+    "performance_sample_count",
+    "accuracy_sample_count",
+]
+_LABELS = {
+    "SUT name": "sut_name",
+    "Scenario": "effective_scenario",
+    "Mode": "effective_test_mode",
+    "Samples per second": "result_samples_per_second",
+    "Tokens per second": "result_tokens_per_second",
+    "Tokens per second (inferred)": "result_inferred_tokens_per_second",
+    "Completed samples per second": "result_completed_samples_per_sec",
+    "Completed tokens per second": "result_completed_tokens_per_second",
+    "Completed tokens per second (inferred)": "result_inferred_completed_tokens_per_second",
+    "Scheduled samples per second": "result_scheduled_samples_per_sec",
+    "QPS w/ loadgen overhead": "result_qps_with_loadgen_overhead",
+    "QPS w/o loadgen overhead": "result_qps_without_loadgen_overhead",
+    "TPS w/ loadgen overhead": "result_token_throughput_with_loadgen_overhead",
+    "Result is": "result_validity",
+    "Performance constraints satisfied": "result_perf_constraints_met",
+    "Min duration satisfied": "result_min_duration_met",
+    "Min queries satisfied": "result_min_queries_met",
+    "Early stopping satisfied": "early_stopping_met",
+    "target_latency (ns)": "effective_target_latency_ns",
+    "ttft_latency (ns)": "requested_server_ttft_latency",
+    "tpot_latency (ns)": "requested_server_tpot_latency",
+    "min_duration (ms)": "effective_min_duration_ms",
+    "max_duration (ms)": "effective_max_duration_ms",
+    **{name: f"effective_{name}" for name in _PARAMETERS},
+    **{
+        f"{word} First Token latency (ns)": f"result_first_token_{word.lower()}_latency_ns"
+        for word in ("Min", "Max", "Mean")
+    },
+    **{
+        f"{word} Time per Output Token (ns)": f"result_time_to_output_token_{word.lower()}"
+        for word in ("Min", "Max", "Mean")
+    },
+    **{
+        f"{p} percentile first token latency (ns)": f"result_first_token_{p}_percentile_latency_ns" for p in PERCENTILES
+    },
+    **{
+        f"{p} percentile time to output token (ns)": f"result_time_per_output_token_{p}_percentile_ns"
+        for p in PERCENTILES
+    },
+}
+_NOT_IN_DETAIL = ("TPS w/o loadgen overhead", "ttft_latency (ns)", "tpot_latency (ns)")  # the last two: Offline
+
+
+def check_summary(run: RunView) -> Iterator[Observation]:
+    """Field by field, both ways, and the parts every summary has."""
+    log = run.summary
+    if log is None or run.files.summary is None:
+        return
+    for damage in log.damages:
+        yield observe(
+            "summary.readable",
+            False,
+            "plain text",
+            damage.what,
+            (Where(run.files.summary, damage.line),),
+            Severity.WARN,
+        )
+    if run.is_performance and "result_validity" in run.detail.first:
+        yield from _fields(run, log)
+        yield from _structure(run, log)
+    yield _counts(run, log)
+
+
+def _fields(run: RunView, log: SummaryLog) -> Iterator[Observation]:
+    detail, path = run.detail, run.files.summary or ""
+    wrong: list[tuple[SummaryField, str]] = []
+    labels_of_keys: dict[str, str] = {}
+    compared = 0
+    for item in log.fields:
+        key = _key(item.label, run.figures.scenario)
+        if key is None or key not in detail.first:
+            continue
+        labels_of_keys[key] = item.label
+        compared += 1
+        if not _agrees(item.value, detail, key):
+            wrong.append((item, key))
+    places = [Where(path, item.line) for item, _ in wrong]
+    yield observe(
+        "summary.fields",
+        not wrong if compared else None,
+        shown("; ".join(f"{item.label}: {_as_printed(detail, key)}" for item, key in wrong))
+        or "the values of the detail log",
+        shown("; ".join(f"{item.label}: {item.value}" for item, _ in wrong)) or f"{compared} fields agree",
+        (*places, *(run.at(*(key for _, key in wrong)) if wrong else ())) or (Where(path),),
+    )
+    for name, (text, line) in log.early_stopping.items():
+        key = f"early_stopping_{name.lower()}_result" if name else "early_stopping_result"
+        told = detail.text(key)
+        if told is not None:
+            yield observe(
+                "summary.early_stopping",
+                text.split() == told.split(),
+                shown(" ".join(told.split())),
+                shown(text),
+                (Where(path, line), *run.at(key)),
+            )
+
+
+def _structure(run: RunView, log: SummaryLog) -> Iterator[Observation]:
+    path = run.files.summary or ""
+    known = [item for item in log.fields if _key(item.label, run.figures.scenario) or item.label in _NOT_IN_DETAIL]
+    strange = [*log.strange, *(Damage(item.line, item.label) for item in log.fields if item not in known)]
+    labels = {item.label for item in log.fields}
+    missing = [heading for heading in HEADINGS if heading not in log.headings]
+    missing += [label for label in _expected_labels(run) if label not in labels]
+    doubled = sorted({item.label for item in log.fields if _count(log, item.label) > _allowed(item.label, run)})
+    if run.detail.get("effective_sample_concatenate_permutation") is True and not log.warns_of_permutation:
+        missing.append("the warning that sample_concatenate_permutation was set")
+    problems = []
+    if missing:
+        problems.append(f"missing: {', '.join(missing)}")
+    if strange:
+        problems.append(f"no LoadGen prints: {strange[0].what}")
+    if doubled:
+        problems.append(f"more than once: {', '.join(doubled)}")
+    places = [Where(path, damage.line) for damage in strange[:20]]
+    places += [Where(path, item.line) for item in log.fields if item.label in doubled]
+    yield observe(
+        "summary.lines",
+        not problems,
+        "every line that LoadGen prints, once, and no other",
+        shown("; ".join(problems)) or f"{log.lines} lines",
+        tuple(places) or (Where(path),),
+    )
+
+
+def _expected_labels(run: RunView) -> list[str]:
+    """Labels whose values stand in the detail log, in every performance summary of this scenario."""
+    detail = run.detail
+    labels = ["SUT name", "Scenario", "Mode", "Result is"]
+    for label, key in _LABELS.items():
+        if key in detail.first and label not in labels and not label.endswith("_latency (ns)"):
+            labels.append(label)
+    if detail.get("requested_use_token_latencies") is True:
+        labels += ["ttft_latency (ns)", "tpot_latency (ns)"]
+    else:
+        labels.append("target_latency (ns)")
+    if run.figures.scenario != "MultiStream":
+        labels += [f"{word} latency (ns)" for word in ("Min", "Max", "Mean")]
+    labels += [f"{percent} percentile latency (ns)" for percent in PERCENTILES]
+    return labels
+
+
+def _counts(run: RunView, log: SummaryLog) -> Observation:
+    detail, path = run.detail, run.files.summary or ""
+    problems, places = [], []
+    for name, told, counted in (
+        ("warnings", log.warnings, detail.warning_count),
+        ("errors", log.errors, detail.error_count),
+    ):
+        if told is None:
+            problems.append(f"does not say how many {name} there were")
+        elif told[0] != counted:
+            problems.append(f"says {told[0]:,} {name}")
+            places.append(Where(path, told[1]))
+    return observe(
+        "summary.counts",
+        not problems,
+        f"{detail.warning_count:,} warnings and {detail.error_count:,} errors, as in the detail log",
+        "; ".join(problems) or "the same",
+        tuple(places) or (Where(path, log.lines or None),),
+    )
+
+
+def _key(label: str, scenario: str | None) -> str | None:
+    if label in _LABELS:
+        return _LABELS[label]
+    per_query = "per_query_" if scenario == "MultiStream" else ""
+    if found := re.fullmatch(r"(Min|Max|Mean) latency \(ns\)", label):
+        return f"result_{found.group(1).lower()}_{'query_' if per_query else ''}latency_ns"
+    if (found := re.fullmatch(r"(\d+\.\d\d) percentile latency \(ns\)", label)) and found.group(1) in PERCENTILES:
+        return f"result_{found.group(1)}_percentile_{per_query}latency_ns"
+    if found := re.fullmatch(r"(\d+\.\d)th (first token )?percentile latency \(ns\)", label):
+        first_token = "first_token_" if found.group(2) else ""
+        return f"result_{first_token}{found.group(1)}0_percentile_{'' if first_token else per_query}latency_ns"
+    return None
+
+
+def _agrees(printed: str, detail: DetailLog, key: str) -> bool:
+    """Whether a summary's text shows the value of ``key``: some rates with two decimals, flags as words."""
+    entry = detail.first[key]
+    value = entry.value
+    printed = printed.strip()
+    if isinstance(value, bool):
+        return printed == (("Yes" if value else "NO") if key.endswith("_met") else ("1" if value else "0"))
+    if isinstance(value, str):
+        return printed == value.strip()
+    if printed == entry.text:
+        return True
+    try:
+        number = float(printed)
+    except ValueError:
+        return False
+    if not isinstance(value, int | float) or not re.fullmatch(r"-?\d+\.\d\d", printed):
+        return False
+    return abs(number - value) <= 0.00501 + 6e-6 * abs(value)
+
+
+def _as_printed(detail: DetailLog, key: str) -> str:
+    value = detail.first[key].value
+    if isinstance(value, bool) and key.endswith("_met"):
+        return "Yes" if value else "NO"
+    return detail.first[key].text[:80]
+
+
+def _count(log: SummaryLog, label: str) -> int:
+    return sum(item.label == label for item in log.fields)
+
+
+def _allowed(label: str, run: RunView) -> int:
+    if label == "Completed tokens per second" and run.figures.scenario == "Server":
+        return 2  # as result and among the additional statistics
+    return 2 if run.figures.scenario == "MultiStream" and label.endswith("latency (ns)") else 1

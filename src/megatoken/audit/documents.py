@@ -1,0 +1,157 @@
+"""Descriptions beside the logs: systems, configurations, accuracy scores. Read as data; nothing is imported or run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from megatoken.audit.accuracy_log import read_accuracy_scores
+from megatoken.audit.discovery import Tree, natural
+from megatoken.audit.evidence import AccuracyResult, Configuration, System
+from megatoken.audit.reading import Damage, UnreadableError, display, key_lines, read_json_object, read_text
+
+MOST_CONFIGURATIONS = 2_000
+MOST_CONFIGURATION_BYTES = 2**20
+_NAMES = {
+    "tensor_parallelism": ["tensor_parallelism", "tensor_parallel", "tensor_parallel_size", "tp_size", "tp"],
+    "pipeline_parallelism": ["pipeline_parallelism", "pipeline_parallel", "pipeline_parallel_size", "pp_size", "pp"],
+    "precision": ["precision", "quantization", "quant_algo", "weight_data_types"],
+    "kv_cache_dtype": ["kv_cache_dtype", "kv_cache_precision", "kv_dtype"],
+    "gpu_batch_size": ["gpu_batch_size", "max_batch_size", "max_num_seqs"],
+    "offline_expected_qps": ["offline_expected_qps"],
+    "server_target_qps": ["server_target_qps"],
+    "min_duration_ms": ["min_duration_ms", "min_duration"],
+}
+_USUAL = {spelling: name for name, spellings in _NAMES.items() for spelling in spellings}
+_LITERAL = r"""('[^'\n]{0,200}'|"[^"\n]{0,200}"|-?\d+(?:_\d+)*(?:\.\d+)?(?:e-?\d+)?|True|False|None)"""
+_ASSIGNMENT = re.compile(rf"""['"]?([A-Za-z_][\w.-]{{0,80}})['"]?\s*[:=]\s*{_LITERAL}\s*(?=[,}})#\n]|$)""")
+
+
+def systems_in(tree: Tree) -> tuple[list[System], list[tuple[str, Damage]]]:
+    """Every ``systems/<name>.json``, and what is wrong with those files."""
+    systems, damages = [], []
+    for path in sorted(tree.files, key=natural):
+        parts = path.split("/")
+        if len(parts) < 2 or parts[-2] != "systems" or not path.endswith(".json"):
+            continue
+        try:
+            values, lines, problems = read_json_object(tree.path(path))
+        except UnreadableError as error:
+            damages.append((path, Damage(None, str(error))))
+            continue
+        damages += [(path, problem) for problem in problems]
+        systems.append(System(display(path), display(parts[-1].removesuffix(".json")), values, lines))
+    return systems, damages
+
+
+def configurations_in(tree: Tree) -> list[Configuration]:
+    """JSON, YAML and Python files below a folder named configs, and every user.conf. Unreadable ones are left out."""
+    found = []
+    for path in sorted(tree.files, key=natural):
+        parts = path.split("/")
+        name = parts[-1]
+        configured = "configs" in parts[:-1] and name.endswith((".json", ".yaml", ".yml", ".py"))
+        if not (configured or name == "user.conf") or tree.files[path] > MOST_CONFIGURATION_BYTES:
+            continue
+        try:
+            text, _ = read_text(tree.path(path), MOST_CONFIGURATION_BYTES)
+            found.append(_configuration(display(path), name, text))
+        except UnreadableError:
+            continue
+        if len(found) >= MOST_CONFIGURATIONS:
+            break
+    return [configuration for configuration in found if configuration.values]
+
+
+def accuracy_results_in(tree: Tree) -> list[AccuracyResult]:
+    """Every accuracy.txt that can be read."""
+    results = []
+    for path in sorted(tree.files, key=natural):
+        folder, _, name = path.rpartition("/")
+        if name != "accuracy.txt":
+            continue
+        try:
+            scores = read_accuracy_scores(tree.path(path))
+        except UnreadableError:
+            continue
+        parts = folder.split("/")
+        results.append(AccuracyResult(display(path), parts[-3] if len(parts) > 2 else None, scores.scores, scores.hash))
+    return results
+
+
+def _configuration(path: str, name: str, text: str) -> Configuration:
+    pairs: list[tuple[str, Any, int]] = []
+    if name == "user.conf":
+        pairs = list(_user_conf(text))
+    elif name.endswith(".py"):
+        pairs = list(_assignments(text))
+    else:
+        lines = key_lines(text) if name.endswith(".json") else _yaml_lines(text)
+        pairs = [(key, value, lines.get(key, 1)) for key, value in _scalars(_structure(name, text))]
+    values: dict[str, Any] = {}
+    places: dict[str, int] = {}
+    for key, value, line in pairs:
+        usual = _USUAL.get(key.lower(), key)
+        if usual not in values:
+            values[usual] = value
+            places[usual] = line
+    return Configuration(path, values, places)
+
+
+def _structure(name: str, text: str) -> Any:
+    try:
+        if name.endswith(".json"):
+            return json.loads(text)
+        if re.search(r"(?<![\w'\"])[&*][A-Za-z]", text):
+            return None  # anchors can blow a small file up
+        return yaml.safe_load(text)
+    except (ValueError, RecursionError, yaml.YAMLError):
+        return None
+
+
+def _scalars(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and depth < 20:
+        for key, item in value.items():
+            if isinstance(item, dict | list):
+                yield from _scalars(item, depth + 1)
+            elif isinstance(item, str | int | float | bool):
+                yield str(key), item
+    elif isinstance(value, list) and depth < 20:
+        for item in value:
+            if isinstance(item, dict | list):
+                yield from _scalars(item, depth + 1)
+
+
+def _yaml_lines(text: str) -> dict[str, int]:
+    lines: dict[str, int] = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        if found := re.match(r"\s*(?:- )?([\w.-]{1,100})\s*:", line):
+            lines.setdefault(found.group(1), number)
+    return lines
+
+
+def _assignments(text: str) -> Iterator[tuple[str, Any, int]]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.lstrip().startswith("#") or len(line) > 5_000:
+            continue
+        for key, literal in _ASSIGNMENT.findall(line):
+            try:
+                yield key, ast.literal_eval(literal), number
+            except (ValueError, SyntaxError):
+                continue
+
+
+def _user_conf(text: str) -> Iterator[tuple[str, Any, int]]:
+    """``<model>.<scenario>.<key> = <number>``, as LoadGen reads it."""
+    for number, line in enumerate(text.split("\n"), 1):
+        found = re.match(r"\s*([\w*.-]+?)\.(\*|\w+)\.(\w+)\s*=\s*(-?\d{1,18}(?:\.\d{1,18})?)\s*(?:#.*)?$", line)
+        if found:
+            _, scenario, key, value = found.groups()
+            if key == "target_qps":
+                key = {"Offline": "offline_expected_qps", "Server": "server_target_qps"}.get(scenario, key)
+            yield key, float(value) if "." in value else int(value), number

@@ -1,0 +1,60 @@
+"""LoadGen's early stopping (loadgen/early_stopping.cc): how many slow queries a percentile claim may survive."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+CONFIDENCE = 0.99
+MOST_QUERIES = 50_000_000
+
+
+@lru_cache(maxsize=256)
+def queries_needed(over: int, percentile: float) -> int:
+    """Fewest queries, those over the limit included, that show the percentile with ``over`` queries over the limit."""
+    low, high = 0, math.ceil((over + 1) * 1000 / (1 - percentile))
+    while low < high:
+        passing = (low + high) // 2
+        if odds(passing, over, percentile) < 1 - CONFIDENCE:
+            high = passing
+        else:
+            low = passing + 1
+    return low + over
+
+
+@lru_cache(maxsize=256)
+def most_over(queries: int, percentile: float) -> int:
+    """Most queries over the limit with which ``queries`` queries show the percentile; -1: not even none."""
+    if queries_needed(0, percentile) > queries:
+        return -1
+    low, high = 0, math.ceil(queries * (1 - percentile)) + 1
+    while high - low > 1:
+        over = (low + high) // 2
+        if queries_needed(over, percentile) <= queries:
+            low = over
+        else:
+            high = over
+    return low
+
+
+def odds(passing: int, over: int, percentile: float) -> float:
+    """Probability of at most ``over`` slow queries among all, if each is slow with probability 1 - percentile.
+
+    The cumulative binomial distribution, summed downwards from its largest term.
+    """
+    total = passing + over
+    slow, fast = 1 - percentile, percentile
+    log_term = (
+        math.lgamma(total + 1)
+        - math.lgamma(over + 1)
+        - math.lgamma(passing + 1)
+        + over * math.log(slow)
+        + passing * math.log(fast)
+    )
+    share = result = 1.0
+    for count in range(over, 0, -1):
+        share *= count * fast / ((total - count + 1) * slow)
+        result += share
+        if share < 1e-16 * result:
+            break
+    return min(1.0, math.exp(log_term + math.log(result)))

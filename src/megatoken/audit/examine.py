@@ -1,0 +1,187 @@
+"""One run: read its logs, reduce them to figures, check them. Runs alone in a worker process, and never raises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatoken.audit.accuracy_log import AccuracyLog, read_accuracy_log
+from megatoken.audit.checks.accuracy import check_accuracy
+from megatoken.audit.checks.build import check_build
+from megatoken.audit.checks.lines import check_lines
+from megatoken.audit.checks.results import check_results
+from megatoken.audit.checks.rules import check_rules
+from megatoken.audit.checks.settings import check_settings
+from megatoken.audit.checks.summary import check_summary
+from megatoken.audit.detail_log import DetailLog, read_detail_log
+from megatoken.audit.evidence import Role, Run, RunFigures, Where
+from megatoken.audit.facts import benchmark_of
+from megatoken.audit.figures import run_figures
+from megatoken.audit.finding import Observation, Severity, shown
+from megatoken.audit.reading import UnreadableError, display
+from megatoken.audit.summary_log import read_summary_log
+from megatoken.audit.view import RunFiles, RunView, observe
+
+CHECKS = (
+    check_lines,
+    check_build,
+    check_settings,
+    check_results,
+    check_summary,
+    check_rules,
+    check_accuracy,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a worker needs to examine one run."""
+
+    root: str
+    files: RunFiles
+    system: str | None  # path of the description of its machine
+    round: str | None
+    rules_claimed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A run and what its checks observed."""
+
+    run: Run
+    observations: tuple[Observation, ...]
+
+
+def examine(job: Job) -> Examined:
+    """Reads and checks one run. A defect of this program becomes a finding, so that the rest is still audited."""
+    try:
+        return _examine(job)
+    except Exception as error:
+        files = _displayed(job.files)
+        found = shown(f"{type(error).__name__}: {error}")
+        observation = Observation(
+            "log.examined", Severity.UNKNOWN, "a run that can be checked", found, (Where(files.folder),)
+        )
+        return Examined(blank_run(job), (observation,))
+
+
+def blank_run(job: Job) -> Run:
+    """The run of a job of which nothing could be read."""
+    return _run(_displayed(job.files), job, RunFigures(), None, None)
+
+
+def _examine(job: Job) -> Examined:
+    root = Path(job.root)
+    shown_files = _displayed(job.files)
+    observations: list[Observation] = []
+    detail = summary = accuracy = None
+    try:
+        if job.files.detail is not None:
+            detail = read_detail_log(root / job.files.detail)
+    except UnreadableError as error:
+        observations.append(_unreadable(shown_files.detail, error))
+    try:
+        if job.files.summary is not None:
+            summary = read_summary_log(root / job.files.summary)
+    except UnreadableError as error:
+        observations.append(_unreadable(shown_files.summary, error))
+    try:
+        if job.files.accuracy is not None:
+            accuracy = read_accuracy_log(root / job.files.accuracy)
+    except UnreadableError as error:
+        observations.append(_unreadable(shown_files.accuracy, error))
+    observations += _presence(job, shown_files)
+    observations += _abandoned(shown_files)
+    if detail is None:
+        return Examined(_run(shown_files, job, RunFigures(), None, accuracy), tuple(observations))
+    figures = run_figures(detail)
+    role = job.files.role
+    if role is Role.PERFORMANCE and figures.mode == "AccuracyOnly":
+        role = Role.ACCURACY
+    shown_files = replace(shown_files, role=role)
+    benchmark = benchmark_of(job.files.benchmark, figures.data_set_rows)
+    view = RunView(
+        files=shown_files,
+        detail=detail,
+        summary=summary,
+        accuracy=accuracy,
+        figures=figures,
+        benchmark=benchmark,
+        round=job.round,
+        rules_claimed=job.rules_claimed,
+    )
+    for check in CHECKS:
+        observations += check(view)
+    run = _run(shown_files, job, figures, detail, accuracy)
+    if run.benchmark is None and benchmark is not None:
+        run = replace(run, benchmark=benchmark.name)
+    return Examined(run, tuple(observations))
+
+
+def _presence(job: Job, files: RunFiles) -> list[Observation]:
+    """A detail log is the result; a summary without one proves nothing."""
+    missing = [name for name, path in (("detail log", files.detail), ("summary", files.summary)) if path is None]
+    return [
+        observe(
+            "log.present",
+            not missing,
+            "a detail log and a summary",
+            f"no {' and no '.join(missing)}" if missing else "both",
+            (Where(files.folder),),
+            Severity.FAIL if job.rules_claimed and files.role is not Role.COMPLIANCE else Severity.WARN,
+        )
+    ]
+
+
+def _abandoned(files: RunFiles) -> list[Observation]:
+    if "ABANDONED.txt" not in files.others:
+        return []
+    found = "ABANDONED.txt: the run was interrupted and samples got empty answers"
+    where = (Where(f"{files.folder}/ABANDONED.txt".lstrip("/")),)
+    return [observe("log.abandoned", False, "a run that came to its end", found, where)]
+
+
+def _unreadable(path: str | None, error: UnreadableError) -> Observation:
+    return observe("log.readable", False, "a file of LoadGen's", str(error), (Where(path or ""),))
+
+
+def _displayed(files: RunFiles) -> RunFiles:
+    def printable(path: str | None) -> str | None:
+        return None if path is None else display(path)
+
+    return replace(
+        files,
+        folder=display(files.folder),
+        detail=printable(files.detail),
+        summary=printable(files.summary),
+        accuracy=printable(files.accuracy),
+        node=display(files.node),
+        benchmark=printable(files.benchmark),
+        system=printable(files.system),
+        submitter=printable(files.submitter),
+    )
+
+
+def _run(
+    files: RunFiles,
+    job: Job,
+    figures: RunFigures,
+    detail: DetailLog | None,
+    accuracy: AccuracyLog | None,
+) -> Run:
+    return Run(
+        path=files.folder,
+        role=files.role,
+        node=files.node,
+        benchmark=files.benchmark,
+        folder_scenario=files.scenario,
+        division=files.division,
+        submitter=files.submitter,
+        system=job.system,
+        figures=figures,
+        detail=files.detail,
+        summary=files.summary,
+        accuracy=files.accuracy,
+        accuracy_records=accuracy.records if accuracy else None,
+        source_lines={key: entry.line for key, entry in detail.first.items()} if detail else {},
+    )

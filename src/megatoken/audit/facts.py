@@ -1,0 +1,148 @@
+"""What is known of MLPerf's rounds, its benchmarks and LoadGen's releases: ``megatoken/data/loadgen_*.json``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from megatoken.errors import UsageError
+
+DEFAULT_ROUND = "v5.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """99th percentile limits of a scenario, in ns; a result must stay below."""
+
+    ttft_ns: int
+    tpot_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One benchmark's numbers, for the rounds that have it."""
+
+    name: str
+    rounds: tuple[str, ...]
+    rows: int
+    accuracy_rows: int
+    tokens_per_sample: tuple[float, float] | None  # of the reference, minus and plus 10 %
+    gen_len: tuple[float, float] | None  # characters of all answers
+    accuracy: Mapping[str, float]  # score that must be reached
+    compliance: tuple[str, ...]
+    limits: Mapping[str, Limits]  # by folder scenario
+    max_target_latency_ns: int | None
+    required: Mapping[str, tuple[str, ...]]  # scenarios by system type; "A|B": one of them
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """One release of LoadGen whose source files are known."""
+
+    version: str
+    commit: str
+    sha1: Mapping[str, str]  # path below loadgen/ -> SHA-1
+
+
+@cache
+def rules() -> dict[str, Any]:
+    """``loadgen_rules.json``."""
+    return _table("loadgen_rules.json")
+
+
+@cache
+def round_seeds() -> dict[str, tuple[int, int, int]]:
+    """Seeds (library, sample index, schedule) of each round."""
+    return {
+        name: (entry["seeds"]["qsl"], entry["seeds"]["sample_index"], entry["seeds"]["schedule"])
+        for name, entry in rules()["rounds"].items()
+    }
+
+
+def known_round(name: str) -> str:
+    """``name`` as the tables spell it; UsageError lists the known ones."""
+    wanted = name.strip().lower()
+    wanted = wanted if wanted.startswith("v") else f"v{wanted}"
+    if wanted not in round_seeds():
+        raise UsageError(f"--round {name}: not a known MLPerf Inference round; known: {', '.join(round_seeds())}")
+    return wanted
+
+
+@cache
+def benchmarks() -> dict[str, Benchmark]:
+    """Benchmarks by the name of their submission folder."""
+    return {name: _benchmark(name, entry) for name, entry in rules()["benchmarks"].items()}
+
+
+def benchmark_of(name: str | None, data_set_rows: int | None) -> Benchmark | None:
+    """The benchmark a folder is named after, else the only family with that many rows."""
+    table = benchmarks()
+    if name is not None:
+        wanted = name.lower().replace("llama3_1", "llama3.1").replace("-interactive", "")
+        for candidate in (wanted, f"{wanted}-99"):
+            if candidate in table:
+                return table[candidate]
+        return None
+    return next((entry for entry in table.values() if entry.rows == data_set_rows), None)
+
+
+@cache
+def builds() -> tuple[Build, ...]:
+    """Releases of LoadGen whose source hashes are known."""
+    table = _table("loadgen_builds.json")
+    return tuple(
+        Build(entry["version"], entry["commit"], {**table["base"], **entry["differs"]}) for entry in table["builds"]
+    )
+
+
+def source_lines(source: str, sha1: str) -> Mapping[str, list[int]] | None:
+    """For each key that this version of a source file logs, the source lines that do; None: version unknown."""
+    lines: Mapping[str, Mapping[str, list[int]]] = _table("loadgen_builds.json")["source_lines"]
+    return lines.get(f"{source} {sha1}")
+
+
+def version_number(version: str | None) -> tuple[int, ...]:
+    """``5.1.0 @ 47b91b979c`` -> (5, 1, 0); empty if it is no version."""
+    found = re.match(r"\s*(\d{1,4}(?:\.\d{1,4}){1,3})", version or "")
+    return tuple(int(part) for part in found.group(1).split(".")) if found else ()
+
+
+def is_known_version(version: str | None) -> bool:
+    """Whether the releases examined reach from below to above this one."""
+    number = version_number(version)
+    known = [version_number(build.version) for build in builds()]
+    return min(known) <= number <= max(known)
+
+
+@cache
+def _table(name: str) -> dict[str, Any]:
+    text = files("megatoken").joinpath("data", name).read_text(encoding="utf-8")
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+def _benchmark(name: str, entry: Mapping[str, Any]) -> Benchmark:
+    def window(key: str) -> tuple[float, float] | None:
+        return (entry[key][0], entry[key][1]) if key in entry else None
+
+    return Benchmark(
+        name=name,
+        rounds=tuple(entry["rounds"]),
+        rows=entry["rows"],
+        accuracy_rows=entry.get("accuracy_rows", entry["rows"]),
+        tokens_per_sample=window("tokens_per_sample"),
+        gen_len=window("gen_len"),
+        accuracy=entry["accuracy"],
+        compliance=tuple(entry["compliance"]),
+        limits={
+            scenario: Limits(limits["ttft_ms"] * 1_000_000, limits["tpot_ms"] * 1_000_000)
+            for scenario, limits in entry["limits"].items()
+        },
+        max_target_latency_ns=entry.get("max_target_latency_ns"),
+        required={kind: tuple(names) for kind, names in entry["required"].items()},
+    )

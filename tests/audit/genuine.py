@@ -1,0 +1,69 @@
+"""Genuine logs: the real LoadGen against a system that answers at once, in a process of its own (one test a process).
+
+python genuine.py FOLDER SCENARIO MODE MODEL ROWS CONFIGURATION
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CONFIGURATION = r"""*.*.min_duration = 200
+*.Server.target_qps = 2000
+*.SingleStream.target_latency = 1
+*.MultiStream.target_latency = 1
+*.Offline.target_qps = 100
+*.*.min_query_count = 700
+*.*.performance_sample_count_override = 64
+"""
+
+
+def run(folder: Path, scenario: str, mode: str, model: str, rows: int, configuration: str) -> None:
+    """Runs LoadGen in this process; ``folder`` gets its logs and the user.conf."""
+    import mlperf_loadgen as lg
+    import numpy as np
+
+    folder.mkdir(parents=True, exist_ok=True)
+    user_conf = folder / "user.conf"
+    user_conf.write_text(configuration)
+    settings = lg.TestSettings()
+    code = settings.FromConfig(str(user_conf), model, scenario.replace("Interactive", "Server"))
+    assert code == 0, code
+    settings.scenario = getattr(lg.TestScenario, scenario.replace("Interactive", "Server"))
+    settings.mode = getattr(lg.TestMode, mode)
+    logs = lg.LogSettings()
+    logs.enable_trace = False
+    logs.log_output.outdir = str(folder)
+    logs.log_output.copy_summary_to_stdout = False
+
+    def issue(samples: list[lg.QuerySample]) -> None:
+        for sample in samples:
+            tokens = np.arange(50 + sample.index % 7, dtype="<i4")
+            if settings.use_token_latencies and scenario != "Offline":
+                lg.FirstTokenComplete([lg.QuerySampleResponse(sample.id, tokens.ctypes.data, 4)])
+            response = (sample.id, tokens.ctypes.data, tokens.nbytes)
+            if settings.use_token_latencies:
+                response = (*response, len(tokens))
+            lg.QuerySamplesComplete([lg.QuerySampleResponse(*response)])
+
+    sut = lg.ConstructSUT(issue, lambda: None)
+    library = lg.ConstructQSL(rows, rows, lambda _: None, lambda _: None)
+    lg.StartTestWithLogSettings(sut, library, settings, logs, str(user_conf / "audit"))
+
+
+def make(
+    folder: Path,
+    scenario: str = "Offline",
+    mode: str = "PerformanceOnly",
+    model: str = "llama2-70b",
+    rows: int = 64,
+    configuration: str = CONFIGURATION,
+) -> Path:
+    """The same in a process of its own."""
+    command = [sys.executable, __file__, str(folder), scenario, mode, model, str(rows), configuration]
+    subprocess.run(command, check=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return folder
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), *sys.argv[2:5], int(sys.argv[5]), sys.argv[6])
