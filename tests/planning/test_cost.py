@@ -39,7 +39,7 @@ PLAIN = CostInputs(
     rent_dollars_per_accelerator_hour=None,
     system_price_dollars_per_accelerator=43_800.0,
     system_life_years=5.0,
-    residual_value_share=0.0,
+    residual_value_share=0.2,
     cost_of_capital_share_per_year=0.1,
     idle_power_share=0.2,
     pue=1.5,
@@ -76,8 +76,8 @@ def inputs(draw):
 def test_an_hour_by_hand():
     assert hourly_lines(PLAIN) == pytest.approx(
         {
-            "amortisation": 8 * 43_800 / (5 * 8760),
-            "capital": 8 * 43_800 / 2 * 0.1 / 8760,
+            "amortisation": 8 * 43_800 * 0.8 / (5 * 8760),
+            "capital": 8 * 43_800 * 0.6 * 0.1 / 8760,
             "power": 10 * (0.2 + 0.8 * 0.5) * 0.1,
             "cooling_and_losses": 10 * 0.6 * 0.5 * 0.1,
             "space": 10 * 73 / 730,
@@ -88,7 +88,7 @@ def test_an_hour_by_hand():
 
 def test_a_million_tokens_by_hand():
     million = million_token_lines(PLAIN)
-    assert million["amortisation"] == pytest.approx(8 / (1000 * 3600 * 0.5 / 1e6))
+    assert million["amortisation"] == pytest.approx(6.4 / (1000 * 3600 * 0.5 / 1e6))
     assert million["network_egress"] == pytest.approx(0.2 * 0.1)
     assert million["storage"] == pytest.approx(2 * 4e-3 * 10 * 0.025 + 1e6 / 500 * 5 / 1e6)
 
@@ -153,6 +153,14 @@ def test_plan_of_the_rack(rack, assumptions):
     assert full == pytest.approx(plan.result("Cost of the system").value / (1_100_948.3 * 0.884 * 3600 / 1e6))
 
 
+def test_a_profile_like_the_benchmark_costs_what_the_headline_says(rack, assumptions):
+    like = dataclasses.replace(load_profiles(names=["simple_qa"])[0], input_tokens=815, output_tokens=1000)
+    per_request = dataclasses.replace(rack, output_tokens_per_request=1000.0)
+    plan = plan_cost(System(per_request, power_of(rack)), [like], assumptions)
+    [row] = plan.table("interactions").rows
+    assert row["cost_dollars_per_million_output_tokens"] == pytest.approx(plan.results[0].value)
+
+
 def test_users_pay_by_the_month(rack, assumptions):
     [qa] = load_profiles(names=["simple_qa"])
     plan = plan_cost(System(rack, power_of(rack)), [qa], assumptions)
@@ -169,6 +177,13 @@ def test_shorter_prompts_are_cheaper_where_prompts_are_long(rack, assumptions):
         / row["cost_dollars_per_thousand_interactions"]
         for row in plan.table("interactions").rows
     }
+    [summary] = load_profiles(names=["summarisation"])
+    shorter = dataclasses.replace(summary, input_tokens=1400)
+    [row] = plan_cost(System(rack, power_of(rack)), [shorter], assumptions).table("interactions").rows
+    [whole] = [one for one in plan.table("interactions").rows if one["profile"] == "summarisation"]
+    assert whole["cost_with_prompts_30_percent_shorter_dollars_per_thousand_interactions"] == pytest.approx(
+        row["cost_dollars_per_thousand_interactions"]
+    )
     assert 0 < saved["simple_qa"] < saved["rag"] < saved["summarisation"] < 0.3
 
 
