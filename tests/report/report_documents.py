@@ -196,9 +196,12 @@ def capacity_document() -> dict[str, Any]:
         ],
         tables=[
             {
+                "name": "concurrency",
                 "title": "What the rate means for users",
-                "columns": ["profile", "interactions_per_second", "in_flight", "users_with_think_time"],
-                "rows": [[name, value, value * 12, value * 72] for name, (_, _, value) in shapes.items()],
+                "rows": [
+                    {"profile": name, "interactions_per_second": value, "in_flight": value * 12, "users": value * 72}
+                    for name, (_, _, value) in shapes.items()
+                ],
                 "note": "Little's law, 12 s an answer, 60 s to think",
             }
         ],

@@ -132,14 +132,14 @@ def test_bars_are_told_apart_by_pattern_and_word_not_by_colour_alone():
     states = ("verified", "unverified", "estimate")
     drawing = inside(bar_chart("t", "u", [Bar(state, 2.0, state) for state in states]))
     assert [rect.get("class") for rect in drawing.iter("rect")] == ["bar", "bar hatched", "bar outlined"]
-    values = [text.text for text in drawing.iter("text") if "value" in text.get("class")]
-    assert values == ["2 verified", "2 unverified", "2 estimate"]
+    words = [text.text for text in drawing.iter("text") if text.get("class") == "value end"]
+    assert words == list(states)
 
 
 def test_a_waterfall_starts_each_bar_where_the_last_ended():
     figure = waterfall("t", "$", [Bar("a", 3.0), Bar("b", -1.0), Bar("c", 2.0)], "sum")
     spans = [(float(rect.get("x")), float(rect.get("width"))) for rect in inside(figure).iter("rect")]
-    assert spans == [(0, 300), (200, 100), (200, 200), (0, 400)]
+    assert spans == [(0, 196.5), (131, 65.5), (131, 131), (0, 262)]
     assert figure.data.rows[-1] == ("sum", "4")
     assert "b: -1 $; c: 2 $; sum: 4 $" in figure.description
     assert "75 %" in figure.drawing

@@ -85,10 +85,10 @@ def test_thousands_of_a_column_are_written_alike():
         ("accelerators_per_node", "Accelerators per node", ""),
         ("energy_joules_per_output_token", "Energy", "J/output token"),
         ("cost_dollars_per_million_output_tokens", "Cost", "$/million output tokens"),
-        ("tokens_per_second_per_watt", "Tokens per second per watt", "tokens/s/W"),
+        ("tokens_per_second_per_watt", "Tokens per second per watt", ""),
         ("nameplate_watts", "Nameplate", "W"),
         ("target_qps", "Target QPS", ""),
-        ("seconds", "Seconds", "s"),
+        ("site_watt_hours_per_interaction", "Site", "Wh/interaction"),
         ("", "", ""),
     ],
 )

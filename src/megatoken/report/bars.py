@@ -17,6 +17,8 @@ ROW, BAR = 40, 12
 DOT_ROW = 17
 DOT_LEFT, DOT_RIGHT = 126, 20
 ROW_LETTERS, DOT_LETTERS = 50, 15
+DRAWN_SWINGS = 10
+BAR_ROOM = 262  # of the width; behind a bar stands its number
 MARGIN = 62  # left and right of a tornado, for the results
 STATE_KEYS = {"verified": "bar", "measured": "bar", "unverified": "bar hatched"}
 KEYS = {
@@ -60,8 +62,9 @@ def bar_chart(title: str, unit: str, bars: Sequence[Bar]) -> Figure:
     top = max(0.0, *(bar.value for bar in bars)) or 1.0
     parts = []
     for row, bar in enumerate(bars):
-        parts += _row(row, bar.name, " ".join(filter(None, (precise(bar.value), bar.state))))
-        parts.append(_bar(row, 0.0, max(bar.value, 0.0) / top * WIDTH, _style(bar.state)))
+        length = max(bar.value, 0.0) / top * BAR_ROOM
+        parts += _row(row, bar.name, bar.state)
+        parts += [_bar(row, 0.0, length, _style(bar.state)), _value(row, length, precise(bar.value))]
     return Figure(
         title=title,
         unit=unit,
@@ -79,14 +82,20 @@ def waterfall(title: str, unit: str, steps: Sequence[Bar], total: str) -> Figure
     for step in steps:
         reached.append(reached[-1] + step.value)
     low, top = min(0.0, *reached), max(0.0, *reached)
-    scale = WIDTH / ((top - low) or 1.0)
+    span = (top - low) or 1.0
+
+    def ends(start: float, end: float) -> list[float]:
+        return [(edge - low) / span * BAR_ROOM for edge in sorted((start, end))]
+
     parts = []
     for row, (step, start, end) in enumerate(zip(steps, reached, reached[1:], strict=False)):
+        left, right = ends(start, end)
         share = f" · {100 * step.value / reached[-1]:.3g} %" if reached[-1] > 0 else ""
-        parts += _row(row, step.name, " ".join(filter(None, (precise(step.value) + share, step.state))))
-        parts.append(_bar(row, (min(start, end) - low) * scale, abs(step.value) * scale, _style(step.state)))
-    parts += _row(len(steps), total, precise(reached[-1]), strong=True)
-    parts.append(_bar(len(steps), (min(0.0, reached[-1]) - low) * scale, abs(reached[-1]) * scale, "bar sum"))
+        parts += _row(row, step.name, step.state)
+        parts += [_bar(row, left, right - left, _style(step.state)), _value(row, right, precise(step.value) + share)]
+    left, right = ends(0.0, reached[-1])
+    parts += _row(len(steps), total, "", strong=True)
+    parts += [_bar(len(steps), left, right - left, "bar sum"), _value(len(steps), right, precise(reached[-1]))]
     return Figure(
         title=title,
         unit=unit,
@@ -100,7 +109,10 @@ def waterfall(title: str, unit: str, steps: Sequence[Bar], total: str) -> Figure
 
 
 def tornado(title: str, unit: str, base: float, swings: Sequence[Swing]) -> Figure:
-    """What moves a result most, widest first: from the ``base`` to the result at each input's low and high value."""
+    """What moves a result most, widest first: from the ``base`` to the result at each input's low and high value.
+
+    The widest ten are drawn; the numbers behind the chart have all.
+    """
     swings = sorted(swings, key=lambda swing: -abs(swing.result_high - swing.result_low))
     ends = [base, *(result for swing in swings for result in (swing.result_low, swing.result_high))]
     low, span = min(ends), (max(ends) - min(ends)) or 1.0
@@ -109,7 +121,8 @@ def tornado(title: str, unit: str, base: float, swings: Sequence[Swing]) -> Figu
         return MARGIN + (value - low) / span * (WIDTH - 2 * MARGIN)
 
     parts = []
-    for row, swing in enumerate(swings):
+    drawn = swings[:DRAWN_SWINGS]
+    for row, swing in enumerate(drawn):
         parts += _row(row, swing.name, f"{swing.low} … {swing.high}")
         for result, style in ((swing.result_low, "bar hatched"), (swing.result_high, "bar")):
             start, end = sorted((x_at(base), x_at(result)))
@@ -117,8 +130,8 @@ def tornado(title: str, unit: str, base: float, swings: Sequence[Swing]) -> Figu
         least, most = sorted((swing.result_low, swing.result_high))
         parts.append(text(x_at(min(least, base)) - 5, ROW * row + 28, precise(least), "tick end"))
         parts.append(text(x_at(max(most, base)) + 5, ROW * row + 28, precise(most)))
-    height = ROW * len(swings) + 20
-    parts.append(rule(x_at(base), 14, x_at(base), height - 16, "mark"))
+        parts.append(rule(x_at(base), ROW * row + 15, x_at(base), ROW * row + 33, "mark"))
+    height = ROW * len(drawn) + 20
     parts.append(text(x_at(base), height - 3, f"{precise(base)} as planned", "tick middle"))
     rows = tuple(
         (swing.name, swing.low, swing.high, precise(swing.result_low), precise(swing.result_high)) for swing in swings
@@ -183,12 +196,18 @@ def dot_chart(title: str, unit: str, dots: Sequence[Dot], marks: Sequence[tuple[
     )
 
 
-def _row(row: int, name: str, value: str, strong: bool = False) -> list[str]:
+def _row(row: int, name: str, aside: str, strong: bool = False) -> list[str]:
+    """The line above a bar: a name to the left, something short to the right."""
     y, weight = ROW * row + 12, " strong" if strong else ""
     return [
-        text(0, y, shortened(name, max(ROW_LETTERS - len(value), 12)), f"name{weight}"),
-        text(WIDTH, y, value, f"value end{weight}"),
+        text(0, y, shortened(name, max(ROW_LETTERS - len(aside), 12)), f"name{weight}"),
+        text(WIDTH, y, aside, "value end"),
     ]
+
+
+def _value(row: int, x: float, words: str) -> str:
+    """A number behind the end of its bar."""
+    return text(x + 5, ROW * row + 28, words, "value")
 
 
 def _bar(row: int, x: float, width: float, style: str) -> str:

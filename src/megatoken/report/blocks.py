@@ -28,16 +28,25 @@ class Words:
     style: str = ""
 
 
-Cell: TypeAlias = str | Badge | tuple[Words | Badge, ...]
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Further lines of a cell that are shown when asked for; on a terminal and on paper only the ``title``."""
+
+    title: str
+    words: tuple[Words, ...]
+
+
+Cell: TypeAlias = str | Badge | tuple[Words | Badge | Fold, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Head of a column; numbers stand to the right."""
+    """Head of a column; numbers stand to the right. ``width_percent`` of the table, or 0 for what the cells need."""
 
     name: str
     unit: str = ""
     numeric: bool = False
+    width_percent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,4 +157,11 @@ def text_of(cell: Cell) -> str:
         return clean(cell)
     if isinstance(cell, Badge):
         return clean(cell.word)
-    return "\n".join(clean(part.word if isinstance(part, Badge) else part.text) for part in cell)
+    return "\n".join(clean(part_text(part)) for part in cell)
+
+
+def part_text(part: Words | Badge | Fold) -> str:
+    """What a part of a cell says on one line."""
+    if isinstance(part, Badge):
+        return part.word
+    return part.title if isinstance(part, Fold) else part.text

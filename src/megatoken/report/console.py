@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatoken.report.blocks import Badge, Cell, Facts, Headline, Paragraph, Points, Section, Table, View, text_of
+from megatoken.report.blocks import (
+    Badge,
+    Cell,
+    Facts,
+    Headline,
+    Paragraph,
+    Points,
+    Section,
+    Table,
+    View,
+    Words,
+    part_text,
+    text_of,
+)
 from megatoken.report.blocks import Verdict as VerdictBlock
 from megatoken.report.documents import Document, checked
 from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, MetricRow, has_unreliable, metric_rows
@@ -183,7 +196,9 @@ def _rich(cell: Cell) -> Text:
         return Text(clean(cell))
     styles = {"strong": "bold", "quiet": "dim", "code": "dim"}
     lines = [
-        _rich(part) if isinstance(part, Badge) else Text(clean(part.text), style=styles.get(part.style, ""))
+        _rich(part)
+        if isinstance(part, Badge)
+        else Text(clean(part_text(part)), style=styles.get(part.style, "") if isinstance(part, Words) else "dim")
         for part in cell
     ]
     return Text("\n").join(lines)

@@ -15,6 +15,7 @@ from megatoken.report.blocks import (
     Column,
     Facts,
     Figure,
+    Fold,
     Headline,
     Paragraph,
     Points,
@@ -31,6 +32,7 @@ from megatoken.report.words import clean, plain_text
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 MANY_SECTIONS = 4
+LONG_TEXT = 60
 
 
 def page(view: View) -> str:
@@ -125,14 +127,14 @@ class _Pen:
 
     def table(self, table: Table) -> str:
         name = self.identifier(table.caption)
-        heads = "".join(_head(column.name, column.unit, column.numeric) for column in table.columns)
+        heads = "".join(_head(column, named=index == 0) for index, column in enumerate(table.columns))
         rows = "".join(_row(table, index) for index in range(len(table.rows)))
         style, roles = ("stacked", ' role="table"') if table.stacked else ("", "")
         repeats = ' class="unseen"' if table.caption == self._heading else ""
         body, head = (' role="rowgroup"', ' role="row"') if table.stacked else ("", "")
         grid = (
-            f'<table class="{style}"{roles}><caption id="{name}"{repeats}>{_text(table.caption)}</caption>'
-            f"<thead{body}><tr{head}>{heads}</tr></thead><tbody{body}>{rows}</tbody></table>"
+            f'<table class="{style}"{roles}><caption id="{name}"{repeats}><span>{_text(table.caption)}</span></caption>'
+            f"{_widths(table)}<thead{body}><tr{head}>{heads}</tr></thead><tbody{body}>{rows}</tbody></table>"
         )
         # A region that can be scrolled must take the focus, or the keyboard could not scroll it.
         if not table.stacked:
@@ -164,14 +166,23 @@ def _row(table: Table, index: int) -> str:
     first, *others = table.rows[index]
     row, head, cell = (' role="row"', ' role="rowheader"', ' role="cell"') if table.stacked else ("", "", "")
     cells = "".join(
-        f"<td{cell}{_column_class(column.numeric)}{_column_name(column, table.stacked)}>{_cell(content)}</td>"
+        f"<td{cell}{_cell_class(column, content)}{_column_name(column, table.stacked)}>{_cell(content)}</td>"
         for column, content in zip(table.columns[1:], others, strict=True)
     )
-    return f'<tr{row}{kind}><th scope="row"{head}>{_cell(first)}</th>{cells}</tr>'
+    name = _cell(first).replace("_", "_<wbr/>")
+    return f'<tr{row}{kind}><th scope="row"{head}>{name}</th>{cells}</tr>'
 
 
-def _column_class(numeric: bool) -> str:
-    return ' class="number"' if numeric else ""
+def _widths(table: Table) -> str:
+    if not any(column.width_percent for column in table.columns):
+        return ""
+    return "".join(f'<col style="width: {column.width_percent}%"/>' for column in table.columns)
+
+
+def _cell_class(column: Column, content: Cell) -> str:
+    if column.numeric:
+        return ' class="number"'
+    return ' class="long"' if isinstance(content, str) and len(content) > LONG_TEXT else ""
 
 
 def _column_name(column: Column, stacked: bool) -> str:
@@ -179,9 +190,10 @@ def _column_name(column: Column, stacked: bool) -> str:
     return f' data-column="{_text(name)}"' if stacked and name else ""
 
 
-def _head(name: str, unit: str, numeric: bool) -> str:
-    unit = f' <span class="unit">{_text(unit)}</span>' if unit else ""
-    return f'<th scope="col"{_column_class(numeric)}>{_text(name)}{unit}</th>'
+def _head(column: Column, *, named: bool) -> str:
+    unit = f' <span class="unit">{_text(column.unit)}</span>' if column.unit else ""
+    style = ' class="number"' if column.numeric and not named else ""
+    return f'<th scope="col"{style}>{_text(column.name)}{unit}</th>'
 
 
 def _cell(cell: Cell) -> str:
@@ -189,13 +201,23 @@ def _cell(cell: Cell) -> str:
         return _text(cell)
     if isinstance(cell, Badge):
         return _badge(cell)
-    return "".join(f"<div>{_badge(part) if isinstance(part, Badge) else _words(part)}</div>" for part in cell)
+    return "".join(f"<div>{_part(part)}</div>" for part in cell)
+
+
+def _part(part: Words | Badge | Fold) -> str:
+    if isinstance(part, Badge):
+        return _badge(part)
+    if isinstance(part, Fold):
+        lines = "".join(f"<div>{_words(words)}</div>" for words in part.words)
+        return f'<details class="data"><summary>{_text(part.title)}</summary>{lines}</details>'
+    return _words(part)
 
 
 def _words(words: Words) -> str:
-    tag = {"strong": "strong", "code": "code"}.get(words.style)
-    if tag:
-        return f"<{tag}>{_text(words.text)}</{tag}>"
+    if words.style == "code":
+        return f"<code>{_text(words.text).replace('/', '/<wbr/>')}</code>"
+    if words.style == "strong":
+        return f"<strong>{_text(words.text)}</strong>"
     return f'<span class="quiet">{_text(words.text)}</span>' if words.style else _text(words.text)
 
 

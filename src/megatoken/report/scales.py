@@ -16,13 +16,15 @@ from megatoken.report.words import clean
 
 WIDTH = 400
 LEFT, RIGHT = 48, 16
+SMALLEST_SPAN = 1e-300  # below it arithmetic underflows
 
 Floats = NDArray[np.float64]
 
 
 def ticks(low: float, top: float) -> list[float]:
     """Four to seven round values that enclose ``low`` to ``top``, in steps of 1, 2, 2.5 or 5 times a power of ten."""
-    span = top - low if top > low else abs(top) or 1.0
+    span = top - low if top > low else abs(top)
+    span = span if span > SMALLEST_SPAN else 1.0
     magnitude = 10.0 ** math.floor(math.log10(span / 4))
     step = next(magnitude * factor for factor in (1, 2, 2.5, 5, 10) if span / (magnitude * factor) <= 5)
     first, last = math.floor(low / step + 1e-9), math.ceil(max(top, low + step) / step - 1e-9)

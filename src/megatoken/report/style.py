@@ -56,7 +56,8 @@ details.facts { margin-top: .5rem; border-top: 1px solid var(--line); }
 summary { padding: .6rem 0; font-weight: 600; cursor: pointer; }
 """
 TABLES = """
-.scroll { overflow-x: auto; } .scroll tbody th { min-width: 6rem; }
+.scroll { overflow-x: auto; } .scroll tbody th { min-width: 9rem; }
+.scroll caption span { position: sticky; left: 0; display: inline-block; max-width: min(100%, 100vw - 2rem); }
 table { width: 100%; border-collapse: collapse; font-size: .93rem; font-variant-numeric: tabular-nums; }
 caption { padding: .3rem 0; text-align: left; font-weight: 600; font-size: .93rem; }
 th, td { padding: .38rem .6rem; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
@@ -66,7 +67,9 @@ th:first-child, td:first-child { padding-left: 0; }
 th .unit { font-size: .88em; white-space: nowrap; }
 td:last-child, thead th:last-child { padding-right: 0; }
 .number { text-align: right; } td.number { white-space: nowrap; }
-.facts td, .stacked td { overflow-wrap: anywhere; } table.facts th { width: 38%; overflow-wrap: anywhere; }
+.facts td { overflow-wrap: anywhere; } td.long { min-width: 12rem; }
+.stacked tbody th { overflow-wrap: anywhere; min-width: 8rem; } td code { display: inline-block; min-width: 14ch; }
+ table.facts th { width: 38%; overflow-wrap: anywhere; }
 fieldset { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; align-items: center; margin: .5rem 0 .75rem;
   padding: 0; border: 0; }
 legend { float: left; margin-right: .4rem; padding: 0; color: var(--quiet); }
@@ -76,7 +79,8 @@ input { width: 1.1rem; height: 1.1rem; margin: 0; accent-color: var(--plain); }
 .count::before { content: counter(shown); }
 """
 CHARTS = """
-.shelf { display: grid; gap: 1.25rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
+.shelf { display: grid; gap: 1.25rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr));
+  align-items: start; }
 .shelf > * { min-width: 0; }
 figure { display: flex; flex-direction: column; max-width: 30rem; min-width: 0; margin: 0; padding: .8rem .8rem .2rem;
   background: var(--card); border: 1px solid var(--line); border-radius: .5rem; break-inside: avoid; }
@@ -112,7 +116,7 @@ svg { display: block; width: 100%; height: auto; margin: .3rem 0 auto; }
 .keydot { width: .6rem; height: .6rem; border: 0; border-radius: 50%; background: var(--first); }
 .keydot.apart { border: 2px solid var(--second); border-radius: 0; background: none;
   transform: rotate(45deg) scale(.85); }
-.data { margin-top: .4rem; }
+.data { margin-top: .4rem; } td .data { margin: 0; }
 .data summary { padding: .35rem 0; font-weight: 400; font-size: .85rem; color: var(--quiet); }
 .data table { font-size: .85rem; }
 """
@@ -121,7 +125,7 @@ PHONE = """
   body { padding: 1rem .8rem 2rem; }
   figure { padding: .6rem .6rem .1rem; }
   .tick, .value, .name { font-size: 14px; } .dotname { font-size: 13px; }
-  th, td { padding: .38rem .4rem; }
+  th, td { padding: .38rem .4rem; } .scroll tbody th { min-width: 6rem; }
   nav a { padding: .4rem 0; }
   label { min-height: 2.5rem; }
   .stacked, .stacked tbody, .stacked tr, .stacked th, .stacked td, .stacked caption { display: block; }
@@ -129,7 +133,7 @@ PHONE = """
   .stacked tr { padding: .6rem 0; border-bottom: 1px solid var(--quiet); }
   .stacked th, .stacked td { padding: .15rem 0; border: 0; text-align: left; white-space: normal; }
   .stacked td[data-column]::before { content: attr(data-column) " "; color: var(--quiet); font-size: .82rem; }
-  .stacked td:empty { display: none; }
+  .stacked td:empty { display: none; } .stacked td.long { min-width: 0; }
 }
 """
 PAPER = """

@@ -15,6 +15,7 @@ ACRONYMS = {
     **{word: word.upper() for word in ("pp", "qps", "slo", "sut", "tdp", "tp", "tpot", "ttft", "url", "vm")},
     "co2": "CO₂",
     "gpus": "GPUs",
+    "kwh": "kWh",
     "loadgen": "LoadGen",
     "mlperf": "MLPerf",
     "vms": "VMs",
@@ -38,9 +39,10 @@ UNITS = {
     "minutes": "min",
     "percent": "%",
     "seconds": "s",
+    "watthours": "Wh",
     "watts": "W",
 }
-PER_UNITS = UNITS | {"tokens": "tokens", "samples": "samples", "requests": "requests", "queries": "queries"}
+PER_UNITS = UNITS | {noun: noun for noun in ("interactions", "queries", "requests", "samples", "tokens")}
 DIVISORS = {"second": "s", "hour": "h", "watt": "W", "joule": "J", "kilowatt": "kW", "gpu": "GPU", "kwh": "kWh"}
 NAMES = ("_id", "seed", "line", "port")  # numbers that name something: nobody counts in them
 SHARES = ("share", "coefficient_of_variation", "utilisation")
@@ -57,13 +59,13 @@ def clean(text: str) -> str:
 
 def label(key: str) -> tuple[str, str]:
     """What to call a key, and the unit at its end: ``duration_seconds`` is Duration in s."""
-    head, *divisors = key.split("_per_")
+    head, *divisors = key.replace("watt_hours", "watthours").split("_per_")
     name, _, last = head.rpartition("_")
     units = PER_UNITS if divisors else UNITS
-    if last not in units:
+    if last not in units or not name:  # a name that is all unit says it already
         return sentence(key), ""
     unit = "/".join([units[last], *(DIVISORS.get(divisor, divisor.replace("_", " ")) for divisor in divisors)])
-    return sentence(name or key), unit
+    return sentence(name), unit
 
 
 def sentence(key: str) -> str:

@@ -41,7 +41,8 @@ def aggregate_sections(document: Document) -> Iterator[Section]:
     yield Section("Nodes", (*node_figures(nodes, document), *_spread(document)))
     if nodes:
         own = all(node.text("fault_domain") == node.text("node") for node in nodes)
-        table = records_table("Nodes", [node.values for node in nodes], without=("fault_domain",) if own else ())
+        without = ("source", "fault_domain") if own else ("source",)
+        table = records_table("Nodes", [node.values for node in nodes], without=without)
         yield Section("Every node", (table,))
     losses = document.parts("without_fault_domain")
     if losses:

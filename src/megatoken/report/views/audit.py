@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from megatoken.report.blocks import Badge, Cell, Column, Paragraph, Section, Table, Verdict, View, Words
+from megatoken.report.blocks import Badge, Cell, Column, Fold, Paragraph, Section, Table, Verdict, View, Words
 from megatoken.report.documents import Document
 from megatoken.report.views.aggregate import aggregate_sections, node_figures
 from megatoken.report.views.common import records_table, view
@@ -24,8 +24,13 @@ ANSWERS = {
     "cannot be determined": Badge("cannot be determined", "quiet"),
     "holds": Badge("holds", "good"),
 }
+ARTEFACT_KEYS = (
+    *("path", "role", "division", "submitter", "benchmark", "scenario", "mode", "validity", "round"),
+    *("loadgen_version", "output_tokens_per_second", "samples_per_second", "tokens_per_sample", "samples_issued"),
+    *("target_qps", "duration_seconds", "began_at", "process_id"),
+)
 LEGIBLE_FINDINGS = 400
-LEGIBLE_PLACES = 4
+LEGIBLE_PLACES = 2
 
 
 def audit_view(document: Document) -> View:
@@ -37,8 +42,8 @@ def audit_view(document: Document) -> View:
         Section("Claims", tuple(_claims(claims))),
         Section("Findings", tuple(_findings(findings))),
         *(aggregate_sections(aggregate) if aggregate.values else ()),
-        Section("Nodes", (*node_figures(own_nodes, aggregate), *_records("Nodes", own_nodes))),
-        Section("Artefacts", tuple(_records("What was found and read", document.parts("artefacts")))),
+        Section("Nodes", (*node_figures(own_nodes, aggregate), *_nodes(own_nodes))),
+        Section("Artefacts", tuple(_artefacts(document.parts("artefacts")))),
     ]
     summary = [Verdict(tuple(_counts(findings)), _meaning(findings))]
     if claims:
@@ -83,7 +88,8 @@ def _findings(findings: Sequence[Document]) -> Iterator[Table | Paragraph]:
     ranked = sorted(findings, key=lambda finding: order.get(finding.text("severity"), len(order)))
     merged = _merged(ranked)
     shown = merged[:LEGIBLE_FINDINGS]
-    columns = (Column("Severity"), Column("Finding"), Column("Expected"), Column("Found"), Column("Where"))
+    heads = {"Severity": 11, "Finding": 28, "Expected": 17, "Found": 22, "Where": 22}
+    columns = tuple(Column(name, width_percent=width) for name, width in heads.items())
     more = len(merged) - len(shown)
     yield Table(
         "Findings",
@@ -110,17 +116,19 @@ def _merged(findings: Sequence[Document]) -> list[tuple[Document, list[Document]
 
 def _finding_row(finding: Document, places: Sequence[Document]) -> tuple[Cell, ...]:
     why = finding.text("why")
-    what = [Words(finding.text("title"), "strong"), *([Words(why, "quiet")] if why else [])]
+    count = finding.number("count") or 1
+    title = finding.text("title") + (f" ({precise(count)} times)" if count > 1 else "")
+    what = [Words(title, "strong"), *([Words(why, "quiet")] if why else [])]
     what.append(Words(finding.text("id"), "code"))
     expected, found = (plain_text(finding.values[key]) if key in finding else "" for key in ("expected", "found"))
     return (severity_badge(finding.text("severity")), tuple(what), expected, found, _places(places))
 
 
-def _places(places: Sequence[Document]) -> tuple[Words, ...]:
-    words = [Words(_place(place), "code") for place in places[:LEGIBLE_PLACES]]
-    if len(places) > LEGIBLE_PLACES:
-        words.append(Words(f"and {len(places) - LEGIBLE_PLACES:,} more places", "quiet"))
-    return tuple(words)
+def _places(places: Sequence[Document]) -> tuple[Words | Fold, ...]:
+    words = tuple(Words(_place(place), "code") for place in places)
+    if len(words) <= LEGIBLE_PLACES:
+        return words
+    return (*words[:1], Fold(f"and {len(words) - 1:,} more places", words[1:]))
 
 
 def _place(place: Document) -> str:
@@ -131,7 +139,8 @@ def _place(place: Document) -> str:
 def _claims(claims: Sequence[Document]) -> Iterator[Table]:
     if not claims:
         return
-    columns = (Column("Answer"), Column("Claim"), Column("Claimed"), Column("Recomputed"), Column("Why"))
+    heads = {"Answer": 20, "Claim": 24, "Claimed": 13, "Recomputed": 15, "Why": 28}
+    columns = tuple(Column(name, width_percent=width) for name, width in heads.items())
     rank = list(ANSWERS)
     claims = sorted(claims, key=lambda claim: rank.index(answer) if (answer := claim.text("answer")) in rank else -1)
     rows = tuple(
@@ -157,8 +166,9 @@ def _answer(claim: Document) -> Badge:
 
 
 def _claimed(claimed: Document) -> tuple[Words, ...]:
-    scope = claimed.text("scope")
-    return (Words(_amount(claimed)), *([Words(f"per {scope}", "quiet")] if scope else []))
+    relation, scope = claimed.text("relation"), claimed.text("scope")
+    words = (relation if relation != "equal" else "", _amount(claimed))
+    return (Words(" ".join(filter(None, words))), *([Words(f"per {scope}", "quiet")] if scope else []))
 
 
 def _recomputed(recomputed: Document) -> tuple[Words, ...]:
@@ -173,13 +183,22 @@ def _amount(figure: Document) -> str:
     return f"{precise(value) if is_number(value) else plain_text(value)} {figure.text('unit')}".rstrip()
 
 
-def _reasons(claim: Document) -> Iterator[Words]:
+def _reasons(claim: Document) -> Iterator[Words | Fold]:
+    for error in claim.texts("errors"):
+        yield Words(f"{error[:1].upper()}{error[1:]} error" if " " not in error else error, "strong")
     yield Words(claim.text("why"))
     for evidence in claim.texts("evidence_that_would_settle"):
         yield Words(f"would settle it: {evidence}", "quiet")
     yield from _places(claim.parts("where"))
 
 
-def _records(caption: str, records: Sequence[Document]) -> Iterator[Table]:
-    if records:
-        yield records_table(caption, [record.values for record in records])
+def _nodes(nodes: Sequence[Document]) -> Iterator[Table]:
+    if nodes:
+        yield records_table("Nodes", [node.values for node in nodes])
+
+
+def _artefacts(artefacts: Sequence[Document]) -> Iterator[Table]:
+    """The runs that were read; what else the document says of each is left to it."""
+    if artefacts:
+        rows = [{key: artefact.values.get(key) for key in ARTEFACT_KEYS} for artefact in artefacts]
+        yield records_table("What was found and read", rows)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatoken.report.blocks import Badge, Block, Cell, Column, Facts, Points, Section, Table, View
+from megatoken.report.blocks import Badge, Block, Cell, Column, Facts, Points, Section, Table, View, text_of
 from megatoken.report.documents import Document
 from megatoken.report.words import ABSENT, aligned, is_number, labelled, plain_text, sentence
 
 COMMON_KEYS = ("kind", "schema_version", "created_at", "title", "inputs", "notes")
 TONES = {"verified": "good", "measured": "good"}
 FOOTER = "Made by megatoken from the JSON document beside this page; the page can be made anew from it."
-LEGIBLE_ROWS = 2000
+LEGIBLE_ROWS = 500
 WIDE = 6  # columns; beyond them, what is the same in every row is said once
+FEW = 5  # objects; with more than WIDE columns they stand side by side
 
 
 def view(
@@ -46,7 +47,7 @@ def state_cell(state: str) -> Cell:
 def records_table(
     caption: str, records: Sequence[Mapping[str, Any]], *, without: Iterable[str] = (), note: str = ""
 ) -> Table:
-    """A row for each object and a column for each key that any of them has a value for."""
+    """A row for each object and a column for each key that any of them has; few objects of many keys stand upright."""
     left_out = frozenset(without)
     keys = [
         key
@@ -54,35 +55,45 @@ def records_table(
         if key not in left_out and any(record.get(key) not in (None, "", [], {}) for record in records)
     ]
     shown = records[:LEGIBLE_ROWS]
+    notes = [note]
     if len(shown) < len(records):
-        note = f"{note} The first {LEGIBLE_ROWS:,} of {len(records):,} rows; all are in the JSON document.".lstrip()
+        notes.append(f"The first {LEGIBLE_ROWS:,} of {len(records):,} rows; all are in the JSON document")
     if len(keys) > WIDE and len(records) > 1:
-        same = {
-            key: records[0][key]
-            for key in keys[1:]
-            if all(record.get(key) == records[0].get(key) for record in records)
-        }
+        first = records[0]
+        same = {key: first[key] for key in keys[1:] if all(record.get(key) == first.get(key) for record in records)}
         keys = [key for key in keys if key not in same]
-        note = f"{note} The same for all: {plain_text(same)}.".lstrip() if same else note
+        notes += [f"The same for all: {plain_text(same)}"] if same else []
+    note = ". ".join(filter(None, notes))
+    columns = {key: [_cell(key, record.get(key)) for record in shown] for key in keys}
+    heads = {key: _head(key, records) for key in keys}
     numeric = {key: all(record.get(key) is None or is_number(record[key]) for record in records) for key in keys}
-    columns = tuple(Column(*_head(key, records), numeric=numeric[key]) for key in keys)
-    cells = [[_cell(key, record.get(key)) for record in shown] for key in keys]
-    cells = [aligned(column) if numeric[key] else column for key, column in zip(keys, cells, strict=True)]
-    rows = tuple(zip(*cells, strict=True))
+    columns = {key: aligned(cells) if numeric[key] else cells for key, cells in columns.items()}
+    if len(keys) > WIDE and len(shown) <= FEW:
+        return _upright(caption, heads, columns, note)
     words = sum(not numeric[key] for key in keys)
-    return Table(caption, columns, rows, stacked=len(keys) > 3 and words > 3, note=note)
+    return Table(
+        caption,
+        tuple(Column(*heads[key], numeric=numeric[key]) for key in keys),
+        tuple(zip(*columns.values(), strict=True)),
+        stacked=len(keys) > 3 and words > 3,
+        note=note,
+    )
+
+
+def _upright(caption: str, heads: Mapping[str, tuple[str, str]], columns: Mapping[str, list[Cell]], note: str) -> Table:
+    """The same cells with a column for each object, so that many keys need no width."""
+    (corner, names), *rest = columns.items()
+    objects = tuple(Column(text_of(name)) for name in names)
+    rows = tuple((", ".join(filter(None, heads[key])), *cells) for key, cells in rest)
+    return Table(caption, (Column(heads[corner][0]), *objects), rows, note=note)
 
 
 def given_tables(document: Document) -> Iterator[Table]:
-    """The tables that a document carries ready made: ``title``, ``rows``, and ``columns`` where rows are lists."""
+    """The tables that a document carries ready made: ``name``, ``title``, ``note``, and ``rows`` of one shape."""
     for part in document.parts("tables"):
-        title = part.text("title") or part.text("name") or part.text("caption")
-        columns, rows = part.values.get("columns"), part.values.get("rows")
-        if isinstance(columns, list) and isinstance(rows, list):
-            rows = [dict(zip(map(str, columns), row, strict=False)) if isinstance(row, list) else row for row in rows]
-        records = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+        records = [row.values for row in part.parts("rows")]
         if records:
-            yield records_table(sentence(title), records, note=part.text("note"))
+            yield records_table(part.text("title") or sentence(part.text("name")), records, note=part.text("note"))
 
 
 def facts_table(caption: str, values: Mapping[str, Any], note: str = "") -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatoken.report.bars import Bar, bar_chart
-from megatoken.report.blocks import Badge, Column, Figure, Section, Table, View, Words
+from megatoken.report.blocks import Badge, Cell, Column, Figure, Section, Table, View, Words
 from megatoken.report.documents import Document
 from megatoken.report.views.common import records_table, state_cell, view
 from megatoken.report.words import aligned, plain_text, precise
@@ -24,31 +24,36 @@ TWICE = (*(key for _, key in BASES.values()), "per_rack_state", *POWER, *EFFICIE
 
 def comparison_view(document: Document) -> View:
     """The report on ``megatoken compare``."""
-    ratios = document.parts("ratios")
+    rows = document.parts("rows")
     sections = (
-        Section("Ratios", tuple(_ratios(document, ratios))),
-        Section("Side by side", tuple(_figures(document.parts("rows")))),
-        Section("Figures", tuple(_tables(document.parts("rows")))),
-        Section("Software", tuple(_software(document))),
+        Section("Side by side", tuple(_figures(rows))),
+        Section("Ratios", tuple(_ratios(document))),
+        Section("Figures", tuple(_tables(rows))),
+        Section("Software", tuple(_software(document, rows))),
     )
     return view(document, "comparison", (), sections, KNOWN)
 
 
 def _figures(rows: list[Document]) -> Iterator[Figure]:
     for basis, (title, key) in BASES.items():
-        bars = [
-            Bar(row.text("name"), value, _state(row, basis)) for row in rows if (value := row.number(key)) is not None
-        ]
+        bars = [Bar(_label(row), value, _state(row, basis)) for row in rows if (value := row.number(key)) is not None]
         if bars:
             yield bar_chart(title, "output tokens/s", bars)
     efficiency = [
-        Bar(row.text("name"), value, state)
+        Bar(_label(row), value, state)
         for row in rows
         for key, state in EFFICIENCY.items()
         if (value := row.number(key)) is not None
     ]
     if efficiency:
         yield bar_chart("Per joule, by measured power or by nameplate of the GPUs alone", "tokens/J", efficiency)
+
+
+def _label(row: Document) -> str:
+    """The generation first: it is what a reader looks for, and a bar has room for few letters."""
+    count, accelerator = row.number("accelerators"), row.text("accelerator")
+    size = f"{precise(count)} × " if count and accelerator else ""
+    return " · ".join(filter(None, (size + accelerator, row.text("name"))))
 
 
 def _state(row: Document, basis: str) -> str:
@@ -72,32 +77,30 @@ def _tables(rows: list[Document]) -> Iterator[Table]:
         yield records_table("Power", values)
 
 
-def _ratios(document: Document, ratios: list[Document]) -> Iterator[Table]:
-    if not ratios:
+def _ratios(document: Document) -> Iterator[Table]:
+    """A row for each pair and a column for each basis."""
+    pairs: dict[tuple[str, str], dict[str, Document]] = {}
+    for ratio in document.parts("ratios"):
+        pairs.setdefault((ratio.text("of"), ratio.text("to")), {})[ratio.text("basis")] = ratio
+    bases = dict.fromkeys([*(basis for basis in BASES if any(basis in found for found in pairs.values()))])
+    bases |= dict.fromkeys(basis for found in pairs.values() for basis in found)
+    if not pairs:
         return
-    rows = []
-    for ratio in ratios:
-        alike = ratio.flag("like_for_like")
-        basis = ratio.text("basis")
-        rows.append(
-            (
-                Badge("like for like", "good") if alike else Badge("not like for like", "bad"),
-                f"{ratio.text('of')} over {ratio.text('to')}",
-                BASES.get(basis, (basis, ""))[0],
-                f"{precise(ratio.number('value'))}×",
-                _interval(ratio),
-                tuple(Words(words) for words in _differences(ratio)),
-            )
-        )
-    columns = (
-        Column("Comparable"),
-        Column("Ratio of"),
-        Column("Basis"),
-        Column("Value", numeric=True),
-        Column("Interval", numeric=True),
-        Column("What differs"),
+    rows = tuple(
+        ((Words(of), Words(f"over {to}", "quiet")), *(_ratio(found.get(basis)) for basis in bases))
+        for (of, to), found in pairs.items()
     )
-    yield Table("Ratios to the first", columns, tuple(rows), stacked=True, note=_method(document, ratios))
+    columns = (Column("Ratio of"), *(Column(BASES.get(basis, (basis, ""))[0]) for basis in bases))
+    yield Table("Ratios", columns, rows, stacked=True, note=_method(document))
+
+
+def _ratio(ratio: Document | None) -> Cell:
+    if ratio is None:
+        return ""
+    alike = Badge("like for like", "good") if ratio.flag("like_for_like") else Badge("not like for like", "bad")
+    interval = _interval(ratio)
+    value = Words(f"{precise(ratio.number('value'))}×{f' ({interval})' if interval else ''}", "strong")
+    return (value, alike, *(Words(words, "quiet") for words in _differences(ratio)))
 
 
 def _interval(ratio: Document) -> str:
@@ -105,8 +108,8 @@ def _interval(ratio: Document) -> str:
     return " … ".join(plain_text(end) for end in interval) if isinstance(interval, list) else ""
 
 
-def _method(document: Document, ratios: list[Document]) -> str:
-    if any("interval" in ratio for ratio in ratios):
+def _method(document: Document) -> str:
+    if any("interval" in ratio for ratio in document.parts("ratios")):
         return f"Intervals: {document.text('interval_method', 'method not stated')}."
     return "No intervals: that takes two repeats or more of both."
 
@@ -121,7 +124,11 @@ def _differences(ratio: Document) -> Iterator[str]:
             yield plain_text(item)
 
 
-def _software(document: Document) -> Iterator[Table]:
-    differences = document.parts("software_differences")
-    if differences:
-        yield records_table("What differs in software and settings", [item.values for item in differences])
+def _software(document: Document, rows: list[Document]) -> Iterator[Table]:
+    """Versions and settings that differ, a column for each result."""
+    differing = dict.fromkeys(difference.text("key") for difference in document.parts("software_differences"))
+    stated = [row for row in rows if row.part("software").values]
+    if differing and stated:
+        columns = (Column("What"), *(Column(row.text("name")) for row in stated))
+        cells = tuple((key, *(plain_text(row.part("software").values.get(key)) for row in stated)) for key in differing)
+        yield Table("Software and settings that differ", columns, cells)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatoken.report.bars import Bar, Swing, tornado, waterfall
+import numpy as np
+
+from megatoken.report.bars import Bar, Swing, bar_chart, tornado, waterfall
 from megatoken.report.blocks import Column, Figure, Headline, Section, Table, View, Words
+from megatoken.report.curves import Line, line_chart
 from megatoken.report.documents import Document
 from megatoken.report.views.common import facts_table, given_tables, records_table, state_cell, view
-from megatoken.report.words import is_number, plain_text, precise, sentence
+from megatoken.report.words import is_number, label, plain_text, precise, sentence
 
 KNOWN = ("profiles", "results", "tables", "sensitivities", "waterfall")
+# Tables that are also drawn: what names a bar, its length, how sure it is.
+BARS = {
+    "efficiency": ("system", "output_tokens_per_joule", "power_state"),
+    "derating": ("step", "output_tokens_per_second", "state"),
+    "concurrency": ("profile", "users", "state"),
+    "policies": ("policy", "price_dollars_per_hour", "state"),
+}
 SUBJECTS = {
     "plan_capacity": "capacity",
     "plan_fleet": "fleet",
@@ -24,18 +34,23 @@ def plan_view(document: Document) -> View:
     results = document.parts("results")
     sections = (
         Section("Results", tuple(_results(results))),
-        Section("Where it goes, and what moves it", tuple(_figures(document, results))),
+        Section("Pictures", tuple(_figures(document, results))),
         Section("In detail", tuple(given_tables(document))),
         Section("Profiles", tuple(_profiles(document))),
     )
-    first = next((result for result in results if is_number(result.values.get("value"))), None)
+    first = _first_number(results)
     summary = [_headline(first)] if first else []
     return view(document, SUBJECTS[document.text("kind")], summary, sections, KNOWN)
 
 
+def _first_number(results: Sequence[Document]) -> Document | None:
+    """The headline, which is also what the sensitivities move."""
+    return next((result for result in results if is_number(result.values.get("value"))), None)
+
+
 def _headline(result: Document) -> Headline:
     words = filter(None, (result.text("name"), result.text("state")))
-    return Headline(precise(result.number("value")), result.text("unit"), " · ".join(words))
+    return Headline(_value(result), _unit(result), " · ".join(words))
 
 
 def _results(results: Sequence[Document]) -> Iterator[Table]:
@@ -48,22 +63,49 @@ def _results(results: Sequence[Document]) -> Iterator[Table]:
                 *([Words(result.text("formula"), "quiet")] if "formula" in result else []),
             ),
             _value(result),
-            result.text("unit"),
+            _unit(result),
             state_cell(result.text("state")),
         )
         for result in results
     )
     columns = (Column("Result"), Column("Value", numeric=True), Column("Unit"), Column("State"))
-    yield Table("Results", columns, rows)
+    yield Table("Results", columns, rows, stacked=True)
 
 
 def _value(result: Document) -> str:
     value = result.values.get("value")
-    return precise(value) if is_number(value) else plain_text(value)
+    if is_number(value):
+        return precise(100 * value if result.text("unit") == "share" else value)
+    return plain_text(value)
+
+
+def _unit(result: Document) -> str:
+    return "%" if result.text("unit") == "share" else result.text("unit")
 
 
 def _figures(document: Document, results: Sequence[Document]) -> Iterator[Figure]:
     yield from _waterfall(document.part("waterfall"))
+    yield from _tornado(document, results)
+    for table in document.parts("tables"):
+        name, rows = table.text("name"), table.parts("rows")
+        if name in BARS:
+            yield from _bars(table.text("title", name), *BARS[name], rows)
+        elif name == "curve":
+            yield from _cycle(rows)
+
+
+def _waterfall(part: Document) -> Iterator[Figure]:
+    steps = [
+        Bar(sentence(step.text("name")), value, step.text("state"))
+        for step in part.parts("steps")
+        if (value := step.number("value")) is not None
+    ]
+    if steps:
+        title, total = part.text("title", "Parts of the whole"), part.text("total", "Total")
+        yield waterfall(title, part.text("unit"), steps, total)
+
+
+def _tornado(document: Document, results: Sequence[Document]) -> Iterator[Figure]:
     swings = [
         Swing(
             sentence(swing.text("input")),
@@ -75,22 +117,29 @@ def _figures(document: Document, results: Sequence[Document]) -> Iterator[Figure
         for swing in document.parts("sensitivities")
         if (low := swing.number("result_low")) is not None and (high := swing.number("result_high")) is not None
     ]
-    base = next((result for result in results if is_number(result.values.get("value"))), None)
+    base = _first_number(results)
     if swings and base:
-        value = base.number("value") or 0.0
-        yield tornado(f"What moves: {base.text('name')}", base.text("unit"), value, swings)
+        title = f"What moves it: {base.text('name')}"
+        yield tornado(title, base.text("unit"), base.number("value") or 0.0, swings)
 
 
-def _waterfall(part: Document) -> Iterator[Figure]:
-    steps = [
-        Bar(sentence(step.text("name")), value, step.text("state"))
-        for step in part.parts("steps")
-        if (value := step.number("value")) is not None
-    ]
-    if steps:
-        yield waterfall(
-            part.text("title", "Where the money goes"), part.text("unit"), steps, part.text("total", "Total")
-        )
+def _bars(title: str, name: str, key: str, state: str, rows: Sequence[Document]) -> Iterator[Figure]:
+    bars = [Bar(row.text(name), value, row.text(state)) for row in rows if (value := row.number(key)) is not None]
+    if bars:
+        measured, unit = label(key)
+        yield bar_chart(title, f"{measured.lower()} {unit}".rstrip(), bars)
+
+
+def _cycle(rows: Sequence[Document]) -> Iterator[Figure]:
+    """The nodes that a curve of demand takes, part by part."""
+    needed = [nodes for row in rows if (nodes := row.number("nodes")) is not None]
+    if needed:
+        edges, heights = np.arange(len(needed) + 1.0), np.array(needed, dtype=float)
+        line = Line("nodes", np.repeat(edges, 2)[1:-1], np.repeat(heights, 2))
+        cells = tuple((str(part), precise(nodes)) for part, nodes in enumerate(needed))
+        data = Table("Nodes for each part of the cycle", (Column("Part"), Column("Nodes", numeric=True)), cells)
+        x_range = (0.0, float(len(needed)))
+        yield line_chart("Nodes that the demand takes", "nodes", "part of the cycle", [line], data, x_range=x_range)
 
 
 def _profiles(document: Document) -> Iterator[Table]:
