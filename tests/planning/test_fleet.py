@@ -227,6 +227,32 @@ def test_what_a_fleet_must_know(rack, assumptions):
         plan_fleet(Supply(nameless), load_demand("output-tokens", 10), assumptions)
 
 
+@pytest.mark.parametrize(
+    ("per_node", "per_rack", "why"),
+    [
+        (0, None, "accelerators per node are 0"),
+        (4, 0, "nodes per rack are 0"),
+        (4, -18, "nodes per rack are -18"),
+        (144, None, "a rack of 72 accelerators; a node cannot have 144"),
+    ],
+)
+def test_shapes_that_are_none(rack, assumptions, per_node, per_rack, why):
+    with pytest.raises(UsageError, match=why):
+        plan_fleet(Supply(rack, per_node, per_rack), load_demand("output-tokens", 10), assumptions)
+
+
+def test_a_node_has_the_accelerators_of_its_rate(assumptions):
+    node = from_number(5000, scope="node", accelerators=4, assumptions=assumptions)
+    with pytest.raises(UsageError, match="a node of 4 accelerators; a node cannot have 8"):
+        plan_fleet(Supply(node, 8), load_demand("output-tokens", 10), assumptions)
+    single = from_number(1250, scope="accelerator", assumptions=assumptions)
+    of_four, of_node = (
+        plan_fleet(supply, load_demand("output-tokens", 1e5), assumptions)
+        for supply in (Supply(single, 4), Supply(node))
+    )
+    assert of_four.results == of_node.results
+
+
 def test_prices_can_be_set(rack):
     cheap = load_assumptions(settings=["base_dollars_per_accelerator_hour=1.5"])
     plan = plan_fleet(Supply(rack, 4), load_demand("output-tokens", 1e6), cheap)

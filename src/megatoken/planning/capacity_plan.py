@@ -222,27 +222,17 @@ def _product(derated: Derating, end: int | None) -> str:
 
 
 def _service_level(verdict: Verdict) -> list[Result]:
-    bound = verdict.bound_output_tokens_per_second
+    completed = "99th percentile of completed requests"
+    known = [
+        ("Requests within the service level", verdict.good_share, "share", verdict.why),
+        ("Goodput", verdict.good_requests_per_second, "requests/s", "requests that kept every limit"),
+        ("Time to first token, p99", verdict.ttft_p99_seconds, "s", completed),
+        ("Time per output token, p99", verdict.tpot_p99_seconds, "s/token", completed),
+    ]
+    bound = verdict.bound_output_tokens_per_second  # shown even if it is not known, with the reason
     return [
         Result("Rate within the service level", bound, "output tokens/s", verdict.why, "measured"),
-        Result(
-            "Requests within the service level", verdict.good_share, "share of those scheduled", verdict.why, "measured"
-        ),
-        Result("Goodput", verdict.good_requests_per_second, "requests/s", "requests that kept every limit", "measured"),
-        Result(
-            "Time to first token, p99",
-            verdict.ttft_p99_seconds,
-            "s",
-            "99th percentile of completed requests",
-            "measured",
-        ),
-        Result(
-            "Time per output token, p99",
-            verdict.tpot_p99_seconds,
-            "s/token",
-            "99th percentile of completed requests",
-            "measured",
-        ),
+        *(Result(name, value, unit, why, "measured") for name, value, unit, why in known if value is not None),
     ]
 
 

@@ -127,8 +127,8 @@ def size(demand: float, supply: SupplyClass, *, spare_domains: int = 0, domain: 
     Raises:
         UsageError: a negative number of spares, an unknown domain, or racks of unknown size.
     """
-    if spare_domains < 0:
-        raise UsageError(f"spare fault domains are {spare_domains}; give 0 or more")
+    if not 0 <= spare_domains <= MOST_NODES:
+        raise UsageError(f"spare fault domains are {spare_domains}; give a number from 0 to {MOST_NODES:,}")
     if domain not in ("node", "rack"):
         raise UsageError(f"the fault domain is '{domain}'; it must be node or rack")
     serving = nodes_for(demand, supply.rate_per_node)

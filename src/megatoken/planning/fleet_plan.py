@@ -13,7 +13,17 @@ from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions, read_shipped
 from megatoken.planning.capacity import Factor, interactions_of_users, residence_seconds
 from megatoken.planning.figures import Input, Plan, Result, State, Table, weakest
-from megatoken.planning.fleet import Demand, Size, SupplyClass, fit, parse_curve, policies, replacement, size
+from megatoken.planning.fleet import (
+    MOST_NODES,
+    Demand,
+    Size,
+    SupplyClass,
+    fit,
+    parse_curve,
+    policies,
+    replacement,
+    size,
+)
 from megatoken.planning.pricing import CEILING, derating, price
 from megatoken.planning.strict_yaml import LARGEST_FILE_BYTES, Strict
 from megatoken.planning.throughput import LIMITS, Throughput, check_positive
@@ -221,14 +231,26 @@ def _in_work(demand: Curve, profile: Profile | None, assumptions: Assumptions) -
 
 def _node_share(supply: Supply) -> float:
     """What one node is of the throughput's scope."""
-    throughput = supply.throughput
+    throughput, per_node = supply.throughput, supply.accelerators_per_node
+    for name, count in (("accelerators per node", per_node), ("nodes per rack", supply.nodes_per_rack)):
+        if count is not None and not 1 <= count <= MOST_NODES:
+            raise UsageError(f"{name} are {count}; give a number from 1 to {MOST_NODES:,}")
+    known = throughput.accelerators
+    if (
+        per_node is not None
+        and known is not None
+        and ((throughput.scope == "node" and per_node != known) or (throughput.scope == "rack" and per_node > known))
+    ):
+        raise UsageError(
+            f"the rate is that of a {throughput.scope} of {known} accelerators; a node cannot have {per_node}"
+        )
     if throughput.scope == "node":
         return 1.0
-    if supply.accelerators_per_node is None or throughput.accelerators is None:
+    if per_node is None or known is None:
         raise UsageError(
             f"the rate is that of one {throughput.scope}; to know a node's, give its accelerators and those of a node"
         )
-    return supply.accelerators_per_node / throughput.accelerators
+    return per_node / known
 
 
 def _class(
@@ -239,10 +261,10 @@ def _class(
     price_name: str,
     factors: Sequence[Factor],
 ) -> tuple[SupplyClass, State, tuple[Input, ...]]:
-    throughput, per_node = supply.throughput, supply.accelerators_per_node or supply.throughput.accelerators
+    throughput, share = supply.throughput, _node_share(supply)
+    per_node = supply.accelerators_per_node or throughput.accelerators
     if per_node is None:
         raise UsageError(f"nobody says how many accelerators a node of the {name} class has; give the number")
-    share = _node_share(supply)
     derated = derating(throughput, assumptions, factors)
     own = [replace(one, name=one.name if name == "base" else f"{name}_{one.name}") for one in throughput.inputs]
     states, inputs = [derated.state], [*own, *derated.inputs]

@@ -22,6 +22,7 @@ MIX = "benchmark_input_tokens_per_output_token"
 LENGTH = "benchmark_output_tokens_per_request"
 LIMITS = ("ttft_limit_seconds", "tpot_limit_seconds")
 MOST_INPUT = 1_000_000
+MOST_ACCELERATORS = 1_000_000_000
 DEFAULT_MIX = (
     "The mix of input and output tokens at which the rate was reached is taken to be that of MLPerf's llama2-70b; for"
     " any other benchmark give its own."
@@ -59,7 +60,7 @@ class Throughput:
     @property
     def label(self) -> str:
         """What the rate is of, for titles."""
-        count = f", {self.accelerators} accelerators" if self.accelerators and self.scope != "accelerator" else ""
+        count = f", {self.accelerators} accelerators" if self.accelerators and self.accelerators > 1 else ""
         return f"{self.output_tokens_per_second:,.1f} output tokens/s per {self.scope}{count} ({self.state})"
 
 
@@ -99,8 +100,8 @@ def from_number(
     checked_state: State = choose("state", state, STATES)
     if scenario is not None:
         choose("scenario", scenario, ("offline", "server", "interactive"))
-    if accelerators is not None and accelerators < 1:
-        raise UsageError(f"accelerators is {accelerators}; give how many produce the rate")
+    if accelerators is not None and not 1 <= accelerators <= MOST_ACCELERATORS:
+        raise UsageError(f"accelerators is {accelerators}; give how many produce the rate, 1 to {MOST_ACCELERATORS:,}")
     if checked_scope == "accelerator":
         if accelerators not in (None, 1):
             raise UsageError(
