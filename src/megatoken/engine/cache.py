@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatoken.engine.config import ModelConfig, Precision
+from megatoken.engine.quant import E4M3_MAX
 
 ACTIVATION_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 DUMP_PAGE = 0
@@ -18,22 +20,28 @@ DUMP_PAGE = 0
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Keys and values of one layer, each [pages, kv_heads, page_size, head_dim]: one page of one head is contiguous."""
+    """Keys and values of one layer, each [pages, kv_heads, page_size, head_dim]: one page of one head is contiguous.
+
+    e4m3 keys stand for ``k_scale`` times their value, e4m3 values for ``v_scale`` times theirs.
+    """
 
     k: Tensor
     v: Tensor
     round_to_fp8: bool
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
     @property
     def page_size(self) -> int:
         """Tokens per page."""
         return self.k.shape[2]
 
-    def rounded(self, x: Tensor) -> Tensor:
-        """``x`` as it reads back from the cache: rounded to e4m3 (saturating, scale 1) for an fp8 cache."""
+    def rounded(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        """``x`` as it reads back from the cache: for an fp8 cache ``scale`` times e4m3, saturating."""
         if not self.round_to_fp8:
             return x
-        return x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).to(x.dtype)
+        values = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        return (values.float() * scale).to(x.dtype)
 
     def write(self, k_TKE: Tensor, v_TKE: Tensor, rows_TK: Tensor) -> None:
         """Store already rounded keys and values at ``rows_TK``, indices into [pages * kv_heads * page_size] rows."""
@@ -64,9 +72,14 @@ def bytes_per_token(config: ModelConfig, precision: Precision, device: torch.dev
 
 
 def allocate_cache(
-    config: ModelConfig, precision: Precision, pages: int, page_size: int, device: torch.device
+    config: ModelConfig,
+    precision: Precision,
+    pages: int,
+    page_size: int,
+    device: torch.device,
+    scales: Sequence[tuple[float, float]],
 ) -> list[LayerCache]:
-    """One cache per layer for ``pages`` usable pages and the dump page.
+    """One cache per layer, with its ``scales`` of keys and of values, for ``pages`` usable pages and the dump page.
 
     Zeroed, because masked attention still multiplies what a page holds beyond its sequence's end. On the CPU the zeros
     are mapped from the operating system, not cleared: a page costs memory when it is first written.
@@ -80,6 +93,5 @@ def allocate_cache(
         mapped = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(mapped, dtype=dtype).view(shape)
 
-    return [
-        LayerCache(zeros(), zeros(), dtype != torch.float8_e4m3fn and precision == "fp8") for _ in range(config.layers)
-    ]
+    round_to_fp8 = dtype != torch.float8_e4m3fn and precision == "fp8"
+    return [LayerCache(zeros(), zeros(), round_to_fp8, *of_layer) for of_layer in scales]

@@ -69,10 +69,8 @@ class ModelConfig:
             CheckpointError: A key is missing, of the wrong type, contradicts another or asks for something this
                 engine does not compute. The message names file and key.
         """
-        keys = _Keys(values, source)
+        keys = Keys(values, source)
         architecture = _architecture(keys)
-        if keys.get("quantization_config") is not None:
-            raise keys.refuse("quantization_config", "only bf16, fp16 and fp32 weights are read; use that edition")
         if keys.get("hidden_act", "silu") != "silu":
             raise keys.refuse("hidden_act", "only silu is supported")
 
@@ -208,7 +206,7 @@ def end_token_ids(values: Mapping[str, object], source: Path) -> tuple[int, ...]
     Raises:
         CheckpointError: It is none of these.
     """
-    keys = _Keys(values, source)
+    keys = Keys(values, source)
     ids = keys.get("eos_token_id")
     if ids is None:
         return ()
@@ -218,7 +216,7 @@ def end_token_ids(values: Mapping[str, object], source: Path) -> tuple[int, ...]
     return tuple(each)
 
 
-def _architecture(keys: _Keys) -> str:
+def _architecture(keys: Keys) -> str:
     """The one of ``ARCHITECTURES`` that the file names."""
     named = keys.get("architectures")
     if isinstance(named, list):
@@ -228,7 +226,7 @@ def _architecture(keys: _Keys) -> str:
     raise keys.refuse("architectures", f"supported are {', '.join(ARCHITECTURES)}")
 
 
-def _attention_window(keys: _Keys, architecture: str) -> int:
+def _attention_window(keys: Keys, architecture: str) -> int:
     """Positions up to which the model's attention is full attention."""
     if architecture == "LlamaForCausalLM" or (
         architecture.startswith("Qwen") and not keys.boolean("use_sliding_window")
@@ -239,7 +237,7 @@ def _attention_window(keys: _Keys, architecture: str) -> int:
     return keys.integer("sliding_window", 4096)
 
 
-def _rope(keys: _Keys, max_positions: int) -> RopeConfig:
+def _rope(keys: Keys, max_positions: int) -> RopeConfig:
     """Rotary settings; keys of the scaling section win over those beside it, as in transformers."""
     name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
     rope = keys.section(name)
@@ -272,7 +270,7 @@ def _is_integer(value: object, smallest: int, largest: int) -> TypeGuard[int]:
     return type(value) is int and smallest <= value <= largest  # JSON's true and false are int to isinstance
 
 
-class _Keys:
+class Keys:
     """Typed access to one JSON object. A key that is null counts as absent; a refusal names file, key and value."""
 
     def __init__(self, values: Mapping[str, object], source: Path, prefix: str = "") -> None:
@@ -281,24 +279,29 @@ class _Keys:
         self._prefix = prefix
 
     def refuse(self, key: str, problem: str) -> CheckpointError:
+        """The error to raise over a key."""
         state = f"is {reprlib.repr(self._values[key])}" if key in self._values else "is missing"
         return CheckpointError(f"{self._source}: {self._prefix}{key} {state}; {problem}")
 
     def get(self, key: str, default: object = None) -> object:
+        """The value as it is, null too."""
         return self._values.get(key, default)
 
     def has_sections(self) -> bool:
+        """Whether any value is an object."""
         return any(isinstance(value, dict) for value in self._values.values())
 
-    def section(self, key: str) -> _Keys:
+    def section(self, key: str) -> Keys:
+        """An object inside; empty if absent."""
         value = self.get(key)
         if value is None:
             value = {}
         if not isinstance(value, dict):
             raise self.refuse(key, "expected an object")
-        return _Keys(value, self._source, f"{self._prefix}{key}.")
+        return Keys(value, self._source, f"{self._prefix}{key}.")
 
     def boolean(self, key: str) -> bool:
+        """True or false; false if absent."""
         value = self.get(key)
         if value is None:
             return False
@@ -307,6 +310,7 @@ class _Keys:
         return value
 
     def integer(self, key: str, default: int | None = None, *, largest: int = _LARGEST_INTEGER) -> int:
+        """At least 1; required without a default."""
         value = self.get(key)
         if value is None and default is not None:
             return default
@@ -315,6 +319,7 @@ class _Keys:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
+        """Above 0; required without a default."""
         value = self.get(key)
         if value is None and default is not None:
             return default

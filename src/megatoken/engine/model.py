@@ -16,12 +16,18 @@ from megatoken.engine.cache import ACTIVATION_DTYPE, LayerCache
 from megatoken.engine.config import ModelConfig, Precision, RopeConfig
 from megatoken.engine.memory import return_freed_memory
 from megatoken.engine.ops import Batch, Ops
+from megatoken.engine.quant import Fp8Weight, stack
+from megatoken.engine.quantized_checkpoint import Fp8Tensors
 
 
 class WeightSource(Protocol):
-    """Where tensors come from: a checkpoint or a random generator. Names are Hugging Face's."""
+    """Where tensors come from: a checkpoint or a random generator. Names are Hugging Face's.
+
+    ``fp8``: what is stored in e4m3, None if nothing is; ``read`` gives that too, multiplied out.
+    """
 
     config: ModelConfig
+    fp8: Fp8Tensors | None
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A fresh tensor on ``device``."""
@@ -29,7 +35,7 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer; the linears in the back end's packed form."""
+    """One decoder layer; the linears in the back end's packed form. ``cache_scales``: of fp8 keys and of values."""
 
     input_norm_D: Tensor
     qkv: Any
@@ -38,6 +44,7 @@ class LayerWeights:
     post_norm_D: Tensor
     gate_up: Any
     down: Any
+    cache_scales: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +63,32 @@ def load_weights(
 ) -> Weights:
     """Read and pack tensor by tensor, so that the peak is the packed model and one matrix.
 
-    In fp8 the layers' linears are quantised; embedding, norms and head stay bf16.
+    In fp8 the layers' linears are quantised, unless they are stored so; embedding, norms and head stay bf16.
     """
     config = source.config
+    fp8 = source.fp8 if precision == "fp8" else None
     dtype = ACTIVATION_DTYPE[precision]
 
     def tensor(name: str) -> Tensor:
         return source.read(name, dtype, device)
 
-    def read(part: str, bias: bool) -> tuple[Tensor, Tensor | None]:
-        return tensor(f"{part}.weight"), tensor(f"{part}.bias") if bias else None
+    def weight(part: str) -> Tensor | Fp8Weight:
+        name = f"{part}.weight"
+        return tensor(name) if fp8 is None or name not in fp8 else fp8.read(name, device)
+
+    def read(part: str, bias: bool) -> tuple[Tensor | Fp8Weight, Tensor | None]:
+        return weight(part), tensor(f"{part}.bias") if bias else None
 
     def linear(part: str, bias: bool, kind: Precision = precision) -> Any:
         return ops.pack_linear(*read(part, bias), kind)
 
     def qkv(attention: str) -> Any:
         parts = [f"{attention}.{part}_proj" for part in "qkv"]
-        weight = torch.cat([tensor(f"{part}.weight") for part in parts])
         bias = torch.cat([tensor(f"{part}.bias") for part in parts]) if config.qkv_bias else None
-        return ops.pack_linear(weight, bias, precision)
+        return ops.pack_linear(stack([weight(part) for part in parts]), bias, precision)
 
-    def layer(prefix: str) -> LayerWeights:
+    def layer(number: int) -> LayerWeights:
+        prefix = f"model.layers.{number}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         return LayerWeights(
             input_norm_D=tensor(f"{prefix}.input_layernorm.weight"),
@@ -91,6 +103,7 @@ def load_weights(
             post_norm_D=tensor(f"{prefix}.post_attention_layernorm.weight"),
             gate_up=ops.pack_gated([read(f"{mlp}.{part}_proj", config.mlp_bias) for part in ("gate", "up")], precision),
             down=linear(f"{mlp}.down_proj", config.mlp_bias),
+            cache_scales=(1.0, 1.0) if fp8 is None else fp8.cache_scales(number),
         )
 
     embedding_VD = tensor("model.embed_tokens.weight")
@@ -101,7 +114,7 @@ def load_weights(
         head = linear("lm_head", False, head_precision)
     layers = []
     for number in range(config.layers):
-        layers.append(layer(f"model.layers.{number}"))
+        layers.append(layer(number))
         return_freed_memory()
     cos_LE, sin_LE = rotary_tables(config.rope, config.head_dim, max_length)
     return Weights(

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 E4M3_MAX = 448.0
 
 
-def quantise_tensor(weight: Tensor) -> tuple[Tensor, float]:
-    """One scale for the whole tensor: ``weight ~ values.float() * scale`` with ``values`` e4m3."""
-    smallest, largest = weight.aminmax()
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """A weight [N, D] that is ``values.float() * scale``.
+
+    Attributes:
+        values_ND: e4m3.
+        scale_N1: fp32 [N, 1], or [1, 1] where all rows have the same.
+        input_scale: the linear's input is meant to be e4m3 of ``x / input_scale``; None where nobody has measured it.
+    """
+
+    values_ND: Tensor
+    scale_N1: Tensor
+    input_scale: float | None = None
+
+
+def quantise_tensor(weight_ND: Tensor) -> Fp8Weight:
+    """One scale for the whole tensor."""
+    smallest, largest = weight_ND.aminmax()
     scale = max(max(-smallest.item(), largest.item()) / E4M3_MAX, 1e-12)
-    return weight.to(torch.float32, copy=True).div_(scale).to(torch.float8_e4m3fn), scale
+    values_ND = weight_ND.to(torch.float32, copy=True).div_(scale).to(torch.float8_e4m3fn)
+    return Fp8Weight(values_ND, torch.full((1, 1), scale, dtype=torch.float32, device=weight_ND.device))
 
 
 def quantise_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,3 +42,30 @@ def quantise_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """
     scale_T1 = (x_TD.abs().amax(-1, keepdim=True).float() / E4M3_MAX).clamp_min(1e-12)
     return (x_TD.float() / scale_T1).to(torch.float8_e4m3fn), scale_T1
+
+
+def stack(parts: Sequence[Tensor | Fp8Weight]) -> Tensor | Fp8Weight:
+    """Linears that read the same input as one, their rows one below the other.
+
+    Exact: fp8 rows keep their scales; plain parts among them are quantised. The common input scale is the largest, so
+    that no input saturates that did not before.
+    """
+    plain = [part for part in parts if isinstance(part, Tensor)]
+    if len(plain) == len(parts):
+        return torch.cat(plain)
+    weights = [quantise_tensor(part) if isinstance(part, Tensor) else part for part in parts]
+    input_scales = [weight.input_scale for weight in weights if weight.input_scale is not None]
+    return Fp8Weight(
+        torch.cat([weight.values_ND for weight in weights]),
+        torch.cat([weight.scale_N1.expand(len(weight.values_ND), 1) for weight in weights]),
+        max(input_scales) if len(input_scales) == len(weights) else None,
+    )
+
+
+def with_one_scale(weight: Fp8Weight) -> Fp8Weight:
+    """The largest scale for all rows; values of rows that had another are rounded once more."""
+    largest_11 = weight.scale_N1.amax().view(1, 1)
+    if bool((weight.scale_N1 == largest_11).all()):
+        return Fp8Weight(weight.values_ND, largest_11, weight.input_scale)
+    values = weight.values_ND.float().mul_(weight.scale_N1 / largest_11)
+    return Fp8Weight(values.to(torch.float8_e4m3fn), largest_11, weight.input_scale)

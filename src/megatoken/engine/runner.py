@@ -61,7 +61,8 @@ class Runner:
             return_idle_code()
             if memory.weights_bytes >= HUGE_PAGES_FROM_BYTES:
                 use_huge_pages()
-        self._cache = allocate_cache(source.config, config.precision, memory.pages, memory.page_size, device)
+        scales = [layer.cache_scales for layer in self._weights.layers]
+        self._cache = allocate_cache(source.config, config.precision, memory.pages, memory.page_size, device, scales)
         self._last_tokens = torch.zeros(memory.max_sequences, dtype=torch.int64, device=device)
         if device.type == "cuda":
             self._warm_up(memory)

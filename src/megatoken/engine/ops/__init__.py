@@ -18,6 +18,7 @@ from torch import Tensor
 from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import ModelConfig, Precision
+from megatoken.engine.quant import Fp8Weight
 
 PARTIAL_RESULTS = 8192
 """Sequences times pieces that a GPU's decode attention may cut them into: bounds its scratch memory."""
@@ -51,10 +52,14 @@ class Ops(Protocol):
         ``last_tokens``: int64 [slots], the newest token of each slot.
         """
 
-    def pack_linear(self, weight_ND: Tensor, bias_N: Tensor | None, precision: Precision) -> Any:
-        """Bring ``y = x W^T + b`` into the form ``linear`` wants; the plain weight may be freed afterwards."""
+    def pack_linear(self, weight_ND: Tensor | Fp8Weight, bias_N: Tensor | None, precision: Precision) -> Any:
+        """Bring ``y = x W^T + b`` into the form ``linear`` wants; the weight may be freed afterwards.
 
-    def pack_gated(self, gate_up: list[tuple[Tensor, Tensor | None]], precision: Precision) -> Any:
+        A weight that is fp8 already, which only ``precision`` fp8 allows, keeps its values and scales as far as the
+        back end's products can use them.
+        """
+
+    def pack_gated(self, gate_up: list[tuple[Tensor | Fp8Weight, Tensor | None]], precision: Precision) -> Any:
         """Bring gate and up projection, each weight [F, D] and bias [F] or None, into the form ``gated`` wants."""
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, epsilon: float, consumer: Any = None) -> Tensor:

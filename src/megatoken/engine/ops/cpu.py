@@ -23,7 +23,7 @@ from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import DUMP_PAGE, LayerCache
 from megatoken.engine.config import ModelConfig, Precision
 from megatoken.engine.ops import native
-from megatoken.engine.quant import quantise_rows, quantise_tensor
+from megatoken.engine.quant import Fp8Weight, quantise_rows, quantise_tensor
 
 MASKED = -1e30
 IN_PLACE_SHARE = 0.6
@@ -36,11 +36,11 @@ _pointwise: Any = torch.ops.mkldnn._linear_pointwise
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A packed weight; ``scale`` is set when it holds e4m3 values (stored as bf16, in which they are exact)."""
+    """A packed weight; with e4m3 values (stored as bf16, in which they are exact) also fp32 ``scale``, [N] or [1]."""
 
     packed: Tensor
     bias: Tensor | None
-    scale: float | None
+    scale: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +107,23 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def pack_linear(weight_ND: Tensor, bias_N: Tensor | None, precision: Precision) -> Linear:
-    """Reorder into oneDNN's blocked layout, good for any number of rows."""
-    scale = None
-    if precision == "fp8":
-        values, scale = quantise_tensor(weight_ND)
-        weight_ND = values.to(torch.bfloat16)
-    if can_pack(weight_ND.dtype):
-        weight_ND = torch.ops.mkldnn._reorder_linear_weight(weight_ND, 32)
-    return Linear(weight_ND, bias_N, scale)
+def pack_linear(weight_ND: Tensor | Fp8Weight, bias_N: Tensor | None, precision: Precision) -> Linear:
+    """Reorder into oneDNN's blocked layout, good for any number of rows.
+
+    An fp8 weight is held exactly. Its input scale is not needed: each row of the input gets its own.
+    """
+    if precision == "fp8" and isinstance(weight_ND, Tensor):
+        weight_ND = quantise_tensor(weight_ND)
+    if isinstance(weight_ND, Tensor):
+        packed, scale = weight_ND, None
+    else:
+        packed, scale = weight_ND.values_ND.to(torch.bfloat16), weight_ND.scale_N1.view(-1)
+    if can_pack(packed.dtype):
+        packed = torch.ops.mkldnn._reorder_linear_weight(packed, 32)
+    return Linear(packed, bias_N, scale)
 
 
-def pack_gated(gate_up: list[tuple[Tensor, Tensor | None]], precision: Precision) -> tuple[Linear, Linear]:
+def pack_gated(gate_up: list[tuple[Tensor | Fp8Weight, Tensor | None]], precision: Precision) -> tuple[Linear, Linear]:
     """Apart, so that each product can do its share of the elementwise work."""
     gate, up = (pack_linear(weight, bias, precision) for weight, bias in gate_up)
     return gate, up
@@ -144,7 +149,7 @@ def _product_and(x_TD: Tensor, other_TN: Tensor, linear: Linear, operation: str)
     return y_TN
 
 
-def _linear_fp8(x_TD: Tensor, linear: Linear, scale: float, activation: str) -> Tensor:
+def _linear_fp8(x_TD: Tensor, linear: Linear, scale: Tensor, activation: str) -> Tensor:
     # Every e4m3 value is exact in bf16 and oneDNN accumulates in fp32: this is the fp8 product, not a likeness of it.
     values, scale_T1 = quantise_rows(x_TD)
     x = values.to(torch.bfloat16)
@@ -348,7 +353,7 @@ def rotate_and_write(
     q_THE, k_TKE = torch.split(rotate(qk, cos_TE, sin_TE), [heads, kv_heads], dim=1)
     page_T, offset_T = batch.cache_slots.long() // cache.page_size, batch.cache_slots.long() % cache.page_size
     rows_TK = (page_T[:, None] * kv_heads + torch.arange(kv_heads)) * cache.page_size + offset_T[:, None]
-    cache.write(cache.rounded(k_TKE), cache.rounded(v_TKE), rows_TK)
+    cache.write(cache.rounded(k_TKE, cache.k_scale), cache.rounded(v_TKE, cache.v_scale), rows_TK)
     return q_THE
 
 

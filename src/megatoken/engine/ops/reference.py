@@ -14,19 +14,19 @@ from megatoken.engine.quant import quantise_rows, quantise_tensor
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A weight [N, D] with optional bias [N]; ``scale`` is set when the weight holds e4m3 values."""
+    """A weight [N, D] with optional bias [N]; with e4m3 values also fp32 ``scale``, [N] or [1]."""
 
     weight: Tensor
     bias: Tensor | None
-    scale: float | None
+    scale: Tensor | None
 
 
 def pack_linear(weight_ND: Tensor, bias_N: Tensor | None, precision: Precision) -> Linear:
     """Keep the weight as it is, or as e4m3 values and one scale."""
     if precision != "fp8":
         return Linear(weight_ND, bias_N, None)
-    values, scale = quantise_tensor(weight_ND)
-    return Linear(values, bias_N, scale)
+    quantised = quantise_tensor(weight_ND)
+    return Linear(quantised.values_ND, bias_N, quantised.scale_N1.view(-1))
 
 
 def linear(x_TD: Tensor, linear: Linear) -> Tensor:
@@ -103,6 +103,6 @@ def rotate_and_write(
         q, k = rms_norm(q, norms[0], epsilon), rms_norm(k, norms[1], epsilon)
     cos_TE, sin_TE = (table_LE[positions_T] for table_LE in tables_LE)
     page, offset = cache_slots_T // page_size, cache_slots_T % page_size
-    cache.k[page, :, offset] = cache.rounded(rotate(k, cos_TE, sin_TE))
-    cache.v[page, :, offset] = cache.rounded(v)
+    cache.k[page, :, offset] = cache.rounded(rotate(k, cos_TE, sin_TE), cache.k_scale)
+    cache.v[page, :, offset] = cache.rounded(v, cache.v_scale)
     return rotate(q, cos_TE, sin_TE)

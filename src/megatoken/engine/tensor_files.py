@@ -1,0 +1,189 @@
+"""Tensors in the safetensors files of a directory: found, checked, and read piece by piece."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatoken.errors import CheckpointError
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
+"""What is read, by safetensors' names."""
+FETCH = "fetch the file again"
+
+_CONFIGURATION_FILES = ("config.json", "generation_config.json", "hf_quant_config.json")
+_LARGEST_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+_CHUNK_ELEMENTS = 1 << 20  # small enough to stay in cache while it is read, converted and checked
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies. ``dtype`` is safetensors' name, ``offset_bytes`` counts from the start of the file."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+
+    def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Some rows at a time in stored dtype, [rows, last side], and the number of the first of them.
+
+        Each chunk overwrites the one before. Plain reads instead of a mapping: pages of a mapped file count as this
+        process's memory.
+
+        Raises:
+            CheckpointError: the file became shorter.
+        """
+        width = self.shape[-1] if self.shape else 1
+        rows, most = math.prod(self.shape) // width, max(1, _CHUNK_ELEMENTS // width)
+        buffer = torch.empty(min(rows, most), width, dtype=DTYPES[self.dtype])
+        raw = buffer.view(-1).view(torch.uint8).numpy().data
+        with self.path.open("rb") as file:
+            file.seek(self.offset_bytes)
+            for start in range(0, rows, most):
+                count = min(rows - start, most)
+                piece = raw[: count * width * buffer.itemsize]
+                if file.readinto(piece) != len(piece):
+                    raise CheckpointError(f"{self.path}: became shorter while it was read; {FETCH}")
+                yield start, buffer[:count]
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Whether dtype, shape and every value are the same."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        pairs = zip(self.chunks(), other.chunks(), strict=True)
+        return all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
+
+
+@contextmanager
+def one_line_errors(place: Path) -> Iterator[None]:
+    """Turn what the operating system says about a file into the one line a user sees."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or place}: {error.strerror or error}; make it readable or {FETCH}"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """The object in a file.
+
+    Raises:
+        CheckpointError: it is no JSON object.
+    """
+    return _parse_json(path, path.read_bytes())
+
+
+def find_tensors(directory: Path) -> tuple[dict[str, StoredTensor], str]:
+    """All tensors of all files, and a hash over configuration and headers, see ``Checkpoint.content_hash``.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, damaged or at odds with the index.
+    """
+    digest = hashlib.sha256()
+    for path in (directory / name for name in _CONFIGURATION_FILES):
+        if path.is_file():
+            digest.update(_stamp(path, path.read_bytes()))
+    tensors: dict[str, StoredTensor] = {}
+    for file, names in sorted(_placement(directory).items()):
+        path = directory / file
+        header = _read_header(path)
+        digest.update(_stamp(path, header))
+        stored = _parse_header(path, header)
+        if absent := names - stored.keys():
+            raise CheckpointError(f"{path}: tensor {min(absent)!r} is not in it, but the index says so; {FETCH}")
+        if double := tensors.keys() & stored.keys():
+            raise CheckpointError(f"{path}: tensor {min(double)!r} is also in another shard; {FETCH}")
+        tensors |= stored
+    return tensors, digest.hexdigest()
+
+
+def _parse_json(path: Path, content: bytes) -> dict[str, object]:
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: damaged JSON ({error}); {FETCH}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(values).__name__}; {FETCH}")
+    return values
+
+
+def _placement(directory: Path) -> dict[str, set[str]]:
+    """Files that hold the weights, each with the tensors that the index, if there is one, says it holds."""
+    if (directory / "model.safetensors").is_file():
+        return {"model.safetensors": set()}
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(directory.glob(pattern))]
+        if pickles:
+            raise CheckpointError(
+                f"{directory / pickles[0]}: pickled weights can run code and are not read; "
+                "convert them with transformers: from_pretrained(...).save_pretrained(...)"
+            )
+        raise CheckpointError(f"{directory}: neither model.safetensors nor {index.name} is here; fetch the weights")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map is missing or not an object of tensor and file names; {FETCH}")
+    placement: dict[str, set[str]] = defaultdict(set)
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
+            raise CheckpointError(f"{index}: tensor {name!r} is placed in {file!r}, which is no file name; {FETCH}")
+        placement[file].add(name)
+    return placement
+
+
+def _read_header(path: Path) -> bytes:
+    with path.open("rb") as file:
+        available = os.fstat(file.fileno()).st_size - 8
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(available, _LARGEST_HEADER_BYTES):
+            raise CheckpointError(
+                f"{path}: no complete header: truncated, not safetensors or a Git LFS pointer; {FETCH}"
+            )
+        return file.read(length)
+
+
+def _parse_header(path: Path, header: bytes) -> dict[str, StoredTensor]:
+    """Tensors of one file, checked to fill it without gap or overlap, as the format demands."""
+    data_start = 8 + len(header)
+    tensors: dict[str, StoredTensor] = {}
+    ranges: list[tuple[int, int, str]] = []
+    for name, entry in _parse_json(path, header).items():
+        if name == "__metadata__":
+            continue
+        match entry:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if all(
+                type(number) is int and 0 <= number < 2**63 for number in (*shape, begin, end)
+            ):
+                if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+                    raise CheckpointError(
+                        f"{path}: tensor {name!r}, {dtype} of shape {shape}, spans {end - begin} bytes; {FETCH}"
+                    )
+                tensors[name] = StoredTensor(path, dtype, tuple(shape), data_start + begin)
+                ranges.append((begin, end, name))
+            case _:
+                raise CheckpointError(f"{path}: damaged header entry for tensor {name!r}; {FETCH}")
+    position = 0
+    for begin, end, name in sorted(ranges):
+        if begin != position or end < begin:
+            raise CheckpointError(f"{path}: tensor {name!r} does not begin where the one before it ends; {FETCH}")
+        position = end
+    size = path.stat().st_size
+    if size != data_start + position:
+        state = "truncated" if size < data_start + position else "too long"
+        raise CheckpointError(f"{path}: {state}: {size} bytes, its header describes {data_start + position}; {FETCH}")
+    return tensors
+
+
+def _stamp(path: Path, content: bytes) -> bytes:
+    return f"{path.name} {path.stat().st_size} {len(content)}\n".encode() + content
