@@ -4,9 +4,11 @@ import io
 import re
 
 import pytest
+from report_documents import DETAIL, DOCUMENTS, aggregate_document
 from rich.console import Console
 
-from megatoken.report import show
+from megatoken.report import show, show_table
+from megatoken.report.blocks import Column, Table
 from megatoken.results import read_run
 
 
@@ -76,3 +78,75 @@ def test_server_latencies_are_called_by_their_names(make_run):
     text = shown(make_run(scenario="server"), 80)
     assert "Time to first token" in text
     assert "since query" not in text
+
+
+def document_shown(name: str, width: int = 100, terminal: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, highlight=False)
+    show(DOCUMENTS[name](), console)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("width", [40, 80, 140])
+def test_every_document_prints_at_every_width(name, width):
+    text = document_shown(name, width, terminal=True)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert "\x1b" not in plain
+    assert DOCUMENTS[name]()["title"] in plain.replace("\n", " ")
+    assert "\x1b" not in document_shown(name, width)
+
+
+def test_findings_come_gravest_first_with_what_where_and_why():
+    lines = document_shown("audit").splitlines()
+    start = lines.index("Findings")
+    assert lines[start + 1 : start + 8] == [
+        "fail  Summary and detail log state different target_qps",
+        "  LoadGen writes both from one value, so one file was changed after the run.",
+        "  summary-target-qps",
+        "  Expected: 390, as in the detail log",
+        "  Found: 400",
+        f"  Where: {DETAIL}:33 · {DETAIL}:71",
+        "warn  Seven kinds of line that every genuine log has are missing",
+    ]
+    assert "Not shown: 2 pass." in lines
+    severities = [line.split("  ")[0] for line in lines[start:] if re.match(r"(fail|warn|unknown|note|pass)  ", line)]
+    assert severities == ["fail", "warn", "unknown", "note"]
+
+
+def test_the_counts_are_the_first_thing_said_and_claims_have_their_right_value():
+    text = document_shown("audit")
+    assert text.splitlines()[1].startswith("1 fail  1 warn  1 unknown  1 note  19 pass  the artefacts break rules")
+    assert "does not hold  more than 1.1 million tokens per second on a single VM\n" in text
+    assert "  Recomputed: 62,803.9 tokens/s · the fastest of 18 nodes\n" in text
+
+
+def test_published_aggregates_are_printed_with_their_formulas():
+    text = document_shown("aggregate", 120)
+    assert "1,100,948.3 output tokens/s  sum of 18 node rates, not shown to be simultaneous" in text
+    for words in ("62,803.9 tokens/s (ND_GB300_v6_18)", "57,599.1", "61,163.8", "62,111.7", "9.036 %", "3.052 %"):
+        assert words in text
+
+
+def test_a_ratio_says_whether_it_compares_like_with_like():
+    text = document_shown("comparison", 60)
+    assert "Per GPU: 0.9883× · like for like\n" in text
+    assert "Per GPU: 0.2355× · not like for like · precision: fp8 against fp4\n" in text
+
+
+def test_long_tables_end_with_how_many_rows_more_the_page_has():
+    table = Table("t", (Column("a"), Column("b", "s", numeric=True)), tuple((f"row {n}", str(n)) for n in range(100)))
+    console = Console(file=io.StringIO(), width=80)
+    show_table(table, console)
+    assert "row 99" in console.file.getvalue()  # a table asked for by itself is printed whole
+    document = aggregate_document()
+    document["nodes"] *= 3
+    console = Console(file=io.StringIO(), width=140)
+    show(document, console)
+    assert "14 more rows are on the page." in console.file.getvalue()
+
+
+def test_a_table_wider_than_the_terminal_becomes_records():
+    table = Table("t", (Column("name"), Column("duration", "s", numeric=True)), (("a" * 30, "1" * 30),))
+    console = Console(file=io.StringIO(), width=40)
+    show_table(table, console)
+    assert console.file.getvalue() == f"{'a' * 30}\n  duration: {'1' * 30} s\n"

@@ -145,7 +145,7 @@ def tornado(title: str, unit: str, base: float, swings: Sequence[Swing]) -> Figu
         height=height,
         description=f"{precise(base)} {unit} as planned; "
         + "; ".join(f"{s.name}: {precise(s.result_low)} to {precise(s.result_high)} {unit}" for s in swings),
-        data=Table(title, (*columns, *results), rows),
+        data=Table(f"{title}, {unit}", (*columns, *results), rows),
         legend=(("keyhatched", "input at its low value"), ("keybar", "input at its high value")),
     )
 
@@ -185,7 +185,7 @@ def dot_chart(title: str, unit: str, dots: Sequence[Dot], marks: Sequence[tuple[
         description=f"{len(dots)} from {precise(min(d.value for d in dots))} to {precise(max(d.value for d in dots))}"
         f" {unit}" + (f"; slow group: {', '.join(dot.name for dot in apart)}" if apart else ""),
         data=Table(
-            title,
+            f"{title}, {unit}",
             (Column("Node"), Column("Value", unit, numeric=True), *group),
             tuple(r[: 2 + len(group)] for r in rows),
         ),
@@ -226,5 +226,6 @@ def _legend(bars: Sequence[Bar]) -> tuple[tuple[str, str], ...]:
 def _data(title: str, unit: str, bars: Sequence[Bar]) -> Table:
     columns = (Column("Name"), Column("Value", unit, numeric=True))
     if not any(bar.state for bar in bars):
-        return Table(title, columns, tuple((bar.name, precise(bar.value)) for bar in bars))
-    return Table(title, (*columns, Column("State")), tuple((b.name, precise(b.value), b.state) for b in bars))
+        return Table(f"{title}, {unit}", columns, tuple((bar.name, precise(bar.value)) for bar in bars))
+    rows = tuple((bar.name, precise(bar.value), bar.state) for bar in bars)
+    return Table(f"{title}, {unit}", (*columns, Column("State")), rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatoken.report.blocks import (
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 WIDTH_OF_FULL_TABLE = 80
+MOST_ROWS = 40
 NARROWEST_TEXT = 14
 STYLES = {Verdict.VALID: "bold green", Verdict.INVALID: "bold red", Verdict.MEASURED: "bold cyan"}
 TONES = {"good": "bold green", "bad": "bold red", "warn": "bold yellow", "plain": "bold cyan", "quiet": "bold"}
@@ -49,11 +51,22 @@ def show(subject: Run | Document | Mapping[str, Any], console: Console | None = 
 def show_table(table: Table, console: Console | None = None) -> None:
     """Print one table; as records, a line for each cell, where the terminal is too narrow for its columns."""
     console = console or _standard_output()
-    if _least_width(table) > console.width:
-        for line in _records(table):
-            console.print(line, soft_wrap=True)
+    if table.kinds or _least_width(table) > console.width:
+        for indent, line in _records(table):
+            _print_line(line, indent, console)
     else:
         console.print(_grid(table))
+
+
+def _print_line(line: Text, indent: int, console: Console) -> None:
+    """Wrapped below its own start on a terminal; one line, which can be searched for, where the output is a file."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    if console.is_terminal:
+        console.print(Padding(line, (0, 0, 0, indent)))
+    else:
+        console.print(Text(" " * indent) + line, soft_wrap=True)
 
 
 def _standard_output() -> Console:
@@ -123,6 +136,8 @@ def _show_section(section: Section, console: Console) -> None:
         console.print()
         console.print(Text(clean(section.title), style="bold underline"))
     for block in shown:
+        if isinstance(block, Table) and block.caption != section.title:
+            console.print(Text(clean(block.caption), style="dim"), soft_wrap=True)
         _show_block(block, console)
 
 
@@ -147,20 +162,33 @@ def _show_block(block: object, console: Console) -> None:
         for name, value in block.facts.items():
             console.print(Text(f"  {clean(name)}: {plain_text(value)}"), soft_wrap=True)
     elif isinstance(block, Table):
-        console.print(Text(clean(block.caption), style="dim"), soft_wrap=True)
-        show_table(_chosen(block), console)
-        if block.note:
-            console.print(Text(clean(block.note), style="dim"), soft_wrap=True)
+        shown = _shortened(_chosen(block))
+        show_table(shown, console)
+        if shown.note:
+            console.print(Text(clean(shown.note), style="dim"), soft_wrap=True)
 
 
 def _chosen(table: Table) -> Table:
     """Without the rows that are hidden at first, whose number is told instead."""
     if not table.hidden:
         return table
-    kept = tuple(row for row, kind in zip(table.rows, table.kinds, strict=True) if kind.word not in table.hidden)
-    hidden = ", ".join(f"{count} {word}" for word in table.hidden if (count := _count(table, word)))
-    note = f"Not shown: {hidden}. {table.note}".rstrip() if hidden else table.note
-    return Table(table.caption, table.columns, kept, note=note)
+    kept = [index for index, kind in enumerate(table.kinds) if kind.word not in table.hidden]
+    hidden = ", ".join(f"{count} {word}" for word in sorted(table.hidden) if (count := _count(table, word)))
+    return replace(
+        table,
+        rows=tuple(table.rows[index] for index in kept),
+        kinds=tuple(table.kinds[index] for index in kept),
+        note=" ".join(filter(None, (f"Not shown: {hidden}." if hidden else "", table.note))),
+    )
+
+
+def _shortened(table: Table) -> Table:
+    """Its first rows, and how many more the page has."""
+    more = len(table.rows) - MOST_ROWS
+    if more <= 0:
+        return table
+    note = " ".join(filter(None, (f"{more:,} more rows are on the page.", table.note)))
+    return replace(table, rows=table.rows[:MOST_ROWS], kinds=table.kinds[:MOST_ROWS], note=note)
 
 
 def _count(table: Table, word: str) -> int:
@@ -204,15 +232,26 @@ def _rich(cell: Cell) -> Text:
     return Text("\n").join(lines)
 
 
-def _records(table: Table) -> Iterator[Text]:
+def _records(table: Table) -> Iterator[tuple[int, Text]]:
+    """Each row as indented lines: its first cell, beside it the title in the second where rows have kinds, the rest."""
     from rich.text import Text
 
     for row in table.rows:
-        first, *others = (" · ".join(filter(None, text_of(cell).splitlines())) for cell in row)
-        yield Text(first, style="bold")
-        for column, cell in zip(table.columns[1:], others, strict=True):
-            if cell:
-                yield Text(f"  {clean(column.name)}: {cell}{_unit(column.unit)}")
+        first, *others = row
+        head = _rich(first)
+        if isinstance(first, str):
+            head.stylize("bold")
+        if table.kinds and others:
+            title, *lines = _rich(others[0]).split()
+            yield 0, Text("  ").join([head, title])
+            yield from ((2, line) for line in lines)
+            others = others[1:]
+        else:
+            yield 0, head
+        for column, cell in zip(table.columns[len(row) - len(others) :], others, strict=True):
+            words = " · ".join(filter(None, text_of(cell).splitlines()))
+            if words:
+                yield 2, Text(f"{clean(column.name)}: {words}{_unit(column.unit)}")
 
 
 def _unit(unit: str) -> str:

@@ -101,8 +101,8 @@ class _Pen:
             unit = f' <span class="unit">{_text(block.unit)}</span>' if block.unit else ""
             return f'<p class="headline">{_text(block.value)}{unit}</p>{quiet}'
         if isinstance(block, Verdict):
-            badges = "".join(_badge(badge) for badge in block.badges)
-            return f'<div class="verdict">{badges}<span>{_text(block.meaning)}</span></div>'
+            badges = " ".join(_badge(badge) for badge in block.badges)
+            return f'<div class="verdict">{badges} <span>{_text(block.meaning)}</span></div>'
         if isinstance(block, Points):
             items = "".join(f"<li>{_code(code)}{_text(words)}</li>" for code, words in block.points)
             title = f"<p>{_text(block.title)}</p>" if block.title else ""
@@ -228,7 +228,7 @@ def _badge(badge: Badge) -> str:
 
 
 def _shown(rows: int) -> str:
-    return f'<p class="quiet shown"><span class="count"></span> of {rows} shown</p>'
+    return f'<p class="quiet" aria-hidden="true"><span class="count"></span> of {rows} shown</p>'
 
 
 def _facts(facts: Facts) -> str:

@@ -1,0 +1,206 @@
+"""Every page in a real browser: no complaint, nothing wider than the window, all of it by keyboard, at every size."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from report_documents import DOCUMENTS, audit_document
+
+from megatoken.report import save_document, write_report
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM, reason="no chromium on this machine (Debian: apt-get install chromium)"),
+]
+QUIET_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
+SIZES = {"desktop": (1280, 900), "phone": (360, 740)}
+PAGES = [*DOCUMENTS, "run", "rack"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["playwright.Browser"]:
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=QUIET_FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def address(tmp_path, make_run, make_rack):
+    """Makes the page of that name and says where it is."""
+
+    def make(name: str) -> str:
+        if name in DOCUMENTS:
+            return save_document(DOCUMENTS[name](), tmp_path / "out")[1].as_uri()
+        return write_report(make_run() if name == "run" else make_rack(6)).as_uri()
+
+    return make
+
+
+@pytest.fixture
+def visit(browser):
+    """Opens an address in a fresh tab of a size and colour scheme; the test fails if the page complains."""
+    complaints: list[str] = []
+    tabs = []
+
+    def open_tab(address: str, size: str = "desktop", scheme: str = "light"):
+        width, height = SIZES[size]
+        tab = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+        tab.on("console", lambda message: complaints.append(message.text))
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        tab.on("request", lambda request: complaints.append(request.url) if request.url != address else None)
+        tab.goto(address)
+        tabs.append(tab)
+        return tab
+
+    yield open_tab
+    for tab in tabs:
+        tab.close()
+    assert complaints == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_fits_its_window_in_light_and_dark(name, address, visit, tmp_path):
+    where = address(name)
+    shots: dict[str, bytes] = {}
+    for size in SIZES:
+        for scheme in ("light", "dark"):
+            tab = visit(where, size, scheme)
+            assert tab.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+            assert tab.evaluate("[...document.querySelectorAll('svg text')].every(t => t.getBBox().width < 380)")
+            small = (
+                "[...document.querySelectorAll('main *')].filter(e => e.childElementCount == 0 && e.textContent.trim())"
+            )
+            sizes = f"{small}.filter(e => !e.ownerSVGElement).map(e => parseFloat(getComputedStyle(e).fontSize))"
+            assert min(tab.evaluate(sizes)) >= 11
+            shots[f"{size}-{scheme}"] = tab.screenshot(full_page=True, path=tmp_path / f"{name}-{size}-{scheme}.png")
+    assert len(set(shots.values())) == 4
+
+
+@pytest.mark.parametrize("name", ["audit", "comparison", "plan_cost", "rack"])
+def test_letters_of_charts_stay_inside_and_apart_on_a_phone(name, address, visit):
+    tab = visit(address(name), "phone")
+    overlaps = tab.evaluate(
+        """() => [...document.querySelectorAll('main figure')].flatMap(figure => {
+            const canvas = figure.querySelector('svg').getBoundingClientRect();
+            const texts = [...figure.querySelectorAll('svg text')].filter(t => t.textContent);
+            const boxes = texts.map(t => [t.textContent, t.getBoundingClientRect()]);
+            const outside = boxes.filter(([, b]) => b.left < canvas.left - 2 || b.right > canvas.right + 2);
+            const touching = boxes.flatMap(([name, a], i) => boxes.slice(i + 1).filter(([, b]) =>
+                Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2 &&
+                Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 4).map(([other]) => name + ' / ' + other));
+            return [...outside.map(([name]) => name), ...touching];
+        })"""
+    )
+    assert overlaps == []
+
+
+def shown_findings(tab) -> list[str]:
+    return tab.locator("tbody tr[class^='is-']:visible th").all_inner_texts()
+
+
+def test_findings_are_chosen_with_the_mouse(address, visit):
+    tab = visit(address("audit"))
+    severities = ["✕ fail", "! warn", "? unknown", "note"]
+    answers = ["✕ does not hold", "? cannot be determined", "✓ holds"]
+    assert shown_findings(tab) == [*answers, *severities]
+    tab.get_by_label("pass").check()
+    assert shown_findings(tab) == [*answers, *severities, "✓ pass", "✓ pass"]
+    tab.get_by_label("warn").uncheck()
+    tab.locator("label", has_text="fail").click()
+    assert shown_findings(tab) == [*answers, "? unknown", "note", "✓ pass", "✓ pass"]
+    tab.get_by_label("cannot be determined").uncheck()
+    assert shown_findings(tab)[:2] == ["✕ does not hold", "✓ holds"]
+
+
+def test_findings_are_chosen_with_the_keyboard_alone(address, visit):
+    tab = visit(address("audit"))
+    for _ in range(60):
+        tab.keyboard.press("Tab")
+        if tab.evaluate("document.activeElement.className") == "show-pass":
+            break
+    outline = tab.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline not in ("none", "")
+    tab.keyboard.press("Space")
+    assert shown_findings(tab)[-2:] == ["✓ pass", "✓ pass"]
+    tab.keyboard.press("Shift+Tab")
+    tab.keyboard.press("Space")
+    assert "note" not in shown_findings(tab)
+    count = tab.evaluate("getComputedStyle(document.querySelectorAll('.count')[1], '::before').content")
+    assert "counter" in count
+
+
+def test_what_is_folded_opens_by_keyboard_and_sections_are_links(address, visit):
+    tab = visit(address("audit"))
+    tab.locator("nav a", has_text="Findings").focus()
+    tab.keyboard.press("Enter")
+    assert tab.url.endswith("#findings")
+    numbers = tab.locator("figure summary").first
+    table = tab.locator("figure details table").first
+    assert not table.is_visible()
+    numbers.focus()
+    tab.keyboard.press("Enter")
+    assert table.is_visible()
+
+
+def test_wide_tables_scroll_inside_their_frame_by_keyboard(address, visit):
+    tab = visit(address("aggregate"), "phone")
+    frame = tab.locator(".scroll", has=tab.locator("caption", has_text=re.compile("^Nodes$")))
+    frame.focus()
+    for _ in range(5):
+        tab.keyboard.press("ArrowRight")
+    tab.wait_for_timeout(300)
+    assert frame.evaluate("element => element.scrollLeft") > 0
+    assert tab.evaluate("window.scrollX") == 0
+
+
+def test_a_screen_reader_finds_tables_charts_and_regions_by_name(address, visit):
+    tab = visit(address("audit"), "phone")  # where the findings are laid out as blocks
+    tree = tab.locator("body").aria_snapshot()
+    for part in (
+        'heading "Audit of azure_gb300_1m" [level=1]',
+        'navigation "Sections"',
+        'table "Findings"',
+        'group "Show"',
+        'checkbox "fail 1" [checked]',
+        'checkbox "pass 2"\n',
+        'rowheader "unknown"',
+        'columnheader "Severity"',
+        "img",
+        'region "Findings"',
+    ):
+        assert part in tree, part
+
+
+def test_paper_has_every_section_no_folded_numbers_and_black_letters(address, visit, tmp_path):
+    tab = visit(address("rack"), scheme="dark")
+    tab.emulate_media(media="print", color_scheme="dark")
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert not tab.locator("nav").is_visible()
+    assert not tab.locator("figure details").first.is_visible()
+    assert tab.locator("details.facts table").first.is_visible()
+    paper = Path(tmp_path / "page.pdf")
+    tab.pdf(path=paper, format="A4")
+    assert paper.stat().st_size > 10_000
+
+
+def test_a_large_audit_stays_below_a_megabyte_and_opens(visit, tmp_path):
+    document = audit_document()
+    document["findings"] = [
+        finding
+        | {
+            "id": f"{finding['id']}-{n}",
+            "where": [{"file": f"a/long/path/to/log_{i}.txt", "line": i} for i in range(20)],
+        }
+        for n in range(200)
+        for finding in document["findings"][-3:]
+    ]
+    document["artefacts"] *= 100
+    _, report = save_document(document, tmp_path)
+    assert report.stat().st_size < 1_000_000
+    visit(report.as_uri())
