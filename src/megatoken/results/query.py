@@ -1,0 +1,131 @@
+"""Questions in SQL across many run folders: DuckDB on tables in memory, without any access to files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatoken.errors import UsageError
+from megatoken.results.run_folder import RESULT, Run, read_run
+
+if TYPE_CHECKING:
+    import duckdb
+    import pyarrow as pa
+
+TABLES = ("requests", "runs", "series")
+# In this order: what has been read stays readable, then nothing outside is, then nobody can change that.
+LOCKS = (
+    "SET temp_directory = ''",
+    "SET python_enable_replacements = false",
+    "SET enable_external_access = false",
+    "SET lock_configuration = true",
+)
+
+
+def query(paths: Sequence[Path], sql: str) -> pa.Table:
+    """Answer one SELECT over run folders; it can read three tables and nothing else, and change nothing.
+
+    ``runs`` has a row for each folder: ``run``, ``path``, every field of ``result.json``, and ``environment`` and
+    ``config`` as structs. ``requests`` and ``series`` are the Parquet tables of all folders behind a column ``run``.
+
+    Args:
+        paths: run folders, or folders that hold run folders.
+        sql: in DuckDB's dialect.
+
+    Raises:
+        UsageError: DuckDB is missing, a folder cannot be read or holds no run, or the query cannot be answered.
+    """
+    try:
+        import duckdb
+    except ImportError as error:
+        raise UsageError(
+            "queries need DuckDB, which is not installed; install it with: pip install 'megatoken[report]'"
+        ) from error
+    tables = _tables([read_run(folder) for folder in run_folders(paths)])
+    with duckdb.connect(":memory:") as connection:
+        for name, table in tables.items():
+            connection.register(name, table)
+        for lock in LOCKS:
+            connection.execute(lock)
+        try:
+            return _answer(connection, sql)
+        except duckdb.InterruptException as error:
+            raise KeyboardInterrupt from error
+        except duckdb.Error as error:
+            raise UsageError(f"query: {_explained(str(error))}") from error
+
+
+def run_folders(paths: Iterable[Path]) -> list[Path]:
+    """The run folders among ``paths`` and directly below them, each once.
+
+    Raises:
+        UsageError: one of them neither is nor holds a run folder.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        below = sorted(path.glob("*/")) if path.is_dir() else []
+        runs = [folder for folder in (path, *below) if (folder / RESULT).is_file() and not folder.name.startswith(".")]
+        if not runs:
+            raise UsageError(f"{path}: no run folder and none directly below it; give runs/ or one of its folders")
+        found |= dict.fromkeys(runs)
+    return list(found)
+
+
+def _answer(connection: duckdb.DuckDBPyConnection, sql: str) -> pa.Table:
+    from duckdb import StatementType
+
+    statements = connection.extract_statements(sql)
+    if [statement.type for statement in statements] != [StatementType.SELECT]:
+        raise UsageError(f"query: {len(statements)} statements or no SELECT; ask one SELECT of {', '.join(TABLES)}")
+    return connection.sql(sql).to_arrow_table()
+
+
+def _tables(runs: Sequence[Run]) -> dict[str, pa.Table]:
+    import pyarrow as pa
+
+    uses = Counter(run.path.name for run in runs)
+    names = [run.path.name if uses[run.path.name] == 1 else str(run.path) for run in runs]
+    rows = [
+        {"run": name, "path": str(run.path), **run.result, "environment": run.environment, "config": run.config}
+        for name, run in zip(names, runs, strict=True)
+    ]
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return {
+        "requests": pa.concat_tables(_named(run.requests, name) for name, run in zip(names, runs, strict=True)),
+        "runs": pa.table({key: _column([row.get(key) for row in rows]) for key in keys}),
+        "series": pa.concat_tables(_named(run.series, name) for name, run in zip(names, runs, strict=True)),
+    }
+
+
+def _named(table: pa.Table, run: str) -> pa.Table:
+    import pyarrow as pa
+
+    return table.add_column(0, "run", pa.repeat(pa.scalar(run), len(table)))
+
+
+def _column(values: list[Any]) -> pa.Array:
+    """Values of any JSON as one column; as JSON text where their types cannot stand in one."""
+    import pyarrow as pa
+
+    try:
+        return pa.array([_storable(value) for value in values])
+    except (pa.ArrowException, OverflowError):
+        return pa.array([None if value is None else json.dumps(value, default=str) for value in values])
+
+
+def _storable(value: Any) -> Any:
+    """Without empty objects, for which DuckDB has no type."""
+    if isinstance(value, dict):
+        return {str(key): _storable(item) for key, item in value.items()} or None
+    return [_storable(item) for item in value] if isinstance(value, list) else value
+
+
+def _explained(message: str) -> str:
+    """DuckDB's message on one line, without its echo of the query and guesses at its own catalogue."""
+    lines = message.split("\nLINE ")[0].splitlines()
+    kept = [line.strip() for line in lines if line.strip() and 'Did you mean "pg_' not in line]
+    told = "; ".join(kept)[:400]
+    return f"{told}; the tables are {', '.join(TABLES)}" if "Table with name" in told else told
