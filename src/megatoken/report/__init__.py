@@ -1,6 +1,16 @@
 """Run folders and result documents as console tables and self-contained HTML pages: pure functions of what was read."""
 
+from megatoken.report.answers import answer_csv, answer_json, answer_table
 from megatoken.report.console import show, show_table
-from megatoken.report.files import save_document, write_report
+from megatoken.report.files import read_subject, save_document, write_report
 
-__all__ = ["save_document", "show", "show_table", "write_report"]
+__all__ = [
+    "answer_csv",
+    "answer_json",
+    "answer_table",
+    "read_subject",
+    "save_document",
+    "show",
+    "show_table",
+    "write_report",
+]

@@ -49,13 +49,17 @@ def show(subject: Run | Document | Mapping[str, Any], console: Console | None = 
 
 
 def show_table(table: Table, console: Console | None = None) -> None:
-    """Print one table; as records, a line for each cell, where the terminal is too narrow for its columns."""
+    """Print one table and its note; as records, a line for each cell, where the terminal is too narrow."""
+    from rich.text import Text
+
     console = console or _standard_output()
     if table.kinds or _least_width(table) > console.width:
         for indent, line in _records(table):
             _print_line(line, indent, console)
     else:
         console.print(_grid(table))
+    if table.note:
+        console.print(Text(clean(table.note), style="dim"), soft_wrap=True)
 
 
 def _print_line(line: Text, indent: int, console: Console) -> None:
@@ -162,10 +166,7 @@ def _show_block(block: object, console: Console) -> None:
         for name, value in block.facts.items():
             console.print(Text(f"  {clean(name)}: {plain_text(value)}"), soft_wrap=True)
     elif isinstance(block, Table):
-        shown = _shortened(_chosen(block))
-        show_table(shown, console)
-        if shown.note:
-            console.print(Text(clean(shown.note), style="dim"), soft_wrap=True)
+        show_table(_shortened(_chosen(block)), console)
 
 
 def _chosen(table: Table) -> Table:
