@@ -24,7 +24,7 @@ def test_an_answer_is_shown_with_units_and_numbers_to_the_right():
     console = Console(file=io.StringIO(), width=100)
     show_table(answer_table(ANSWER), console)
     lines = console.file.getvalue().splitlines()
-    assert lines[0].split() == ["output_tokens_per_second"]
+    assert lines[0].split() == ["Output"]
     assert lines[1].split() == ["run", "tokens/s", "total", "deep"]
     assert lines[3].split() == ["a,b", "1,100,948.3", "3", "X:", "1,", "2"]
     assert lines[4].split() == ['c"d', "-", "2.5", "-"]

@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from megatoken.report.blocks import Column, Table
-from megatoken.report.words import is_number, label, plain_text
+from megatoken.report.words import aligned, is_number, label, plain_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -21,14 +21,13 @@ def answer_table(answer: pa.Table) -> Table:
     """The first rows of ``answer`` for reading; its note says how many more there are."""
     columns, rows = _columns(answer.slice(0, LEGIBLE_ROWS))
     numeric = [all(value is None or is_number(value) for value in column) for column in columns]
+    texts = [[plain_text(value) for value in column] for column in columns]
+    cells = [aligned(column) if numbers else column for column, numbers in zip(texts, numeric, strict=True)]
     more = len(answer) - len(rows)
     return Table(
         caption="Answer",
-        columns=tuple(
-            Column(name, label(name)[1], numeric=numbers)
-            for name, numbers in zip(answer.column_names, numeric, strict=True)
-        ),
-        rows=tuple(tuple(plain_text(value) for value in row) for row in rows),
+        columns=tuple(_head(name, numbers) for name, numbers in zip(answer.column_names, numeric, strict=True)),
+        rows=tuple(zip(*cells, strict=True)),
         note=f"{more:,} more rows; ask for fewer, or for all as CSV or JSON" if more else "",
     )
 
@@ -49,6 +48,12 @@ def answer_csv(answer: pa.Table) -> str:
     for row in rows:
         writer.writerow(json.dumps(value, default=str) if isinstance(value, list | dict) else value for value in row)
     return text.getvalue()
+
+
+def _head(name: str, numeric: bool) -> Column:
+    """A unit at the end of a column's name stands apart from it, so that the column need not be as wide."""
+    words, unit = label(name)
+    return Column(words if unit else name, unit, numeric=numeric)
 
 
 def _columns(answer: pa.Table) -> tuple[list[list[Any]], list[tuple[Any, ...]]]:

@@ -14,6 +14,7 @@ TONES = {"verified": "good", "measured": "good"}
 FOOTER = "Made by megatoken from the JSON document beside this page; the page can be made anew from it."
 LEGIBLE_ROWS = 500
 WIDE = 6  # columns; beyond them, what is the same in every row is said once
+LONG_TEXT = 60  # letters that need a line of their own on a phone
 FEW = 5  # objects; with more than WIDE columns they stand side by side
 
 
@@ -71,11 +72,12 @@ def records_table(
     if len(keys) > WIDE and len(shown) <= FEW:
         return _upright(caption, heads, columns, note)
     words = sum(not numeric[key] for key in keys)
+    long = any(len(cell) > LONG_TEXT for cells in columns.values() for cell in cells if isinstance(cell, str))
     return Table(
         caption,
         tuple(Column(*heads[key], numeric=numeric[key]) for key in keys),
         tuple(zip(*columns.values(), strict=True)),
-        stacked=len(keys) > 3 and words > 3,
+        stacked=len(keys) > 3 and (words > 3 or long),
         note=note,
     )
 
