@@ -55,46 +55,40 @@ def test_rows_stay_in_arrival_order_when_slots_are_recycled():
 
 
 def test_a_preempted_sequence_comes_back_as_one_prompt_in_chunks():
-    scheduler = new_scheduler(max_rows=4, page_size=2, num_pages=4, reserve=0.0)
-    scheduler.add(0, 2, 6)
-    scheduler.add(1, 2, 5)
-    plans = [scheduler.plan() for _ in range(9)]
+    scheduler = new_scheduler(max_rows=4, page_size=2, num_pages=6, reserve=0.0)
+    scheduler.add(0, 2, 8)
+    scheduler.add(1, 2, 7)
+    plans = [scheduler.plan() for _ in range(11)]
     assert [rows_of(plan) for plan in plans] == [
         [(0, 0, 2), (1, 0, 2)],
-        [(0, 2, 1), (1, 2, 1)],
-        [(0, 3, 1), (1, 3, 1)],
-        [(0, 4, 1)],
-        [(0, 5, 1)],
+        *([(0, known, 1), (1, known, 1)] for known in range(2, 6)),
         [(0, 6, 1)],
+        [(0, 7, 1)],
+        [(0, 8, 1)],
         [(1, 0, 4)],
-        [(1, 4, 1)],
-        [(1, 5, 1)],
+        [(1, 4, 3)],
+        [(1, 7, 1)],
     ]
-    assert [plan.preempted for plan in plans] == [()] * 3 + [(1,)] + [()] * 5
-    assert [plan.decodes for plan in plans] == [0, 2, 2, 1, 1, 1, 0, 0, 1], "the last row it knew is no decode"
-    assert [plan.sample.tolist() for plan in plans[6:]] == [[False], [True], [True]]
+    assert [plan.preempted for plan in plans] == [()] * 5 + [(1,)] + [()] * 5
+    assert [plan.decodes for plan in plans] == [0, 2, 2, 2, 2, 1, 1, 1, 0, 0, 1], "rows it knew are no decodes"
+    assert [plan.sample.tolist() for plan in plans[8:]] == [[False], [True], [True]]
     assert scheduler.plan() is None
 
 
 def test_preempted_requests_wait_ahead_of_those_that_never_ran():
-    scheduler = new_scheduler(num_pages=4, page_size=2, max_length=9, max_rows=20, reserve=0.0)
-    scheduler.add(0, 2, 6)
-    scheduler.add(1, 1, 6)
-    scheduler.add(2, 2, 2)
-    assert rows_of(scheduler.plan()) == [(0, 0, 2), (1, 0, 1), (2, 0, 2)]
-    scheduler.add(3, 2, 2)
-    plan = scheduler.plan()  # 0 and 2 want a page each, one is left
-    assert (plan.preempted, rows_of(plan)) == ((2,), [(0, 2, 1), (1, 1, 1)])
-    assert (scheduler.waiting, scheduler.free_pages) == (2, 1)
-    plan = scheduler.plan()  # 1 takes the last page
-    assert (plan.preempted, rows_of(plan)) == ((), [(0, 3, 1), (1, 2, 1)])
-    plan = scheduler.plan()
-    assert (plan.preempted, rows_of(plan)) == ((1,), [(0, 4, 1)])
-    assert (scheduler.preemptions, scheduler.recomputed_tokens) == (2, 5)
-    scheduler.end(0)
-    plan = scheduler.plan()
-    assert rows_of(plan) == [(1, 0, 4), (2, 0, 3)], "with the tokens they had generated"
-    assert (plan.decodes, plan.sample.tolist()) == (0, [True, True])
+    scheduler = new_scheduler(num_pages=18, page_size=1, max_rows=20, reserve=0.0)
+    for ticket in range(3):
+        scheduler.add(ticket, 1, 10)
+    assert rows_of(scheduler.plan()) == [(0, 0, 1), (1, 0, 1), (2, 0, 1)]
+    scheduler.add(3, 1, 10)
+    preempted = [scheduler.plan().preempted for _ in range(9)]
+    assert preempted == [()] * 5 + [(2,)] + [()] * 2 + [(1,)], "three times 7 pages are too many, and twice 10"
+    assert (scheduler.waiting, scheduler.preemptions, scheduler.recomputed_tokens) == (3, 2, 6 + 9)
+    plans = [scheduler.plan() for _ in range(6)]
+    assert rows_of(plans[0]) == [(1, 0, 10)], "with the tokens it had generated"
+    assert (plans[0].decodes, plans[0].sample.tolist()) == (0, [True])
+    assert rows_of(plans[1])[0] == (2, 0, 7)
+    assert list(dict.fromkeys(ticket for plan in plans for ticket in plan.ticket.tolist())) == [1, 2, 3]
 
 
 def test_admission_leaves_the_reserve_free_unless_nothing_is_resident():
@@ -102,13 +96,13 @@ def test_admission_leaves_the_reserve_free_unless_nothing_is_resident():
     scheduler.add(0, 36, 4)
     scheduler.add(1, 1, 1)
     assert rows_of(scheduler.plan()) == [(0, 0, 36)]
-    scheduler.end(0)
+    scheduler.end(0, answered=False)
     scheduler.add(2, 28, 4)
     scheduler.add(3, 1, 1)
     assert rows_of(scheduler.plan()) == [(1, 0, 1), (2, 0, 28)]
     assert scheduler.free_pages == 3, "1 is done, its page is free again"
     assert rows_of(scheduler.plan()) == [(2, 28, 1)], "2 grows by a page, 3 would take one of the last two"
-    scheduler.end(2)
+    scheduler.end(2, answered=False)
     assert rows_of(scheduler.plan()) == [(3, 0, 1)]
 
 
@@ -145,10 +139,10 @@ def test_ending_what_is_not_there_is_told():
     scheduler.add(0, 1, 1)
     scheduler.add(1, 1, 2)
     scheduler.plan()
-    scheduler.end(1)
+    scheduler.end(1, answered=False)
     for ticket in (0, 1, 2):
         with pytest.raises(ValueError, match=f"ticket {ticket} is neither waiting nor resident"):
-            scheduler.end(ticket)
+            scheduler.end(ticket, answered=False)
     assert scheduler.free_pages == 100
 
 
@@ -167,3 +161,25 @@ def test_no_torch(module):
         for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
     }
     assert imported <= {"__future__", "collections", "dataclasses", "math", "megatoken", "numpy", "typing"}
+
+
+def test_admission_counts_residents_halfway_to_their_ends():
+    scheduler = new_scheduler(num_pages=20, page_size=4, max_rows=64, max_length=100, reserve=0.0)
+    for ticket in range(4):
+        scheduler.add(ticket, 4, 40)
+    assert rows_of(scheduler.plan()) == [(0, 0, 4), (1, 0, 4), (2, 0, 4)], "each is expected to hold 24 tokens"
+
+
+def test_admission_learns_how_much_of_its_limit_an_answer_takes():
+    sizes = {"num_pages": 20, "page_size": 4, "max_rows": 64, "max_length": 100, "max_sequences": 9, "reserve": 0.0}
+    admitted = []
+    for answered in (True, False):
+        scheduler = new_scheduler(**sizes)
+        for ticket in range(200):
+            scheduler.add(ticket, 4, 40)
+            scheduler.plan()
+            scheduler.end(ticket, answered=answered)
+        for ticket in range(200, 209):
+            scheduler.add(ticket, 4, 40)
+        admitted.append(len(scheduler.plan().slot))
+    assert admitted == [9, 3], "a cancelled answer says nothing"

@@ -11,15 +11,17 @@ from megatoken.engine.scheduler import Scheduler, StepPlan
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("requests", "longest_prompt", "sizes", "fewest_preemptions"),
+    ("requests", "longest_prompt", "sizes", "expected_share", "fewest_preemptions"),
     [
-        (900_000, 16, {"max_rows": 2048, "max_sequences": 1024, "page_size": 4, "num_pages": 4096}, 0),
-        (100_000, 2, {"max_rows": 256, "max_sequences": 256, "page_size": 1, "num_pages": 1024}, 10_000),
+        (900_000, 16, {"max_rows": 2048, "max_sequences": 1024, "page_size": 4, "num_pages": 4096}, 1, 0),
+        (100_000, 2, {"max_rows": 256, "max_sequences": 256, "page_size": 1, "num_pages": 1024}, 0, 10_000),
     ],
     ids=["full steps", "short of pages"],
 )
-def test_a_million_requests(requests: int, longest_prompt: int, sizes: dict, fewest_preemptions: int):
-    soak = Soak(requests, longest_prompt, **sizes)
+def test_a_million_requests(
+    requests: int, longest_prompt: int, sizes: dict, expected_share: int, fewest_preemptions: int
+):
+    soak = Soak(requests, longest_prompt, expected_share, **sizes)
     soak.run()
     assert soak.scheduler.preemptions >= fewest_preemptions
 
@@ -29,11 +31,14 @@ class Soak:
 
     LONGEST = 24
 
-    def __init__(self, requests: int, longest_prompt: int, **sizes: int) -> None:
+    def __init__(self, requests: int, longest_prompt: int, expected_share: int, **sizes: int) -> None:
         self.random = np.random.default_rng(7)
         self.max_rows, self.max_sequences = sizes["max_rows"], sizes["max_sequences"]
         self.page_size, self.num_pages = sizes["page_size"], sizes["num_pages"]
         self.scheduler = Scheduler(**sizes, max_length=self.LONGEST, reserve=0.0)
+        self.expected_share = expected_share
+        if not expected_share:
+            self.scheduler._answers = 1e15  # as if answers had ended at once all its life: it admits too many
         self.prompt = self.random.integers(1, longest_prompt + 1, requests)
         self.length = self.prompt + self.random.integers(1, self.LONGEST - longest_prompt + 1, requests)
         self.known, self.computed, self.from_host = self.prompt.copy(), np.zeros_like(self.prompt), self.prompt.copy()
@@ -96,8 +101,11 @@ class Soak:
         assert (plan.sample == (end == self.known[ticket])).all()
         assert ((plan.start >= self.from_host[ticket]) == (np.arange(len(ticket)) < plan.decodes)).all()
         if self.scheduler.waiting and not plan.preempted and len(ticket) < self.max_sequences:
-            spare = (self.owner == -1).sum() - self.LONGEST // self.page_size
-            assert rows == self.max_rows or spare < 0
+            longest = self.LONGEST // self.page_size
+            spare = (self.owner == -1).sum() - longest
+            halfway = self.from_host[ticket] + -(-(self.length - self.from_host)[ticket] * self.expected_share // 2)
+            crowded = (-(-halfway // self.page_size)).sum() + longest > self.num_pages
+            assert rows == self.max_rows or spare < 0 or crowded
         self.computed[ticket] = end
         self.known[ticket] += plan.sample
         self.leave(ticket[self.known[ticket] == self.length[ticket]], self.DONE)
@@ -111,7 +119,7 @@ class Soak:
         ended = np.unique(np.concatenate((stopped, cancelled)))
         ended = ended[(self.state[ended] == self.WAITING) | (self.state[ended] == self.RESIDENT)]
         for ticket in ended.tolist():
-            self.scheduler.end(ticket)
+            self.scheduler.end(ticket, answered=False)
         self.leave(ended, self.ENDED)
 
     def leave(self, tickets: NDArray[np.int64], state: int) -> None:

@@ -166,7 +166,7 @@ class Engine:
         request = self._active.get(ticket)
         if request is None:
             return
-        self._release(ticket)
+        self._release(ticket, answered=False)
         self._forget(ticket)
         self._held.append(TokenEvent(ticket, (), FinishReason.CANCELLED))
 
@@ -282,15 +282,15 @@ class Engine:
                 self._forget(ticket)
             elif token in active.stop_ids:
                 reason = FinishReason.STOP
-                self._release(ticket)
+                self._release(ticket, answered=True)
                 self._forget(ticket)
             events.append(TokenEvent(ticket, (token,), reason))
         return events
 
-    def _release(self, ticket: int) -> None:
+    def _release(self, ticket: int, *, answered: bool) -> None:
         """Free slot and pages, unless the step that brings the last token has been planned, which freed them."""
         with suppress(ValueError):
-            self._scheduler.end(ticket)
+            self._scheduler.end(ticket, answered=answered)
 
     def _forget(self, ticket: int) -> None:
         self._drawing -= self._active.pop(ticket).sampling.temperature > 0

@@ -5,6 +5,10 @@ known. Every resident sequence has ``known`` tokens (prompt and generated, those
 tokens; a step gives it up to ``known - computed`` rows. Prompt, chunk of a prompt, decode and recomputation after a
 preemption are that one case.
 
+A request is admitted while the pages that it and the residents will hold halfway to their expected ends are there, for
+residents are on average halfway: fewer would idle, more would be preempted and computed again. How much of its limit an
+answer is expected to take is learnt from those that ended.
+
 Two facts follow from the rules and keep the code short:
 
 - Requests are admitted oldest first and preempted newest first, so every resident is older than every waiting request:
@@ -18,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +31,9 @@ from megatoken.engine.pages import PageAllocator
 from megatoken.errors import CapacityError
 
 Tokens = TypeVar("Tokens", int, NDArray[np.int32])
+
+PRIOR_ANSWERS = 16
+"""Weight, in answers, of the assumption that an answer takes all of its limit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +56,14 @@ class StepPlan:
     page_slot: NDArray[np.int32]  # [N] pages newly given: page_table[page_slot, page_index] = page
     page_index: NDArray[np.int32]  # [N]
     page: NDArray[np.int32]  # [N]
+
+
+class _Waiting(NamedTuple):
+    """Tokens of a request in the queue; more are known than its prompt if it was preempted."""
+
+    prompt: int
+    known: int
+    length: int
 
 
 class Scheduler:
@@ -91,7 +106,7 @@ class Scheduler:
         self._max_length = max_length
         self._reserved_pages = math.ceil(reserve * num_pages)
         self._pages = PageAllocator(num_pages)
-        self._waiting: OrderedDict[int, tuple[int, int]] = OrderedDict()  # ticket -> known, length; oldest first
+        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # by ticket, oldest first
         self._residents = np.empty(0, dtype=np.int32)  # slots, oldest first; replaced, never written in place
         self._half_done = False  # the newest resident has computed only a part of what it knew when it was admitted
         self._free_slots = list(range(max_sequences))[::-1]
@@ -100,6 +115,9 @@ class Scheduler:
         self._computed = np.zeros(max_sequences, dtype=np.int32)
         self._length = np.zeros(max_sequences, dtype=np.int32)  # prompt_tokens + max_tokens
         self._held = np.zeros(max_sequences, dtype=np.int32)  # pages
+        self._prompt = np.zeros(max_sequences, dtype=np.int32)
+        self._halfway = np.zeros(max_sequences, dtype=np.int32)  # pages expected to be held halfway to the end
+        self._answers = self._taken_shares = float(PRIOR_ANSWERS)
         self._last_ticket = -1
         self._step = 0
         self._preemptions = 0
@@ -153,12 +171,16 @@ class Scheduler:
                 "lower max_tokens or enlarge the cache"
             )
         self._last_ticket = ticket
-        self._waiting[ticket] = (prompt_tokens, length)
+        self._waiting[ticket] = _Waiting(prompt_tokens, prompt_tokens, length)
 
-    def end(self, ticket: int) -> None:
+    def end(self, ticket: int, *, answered: bool) -> None:
         """Forgets a request that stopped early or was cancelled; its slot and pages are free at once.
 
         Steps run in order, so a later step may write to those pages although one in flight still reads them.
+
+        Args:
+            ticket: of the request.
+            answered: its answer is whole, so that its length says something about others.
 
         Raises:
             ValueError: the ticket is unknown, or done (a request done by length ends by itself).
@@ -167,6 +189,8 @@ class Scheduler:
             gone = self._ticket[self._residents] == ticket
             if not gone.any():
                 raise ValueError(f"ticket {ticket} is neither waiting nor resident")
+            if answered:
+                self._learn(self._residents[gone])
             self._remove(gone)
 
     def plan(self) -> StepPlan | None:
@@ -211,6 +235,7 @@ class Scheduler:
         self._step += 1
         done = known == self._length[slot]
         if done.any():
+            self._learn(slot[done])
             self._remove(done)
         return plan
 
@@ -230,7 +255,7 @@ class Scheduler:
             lacking -= int(short[keep])
             free += int(self._held[slot])
             ticket = int(self._ticket[slot])
-            self._waiting[ticket] = (int(self._known[slot]), int(self._length[slot]))
+            self._waiting[ticket] = _Waiting(int(self._prompt[slot]), int(self._known[slot]), int(self._length[slot]))
             self._waiting.move_to_end(ticket, last=False)
             self._recomputed_tokens += int(self._computed[slot])
             preempted.append(ticket)
@@ -245,19 +270,24 @@ class Scheduler:
         The pages are given whole in the same plan, so a half-done prompt never lacks any.
         """
         spare_rows = self._max_rows - int((self._known[self._residents] - self._computed[self._residents]).sum())
-        admitted: list[tuple[int, int, int]] = []
+        spare_halfway = self._num_pages - int(self._halfway[self._residents].sum())
+        expected_share = self._taken_shares / self._answers
+        admitted: list[tuple[int, int, int, int, int]] = []
         while self._waiting and spare_rows > 0 and len(admitted) < len(self._free_slots):
-            ticket, (known, length) = next(iter(self._waiting.items()))
+            ticket, (prompt, known, length) = next(iter(self._waiting.items()))
+            halfway = self._pages_for(known + math.ceil(expected_share * (length - known) / 2))
             spare_rows -= known
             spare_pages -= self._pages_for(known)
-            if spare_pages < self._reserved_pages and (self.resident or admitted):
+            spare_halfway -= halfway
+            if (spare_pages < self._reserved_pages or spare_halfway < 0) and (self.resident or admitted):
                 break
             del self._waiting[ticket]
-            admitted.append((ticket, known, length))
+            admitted.append((ticket, prompt, known, length, halfway))
         if not admitted:
             return
         slot = np.array([self._free_slots.pop() for _ in admitted], dtype=np.int32)
-        self._ticket[slot], self._known[slot], self._length[slot] = np.array(admitted, dtype=np.int64).T
+        columns = np.array(admitted, dtype=np.int64).T
+        self._ticket[slot], self._prompt[slot], self._known[slot], self._length[slot], self._halfway[slot] = columns
         self._computed[slot] = 0
         self._residents = np.concatenate((self._residents, slot))
 
@@ -271,6 +301,12 @@ class Scheduler:
         self.page_table[page_slot, page_index] = page
         self._held[slot] += more
         return page_slot, page_index, page
+
+    def _learn(self, slot: NDArray[np.int32]) -> None:
+        """Notes which share of its limit each answer took."""
+        prompt = self._prompt[slot]
+        self._taken_shares += float(((self._known[slot] - prompt) / (self._length[slot] - prompt)).sum())
+        self._answers += len(slot)
 
     def _remove(self, gone: NDArray[np.bool_]) -> None:
         """Takes the residents marked in ``gone`` ``[resident]`` out of their slots and frees their pages."""
