@@ -250,8 +250,8 @@ def energy_document() -> dict[str, Any]:
     return head(
         "plan_energy",
         "Tokens per joule",
-        inputs={"pue": 1.2, "carbon_factor_grams_per_kwh": 400},
-        profiles={},
+        inputs=[{"name": "pue", "value": 1.2, "unit": "W/W", "state": "assumed", "source": "round figure"}],
+        profiles=[],
         results=[
             {"name": name, "value": value, "unit": "tokens/J", "formula": "rate / power", "state": state}
             for name, (value, state) in rows.items()

@@ -24,7 +24,7 @@ STATE_KEYS = {"verified": "bar", "measured": "bar", "unverified": "bar hatched"}
 KEYS = {
     "bar": ("keybar", "verified or measured"),
     "bar hatched": ("keyhatched", "unverified"),
-    "bar outlined": ("keyoutlined", "estimate, nameplate or assumed"),
+    "bar outlined": ("keyoutlined", "estimate, nameplate, assumed, ..."),
 }
 
 
@@ -175,8 +175,11 @@ def dot_chart(title: str, unit: str, dots: Sequence[Dot], marks: Sequence[tuple[
             else f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
         )
     apart = [dot for dot in dots if dot.apart]
-    rows = tuple((dot.name, precise(dot.value), "slow" if dot.apart else "") for dot in dots)
-    group = (Column("Group"),) if apart else ()
+    columns = (Column("Node"), Column("Value", unit, numeric=True))
+    data = Table(f"{title}, {unit}", columns, tuple((dot.name, precise(dot.value)) for dot in dots))
+    if apart:
+        groups = tuple((dot.name, precise(dot.value), "slow" if dot.apart else "") for dot in dots)
+        data = Table(data.caption, (*columns, Column("Group")), groups)
     return Figure(
         title=title,
         unit=unit,
@@ -184,11 +187,7 @@ def dot_chart(title: str, unit: str, dots: Sequence[Dot], marks: Sequence[tuple[
         height=floor + 22,
         description=f"{len(dots)} from {precise(min(d.value for d in dots))} to {precise(max(d.value for d in dots))}"
         f" {unit}" + (f"; slow group: {', '.join(dot.name for dot in apart)}" if apart else ""),
-        data=Table(
-            f"{title}, {unit}",
-            (Column("Node"), Column("Value", unit, numeric=True), *group),
-            tuple(r[: 2 + len(group)] for r in rows),
-        ),
+        data=data,
         legend=(
             *((("keydot", "node"), ("keydot apart", "slow group")) if apart else ()),
             *((f"keymark keymark{index}", f"{name} {precise(value)}") for index, (name, value) in enumerate(marks)),

@@ -107,13 +107,6 @@ class Points:
 
 
 @dataclass(frozen=True, slots=True)
-class Paragraph:
-    """One sentence or a few."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Terms:
     """Words and what they mean here; for the page only."""
 
@@ -129,7 +122,7 @@ class Facts:
     folded: bool = True
 
 
-Block: TypeAlias = Headline | Verdict | Points | Paragraph | Table | Figure | Terms | Facts
+Block: TypeAlias = Headline | Verdict | Points | Table | Figure | Terms | Facts
 
 
 @dataclass(frozen=True, slots=True)

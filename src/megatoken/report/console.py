@@ -11,7 +11,6 @@ from megatoken.report.blocks import (
     Cell,
     Facts,
     Headline,
-    Paragraph,
     Points,
     Section,
     Table,
@@ -135,7 +134,7 @@ def _show_view(view: View, console: Console) -> None:
 def _show_section(section: Section, console: Console) -> None:
     from rich.text import Text
 
-    shown = [block for block in section.blocks if isinstance(block, Table | Points | Paragraph)]
+    shown = [block for block in section.blocks if isinstance(block, Table | Points)]
     if shown:
         console.print()
         console.print(Text(clean(section.title), style="bold underline"))
@@ -160,8 +159,6 @@ def _show_block(block: object, console: Console) -> None:
             console.print(Text(clean(block.title)), soft_wrap=True)
         for code, words in block.points:
             console.print(Text(f"  {clean(code)} {clean(words)}" if code else f"  {clean(words)}"), soft_wrap=True)
-    elif isinstance(block, Paragraph):
-        console.print(Text(clean(block.text)), soft_wrap=True)
     elif isinstance(block, Facts) and not block.folded:
         for name, value in block.facts.items():
             console.print(Text(f"  {clean(name)}: {plain_text(value)}"), soft_wrap=True)

@@ -17,7 +17,6 @@ from megatoken.report.blocks import (
     Figure,
     Fold,
     Headline,
-    Paragraph,
     Points,
     Section,
     Table,
@@ -33,6 +32,7 @@ from megatoken.report.words import clean, plain_text
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 MANY_SECTIONS = 4
 LONG_TEXT = 60
+FITTING_COLUMNS = 3  # on a phone
 
 
 def page(view: View) -> str:
@@ -110,7 +110,7 @@ class _Pen:
         if isinstance(block, Terms):
             terms = (f"<dt>{_text(term)}</dt><dd>{_text(meaning)}</dd>" for term, meaning in block.terms.items())
             return f"<dl>{''.join(terms)}</dl>"
-        return _paragraph(block)
+        raise TypeError(f"{type(block).__name__} is no block")
 
     def figure(self, figure: Figure) -> str:
         name = self.identifier(figure.title)
@@ -136,9 +136,12 @@ class _Pen:
             f'<table class="{style}"{roles}><caption id="{name}"{repeats}><span>{_text(table.caption)}</span></caption>'
             f"{_widths(table)}<thead{body}><tr{head}>{heads}</tr></thead><tbody{body}>{rows}</tbody></table>"
         )
-        # A region that can be scrolled must take the focus, or the keyboard could not scroll it.
         if not table.stacked:
-            grid = f'<div class="scroll" role="region" tabindex="0" aria-labelledby="{name}">{grid}</div>'
+            # What is likely to be scrolled must take the focus, or the keyboard could not scroll it.
+            focus = (
+                f' role="region" tabindex="0" aria-labelledby="{name}"' if len(table.columns) > FITTING_COLUMNS else ""
+            )
+            grid = f'<div class="scroll"{focus}>{grid}</div>'
         note = f'<p class="quiet">{_text(table.note)}</p>' if table.note else ""
         if table.kinds:
             return f'<div class="chosen">{self.choice(table)}{grid}{_shown(len(table.rows))}{note}</div>'
@@ -250,10 +253,6 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
             yield from flat(item, f"{name}.{index}")
     else:
         yield name, plain_text(value) if isinstance(value, list) or value in (None, {}) else str(value)
-
-
-def _paragraph(paragraph: Paragraph) -> str:
-    return f"<p>{_text(paragraph.text)}</p>"
 
 
 def _code(code: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from megatoken.report.blocks import Badge, Cell, Column, Fold, Paragraph, Section, Table, Verdict, View, Words
+from megatoken.report.blocks import Badge, Cell, Column, Fold, Section, Table, Verdict, View, Words
 from megatoken.report.documents import Document
 from megatoken.report.views.aggregate import aggregate_sections, node_figures
 from megatoken.report.views.common import records_table, view
@@ -81,7 +81,7 @@ def _meaning(findings: Sequence[Document]) -> str:
     return "nothing speaks against the artefacts" if findings else "nothing was found to check"
 
 
-def _findings(findings: Sequence[Document]) -> Iterator[Table | Paragraph]:
+def _findings(findings: Sequence[Document]) -> Iterator[Table]:
     if not findings:
         return
     order = {severity: rank for rank, severity in enumerate(SEVERITIES)}

@@ -56,30 +56,36 @@ def records_table(
         if key not in left_out and any(record.get(key) not in (None, "", [], {}) for record in records)
     ]
     shown = records[:LEGIBLE_ROWS]
-    notes = [note]
+    same = _said_once(keys, records)
+    keys = [key for key in keys if key not in same]
+    notes = [note] if note else []
     if len(shown) < len(records):
         notes.append(f"The first {LEGIBLE_ROWS:,} of {len(records):,} rows; all are in the JSON document")
-    if len(keys) > WIDE and len(records) > 1:
-        first = records[0]
-        same = {key: first[key] for key in keys[1:] if all(record.get(key) == first.get(key) for record in records)}
-        keys = [key for key in keys if key not in same]
-        notes += [f"The same for all: {plain_text(same)}"] if same else []
-    note = ". ".join(filter(None, notes))
-    columns = {key: [_cell(key, record.get(key)) for record in shown] for key in keys}
-    heads = {key: _head(key, records) for key in keys}
+    if same:
+        notes.append(f"The same for all: {plain_text(same)}")
+    note = ". ".join(notes)
     numeric = {key: all(record.get(key) is None or is_number(record[key]) for record in records) for key in keys}
-    columns = {key: aligned(cells) if numeric[key] else cells for key, cells in columns.items()}
+    cells = {key: [_cell(key, record.get(key)) for record in shown] for key in keys}
+    columns = {key: aligned(texts) if numeric[key] else texts for key, texts in cells.items()}
+    heads = {key: _head(key, records) for key in keys}
     if len(keys) > WIDE and len(shown) <= FEW:
         return _upright(caption, heads, columns, note)
-    words = sum(not numeric[key] for key in keys)
-    long = any(len(cell) > LONG_TEXT for cells in columns.values() for cell in cells if isinstance(cell, str))
+    long = any(len(cell) > LONG_TEXT for texts in columns.values() for cell in texts if isinstance(cell, str))
     return Table(
         caption,
         tuple(Column(*heads[key], numeric=numeric[key]) for key in keys),
         tuple(zip(*columns.values(), strict=True)),
-        stacked=len(keys) > 3 and (words > 3 or long),
+        stacked=len(keys) > 3 and (long or sum(not numeric[key] for key in keys) > 3),
         note=note,
     )
+
+
+def _said_once(keys: Sequence[str], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of a wide table's keys but the first, those under which all objects have the same value."""
+    if len(keys) <= WIDE or len(records) < 2:
+        return {}
+    first, *others = records
+    return {key: first[key] for key in keys[1:] if all(other.get(key) == first.get(key) for other in others)}
 
 
 def _upright(caption: str, heads: Mapping[str, tuple[str, str]], columns: Mapping[str, list[Cell]], note: str) -> Table:
@@ -108,13 +114,12 @@ def facts_table(caption: str, values: Mapping[str, Any], note: str = "") -> Tabl
 
 
 def _inputs(document: Document) -> Iterator[Block]:
+    """What went in: names of files, or figures with their states and sources."""
     inputs = document.values.get("inputs")
-    if isinstance(inputs, list) and inputs and all(isinstance(item, dict) for item in inputs):
-        yield records_table("Inputs", inputs)
-    elif isinstance(inputs, dict) and inputs:
-        yield facts_table("Inputs", inputs)
+    if isinstance(inputs, list) and any(isinstance(item, dict) for item in inputs):
+        yield records_table("Inputs", [item.values for item in document.parts("inputs")])
     elif inputs:
-        yield Points("", tuple(("", plain_text(item)) for item in (inputs if isinstance(inputs, list) else [inputs])))
+        yield Points("", tuple(("", text) for text in document.texts("inputs")))
 
 
 def _made_at(document: Document) -> str:

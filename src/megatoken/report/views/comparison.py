@@ -115,13 +115,8 @@ def _method(document: Document) -> str:
 
 
 def _differences(ratio: Document) -> Iterator[str]:
-    listed = ratio.values.get("differences")
-    for item in listed if isinstance(listed, list) else ():
-        if isinstance(item, dict) and "field" in item:
-            one, other = plain_text(item.get("of")), plain_text(item.get("to"))
-            yield f"{plain_text(item['field'])}: {one} against {other}"
-        else:
-            yield plain_text(item)
+    for one in ratio.parts("differences"):
+        yield f"{one.text('field')}: {one.text('of')} against {one.text('to')}"
 
 
 def _software(document: Document, rows: list[Document]) -> Iterator[Table]:

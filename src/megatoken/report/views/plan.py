@@ -10,7 +10,7 @@ from megatoken.report.bars import Bar, Swing, bar_chart, tornado, waterfall
 from megatoken.report.blocks import Column, Figure, Headline, Section, Table, View, Words
 from megatoken.report.curves import Line, line_chart
 from megatoken.report.documents import Document
-from megatoken.report.views.common import facts_table, given_tables, records_table, state_cell, view
+from megatoken.report.views.common import given_tables, records_table, state_cell, view
 from megatoken.report.words import is_number, label, plain_text, precise, sentence
 
 KNOWN = ("profiles", "results", "tables", "sensitivities", "waterfall")
@@ -143,11 +143,6 @@ def _cycle(rows: Sequence[Document]) -> Iterator[Figure]:
 
 
 def _profiles(document: Document) -> Iterator[Table]:
-    profiles = document.values.get("profiles")
-    if isinstance(profiles, dict):
-        profiles = [{"name": name, **values} for name, values in profiles.items() if isinstance(values, dict)]
-    records = [profile for profile in profiles if isinstance(profile, dict)] if isinstance(profiles, list) else []
-    if records:
-        yield records_table("Workload profiles", records)
-    elif isinstance(profiles, list) and profiles:
-        yield facts_table("Workload profiles", {"profiles": profiles})
+    profiles = [profile.values for profile in document.parts("profiles")]
+    if profiles:
+        yield records_table("Workload profiles", profiles)

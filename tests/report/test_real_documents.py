@@ -1,0 +1,87 @@
+"""Pages of what the commands really make: the published values stand on them."""
+
+import os
+from pathlib import Path
+
+import pytest
+from pages import parsed, table_rows, words
+
+from megatoken.audit import audit
+from megatoken.planning import commands
+from megatoken.report.documents import checked
+from megatoken.report.page import page
+from megatoken.report.views import document_view
+from megatoken.results.comparison import compare
+from megatoken.results.entries import accelerator_entry
+
+RACK = commands.Rate(
+    tokens_per_second=1_100_948.3,
+    per="rack",
+    accelerators=72,
+    accelerator="NVIDIA GB300",
+    state="unverified",
+    source="vendor blog",
+)
+BESIDE = Path(__file__).parents[3] / "shared"
+LOGS = Path(os.environ.get("MEGATOKEN_SHARED") or BESIDE) / "data" / "azure_gb300_1m"
+
+
+def page_of(document):
+    return parsed(page(document_view(checked(document.to_document()))))
+
+
+def captions(root) -> list[str]:
+    return [words(figure.find("figcaption")) for figure in root.iter("figure")]
+
+
+def test_capacity_prints_the_four_published_rates_beside_what_they_hide():
+    root = page_of(commands.capacity(RACK, commands.Common()))
+    rows = table_rows(root, "Interactions per second, at the peak by five ways of counting, and to plan with")
+    assert rows["Document rounded, interactions/s"] == ["1,690", "440", "440", "110"]
+    assert len(rows) > 5
+
+
+def test_efficiency_is_recomputed_and_nameplate_looks_unlike_measured():
+    root = page_of(commands.energy(RACK, commands.Common(), commands.PowerFlags()))
+    chart = next(f for f in root.iter("figure") if words(f.find("figcaption")).startswith("Published rates over power"))
+    values = [words(text) for text in chart.iter("text") if text.get("class") == "value"]
+    assert {"4.375", "10.01", "10.92", "9.894", "12.86"} <= set(values)
+    styles = dict(zip(values, (rect.get("class") for rect in chart.iter("rect")), strict=True))
+    assert styles["9.894"] == "bar" and styles["12.86"] == "bar outlined"
+
+
+def test_cost_has_waterfall_tornado_and_only_sourced_assumptions():
+    root = page_of(commands.cost(RACK, commands.Common(), commands.PowerFlags()))
+    assert captions(root)[0].startswith("Cost of a million output tokens")
+    assert captions(root)[1].startswith("What moves it: Cost per million output tokens")
+    inputs = table_rows(root, "Inputs")
+    assert all(cells[3] for name, cells in inputs.items() if cells and cells[2] == "! assumed")
+    assert len(root.findall(".//figure[2]/svg/rect")) == 20  # two ends of the ten widest
+
+
+def test_a_fleet_for_a_curve_of_demand_is_drawn():
+    flags = commands.FleetFlags(demand=5000, curve="office_day", accelerators_per_node=4, nodes_per_rack=18)
+    root = page_of(commands.fleet(RACK, commands.Common(profile=["agent"]), flags))
+    assert captions(root) == ["Nodes that the demand takes nodes"]
+
+
+def test_generations_side_by_side_are_verified_and_divisions_kept_apart():
+    generations = ("H100", "H200", "B200", "GB200", "MI355X")
+    root = page_of(compare([accelerator_entry(name, "llama2-70b-99", "Offline") for name in generations]))
+    chart = next(figure for figure in root.iter("figure") if words(figure.find("figcaption")).startswith("Per GPU"))
+    names = [words(text) for text in chart.iter("text") if text.get("class") == "name"]
+    assert all(generation in name for generation, name in zip(generations, names, strict=True))
+    open_division = next(cells for name, cells in table_rows(root, "Ratios").items() if name.startswith("5.1-0098"))
+    assert "✕ not like for like" in open_division[0] and "division: open against closed" in open_division[0]
+
+
+@pytest.mark.skipif(not LOGS.is_dir(), reason=f"needs the published logs at {LOGS}; MEGATOKEN_SHARED names their place")
+def test_the_audit_of_the_published_logs_fits_a_page_with_its_acceptance_values():
+    document = audit(LOGS).to_document()
+    html = page(document_view(checked(document)))
+    assert len(html.encode()) < 1_000_000
+    root = parsed(html)
+    text = words(root)
+    for value in ("1,100,948.3", "62,803.9", "57,599.1", "61,163.8", "62,111.7", "8.287 %", "3.052 %", "1,030,087.6"):
+        assert value in text
+    assert len([path for path in root.iter("path") if path.get("class") == "dot apart"]) == 5
