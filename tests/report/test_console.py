@@ -142,7 +142,7 @@ def test_long_tables_end_with_how_many_rows_more_the_page_has():
     document["nodes"] *= 3
     console = Console(file=io.StringIO(), width=140)
     show(document, console)
-    assert "14 more rows are on the page." in console.file.getvalue()
+    assert "14 more rows: see the page or the JSON document." in console.file.getvalue()
 
 
 def test_a_table_wider_than_the_terminal_becomes_records():

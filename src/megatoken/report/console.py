@@ -185,7 +185,7 @@ def _shortened(table: Table) -> Table:
     more = len(table.rows) - MOST_ROWS
     if more <= 0:
         return table
-    note = " ".join(filter(None, (f"{more:,} more rows are on the page.", table.note)))
+    note = " ".join(filter(None, (f"{more:,} more rows: see the page or the JSON document.", table.note)))
     return replace(table, rows=table.rows[:MOST_ROWS], kinds=table.kinds[:MOST_ROWS], note=note)
 
 
