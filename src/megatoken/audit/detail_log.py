@@ -22,6 +22,8 @@ MOST_VALUE_BYTES = 2**20  # any other value
 MOST_KEPT_BYTES = 32 * 2**20
 MOST_LISTED = 20
 MOST_KEYS = 5_000
+MOST_BULKS = 1_000
+_THREAD_BYTES = 24
 LIBRARY_SET = "loaded_qsl_set"
 
 # LoadGen's own spelling of a line (logging.h); anything else was written by something else.
@@ -32,6 +34,7 @@ _LINE = re.compile(
     rb'"tid": (\d{1,20})\}\}\r?\n?',
     re.DOTALL,
 )
+_TIME = b', "time_ms": '
 _ROWS = re.compile(rb"\[\d{1,15}(?:,\d{1,15})*\]")
 _NOT_A_NUMBER = {b"nan": "nan", b"-nan": "nan", b"inf": "inf", b"-inf": "-inf"}  # how C++ prints them
 
@@ -103,17 +106,45 @@ class DetailLog:
 def read_detail_log(path: Path) -> DetailLog:
     """Reads a detail log of any size. Raises UnreadableError if there is nothing to read."""
     log = DetailLog()
-    last_time: dict[int, float] = {}
+    state = _State()
     try:
         with open_regular(path) as file:
             head = file.peek(4096) if hasattr(file, "peek") else b""
             if problem := encoding_problem(head):
                 raise UnreadableError(problem)
             for number, line in _lines(file, log):
-                _take(log, number, line, last_time)
+                bulk = state.bulks.get(line[-_THREAD_BYTES:])
+                if bulk is not None and bulk.is_like(line):
+                    _count(log, bulk)
+                else:
+                    _take(log, number, line, state)
     except OSError as error:
         raise UnreadableError(f"cannot be read: {error.strerror or error}") from None
     return log
+
+
+@dataclass(frozen=True, slots=True)
+class _Bulk:
+    """A line of which enough were listed: what stands before its value and after its time."""
+
+    before: bytes
+    after: bytes
+    key: str
+    is_error: bool
+    is_warning: bool
+
+    def is_like(self, line: bytes) -> bool:
+        """Whether ``line`` differs in value and time only; far cheaper than taking it apart."""
+        if not line.startswith(self.before) or not line.endswith(self.after):
+            return False
+        _, found, time = line[len(self.before) : -len(self.after)].rpartition(_TIME)
+        return bool(found) and time.replace(b".", b"", 1).isdigit()
+
+
+@dataclass(slots=True)
+class _State:
+    last_time: dict[int, float] = field(default_factory=dict)  # of each thread
+    bulks: dict[bytes, _Bulk] = field(default_factory=dict)  # by the end of the line, where the thread stands
 
 
 def _lines(file: Any, log: DetailLog) -> Iterator[tuple[int, bytes]]:
@@ -136,7 +167,7 @@ def _lines(file: Any, log: DetailLog) -> Iterator[tuple[int, bytes]]:
     log.cut_off = bool(line) and not line.endswith(b"\n")
 
 
-def _take(log: DetailLog, number: int, line: bytes, last_time: dict[int, float]) -> None:
+def _take(log: DetailLog, number: int, line: bytes, state: _State) -> None:
     found = _LINE.fullmatch(line)
     if found is None:
         _take_other(log, number, line)
@@ -149,9 +180,10 @@ def _take(log: DetailLog, number: int, line: bytes, last_time: dict[int, float])
     count = log.counts.get(name, 0)
     if count and (name == LIBRARY_SET or _listed_enough(log, error == b"true", warning == b"true")):
         # The bulk of a huge log, such as one error a sample.
-        log.counts[name] = count + 1
-        log.error_count += error == b"true"
-        log.warning_count += warning == b"true"
+        bulk = _Bulk(line[: found.start(2)], line[found.end(3) :], name, error == b"true", warning == b"true")
+        if len(state.bulks) < MOST_BULKS:
+            state.bulks[line[-_THREAD_BYTES:]] = bulk
+        _count(log, bulk)
         _note_process(log, int(process), number)
         return
     try:
@@ -175,10 +207,10 @@ def _take(log: DetailLog, number: int, line: bytes, last_time: dict[int, float])
     )
     _add(log, entry)
     if plain:
-        if entry.time_ms < last_time.get(entry.thread_id, 0.0) and len(log.time_drops) < MOST_LISTED:
+        if entry.time_ms < state.last_time.get(entry.thread_id, 0.0) and len(log.time_drops) < MOST_LISTED:
             log.time_drops.append(entry)
-        if len(last_time) < MOST_KEYS or entry.thread_id in last_time:
-            last_time[entry.thread_id] = entry.time_ms
+        if len(state.last_time) < MOST_KEYS or entry.thread_id in state.last_time:
+            state.last_time[entry.thread_id] = entry.time_ms
 
 
 def _take_other(
@@ -215,9 +247,11 @@ def _entry_of(value: Any, number: int) -> Entry:
             raise UnreadableError("has a key that is no text")
         if key == LIBRARY_SET:
             content = np.asarray(content, dtype=np.int64)
+            if content.ndim != 1:
+                raise UnreadableError("has a library set that is no list of rows")
         return Entry(
             key=key[:200],
-            value=content,
+            value=_countable(content),
             text=str(content)[:1000],
             time_ms=float(value["time_ms"]),
             line=number,
@@ -242,6 +276,12 @@ def _value(key: str, text: bytes) -> Any:
     value, twice = parse_json(text.decode("utf-8", "backslashreplace"))
     if twice:
         raise UnreadableError(f"key {twice[0][:100]!r} stands twice in one value")
+    return _countable(value)
+
+
+def _countable(value: Any) -> Any:
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise UnreadableError("holds a number that 64 bits do not hold")
     return value
 
 
@@ -268,6 +308,12 @@ def _add(log: DetailLog, entry: Entry) -> None:
             log.order.append(entry)
     elif not entry.is_error and not entry.is_warning and len(log.repeats) < MOST_LISTED:
         log.repeats.append(entry)
+
+
+def _count(log: DetailLog, line: _Bulk) -> None:
+    log.counts[line.key] += 1
+    log.error_count += line.is_error
+    log.warning_count += line.is_warning
 
 
 def _listed_enough(log: DetailLog, is_error: bool, is_warning: bool) -> bool:

@@ -37,10 +37,9 @@ class Role(StrEnum):
 class RunFigures:
     """What one detail log says of its run; all from its own lines.
 
-    Tokens are output tokens. ``samples_issued`` is ``generated_samples_per_query`` times ``generated_query_count``
-    (Offline) or ``result_query_count``; ``samples_requested`` is ``effective_samples_per_query`` (Offline).
-    ``duration_seconds`` is the largest sample latency (Offline) or power_end minus power_begin (others). Wall-clock
-    times are UTC and NTP's affair; LoadGen writes them with milliseconds.
+    Tokens are output tokens. ``samples_issued`` is ``generated_samples_per_query`` times ``result_query_count``;
+    ``samples_requested`` is ``effective_samples_per_query`` (Offline). ``duration_seconds`` is the largest sample
+    latency (Offline performance) or power_end minus power_begin (others). Wall-clock times are the host's, in UTC.
     """
 
     scenario: str | None = None  # Offline, Server, SingleStream, MultiStream

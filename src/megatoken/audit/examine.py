@@ -119,7 +119,9 @@ def _examine(job: Job) -> Examined:
 
 
 def _presence(job: Job, files: RunFiles) -> list[Observation]:
-    """A detail log is the result; a summary without one proves nothing."""
+    """A detail log is the result; a summary without one proves nothing. Compliance tests may keep answers only."""
+    if files.role is Role.COMPLIANCE:
+        return []
     missing = [name for name, path in (("detail log", files.detail), ("summary", files.summary)) if path is None]
     return [
         observe(
@@ -128,7 +130,7 @@ def _presence(job: Job, files: RunFiles) -> list[Observation]:
             "a detail log and a summary",
             f"no {' and no '.join(missing)}" if missing else "both",
             (Where(files.folder),),
-            Severity.FAIL if job.rules_claimed and files.role is not Role.COMPLIANCE else Severity.WARN,
+            Severity.FAIL if job.rules_claimed else Severity.WARN,
         )
     ]
 

@@ -7,8 +7,9 @@ from datetime import UTC, datetime, timedelta
 
 from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.evidence import RunFigures
-from megatoken.audit.facts import round_seeds
+from megatoken.audit.facts import round_seeds, version_number
 
+LOGS_PADDING = (5, 0, 11)  # releases before it log the number of Offline samples before padding to whole passes
 PERCENTILES = ("50.00", "90.00", "95.00", "97.00", "99.00", "99.90")
 
 
@@ -16,16 +17,16 @@ def run_figures(log: DetailLog) -> RunFigures:
     """Everything ``RunFigures`` names, where the log says it."""
     scenario = log.text("effective_scenario")
     offline = scenario == "Offline"
-    samples = _samples_issued(log, offline)
+    samples = _samples_issued(log)
     began, ended = power_times(log)
     started = began or logged_start(log)
     max_latency = log.number("result_max_latency_ns")
+    duration = elapsed(began, ended) if began and ended else None
     if offline:
-        duration = max_latency / 1e9 if max_latency is not None else None
+        duration = max_latency / 1e9 if max_latency is not None else duration
         samples_rate = log.number("result_samples_per_second")
         tokens_rate = log.number("result_tokens_per_second")
     else:
-        duration = (ended - began).total_seconds() if began and ended else None
         samples_rate = log.number("result_completed_samples_per_sec")
         if samples_rate is None:
             samples_rate = log.number("result_qps_with_loadgen_overhead")
@@ -86,10 +87,21 @@ def completion_seconds(log: DetailLog) -> float | None:
     return (queries - 1) / rate if queries and rate and rate > 0 else None
 
 
-def _samples_issued(log: DetailLog, offline: bool) -> int | None:
-    queries = whole(log, "generated_query_count" if offline else "result_query_count")
+def _samples_issued(log: DetailLog) -> int | None:
+    queries = whole(log, "result_query_count")  # issued; releases before 5.0.6 generate more of them for Offline
+    if queries is None:
+        queries = whole(log, "generated_query_count")
     each = whole(log, "generated_samples_per_query")
-    return queries * each if queries is not None and each is not None else None
+    if queries is None or each is None:
+        return None
+    rows = log.library_set()
+    permuted = (
+        log.get("effective_sample_concatenate_permutation") is True
+        and log.text("effective_test_mode") != "AccuracyOnly"
+    )
+    if permuted and rows is not None and len(rows) and version_number(log.text("loadgen_version")) < LOGS_PADDING:
+        each = -(-each // len(rows)) * len(rows) if log.text("effective_scenario") == "Offline" else each
+    return queries * each
 
 
 def _tokens(log: DetailLog, offline: bool, samples: int | None, max_latency_ns: float | None) -> float | None:

@@ -361,7 +361,11 @@ def _source_positions(run: RunView) -> Iterator[Observation]:
         for name in {entry.source for entry in log.order}
         if isinstance(sha1 := sources.get(f"/{name}"), str)
     }
-    checked = [entry for entry in log.order if (tables.get(entry.source) or {}).get(entry.key)]
+    checked = [
+        entry
+        for entry in log.order
+        if entry.key != "generic_message" and (tables.get(entry.source) or {}).get(entry.key)
+    ]
     # Where a call spans several source lines, compilers differ in which one they report.
     wrong = [
         entry

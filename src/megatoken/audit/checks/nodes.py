@@ -40,7 +40,7 @@ def check_nodes(evidence: Evidence, runs: Sequence[Run], result: Aggregate | Non
 
 
 def process_steps(runs: Sequence[Run]) -> list[str]:
-    """Equal steps between the process ids of neighbouring nodes, in words: as repeated launches in one container give."""
+    """Equal steps between the process ids of neighbouring nodes, as repeated launches in one container give."""
     steps: dict[int, list[str]] = defaultdict(list)
     for one, other in itertools.pairwise(runs):
         first, second = one.figures.process_id, other.figures.process_id

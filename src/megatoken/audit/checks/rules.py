@@ -10,6 +10,8 @@ from megatoken.audit.figures import whole
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import RunView, observe
 
+_SERVER_RATES = ("completed_tokens_per_second", "completed_samples_per_sec")
+
 
 def check_rules(run: RunView) -> Iterator[Observation]:
     """Rules for performance and accuracy logs; compliance runs have settings of their own."""
@@ -32,7 +34,8 @@ def _any_run(run: RunView) -> Iterator[Observation]:
         "no line marked as an error",
         f"{log.error_count:,} errors, the first: {shown(first.value)}" if first else "none",
         run.at(first.key) if first else run.at("num_errors"),
-        Severity.FAIL if run.rules_claimed else Severity.WARN,
+        # LoadGen prints VALID whatever errors it logged.
+        run.unmet if run.rules_claimed or log.get("result_validity") == "INVALID" else Severity.WARN,
     )
     total = whole(log, "qsl_reported_total_count")
     if run.benchmark is not None:
@@ -209,7 +212,7 @@ def _limits(run: RunView) -> Iterator[Observation]:
     yield observe(
         "rules.latency_limits",
         ttft < limits.ttft_ns and tpot < limits.tpot_ns,
-        f"{scenario or 'Server'}: p99 TTFT below {limits.ttft_ns / 1e6:g} ms, p99 TPOT below {limits.tpot_ns / 1e6:g} ms",
+        f"{scenario or 'Server'}: p99 TTFT < {limits.ttft_ns / 1e6:g} ms and p99 TPOT < {limits.tpot_ns / 1e6:g} ms",
         f"{ttft / 1e6:g} ms and {tpot / 1e6:g} ms",
         run.at(ttft_key, tpot_key),
         run.unmet,
@@ -260,6 +263,6 @@ def _token_window(run: RunView) -> Iterator[Observation]:
         None if found is None else window[0] <= found <= window[1],
         f"{window[0]:g} to {window[1]:g} tokens per sample, within 10 % of the reference of {run.benchmark.name}",
         "not known" if found is None else f"{found:.2f}",
-        run.at("result_tokens_per_second", "result_samples_per_second"),
+        run.at(*(f"result_{name}" for name in ("tokens_per_second", "samples_per_second", *_SERVER_RATES))),
         Severity.WARN if run.rules_claimed else Severity.NOTE,
     )

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.evidence import Where
-from megatoken.audit.figures import PERCENTILES
+from megatoken.audit.facts import version_number
+from megatoken.audit.figures import LOGS_PADDING, PERCENTILES
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.reading import Damage
 from megatoken.audit.summary_log import HEADINGS, SummaryField, SummaryLog
@@ -73,6 +74,8 @@ _LABELS = {
         for p in PERCENTILES
     },
 }
+# Rates of tokens that the detail log has in every scenario but Offline, and the summary in one only.
+_ONLY_IN = {"TPS w/ loadgen overhead": "SingleStream", "Completed tokens per second": "Server"}
 _NOT_IN_DETAIL = ("TPS w/o loadgen overhead", "ttft_latency (ns)", "tpot_latency (ns)")  # the last two: Offline
 
 
@@ -135,11 +138,12 @@ def _structure(run: RunView, log: SummaryLog) -> Iterator[Observation]:
     path = run.files.summary or ""
     known = [item for item in log.fields if _key(item.label, run.figures.scenario) or item.label in _NOT_IN_DETAIL]
     strange = [*log.strange, *(Damage(item.line, item.label) for item in log.fields if item not in known)]
-    labels = {item.label for item in log.fields}
+    labels = {_usual(item.label) for item in log.fields}
     missing = [heading for heading in HEADINGS if heading not in log.headings]
     missing += [label for label in _expected_labels(run) if label not in labels]
     doubled = sorted({item.label for item in log.fields if _count(log, item.label) > _allowed(item.label, run)})
-    if run.detail.get("effective_sample_concatenate_permutation") is True and not log.warns_of_permutation:
+    warns = version_number(run.detail.text("loadgen_version")) >= LOGS_PADDING
+    if warns and run.detail.get("effective_sample_concatenate_permutation") is True and not log.warns_of_permutation:
         missing.append("the warning that sample_concatenate_permutation was set")
     problems = []
     if missing:
@@ -164,7 +168,8 @@ def _expected_labels(run: RunView) -> list[str]:
     detail = run.detail
     labels = ["SUT name", "Scenario", "Mode", "Result is"]
     for label, key in _LABELS.items():
-        if key in detail.first and label not in labels and not label.endswith("_latency (ns)"):
+        printed = _ONLY_IN.get(label) in (None, run.figures.scenario)
+        if key in detail.first and printed and label not in labels and not label.endswith("_latency (ns)"):
             labels.append(label)
     if detail.get("requested_use_token_latencies") is True:
         labels += ["ttft_latency (ns)", "tpot_latency (ns)"]
@@ -197,7 +202,13 @@ def _counts(run: RunView, log: SummaryLog) -> Observation:
     )
 
 
+def _usual(label: str) -> str:
+    """Releases before 5.1.1 print "Min Time to Output Token"."""
+    return label.replace("Time to Output Token", "Time per Output Token")
+
+
 def _key(label: str, scenario: str | None) -> str | None:
+    label = _usual(label)
     if label in _LABELS:
         return _LABELS[label]
     per_query = "per_query_" if scenario == "MultiStream" else ""
@@ -205,9 +216,9 @@ def _key(label: str, scenario: str | None) -> str | None:
         return f"result_{found.group(1).lower()}_{'query_' if per_query else ''}latency_ns"
     if (found := re.fullmatch(r"(\d+\.\d\d) percentile latency \(ns\)", label)) and found.group(1) in PERCENTILES:
         return f"result_{found.group(1)}_percentile_{per_query}latency_ns"
-    if found := re.fullmatch(r"(\d+\.\d)th (first token )?percentile latency \(ns\)", label):
-        first_token = "first_token_" if found.group(2) else ""
-        return f"result_{first_token}{found.group(1)}0_percentile_{'' if first_token else per_query}latency_ns"
+    if found := re.fullmatch(r"(\d+(?:\.\d)?)th (first token )?percentile latency \(ns\)", label):
+        first_token, percent = "first_token_" if found.group(2) else "", f"{float(found.group(1)):.2f}"
+        return f"result_{first_token}{percent}_percentile_{'' if first_token else per_query}latency_ns"
     return None
 
 

@@ -1,0 +1,76 @@
+"""No false alarm: what LoadGen itself wrote raises nothing above a note."""
+
+import itertools
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from megatoken.audit import Audit, Severity, audit
+from megatoken.audit.facts import is_known_version
+
+SCENARIOS = ("Offline", "Server", "SingleStream")
+MODES = ("PerformanceOnly", "AccuracyOnly")
+MODELS = ("llama2-70b", "bert")  # with and without token latencies
+LOGS = Path(__file__).with_name("logs") / "genuine.tar.xz"
+
+
+def above_note(result: Audit) -> list[str]:
+    """Findings that would alarm somebody; what a LoadGen newer than those examined leaves open alarms nobody."""
+    version = result.evidence.runs[0].figures.loadgen_version
+    harmless = {Severity.NOTE, Severity.PASS} | (set() if is_known_version(version) else {Severity.UNKNOWN})
+    return [f"{item.severity} {item.id}: {item.found}" for item in result.findings if item.severity not in harmless]
+
+
+@pytest.mark.parametrize(("scenario", "mode", "model"), list(itertools.product(SCENARIOS, MODES, MODELS)))
+def test_installed_loadgen(originals, scenario, mode, model):
+    result = audit(originals(scenario, mode, model))
+    assert above_note(result) == []
+    assert result.exit_code == 0
+    figures = result.evidence.runs[0].figures
+    assert (figures.scenario, figures.mode, figures.errors) == (scenario, mode, 0)
+    if mode == "PerformanceOnly":
+        assert figures.validity == "VALID"
+        assert figures.duration_seconds == pytest.approx(0.2, rel=20)
+        assert figures.samples_issued >= 700
+    if model == "llama2-70b" and mode == "PerformanceOnly":
+        assert figures.tokens_per_sample == pytest.approx(53, abs=0.5)  # 50 to 56 tokens, by row
+        assert figures.output_tokens == pytest.approx(figures.tokens_per_sample * figures.samples_issued)
+
+
+def test_multistream_and_part_of_a_library(originals):
+    assert above_note(audit(originals("MultiStream"))) == []
+    part = "*.*.performance_sample_count_override = 40\n"
+    for scenario in SCENARIOS:
+        for mode in MODES:
+            assert above_note(audit(originals(scenario, mode, "llama2-70b", part))) == [], (scenario, mode)
+
+
+def test_other_releases(tmp_path):
+    with tarfile.open(LOGS) as archive:
+        archive.extractall(tmp_path, filter="data")
+    folders = sorted(tmp_path.glob("*/*"))
+    assert len(folders) == 8 * len(SCENARIOS) * len(MODES) * len(MODELS)
+    alarms = {str(folder.relative_to(tmp_path)): above_note(audit(folder)) for folder in folders}
+    assert {name: found for name, found in alarms.items() if found} == {}
+
+
+def test_all_at_once_in_processes(tmp_path):
+    result = audit(LOGS, workers=2)  # the archive itself, unpacked within bounds
+    assert above_note(result) == []
+    assert len(result.evidence.runs) == 96
+    alone = audit(LOGS, workers=1)
+    assert [run.path for run in alone.evidence.runs] == [run.path for run in result.evidence.runs]
+    assert alone.findings == result.findings
+    assert alone.evidence.runs == result.evidence.runs
+
+
+def test_nodes_that_did_run_together_are_told_apart_from_those_that_did_not(twin):
+    first = twin(name="system_1")
+    twin("Offline", "PerformanceOnly", "llama2-70b", "*.*.max_query_count = 0\n", name="system_2")
+    result = audit(first.parent)
+    assert result.evidence.kind == "nodes"
+    assert above_note(result) == []
+    found = next(item for item in result.findings if item.id == "nodes.simultaneous")
+    assert found.severity is Severity.NOTE  # one after the other, and nothing claims more
+    assert "0.0%" in found.found

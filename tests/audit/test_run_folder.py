@@ -1,0 +1,106 @@
+"""Run folders of megatoken: what the harness leaves passes; what was changed afterwards is found."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from megatoken.audit import Severity, audit
+
+CHILD = Path(__file__).parents[1] / "harness" / "loadgen_children.py"
+
+
+def command(folder: Path, **options: Any) -> list[str]:
+    lengths = folder / "lengths.csv"
+    lengths.write_text("input_tokens,output_tokens\n" + "".join(f"{20 + i},{2 + i % 5}\n" for i in range(40)))
+    arguments = {"out": str(folder / "runs"), "lengths": str(lengths), **options}
+    return [sys.executable, str(CHILD), "offline", json.dumps(arguments)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    answer = subprocess.check_output(command(folder, config={"samples": 400}), env=environment(), timeout=200)
+    return Path(json.loads(answer)["path"])
+
+
+@pytest.fixture
+def run_folder(finished, tmp_path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / finished.name))
+
+
+def grave(folder: Path) -> dict[str, str]:
+    severities = (Severity.FAIL, Severity.WARN, Severity.UNKNOWN)
+    return {item.id: item.found for item in audit(folder).findings if item.severity in severities}
+
+
+def test_a_whole_run_folder_passes(run_folder):
+    result = audit(run_folder)
+    assert grave(run_folder) == {}
+    assert result.evidence.kind == "megatoken_run"
+    assert result.evidence.runs[0].node == run_folder.name
+    passed = {item.id for item in result.findings if item.severity is Severity.PASS}
+    assert {"run_folder.whole", "run_folder.metrics", "run_folder.loadgen", "run_folder.tokens"} <= passed
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "expected"),
+    [
+        ("output_tokens_per_second", lambda value: value * 1.01, "run_folder.metrics"),
+        ("output_tokens", lambda value: value + 1000, "run_folder.tokens"),
+        ("samples_completed", lambda value: value - 1, "run_folder.metrics"),
+        ("ttft_seconds", lambda value: {**value, "p99": value["p99"] / 2}, "run_folder.metrics"),
+        ("steady_window_seconds", lambda _: [0.0, 1.0], "run_folder.metrics"),
+        ("nodes", lambda value: value * 2, "run_folder.metrics"),
+        ("loadgen_output_tokens_per_second", lambda value: value * 2, "run_folder.loadgen"),
+        ("loadgen_version", lambda _: "9.9.9", "run_folder.loadgen"),
+        ("verdict", lambda _: "SPLENDID", "run_folder.whole"),
+        ("scenario", lambda _: 7, "run_folder.metrics"),
+    ],
+)
+def test_a_changed_result(run_folder, key, change, expected):
+    path = run_folder / "result.json"
+    result = json.loads(path.read_text())
+    path.write_text(json.dumps({**result, key: change(result[key])}))
+    assert expected in grave(run_folder)
+
+
+def test_changed_rows(run_folder):
+    path = run_folder / "requests.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.slice(0, table.num_rows - 5), path)
+    assert {"run_folder.metrics"} <= grave(run_folder).keys()
+    path.write_bytes(b"PAR1 junk")
+    assert "requests.parquet is damaged" in grave(run_folder)["run_folder.whole"]
+
+
+def test_an_interrupted_run_is_no_result(tmp_path):
+    options = {"config": {"samples": 400}, "per_poll": 1, "pause_seconds": 0.02}
+    with subprocess.Popen(command(tmp_path, **options), env=environment(), stdout=subprocess.PIPE) as process:
+        runs = tmp_path / "runs"
+        while not list(runs.glob("2*/mlperf/mlperf_log_detail.txt")):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=100)
+    (folder,) = runs.iterdir()
+    found = grave(folder)
+    assert "log.abandoned" in found or "log.whole" in found or "log.readable" in found
+
+
+def test_several_runs_are_several_nodes(finished, tmp_path):
+    for name in ("one", "two"):
+        shutil.copytree(finished / "mlperf", tmp_path / "nodes" / name / "mlperf")
+    result = audit(tmp_path)
+    assert [run.node for run in result.evidence.runs] == ["one", "two"]
+    assert "nodes.copies" in grave(tmp_path)

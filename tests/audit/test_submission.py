@@ -1,0 +1,257 @@
+"""A submission tree: whole in both layouts, then with one part after the other missing or wrong."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatoken.audit import Severity, audit
+from megatoken.audit.facts import rules
+
+LOGS = ("mlperf_log_detail.txt", "mlperf_log_summary.txt", "mlperf_log_accuracy.json")
+KEY = "sys/llama2-70b-99/Offline"
+SCORES = (
+    "{'rouge1': 44.5, 'rouge2': np.float64(22.1), 'rougeL': 28.7, 'rougeLsum': 41.9, 'gen_len': 28000000, "
+    "'gen_num': 24576, 'tokens_per_sample': 293.3}\nhash=0123abc\n"
+)
+SYSTEM = {
+    **dict.fromkeys(rules()["system_keys"], "x"),
+    "division": "closed",
+    "submitter": "Vendor",
+    "status": "available",
+    "system_type": "datacenter",
+    "number_of_nodes": 1,
+    "accelerators_per_node": 8,
+    "accelerator_model_name": "NVIDIA H200-SXM-141GB",
+    "accelerator_memory_capacity": "141 GB",
+    "hw_notes": "H200 TGP 700W",
+    "framework": "TensorRT 10.10, CUDA 12.9",
+    "other_software_stack": "TensorRT 10.10, CUDA 12.9, cuDNN 9.8, Driver 575.57",
+}
+# What runs of a fifth of a second over 64 rows cannot meet.
+TOO_SMALL = {
+    "rules.data_set", "rules.min_duration", "rules.ran_long_enough", "rules.sample_count", "rules.offline_samples",
+    "rules.whole_passes", "rules.tokens_per_sample", "accuracy.tokens_agree",
+}  # fmt: skip
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.fixture(params=["v5", "v6"])
+def tree(request, originals, tmp_path) -> tuple[Path, str]:
+    """Root of a submission with one system, and its layout."""
+    layout, vendor = request.param, tmp_path / "closed" / "Vendor"
+    for scenario in ("Offline", "Server"):
+        key = f"sys/llama2-70b-99/{scenario}"
+        results = vendor / "results" / key
+        for part, mode in (("performance/run_1", "PerformanceOnly"), ("accuracy", "AccuracyOnly")):
+            (results / part).mkdir(parents=True)
+            for name in LOGS:
+                shutil.copy(originals(scenario, mode) / name, results / part / name)
+        write(results / "accuracy/accuracy.txt", SCORES)
+        described = vendor / "measurements" / key if layout == "v5" else results
+        write(
+            described / ("sys_d.json" if layout == "v5" else "measurements.json"),
+            json.dumps(dict.fromkeys(rules()["measurement_keys"], "x")),
+        )
+        write(described / "user.conf", "*.Offline.target_qps = 4000\n")
+        write(described / "README.md", "how\n")
+        test = (vendor / "compliance" / key if layout == "v5" else results) / "TEST06"
+        write(
+            test / "verify_accuracy.txt",
+            "First token check pass: Skipped\nEOS check pass: True\nSample length check pass: True\n",
+        )
+        shutil.copytree(
+            originals(scenario, "AccuracyOnly"),
+            test / "accuracy",
+            ignore=shutil.ignore_patterns("*_detail*", "*_summary*", "user.conf", "*trace*"),
+        )
+    write(vendor / "systems/sys.json", json.dumps(SYSTEM, indent=1))
+    write(vendor / ("code" if layout == "v5" else "src") / "run.py", "\n")
+    write(vendor / "calibration.md", "512 samples\n")
+    return tmp_path, layout
+
+
+def grave(root: Path, round_: str | None = None) -> set[str]:
+    found = audit(root, round=round_).findings
+    return {item.id for item in found if item.severity in (Severity.FAIL, Severity.WARN)} - TOO_SMALL
+
+
+def place(tree: tuple[Path, str], path: str) -> Path:
+    """A path of the v5 layout in the tree's own."""
+    root, layout = tree
+    if layout == "v6":
+        path = (
+            path.replace("measurements/", "results/")
+            .replace("compliance/", "results/")
+            .replace("sys_d.json", "measurements.json")
+        )
+        path = path.replace("code/", "src/")
+    return root / "closed/Vendor" / path
+
+
+def test_whole_submission(tree):
+    root, _ = tree
+    result = audit(root)
+    assert grave(root) == set()
+    assert result.evidence.kind == "submission"
+    roles = sorted(str(run.role) for run in result.evidence.runs)
+    assert roles == ["accuracy"] * 2 + ["compliance"] * 2 + ["performance"] * 2
+    run = result.evidence.performance_runs[0]
+    assert (run.division, run.submitter, run.benchmark, run.folder_scenario) == (
+        "closed",
+        "Vendor",
+        "llama2-70b-99",
+        "Offline",
+    )
+    assert result.evidence.system_of(run).accelerators_per_node == 8
+    assert result.evidence.accuracy_results[0].scores["rouge2"] == 22.1
+    for inside in ("closed", "closed/Vendor"):
+        assert grave(root / inside) == set(), inside
+
+
+def test_small_runs_do_not_meet_the_rules(tree):
+    failed = {item.id for item in audit(tree[0]).findings if item.severity is Severity.FAIL}
+    assert {"rules.data_set", "rules.min_duration"} <= failed
+
+
+BREAKS = {
+    f"results/{KEY}/performance/run_1/mlperf_log_detail.txt": "submission.performance",
+    f"results/{KEY}/performance/run_1/mlperf_log_summary.txt": "submission.performance",
+    f"results/{KEY}/accuracy/accuracy.txt": "submission.accuracy",
+    f"results/{KEY}/accuracy/mlperf_log_accuracy.json": "submission.accuracy",
+    f"results/{KEY}/accuracy": "accuracy.evidence",
+    f"results/{KEY}": "submission.required_scenarios",
+    f"measurements/{KEY}/user.conf": "submission.measurements",
+    f"measurements/{KEY}/README.md": "submission.measurements",
+    f"measurements/{KEY}/sys_d.json": "submission.measurements",
+    f"compliance/{KEY}/TEST06/verify_accuracy.txt": "submission.compliance",
+    "systems/sys.json": "submission.systems",
+    "code/run.py": "submission.names",
+    "code": "submission.code",
+}
+
+
+@pytest.mark.parametrize("path", BREAKS)
+def test_missing_part(tree, path):
+    target = place(tree, path if path != "code" or tree[1] == "v5" else "src")
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+    assert BREAKS[path] in grave(tree[0])
+
+
+def test_calibration_is_for_v5(tree):
+    place(tree, "calibration.md").unlink()
+    assert ("submission.calibration" in grave(tree[0], "v5.1" if tree[1] == "v5" else None)) == (tree[1] == "v5")
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "expected"),
+    [
+        ("systems/sys.json", '"Vendor"', '"Rival"', "submission.owner"),
+        ("systems/sys.json", '"closed"', '"open"', "submission.owner"),
+        ("systems/sys.json", '"available"', '"soon"', "system.values"),
+        ("systems/sys.json", '"cooling": "x"', '"cooling": ""', "system.keys"),
+        ("systems/sys.json", '"cooling"', '"cooling_"', "system.keys"),
+        ("systems/sys.json", '"141 GB"', '"80 GB"', "system.part_memory"),
+        ("systems/sys.json", "TensorRT 10.10, CUDA 12.9,", "TensorRT 9.1, CUDA 12.9,", "system.software"),
+        (f"measurements/{KEY}/sys_d.json", '"retraining": "x"', '"retraining": ""', "submission.measurement_keys"),
+        (f"compliance/{KEY}/TEST06/verify_accuracy.txt", "EOS check pass: True", "EOS check:", "submission.compliance"),
+        (f"results/{KEY}/accuracy/accuracy.txt", "44.5", "43.5", "accuracy.scores"),
+        (f"results/{KEY}/accuracy/accuracy.txt", "293.3", "200.3", "accuracy.scores"),
+        (f"results/{KEY}/accuracy/accuracy.txt", "hash=", "", "accuracy.hash"),
+    ],
+)  # fmt: skip
+def test_wrong_part(tree, path, old, new, expected):
+    target = place(tree, path)
+    text = target.read_text()
+    assert old in text
+    target.write_text(text.replace(old, new))
+    assert expected in grave(tree[0])
+
+
+def test_wrong_places(tree, originals):
+    root, _ = tree
+    results = place(tree, "results/sys/llama2-70b-99")
+    shutil.copytree(results / "Server", results / "Interactive")
+    found = {item.id: item for item in audit(root).findings if item.severity is Severity.FAIL}
+    assert "LoadGen told the limits 450000000" in found["rules.limits_asked"].expected
+    (results / "Interactive").rename(results / "Batch")
+    assert "submission.scenario_name" in grave(root)
+    shutil.rmtree(results / "Server")
+    (results / "Batch").rename(results / "SingleStream")
+    assert {"rules.scenario", "submission.required_scenarios"} <= grave(root)
+    (results / "Offline/performance/run_1" / "a b.txt").write_text("x")
+    assert "submission.names" in grave(root)
+
+
+def test_one_round(tree, tmp_path):
+    import tarfile
+
+    with tarfile.open(Path(__file__).with_name("logs") / "genuine.tar.xz") as archive:
+        archive.extractall(tmp_path / "old", filter="data")
+    old = tmp_path / "old/6.0.6/Server-PerformanceOnly-llama2-70b"
+    target = place(tree, "results/sys/llama2-70b-99/Server/performance/run_1")
+    for name in LOGS[:2]:
+        shutil.copy(old / name, target / name)
+    shutil.rmtree(tmp_path / "old")
+    assert "rules.one_round" in grave(tree[0])
+
+
+def test_truncated_accuracy_log(tree):
+    """As MLPerf's tool leaves it: the first and the last 4,096 bytes."""
+    path = place(tree, f"results/{KEY}/accuracy/mlperf_log_accuracy.json")
+    text = path.read_text()
+    path.write_text(f"{text[:4096]}\n\n...\n\n{text[-4096:]}")
+    assert grave(tree[0]) == set()
+    path.write_text(f"{text[:9000]}\n\n...\n\n{text[-4096:]}")
+    assert "accuracy.truncated" in grave(tree[0])
+
+
+def test_power(tree):
+    root, _ = tree
+    performance = place(tree, f"results/{KEY}/performance")
+    run = audit(root).evidence.performance_runs[0]
+    begin, end = run.figures.began_at, run.figures.ended_at
+    middle = begin + (end - begin) / 2
+
+    def reading(time, watts):
+        return (
+            f"Time,{time:%m-%d-%Y %H:%M:%S}.{time.microsecond // 1000:03},Watts,{watts},Volts,230,Amps,1,PF,1,Mark,x\n"
+        )
+
+    before = begin.replace(year=begin.year - 1)
+    lines = [reading(before, 1e6), reading(middle, 10_000), reading(middle, 11_000), reading(middle, -1), "junk\n"]
+    write(performance / "run_1/spl.txt", "".join(lines))
+    result = audit(root)
+    assert [(power.mean_watts, power.readings) for power in result.evidence.power] == [(10_500, 2)]
+    assert "power.files" in grave(root)
+    for name in ("client.json", "client.log", "ptd_logs.txt", "server.json", "server.log"):
+        write(performance / "power" / name, "x")
+    assert grave(root) == set()
+    shutil.copytree(performance / "run_1", performance / "ranging")
+    write(performance / "ranging/spl.txt", reading(middle, 20_000))
+    assert "power.ranging" in grave(root)
+    write(performance / "run_1/spl.txt", reading(before, 5))
+    assert "power.readings" in grave(root)
+
+
+def test_many_files_in_parallel_with_progress(tree, tmp_path):
+    """3,000 files here; what 50,000 take stands in docs/audit.md."""
+    root, _ = tree
+    vendor = root / "closed/Vendor"
+    results = vendor / "results/sys"
+    for number in range(40):
+        shutil.copytree(results / "llama2-70b-99", results / f"resnet50-{number}", copy_function=os.link)
+    for number in range(2_000):
+        write(vendor / "code" / f"part_{number % 20}" / f"{number}.py", "\n")
+    seen: list[tuple[int, int]] = []
+    result = audit(root, progress=lambda done, total: seen.append((done, total)), workers=2)
+    runs = len(result.evidence.runs)
+    assert runs > 160
+    assert [pair for pair in seen if pair[1]] == [(done, runs) for done in range(1, runs + 1)]
+    assert any(total == 0 and done > 2_000 for done, total in seen)
