@@ -4,6 +4,7 @@ import json
 import math
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -132,24 +133,33 @@ def test_percentiles_of_too_few_samples_are_marked(percent, count):
     assert f"p{percent}" not in percentiles(np.ones(count))["unreliable"]
 
 
-def seen(*rows: tuple[float, int, int]):
-    """Output tokens of a replica until a time."""
-    levels = dict.fromkeys(SeriesRow._fields[3:12], 0)
+def seen(*rows: tuple[float, int, int], waiting: int = 1):
+    """Output tokens of a replica until a time, with samples in its queue."""
+    levels = dict.fromkeys(SeriesRow._fields[3:12], 0) | {"waiting": waiting}
     return series(*(SeriesRow(at, "a", replica, **levels | {"output_tokens": tokens}) for at, replica, tokens in rows))
 
 
 def test_the_steady_window_leaves_out_ramp_and_tail():
     # Ten lanes start 1 s apart and run 20 s: all ten from 9 s to 20 s, nine from 8 s to 21 s.
     first = np.arange(10.0)
-    assert steady_window(first, first + 20) == (8.0, 21.0)
+    assert steady_window(first, first + 20, seen((29.0, 0, 0))) == (8.0, 21.0)
+
+
+def test_the_steady_window_ends_with_the_queue():
+    first = np.arange(10.0)
+    queue = [seen((seconds, 0, 0), waiting=int(seconds < 17.5)) for seconds in range(30)]
+    assert steady_window(first, first + 20, pa.concat_tables(queue)) == (8.0, 17.0)
+    assert steady_window(first, first + 20, seen((29.0, 0, 0), waiting=0)) is None, "no sample ever waited"
 
 
 def test_a_short_window_is_not_stated():
     first = np.zeros(50)
-    assert steady_window(first, first + 1.9) is None
-    assert steady_window(first, first + 2.1) == (0.0, 2.1)
-    assert steady_window(first, first) is None
-    assert steady_window(np.array([]), np.array([])) is None
+    queue = seen((100.0, 0, 0))
+    assert steady_window(first, first + 1.9, queue) is None
+    assert steady_window(first, first + 2.1, queue) == (0.0, 2.1)
+    assert steady_window(np.append(first, 10.0), np.append(first + 2.1, 10.6), queue) is None, "less than a fifth"
+    assert steady_window(first, first, queue) is None
+    assert steady_window(np.array([]), np.array([]), queue) is None
 
 
 def test_the_steady_rate_counts_what_was_seen_when_it_was_seen():
@@ -170,9 +180,9 @@ def test_a_steady_rate_needs_a_series_that_reaches_over_it():
 
 
 def test_a_run_still_going_has_no_steady_window():
-    table = requests(*(row(number, 0.5, 9.5, 50) for number in range(10)))
-    assert summarise(table, series(), scenario="offline")["steady_window_seconds"] == [0.5, 9.5]
-    assert summarise(table, series(), scenario="offline", finished=False)["steady_window_seconds"] is None
+    table, queue = requests(*(row(number, 0.5, 9.5, 50) for number in range(10))), seen((9.5, 0, 500))
+    assert summarise(table, queue, scenario="offline")["steady_window_seconds"] == [0.5, 9.5]
+    assert summarise(table, queue, scenario="offline", finished=False)["steady_window_seconds"] is None
 
 
 spans = st.lists(
@@ -187,8 +197,10 @@ def test_the_steady_window_agrees_with_counting(samples):
     generating = [sum(first <= second < last for first, last in samples) for second in range(71)]
     peak = max(generating)
     busy = [second for second, count in enumerate(generating) if peak and count >= 0.9 * peak]
-    expected = (busy[0], busy[-1] + 1) if busy and busy[-1] + 1 - busy[0] >= 2 else None
-    assert steady_window(*(np.array(column, dtype=float) for column in zip(*samples, strict=True))) == expected
+    shortest = max(2, 0.2 * max(last for _, last in samples))
+    expected = (busy[0], busy[-1] + 1) if busy and busy[-1] + 1 - busy[0] >= shortest else None
+    first, last = (np.array(column, dtype=float) for column in zip(*samples, strict=True))
+    assert steady_window(first, last, seen((100.0, 0, 0))) == expected
 
 
 def test_totals_sum_replicas_at_every_time():

@@ -17,6 +17,7 @@ PERCENTILE_METHOD = "exact, from every raw value, linear interpolation between t
 PERCENTILE_CONFIDENCE = 0.99
 STEADY_SHARE = 0.9
 SHORTEST_STEADY_SECONDS = 2.0
+SHORTEST_STEADY_RUN_SHARE = 0.2
 
 Floats = NDArray[np.float64]
 
@@ -40,7 +41,7 @@ def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: 
     end = float(done.last.max()) if len(done) else start
     duration = end - start
     input_tokens, output_tokens = int(done.input_tokens.sum()), int(done.output_tokens.sum())
-    steady = steady_window(done.first, done.last) if finished else None
+    steady = steady_window(done.first, done.last, series) if finished else None
     several = done.only(done.output_tokens >= 2)
     joules, watts = energy(series)
     return {
@@ -99,14 +100,17 @@ def samples_needed(percent: int) -> int:
     return count
 
 
-def steady_window(first: Floats, last: Floats) -> tuple[float, float] | None:
+def steady_window(first: Floats, last: Floats, series: pa.Table) -> tuple[float, float] | None:
     """The span between the first and the last moment at which 90 % of the peak number of samples were generating.
 
-    A sample generates from its first to its last token. None when the span is shorter than two seconds.
+    It ends when no sample waits any more: from then on nothing replaces what ends, and without prompts to read, answers
+    come faster than they could for long. A sample generates from its first to its last token. None when the span is
+    shorter than two seconds or a fifth of the run.
 
     Args:
         first: seconds [N] of the first token of each completed sample.
         last: seconds [N] of its last token.
+        series: table of ``SeriesRow``.
     """
     known = np.isfinite(first) & np.isfinite(last)
     if not known.any():
@@ -118,8 +122,11 @@ def steady_window(first: Floats, last: Floats) -> tuple[float, float] | None:
     if from_start.max() < 1:
         return None
     enough = STEADY_SHARE * from_start.max()
-    start, end = float(starts[from_start >= enough][0]), float(ends[until_end >= enough][-1])
-    return (start, end) if end - start >= SHORTEST_STEADY_SECONDS else None
+    times, waiting = totals_over_time(series, ["waiting"])
+    start = float(starts[from_start >= enough][0])
+    end = min(float(ends[until_end >= enough][-1]), float(times[waiting > 0].max(initial=0.0)))
+    shortest = max(SHORTEST_STEADY_SECONDS, SHORTEST_STEADY_RUN_SHARE * float(ends[-1]))
+    return (start, end) if end - start >= shortest else None
 
 
 def tokens_per_second_within(series: pa.Table, start: float, end: float) -> float | None:
