@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def shard_bytes(sizes: Sequence[int], shards: int) -> int:
             filled[-1] += size
         return len(filled)
 
-    return next(limit for limit in range(max(sizes), sum(sizes) + 1) if count(limit) <= shards)
+    limits = range(max(sizes), sum(sizes) + 1)
+    return limits[bisect_left(limits, True, key=lambda limit: count(limit) <= shards)]
 
 
 @torch.inference_mode()
