@@ -133,10 +133,8 @@ def run_software(run: Run) -> dict[str, str]:
     environment = run.environment
     gpus = environment.get("gpus") or [{}]
     facts: dict[str, Any] = {
-        **{
-            key: environment.get(key)
-            for key in ("operating_system", "kernel", "python", "cpu_kernels", "torch_threads")
-        },
+        **{key: environment.get(key) for key in ("operating_system", "kernel", "python")},
+        "target": run.result.get("target"),
         "driver": gpus[0].get("driver_version"),
         "packages": environment.get("packages"),
         "source": environment.get("source"),

@@ -1,0 +1,104 @@
+"""What commands make of the flags typed after them: an unknown one is answered with the nearest that they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from typer.core import TyperCommand, TyperOption
+
+from megatoken.errors import ConfigError
+
+FLAGS = "megatoken.flags"  # where a context keeps the flags that are keys of the configuration
+
+
+class Command(TyperCommand):
+    """A command whose flags may be typed with dashes or underscores."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Writes flags as they are declared, sets undeclared ones aside, refuses those that nobody knows."""
+        options = [name for option in self.get_params(ctx) for name in option.opts if name.startswith("--")]
+        valued = [option for option in self.params if isinstance(option, TyperOption) and not option.is_flag]
+        takes_value = {name for option in valued for name in option.opts}
+        flags: dict[str, str] = {}
+        kept: list[str] = []
+        rest = list(args)
+        while rest:
+            argument = rest.pop(0)
+            typed, equals, value = argument.partition("=")
+            name = typed.replace("_", "-")
+            if argument == "--":
+                kept += [argument, *rest]
+                break
+            if name in options:
+                kept.append(f"{name}{equals}{value}")
+                if name in takes_value and not equals:
+                    kept += rest[:1]
+                    del rest[:1]
+            elif not typed.startswith("--"):
+                kept.append(argument)
+            elif not self.is_key(typed[2:]):
+                known = [*self.other_flags(), *(option[2:] for option in options)]
+                raise _unknown_flag(typed, known, ctx.command_path)
+            elif equals:
+                flags[typed[2:]] = value
+            else:
+                flags[typed[2:]] = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        ctx.meta[FLAGS] = flags
+        return list(super().parse_args(ctx, kept))
+
+    def is_key(self, flag: str) -> bool:
+        """Whether an undeclared flag is a key that the command takes."""
+        return False
+
+    def other_flags(self) -> Sequence[str]:
+        """Flags that the command takes beside those it declares."""
+        return ()
+
+
+class SchemaCommand(Command):
+    """A command that takes keys of the configuration schema as flags, beside those it declares."""
+
+    prefix = ""
+
+    def is_key(self, flag: str) -> bool:
+        """Whether ``flag`` is a key of the schema."""
+        from megatoken.config import flag_key
+
+        return flag_key(flag) in self._keys()
+
+    def other_flags(self) -> Sequence[str]:
+        """The keys and their shorter names."""
+        from megatoken.config import FLAG_ALIASES
+
+        aliases = (alias.replace("_", "-") for alias in FLAG_ALIASES if alias.startswith(self.prefix))
+        return [*self._keys(), *aliases]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Adds the keys of the schema to the help."""
+        from megatoken.config import describe_keys
+
+        super().format_help(ctx, formatter)
+        keys = [(f"--{key}", f"{text} [{default}]") for key, default, text in describe_keys()]
+        with formatter.section("Keys of the configuration, each also a flag"):
+            formatter.write_dl([row for row in keys if row[0].startswith(f"--{self.prefix}")])
+
+    def _keys(self) -> list[str]:
+        from megatoken.config import KEYS
+
+        return [key for key in KEYS if key.startswith(self.prefix)]
+
+
+class EngineCommand(SchemaCommand):
+    """A command that takes the keys of the engine only."""
+
+    prefix = "engine."
+
+
+def _unknown_flag(flag: str, known: Iterable[str], command: str) -> ConfigError:
+    from megatoken.config import nearest
+
+    spellings = {name.replace("_", "-"): name for name in known}
+    meant = nearest(flag[2:].replace("_", "-"), spellings)
+    mend = f"did you mean --{spellings[meant]}?" if meant else f"see {command} --help"
+    return ConfigError(f"{flag}: unknown flag; {mend}")

@@ -1,0 +1,56 @@
+"""``megatoken report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatoken.cli.streams import standard_output
+from megatoken.errors import ExitCode, UsageError
+
+
+def report(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Run folders, saved documents, their folders.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Page to write instead of report.html beside PATH.")
+    ] = None,
+    sql: Annotated[
+        str | None, typer.Option("--query", metavar="SQL", help="Answer a SELECT over the run folders instead.")
+    ] = None,
+    csv: Annotated[bool, typer.Option("--csv", help="Print the answer as CSV.")] = False,
+    json_only: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
+) -> int:
+    """Make the page of a run or of a saved result anew, or ask many runs in SQL."""
+    if sql is not None:
+        if out is not None or (csv and json_only):
+            raise UsageError("--query prints its answer: give at most one of --csv and --json, and no --out")
+        _answer(paths, sql, csv=csv, json_only=json_only)
+        return ExitCode.OK
+    if csv or json_only:
+        raise UsageError("--csv and --json print the answer to a query; give --query SQL")
+    if out is not None and len(paths) > 1:
+        raise UsageError("--out names one page; give one PATH with it")
+
+    from megatoken.report import write_report
+
+    for path in paths:
+        page = write_report(path, out)
+        with standard_output(f"the page is {page}"):
+            print(page)
+    return ExitCode.OK
+
+
+def _answer(paths: list[Path], sql: str, *, csv: bool, json_only: bool) -> None:
+    from megatoken.report import answer_csv, answer_json, answer_table, show_table
+    from megatoken.results.query import query
+
+    answer = query(paths, sql)
+    with standard_output():
+        if csv:
+            print(answer_csv(answer), end="")
+        elif json_only:
+            print(answer_json(answer), end="")
+        else:
+            show_table(answer_table(answer))

@@ -1,0 +1,92 @@
+"""``megatoken run``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatoken.cli.flags import FLAGS
+from megatoken.cli.streams import standard_output
+from megatoken.errors import ExitCode
+
+if TYPE_CHECKING:
+    from megatoken.harness.prepare import Prepared
+
+
+def run(
+    ctx: typer.Context,
+    config_file: Annotated[Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; flags win.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="DIR|SHAPE", help="Checkpoint directory or named shape.")] = None,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Take only DIR's shape.")] = False,
+    precision: Annotated[str | None, typer.Option(metavar="fp32|bf16|fp8")] = None,
+    scenario: Annotated[str | None, typer.Option(metavar="offline")] = None,
+    mode: Annotated[str | None, typer.Option(metavar="performance|accuracy")] = None,
+    prompts: Annotated[str | None, typer.Option(metavar="FILE", help="Prompts: JSON lines or OpenOrca pickle.")] = None,
+    lengths: Annotated[str | None, typer.Option(metavar="FILE", help="CSV of token lengths.")] = None,
+    samples: Annotated[str | None, typer.Option(metavar="N", help="Samples to issue.")] = None,
+    min_duration: Annotated[str | None, typer.Option(metavar="SECONDS", help="Shortest duration of the run.")] = None,
+    rules: Annotated[str | None, typer.Option(metavar="v5.1", help="MLPerf round whose rules the run claims.")] = None,
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="Folder that receives the run folder.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan and write nothing.")] = False,
+    json_only: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> int:
+    """Measure how fast this machine serves a model, under MLPerf LoadGen, and leave a folder of evidence."""
+    from megatoken.config import load_run_config
+
+    declared = {
+        "model": model,
+        "random-weights": random_weights or None,
+        "precision": precision,
+        "scenario": scenario,
+        "mode": mode,
+        "prompts": prompts,
+        "lengths": lengths,
+        "samples": samples,
+        "min-duration": min_duration,
+        "rules": rules,
+        "out": out,
+    }
+    config = load_run_config(config_file, declared | ctx.meta[FLAGS])
+    try:
+        from megatoken.harness.prepare import prepare  # PyTorch with it, which takes a while
+
+        prepared = prepare(config)
+        path = None if dry_run else _measure(prepared, quiet=json_only)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted before the measurement began; nothing was written") from None
+    if path is None:
+        with standard_output():
+            print(json.dumps(prepared.plan(), indent=2) if json_only else prepared.describe())
+        return ExitCode.OK
+
+    from megatoken.report import show, write_report
+    from megatoken.results import read_run
+
+    with standard_output(f"the run is in {path}"):
+        write_report(path)
+        finished = read_run(path)
+        if json_only:
+            print(json.dumps({**finished.result, "run_folder": str(path)}, indent=2))
+        else:
+            show(finished)
+    return finished.verdict.exit_code
+
+
+def _measure(prepared: Prepared, quiet: bool) -> Path:
+    """Loads the weights and runs the measurement; returns the run folder."""
+    from megatoken.harness.offline import run_offline
+    from megatoken.harness.progress import Progress
+    from megatoken.targets.in_process import InProcessTarget
+
+    progress = Progress(quiet)
+    for note in prepared.notes:
+        progress.note(f"note: {note}")
+    progress.stage(f"loading {prepared.model.name} in {prepared.config.precision}")
+    try:
+        target = InProcessTarget(prepared.build_engine())
+        return run_offline(prepared.config, prepared.data_set, target, prepared.facts(), progress)
+    finally:
+        progress.clear()
