@@ -14,7 +14,13 @@ from typer.main import get_command
 from megatoken import __version__
 from megatoken.cli import audit, compare, generate, plan, report, run
 from megatoken.cli.flags import Command, EngineCommand, SchemaCommand
-from megatoken.cli.streams import complain, flush, stand_in_for_closed_streams, standard_output
+from megatoken.cli.streams import (
+    complain,
+    escape_what_cannot_be_encoded,
+    flush,
+    stand_in_for_closed_streams,
+    standard_output,
+)
 from megatoken.errors import ExitCode, MegatokenError
 
 # Base of everything typer raises for a wrong command line; it gives it no public name.
@@ -47,6 +53,7 @@ def _root(
 def main() -> NoReturn:
     """Entry point: runs the command, turns what can go wrong into one line on stderr and an exit code."""
     stand_in_for_closed_streams()
+    escape_what_cannot_be_encoded()
     signal.signal(signal.SIGTERM, _interrupt)
     # Threads that wait for each other spin, and on a busy machine for the very core that the other needs: five times
     # slower there (docs/performance.md). Read when PyTorch is imported, so it must be set before.
@@ -61,6 +68,8 @@ def main() -> NoReturn:
         code = complain(str(interruption) or "interrupted; nothing was written", ExitCode.INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has left
         code = ExitCode.ERROR
+    except UnicodeEncodeError:
+        code = complain("a path is not UTF-8 and cannot be written into a file; rename it", ExitCode.USAGE)
     except OSError as error:
         code = complain(str(error), ExitCode.ERROR)
     flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,13 +18,13 @@ Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder that recei
 def deliver(document: Mapping[str, Any], *, json_only: bool, out: Path | None) -> None:
     """Saves a document and its page in ``out``, where given, and prints it."""
     from megatoken.report import save_document, show
-    from megatoken.results.files import to_json
+    from megatoken.results.files import plain
 
     saved = save_document(document, out) if out is not None else ()
     with standard_output(f"the result is in {out}" if saved else ""):
         if json_only:
-            print(to_json(document), end="")
-            return
-        show(document)
-        for path in saved:
-            print(f"Saved: {path}")
+            print(json.dumps(plain(document), indent=2, allow_nan=False))
+        else:
+            show(document)
+            for path in saved:
+                print(f"Saved: {path}")
