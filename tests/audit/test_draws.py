@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatoken.audit import Severity, audit
 from megatoken.audit.accuracy_log import read_accuracy_log
 from megatoken.audit.detail_log import read_detail_log
 from megatoken.audit.early_stopping import most_over, odds, queries_needed
 from megatoken.audit.facts import round_seeds
-from megatoken.audit.shuffle import Twister, accuracy_order, arrival_seconds, library_order, shuffle
+from megatoken.audit.shuffle import Load, Twister, arrival_seconds, issued_rows, library_order, shuffle
 
 
 def test_mersenne_twister_is_the_standard_one():
@@ -42,12 +43,9 @@ def test_accuracy_order_is_loadgens(originals, scenario, model):
     folder = originals(scenario, "AccuracyOnly", model)
     detail = read_detail_log(folder / "mlperf_log_detail.txt")
     answers = read_accuracy_log(folder / "mlperf_log_accuracy.json")
-    order = accuracy_order(
-        detail.get("effective_sample_index_rng_seed"),
-        tuple(detail.library_set().tolist()),
-        scenario,
-        detail.get("effective_sample_concatenate_permutation"),
-    )
+    load = Load(scenario, True, detail.get("effective_sample_concatenate_permutation"), 1)
+    seed = detail.get("effective_sample_index_rng_seed")
+    order = issued_rows(seed, tuple(detail.library_set().tolist()), load, 64)
     assert tuple(answers.rows[np.argsort(answers.sequence_ids)].tolist()) == order
 
 
@@ -86,3 +84,15 @@ def test_odds_approach_the_normal_distribution():
     queries, over = 1_000_000, 9_770
     z = (over + 0.5 - queries * 0.01) / math.sqrt(queries * 0.01 * 0.99)
     assert odds(queries - over, over, 0.99) == pytest.approx(NormalDist().cdf(z), rel=0.05)
+
+
+@pytest.mark.parametrize("scenario", ["Offline", "Server", "SingleStream"])
+@pytest.mark.parametrize("permuted", [0, 1])
+def test_rows_of_performance_runs_that_log_samples(originals, scenario, permuted):
+    """As compliance tests do: the sample that each sequence id asks for is checked without the data set."""
+    more = f"*.*.accuracy_log_sampling_target = 300\n*.*.sample_concatenate_permutation = {permuted}\n"
+    result = audit(originals(scenario, "PerformanceOnly", "llama2-70b", more))
+    assert result.evidence.runs[0].accuracy_records > 50
+    (found,) = [item for item in result.findings if item.id == "accuracy.order"]
+    assert found.severity is Severity.PASS
+    assert {item.severity for item in result.findings} <= {Severity.PASS, Severity.NOTE}

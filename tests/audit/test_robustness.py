@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -342,3 +343,50 @@ def test_errors_of_the_program_become_findings(twin, monkeypatch):
 def test_every_error_is_typed():
     assert issubclass(UsageError, MegatokenError)
     assert not issubclass(UnreadableError, MegatokenError)  # never leaves the audit
+
+
+def test_no_pattern_takes_long(twin, tmp_path):
+    """Texts on which a careless pattern would search for hours."""
+    folder = twin(name="results")
+    long = 400_000
+    for text in (
+        " " * long,
+        "9" * long,
+        "a " * long,
+        "1.1" * long,
+        "a: b\n" * long,
+        "9 " * long,
+        '"a" ' * long,
+        "x." * long,
+    ):
+        (folder / SUMMARY).write_text(text)
+        (folder / "user.conf").write_text(f"a.b.c = {text}\n{text}")
+        (folder / "accuracy.txt").write_text(text)
+        for name, content in (
+            (
+                "systems/one.json",
+                json.dumps(
+                    dict.fromkeys(
+                        (
+                            "hw_notes",
+                            "host_memory_capacity",
+                            "host_memory_configuration",
+                            "accelerator_memory_capacity",
+                            "accelerator_model_name",
+                            "framework",
+                            "accelerators_per_node",
+                        ),
+                        text,
+                    )
+                ),
+            ),
+            ("configs/one.py", text),
+            ("configs/one.yaml", text[: 2**16]),
+            ("README.md", f"CUDA {text}"),
+        ):
+            path = tmp_path / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(content)
+        before = time.process_time()
+        examined(tmp_path)
+        assert time.process_time() - before < 5, text[:10]

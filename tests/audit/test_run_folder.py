@@ -98,7 +98,18 @@ def test_an_interrupted_run_is_no_result(tmp_path):
     assert "log.abandoned" in found or "log.whole" in found or "log.readable" in found
 
 
-def test_several_runs_are_several_nodes(finished, tmp_path):
+def test_several_run_folders_are_several_runs(finished, tmp_path):
+    for name in ("one", "two"):
+        shutil.copytree(finished, tmp_path / name)
+    path = tmp_path / "two" / "result.json"
+    path.write_text(path.read_text().replace('"output_tokens": ', '"output_tokens": 1', 1))
+    result = audit(tmp_path)
+    assert result.evidence.kind == "runs"
+    found = next(item for item in result.findings if item.id == "run_folder.metrics" and item.severity is Severity.FAIL)
+    assert [place.file for place in found.where] == ["two/result.json", "two/requests.parquet"]
+
+
+def test_logs_of_several_nodes(finished, tmp_path):
     for name in ("one", "two"):
         shutil.copytree(finished / "mlperf", tmp_path / "nodes" / name / "mlperf")
     result = audit(tmp_path)

@@ -42,6 +42,12 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
+def truncate(path: Path, head: int = 4096) -> None:
+    """As MLPerf's tool leaves an accuracy log: its first and last 4,096 bytes."""
+    text = path.read_text()
+    path.write_text(f"{text[:head]}\n\n...\n\n{text[-4096:]}")
+
+
 @pytest.fixture(params=["v5", "v6"])
 def tree(request, originals, tmp_path) -> tuple[Path, str]:
     """Root of a submission with one system, and its layout."""
@@ -53,6 +59,7 @@ def tree(request, originals, tmp_path) -> tuple[Path, str]:
             (results / part).mkdir(parents=True)
             for name in LOGS:
                 shutil.copy(originals(scenario, mode) / name, results / part / name)
+        truncate(results / "accuracy/mlperf_log_accuracy.json")
         write(results / "accuracy/accuracy.txt", SCORES)
         described = vendor / "measurements" / key if layout == "v5" else results
         write(
@@ -155,6 +162,7 @@ def test_calibration_is_for_v5(tree):
         ("systems/sys.json", '"Vendor"', '"Rival"', "submission.owner"),
         ("systems/sys.json", '"closed"', '"open"', "submission.owner"),
         ("systems/sys.json", '"available"', '"soon"', "system.values"),
+        ("systems/sys.json", '"hw_notes"', '"is_network": true, "hw_notes"', "submission.network"),
         ("systems/sys.json", '"cooling": "x"', '"cooling": ""', "system.keys"),
         ("systems/sys.json", '"cooling"', '"cooling_"', "system.keys"),
         ("systems/sys.json", '"141 GB"', '"80 GB"', "system.part_memory"),
@@ -202,14 +210,18 @@ def test_one_round(tree, tmp_path):
     assert "rules.one_round" in grave(tree[0])
 
 
-def test_truncated_accuracy_log(tree):
-    """As MLPerf's tool leaves it: the first and the last 4,096 bytes."""
+def test_accuracy_log_not_truncated(tree, originals):
     path = place(tree, f"results/{KEY}/accuracy/mlperf_log_accuracy.json")
-    text = path.read_text()
-    path.write_text(f"{text[:4096]}\n\n...\n\n{text[-4096:]}")
-    assert grave(tree[0]) == set()
-    path.write_text(f"{text[:9000]}\n\n...\n\n{text[-4096:]}")
-    assert "accuracy.truncated" in grave(tree[0])
+    shutil.copy(originals("Offline", "AccuracyOnly") / path.name, path)
+    assert grave(tree[0]) == {"submission.accuracy"}
+    truncate(path, head=9000)
+    assert {"accuracy.truncated", "submission.accuracy"} == grave(tree[0])
+
+
+def test_a_performance_run_in_the_accuracy_folder(tree, originals):
+    for name in LOGS[:2]:
+        shutil.copy(originals() / name, place(tree, f"results/{KEY}/accuracy/{name}"))
+    assert "rules.mode" in grave(tree[0])
 
 
 def test_power(tree):

@@ -13,7 +13,7 @@ from megatoken.audit.archive import unpacked
 from megatoken.audit.checks.cross import check_accuracy_evidence, check_rounds
 from megatoken.audit.checks.nodes import check_nodes, process_steps
 from megatoken.audit.checks.power import power_of
-from megatoken.audit.checks.run_folder import check_run_folder, is_run_folder
+from megatoken.audit.checks.run_folder import check_run_folder, run_folders_in
 from megatoken.audit.checks.submission import Submission, check_names, check_submission, submissions_in
 from megatoken.audit.checks.systems import check_configurations, check_system, check_versions_elsewhere
 from megatoken.audit.claim_facts import node_rows
@@ -135,13 +135,13 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     for examined in examine_all(jobs, progress, workers):
         runs.append(examined.run)
         ledger.add(examined.observations)
-    own_folder = not submissions and is_run_folder(tree.root)
+    run_folders = run_folders_in(tree)
     configurations = () if submissions else tuple(configurations_in(tree))
     power, power_observations = power_of(tree, runs)
     ledger.add(power_observations)
     evidence = Evidence(
         root=str(path),
-        kind=_kind(runs, bool(submissions), own_folder),
+        kind=_kind(runs, bool(submissions), run_folders),
         round=claimed or _only({run.figures.round for run in runs}),
         runs=tuple(runs),
         systems=tuple(systems),
@@ -156,25 +156,26 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     for system in systems:
         ledger.add(check_system(system, bool(submissions)))
     ledger.add(check_configurations(configurations, evidence.performance_runs))
-    if own_folder:
-        ledger.add(check_run_folder(tree.root, next(iter(evidence.runs), None)))
+    for folder in run_folders:
+        ledger.add(check_run_folder(tree, folder, evidence.runs))
     together = None
     if evidence.kind == "nodes":
         ledger.add(check_versions_elsewhere(systems, _readmes(tree)))
         together = _together(evidence)
         ledger.add(check_nodes(evidence, evidence.performance_runs, together))
-    return Audit(evidence, ledger.findings(), together, _notes(tree, evidence, own_folder))
+    return Audit(evidence, ledger.findings(), together, _notes(tree, evidence))
 
 
-def _kind(runs: Sequence[Run], submission: bool, own_folder: bool) -> str:
+def _kind(runs: Sequence[Run], submission: bool, run_folders: Sequence[str]) -> str:
     if submission:
         return "submission"
-    if own_folder:
+    if "" in run_folders:
         return "megatoken_run"
     performance = [run for run in runs if run.role is Role.PERFORMANCE]
-    if len(performance) > 1 and len({(run.benchmark, run.figures.scenario) for run in performance}) == 1:
-        return "nodes"
-    return "run" if len(performance) <= 1 else "runs"
+    if len(performance) <= 1:
+        return "run"
+    alike = len({(run.benchmark, run.figures.scenario) for run in performance}) == 1
+    return "nodes" if alike and len(run_folders) < 2 else "runs"  # two run folders are two runs, not two nodes
 
 
 def _together(evidence: Evidence) -> Aggregate | None:
@@ -235,10 +236,10 @@ def _readmes(tree: Tree) -> dict[str, str]:
     return texts
 
 
-def _notes(tree: Tree, evidence: Evidence, own_folder: bool) -> tuple[str, ...]:
+def _notes(tree: Tree, evidence: Evidence) -> tuple[str, ...]:
     notes = [f"{len(tree.files):,} files, {len(evidence.runs):,} sets of LoadGen's logs"]
-    if evidence.kind not in ("submission", "megatoken_run") and not own_folder:
-        notes.append("no MLPerf submission: rules that a run does not meet are notes unless --round claims them")
+    if evidence.kind != "submission":
+        notes.append("no MLPerf submission: rules that a run does not meet are notes unless a round is claimed")
     return tuple(notes)
 
 

@@ -116,6 +116,7 @@ CHECKS: dict[str, Check] = {
     ),
     "rules.valid": Check("LoadGen's verdict is VALID", "An INVALID run did not meet its own constraints."),
     "rules.no_errors": Check("The run had no errors", "LoadGen may print VALID although it logged errors."),
+    "rules.mode": Check("The run is of the mode its folder names", "A performance run says nothing about accuracy."),
     "rules.seeds": Check(
         "Official seeds", "Each round publishes three seeds, so that nobody can choose easy samples or a kind order."
     ),
@@ -198,6 +199,7 @@ CHECKS: dict[str, Check] = {
     "submission.compliance": Check("Compliance tests passed", "They catch caching and false token counts."),
     "submission.systems": Check("Systems and results fit", "A result without a system says nothing."),
     "submission.owner": Check("Submitter and division are those of the folder", "Division decides the rules."),
+    "submission.network": Check("Networked or not", "The network division has rules of its own."),
     "submission.required_scenarios": Check("Required scenarios are there", "One scenario alone can be picked."),
     "submission.code": Check("The code is there", "How to repeat it."),
     "submission.calibration": Check("How quantisation was calibrated is told", "The closed division demands it."),

@@ -17,6 +17,8 @@ from megatoken.audit.reading import Damage, UnreadableError, display, key_lines,
 
 MOST_CONFIGURATIONS = 2_000
 MOST_CONFIGURATION_BYTES = 2**20
+MOST_YAML_BYTES = 2**16  # its parser is slow
+MOST_BYTES_IN_ALL = 64 * 2**20
 _NAMES = {
     "tensor_parallelism": ["tensor_parallelism", "tensor_parallel", "tensor_parallel_size", "tp_size", "tp"],
     "pipeline_parallelism": ["pipeline_parallelism", "pipeline_parallel", "pipeline_parallel_size", "pp_size", "pp"],
@@ -51,13 +53,18 @@ def systems_in(tree: Tree) -> tuple[list[System], list[tuple[str, Damage]]]:
 
 def configurations_in(tree: Tree) -> list[Configuration]:
     """JSON, YAML and Python files below a folder named configs, and every user.conf. Unreadable ones are left out."""
-    found = []
+    found: list[Configuration] = []
+    taken = 0
     for path in sorted(tree.files, key=natural):
         parts = path.split("/")
         name = parts[-1]
         configured = "configs" in parts[:-1] and name.endswith((".json", ".yaml", ".yml", ".py"))
-        if not (configured or name == "user.conf") or tree.files[path] > MOST_CONFIGURATION_BYTES:
+        most = MOST_YAML_BYTES if name.endswith((".yaml", ".yml")) else MOST_CONFIGURATION_BYTES
+        if not (configured or name == "user.conf") or tree.files[path] > most:
             continue
+        taken += tree.files[path]
+        if taken > MOST_BYTES_IN_ALL:
+            break
         try:
             text, _ = read_text(tree.path(path), MOST_CONFIGURATION_BYTES)
             found.append(_configuration(display(path), name, text))
@@ -149,9 +156,11 @@ def _assignments(text: str) -> Iterator[tuple[str, Any, int]]:
 def _user_conf(text: str) -> Iterator[tuple[str, Any, int]]:
     """``<model>.<scenario>.<key> = <number>``, as LoadGen reads it."""
     for number, line in enumerate(text.split("\n"), 1):
-        found = re.match(r"\s*([\w*.-]+?)\.(\*|\w+)\.(\w+)\s*=\s*(-?\d{1,18}(?:\.\d{1,18})?)\s*(?:#.*)?$", line)
-        if found:
-            _, scenario, key, value = found.groups()
+        name, _, rest = line[:300].partition("=")
+        parts = name.strip().split(".")
+        value = re.match(r"-?\d{1,18}(?:\.\d{1,18})?$", rest.partition("#")[0].strip())
+        if len(parts) >= 3 and value:
+            scenario, key = parts[-2:]
             if key == "target_qps":
                 key = {"Offline": "offline_expected_qps", "Server": "server_target_qps"}.get(scenario, key)
-            yield key, float(value) if "." in value else int(value), number
+            yield key, float(value[0]) if "." in value[0] else int(value[0]), number

@@ -5,6 +5,7 @@ Paths are texts relative to ``Evidence.root``. None means that the artefacts do 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime
@@ -184,7 +185,7 @@ class Evidence:
     """Everything that was found below one path."""
 
     root: str
-    kind: str  # run (one), nodes (many, same benchmark and scenario), submission, megatoken_run
+    kind: str  # run (one), nodes (many, same benchmark and scenario), runs (many others), submission, megatoken_run
     round: str | None  # asked for, else that of the runs if they agree
     runs: tuple[Run, ...]  # sorted by natural order of their paths
     systems: tuple[System, ...] = ()
@@ -203,8 +204,5 @@ class Evidence:
 
 
 def _count(value: Any) -> int | None:
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int):
-        return value
-    return int(value) if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() else None
+    text = str(value).strip() if isinstance(value, int | str) and not isinstance(value, bool) else ""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None

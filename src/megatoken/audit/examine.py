@@ -57,12 +57,13 @@ def examine(job: Job) -> Examined:
     try:
         return _examine(job)
     except Exception as error:
-        files = _displayed(job.files)
-        found = shown(f"{type(error).__name__}: {error}")
-        observation = Observation(
-            "log.examined", Severity.UNKNOWN, "a run that can be checked", found, (Where(files.folder),)
-        )
-        return Examined(blank_run(job), (observation,))
+        return Examined(blank_run(job), (not_examined(display(job.files.folder), error),))
+
+
+def not_examined(place: str, cause: Exception | str) -> Observation:
+    """That something could not be checked, which is neither for nor against it."""
+    found = shown(cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}")
+    return Observation("log.examined", Severity.UNKNOWN, "a run that can be checked", found, (Where(place),))
 
 
 def blank_run(job: Job) -> Run:
@@ -111,7 +112,10 @@ def _examine(job: Job) -> Examined:
         rules_claimed=job.rules_claimed,
     )
     for check in CHECKS:
-        observations += check(view)
+        try:
+            observations += check(view)
+        except Exception as error:
+            observations.append(not_examined(view.detail_path, error))
     run = _run(shown_files, job, figures, detail, accuracy)
     if run.benchmark is None and benchmark is not None:
         run = replace(run, benchmark=benchmark.name)

@@ -9,9 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 
-from megatoken.audit.evidence import Where
-from megatoken.audit.examine import Examined, Job, blank_run, examine
-from megatoken.audit.finding import Observation, Severity
+from megatoken.audit.examine import Examined, Job, blank_run, examine, not_examined
+from megatoken.audit.reading import display
 
 FEW_RUNS = 24
 SMALL_BYTES = 64 * 2**20
@@ -58,9 +57,7 @@ def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Examined]:
         yield from map(examine, jobs)
         return
     for job in jobs[done:]:
-        where = (Where(job.files.folder),)
-        found = "the process that read it died; is there enough memory?"
-        observation = Observation("log.examined", Severity.UNKNOWN, "a run that can be checked", found, where)
+        observation = not_examined(display(job.files.folder), "the process that read it died; is there enough memory?")
         yield Examined(blank_run(job), (observation,))
 
 

@@ -8,7 +8,9 @@ to 5.0.15 are of the older kind). Clang's library would give yet another order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -16,9 +18,20 @@ from numpy.typing import NDArray
 
 MOST_ROWS = 200_000
 MOST_ARRIVALS = 5_000_000
+MOST_DRAWS = 2_000_000
 _WORD = 2**32
 
 Draw = Callable[[int], int]  # bound -> integer in [0, bound)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What decides how LoadGen draws rows from its library."""
+
+    scenario: str
+    accuracy: bool  # every row once
+    permuted: bool  # sample_concatenate_permutation: every row equally often
+    min_queries: int  # effective_min_query_count
 
 
 class Twister:
@@ -88,29 +101,47 @@ def library_order(seed: int, rows: int, before_gcc_11: bool = False) -> tuple[in
     return tuple(order)
 
 
-def accuracy_order(
-    seed: int, library: tuple[int, ...], scenario: str, permuted: bool, before_gcc_11: bool = False
+def issued_rows(
+    seed: int, library: tuple[int, ...], load: Load, count: int, before_gcc_11: bool = False
 ) -> tuple[int, ...]:
-    """The row that each sequence id of an accuracy run asks for, if one library set holds the data set.
+    """The row that each of the first ``count`` samples asks for, by sequence id.
 
     Args:
         seed: sample_index_rng_seed.
-        library: the set as loaded.
-        scenario: Offline, Server or SingleStream.
-        permuted: sample_concatenate_permutation.
+        library: the set as loaded; of an accuracy run the only one.
+        load: what decides how rows are drawn.
+        count: samples.
         before_gcc_11: as in ``library_order``.
+
+    Raises:
+        ValueError: too many draws to repeat, or a load that draws otherwise.
     """
+    passes = 1 if load.accuracy else math.ceil(load.min_queries / len(library))
+    if (passes + 3) * len(library) + count > MOST_DRAWS or load.scenario not in ("Offline", "Server", "SingleStream"):
+        raise ValueError("cannot be drawn again")
     draw = Twister(seed, before_gcc_11).below
-    first, equal = list(range(len(library))), list(range(len(library)))
-    shuffle(first, draw)
-    shuffle(list(range(len(library))), draw)  # the distribution for unique samples, drawn whether used or not
-    shuffle(equal, draw)
-    if scenario == "Offline":
-        rows = list(library)
-        if permuted:
-            shuffle(rows, draw)
-        return tuple(rows)
-    return tuple(library[place] for place in (equal if permuted else first))
+    first: list[int] = []
+    if load.accuracy:
+        first = list(range(len(library)))
+        shuffle(first, draw)
+    shuffle(list(range(len(library))), draw)  # for unique samples, drawn whether used or not
+    equal, order = [], list(range(len(library)))
+    for _ in range(passes):
+        shuffle(order, draw)
+        equal += order
+    if load.scenario == "Offline":
+        rows: list[int] = []
+        while len(rows) < count:
+            again = list(library)
+            if load.permuted:
+                shuffle(again, draw)
+            rows += again
+        return tuple(rows[:count])
+    if load.permuted:
+        return tuple(library[equal[place % len(equal)]] for place in range(count))
+    if load.accuracy:
+        return tuple(library[place] for place in first[:count])
+    return tuple(library[draw(len(library))] for _ in range(count))
 
 
 def arrival_seconds(seed: int, queries_per_second: float, count: int) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatoken.audit.reading import Damage, read_text
 
 MOST_SUMMARY_BYTES = 2**20
+RECOMMENDATIONS = "Recommendations"
 RULER = "=" * 48
 HEADINGS = ("MLPerf Results Summary", "Additional Stats", "Test Parameters Used")
 PERMUTATION_WARNING = (
@@ -17,7 +18,10 @@ PERMUTATION_WARNING = (
     "Check the generated_samples_per_query line in the detailed log for the real",
     "samples_per_query value",
 )
-_FIELD = re.compile(r"\s*([^:]{1,80}?)\s*:\s?(.*)")
+LONGEST_LINE = 2_000
+LONGEST_LABEL = 80
+MOST_FIELDS = 500
+MOST_STRANGE = 20
 _RESULT_OF_EARLY_STOPPING = re.compile(r"(?:(TTFT|TPOT) )?Early Stopping Result:")
 _COUNT = re.compile(
     r"(No|\d+) (warnings?|errors?) encountered(?: during test)?\.(?: See detailed log\.)?", re.IGNORECASE
@@ -39,7 +43,6 @@ class SummaryLog:
 
     fields: list[SummaryField] = field(default_factory=list)
     early_stopping: dict[str, tuple[str, int]] = field(default_factory=dict)  # "", TTFT, TPOT: text on one line, line
-    recommendations: list[str] = field(default_factory=list)
     headings: list[str] = field(default_factory=list)
     warns_of_permutation: bool = False
     warnings: tuple[int, int] | None = None  # how many it says there were, and the line that says so
@@ -66,10 +69,13 @@ def parse_summary(text: str, damages: list[Damage]) -> SummaryLog:
     """The parts of a summary's text."""
     log = SummaryLog(damages=list(damages))
     block: str | None = None  # lines that begin with a blank and a star belong to what was named before
-    for number, line in enumerate(text.splitlines(), 1):
-        log.lines = number
+    for number, line in enumerate(text.split("\n"), 1):
         stripped = line.strip()
-        if not stripped or stripped == RULER:
+        if stripped:
+            log.lines = number
+        if len(line) > LONGEST_LINE:
+            _strange(log, number, stripped)
+        elif not stripped or stripped == RULER:
             block = None
         elif block is not None and re.match(r" +(\*|\S)", line) and not _is_field(line):
             _extend(log, block, stripped, number)
@@ -79,7 +85,7 @@ def parse_summary(text: str, damages: list[Damage]) -> SummaryLog:
             block = found.group(1) or ""
             log.early_stopping[block] = ("", number)
         elif stripped == "Recommendations:":
-            block = "Recommendations"
+            block = RECOMMENDATIONS
         elif stripped in PERMUTATION_WARNING:
             log.warns_of_permutation = True
         elif count := _COUNT.fullmatch(stripped):
@@ -90,12 +96,18 @@ def parse_summary(text: str, damages: list[Damage]) -> SummaryLog:
                 log.errors = value
         elif stripped == "Per-query latency:":
             pass
-        elif item := _FIELD.fullmatch(line):
+        elif 0 < stripped.find(":") <= LONGEST_LABEL and len(log.fields) < MOST_FIELDS:
             block = None
-            log.fields.append(SummaryField(" ".join(item.group(1).split()), item.group(2), number))
-        elif len(log.strange) < 20:
-            log.strange.append(Damage(number, stripped[:200]))
+            label, _, value_text = stripped.partition(":")
+            log.fields.append(SummaryField(" ".join(label.split()), value_text.strip(), number))
+        else:
+            _strange(log, number, stripped)
     return log
+
+
+def _strange(log: SummaryLog, line: int, text: str) -> None:
+    if len(log.strange) < MOST_STRANGE:
+        log.strange.append(Damage(line, text[:200]))
 
 
 def _is_field(line: str) -> bool:
@@ -105,8 +117,8 @@ def _is_field(line: str) -> bool:
 
 
 def _extend(log: SummaryLog, block: str, text: str, line: int) -> None:
-    if block == "Recommendations":
-        log.recommendations.append(text)
-        return
-    before, first_line = log.early_stopping[block]
-    log.early_stopping[block] = (f"{before} {text}".strip(), first_line if before else line)
+    """Takes in a line of a block. Recommendations only explain the verdict."""
+    if block != RECOMMENDATIONS:
+        before, first_line = log.early_stopping[block]
+        if len(before) < LONGEST_LINE:
+            log.early_stopping[block] = (f"{before} {text}".strip(), first_line if before else line)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from megatoken.audit.accuracy_log import TRUNCATED_BYTES, AccuracyLog
-from megatoken.audit.detail_log import DetailLog
+from megatoken.audit.detail_log import LIBRARY_SET
 from megatoken.audit.evidence import Role, Where
 from megatoken.audit.figures import whole
 from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.shuffle import MOST_ROWS, accuracy_order
+from megatoken.audit.shuffle import MOST_ROWS, Load, issued_rows
 from megatoken.audit.view import RunView, observe
 
 ID_BYTES = (4, 8)  # a token id in ``data``: int32, or int64 in a few submissions
@@ -49,6 +49,7 @@ def check_accuracy(run: RunView) -> Iterator[Observation]:
         )
     if run.is_accuracy:
         yield from _accuracy_run(run, log, where)
+    yield from _order(run, log, where)
     yield from _tokens(run, log, where)
 
 
@@ -75,34 +76,35 @@ def _accuracy_run(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> I
             f"{log.records:,} records of {distinct:,} rows" + ("" if in_range else ", some beyond the data set"),
             where,
         )
-    yield from _order(run, log, where)
 
 
 def _order(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Iterator[Observation]:
-    """Which row each sequence id asks for follows from the seeds."""
+    """Which row each sequence id asks for follows from the seeds: in accuracy runs, and where a test logs samples."""
     detail = run.detail
     library, seed = detail.library_set(), whole(detail, "effective_sample_index_rng_seed")
-    scenario = run.figures.scenario
-    if (
-        library is None
-        or seed is None
-        or scenario not in ("Offline", "Server", "SingleStream")
-        or _parts(detail) != 1
-        or not 0 < len(library) <= MOST_ROWS
-        or not len(log.rows)
-    ):
+    least = whole(detail, "effective_min_query_count")
+    if library is None or seed is None or least is None or not len(library) or not len(log.rows):
+        return
+    if detail.counts.get(LIBRARY_SET) != 1 or detail.get("effective_performance_issue_same") is True:
+        return
+    if detail.get("effective_performance_issue_unique") is True or len(library) > MOST_ROWS:
         return
     permuted = detail.get("effective_sample_concatenate_permutation") is True
-    best = 0
+    load = Load(run.figures.scenario or "", run.is_accuracy, permuted, least)
+    count = int(log.sequence_ids.max()) + 1
+    agreeing = 0
     for before_gcc_11 in (False, True):
-        order = np.array(accuracy_order(seed, tuple(library.tolist()), scenario, permuted, before_gcc_11))
+        try:
+            order = np.array(issued_rows(seed, tuple(library.tolist()), load, count, before_gcc_11))
+        except ValueError:
+            return
         inside = log.sequence_ids < len(order)
-        best = max(best, int((order[log.sequence_ids[inside]] == log.rows[inside]).sum()))
+        agreeing = max(agreeing, int((order[log.sequence_ids[inside]] == log.rows[inside]).sum()))
     yield observe(
         "accuracy.order",
-        best == len(log.rows),
+        agreeing == len(log.rows),
         "rows in the order that the sample index seed gives",
-        f"{best:,} of {len(log.rows):,} records",
+        f"{agreeing:,} of {len(log.rows):,} records",
         (*where, *run.at("effective_sample_index_rng_seed")),
     )
 
@@ -130,7 +132,3 @@ def _tokens(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Iterato
             tuple(Where(place.file, line) for place in where for line in log.first_token_differs),
             Severity.WARN,  # reference systems differ in whether data holds the first token
         )
-
-
-def _parts(detail: DetailLog) -> int:
-    return detail.counts.get("loaded_qsl_set", 0)

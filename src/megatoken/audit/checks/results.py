@@ -103,7 +103,8 @@ def _server_rates(run: RunView) -> Iterator[Observation]:
     if count == queries:
         seed, target = whole(log, "effective_schedule_rng_seed"), log.number("effective_target_qps")
         if seed is not None and target and queries <= MOST_ARRIVALS:
-            expected = (queries - 1) / arrival_seconds(seed, target, queries)[0]
+            last = arrival_seconds(seed, target, queries)[0]
+            expected = (queries - 1) / last if last else scheduled
             if not _close(scheduled, expected, 2 * DIGITS):
                 problems.append(f"a scheduled rate of {expected:.6g}/s, not {scheduled:g}")
     if done < due * (1 - 2 * DIGITS):
@@ -135,7 +136,7 @@ def _token_counts(run: RunView) -> Iterator[Observation]:
     tokens = per_latency * mean_ns * samples
     problems = []
     done = completion_seconds(log)
-    if done is not None and not _close(done_rate * done, tokens, PRODUCT):
+    if done and not _close(done_rate * done, tokens, PRODUCT):
         problems.append(f"{tokens / done:.6g} completed tokens/s, not {done_rate:g}")
     issued = tokens / issued_rate if issued_rate else 0.0
     if run.figures.scenario == "SingleStream":

@@ -37,6 +37,11 @@ def _any_run(run: RunView) -> Iterator[Observation]:
         # LoadGen prints VALID whatever errors it logged.
         run.unmet if run.rules_claimed or log.get("result_validity") == "INVALID" else Severity.WARN,
     )
+    if run.rules_claimed and run.files.role in (Role.PERFORMANCE, Role.ACCURACY):
+        wanted = "AccuracyOnly" if run.files.folder.endswith("/accuracy") else "PerformanceOnly"
+        if run.files.folder.endswith(("/accuracy", "/run_1")):
+            mode = run.figures.mode
+            yield observe("rules.mode", mode == wanted, wanted, shown(mode), run.at("effective_test_mode"), run.unmet)
     total = whole(log, "qsl_reported_total_count")
     if run.benchmark is not None:
         rows = run.benchmark.accuracy_rows if run.is_accuracy else run.benchmark.rows

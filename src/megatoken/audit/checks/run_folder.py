@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatoken.audit.discovery import Tree, natural
 from megatoken.audit.evidence import Run, Where
 from megatoken.audit.finding import Observation, Severity, shown
+from megatoken.audit.reading import display
 from megatoken.audit.view import observe
 from megatoken.errors import MegatokenError
 from megatoken.results import Verdict, read_run, summarise
@@ -24,21 +25,25 @@ _FROM_LOG = {
 }
 
 
-def is_run_folder(root: Path) -> bool:
-    """Whether ``root`` looks like a run folder of megatoken."""
-    return (root / RESULT).is_file() and (root / REQUESTS).is_file()
+def run_folders_in(tree: Tree) -> list[str]:
+    """Folders that look like run folders of megatoken."""
+    names = (path.removesuffix(RESULT) for path in tree.files if path == RESULT or path.endswith(f"/{RESULT}"))
+    return sorted((name.rstrip("/") for name in names if f"{name}{REQUESTS}" in tree.files), key=natural)
 
 
-def check_run_folder(root: Path, logged: Run | None) -> Iterator[Observation]:
+def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Observation]:
     """One run folder.
 
     Args:
-        root: the folder.
-        logged: the run that LoadGen logged inside it.
+        tree: all files.
+        path: the folder in it.
+        runs: all runs that LoadGen logged; those below the folder are its own.
     """
-    where = (Where(RESULT),)
+    prefix = f"{display(path)}/" if path else ""
+    where = (Where(prefix + RESULT), Where(prefix + REQUESTS))
+    logged = next((run for run in runs if f"{run.path}/".startswith(prefix)), None)
     try:
-        folder = read_run(root)
+        folder = read_run(tree.path(path))
         again = summarise(
             folder.requests, folder.series, scenario=folder.result["scenario"], finished=folder.verdict in FINISHED
         )
@@ -57,14 +62,13 @@ def check_run_folder(root: Path, logged: Run | None) -> Iterator[Observation]:
         not differing,
         shown("; ".join(f"{name} {again[name]}" for name in differing)) or "the numbers that its raw rows give",
         shown("; ".join(f"{name} {result[name]}" for name in differing)) or f"{len(again)} metrics agree",
-        (Where(RESULT), Where(REQUESTS)),
+        where,
     )
-    if logged is None or folder.verdict not in FINISHED:
-        return
-    yield from _against_log(result, logged)
+    if logged is not None and folder.verdict in FINISHED:
+        yield from _against_log(result, logged, where)
 
 
-def _against_log(result: Mapping[str, Any], logged: Run) -> Iterator[Observation]:
+def _against_log(result: Mapping[str, Any], logged: Run, where: tuple[Where, ...]) -> Iterator[Observation]:
     figures = logged.figures
     differing = [
         name
@@ -76,7 +80,7 @@ def _against_log(result: Mapping[str, Any], logged: Run) -> Iterator[Observation
         not differing,
         "LoadGen's own numbers as its log has them",
         shown("; ".join(f"{name} {result[name]}" for name in differing)) or "the same",
-        (Where(RESULT), logged.where()),
+        (*where, logged.where()),
     )
     tokens, samples = result.get("output_tokens"), result.get("samples_completed")
     if figures.output_tokens is not None and isinstance(tokens, int) and result.get("mode") == "performance":
@@ -85,7 +89,7 @@ def _against_log(result: Mapping[str, Any], logged: Run) -> Iterator[Observation
             samples == figures.samples_issued and abs(tokens - figures.output_tokens) <= LOGGED * max(tokens, 1),
             f"{figures.samples_issued:,} samples and about {figures.output_tokens:,.0f} tokens, as LoadGen counted",
             f"{samples} samples and {tokens:,} tokens",
-            (Where(RESULT), Where(REQUESTS), logged.where("result_tokens_per_second")),
+            (*where, logged.where("result_tokens_per_second")),
             Severity.FAIL,
         )
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatoken.audit.accuracy_log import TRUNCATED_BYTES
 from megatoken.audit.discovery import SCENARIOS, Tree
 from megatoken.audit.evidence import System, Where
 from megatoken.audit.facts import benchmark_of, rules
@@ -136,11 +137,15 @@ def _accuracy(tree: Tree, folder: str, version: int) -> Iterator[Observation]:
     names = set(tree.children(place))
     missing = sorted(ACCURACY_FILES - names)
     extra = sorted(names - ACCURACY_FILES - {"mlperf_log_trace.json", ".gitkeep"}) if version == 5 else []
-    found = "; ".join(filter(None, (_said("missing", missing), _said("not allowed", extra))))
+    size = tree.files.get(f"{place}/mlperf_log_accuracy.json", 0)
+    whole = [f"{size:,} bytes"] if size > TRUNCATED_BYTES else []
+    found = "; ".join(
+        filter(None, (_said("missing", missing), _said("not allowed", extra), _said("log not truncated", whole)))
+    )
     yield observe(
         "submission.accuracy",
-        not missing and not extra,
-        f"accuracy with {', '.join(sorted(ACCURACY_FILES))}",
+        not missing and not extra and not whole,
+        f"accuracy with {', '.join(sorted(ACCURACY_FILES))}, the log truncated to {TRUNCATED_BYTES:,} bytes",
         shown(found) or "they are there",
         (Where(display(place)),),
     )
@@ -229,6 +234,14 @@ def _systems(one: Submission, mine: Mapping[str, System]) -> Iterator[Observatio
         tuple(Where(display(_join(one.path, f"systems/{name}.json"))) for name in (*undescribed, *untested)),
     )
     for system in mine.values():
+        network = str(system.values.get("is_network", False)).strip().lower() == "true"
+        yield observe(
+            "submission.network",
+            network == (one.division == "network"),
+            f"is_network {str(one.division == 'network').lower()} in division {one.division}",
+            shown(system.values.get("is_network", "not said")),
+            (system.where("is_network"),),
+        )
         wrong = [
             (key, wanted)
             for key, wanted in (("submitter", one.submitter), ("division", one.division))

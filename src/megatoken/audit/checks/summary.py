@@ -136,8 +136,10 @@ def _fields(run: RunView, log: SummaryLog) -> Iterator[Observation]:
 
 def _structure(run: RunView, log: SummaryLog) -> Iterator[Observation]:
     path = run.files.summary or ""
-    known = [item for item in log.fields if _key(item.label, run.figures.scenario) or item.label in _NOT_IN_DETAIL]
-    strange = [*log.strange, *(Damage(item.line, item.label) for item in log.fields if item not in known)]
+    unknown = [
+        item for item in log.fields if not _key(item.label, run.figures.scenario) and item.label not in _NOT_IN_DETAIL
+    ]
+    strange = [*log.strange, *(Damage(item.line, item.label) for item in unknown)]
     labels = {_usual(item.label) for item in log.fields}
     missing = [heading for heading in HEADINGS if heading not in log.headings]
     missing += [label for label in _expected_labels(run) if label not in labels]

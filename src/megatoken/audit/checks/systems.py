@@ -15,8 +15,8 @@ from megatoken.audit.view import observe
 
 GB_PER_UNIT = {"TB": 1000.0, "TIB": 1099.511627776, "GB": 1.0, "GIB": 1.073741824, "MB": 1e-3, "MIB": 1.048576e-3}
 MEMORY_TOLERANCE = 0.075  # 80 GB is sold for 80 GiB and the other way round
-_SIZE = re.compile(r"(\d[\d,]*(?:\.\d+)?)\s*(TiB|GiB|MiB|TB|GB|MB)\b", re.IGNORECASE)
-_WATTS = re.compile(r"\b(?:TGP|TDP)\D{0,20}?(\d{3,4})\s*W\b|\b(\d{3,4})\s*W\s*(?:TGP|TDP)\b", re.IGNORECASE)
+_SIZE = re.compile(r"(\d[\d,]{0,12}(?:\.\d{1,9})?)\s{0,3}(TiB|GiB|MiB|TB|GB|MB)\b", re.IGNORECASE)
+_WATTS = re.compile(r"\b(?:TGP|TDP)\D{0,20}?(\d{3,4})\s{0,3}W\b|\b(\d{3,4})\s{0,3}W\s{0,3}(?:TGP|TDP)\b", re.IGNORECASE)
 _SOFTWARE = re.compile(
     r"\b(TensorRT[ -]?LLM|TensorRT|CUDA|cuDNN|driver|vLLM|PyTorch|ROCm|NCCL)[ :=v]{1,3}"
     r"(\d+(?:\.\d+)+(?:[.]?(?:rc|dev|post)\d*)?)",
