@@ -139,34 +139,44 @@ def seen(*rows: tuple[float, int, int], waiting: int = 1):
     return series(*(SeriesRow(at, "a", replica, **levels | {"output_tokens": tokens}) for at, replica, tokens in rows))
 
 
+def lanes(life: float) -> tuple[np.ndarray, np.ndarray]:
+    """First and last tokens of samples back to back in ten lanes that start 1 s apart and are busy for 20 s."""
+    first = np.concatenate([lane + np.arange(0, 20, life) for lane in range(10)])
+    return first, first + life
+
+
 def test_the_steady_window_leaves_out_ramp_and_tail():
-    # Ten lanes start 1 s apart and run 20 s: all ten from 9 s to 20 s, nine from 8 s to 21 s.
-    first = np.arange(10.0)
-    assert steady_window(first, first + 20, seen((29.0, 0, 0))) == (8.0, 21.0)
+    # All ten lanes are busy from 9 s to 20 s, nine from 8 s to 21 s.
+    assert steady_window(*lanes(4.0), seen((29.0, 0, 0))) == (8.0, 21.0)
 
 
 def test_the_steady_window_ends_with_the_queue():
-    first = np.arange(10.0)
     queue = [seen((seconds, 0, 0), waiting=int(seconds < 17.5)) for seconds in range(30)]
-    assert steady_window(first, first + 20, pa.concat_tables(queue)) == (8.0, 17.0)
-    assert steady_window(first, first + 20, seen((29.0, 0, 0), waiting=0)) is None, "no sample ever waited"
+    assert steady_window(*lanes(2.0), pa.concat_tables(queue)) == (8.0, 17.0)
+    assert steady_window(*lanes(2.0), seen((29.0, 0, 0), waiting=0)) is None, "no sample ever waited"
 
 
 def test_a_short_window_is_not_stated():
-    first = np.zeros(50)
     queue = seen((100.0, 0, 0))
-    assert steady_window(first, first + 1.9, queue) is None
-    assert steady_window(first, first + 2.1, queue) == (0.0, 2.1)
-    assert steady_window(np.append(first, 10.0), np.append(first + 2.1, 10.6), queue) is None, "less than a fifth"
-    assert steady_window(first, first, queue) is None
+    assert steady_window(*lanes(5.0), queue) is None, "13 s are less than three lives"
+    starts = np.arange(0, 1.75, 0.25)
+    assert steady_window(starts, starts + 0.25, queue) is None, "1.75 s"
+    starts = np.arange(0, 2.25, 0.25)
+    assert steady_window(starts, starts + 0.25, queue) == (0.0, 2.25)
+    assert steady_window(np.zeros(50), np.zeros(50), queue) is None
     assert steady_window(np.array([]), np.array([]), queue) is None
 
 
 def test_the_steady_rate_counts_what_was_seen_when_it_was_seen():
-    # Lanes are even until 9.5 s; but whoever spread their tokens evenly over their lives would find 60 a second here.
-    table = requests(*(row(number, 0.5, 9.5 + number // 8, 100 + 400 * (number // 8)) for number in range(10)))
-    found = summarise(table, seen((0.5, 0, 10), (9.0, 0, 860), (10.0, 0, 960), (11.0, 0, 1800)), scenario="offline")
-    assert found["steady_window_seconds"] == [0.5, 9.5]
+    # Two lanes, 50 tokens a second each until 9.5 s; whoever spread the last samples' tokens evenly would find more.
+    rows = [row(2 * at + lane, at, at + 1.0, 50) for at in range(9) for lane in (0, 1)]
+    rows += [row(90 + lane, 9.0, 11.0, 500) for lane in (0, 1)]
+    found = summarise(requests(*rows), seen((9.5, 0, 950), (11.0, 0, 1900)), scenario="offline")
+    assert found["steady_window_seconds"] == [0.0, 11.0]
+    assert found["steady_output_tokens_per_second"] == pytest.approx(1900 / 11)
+    queue = pa.concat_tables([seen((9.5, 0, 950)), seen((11.0, 0, 1900), waiting=0)])
+    found = summarise(requests(*rows), queue, scenario="offline")
+    assert found["steady_window_seconds"] == [0.0, 9.5]
     assert found["steady_output_tokens_per_second"] == pytest.approx(100.0)
 
 
@@ -180,8 +190,9 @@ def test_a_steady_rate_needs_a_series_that_reaches_over_it():
 
 
 def test_a_run_still_going_has_no_steady_window():
-    table, queue = requests(*(row(number, 0.5, 9.5, 50) for number in range(10))), seen((9.5, 0, 500))
-    assert summarise(table, queue, scenario="offline")["steady_window_seconds"] == [0.5, 9.5]
+    table = requests(*(row(number, number, number + 1.0, 50) for number in range(9)))
+    queue = seen((9.0, 0, 450))
+    assert summarise(table, queue, scenario="offline")["steady_window_seconds"] == [0.0, 9.0]
     assert summarise(table, queue, scenario="offline", finished=False)["steady_window_seconds"] is None
 
 
@@ -197,10 +208,29 @@ def test_the_steady_window_agrees_with_counting(samples):
     generating = [sum(first <= second < last for first, last in samples) for second in range(71)]
     peak = max(generating)
     busy = [second for second, count in enumerate(generating) if peak and count >= 0.9 * peak]
-    shortest = max(2, 0.2 * max(last for _, last in samples))
+    shortest = max(2, 3 * np.median([last - first for first, last in samples]))
     expected = (busy[0], busy[-1] + 1) if busy and busy[-1] + 1 - busy[0] >= shortest else None
     first, last = (np.array(column, dtype=float) for column in zip(*samples, strict=True))
     assert steady_window(first, last, seen((100.0, 0, 0))) == expected
+
+
+@settings(deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(2, 6), st.integers(4, 12))
+def test_waves_in_lockstep_have_no_rate_that_could_not_last(lanes, prompt_seconds, answer_seconds, waves):
+    """All read their prompts together and answer together: no window may hold the answering alone."""
+    life = prompt_seconds + answer_seconds
+    rows = [
+        row(lanes * wave + lane, wave * life + prompt_seconds, (wave + 1) * life, answer_seconds)
+        for wave in range(waves)
+        for lane in range(lanes)
+    ]
+    seconds = [(wave * life + second, lanes * (wave * answer_seconds + max(0, second - prompt_seconds)))
+               for wave in range(waves) for second in range(1, life + 1)]  # fmt: skip
+    queue = seen(*((float(at), 0, tokens) for at, tokens in seconds))
+    found = summarise(requests(*rows), queue, scenario="offline")
+    if found["steady_window_seconds"] is not None:
+        lasting = lanes * answer_seconds / life
+        assert found["steady_output_tokens_per_second"] <= lasting * (1 + 1 / (waves - 1))
 
 
 def test_totals_sum_replicas_at_every_time():

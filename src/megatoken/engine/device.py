@@ -66,7 +66,8 @@ def operations(device: torch.device) -> Ops:
 def available_memory_bytes(device: torch.device) -> int:
     """Memory this process may still take: the GPU's, the system's, or the container's limit when that is lower."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+        held_and_free = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + held_and_free
     available = int(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import reprlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import index
 from pathlib import Path
@@ -166,7 +165,7 @@ class Engine:
         request = self._active.get(ticket)
         if request is None:
             return
-        self._release(ticket, answered=False)
+        self._scheduler.end(ticket, answered=False)
         self._forget(ticket)
         self._held.append(TokenEvent(ticket, (), FinishReason.CANCELLED))
 
@@ -282,15 +281,12 @@ class Engine:
                 self._forget(ticket)
             elif token in active.stop_ids:
                 reason = FinishReason.STOP
-                self._release(ticket, answered=True)
+                self._scheduler.end(
+                    ticket, answered=True
+                )  # unless the step that brings its last token has been planned
                 self._forget(ticket)
             events.append(TokenEvent(ticket, (token,), reason))
         return events
-
-    def _release(self, ticket: int, *, answered: bool) -> None:
-        """Free slot and pages, unless the step that brings the last token has been planned, which freed them."""
-        with suppress(ValueError):
-            self._scheduler.end(ticket, answered=answered)
 
     def _forget(self, ticket: int) -> None:
         self._drawing -= self._active.pop(ticket).sampling.temperature > 0

@@ -27,16 +27,18 @@ MADV_DONTNEED, MADV_COLLAPSE = 4, 25  # linux/mman.h
 CODE_FROM_BYTES = 1 << 20
 DEFAULT_MAX_LENGTH = 8192
 DEFAULT_MAX_ROWS = {"cpu": 256, "cuda": 2048}
-DEFAULT_MAX_SEQUENCES = {"cpu": 128, "cuda": 1536}
+DEFAULT_MAX_SEQUENCES_ON_CPU = 128  # on a GPU three quarters of the rows: the others read prompts
 DEFAULT_PAGE_SIZE = 32
+GPU_PAGE_SIZES = (16, 32, 64, 128)
 LARGE_MODEL_PARAMETERS = 30e9
-LARGE_MODEL_ROWS_ON_GPU = 1536  # and three quarters as many sequences: docs/performance.md
+LARGE_MODEL_ROWS_ON_GPU = 1536  # sweep in docs/performance.md
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Every derived size of an engine; bytes unless the name says tokens, rows, pages or sequences."""
 
+    device: str  # "cpu" or "cuda"
     weights_bytes: int
     cache_bytes: int
     workspace_bytes: int
@@ -60,12 +62,14 @@ class MemoryPlan:
 
     def lines(self) -> list[str]:
         """The plan for a person, one fact a line."""
+        libraries = "GPU libraries" if self.device == "cuda" else "Python and libraries"
         return [
+            f"device     {self.device}",
             f"weights    {_gigabytes(self.weights_bytes)}",
             f"KV cache   {_gigabytes(self.cache_bytes)}  {self.cache_tokens:,} tokens in {self.pages:,} pages of "
             f"{self.page_size}; filled as requests need it",
             f"workspace  {_gigabytes(self.workspace_bytes)}  steps of {self.max_rows:,} rows",
-            f"process    {_gigabytes(self.process_bytes)}  Python and libraries",
+            f"process    {_gigabytes(self.process_bytes)}  {libraries}",
             f"total      {_gigabytes(self.total_bytes)}  of {_gigabytes(self.available_bytes)} available",
             f"limits     {self.max_sequences:,} sequences at a time, {self.max_length:,} tokens each",
         ]
@@ -93,6 +97,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
     device, _ = choose_device(config)
     on_gpu = device.type == "cuda"
     page_size = config.page_size or DEFAULT_PAGE_SIZE
+    if on_gpu:
+        _check_gpu_shapes(model, page_size)
     max_length = config.max_length or min(model.max_positions, DEFAULT_MAX_LENGTH)
     if max_length > model.max_positions:
         raise CapacityError(
@@ -107,11 +113,11 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
                 "raise it or lower page_size"
             )
         max_length = min(max_length, pages * page_size)
-    max_rows = config.max_rows or DEFAULT_MAX_ROWS[device.type]
-    max_sequences = config.max_sequences or DEFAULT_MAX_SEQUENCES[device.type]
+    default_rows = DEFAULT_MAX_ROWS[device.type]
     if on_gpu and model.parameters > LARGE_MODEL_PARAMETERS:
-        max_rows = config.max_rows or LARGE_MODEL_ROWS_ON_GPU
-        max_sequences = config.max_sequences or max_rows * 3 // 4
+        default_rows = LARGE_MODEL_ROWS_ON_GPU
+    max_rows = config.max_rows or default_rows
+    max_sequences = config.max_sequences or (max_rows * 3 // 4 if on_gpu else DEFAULT_MAX_SEQUENCES_ON_CPU)
     max_sequences = min(max_sequences, max_rows)  # every resident has a row in every step
     weights = weight_bytes(model, config.precision, device)
     page = page_size * bytes_per_token(model, config.precision, device)
@@ -133,6 +139,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
         pages = max(min(max_sequences * sequence_pages, taken), min(sequence_pages, fitting), 1)
     workspace = max(step + pages * step_page, loading - (pages + 1) * page)
     plan = MemoryPlan(
+        device=device.type,
         weights_bytes=weights,
         cache_bytes=(pages + 1) * page,
         workspace_bytes=workspace,
@@ -195,6 +202,21 @@ def _gpu_step_bytes(
     indices = 2 * 4 * (2 * sampled * -(-max_length // page_size) + 8 * max_rows)
     rotary = 2 * max_length * model.head_dim * 2
     return max_rows * row + logits + partial + indices + rotary, 0
+
+
+def _check_gpu_shapes(model: ModelConfig, page_size: int) -> None:
+    """Refuse what the attention kernels were not written for."""
+    if page_size not in GPU_PAGE_SIZES:
+        raise CapacityError(
+            f"page_size {page_size}: on a GPU it must be one of {', '.join(map(str, GPU_PAGE_SIZES))}; "
+            f"take {DEFAULT_PAGE_SIZE}"
+        )
+    group = model.heads // model.kv_heads
+    if model.head_dim % 16 or model.head_dim > 256 or group > 16:
+        raise CapacityError(
+            f"{model.name} has heads of {model.head_dim} and {group} queries a key head; the GPU back end takes heads "
+            "of 16, 32, ... 256 and up to 16 queries; run it with engine.device cpu"
+        )
 
 
 def _check(config: EngineConfig) -> None:

@@ -19,7 +19,7 @@ from megatoken.engine.request import Sampling
 from megatoken.engine.sampling import sample
 from megatoken.engine.scheduler import Scheduler, StepPlan
 
-WARM_UP_PROMPTS = 8
+WARM_UP_PROMPTS, WARM_UP_PROMPT_TOKENS = 16, 256
 
 
 class SampledIds:
@@ -97,34 +97,33 @@ class Runner:
         return SampledIds(ids_S)
 
     def _warm_up(self, memory: MemoryPlan) -> None:
-        """Compile kernels, fix the scales of fp8 inputs, take the memory of the largest steps: all before a request.
+        """Fix the scales of fp8 inputs, compile kernels, take the memory of the largest steps: all before a request.
 
-        Prompts are random ids: what they leave in the cache is never read.
+        Prompts are random ids, the same whatever the engine's sizes; what they leave in the cache is never read.
         """
         from megatoken.engine.ops import cuda
 
-        for _ in range(2):
-            self._run_largest_steps(memory)
-            cuda.fix_input_scales(
-                linear
-                for layer in self._weights.layers
-                for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
-            )
+        prompt_tokens = min(WARM_UP_PROMPT_TOKENS, memory.max_length - 2)
+        self._run(memory, WARM_UP_PROMPTS, prompt_tokens)
+        cuda.fix_input_scales(
+            linear for layer in self._weights.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        )
+        self._run(memory, -(-memory.max_rows // max(prompt_tokens, 1)) + 1, prompt_tokens)
+        self._run(memory, memory.max_sequences, 1)
         torch.cuda.synchronize()
 
-    def _run_largest_steps(self, memory: MemoryPlan) -> None:
-        """A full step of long prompts; then as many sequences as can be resident, in one step."""
-        ids = np.random.default_rng(0).integers(0, self._config.vocabulary_size, memory.max_length).tolist()
-        long = min(-(-memory.max_rows // WARM_UP_PROMPTS), memory.max_length - 2)
-        for prompts, prompt_tokens in ((WARM_UP_PROMPTS, long), (memory.max_sequences, 1)):
-            scheduler = Scheduler(
-                max_rows=memory.max_rows,
-                max_sequences=memory.max_sequences,
-                page_size=memory.page_size,
-                num_pages=memory.pages,
-                max_length=memory.max_length,
-            )
-            for ticket in range(prompts):
-                scheduler.add(ticket, max(prompt_tokens, 1), min(2, memory.max_length - 1))
-            while (plan := scheduler.plan()) is not None:
-                self.launch(plan, scheduler, lambda ticket, start, count: ids[start : start + count], None).wait()
+    def _run(self, memory: MemoryPlan, prompts: int, prompt_tokens: int) -> None:
+        """Serve random prompts, two tokens each."""
+        prompt_tokens = max(prompt_tokens, 1)
+        ids = np.random.default_rng(0).integers(0, self._config.vocabulary_size, (prompts, prompt_tokens + 2)).tolist()
+        scheduler = Scheduler(
+            max_rows=memory.max_rows,
+            max_sequences=memory.max_sequences,
+            page_size=memory.page_size,
+            num_pages=memory.pages,
+            max_length=memory.max_length,
+        )
+        for ticket in range(prompts):
+            scheduler.add(ticket, prompt_tokens, min(2, memory.max_length - prompt_tokens))
+        while (plan := scheduler.plan()) is not None:
+            self.launch(plan, scheduler, lambda ticket, start, count: ids[ticket][start : start + count], None).wait()

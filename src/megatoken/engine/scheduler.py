@@ -173,7 +173,7 @@ class Scheduler:
         self._last_ticket = ticket
         self._waiting[ticket] = _Waiting(prompt_tokens, prompt_tokens, length)
 
-    def end(self, ticket: int, *, answered: bool) -> None:
+    def end(self, ticket: int, *, answered: bool) -> bool:
         """Forgets a request that stopped early or was cancelled; its slot and pages are free at once.
 
         Steps run in order, so a later step may write to those pages although one in flight still reads them.
@@ -182,16 +182,18 @@ class Scheduler:
             ticket: of the request.
             answered: its answer is whole, so that its length says something about others.
 
-        Raises:
-            ValueError: the ticket is unknown, or done (a request done by length ends by itself).
+        Returns:
+            Whether it was there: one done by length has ended by itself.
         """
-        if self._waiting.pop(ticket, None) is None:
-            gone = self._ticket[self._residents] == ticket
-            if not gone.any():
-                raise ValueError(f"ticket {ticket} is neither waiting nor resident")
-            if answered:
-                self._learn(self._residents[gone])
-            self._remove(gone)
+        if self._waiting.pop(ticket, None) is not None:
+            return True
+        gone = self._ticket[self._residents] == ticket
+        if not gone.any():
+            return False
+        if answered:
+            self._learn(self._residents[gone])
+        self._remove(gone)
+        return True
 
     def plan(self) -> StepPlan | None:
         """Plans the next step as if every token sampled so far were there.

@@ -17,7 +17,7 @@ PERCENTILE_METHOD = "exact, from every raw value, linear interpolation between t
 PERCENTILE_CONFIDENCE = 0.99
 STEADY_SHARE = 0.9
 SHORTEST_STEADY_SECONDS = 2.0
-SHORTEST_STEADY_RUN_SHARE = 0.2
+SHORTEST_STEADY_LIVES = 3.0
 
 Floats = NDArray[np.float64]
 
@@ -105,7 +105,8 @@ def steady_window(first: Floats, last: Floats, series: pa.Table) -> tuple[float,
 
     It ends when no sample waits any more: from then on nothing replaces what ends, and without prompts to read, answers
     come faster than they could for long. A sample generates from its first to its last token. None when the span is
-    shorter than two seconds or a fifth of the run.
+    shorter than two seconds, or than three times as long as the median sample generates: samples that started together
+    may all be answering at once, or all be read.
 
     Args:
         first: seconds [N] of the first token of each completed sample.
@@ -125,7 +126,8 @@ def steady_window(first: Floats, last: Floats, series: pa.Table) -> tuple[float,
     times, waiting = totals_over_time(series, ["waiting"])
     start = float(starts[from_start >= enough][0])
     end = min(float(ends[until_end >= enough][-1]), float(times[waiting > 0].max(initial=0.0)))
-    shortest = max(SHORTEST_STEADY_SECONDS, SHORTEST_STEADY_RUN_SHARE * float(ends[-1]))
+    life = float(np.median(last[known] - first[known]))
+    shortest = max(SHORTEST_STEADY_SECONDS, SHORTEST_STEADY_LIVES * life)
     return (start, end) if end - start >= shortest else None
 
 
