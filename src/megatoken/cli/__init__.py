@@ -72,6 +72,8 @@ def main() -> NoReturn:
         code = complain("a path is not UTF-8 and cannot be written into a file; rename it", ExitCode.USAGE)
     except OSError as error:
         code = complain(str(error), ExitCode.ERROR)
+    for number in (signal.SIGINT, signal.SIGTERM):  # all is said; libraries that clean up need no traceback
+        signal.signal(number, signal.SIG_IGN)
     flush()
     sys.exit(code)
 

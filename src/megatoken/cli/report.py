@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Annotated
+from threading import Thread
+from typing import Annotated, TypeVar
 
 import typer
 
-from megatoken.cli.streams import standard_output
+from megatoken.cli.streams import complain, standard_output
 from megatoken.errors import ExitCode, UsageError
+
+_Answer = TypeVar("_Answer")
 
 
 def report(
@@ -46,7 +52,7 @@ def _answer(paths: list[Path], sql: str, *, csv: bool, json_only: bool) -> None:
     from megatoken.report import answer_csv, answer_json, answer_table, show_table
     from megatoken.results.query import query
 
-    answer = query(paths, sql)
+    answer = _interruptible(lambda: query(paths, sql))
     with standard_output():
         if csv:
             print(answer_csv(answer), end="")
@@ -54,3 +60,23 @@ def _answer(paths: list[Path], sql: str, *, csv: bool, json_only: bool) -> None:
             print(answer_json(answer), end="")
         else:
             show_table(answer_table(answer))
+
+
+def _interruptible(work: Callable[[], _Answer]) -> _Answer:
+    """What ``work`` returns, from a thread of its own: DuckDB may not look up for hours, so a signal ends the process.
+
+    At once, for the interpreter's own end would take that thread apart and abort.
+    """
+    future: Future[_Answer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # whatever it is, it is for the one who waits
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        os._exit(complain("interrupted; nothing was written", ExitCode.INTERRUPTED))

@@ -1,0 +1,104 @@
+"""``megatoken audit``."""
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cli_results import REPOSITORY, document_of, hostile_paths, published_logs, refused, two_runs
+from cli_support import COMMAND, ENVIRONMENT, TIMEOUT_SECONDS, call, redirected
+
+CLAIMS = REPOSITORY / "examples" / "claims"
+
+
+def test_the_published_logs_and_the_claims_about_them(tmp_path: Path) -> None:
+    logs = published_logs()
+    files = [CLAIMS / "vendor-blog.yaml", CLAIMS / "news-item.yaml"]
+    code, stdout, err = call("audit", logs, "--claims", files[0], "--claims", files[1], "--out", tmp_path / "audit")
+    assert (code, err) == (3, "")
+    for words in (
+        "1,100,948.3",
+        "62,803.9",
+        "57,599.1",
+        "cannot be determined",
+        "does not hold",
+        "62,111.7",
+        "Saved: ",
+    ):
+        assert words in stdout
+    saved = json.loads((tmp_path / "audit" / "audit.json").read_text())
+    assert saved["counts"]["fail"] > 0
+    assert {claim["source"].split(";")[0] for claim in saved["claims"]} == {
+        line.removeprefix("source: ").strip('"')
+        for file in files
+        for line in file.read_text().splitlines()
+        if line.startswith("source: ")
+    }
+    assert "1,100,948" in (tmp_path / "audit" / "report.html").read_text()
+
+
+def test_a_round_that_is_claimed_makes_failures_of_its_rules(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run = two_runs(tmp_path_factory)[0]
+    honest = document_of("audit", run)
+    assert (honest["kind"], honest["artefact_kind"], honest["counts"]["fail"]) == ("audit", "megatoken_run", 0)
+    claimed = document_of("audit", run, "--round", "v5.1", code=3)
+    failed = {finding["id"] for finding in claimed["findings"] if finding["severity"] == "fail"}
+    assert "rules.min_duration" in failed
+    assert failed <= {finding["id"] for finding in honest["findings"] if finding["severity"] == "note"}
+
+
+def test_a_forged_result_is_found(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(two_runs(tmp_path_factory)[0], tmp_path / "run"))
+    result = json.loads((run / "result.json").read_text())
+    result["output_tokens_per_second"] *= 1.5
+    (run / "result.json").write_text(json.dumps(result))
+    assert document_of("audit", run, code=3)["counts"]["fail"] > 0
+
+
+def test_what_cannot_be_audited(tmp_path: Path) -> None:
+    paths = hostile_paths(tmp_path)
+    for path in paths.values():
+        assert str(path) in refused("audit", path)
+    assert "--round v9: not a known" in refused("audit", paths["empty"], "--round", "v9")
+    assert "absent.yaml: no such file" in refused("audit", paths["empty"], "--claims", tmp_path / "absent.yaml")
+    (tmp_path / "claims.yaml").write_text("claims: [")
+    assert "claims.yaml, line 1" in refused("audit", paths["empty"], "--claims", tmp_path / "claims.yaml")
+    assert "--clams: unknown flag; did you mean --claims?" in refused("audit", paths["empty"], "--clams", "x")
+    assert "did you mean 'audit'?" in refused("aduit", tmp_path).lower()
+    assert "Missing argument 'PATH'" in refused("audit")
+
+
+def test_a_path_that_is_no_text(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"nodes \xff")
+    shutil.copytree(two_runs(tmp_path_factory)[0] / "mlperf", odd)
+    assert call("audit", odd)[0] == 0
+    assert document_of("audit", odd)["inputs"] == [str(odd)]
+    assert "not UTF-8" in refused("audit", odd, "--out", tmp_path / "out")
+
+
+def test_an_output_that_cannot_be_written(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    run = two_runs(tmp_path_factory)[0]
+    assert "cannot be written" in refused("audit", run, "--out", "/dev/null/out")
+    code, stdout, err = redirected(">&-", "audit", run, "--out", tmp_path)
+    assert (code, stdout) == (1, "")
+    assert f"cannot write to standard output: Bad file descriptor; the result is in {tmp_path}" in err
+    assert (tmp_path / "audit.json").exists()
+    assert redirected("| head -c 1 >/dev/null; exit 0", "audit", run)[2] == ""
+
+
+def test_a_bar_on_the_terminal(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run = two_runs(tmp_path_factory)[0]
+    controller, terminal = pty.openpty()
+    with subprocess.Popen(
+        [*COMMAND, "audit", str(run), "--json"], stdout=subprocess.PIPE, stderr=terminal, env=ENVIRONMENT
+    ) as process:
+        os.close(terminal)
+        stdout, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    shown = os.read(controller, 65536).decode()
+    os.close(controller)
+    assert json.loads(stdout)["kind"] == "audit"
+    assert "reading runs" in shown or "listing files" in shown

@@ -1,0 +1,80 @@
+"""``megatoken compare``."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cli_results import REPOSITORY, document_of, hostile_paths, published_logs, refused, two_runs
+from cli_support import ENVIRONMENT, call, redirected
+
+
+def test_published_rows_by_id_and_by_accelerator(tmp_path: Path) -> None:
+    code, stdout, err = call("compare", "5.1-0016", "GB200", "GB300", "--out", tmp_path)
+    assert (code, err) == (0, "")
+    for words in ("5.1-0008:llama2-70", "not like for like", "precision: fp4", "no data", "verified"):
+        assert words in " ".join(stdout.split())
+    document = json.loads((tmp_path / "comparison.json").read_text())
+    assert document["kind"] == "comparison"
+    assert [row["state"] for row in document["rows"]] == ["verified", "verified", "no data"]
+    assert (tmp_path / "report.html").read_text().startswith("<!")
+
+
+def test_another_benchmark_and_scenario() -> None:
+    flags = ("--benchmark", "llama3.1-405b", "--scenario", "Server")
+    document = document_of("compare", "GB200", "H200", *flags)
+    assert {row["model"] for row in document["rows"]} == {"llama3.1-405b"}
+    assert {row["scenario"].lower() for row in document["rows"]} == {"server"}
+
+
+def test_a_claim_and_the_logs_it_is_about() -> None:
+    claims = REPOSITORY / "examples" / "claims" / "vendor-blog.yaml"
+    document = document_of("compare", published_logs(), f"{claims}#median")
+    assert [row["state"] for row in document["rows"]] == ["unverified", "claimed"]
+    assert document["rows"][0]["output_tokens_per_second"] == pytest.approx(1_100_948.3, abs=0.1)
+
+
+def test_repeats_have_an_interval_and_what_an_engine_ran_with_is_told(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    first, _ = two_runs(tmp_path_factory)
+    others = Path(shutil.copytree(first.parent, tmp_path / "others"))
+    for run in others.iterdir():
+        result = json.loads((run / "result.json").read_text())
+        result["output_tokens_per_second"] *= 2
+        result["target"]["threads"] += 1
+        (run / "result.json").write_text(json.dumps(result))
+    document = document_of("compare", first.parent, others)
+    (ratio,) = (ratio for ratio in document["ratios"] if ratio["basis"] == "total")
+    low, high = ratio["interval"]
+    assert low < ratio["value"] < high
+    assert ratio["value"] == pytest.approx(2)
+    (difference,) = document["software_differences"]
+    assert "target.threads" in difference.values()
+
+
+def test_what_cannot_be_compared(tmp_path: Path) -> None:
+    for path in hostile_paths(tmp_path).values():
+        assert str(path) in refused("compare", path, "GB200")
+    for references, why in (
+        (("GB200",), "two results or more"),
+        (("GB200", "GB200"), "given twice"),
+        (("GB200", "ZX81"), "ZX81: neither a folder nor a published id nor an accelerator"),
+        (("GB200", "5.1-9999"), "5.1-9999"),
+        (("GB200", "absent.yaml#median"), "absent.yaml: no such file"),
+        (("GB200", "H200", "--benchmrak", "x"), "--benchmrak: unknown flag; did you mean --benchmark?"),
+    ):
+        assert why in refused("compare", *references)
+
+
+def test_outputs_that_are_closed_or_know_few_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = redirected(">&-", "compare", "5.1-0016", "GB200")
+    assert (code, err) == (1, "megatoken: cannot write to standard output: Bad file descriptor\n")
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONIOENCODING", "ascii")
+    assert os.environ.get("PYTHONIOENCODING") != "ascii"
+    code, stdout, err = call("compare", "5.1-0016", "GB200")
+    assert (code, err) == (0, "")
+    assert "\\xd7" in stdout
+    document_of("compare", "5.1-0016", "GB200")

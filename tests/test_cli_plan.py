@@ -1,0 +1,110 @@
+"""``megatoken plan``."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli_results import RACK, document_of, hostile_paths, refused, two_runs
+from cli_support import call, redirected
+
+PLANS = ("capacity", "fleet", "energy", "cost")
+DEMAND = ("--demand", 5000, "--accelerators-per-node", 4, "--profile", "simple_qa")
+
+
+def test_the_documents_capacities(tmp_path: Path) -> None:
+    code, stdout, err = call("plan", "capacity", *RACK, "--out", tmp_path)
+    assert (code, err) == (0, "")
+    (line,) = (line for line in stdout.splitlines() if line.startswith("Document rounded, interactions/s"))
+    assert line.split()[-4:] == ["1,690", "440", "440", "110"]
+    assert json.loads((tmp_path / "plan_capacity.json").read_text())["kind"] == "plan_capacity"
+    assert "1,690" in (tmp_path / "report.html").read_text()
+
+
+def test_twelve_nodes_replaced_by_twelve() -> None:
+    new = ("--tokens-per-second", 52_061.6, "--per", "node", "--accelerators", 4, "--state", "verified")
+    code, stdout, _ = call("plan", "fleet", *new, "--replace-nodes", 12, "--replace-rate", 48_088)
+    assert code == 0
+    assert "12 nodes" in stdout
+    assert "11.08" in stdout
+
+
+def test_the_documents_efficiency() -> None:
+    code, stdout, _ = call("plan", "energy", *RACK)
+    assert code == 0
+    for words in ("10.92", "10.01", "4.375", "10.85", "5.57", "nameplate"):
+        assert words in stdout
+
+
+def test_cost_is_made_of_assumptions_that_are_printed_and_can_be_set() -> None:
+    code, stdout, _ = call("plan", "cost", *RACK)
+    assert code == 0
+    assert "assumed" in stdout
+    dear, cheap = (
+        document_of("plan", "cost", *RACK, "--set", f"electricity_dollars_per_kwh={price}")["results"][0]["value"]
+        for price in (0.5, 0.05)
+    )
+    assert dear > cheap
+    rented = document_of("plan", "cost", *RACK, "--rent", 4)
+    assert rented["results"][0]["value"] != cheap
+
+
+def test_flags_reach_the_plan(tmp_path: Path) -> None:
+    base = document_of("plan", "fleet", *RACK, *DEMAND)["results"][0]["value"]
+    spared = document_of("plan", "fleet", *RACK, *DEMAND, "--spare", 3, "--nodes_per_rack", 18)["results"][0]["value"]
+    assert spared == base + 2
+    assert document_of("plan", "fleet", *RACK, *DEMAND, "--factor", "makespan=0.5")["results"][0]["value"] > base
+    burst = ("--curve", "office_day", "--burst-tokens-per-second", 31_000, "--burst-accelerators-per-node", 8)
+    tables = document_of("plan", "fleet", *RACK, *DEMAND, *burst)["tables"]
+    assert "policies" in json.dumps(tables)
+    (tmp_path / "profiles.yaml").write_text("profiles: {mine: {input_tokens: 10, output_tokens: 20}}")
+    mine = document_of("plan", "capacity", *RACK, "--profiles", tmp_path / "profiles.yaml", "--profile", "mine")
+    assert [profile["name"] for profile in mine["profiles"]] == ["mine"]
+    watts = document_of("plan", "energy", *RACK, "--watts", 132_000, "--boundary", "wall", "--watts-state", "measured")
+    assert watts["inputs"] != document_of("plan", "energy", *RACK)["inputs"]
+
+
+def test_all_four_of_a_real_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    first, second = two_runs(tmp_path_factory)
+    more = {
+        "capacity": (),
+        "fleet": ("--demand", 0.1, "--accelerators", 1, "--accelerators-per-node", 1, "--profile", "simple_qa"),
+        "energy": ("--watts", 65),
+        "cost": ("--watts", 65, "--accelerators", 1),
+    }
+    for plan in PLANS:
+        assert document_of("plan", plan, first, *more[plan])["kind"] == f"plan_{plan}"
+    assert "too alike to price" in refused("plan", "capacity", first, "--second-run", second)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_is_no_run(plan: str, tmp_path: Path) -> None:
+    for path in hostile_paths(tmp_path).values():
+        assert str(path) in refused("plan", plan, path)
+
+
+def test_what_cannot_be_planned() -> None:
+    for arguments, why in (
+        (("capacity",), "give a run folder, or --tokens-per-second with --per"),
+        (("capacity", "--tokens-per-second", "nan", "--per", "rack"), "the rate is nan"),
+        (("capacity", "--tokens-per-second", 5, "--per", "rak"), "one of accelerator, node, rack, system"),
+        (("capacity", *RACK, "--set", "pu=3"), "did you mean pue?"),
+        (("capacity", *RACK, "--profile", "simple"), "did you mean simple_qa?"),
+        (("capacity", *RACK, "--demand", 5), "--demand: unknown flag"),
+        (("energy", *RACK, "--wats", 5), "--wats: unknown flag; did you mean --watts?"),
+        (("energy", *RACK, "--watts", 5, "--boundary", "wal"), "'wal'"),
+        (("cost", *RACK, "--watts", "many"), "'--watts'"),
+        (("fleet", *RACK, "--burst-accelerators-per-node", 8), "give --burst-tokens-per-second too"),
+        (("capcity", *RACK), "Did you mean 'capacity'?"),
+        (("capacity", *RACK, "--out", "/dev/null/out"), "cannot be written"),
+    ):
+        assert why in refused("plan", *arguments)
+
+
+def test_help_alone_and_a_closed_output() -> None:
+    code, stdout, err = call("plan")
+    assert (code, err) == (0, "")
+    assert all(plan in stdout for plan in PLANS)
+    for arguments in ((), ("capacity", *RACK), ("capacity", *RACK, "--json")):
+        code, _, err = redirected(">&-", "plan", *arguments)
+        assert (code, err) == (1, "megatoken: cannot write to standard output: Bad file descriptor\n")

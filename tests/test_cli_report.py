@@ -1,0 +1,101 @@
+"""``megatoken report``."""
+
+import csv
+import io
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from cli_results import RACK, hostile_paths, refused, two_runs
+from cli_support import TIMEOUT_SECONDS, call, redirected, started
+
+SQL = "select run, verdict, output_tokens from runs order by run"
+
+
+def test_pages_of_runs_are_made_anew(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    runs = [Path(shutil.copytree(run, tmp_path / run.name)) for run in two_runs(tmp_path_factory)]
+    for run in runs:
+        (run / "report.html").unlink()
+    code, stdout, err = call("report", *runs)
+    assert (code, err) == (0, "")
+    assert stdout.splitlines() == [str(run / "report.html") for run in runs]
+    assert all("MEASURED" in (run / "report.html").read_text() for run in runs)
+
+
+def test_the_page_of_a_saved_document(tmp_path: Path) -> None:
+    assert call("plan", "energy", *RACK, "--out", tmp_path / "plan")[0] == 0
+    saved = (tmp_path / "plan" / "report.html").read_text()
+    (tmp_path / "plan" / "report.html").unlink()
+    assert call("report", tmp_path / "plan")[:2] == (0, f"{tmp_path / 'plan' / 'report.html'}\n")
+    assert (tmp_path / "plan" / "report.html").read_text() == saved
+    elsewhere = tmp_path / "page.html"
+    assert call("report", tmp_path / "plan" / "plan_energy.json", "--out", elsewhere)[:2] == (0, f"{elsewhere}\n")
+    assert elsewhere.read_text() == saved
+
+
+def test_questions_to_many_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    pytest.importorskip("duckdb")
+    runs = two_runs(tmp_path_factory)
+    expected = [(run.name, "MEASURED", json.loads((run / "result.json").read_text())["output_tokens"]) for run in runs]
+    code, stdout, err = call("report", runs[0].parent, "--query", SQL, "--json")
+    assert (code, err) == (0, "")
+    assert [tuple(row.values()) for row in json.loads(stdout)] == expected
+    _, stdout, _ = call("report", *runs, "--query", SQL, "--csv")
+    assert list(csv.reader(io.StringIO(stdout)))[1:] == [[str(value) for value in row] for row in expected]
+    code, stdout, _ = call("report", *runs, "--query", SQL)
+    assert code == 0
+    assert all(run.name in stdout for run in runs)
+
+
+def test_questions_that_have_no_answer(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    pytest.importorskip("duckdb")
+    run = two_runs(tmp_path_factory)[0]
+    assert "query: " in refused("report", run, "--query", "selec 1")
+    assert "query: " in refused("report", run, "--query", "select * from read_text('/etc/hostname')")
+    target = tmp_path / "copy.csv"
+    assert "query: " in refused("report", run, "--query", f"copy runs to '{target}'")
+    assert not target.exists()
+    assert str(tmp_path) in refused("report", tmp_path, "--query", "select 1")
+
+
+def test_what_has_no_page(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    run = two_runs(tmp_path_factory)[0]
+    for path in hostile_paths(tmp_path).values():
+        assert str(path) in refused("report", path)
+    for arguments, why in (
+        ((), "Missing argument"),
+        ((run, "--json"), "give --query"),
+        ((run, "--csv"), "give --query"),
+        ((run, run, "--out", tmp_path / "page.html"), "give one PATH"),
+        ((run, "--query", SQL, "--csv", "--json"), "at most one of --csv and --json"),
+        ((run, "--query", SQL, "--out", tmp_path / "page.html"), "no --out"),
+        ((run, "--out", tmp_path / "absent" / "page.html"), "cannot be written"),
+        ((run, "--querry", SQL), "--querry: unknown flag; did you mean --query?"),
+    ):
+        assert why in refused("report", *arguments)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_closed_output_names_the_page(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    code, _, err = redirected(">&-", "report", two_runs(tmp_path_factory)[0], "--out", page)
+    assert code == 1
+    assert err == f"megatoken: cannot write to standard output: Bad file descriptor; the page is {page}\n"
+    assert page.exists()
+
+
+def test_a_question_without_end_can_be_interrupted(tmp_path_factory: pytest.TempPathFactory) -> None:
+    pytest.importorskip("duckdb")
+    endless = "select sum(a.range * b.range) from range(100000000) a, range(100000000) b"
+    with started("report", two_runs(tmp_path_factory)[0], "--query", endless) as process:
+        while "duckdb" not in Path(f"/proc/{process.pid}/maps").read_text():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=TIMEOUT_SECONDS) == ("", "megatoken: interrupted; nothing was written\n")
+        assert process.returncode == 130
