@@ -31,7 +31,7 @@ def test_installed_loadgen(originals, scenario, mode, model):
     assert (figures.scenario, figures.mode, figures.errors) == (scenario, mode, 0)
     if mode == "PerformanceOnly":
         assert figures.validity == "VALID"
-        assert figures.duration_seconds == pytest.approx(0.2, rel=20)
+        assert 0.1 < figures.duration_seconds < 60
         assert figures.samples_issued >= 700
     if model == "llama2-70b" and mode == "PerformanceOnly":
         assert figures.tokens_per_sample == pytest.approx(53, abs=0.5)  # 50 to 56 tokens, by row

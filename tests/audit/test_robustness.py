@@ -34,7 +34,7 @@ def examined(folder: Path) -> None:
     """Audits ``folder``; nothing may go wrong inside a check, and the document must be plain JSON."""
     result = audit(folder)
     assert "log.examined" not in {item.id for item in result.findings}, result.findings
-    json.dumps(result.to_document(), allow_nan=False)
+    json.dumps(result.to_document(), allow_nan=False, ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.3, 0.7, 0.99])
@@ -191,6 +191,12 @@ def test_duplicate_keys_of_a_system_are_a_finding(twin):
     for content in ("[]", "{", '"x"', "\0", "{" * 100_000):
         (systems / "one.json").write_text(content)
         assert "system.readable" in grave(folder.parent)
+    (systems / "one.json").write_text(
+        r'{"framework": "half a pair \ud800", "number_of_nodes": 1e999, "hw_notes": {"a": [1]}}'
+    )
+    document = audit(folder.parent).to_document()
+    json.dumps(document, allow_nan=False, ensure_ascii=False).encode()
+    assert document["systems"][0]["number_of_nodes"] is None
 
 
 def test_links_pipes_and_odd_names(twin, tmp_path):

@@ -28,6 +28,7 @@ from megatoken.audit.reading import UnreadableError, display, read_text
 from megatoken.audit.view import RunFiles, observe
 from megatoken.errors import ExitCode, UsageError
 from megatoken.results.aggregation import Aggregate, aggregate, now
+from megatoken.results.files import plain
 
 SCHEMA_VERSION = 1
 MOST_README_BYTES = 2**20
@@ -58,7 +59,7 @@ class Audit:
         """Plain JSON of the kind ``audit``."""
         together = self.aggregate.to_document() if self.aggregate else None
         slow = set(self.aggregate.stragglers.nodes) if self.aggregate else set()
-        return {
+        document = {
             "kind": "audit",
             "schema_version": SCHEMA_VERSION,
             "created_at": now(),
@@ -75,6 +76,8 @@ class Audit:
             "aggregate": together,
             "claims": list(self.claims),
         }
+        # The path alone stays as the user gave it, so that it can be opened again.
+        return {**_encodable(plain(document)), "inputs": [self.evidence.root]}
 
 
 def audit(
@@ -259,6 +262,15 @@ def _node_document(run: Run, slow: set[str]) -> dict[str, Any]:
         "validity": figures.validity,
         "group": "slow" if run.node in slow else "main",
     }
+
+
+def _encodable(value: Any) -> Any:
+    """Plain JSON without halves of surrogate pairs, which somebody's JSON may hold and UTF-8 cannot."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, list) else value
 
 
 def _only(values: set[str | None]) -> str | None:

@@ -12,6 +12,7 @@ from megatoken.audit.evidence import Where
 
 MOST_PLACES = 50
 MOST_TEXTS = 5
+MOST_DISTINCT = 200
 LONGEST_TEXT = 300
 
 
@@ -74,8 +75,10 @@ class Ledger:
         for observation in observations:
             entry = self._entries.setdefault((observation.id, observation.severity), _Entry())
             entry.count += 1
-            entry.expected.setdefault(observation.expected)
-            entry.found[observation.found] = entry.found.get(observation.found, 0) + 1
+            if len(entry.expected) < MOST_DISTINCT:
+                entry.expected.setdefault(observation.expected)
+            if observation.found in entry.found or len(entry.found) < MOST_DISTINCT:
+                entry.found[observation.found] = entry.found.get(observation.found, 0) + 1
             entry.where.extend(observation.where[: max(0, MOST_PLACES - len(entry.where))])
 
     def findings(self) -> tuple[Finding, ...]:
@@ -92,7 +95,7 @@ class Ledger:
             id=id_,
             severity=severity,
             title=check.title,
-            expected=_list(dict.fromkeys(entry.expected, 1), 1),
+            expected=_list(dict.fromkeys(entry.expected, 1), len(entry.expected)),
             found=_list(entry.found, entry.count),
             where=tuple(entry.where),
             why=check.why,
@@ -113,10 +116,10 @@ def _list(texts: dict[str, int], count: int) -> str:
     ordered = sorted(texts, key=lambda text: -texts[text])
     if len(ordered) == 1:
         return ordered[0] + (f" ({count} times)" if count > 1 else "")
-    shown = [f"{text} ({texts[text]} times)" if texts[text] > 1 else text for text in ordered[:MOST_TEXTS]]
+    parts = [f"{text} ({texts[text]} times)" if texts[text] > 1 else text for text in ordered[:MOST_TEXTS]]
     if len(ordered) > MOST_TEXTS:
-        shown.append(f"and {len(ordered) - MOST_TEXTS} more")
-    return "; ".join(shown)
+        parts.append(f"and {count - sum(texts[text] for text in ordered[:MOST_TEXTS])} more")
+    return "; ".join(parts)
 
 
 def shown(value: Any) -> str:
