@@ -51,7 +51,12 @@ def test_a_run_prints_one_json_document_that_is_the_result_and_the_folder(tmp_pa
     assert folder.parent == out
     assert document == json.loads((folder / "result.json").read_text())
     assert document["verdict"] == "MEASURED"
-    assert {rule["code"] for rule in document["rules_unmet"]} == {"MIN_DURATION", "MIN_SAMPLES", "DATA_SET_SIZE"}
+    assert {rule["code"] for rule in document["rules_unmet"]} == {
+        "MIN_DURATION",
+        "MIN_SAMPLES",
+        "EQUAL_ISSUE",
+        "DATA_SET_SIZE",
+    }
     assert document["samples_completed"] == 7
     assert document["output_tokens"] == 4 * 3 + 8 * 2 + 12 * 2  # rows repeat when more samples are asked for
     assert document["loadgen_output_tokens_per_second"] == pytest.approx(document["output_tokens_per_second"], rel=0.2)

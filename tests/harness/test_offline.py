@@ -36,7 +36,12 @@ def test_a_measured_run_records_every_sample_as_loadgen_saw_it(tmp_path: Path, l
     finished = run(tmp_path, lengths, {"samples": 100})
     assert finished.verdict is Verdict.MEASURED
     assert finished.reasons == []
-    assert {rule["code"] for rule in finished.rules_unmet} == {"MIN_DURATION", "MIN_SAMPLES", "DATA_SET_SIZE"}
+    assert {rule["code"] for rule in finished.rules_unmet} == {
+        "MIN_DURATION",
+        "MIN_SAMPLES",
+        "EQUAL_ISSUE",
+        "DATA_SET_SIZE",
+    }
 
     rows = finished.requests.sort_by("sample_id").to_pylist()
     assert [row["sample_id"] for row in rows] == list(range(100))
@@ -125,8 +130,8 @@ def test_a_run_whose_answers_end_early_lasts_as_long_as_asked(tmp_path: Path) ->
     result = json.loads(out)
     mean_answer = result["output_tokens"] / result["samples_completed"]
     assert 6 < mean_answer < 11
-    # The least it may be by the estimate is 2.6 s; the rest is for neighbours that leave the machine meanwhile.
-    assert result["duration_seconds"] > 1.3
+    # By the estimate it lasts 2.6 s or more, 0.4 s if sized by the limit; neighbours may leave the machine meanwhile.
+    assert result["duration_seconds"] > 0.8
 
 
 def test_accuracy_mode_logs_what_the_target_said(tmp_path: Path, lengths: Path) -> None:

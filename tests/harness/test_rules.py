@@ -22,8 +22,10 @@ GOOD = {
 }
 
 
-def unmet(errors: tuple[str, ...] = (), mode: str = "performance", **changes: Any) -> list[UnmetRule]:
-    return unmet_rules(V51, mode, LoadGenLog({**GOOD, **changes}, list(errors)))
+def unmet(
+    errors: tuple[str, ...] = (), mode: str = "performance", data_set_rows: int = 24_576, **changes: Any
+) -> list[UnmetRule]:
+    return unmet_rules(V51, mode, LoadGenLog({**GOOD, **changes}, list(errors)), data_set_rows)
 
 
 def test_a_log_that_meets_everything() -> None:
@@ -48,7 +50,15 @@ def test_a_log_that_meets_everything() -> None:
         ({"effective_sample_concatenate_permutation": False}, "EQUAL_ISSUE", 49_152, 49_152, "not every row"),
         ({"generated_samples_per_query": 49_151}, "EQUAL_ISSUE", 49_151, 49_152, "not every row equally often"),
         ({"qsl_reported_total_count": 100}, "DATA_SET_SIZE", 100, 24_576, "drew from 100 rows"),
-        ({"qsl_reported_total_count": 30_000}, "DATA_SET_SIZE", 30_000, 24_576, "drew from 30,000 rows"),
+        (
+            {"qsl_reported_total_count": 30_000, "data_set_rows": 30_000},
+            "DATA_SET_SIZE",
+            30_000,
+            24_576,
+            "drew from 30,000 rows; MLPerf's data set has 24,576",
+        ),
+        ({"data_set_rows": 3}, "DATA_SET_SIZE", 3, 24_576, "drew from 3 rows"),
+        ({"errors": ("a",)}, "LOADGEN_ERRORS", 1, 0, "1 error, the first: a"),
         (
             {"result_validity": "INVALID", "result_invalid_reason": "Increase expected QPS. \n"},
             "LOADGEN_INVALID",
@@ -77,9 +87,14 @@ def test_the_edges_of_duration_and_count_are_allowed() -> None:
 
 def test_accuracy_logs_have_no_speed_to_judge() -> None:
     values = {"qsl_reported_total_count": 24_576}
-    assert unmet_rules(V51, "accuracy", LoadGenLog(values, [])) == []
-    (rule,) = unmet_rules(V51, "accuracy", LoadGenLog({"qsl_reported_total_count": 8}, []))
+    assert unmet_rules(V51, "accuracy", LoadGenLog(values, []), 24_576) == []
+    (rule,) = unmet_rules(V51, "accuracy", LoadGenLog({"qsl_reported_total_count": 8}, []), 24_576)
     assert rule["code"] == "DATA_SET_SIZE"
+
+
+def test_rows_that_repeat_a_data_set_are_not_issued_equally_often_by_that() -> None:
+    codes = [rule["code"] for rule in unmet(data_set_rows=5)]  # 49,152 samples of a library of 24,576 rows
+    assert codes == ["EQUAL_ISSUE", "DATA_SET_SIZE"]
 
 
 def test_verdicts() -> None:

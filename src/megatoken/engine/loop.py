@@ -120,6 +120,8 @@ class Engine:
             RequestError: empty or unreadable prompt, id outside the vocabulary, bad limit or sampling.
             CapacityError: it can never fit context or cache.
         """
+        if not isinstance(request, Request):
+            raise RequestError(f"expected a Request, got {reprlib.repr(request)}; write Request(prompt, max_tokens)")
         prompt = self.encode(request.prompt) if isinstance(request.prompt, str) else _token_ids(request.prompt)
         check_request(prompt, request, self.model_config.vocabulary_size)
         stop_ids = frozenset(request.stop_token_ids)
@@ -177,6 +179,8 @@ class Engine:
         Raises:
             RequestError, CapacityError: as ``submit``.
         """
+        if isinstance(requests, Request):
+            raise RequestError("generate takes a list of requests; write generate([request])")
         running: dict[int, _Active] = {}
         reasons: dict[int, FinishReason] = {}
         try:
@@ -332,6 +336,8 @@ def check_request(prompt: Sequence[int], request: Request, vocabulary_size: int)
     if lowest < 0 or highest >= vocabulary_size:
         wrong = lowest if lowest < 0 else highest
         raise RequestError(f"prompt token id {wrong} is outside the vocabulary of {vocabulary_size:,}")
+    if not isinstance(request.max_tokens, int):
+        raise RequestError(f"max_tokens is {request.max_tokens!r}; it must be a whole number")
     if request.max_tokens < 1:
         raise RequestError(f"max_tokens is {request.max_tokens}; it must be at least 1")
     sampling = request.sampling

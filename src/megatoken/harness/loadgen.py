@@ -130,8 +130,15 @@ class OfflineTest:
                 f"The run was interrupted and {len(self._outstanding):,} of its {len(self._response_ids):,} samples "
                 "got empty answers, so LoadGen's files in this folder are no result, whatever they say.\n",
             )
-        for position, sample in enumerate(sorted(self._outstanding)):
-            self.complete(sample, 0 if position == 0 else 2)
+        import mlperf_loadgen as lg
+
+        lg.QuerySamplesComplete(
+            [
+                lg.QuerySampleResponse(self._response_ids[sample], 0, 0, 0 if position == 0 else 2)
+                for position, sample in enumerate(sorted(self._outstanding))
+            ]
+        )
+        self._outstanding.clear()
         self._thread.join()
 
     def finish(self) -> LoadGenLog:

@@ -82,7 +82,7 @@ def run_offline(
                 target.cancel_all()
                 _interrupt(test, folder, reason)
             else:
-                _conclude(config, folder, measurement, test.finish())
+                _conclude(config, folder, measurement, test.finish(), rows)
         except BaseException as error:
             _interrupt(test, folder, f"{type(error).__name__}: {error}")
             raise
@@ -92,13 +92,13 @@ def run_offline(
 
 
 def _interrupt(test: OfflineTest, folder: RunFolder, reason: str) -> None:
-    test.abandon()
     folder.add_facts({"peak_memory_bytes": peak_memory_bytes()})
-    folder.interrupt(reason)
+    folder.interrupt(reason)  # first: LoadGen may take its time over the empty answers
+    test.abandon()
 
 
-def _conclude(config: RunConfig, folder: RunFolder, measurement: _Measurement, log: LoadGenLog) -> None:
-    unmet = unmet_rules(ROUNDS[config.rules or DEFAULT_ROUND], config.mode, log)
+def _conclude(config: RunConfig, folder: RunFolder, measurement: _Measurement, log: LoadGenLog, rows: int) -> None:
+    unmet = unmet_rules(ROUNDS[config.rules or DEFAULT_ROUND], config.mode, log, rows)
     verdict, reasons = judge(config.rules is not None, unmet, measurement.failed, measurement.samples)
     folder.finish(
         {

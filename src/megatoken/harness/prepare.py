@@ -21,6 +21,7 @@ from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, StorageError
 from megatoken.hardware.inventory import cpu
 from megatoken.harness.datasets import Dataset, load_lengths, load_openorca, load_prompts
+from megatoken.harness.rules import DEFAULT_ROUND, ROUNDS
 
 THREADS_PER_CORE = 4  # more only wait for each other, and a typing error of two digits hangs the machine
 
@@ -91,6 +92,11 @@ def prepare(config: RunConfig) -> Prepared:
     else:
         weights = f"random, seed {config.seed}"
         notes.append("random weights: the speed is real, the text is not")
+    rules = ROUNDS[config.rules or DEFAULT_ROUND]
+    if config.rules and len(data_set.requests) != rules.data_set_rows:
+        notes.append(
+            f"cannot be VALID: the data set has {len(data_set.requests):,} rows, MLPerf's {rules.data_set_rows:,}"
+        )
     if config.rules:
         notes.append("the verdict judges LoadGen's log by the rules; model, data set and accuracy are not part of it")
     return Prepared(config, source.config, memory, data_set, weights, tuple(notes))

@@ -39,9 +39,13 @@ class UnmetRule(Reason):
     required: float | str
 
 
-def unmet_rules(round_: Round, mode: str, log: LoadGenLog) -> list[UnmetRule]:
-    """Every rule of ``round_`` that a complete LoadGen log fails, judged by what it says, not by what was asked for."""
-    return list(_unmet_by_performance(round_, log) if mode == "performance" else _unmet_by_any(round_, log))
+def unmet_rules(round_: Round, mode: str, log: LoadGenLog, data_set_rows: int) -> list[UnmetRule]:
+    """Every rule of ``round_`` that a complete LoadGen log fails, judged by what it says, not by what was asked for.
+
+    ``data_set_rows``: of which LoadGen's library repeats some if it has more rows, and leaves some out if it has fewer.
+    """
+    judge_log = _unmet_by_performance if mode == "performance" else _unmet_by_any
+    return list(judge_log(round_, log, data_set_rows))
 
 
 def judge(claimed: bool, unmet: Sequence[UnmetRule], failed_samples: int, samples: int) -> tuple[Verdict, list[Reason]]:
@@ -63,7 +67,7 @@ def judge(claimed: bool, unmet: Sequence[UnmetRule], failed_samples: int, sample
     return (Verdict.VALID if claimed else Verdict.MEASURED), []
 
 
-def _unmet_by_performance(round_: Round, log: LoadGenLog) -> Iterator[UnmetRule]:
+def _unmet_by_performance(round_: Round, log: LoadGenLog, data_set_rows: int) -> Iterator[UnmetRule]:
     values = log.values
     ran_seconds = values["result_max_latency_ns"] / 1e9
     asked_seconds = values["effective_min_duration_ms"] / 1e3
@@ -86,6 +90,7 @@ def _unmet_by_performance(round_: Round, log: LoadGenLog) -> Iterator[UnmetRule]
         yield _unmet("SEEDS", str(seeds), str(round_.seeds), f"the seeds are not those of round {round_.name}")
 
     issued, rows = values["generated_samples_per_query"], values["qsl_reported_performance_count"]
+    rows = min(rows, data_set_rows)
     if not values["effective_sample_concatenate_permutation"] or issued % rows:
         message = f"issued {issued:,} samples of {rows:,} rows, not every row equally often"
         yield _unmet("EQUAL_ISSUE", issued, -(-issued // rows) * rows, message)
@@ -93,16 +98,16 @@ def _unmet_by_performance(round_: Round, log: LoadGenLog) -> Iterator[UnmetRule]
     if values["result_validity"] != "VALID":
         cause = " ".join(str(values.get("result_invalid_reason", "")).split()) or "no reason given"
         yield _unmet("LOADGEN_INVALID", values["result_validity"], "VALID", f"LoadGen says {cause}")
-    yield from _unmet_by_any(round_, log)
+    yield from _unmet_by_any(round_, log, data_set_rows)
 
 
-def _unmet_by_any(round_: Round, log: LoadGenLog) -> Iterator[UnmetRule]:
-    rows = log.values["qsl_reported_total_count"]
+def _unmet_by_any(round_: Round, log: LoadGenLog, data_set_rows: int) -> Iterator[UnmetRule]:
+    rows = min(log.values["qsl_reported_total_count"], data_set_rows)
     if rows != round_.data_set_rows:
-        message = f"drew from {rows:,} rows, the data set has {round_.data_set_rows:,}"
+        message = f"drew from {rows:,} rows; MLPerf's data set has {round_.data_set_rows:,}"
         yield _unmet("DATA_SET_SIZE", rows, round_.data_set_rows, message)
     if log.errors:
-        message = f"LoadGen logged {len(log.errors):,} errors, the first: {log.errors[0]}"
+        message = f"LoadGen logged {len(log.errors):,} error{'s'[: len(log.errors) > 1]}, the first: {log.errors[0]}"
         yield _unmet("LOADGEN_ERRORS", len(log.errors), 0, message)
 
 
