@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 MOST_ROWS = 200_000
 MOST_ARRIVALS = 5_000_000
-MOST_DRAWS = 2_000_000
+MOST_DRAWS = 500_000
 _WORD = 2**32
 
 Draw = Callable[[int], int]  # bound -> integer in [0, bound)
@@ -101,6 +101,7 @@ def library_order(seed: int, rows: int, before_gcc_11: bool = False) -> tuple[in
     return tuple(order)
 
 
+@lru_cache(maxsize=16)
 def issued_rows(
     seed: int, library: tuple[int, ...], load: Load, count: int, before_gcc_11: bool = False
 ) -> tuple[int, ...]:
@@ -117,7 +118,11 @@ def issued_rows(
         ValueError: too many draws to repeat, or a load that draws otherwise.
     """
     passes = 1 if load.accuracy else math.ceil(load.min_queries / len(library))
-    if (passes + 3) * len(library) + count > MOST_DRAWS or load.scenario not in ("Offline", "Server", "SingleStream"):
+    if (
+        passes < 1
+        or (passes + 3) * len(library) + count > MOST_DRAWS
+        or load.scenario not in ("Offline", "Server", "SingleStream")
+    ):
         raise ValueError("cannot be drawn again")
     draw = Twister(seed, before_gcc_11).below
     first: list[int] = []
