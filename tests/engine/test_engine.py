@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from engines import answer_alone, answers, assert_idle, drain, make_engine, request
+from over_admission import expect_short_answers
 
 from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling, TokenEvent
 from megatoken.errors import CapacityError, CheckpointError, MegatokenError, RequestError
@@ -114,6 +115,7 @@ def test_cancel_spares_the_others(directory: Path, overlap: bool) -> None:
 @BOTH
 def test_cancel_of_preempted_and_unknown_tickets(directory: Path, overlap: bool) -> None:
     engine = make_engine(directory, overlap=overlap)
+    expect_short_answers(engine._scheduler)
     tickets = [engine.submit(request(seed, 40)) for seed in range(4)]
     events = []
     while not engine.counters().preemptions:

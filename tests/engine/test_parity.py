@@ -18,6 +18,7 @@ import pytest
 import torch
 from checkpoints import generate, make_checkpoint, teacher_forced
 from hypothesis import given, settings
+from over_admission import expect_short_answers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatoken.engine import Engine, EngineConfig, FinishReason, Request, runner
@@ -170,6 +171,7 @@ def test_preempted_requests_go_on_where_they_were(
     directory, model = shared
     config = EngineConfig(precision="fp32", page_size=page_size, cache_tokens=96, max_rows=24, overlap=overlap)
     engine = Engine(directory, config)
+    expect_short_answers(engine._scheduler)
     near_ties.append(check(engine, model, some_prompts(301, 1, [5] * 12), [60, 30, *range(40, 60, 2)]))
     counters = engine.counters()
     assert counters.preemptions > 5
@@ -251,6 +253,7 @@ def test_logit_error(
     prompts = some_prompts(1000, 0)
     requests = [Request(prompt, ANSWER_TOKENS, ignore_end_token=True) for prompt in prompts]
     engine = Engine(tmp_path, EngineConfig(precision=precision, max_rows=24, page_size=16, cache_tokens=176))
+    expect_short_answers(engine._scheduler)
     answers, logits = recorded_logits(engine, requests, monkeypatch)
     assert engine.counters().preemptions
 

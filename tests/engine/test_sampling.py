@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from over_admission import expect_short_answers
 from transformers import AutoModelForCausalLM
 
 from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling
@@ -243,6 +244,7 @@ def test_answers_do_not_depend_on_batch_order_preemption_or_overlap(directory: P
 
     def answers(config: EngineConfig, order: list[int]) -> list[list[int]]:
         engine = Engine(directory, config)
+        expect_short_answers(engine._scheduler)
         completions = dict(zip(order, engine.generate([requests[place] for place in order]), strict=True))
         assert engine.counters().preemptions or not config.cache_tokens
         return [completions[place].token_ids for place in range(12)]

@@ -16,8 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from over_admission import expect_short_answers
+
 from megatoken.engine.request import FinishReason
-from megatoken.engine.scheduler import PRIOR_ANSWERS, Scheduler, StepPlan
+from megatoken.engine.scheduler import PRIOR_TOKENS, Scheduler, StepPlan
 from megatoken.errors import CapacityError
 
 
@@ -49,17 +51,16 @@ class Sequence:
     slot: int | None = None
     computed: int = 0
     from_host: int = 0  # tokens known when it was last admitted
-    expected_share: float = 1.0  # of its limit, when it was last admitted
     pages: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
 
 
 class SimulatedEngine:
-    def __init__(self, lookahead: int = 0, reserve: float = 0.04, **sizes: int) -> None:
-        self.scheduler = Scheduler(**sizes, reserve=reserve)
+    def __init__(self, lookahead: int = 0, *, hopeful: bool = False, **sizes: int) -> None:
+        self.scheduler = Scheduler(**sizes)
         self.max_rows, self.max_sequences = sizes["max_rows"], sizes["max_sequences"]
         self.page_size, self.num_pages, self.max_length = sizes["page_size"], sizes["num_pages"], sizes["max_length"]
-        self.lookahead, self.reserve = lookahead, reserve
+        self.lookahead = lookahead
         self.all: dict[int, Sequence] = {}
         self.live: dict[int, Sequence] = {}  # in the scheduler: neither done by length nor ended; oldest first
         self.owner: dict[int, int] = {}  # page -> ticket
@@ -67,17 +68,22 @@ class SimulatedEngine:
         self.token_table: dict[int, int] = {}
         self.in_flight: deque[list[tuple[int, int]]] = deque()
         self.steps = self.preemptions = self.recomputed = 0
-        self.shares = [1.0] * PRIOR_ANSWERS  # of its limit that each whole answer took
+        self.answered_tokens = self.answer_limits = PRIOR_TOKENS
+        if hopeful:
+            self.answer_limits = expect_short_answers(self.scheduler)
 
-    def halfway_pages(self, tickets: list[int], share: float) -> int:
-        """Pages that the residents among ``tickets`` and the others, at ``share``, are expected to hold halfway."""
-        pages = 0
-        for ticket in tickets:
-            s = self.live[ticket]
-            start, expected = (s.from_host, s.expected_share) if s.slot is not None else (s.known, share)
-            end = start + math.ceil(expected * (len(s.prompt) + s.max_tokens - start) / 2)
-            pages += math.ceil(end / self.page_size)
-        return pages
+    def peak_pages(self, tickets: list[int], residents: list[int]) -> int:
+        """The most pages that ``tickets`` are expected to hold at any step to come, step by step."""
+        taken = self.answered_tokens + sum(self.live[ticket].known - len(self.live[ticket].prompt) for ticket in residents)
+        sequences = []
+        for s in (self.live[ticket] for ticket in tickets):
+            expected = len(s.prompt) + s.max_tokens * min(taken, self.answer_limits) // self.answer_limits - 1
+            end = max(s.known, expected)
+            empty = math.ceil(end / self.page_size) * self.page_size - end
+            sequences.append((s.known + empty, end - s.known))
+        steps = range(max((steps for _, steps in sequences), default=0) + 1)
+        held = [sum(tokens + step for tokens, steps in sequences if step <= steps) for step in steps]
+        return math.ceil(max(held) / self.page_size)
 
     def add(self, prompt_tokens: int, max_tokens: int, stop_one_in: int = 0) -> None:
         ticket = len(self.all)
@@ -127,15 +133,13 @@ class SimulatedEngine:
         assert tickets[: len(residents)] == residents, "every resident has rows, oldest first"
         assert admitted == queue[: len(admitted)], "first come, first served"
         assert not (plan.preempted and admitted)
-        share, slack = sum(self.shares) / len(self.shares), 1e-9  # sums of floats depend on their order
-        if admitted and len(tickets) > 1:
-            assert self.halfway_pages(tickets, share * (1 - slack)) <= self.num_pages
+        if admitted:
+            assert self.peak_pages(tickets, residents) <= self.num_pages
         one_more = tickets + queue[len(admitted) :][:1]
-        crowded = self.halfway_pages(one_more, share * (1 + slack)) > self.num_pages
+        crowded = self.peak_pages(one_more, residents) > self.num_pages
         for ticket, slot in zip(tickets, plan.slot.tolist(), strict=True):
             sequence = self.live[ticket]
             if ticket in admitted:
-                sequence.expected_share = share
                 assert slot in range(self.max_sequences)
                 assert slot not in [s.slot for s in self.live.values()]
                 sequence.slot, sequence.from_host = slot, sequence.known
@@ -151,11 +155,9 @@ class SimulatedEngine:
             assert plan.sample[i] == (end == sequence.known)
             assert (i < plan.decodes) == (start >= sequence.from_host)
         free = self.num_pages - len(self.owner)
-        if admitted and len(tickets) > 1:
-            assert free >= self.reserve * self.num_pages
         if rows < self.max_rows and not plan.preempted and len(tickets) < self.max_sequences and queue[len(admitted) :]:
             head = self.live[queue[len(admitted)]]
-            scarce = free - math.ceil(head.known / self.page_size) < self.reserve * self.num_pages
+            scarce = free < math.ceil(head.known / self.page_size)
             assert scarce or crowded, "rows left unused"
 
     def check_preemption(self, plan: StepPlan, residents: list[int]) -> None:
@@ -212,7 +214,7 @@ class SimulatedEngine:
             sampled.append((ticket, self.token_table[s.slot]))
             s.known += 1
             if s.known == len(s.prompt) + s.max_tokens:
-                self.shares.append(1.0)
+                self.learn(s)
                 self.release(ticket)
                 del self.live[ticket]
         return sampled
@@ -237,11 +239,15 @@ class SimulatedEngine:
             s = self.live[ticket]
             answered = reason is FinishReason.STOP
             if answered and s.slot is not None:
-                self.shares.append((s.known - len(s.prompt)) / s.max_tokens)
+                self.learn(s)
             self.scheduler.end(ticket, answered=answered)
             self.release(ticket)
             del self.live[ticket]
             self.check_counters()
+
+    def learn(self, sequence: Sequence) -> None:
+        self.answered_tokens += sequence.known - len(sequence.prompt)
+        self.answer_limits += sequence.max_tokens
 
     def release(self, ticket: int) -> None:
         sequence = self.live[ticket]
@@ -258,7 +264,7 @@ SIZES = st.fixed_dictionaries(
         "num_pages": st.integers(1, 30),
         "max_length": st.integers(2, 40),
         "lookahead": st.integers(0, 1),
-        "reserve": st.sampled_from([0.0, 0.04, 0.3, 1.0]),
+        "hopeful": st.booleans(),
     }
 )
 REQUEST = st.tuples(st.integers(1, 20), st.integers(1, 15), st.sampled_from([0, 0, 4, 11]))
@@ -286,7 +292,7 @@ def test_every_request_gets_its_tokens_under_pressure(lookahead: int, page_size:
     random = np.random.default_rng(page_size)
     engine = SimulatedEngine(
         lookahead,
-        reserve=0.0,
+        hopeful=True,
         max_rows=32,
         max_sequences=12,
         page_size=page_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from over_admission import expect_short_answers
 
 from megatoken.engine.scheduler import Scheduler, StepPlan
 
@@ -35,10 +36,10 @@ class Soak:
         self.random = np.random.default_rng(7)
         self.max_rows, self.max_sequences = sizes["max_rows"], sizes["max_sequences"]
         self.page_size, self.num_pages = sizes["page_size"], sizes["num_pages"]
-        self.scheduler = Scheduler(**sizes, max_length=self.LONGEST, reserve=0.0)
+        self.scheduler = Scheduler(**sizes, max_length=self.LONGEST)
         self.expected_share = expected_share
         if not expected_share:
-            self.scheduler._answers = 1e15  # as if answers had ended at once all its life: it admits too many
+            expect_short_answers(self.scheduler)
         self.prompt = self.random.integers(1, longest_prompt + 1, requests)
         self.length = self.prompt + self.random.integers(1, self.LONGEST - longest_prompt + 1, requests)
         self.known, self.computed, self.from_host = self.prompt.copy(), np.zeros_like(self.prompt), self.prompt.copy()
@@ -103,8 +104,8 @@ class Soak:
         if self.scheduler.waiting and not plan.preempted and len(ticket) < self.max_sequences:
             longest = self.LONGEST // self.page_size
             spare = (self.owner == -1).sum() - longest
-            halfway = self.from_host[ticket] + -(-(self.length - self.from_host)[ticket] * self.expected_share // 2)
-            crowded = (-(-halfway // self.page_size)).sum() + longest > self.num_pages
+            grown = self.length[ticket] if self.expected_share else self.known[ticket]
+            crowded = (-(-grown // self.page_size)).sum() + longest > self.num_pages
             assert rows == self.max_rows or spare < 0 or crowded
         self.computed[ticket] = end
         self.known[ticket] += plan.sample

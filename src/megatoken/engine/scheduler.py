@@ -5,9 +5,10 @@ known. Every resident sequence has ``known`` tokens (prompt and generated, those
 tokens; a step gives it up to ``known - computed`` rows. Prompt, chunk of a prompt, decode and recomputation after a
 preemption are that one case.
 
-A request is admitted while the pages that it and the residents will hold halfway to their expected ends are there, for
-residents are on average halfway: fewer would idle, more would be preempted and computed again. How much of its limit an
-answer is expected to take is learnt from those that ended.
+A request is admitted if the cache will bear it and the residents until the last of them has ended: at each expected
+end, what those still there will have grown to by then must fit. Fewer would idle, more would be preempted and computed
+again. How much of its limit an answer is expected to take is learnt from those that ended; where it took less or more
+than that, preemption keeps the promise.
 
 Two facts follow from the rules and keep the code short:
 
@@ -19,7 +20,6 @@ Two facts follow from the rules and keep the code short:
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -27,13 +27,14 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.engine.page_forecast import PageForecast
 from megatoken.engine.pages import PageAllocator
 from megatoken.errors import CapacityError
 
 Tokens = TypeVar("Tokens", int, NDArray[np.int32])
 
-PRIOR_ANSWERS = 16
-"""Weight, in answers, of the assumption that an answer takes all of its limit."""
+PRIOR_TOKENS = 4096
+"""Weight, in tokens of answers, of the assumption that an answer takes all of its limit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +83,6 @@ class Scheduler:
         page_size: int,
         num_pages: int,
         max_length: int,
-        reserve: float = 0.04,
     ) -> None:
         """Starts with nothing to do.
 
@@ -92,19 +92,17 @@ class Scheduler:
             page_size: tokens in a page of cache.
             num_pages: pages of cache.
             max_length: tokens of the longest request, prompt and generated together.
-            reserve: share of all pages that an admission must leave free for the growth of the residents.
 
         Raises:
-            ValueError: a size below 1, or ``reserve`` outside 0 .. 1.
+            ValueError: a size below 1.
         """
-        if min(max_rows, max_sequences, page_size, num_pages, max_length) < 1 or not 0 <= reserve <= 1:
-            raise ValueError("every size must be at least 1, and reserve within 0 .. 1")
+        if min(max_rows, max_sequences, page_size, num_pages, max_length) < 1:
+            raise ValueError("every size must be at least 1")
         self.page_table = np.zeros((max_sequences, -(-max_length // page_size)), dtype=np.int32)
         self._max_rows = max_rows
         self._page_size = page_size
         self._num_pages = num_pages
         self._max_length = max_length
-        self._reserved_pages = math.ceil(reserve * num_pages)
         self._pages = PageAllocator(num_pages)
         self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # by ticket, oldest first
         self._residents = np.empty(0, dtype=np.int32)  # slots, oldest first; replaced, never written in place
@@ -116,8 +114,7 @@ class Scheduler:
         self._length = np.zeros(max_sequences, dtype=np.int32)  # prompt_tokens + max_tokens
         self._held = np.zeros(max_sequences, dtype=np.int32)  # pages
         self._prompt = np.zeros(max_sequences, dtype=np.int32)
-        self._halfway = np.zeros(max_sequences, dtype=np.int32)  # pages expected to be held halfway to the end
-        self._answers = self._taken_shares = float(PRIOR_ANSWERS)
+        self._answered_tokens = self._answer_limits = PRIOR_TOKENS  # of all whole answers: what they took and might have
         self._last_ticket = -1
         self._step = 0
         self._preemptions = 0
@@ -272,24 +269,29 @@ class Scheduler:
         The pages are given whole in the same plan, so a half-done prompt never lacks any.
         """
         spare_rows = self._max_rows - int((self._known[self._residents] - self._computed[self._residents]).sum())
-        spare_halfway = self._num_pages - int(self._halfway[self._residents].sum())
-        expected_share = self._taken_shares / self._answers
-        admitted: list[tuple[int, int, int, int, int]] = []
+        if spare_rows <= 0 or not self._free_slots:
+            return
+        resident, limits = self._residents, self._answer_limits
+        prompt, known, length = (column[resident].astype(np.int64) for column in (self._prompt, self._known, self._length))
+        # Residents count with what they have so far: short answers are the first to end, and would seem to be all.
+        taken = min(self._answered_tokens + int((known - prompt).sum()), limits)
+        end = prompt + (length - prompt) * taken // limits - 1  # nothing attends to the last token
+        forecast = PageForecast(known, np.maximum(known, end), self._page_size, self._num_pages)
+        admitted: list[tuple[int, int, int, int]] = []
         while self._waiting and spare_rows > 0 and len(admitted) < len(self._free_slots):
-            ticket, (prompt, known, length) = next(iter(self._waiting.items()))
-            halfway = self._pages_for(known + math.ceil(expected_share * (length - known) / 2))
-            spare_rows -= known
-            spare_pages -= self._pages_for(known)
-            spare_halfway -= halfway
-            if (spare_pages < self._reserved_pages or spare_halfway < 0) and (self.resident or admitted):
-                break
+            ticket, request = next(iter(self._waiting.items()))
+            spare_rows -= request.known
+            spare_pages -= self._pages_for(request.known)
+            own_end = request.prompt + (request.length - request.prompt) * taken // limits - 1
+            if spare_pages < 0 or not forecast.admit(request.known, max(request.known, own_end)):
+                break  # never where nothing is resident: alone it fits, which ``add`` made sure of
             del self._waiting[ticket]
-            admitted.append((ticket, prompt, known, length, halfway))
+            admitted.append((ticket, *request))
         if not admitted:
             return
         slot = np.array([self._free_slots.pop() for _ in admitted], dtype=np.int32)
         columns = np.array(admitted, dtype=np.int64).T
-        self._ticket[slot], self._prompt[slot], self._known[slot], self._length[slot], self._halfway[slot] = columns
+        self._ticket[slot], self._prompt[slot], self._known[slot], self._length[slot] = columns
         self._computed[slot] = 0
         self._residents = np.concatenate((self._residents, slot))
 
@@ -305,10 +307,10 @@ class Scheduler:
         return page_slot, page_index, page
 
     def _learn(self, slot: NDArray[np.int32]) -> None:
-        """Notes which share of its limit each answer took."""
+        """Notes how much of their limits whole answers took."""
         prompt = self._prompt[slot]
-        self._taken_shares += float(((self._known[slot] - prompt) / (self._length[slot] - prompt)).sum())
-        self._answers += len(slot)
+        self._answered_tokens += int((self._known[slot] - prompt).sum())
+        self._answer_limits += int((self._length[slot] - prompt).sum())
 
     def _remove(self, gone: NDArray[np.bool_]) -> None:
         """Takes the residents marked in ``gone`` ``[resident]`` out of their slots and frees their pages."""

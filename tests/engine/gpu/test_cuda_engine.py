@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from checkpoints import make_checkpoint, teacher_forced
+from over_admission import expect_short_answers
 from transformers import PreTrainedModel
 
 from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling, runner
@@ -136,6 +137,7 @@ def test_a_step_on_its_way_changes_no_bit(llama: Path, precision: str) -> None:
 
 def test_preempted_requests_end_once(llama: Path) -> None:
     engine = Engine(llama, EngineConfig(precision="fp8", max_rows=64, cache_tokens=512))
+    expect_short_answers(engine._scheduler)
     requests = [Request(prompt, 100, ignore_end_token=True) for prompt in some_prompts([20] * 24)]
     completions = engine.generate(requests)
     counters = engine.counters()
