@@ -1,0 +1,235 @@
+"""A submission tree out of run folders: everything that is known, nothing that is not, all of it or none."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatoken.audit.accuracy_log import TRUNCATED_BYTES, read_accuracy_scores
+from megatoken.audit.evidence import Role
+from megatoken.audit.facts import Benchmark, benchmarks
+from megatoken.errors import UsageError
+from megatoken.results.files import storage_error, to_json
+from megatoken.submission import description
+from megatoken.submission.layout import TO_FILL, Key, Layout, layout_of, supported_round
+from megatoken.submission.runs import (
+    ACCURACY_TXT,
+    ANSWERS,
+    DETAIL,
+    SUMMARY,
+    RefusedRunsError,
+    SubmittedRun,
+    family_of,
+    missing_runs,
+    read_runs,
+)
+from megatoken.submission.tree_checks import MODEL_MAPPING
+
+SCHEMA_VERSION = 1
+DIVISIONS = ("closed", "open")
+KEPT_BYTES = 4096  # of each end of an accuracy log: tools/submission/truncate_accuracy_log.py of mlcommons/inference
+GAP = b"\n\n...\n\n"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+Content = bytes | Path  # what a file holds, or the file to copy
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A tree that was written, and what a person has to fill in: file below it, line from 1, text of the line."""
+
+    path: Path
+    benchmark: str
+    system: str
+    scenarios: tuple[str, ...]
+    to_fill: tuple[tuple[str, int, str], ...]
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON of the kind ``submission_build``."""
+        return {
+            "kind": "submission_build",
+            "schema_version": SCHEMA_VERSION,
+            "path": str(self.path),
+            "benchmark": self.benchmark,
+            "system": self.system,
+            "scenarios": list(self.scenarios),
+            "to_fill": [{"file": file, "line": line, "text": text} for file, line, text in self.to_fill],
+        }
+
+    def describe(self) -> Iterator[str]:
+        """Lines for a person."""
+        for file, line, text in self.to_fill:
+            yield f"{self.path / file}:{line}: {text}"
+        if self.to_fill:
+            yield f"{len(self.to_fill)} fields to fill in; megatoken submission check refuses them until they are"
+        yield f"Submission of {self.benchmark}, {', '.join(self.scenarios)}, system {self.system}: {self.path}"
+
+
+def build(
+    paths: Sequence[Path],
+    *,
+    submitter: str,
+    division: str,
+    round_: str,
+    out: Path,
+    benchmark: str | None = None,
+    system: str | None = None,
+) -> Built:
+    """Writes the submission of one system and one model to ``out``.
+
+    Args:
+        paths: run folders: of each scenario a performance run, an accuracy run and, in the closed division, the
+            compliance test.
+        submitter: name of the folder and in the system's description.
+        division: closed or open.
+        round_: v5.1, v6.0 or v6.1.
+        out: folder to make; it must not exist, or be empty.
+        benchmark: as MLPerf names its folder; None: by the model's name and the scores. In the open division it is
+            what another model is measured by.
+        system: name of the system's folder and description; None: by the inventory.
+
+    Raises:
+        RefusedRunsError: run folders that cannot be submitted, one line for each; nothing was written.
+        UsageError: names that cannot be folders, another division or round, ``out`` in use; nothing was written.
+        StorageError: ``out`` cannot be written; nothing is left.
+    """
+    round_ = supported_round(round_)
+    if division not in DIVISIONS:
+        raise UsageError(f"--division {division}: closed or open")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out}: is there already; give --out a new folder")
+    runs = read_runs(paths, round_, division)
+    chosen = _benchmark(runs, round_, division, benchmark)
+    if lines := list(missing_runs(runs, chosen, division)):
+        raise RefusedRunsError(lines)
+    name = system or description.system_name(runs[0].run)
+    for flag, text in (("--submitter", submitter), ("--system", name)):
+        if not _NAME.fullmatch(text):
+            raise UsageError(f"{flag} {text!r}: letters, digits, dots, dashes and underscores only: it names a folder")
+    files = dict(_files(runs, chosen, submitter, division, layout_of(round_), name))
+    _write({f"{division}/{submitter}/{path}": content for path, content in files.items()}, out)
+    scenarios = tuple(dict.fromkeys(run.scenario for run in runs))
+    return Built(out, chosen.name, name, scenarios, tuple(_left(out)))
+
+
+def truncated(path: Path) -> bytes:
+    """An accuracy log as a submission holds it: its two ends if it is longer than the rules allow."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        if size <= TRUNCATED_BYTES:
+            return file.read()
+        start = file.read(KEPT_BYTES)
+        file.seek(-KEPT_BYTES, os.SEEK_END)
+        return start + GAP + file.read()
+
+
+def _benchmark(runs: Sequence[SubmittedRun], round_: str, division: str, wanted: str | None) -> Benchmark:
+    """The benchmark that the runs are of, by the name of the model, the data set's rows and the scores."""
+    family = family_of(runs[0].model)
+    known = {name: entry for name, entry in benchmarks().items() if round_ in entry.rounds}
+    candidates = [name for name in known if family and re.fullmatch(rf"{re.escape(family)}(-99|-99\.9|-edge)?", name)]
+    if wanted is not None:
+        if wanted not in known:
+            raise UsageError(f"--benchmark {wanted}: {round_} has {', '.join(known)}")
+        if division == "closed" and wanted not in candidates:
+            raise UsageError(
+                f"{runs[0].path}: model {runs[0].model} is not that of {wanted}; give the run of that model, "
+                "or --division open"
+            )
+        return known[wanted]
+    if not candidates:
+        mend = "give --division open and --benchmark" if division == "closed" else "give --benchmark"
+        raise UsageError(
+            f"{runs[0].path}: model {runs[0].model} is that of no benchmark of {round_} ({', '.join(known)}); {mend}"
+        )
+    rows = {name for name in candidates if known[name].rows == runs[0].run.result.get("data_set_rows")}
+    reached = [name for name in candidates if (not rows or name in rows) and _reaches(runs, known[name])]
+    chosen = reached[-1] if reached else next((name for name in candidates if name in rows), candidates[0])
+    return known[chosen]
+
+
+def _reaches(runs: Sequence[SubmittedRun], benchmark: Benchmark) -> bool:
+    """Whether every accuracy run has the scores."""
+    files = [run.path / ACCURACY_TXT for run in runs if run.role is Role.ACCURACY]
+    if not files or not all(file.is_file() for file in files):
+        return False
+    scores = [read_accuracy_scores(file).scores for file in files]
+    return all(found.get(name, -1.0) >= target for found in scores for name, target in benchmark.accuracy.items())
+
+
+def _files(
+    runs: Sequence[SubmittedRun], benchmark: Benchmark, submitter: str, division: str, layout: Layout, system: str
+) -> Iterator[tuple[str, Content]]:
+    """Every file below ``<division>/<submitter>``."""
+    first = runs[0].run
+    folder = benchmark.name
+    if division == "open" and family_of(runs[0].model) is None:
+        folder = "_".join(re.findall(r"[A-Za-z0-9.-]+", runs[0].model)).lstrip(".") or "model"
+        yield MODEL_MAPPING, _json({folder: benchmark.name})
+    for run in runs:
+        key = Key(system, folder, run.scenario)
+        if run.role is Role.PERFORMANCE:
+            yield from _performance(run, key, layout)
+        elif run.role is Role.ACCURACY:
+            place = f"{layout.results(key)}/accuracy"
+            yield from ((f"{place}/{name}", run.logs / name) for name in (SUMMARY, DETAIL))
+            yield f"{place}/{ANSWERS}", truncated(run.logs / ANSWERS)
+            yield f"{place}/accuracy.txt", run.path / ACCURACY_TXT
+        elif benchmark.compliance:
+            place = f"{layout.compliance(key)}/{benchmark.compliance[0]}"
+            yield f"{place}/verify_accuracy.txt", run.verified()[0]
+            yield f"{place}/accuracy/{ANSWERS}", run.logs / ANSWERS
+    told = description.system_description(
+        first, submitter=submitter, division=division, benchmark=benchmark.name, name=system
+    )
+    yield f"systems/{system}.json", _json(told)
+    yield f"{layout.code(folder)}/README.md", description.code_readme(first).encode()
+    if division == "closed":
+        yield "documentation/calibration.md", description.calibration(first).encode()
+
+
+def _performance(run: SubmittedRun, key: Key, layout: Layout) -> Iterator[tuple[str, Content]]:
+    place = f"{layout.results(key)}/performance/run_1"
+    yield from ((f"{place}/{name}", run.logs / name) for name in (SUMMARY, DETAIL, ANSWERS))
+    place = layout.description(key)
+    yield f"{place}/{layout.description_name(key)}", _json(description.model_description(run.run))
+    yield f"{place}/user.conf", run.logs / "user.conf"
+    yield f"{place}/README.md", description.readme(run.run, key.benchmark, key.scenario).encode()
+
+
+def _json(value: Mapping[str, object]) -> bytes:
+    return to_json(value).encode()
+
+
+def _write(files: Mapping[str, Content], out: Path) -> None:
+    """Writes every file below a hidden neighbour of ``out``, then renames that."""
+    draft = out.parent / f".{out.name}.{os.getpid()}.tmp"
+    try:
+        for path, content in files.items():
+            target = draft / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, Path):
+                shutil.copyfile(content, target)
+            else:
+                target.write_bytes(content)
+        draft.rename(out)
+    except BaseException as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise storage_error(out, error) from error
+        raise
+
+
+def _left(out: Path) -> Iterator[tuple[str, int, str]]:
+    for path in sorted(path for path in out.rglob("*") if path.suffix in (".json", ".md")):
+        if path.name == ANSWERS:
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if TO_FILL in line:
+                yield str(path.relative_to(out)), number, line.strip().rstrip(",")

@@ -1,0 +1,246 @@
+"""MLCommons' decision on a submission tree, rule by rule, with what to do about each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatoken.audit.checks.power import power_of
+from megatoken.audit.checks.submission import Submission, check_names, check_submission, submissions_in
+from megatoken.audit.checks.systems import check_system
+from megatoken.audit.detail_log import read_detail_log
+from megatoken.audit.discovery import Tree, runs_in, walk
+from megatoken.audit.documents import systems_in
+from megatoken.audit.evidence import Role, System, Where
+from megatoken.audit.examine import Job
+from megatoken.audit.figures import round_of
+from megatoken.audit.finding import Observation
+from megatoken.audit.parallel import Progress, examine_all
+from megatoken.audit.reading import UnreadableError, display
+from megatoken.audit.view import RunFiles, observe
+from megatoken.errors import ExitCode, UsageError
+from megatoken.results.aggregation import now
+from megatoken.results.files import plain
+from megatoken.submission.evidence_checks import Published, check_compliance, check_scores, published
+from megatoken.submission.judge import Judge, Problem
+from megatoken.submission.layout import ROUNDS, Key, layout_of, supported_round
+from megatoken.submission.tree_checks import (
+    at,
+    benchmark_named,
+    benchmark_names,
+    check_description,
+    check_scenario,
+    check_system_values,
+    check_to_fill,
+)
+
+SCHEMA_VERSION = 1
+MOST_WARNINGS_SHOWN = 20
+MOST_LOGS_ASKED = 20  # for the round
+READ = ("performance/run_1", "performance/ranging", "accuracy")
+MOST_DEPTH = 5  # of a log below its scenario
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The decision, what it rests on, and the figures that an accepted submission publishes."""
+
+    root: str
+    round: str
+    round_is_given: bool
+    problems: tuple[Problem, ...]
+    results: tuple[tuple[str, str, Published], ...]  # division, submitter, figure
+
+    @property
+    def refusals(self) -> tuple[Problem, ...]:
+        """What the submission is refused for."""
+        return tuple(problem for problem in self.problems if problem.refused)
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        """What speaks against it and refuses nothing."""
+        return tuple(problem for problem in self.problems if not problem.refused)
+
+    @property
+    def mlcommons_refuses(self) -> bool:
+        """Whether MLCommons' checker of the round would."""
+        return any(problem.by_mlcommons for problem in self.problems)
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """INVALID when it is refused."""
+        return ExitCode.INVALID if self.refusals else ExitCode.OK
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON of the kind ``submission_check``."""
+        document = {
+            "kind": "submission_check",
+            "schema_version": SCHEMA_VERSION,
+            "created_at": now(),
+            "inputs": [self.root],
+            "round": self.round,
+            "decision": "refused" if self.refusals else "accepted",
+            "mlcommons_checker": "refuses" if self.mlcommons_refuses else "accepts",
+            "refusals": [problem.to_document() for problem in self.refusals],
+            "warnings": [problem.to_document() for problem in self.warnings],
+            "results": [
+                {
+                    "division": division,
+                    "submitter": submitter,
+                    "system": result.key.system,
+                    "benchmark": result.key.benchmark,
+                    "scenario": result.key.scenario,
+                    "value": result.value,
+                    "unit": result.unit,
+                }
+                for division, submitter, result in self.results
+            ],
+        }
+        return dict(plain(document))
+
+    def describe(self) -> Iterator[str]:
+        """Lines for a person: each refusal with its mend, warnings, figures, the decision."""
+        for problem in self.refusals:
+            yield from _lines("refused", problem)
+        for problem in self.warnings[:MOST_WARNINGS_SHOWN]:
+            yield from _lines("warning", problem)
+        if len(self.warnings) > MOST_WARNINGS_SHOWN:
+            yield f"{len(self.warnings) - MOST_WARNINGS_SHOWN} more warnings: --json lists them"
+        for division, submitter, result in self.results:
+            yield f"{division}/{submitter} {result.key.path}: {result.value:,.6g} {result.unit}"
+        chosen = "" if self.round_is_given else ", the round of its seeds; --round names another"
+        if not self.refusals:
+            yield f"Accepted by the rules of {self.round}{chosen}"
+            return
+        count = len(self.refusals)
+        yield f"Refused by the rules of {self.round}{chosen}: {count} reason{'s'[: count > 1]}"
+        if alone := sum(not problem.by_mlcommons for problem in self.refusals):
+            decision = "refuses" if self.mlcommons_refuses else "accepts"
+            yield f"MLCommons' own checker overlooks {alone} of them and {decision}"
+
+
+def _lines(word: str, problem: Problem) -> Iterator[str]:
+    rule = problem.rule
+    yield f"{word} {rule.id + ' ' + rule.title if rule else problem.check}: {problem.place}"
+    yield f"  expected  {problem.expected}"
+    yield f"  found     {problem.found}"
+    yield f"  mend      {rule.mend if rule else 'megatoken audit explains it'}"
+
+
+def check(path: Path, *, round: str | None = None, progress: Progress | None = None) -> Check:
+    """Reads the submissions at ``path`` and decides on them together.
+
+    Args:
+        path: the folder that holds closed, open or network, or a folder inside of it down to a submitter's.
+        round: whose rules; None: the round of most seeds found, else v5.1 or v6.1 by the layout.
+        progress: called with (runs read, runs).
+
+    Raises:
+        UsageError: no such folder, no submission in it, or a round whose rules are not known.
+    """
+    if not path.is_dir():
+        raise UsageError(f"{path}: no such folder; give the one that holds closed or open")
+    tree = walk(path)
+    submissions = submissions_in(tree)
+    if not submissions:
+        raise UsageError(f"{path}: no submission below it; expected closed/SUBMITTER/results/SYSTEM or open/...")
+    wanted = supported_round(round) if round else None
+    systems, damages = systems_in(tree)
+    names = {one.path: benchmark_names(tree, one) for one in submissions}
+    places = _places(submissions, names)
+    files = [run for found in runs_in(tree) if (run := _placed(found, places)) is not None]
+    chosen = wanted or _round_of(tree, files)
+    jobs = [Job(str(tree.root), run, _system_of(run, systems), chosen, True) for run in files]
+    examined = list(examine_all(jobs, progress))
+    judge = Judge(tree, submissions, layout_of(chosen).version)
+    for item in examined:
+        judge.take(item.observations, item.run)
+    readable = {system.path for system in systems}
+    for file, damage in damages:
+        if display(file) not in readable:
+            where = (Where(display(file), damage.line),)
+            judge.take([observe("system.readable", False, "a JSON object", damage.what, where)])
+    judge.take(power_of(tree, [item.run for item in examined])[1])
+    judge.take(check_names(tree))
+    judge.take(_unreadable(tree))
+    judge.take(check_to_fill(tree))
+    for system in systems:
+        judge.take(check_system(system, True))
+        judge.take(check_system_values(system))
+    results = []
+    for one in submissions:
+        judge.take(check_submission(tree, one, systems, judge.version))
+        for figure in _check_results(tree, one, systems, names[one.path], chosen, judge):
+            results.append((one.division, one.submitter, figure))
+    return Check(str(path), chosen, wanted is not None, tuple(judge.problems()), tuple(results))
+
+
+def _check_results(
+    tree: Tree, one: Submission, systems: Sequence[System], names: Mapping[str, str], round_: str, judge: Judge
+) -> Iterator[Published]:
+    layout = layout_of(round_)
+    described = {system.name: system for system in systems if system.path.startswith(at(one, "systems/"))}
+    for (system, model, scenario), folder in sorted(one.results.items()):
+        key = Key(system, model, scenario)
+        benchmark = benchmark_named(names, model)
+        judge.take(check_scenario(one, key, folder, names.get(model, model), described.get(system), round_))
+        judge.take(check_description(tree, one, key, layout))
+        judge.take(check_scores(tree, folder, benchmark))
+        if one.division != "open":
+            judge.take(check_compliance(tree, one, key, layout, benchmark))
+        figure, observations = published(tree, key, folder, benchmark)
+        judge.take(observations)
+        if figure is not None:
+            yield figure
+
+
+def _unreadable(tree: Tree) -> Iterator[Observation]:
+    if tree.unreadable:
+        places = tuple(Where(display(path)) for path, _ in tree.unreadable)
+        yield observe("tree.unreadable", False, "folders that can be read", tree.unreadable[0][1], places)
+
+
+def _places(submissions: Sequence[Submission], names: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
+    """System and benchmark of every folder of results and of compliance tests."""
+    places = {}
+    for one in submissions:
+        for (system, model, scenario), folder in one.results.items():
+            meaning = system, names[one.path].get(model, model)
+            places[folder] = places[at(one, f"compliance/{system}/{model}/{scenario}")] = meaning
+    return places
+
+
+def _placed(run: RunFiles, places: Mapping[str, tuple[str, str]]) -> RunFiles | None:
+    """The run with the benchmark that its model's folder stands for; None if it stands where nobody reads it."""
+    parts = run.folder.split("/")
+    for depth in range(1, min(len(parts), MOST_DEPTH)):
+        place, inside = "/".join(parts[:-depth]), "/".join(parts[-depth:])
+        if place in places and (inside in READ or inside.startswith("TEST")):
+            system, benchmark = places[place]
+            return replace(run, benchmark=benchmark, system=system)
+    return None
+
+
+def _system_of(run: RunFiles, systems: Sequence[System]) -> str | None:
+    for system in systems:
+        if run.system == system.name and (run.submitter is None or f"/{run.submitter}/" in f"/{system.path}"):
+            return system.path
+    return None
+
+
+def _round_of(tree: Tree, files: Sequence[RunFiles]) -> str:
+    """The round of most seeds among the first runs, else the newest of the layout."""
+    rounds: Counter[str] = Counter()
+    for run in [run for run in files if run.role is Role.PERFORMANCE][:MOST_LOGS_ASKED]:
+        try:
+            found = round_of(read_detail_log(tree.path(run.detail))) if run.detail else None
+        except UnreadableError:
+            continue
+        if found in ROUNDS:
+            rounds[found] += 1
+    if rounds:
+        return rounds.most_common(1)[0][0]
+    return "v5.1" if any(folder.endswith("measurements") for folder in tree.folders) else "v6.1"

@@ -1,0 +1,214 @@
+"""What a submission says of system, model and code: from the run folder where it is known, else left to fill in.
+
+Keys: SYSTEM_DESC_REQUIRED_FIELDS and SYSTEM_IMP_REQUIRED_FILES of mlcommons/inference, tools/submission.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from megatoken.audit.facts import benchmarks, rules
+from megatoken.results import Run
+from megatoken.submission.layout import IMPLEMENTATION, TO_FILL
+
+NONE = "N/A"  # of accelerators where none is used
+_HINTS = {
+    "status": "available, preview or rdi: whether and from when the system can be bought or rented",
+    "system_type": "datacenter or edge",
+    "host_processors_per_node": "number of sockets",
+    "host_processor_core_count": "cores of one processor",
+    "host_memory_configuration": "modules, such as 16x 64GB DDR5-5600",
+    "host_storage_capacity": "such as 2x 3.84 TB",
+    "host_storage_type": "such as NVMe SSD",
+    "host_networking": "such as 400 Gb/s InfiniBand; N/A if there is none",
+    "host_networking_topology": "such as non-blocking fat tree; N/A if there is none",
+    "host_network_card_count": "number and kind",
+    "accelerators_per_node": "how many of them the runs used",
+    "accelerator_model_name": "as its maker calls it",
+    "accelerator_memory_capacity": "such as 141 GB",
+    "accelerator_memory_configuration": "kind of memory, such as HBM3e",
+    "accelerator_host_interconnect": "such as PCIe Gen5 x16",
+    "accelerator_interconnect": "such as 18x 4th-gen NVLink, 900GB/s; N/A if there is one accelerator",
+    "cooling": "such as air, liquid",
+}
+_OF_ACCELERATORS = (
+    *("accelerator_model_name", "accelerator_memory_capacity", "accelerator_memory_configuration"),
+    *("accelerator_host_interconnect", "accelerator_interconnect"),
+)
+
+
+def to_fill(hint: str) -> str:
+    """The text that stands for what is not known."""
+    return f"{TO_FILL}: {hint}"
+
+
+def system_name(run: Run) -> str:
+    """A folder's name for the machine of a run, of what its inventory says: accelerators, else processor and cores."""
+    environment = run.environment
+    accelerators = _accelerators(run)
+    if accelerators:
+        name = f"{len(accelerators)}x{accelerators[0].get('name') or 'GPU'}"
+    else:
+        cpu = environment.get("cpu") or {}
+        name = f"{cpu.get('model') or environment.get('machine') or 'CPU'}-{cpu.get('usable_cores') or 'all'}cores"
+    words = "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in name)
+    return "_".join(filter(None, words.split("_")))
+
+
+def same_system(one: Run, other: Run) -> bool:
+    """Whether two inventories are of machines of the same kind and software."""
+
+    def facts(run: Run) -> tuple[Any, ...]:
+        environment = run.environment
+        cpu, memory = environment.get("cpu") or {}, environment.get("memory") or {}
+        gpus = [(gpu.get("name"), gpu.get("memory_bytes")) for gpu in environment.get("gpus") or []]
+        total = round((memory.get("total_bytes") or 0) / 2**30)
+        return cpu.get("model"), cpu.get("logical_cores"), total, gpus, run.result.get("loadgen_version")
+
+    return facts(one) == facts(other)
+
+
+def system_description(run: Run, *, submitter: str, division: str, benchmark: str, name: str) -> dict[str, Any]:
+    """systems/<name>.json with every key that MLPerf asks for.
+
+    Keys that may be empty and are not known are empty; others begin with TO_FILL and say what belongs there.
+    """
+    known = {
+        "division": division,
+        "submitter": submitter,
+        "system_name": name,
+        "number_of_nodes": str(len(run.result.get("nodes") or []) or 1),
+        **_type(benchmark),
+        **_host(run.environment),
+        **_used_accelerators(run),
+        **_software(run),
+    }
+    needed = rules()["system_keys_not_empty"]
+    keys: Sequence[str] = rules()["system_keys"]
+    return {key: known.get(key) or (to_fill(_HINTS.get(key, key)) if key in needed else "") for key in keys}
+
+
+def model_description(run: Run) -> dict[str, Any]:
+    """How the model was made: the JSON of the measurements."""
+    random = is_random(run)
+    precision = str(run.result.get("precision"))
+    return {
+        "input_data_types": "int32",  # token ids, as LoadGen and the engine count them
+        "retraining": "no" if random else to_fill("yes or no: are the weights trained further than the reference's"),
+        "starting_weights_filename": f"{run.result.get('model')}, {run.result.get('weights')}",
+        "weight_data_types": precision,
+        "weight_transformations": f"none: drawn at random in {precision}"
+        if random
+        else to_fill(f"how the reference's weights became {precision}, such as none, or scaled to fp8 per tensor"),
+    }
+
+
+def is_random(run: Run) -> bool:
+    """Whether the weights are random ones."""
+    return str(run.result.get("weights", "")).startswith("random")
+
+
+def readme(run: Run, benchmark: str, scenario: str) -> str:
+    """README.md beside the measurements: how to repeat the run."""
+    lines = [
+        f"# {benchmark}, {scenario}",
+        "",
+        f"Run with {_version(run)} and MLPerf LoadGen {run.result.get('loadgen_version')}.",
+        f"Model {run.result.get('model')}, weights {run.result.get('weights')}, {run.result.get('precision')}.",
+        f"Data set {run.result.get('data_set')}, {run.result.get('data_set_rows')} rows, "
+        f"SHA-256 {run.result.get('data_set_sha256')}.",
+        "",
+        *(f"- {note}" for note in run.result.get("notes") or []),
+        "",
+        "To repeat it, write the following to config.yaml and run `megatoken run config.yaml`:",
+        "",
+        "```yaml",
+        yaml.safe_dump(run.config, sort_keys=False).rstrip(),
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def code_readme(run: Run) -> str:
+    """README.md in the place of the code: where it is."""
+    source = run.environment.get("source") or {}
+    revision = source.get("revision")
+    lines = ["# Code", "", f"The system under test is {_version(run)}, https://github.com/megatoken/megatoken.", ""]
+    if revision:
+        lines.append(f"Revision {revision}.")
+    if source.get("modified"):
+        lines += ["", f"- {to_fill('the checkout was modified: publish the change and name it here')}"]
+    return "\n".join(lines) + "\n"
+
+
+def calibration(run: Run) -> str:
+    """documentation/calibration.md: how the numbers of a quantised model were chosen."""
+    precision = str(run.result.get("precision"))
+    if precision in ("bf16", "fp32"):
+        text = f"No quantization: weights, activations and KV cache are {precision}, so nothing was calibrated."
+    else:
+        text = f"- {to_fill(f'how the scales of {precision} were found, and on which samples')}"
+    return f"# Calibration\n\n{text}\n"
+
+
+def _type(benchmark: str) -> dict[str, str]:
+    """The type of system, where the benchmark has one only."""
+    kinds = benchmarks()[benchmark].required
+    return {"system_type": next(iter(kinds))} if len(kinds) == 1 else {}
+
+
+def _host(environment: Mapping[str, Any]) -> dict[str, Any]:
+    cpu, memory = environment.get("cpu") or {}, environment.get("memory") or {}
+    total = memory.get("total_bytes")
+    return {
+        "host_processor_model_name": cpu.get("model"),
+        "host_memory_capacity": f"{total / 2**30:.1f} GiB" if total else None,
+        "operating_system": environment.get("operating_system"),
+    }
+
+
+def _accelerators(run: Run) -> list[Mapping[str, Any]]:
+    """The GPUs of the machine, if the run used any."""
+    device = (run.result.get("target") or {}).get("device")
+    return [] if device == "cpu" else list(run.environment.get("gpus") or [])
+
+
+def _used_accelerators(run: Run) -> dict[str, Any]:
+    """The GPU that served; how many is known only where the machine has one."""
+    gpus = _accelerators(run)
+    if not gpus:
+        on_cpu = (run.result.get("target") or {}).get("device") == "cpu"
+        return {"accelerators_per_node": "0", **dict.fromkeys(_OF_ACCELERATORS, NONE)} if on_cpu else {}
+    first = gpus[0]
+    memory, clock = first.get("memory_bytes"), first.get("max_clock_mhz")
+    return {
+        "accelerators_per_node": "1" if len(gpus) == 1 else None,
+        "accelerator_model_name": first.get("name"),
+        "accelerator_memory_capacity": f"{memory / 2**30:.1f} GiB" if memory else None,
+        "accelerator_frequency": f"{clock} MHz at most" if clock else None,
+        "hw_notes": f"power limit {first['power_limit_watts']:g} W" if first.get("power_limit_watts") else None,
+    }
+
+
+def _software(run: Run) -> dict[str, Any]:
+    environment = run.environment
+    packages = {name: version for name, version in (environment.get("packages") or {}).items() if version}
+    drivers = {str(gpu["driver_version"]) for gpu in _accelerators(run) if gpu.get("driver_version")}
+    parts = [environment.get("python"), *(f"{name} {version}" for name, version in packages.items())]
+    parts += [f"driver {driver}" for driver in sorted(drivers)]
+    torch = packages.get("torch")
+    revision = (environment.get("source") or {}).get("revision")
+    return {
+        "framework": ", ".join(filter(None, (_version(run), f"PyTorch {torch}" if torch else None))),
+        "other_software_stack": ", ".join([*filter(None, parts), environment.get("kernel") or ""]).strip(", "),
+        "sw_notes": f"{IMPLEMENTATION} revision {revision}" if revision else None,
+    }
+
+
+def _version(run: Run) -> str:
+    version = (run.environment.get("packages") or {}).get("megatoken")
+    return f"{IMPLEMENTATION} {version}" if version else IMPLEMENTATION

@@ -1,0 +1,172 @@
+"""Figures, scores and compliance tests, read as MLCommons' checker reads them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatoken.audit.accuracy_log import read_accuracy_scores
+from megatoken.audit.checks.submission import Submission
+from megatoken.audit.detail_log import DetailLog, read_detail_log
+from megatoken.audit.discovery import Tree
+from megatoken.audit.evidence import Where
+from megatoken.audit.facts import Benchmark
+from megatoken.audit.finding import Observation, shown
+from megatoken.audit.reading import UnreadableError, display, read_text
+from megatoken.audit.view import observe
+from megatoken.submission.layout import Key, Layout
+from megatoken.submission.tree_checks import at
+
+TEST06_LINES = (
+    ("First token check pass: True", "First token check pass: Skipped"),
+    ("EOS check pass: True",),
+    ("Sample length check pass: True",),
+)
+COMPLIANCE_FILES = {"TEST09": "verify_output_len.txt"}
+_SPELLING = {"rougel": "rougeL", "rougelsum": "rougeLsum"}
+_TOKENS = {"Offline": "result_tokens_per_second", "Server": "result_completed_tokens_per_second"}
+_STREAM = "result_90.00_percentile_latency_ns"
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The figure that a result publishes: tokens/s, or of SingleStream the latency in ms."""
+
+    key: Key
+    value: float
+    unit: str
+
+
+def published(
+    tree: Tree, key: Key, folder: str, benchmark: Benchmark | None
+) -> tuple[Published | None, list[Observation]]:
+    """The figure of a performance run, and what is wrong with it."""
+    path = f"{folder}/performance/run_1/mlperf_log_detail.txt"
+    if path not in tree.files:
+        return None, []  # said by the check of the files
+    place = display(path)
+    try:
+        log = read_detail_log(tree.path(path))
+    except UnreadableError as error:
+        return None, [observe("check.metric", False, "a detail log of LoadGen", str(error), (Where(place),))]
+    scenario = log.text("effective_scenario") or "no scenario"
+    name = _TOKENS.get(scenario)
+    if scenario == "SingleStream":
+        name = _STREAM if benchmark and benchmark.name.endswith("-edge") else "early_stopping_latency_ss"
+    value = log.number(name) if name else None
+    expected = f"a number under {name}" if name else "a scenario of language models"
+    observations = [
+        observe(
+            "check.metric",
+            value is not None,
+            expected,
+            shown(f"{scenario}: {log.get(name)}" if name else scenario),
+            _line(log, place, name),
+        )
+    ]
+    if scenario == "SingleStream":
+        met = log.get("early_stopping_met")
+        where = _line(log, place, "early_stopping_met")
+        observations.append(observe("rules.early_stopping", met is True, "early stopping met", shown(met), where))
+    if value is None:
+        return None, observations
+    if scenario == "SingleStream":
+        return Published(key, value / 1e6, "ms"), observations
+    return Published(key, value, "tokens/s"), observations
+
+
+def _line(log: DetailLog, place: str, key: str | None) -> tuple[Where, ...]:
+    entry = log.first.get(key) if key else None
+    return (Where(place, entry.line if entry else None),)
+
+
+def check_scores(tree: Tree, folder: str, benchmark: Benchmark | None) -> Iterator[Observation]:
+    """accuracy.txt: every score found as ``'name': number`` and high enough, and a line ``hash=...`` of its own.
+
+    The scan ends once all are seen, as MLCommons' does, so that what follows does not count.
+    """
+    path = f"{folder}/accuracy/accuracy.txt"
+    if path not in tree.files or benchmark is None:
+        return
+    place = (Where(display(path)),)
+    try:
+        text, _ = read_text(tree.path(path))
+        others = read_accuracy_scores(tree.path(path))
+    except UnreadableError as error:
+        yield observe("check.scores", False, "text", str(error), place)
+        return
+    windows = {"tokens_per_sample": benchmark.tokens_per_sample, "gen_len": benchmark.gen_len}
+    least = dict(benchmark.accuracy) | {name: window[0] for name, window in windows.items() if window}
+    most = {name: window[1] for name, window in windows.items() if window}
+    seen: dict[str, float] = {}
+    low: list[str] = []
+    digest = None
+    for line in text.splitlines():
+        if found := re.fullmatch(r"hash=(\w+)", line):
+            digest = found.group(1)
+        for name, target in least.items():
+            value = _score(line, name)
+            if value is None:
+                continue
+            if value < target:
+                low.append(f"{name} {value:g} below {target:g}")
+            elif value > most.get(name, value):
+                low.append(f"{name} {value:g} above {most[name]:g}")
+            if value >= target:
+                seen[name] = value
+        if digest and len(seen) == len(least):
+            break
+    for name in least.keys() - seen.keys():
+        if not any(text.startswith(f"{name} ") for text in low):
+            elsewhere = others.scores.get(name)
+            low.append(f"no {name}" if elsewhere is None else f"{name} {elsewhere:g}, not written {_example(name)}")
+    yield observe(
+        "check.scores",
+        not low,
+        f"{benchmark.name}: " + ", ".join(f"{_example(name, target)} or more" for name, target in least.items()),
+        shown("; ".join(sorted(low))) or ", ".join(f"{name} {value:g}" for name, value in seen.items()),
+        tuple(Where(display(path), line) for line in sorted(set(others.lines.values()))) or place,
+    )
+    yield observe("check.hash", digest is not None, "a line hash=... with nothing else", shown(digest or "none"), place)
+
+
+def _score(line: str, name: str) -> float | None:
+    """The score of that name on a line of accuracy.txt; of several the last, as the greedy pattern finds it."""
+    blanks = r"\s+'?" if name.startswith("rouge") else r"\s"
+    found = re.match(rf".*'{_SPELLING.get(name, name)}':{blanks}([\d.]+)", line)
+    try:
+        return float(found.group(1)) if found else None
+    except ValueError:
+        return None
+
+
+def _example(name: str, value: float | None = None) -> str:
+    return f"'{_SPELLING.get(name, name)}': {'NUMBER' if value is None else f'{value:g}'}"
+
+
+def check_compliance(
+    tree: Tree, one: Submission, key: Key, layout: Layout, benchmark: Benchmark | None
+) -> Iterator[Observation]:
+    """The compliance tests of the closed division, each with the lines that say that it passed."""
+    for test in benchmark.compliance if benchmark else ():
+        folder = at(one, f"{layout.compliance(key)}/{test}")
+        path = f"{folder}/{COMPLIANCE_FILES.get(test, 'verify_accuracy.txt')}"
+        where = (Where(display(path)),)
+        if path not in tree.files:
+            found = "it is not there" if folder in tree.folders else f"no folder {test}"
+            yield observe("check.compliance", False, f"{test} with {path.rpartition('/')[2]}", found, where)
+        elif test == "TEST06":
+            try:
+                text, _ = read_text(tree.path(path))
+            except UnreadableError as error:
+                text = str(error)
+            lines = {line.strip() for line in text.splitlines()}
+            failed = [choices[0] for choices in TEST06_LINES if not lines & set(choices)]
+            yield observe(
+                "check.compliance",
+                not failed,
+                "lines that say: " + "; ".join(" or ".join(choices) for choices in TEST06_LINES),
+                shown(f"no line {'; '.join(failed)}") if failed else "passed",
+                where,
+            )

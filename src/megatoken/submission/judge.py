@@ -1,0 +1,134 @@
+"""From what checks observe to what a submission is refused for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatoken.audit.checks.submission import ACCURACY_FILES, Submission
+from megatoken.audit.discovery import Tree
+from megatoken.audit.evidence import Role, Run, Where
+from megatoken.audit.facts import rules as facts
+from megatoken.audit.finding import Observation, Severity
+from megatoken.audit.reading import display
+from megatoken.submission.rules import COVERED, RULES, Rule
+from megatoken.submission.tree_checks import benchmark_named
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One rule that is not met. ``rule`` is None for a contradiction that an audit finds and no rule is about."""
+
+    check: str  # the check that found it
+    rule: Rule | None
+    refused: bool
+    by_mlcommons: bool  # MLCommons' checker of the round refuses for it too
+    expected: str
+    found: str
+    where: tuple[Where, ...]
+
+    @property
+    def place(self) -> str:
+        """The first place, and how many more there are."""
+        first = self.where[0] if self.where else Where(".")
+        more = f" and {len(self.where) - 1} more" if len(self.where) > 1 else ""
+        return (first.file or ".") + (f":{first.line}" if first.line else "") + more
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {
+            "check": self.check,
+            "rule": self.rule.id if self.rule else None,
+            "title": self.rule.title if self.rule else None,
+            "refused": self.refused,
+            "refused_by_mlcommons_checker": self.by_mlcommons,
+            "expected": self.expected,
+            "found": self.found,
+            "where": [place.to_document() for place in self.where],
+            "mend": self.rule.mend if self.rule else None,
+            "source": self.rule.source if self.rule else None,
+        }
+
+
+class Judge:
+    """Collects observations and decides which of them refuse."""
+
+    def __init__(self, tree: Tree, submissions: Sequence[Submission], version: int) -> None:
+        self.version = version
+        self._tree = tree
+        self._submissions = submissions
+        self._problems: dict[tuple[str, str, tuple[Where, ...]], Problem] = {}
+
+    def take(self, observations: Iterable[Observation], run: Run | None = None) -> None:
+        """Takes in what checks of one run, or of the tree, observed."""
+        for observation in observations:
+            if observation.id in COVERED or observation.severity in (Severity.PASS, Severity.NOTE):
+                continue
+            problem = self._problem(observation, run)
+            if problem is not None:
+                self._problems.setdefault((problem.check, problem.found, problem.where), problem)
+
+    def problems(self) -> list[Problem]:
+        """Refusals first, by their places."""
+        return sorted(
+            self._problems.values(),
+            key=lambda problem: (not problem.refused, problem.rule is None, problem.where[:1], problem.check),
+        )
+
+    def _problem(self, observation: Observation, run: Run | None) -> Problem | None:
+        of_accuracy = run is not None and run.role is Role.ACCURACY
+        id_ = f"{observation.id} of accuracy"
+        rule = RULES.get(id_ if of_accuracy and id_ in RULES else observation.id)
+        if of_accuracy and observation.id == "rules.seeds":
+            rule = None  # of accuracy runs nobody looks at the seeds
+        if run is not None and run.role is Role.RANGING:
+            rule = None  # the power checks look at it
+        if rule is None:
+            if observation.severity is Severity.UNKNOWN:
+                return None
+            refused = by_mlcommons = False
+        else:
+            division = self._division(observation)
+            seen = not self._overlooked(observation, division, run)
+            by_mlcommons = seen and rule.by_mlcommons(division, self.version)
+            refused = by_mlcommons or rule.by_us(division)
+            if observation.severity is Severity.WARN and observation.id == "submission.performance":
+                refused = by_mlcommons = False  # a second run, which nobody reads
+        return Problem(
+            observation.id, rule, refused, by_mlcommons, observation.expected, observation.found, observation.where
+        )
+
+    def _division(self, observation: Observation) -> str:
+        """The division of the first place; of a place outside of all, the strictest there is."""
+        for place in observation.where[:1]:
+            for one in self._submissions:
+                if not one.path or f"{place.file}/".startswith(f"{display(one.path)}/"):
+                    return one.division
+        return "closed" if any(one.division != "open" for one in self._submissions) else "open"
+
+    def _overlooked(self, observation: Observation, division: str, run: Run | None) -> bool:
+        """Whether MLCommons' checker does not see this case of a rule that it tests."""
+        place = observation.where[0].file if observation.where else ""
+        if self.version == 6:
+            if observation.id == "submission.performance":
+                return f"{place}/mlperf_log_detail.txt" in self._tree.files
+            if observation.id == "submission.systems":  # a description without results
+                return all(where.file in self._tree.files for where in observation.where)
+            if observation.id == "rules.latency_limits" and run is not None and run.folder_scenario == "Interactive":
+                return self._within_server_limits(run)
+        elif observation.id == "submission.accuracy" and division == "open":
+            return set(self._tree.children(place)) == ACCURACY_FILES  # not truncated
+        if observation.id == "system.values":
+            value = observation.found.strip().lower()
+            return observation.expected.startswith("status") and value in facts()["system_status"]
+        return False
+
+    @staticmethod
+    def _within_server_limits(run: Run) -> bool:
+        benchmark = benchmark_named({}, run.benchmark or "")
+        ttft, tpot = run.figures.ttft_seconds.get("p99"), run.figures.tpot_seconds.get("p99")
+        limits = benchmark.limits.get("Server") if benchmark else None
+        if limits is None or ttft is None or tpot is None:
+            return False
+        return ttft * 1e9 < limits.ttft_ns and tpot * 1e9 < limits.tpot_ns

@@ -1,0 +1,234 @@
+"""Run folders as evidence for a submission: what each is, and why one is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatoken.audit.checks.run_folder import check_run_folder
+from megatoken.audit.detail_log import DetailLog, read_detail_log
+from megatoken.audit.discovery import SCENARIOS, runs_in, walk
+from megatoken.audit.evidence import Role
+from megatoken.audit.examine import Job, examine
+from megatoken.audit.facts import Benchmark
+from megatoken.audit.figures import run_figures, whole
+from megatoken.audit.finding import Severity
+from megatoken.audit.reading import UnreadableError
+from megatoken.errors import UsageError
+from megatoken.results import Run, Verdict, read_run
+from megatoken.results.run_folder import MLPERF
+from megatoken.submission.description import is_random, same_system
+
+DETAIL = "mlperf_log_detail.txt"
+SUMMARY = "mlperf_log_summary.txt"
+ANSWERS = "mlperf_log_accuracy.json"
+ACCURACY_TXT = "accuracy/accuracy.txt"
+VERIFIED = "verify_accuracy.txt"
+ABANDONED = "ABANDONED.txt"
+ONE_FOR_ALL = {"model": "model", "weights": "weights", "precision": "precision", "data_set_sha256": "data set"}
+_FAMILIES = {
+    "llama2-70b": r"llama[-_ ]?2[-_ ]70b",
+    "llama3.1-405b": r"llama[-_ ]?3[._]1[-_ ]405b",
+    "llama3.1-8b": r"llama[-_ ]?3[._]1[-_ ]8b",
+}
+
+
+class RefusedRunsError(UsageError):
+    """Run folders that cannot be submitted: one line for each."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("; ".join(lines))
+        self.lines = tuple(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedRun:
+    """A run folder and what LoadGen's log says of it."""
+
+    run: Run
+    role: Role
+    scenario: str  # as MLPerf names the folder
+    log: DetailLog
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return self.run.path
+
+    @property
+    def logs(self) -> Path:
+        """LoadGen's files."""
+        return self.run.path / MLPERF
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        return str(self.run.result.get("model"))
+
+    def verified(self) -> list[Path]:
+        """What the compliance test wrote, wherever it stands in the folder."""
+        return sorted(self.path.rglob(VERIFIED))
+
+
+def read_runs(paths: Iterable[Path], round_: str, division: str) -> list[SubmittedRun]:
+    """Reads every run folder and holds it against the round and against the others.
+
+    Raises:
+        RefusedRunsError: with one line for each that cannot be submitted.
+    """
+    runs: list[SubmittedRun] = []
+    refused: list[str] = []
+    for path in paths:
+        try:
+            runs.append(_read(path, round_))
+        except UsageError as error:
+            refused.append(str(error))
+    for run in runs:
+        refused += [f"{run.path}: {reason}" for reason in _unlike(run, runs[0], division)][:1]
+    if refused:
+        raise RefusedRunsError(refused)
+    return runs
+
+
+def family_of(model: str) -> str | None:
+    """The MLPerf model that a checkpoint's or shape's name is of: llama2-70b, llama3.1-405b, llama3.1-8b."""
+    name = model.lower().replace("meta-", "")
+    return next((family for family, pattern in _FAMILIES.items() if re.search(pattern, name)), None)
+
+
+def missing_runs(runs: Sequence[SubmittedRun], benchmark: Benchmark, division: str) -> Iterator[str]:
+    """One line for each run that a scenario lacks, has twice, or that is not evaluated."""
+    for scenario in dict.fromkeys(run.scenario for run in runs):
+        mine = [run for run in runs if run.scenario == scenario]
+        needed = {Role.PERFORMANCE: "performance run", Role.ACCURACY: "accuracy run"}
+        if division == "closed" and benchmark.compliance:
+            needed[Role.COMPLIANCE] = f"{benchmark.compliance[0]} run"
+        for role, what in needed.items():
+            found = [run for run in mine if run.role is role]
+            if not found:
+                yield f"{scenario}: no {what} among the run folders; make one and name it too"
+            elif len(found) > 1:
+                yield f"{scenario}: {len(found)} times a {what} ({', '.join(str(run.path) for run in found)}); give one"
+    for run in runs:
+        yield from _unevaluated(run)
+        yield from _other_limits(run, benchmark)
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file of any size."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read(path: Path, round_: str) -> SubmittedRun:
+    run = read_run(path)
+    log = _log(path)
+    role = _role(log)
+    reason = _unfinished(run, role, round_) or _unlike_log(run, log, role, round_)
+    if reason:
+        raise UsageError(f"{path}: {reason}")
+    return SubmittedRun(run, role, SCENARIOS[str(run.result["scenario"]).lower()], log)
+
+
+def _log(path: Path) -> DetailLog:
+    for name in (DETAIL, SUMMARY, ANSWERS):
+        if not (path / MLPERF / name).is_file():
+            raise UsageError(f"{path}: no {MLPERF}/{name}; copy the run folder again or repeat the run")
+    try:
+        return read_detail_log(path / MLPERF / DETAIL)
+    except UnreadableError as error:
+        raise UsageError(f"{path}: {MLPERF}/{DETAIL} {error}; copy the run folder again or repeat the run") from None
+
+
+def _role(log: DetailLog) -> Role:
+    """What LoadGen was asked for: compliance tests are performance runs that log some of their answers."""
+    if log.text("effective_test_mode") == "AccuracyOnly":
+        return Role.ACCURACY
+    sampled = whole(log, "effective_accuracy_log_sampling_target") or log.number("effective_accuracy_log_probability")
+    return Role.COMPLIANCE if sampled else Role.PERFORMANCE
+
+
+def _unfinished(run: Run, role: Role, round_: str) -> str | None:
+    """Why a run's verdict keeps it out."""
+    codes = ", ".join(reason["code"] for reason in run.reasons)
+    if run.verdict is Verdict.INTERRUPTED or (run.path / MLPERF / ABANDONED).exists():
+        return f"INTERRUPTED ({codes or ABANDONED}); repeat the run"
+    if run.verdict is Verdict.DEGRADED:
+        return "DEGRADED: it finished with fewer nodes than it began with; repeat the run on all of them"
+    if run.result.get("samples_failed"):
+        return f"{run.result['samples_failed']:,} samples failed; repeat the run"
+    if role is Role.PERFORMANCE and run.verdict is Verdict.MEASURED:
+        return f"MEASURED: it claims no rules; repeat the run with --rules {round_}"
+    if role is not Role.COMPLIANCE and run.verdict is Verdict.INVALID:
+        return f"INVALID ({codes}); repeat the run with --rules {round_} and nothing that cuts it short"
+    return None
+
+
+def _unlike_log(run: Run, log: DetailLog, role: Role, round_: str) -> str | None:
+    """Where LoadGen's log says something else than the folder, or is of another round."""
+    figures = run_figures(log)
+    scenario = SCENARIOS.get(str(run.result.get("scenario")).lower())
+    logged = "Server" if scenario == "Interactive" else scenario
+    if scenario is None or figures.scenario != logged:
+        return f"result.json says scenario {run.result.get('scenario')}, LoadGen's log says {figures.scenario}"
+    if (run.result.get("mode") == "accuracy") != (role is Role.ACCURACY):
+        return f"result.json says mode {run.result.get('mode')}, LoadGen's log says {figures.mode}"
+    if figures.round != round_:
+        of = f"those of {figures.round}" if figures.round else "of no round"
+        return f"LoadGen's seeds are {of}, not those of {round_}; repeat the run with --rules {round_}"
+    if role is Role.PERFORMANCE and figures.validity != "VALID":
+        return f"LoadGen's log says {figures.validity}, result.json says {run.verdict}; repeat the run"
+    if role is not Role.COMPLIANCE and log.error_count:
+        return f"LoadGen logged {log.error_count:,} errors, the first: {log.errors[0].value}; repeat the run"
+    tree = walk(run.path)
+    own = [examine(Job(str(tree.root), files, None, None, False)).run for files in runs_in(tree)]
+    for observation in check_run_folder(tree, "", own):
+        if observation.severity is Severity.FAIL:
+            return (
+                f"changed after the run, by {observation.id}: expected {observation.expected}, "
+                f"found {observation.found}; repeat the run"
+            )
+    return None
+
+
+def _unlike(run: SubmittedRun, first: SubmittedRun, division: str) -> Iterator[str]:
+    """What keeps a run from being part of the submission that the first one belongs to."""
+    result, other = run.run.result, first.run.result
+    for key, what in ONE_FOR_ALL.items():
+        if result.get(key) != other.get(key):
+            yield f"other {what}: {result.get(key)}, not {other.get(key)} as {first.path}"
+    if not same_system(run.run, first.run):
+        yield f"another machine or LoadGen than that of {first.path}; build a submission of one system"
+    if division == "closed":
+        if is_random(run.run):
+            yield "random weights are no model of the closed division; give --division open"
+        if any("random tokens" in note for note in result.get("notes") or []):
+            yield "its prompts are random tokens; the closed division asks for MLPerf's data set (--prompts)"
+
+
+def _unevaluated(run: SubmittedRun) -> Iterator[str]:
+    if run.role is Role.ACCURACY:
+        path = run.path / ACCURACY_TXT
+        if not path.is_file():
+            yield f"{run.path}: no {ACCURACY_TXT}; make it: megatoken accuracy {run.path}"
+            return
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        digest = next((line.removeprefix("hash=") for line in reversed(lines) if line.startswith("hash=")), None)
+        if digest != sha256(run.logs / ANSWERS):
+            yield f"{path}: its hash is not that of {ANSWERS}; evaluate the run again: megatoken accuracy {run.path}"
+    elif run.role is Role.COMPLIANCE and len(run.verified()) != 1:
+        yield f"{run.path}: {len(run.verified())} files {VERIFIED}, expected one; run the compliance test again"
+
+
+def _other_limits(run: SubmittedRun, benchmark: Benchmark) -> Iterator[str]:
+    """LoadGen's own verdict is about the limits that it was told."""
+    limits = benchmark.limits.get(run.scenario)
+    told = run.log.number("requested_server_ttft_latency"), run.log.number("requested_server_tpot_latency")
+    if run.role is Role.PERFORMANCE and limits is not None and told != (limits.ttft_ns, limits.tpot_ns):
+        yield (
+            f"{run.path}: LoadGen was told TTFT and TPOT limits of {told[0]} and {told[1]} ns, those of "
+            f"{benchmark.name} {run.scenario} are {limits.ttft_ns} and {limits.tpot_ns}; repeat the run"
+        )

@@ -1,0 +1,132 @@
+"""Names, folders and descriptions, as MLCommons' checker looks them up and an audit has no reason to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+
+from megatoken.audit.checks.submission import Submission
+from megatoken.audit.discovery import SCENARIOS, Tree
+from megatoken.audit.evidence import System, Where
+from megatoken.audit.facts import Benchmark, benchmarks, rules
+from megatoken.audit.finding import Observation, shown
+from megatoken.audit.reading import UnreadableError, display, read_json_object, read_text
+from megatoken.audit.view import observe
+from megatoken.submission.layout import TO_FILL, Key, Layout
+
+MODEL_MAPPING = "model_mapping.json"
+ALIASES = {name.replace(".", "_", 1): name for name in benchmarks() if name.startswith("llama3.1")}
+_FILLED_IN = (".json", ".md")
+
+
+def at(one: Submission, path: str) -> str:
+    """A path of the tree, from one below ``<division>/<submitter>``."""
+    return f"{one.path}/{path}" if one.path else path
+
+
+def benchmark_names(tree: Tree, one: Submission) -> dict[str, str]:
+    """The benchmark that each model's folder of a submission stands for, by model_mapping.json in the open division."""
+    names = dict(ALIASES)
+    if one.division == "open" and at(one, MODEL_MAPPING) in tree.files:
+        try:
+            mapping, _, _ = read_json_object(tree.path(at(one, MODEL_MAPPING)))
+        except UnreadableError:
+            mapping = {}
+        names |= {model: name for model, name in mapping.items() if isinstance(name, str)}
+    return {model: names.get(model, model) for _, model, _ in one.results}
+
+
+def check_scenario(
+    one: Submission, key: Key, folder: str, benchmark: str, system: System | None, round_: str
+) -> Iterator[Observation]:
+    """Whether the round has the benchmark, and the benchmark the scenario, for that type of system."""
+    known = benchmarks().get(benchmark)
+    kind = str(system.values.get("system_type", "datacenter")) if system else "datacenter"
+    kinds = [part.strip() for part in kind.split(",")]
+    place = (Where(display(folder)),)
+    there = known is not None and round_ in known.rounds
+    of_kind = known is None or not known.required or any(part in known.required for part in kinds)
+    expected = ", ".join(name for name, entry in benchmarks().items() if round_ in entry.rounds)
+    found = shown(key.benchmark if key.benchmark == benchmark else f"{key.benchmark}, mapped to {benchmark}")
+    yield observe(
+        "check.benchmark",
+        there and of_kind,
+        f"a benchmark of {round_} ({expected})" if not there else f"a benchmark of {kind} systems",
+        found,
+        place,
+    )
+    if known is not None and there and of_kind:
+        named = chain.from_iterable(known.required.get(part, ()) for part in kinds)
+        allowed = set(chain.from_iterable(choice.split("|") for choice in named)) or set(SCENARIOS.values())
+        yield observe(
+            "check.scenario", key.scenario in allowed, f"one of {', '.join(sorted(allowed))}", key.scenario, place
+        )
+
+
+def check_description(tree: Tree, one: Submission, key: Key, layout: Layout) -> Iterator[Observation]:
+    """The name of the description, which begins with the system's, and the folder with the code."""
+    place = at(one, layout.description(key))
+    if layout.version == 5:
+        described = [name for name in tree.children(place) if name.endswith(".json")]
+        if described:
+            yield observe(
+                "check.description_name",
+                any(name.startswith(key.system) for name in described),
+                f"a JSON file whose name begins with {key.system}",
+                shown(", ".join(described)),
+                (Where(display(place)),),
+            )
+        code = at(one, layout.code(key.benchmark))
+        yield observe(
+            "check.code",
+            code in tree.folders or code in tree.files,
+            f"a folder {layout.code(key.benchmark)}",
+            "it is there" if code in tree.folders else "none",
+            (Where(display(code)),),
+        )
+
+
+def check_system_values(system: System) -> Iterator[Observation]:
+    """Values that read as text here and as nothing, or not at all, by a program that takes them as they are."""
+    empty = [key for key in rules()["system_keys_not_empty"] if system.values.get(key, True) in (0, False, [], {})]
+    texts = ["submitter", "division", "status", "is_network"]
+    odd = [key for key in texts if not isinstance(system.values.get(key, ""), str) and key not in empty]
+    found = [f"{key}: {system.values[key]!r}" for key in (*empty, *odd)]
+    yield observe(
+        "check.system_values",
+        not found,
+        "values as text: 0 and false count as empty, and is_network and the like must be text",
+        shown(", ".join(found)) or "they are",
+        tuple(system.where(key) for key in (*empty, *odd)) or (system.where(),),
+    )
+
+
+def check_to_fill(tree: Tree) -> Iterator[Observation]:
+    """What a build left for a person to fill in."""
+    for path in sorted(tree.files):
+        if not path.endswith(_FILLED_IN) or path.rpartition("/")[2].startswith("mlperf_log_"):
+            continue
+        try:
+            text, _ = read_text(tree.path(path))
+        except UnreadableError:
+            continue
+        lines = [number for number, line in enumerate(text.split("\n"), 1) if TO_FILL in line]
+        if lines:
+            names = [_field(line) for line in text.split("\n") if TO_FILL in line]
+            yield observe(
+                "check.to_fill",
+                False,
+                f"no '{TO_FILL}'",
+                shown(f"{len(lines)} left: {', '.join(names)}"),
+                tuple(Where(display(path), number) for number in lines),
+            )
+
+
+def _field(line: str) -> str:
+    before, _, _ = line.partition(TO_FILL)
+    return before.strip(' \t":-*') or "a paragraph"
+
+
+def benchmark_named(names: Mapping[str, str], model: str) -> Benchmark | None:
+    """The facts of the benchmark that a model's folder stands for, if they are known."""
+    return benchmarks().get(names.get(model, model))

@@ -1,0 +1,43 @@
+"""Trees built from real runs are accepted, by the check and by the audit, in both layouts and divisions."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatoken.audit import Severity, audit
+from megatoken.submission import check
+
+ROUNDS = ("v5.1", "v6.0", "v6.1")
+
+
+@pytest.mark.parametrize("division", ["closed", "open"])
+@pytest.mark.parametrize("round_", ROUNDS)
+def test_a_tree_of_real_runs_is_accepted(built: Callable[[str, str], Path], round_: str, division: str) -> None:
+    root = built(round_, division)
+    for given in (None, round_):
+        result = check(root, round=given)
+        assert [problem.to_document() for problem in result.problems] == []
+        assert (result.exit_code, result.round, result.mlcommons_refuses) == (0, round_, False)
+    found = {(figure.key.scenario, figure.unit) for _, _, figure in result.results}
+    assert found == {("Offline", "tokens/s"), ("Server", "tokens/s")}
+    failed = [item.to_document() for item in audit(root, round=round_).findings if item.severity is Severity.FAIL]
+    assert failed == []
+
+
+def test_a_part_of_a_tree_is_accepted(built: Callable[[str, str], Path]) -> None:
+    root = built("v5.1", "closed")
+    for part in ("closed", "closed/Vendor"):
+        assert check(root / part).refusals == ()
+
+
+def test_the_figure_is_that_of_the_log(built: Callable[[str, str], Path]) -> None:
+    root = built("v5.1", "closed")
+    document = json.loads(json.dumps(check(root).to_document()))
+    assert (document["decision"], document["mlcommons_checker"]) == ("accepted", "accepts")
+    for result in document["results"]:
+        log = root / "closed/Vendor/results/sys" / result["benchmark"] / result["scenario"] / "performance/run_1"
+        key = {"Offline": "result_tokens_per_second", "Server": "result_completed_tokens_per_second"}
+        line = f'"key": "{key[result["scenario"]]}", "value": {result["value"]:g},'
+        assert line in (log / "mlperf_log_detail.txt").read_text()
