@@ -76,8 +76,10 @@ def test_a_path_that_is_no_text(tmp_path_factory: pytest.TempPathFactory, tmp_pa
     odd = tmp_path / os.fsdecode(b"nodes \xff")
     shutil.copytree(two_runs(tmp_path_factory)[0] / "mlperf", odd)
     assert call("audit", odd)[0] == 0
-    assert document_of("audit", odd)["inputs"] == [str(odd)]
-    assert "not UTF-8" in refused("audit", odd, "--out", tmp_path / "out")
+    assert document_of("audit", odd)["inputs"] == [f"{tmp_path}/nodes \\udcff"]
+    assert call("audit", odd, "--out", odd / "out")[0] == 0
+    saved = (odd / "out" / "audit.json").read_text(encoding="utf-8")
+    assert json.loads(saved)["inputs"] == [f"{tmp_path}/nodes \\udcff"]
 
 
 def test_an_output_that_cannot_be_written(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:

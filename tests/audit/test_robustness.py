@@ -45,6 +45,14 @@ def test_truncated_logs(twin, share):
     assert grave(folder) & {"log.whole", "log.readable"}
 
 
+def test_logs_that_end_after_any_whole_line(twin):
+    folder = twin()
+    log = (folder / DETAIL).read_bytes().splitlines(keepends=True)
+    for count in range(1, len(log)):
+        (folder / DETAIL).write_bytes(b"".join(log[:count]))
+        assert "log.whole" in grave(folder), count
+
+
 @pytest.mark.parametrize("file", [DETAIL, SUMMARY, ACCURACY])
 @pytest.mark.parametrize(
     "content",

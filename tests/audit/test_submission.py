@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from power_session import write_session
 
 from megatoken.audit import Severity, audit
 from megatoken.audit.facts import rules
@@ -30,6 +31,13 @@ SYSTEM = {
     "framework": "TensorRT 10.10, CUDA 12.9",
     "other_software_stack": "TensorRT 10.10, CUDA 12.9, cuDNN 9.8, Driver 575.57",
 }
+# As audit.config of MLPerf sets TEST06.
+TEST06 = """*.*.min_duration = 0
+*.*.min_query_count = 100
+*.*.accuracy_log_sampling_target = 100
+*.*.sample_concatenate_permutation = 0
+*.*.performance_sample_count_override = 24576
+"""
 # What runs of a fifth of a second over 64 rows cannot meet.
 TOO_SMALL = {
     "rules.data_set", "rules.min_duration", "rules.ran_long_enough", "rules.sample_count", "rules.offline_samples",
@@ -73,11 +81,9 @@ def tree(request, originals, tmp_path) -> tuple[Path, str]:
             test / "verify_accuracy.txt",
             "First token check pass: Skipped\nEOS check pass: True\nSample length check pass: True\n",
         )
-        shutil.copytree(
-            originals(scenario, "AccuracyOnly"),
-            test / "accuracy",
-            ignore=shutil.ignore_patterns("*_detail*", "*_summary*", "user.conf", "*trace*"),
-        )
+        (test / "accuracy").mkdir()
+        logged = originals(scenario, "PerformanceOnly", "llama2-70b", TEST06, 24_576)
+        shutil.copy(logged / "mlperf_log_accuracy.json", test / "accuracy")
     write(vendor / "systems/sys.json", json.dumps(SYSTEM, indent=1))
     write(vendor / ("code" if layout == "v5" else "src") / "run.py", "\n")
     write(vendor / "calibration.md", "512 samples\n")
@@ -151,6 +157,23 @@ def test_missing_part(tree, path):
     assert BREAKS[path] in grave(tree[0])
 
 
+def test_answers_of_the_compliance_test(tree):
+    """Its log stands without a detail log; the rows that it answers follow from the seeds all the same."""
+    root, _ = tree
+    passed = {item.id: item for item in audit(root).findings if item.severity is Severity.PASS}
+    assert passed["compliance.records"].count == passed["compliance.order"].count == 2
+    assert "100 of 100 records" in passed["compliance.order"].found
+    log = place(tree, f"compliance/{KEY}/TEST06/accuracy/mlperf_log_accuracy.json")
+    lines = log.read_text().splitlines(True)
+    for spoiled, expected in (
+        ([*lines[:50], *lines[51:]], "compliance.records"),
+        ([line.replace('"qsl_idx" : ', '"qsl_idx" : 1') for line in lines], "compliance.order"),
+        ([line.replace('"token_count" : ', '"token_count" : 9') for line in lines], "accuracy.token_counts"),
+    ):
+        log.write_text("".join(spoiled))
+        assert expected in grave(root)
+
+
 def test_calibration_is_for_v5(tree):
     place(tree, "calibration.md").unlink()
     assert ("submission.calibration" in grave(tree[0], "v5.1" if tree[1] == "v5" else None)) == (tree[1] == "v5")
@@ -197,6 +220,23 @@ def test_wrong_places(tree, originals):
     assert "submission.names" in grave(root)
 
 
+def test_what_belongs_to_nothing(tree):
+    root, layout = tree
+    write(root / "README.md", "fine\n")
+    assert grave(root) == set()
+    write(root / "closed/notes.txt", "x")
+    found = next(item for item in audit(root).findings if item.id == "submission.names")
+    assert (found.severity, found.found) == (Severity.WARN, "a stray file: 1")
+    (root / "closed/notes.txt").unlink()
+    performance = place(tree, f"results/{KEY}/performance")
+    shutil.copytree(performance / "run_1", performance / "run_2")
+    assert "submission.performance" in grave(root)
+    shutil.rmtree(performance / "run_2")
+    if layout == "v5":
+        write(root / "closed/Vendor/measurements/sys/llama2-70b-99/Interactive/README.md", "planned\n")
+        assert grave(root) == {"submission.measurements"}
+
+
 def test_one_round(tree, tmp_path):
     import tarfile
 
@@ -224,11 +264,8 @@ def test_a_performance_run_in_the_accuracy_folder(tree, originals):
     assert "rules.mode" in grave(tree[0])
 
 
-def test_power(tree):
-    root, _ = tree
-    performance = place(tree, f"results/{KEY}/performance")
-    run = audit(root).evidence.performance_runs[0]
-    begin, end = run.figures.began_at, run.figures.ended_at
+def readings(begin, end, watts: float) -> str:
+    """One second's readings of a meter between two moments, and one long before."""
     middle = begin + (end - begin) / 2
 
     def reading(time, watts):
@@ -237,18 +274,96 @@ def test_power(tree):
         )
 
     before = begin.replace(year=begin.year - 1)
-    lines = [reading(before, 1e6), reading(middle, 10_000), reading(middle, 11_000), reading(middle, -1), "junk\n"]
-    write(performance / "run_1/spl.txt", "".join(lines))
+    lines = [reading(before, 1e6), reading(middle, watts - 500), reading(middle, watts + 500), reading(middle, -1)]
+    return "".join([*lines, "junk\n"])
+
+
+@pytest.fixture
+def metered(tree) -> tuple[Path, Path]:
+    """Root of a submission, and the folder of its performance run that was measured at 10,500 W."""
+    root, _ = tree
+    performance = place(tree, f"results/{KEY}/performance")
+    figures = audit(root).evidence.performance_runs[0].figures
+    write(performance / "run_1/spl.txt", readings(figures.began_at, figures.ended_at, 10_500))
+    shutil.copytree(performance / "run_1", performance / "ranging")
+    begin, end = figures.began_at.timestamp(), figures.ended_at.timestamp()
+    phases = [[begin - 2, 1.0], [begin - 1, 2.0], [end + 1, 3.0], [end + 2, 4.0]]
+    write_session(performance, {"ranging": phases, "testing": phases})
+    return root, performance
+
+
+def test_power(metered):
+    root, performance = metered
     result = audit(root)
     assert [(power.mean_watts, power.readings) for power in result.evidence.power] == [(10_500, 2)]
-    assert "power.files" in grave(root)
-    for name in ("client.json", "client.log", "ptd_logs.txt", "server.json", "server.log"):
-        write(performance / "power" / name, "x")
     assert grave(root) == set()
-    shutil.copytree(performance / "run_1", performance / "ranging")
-    write(performance / "ranging/spl.txt", reading(middle, 20_000))
+    assert {item.id for item in result.findings if item.severity is Severity.PASS} >= {
+        "power.readings", "power.ranging", "power.files", "power.session", "power.phases", "power.hashes",
+        "power.sources",
+    }  # fmt: skip
+    for inside in (performance, performance / "run_1"):  # what lies above is not missed
+        assert {name for name in grave(inside) if name.startswith("power.")} == set()
+
+
+def edit_end(performance: Path, end: str, **changes) -> None:
+    path = performance / "power" / f"{end}.json"
+    write(path, json.dumps(json.loads(path.read_text()) | changes))
+
+
+LATE = [[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda place: (place / "power/client.log").unlink(), "power.files"),
+        (lambda place: (place / "power/client.json").unlink(), "power.files"),
+        (lambda place: (place / "run_1/spl.txt").unlink(), "power.readings"),
+        (lambda place: edit_end(place, "client", session_name="another"), "power.session"),
+        (lambda place: edit_end(place, "client", uuid={"client": "x", "server": "y"}), "power.session"),
+        (lambda place: edit_end(place, "server", debug=True), "power.session"),
+        (lambda place: write(place / "power/server.json", "{"), "power.session"),
+        (lambda place: write(place / "power/server.json", "{}"), "power.session"),
+        (lambda place: edit_end(place, "server", phases={"ranging": LATE, "testing": LATE}), "power.phases"),
+        (lambda place: edit_end(place, "server", phases={"testing": "soon"}), "power.phases"),
+        (lambda place: edit_end(place, "server", phases=[1, None, [[]]]), "power.phases"),
+        (lambda place: edit_end(place, "client", results={}), None),
+        (lambda place: edit_end(place, "client", results={"run_1/spl.txt": 7}), "power.hashes"),
+        (lambda place: write(place / "power/ptd_logs.txt", "ERROR: none\n"), "power.hashes"),
+    ],
+)  # fmt: skip
+def test_power_that_was_spoiled(metered, spoil, expected):
+    root, performance = metered
+    spoil(performance)
+    assert (expected in grave(root)) if expected else grave(root) == set()
+
+
+def test_readings_that_were_raised_have_another_hash(metered):
+    root, performance = metered
+    path = performance / "run_1/spl.txt"
+    write(path, path.read_text().replace("Watts,10000", "Watts,9500"))
+    found = {item.id: item for item in audit(root).findings if item.severity is Severity.FAIL}
+    assert found["power.hashes"].found == "other than recorded: run_1/spl.txt"
+    assert found["power.hashes"].where[0].file.endswith("run_1/spl.txt")
+
+
+def test_power_of_another_time_and_of_an_unknown_release(metered):
+    root, performance = metered
+    for end in ("client", "server"):
+        edit_end(performance, end, phases={"ranging": LATE, "testing": LATE})
+    edit_end(performance, "server", sources={"server.py": "changed"})
+    found = {item.id: item for item in audit(root).findings}
+    assert "outside of the phase" in found["power.phases"].found
+    assert found["power.sources"].severity is Severity.UNKNOWN
+
+
+def test_power_far_below_the_ranging_run_and_outside_of_the_run(metered):
+    root, performance = metered
+    figures = audit(root).evidence.performance_runs[0].figures
+    write(performance / "ranging/spl.txt", readings(figures.began_at, figures.ended_at, 20_000))
     assert "power.ranging" in grave(root)
-    write(performance / "run_1/spl.txt", reading(before, 5))
+    early = figures.began_at.replace(year=2000), figures.ended_at.replace(year=2000)
+    write(performance / "run_1/spl.txt", readings(*early, 10_500))
     assert "power.readings" in grave(root)
 
 

@@ -98,3 +98,14 @@ def test_a_missing_folder_and_a_file_in_its_place_need_another(tmp_path):
     for path, cause in ((tmp_path / "none" / "x", "No such file"), (tmp_path / "file" / "x", "Not a directory")):
         with pytest.raises(StorageError, match=f"{cause}.*; choose another folder with --out"):
             write_text(path, "x")
+
+
+@settings(deadline=None)
+@given(st.text(alphabet=st.characters()), st.text(alphabet=st.characters(min_codepoint=0xD800, max_codepoint=0xDFFF)))
+def test_what_utf8_has_no_code_for_is_written_as_an_escape(tmp_path_factory, text, halves):
+    path = tmp_path_factory.mktemp("odd") / "document.json"
+    write_text(path, to_json({f"{text}{halves}": [Path(f"a{halves}"), halves]}))
+    ((key, values),) = json.loads(path.read_text(encoding="utf-8")).items()
+    assert len(values[1]) == 6 * len(halves)
+    assert values[0] == f"a{values[1]}"
+    assert key.endswith(values[1])

@@ -76,8 +76,8 @@ class Audit:
             "aggregate": together,
             "claims": list(self.claims),
         }
-        # The path alone stays as the user gave it, so that it can be opened again.
-        return {**_encodable(plain(document)), "inputs": [self.evidence.root]}
+        encodable: dict[str, Any] = plain(document)
+        return encodable
 
 
 def audit(
@@ -262,15 +262,6 @@ def _node_document(run: Run, slow: set[str]) -> dict[str, Any]:
         "validity": figures.validity,
         "group": "slow" if run.node in slow else "main",
     }
-
-
-def _encodable(value: Any) -> Any:
-    """Plain JSON without halves of surrogate pairs, which somebody's JSON may hold and UTF-8 cannot."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
-    if isinstance(value, dict):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
-    return [_encodable(item) for item in value] if isinstance(value, list) else value
 
 
 def _only(values: set[str | None]) -> str | None:

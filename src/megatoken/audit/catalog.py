@@ -158,6 +158,13 @@ CHECKS: dict[str, Check] = {
     ),
     "accuracy.token_counts": Check("Token counts are those of the answers", "The token rate is made of these counts."),
     "accuracy.first_token": Check("The first token is that of the answer", "TTFT of another token is TTFT of nothing."),
+    "compliance.records": Check(
+        "The compliance test logged its samples", "It issues 100 and logs them all; others were left out or put in."
+    ),
+    "compliance.order": Check(
+        "The compliance test asked the rows of its seeds",
+        "Which rows are asked follows from the seeds; answers to others were chosen.",
+    ),
     "accuracy.scores": Check("Scores reach the targets", "The closed division demands them."),
     "accuracy.hash": Check(
         "accuracy.txt has the hash of the full log", "It ties the truncated log to the evaluated one."
@@ -209,6 +216,20 @@ CHECKS: dict[str, Check] = {
         "Ranging and measured power agree", "A run that draws less than its ranging was another run."
     ),
     "power.files": Check("The power measurement is complete", "Its logs tie meter, clock and run together."),
+    "power.session": Check(
+        "Both ends of the power measurement tell of one session",
+        "Client and server write down on their own what they did; files of two sessions are no measurement.",
+    ),
+    "power.phases": Check(
+        "The run lies in the phase that was metered", "Power of another time is the power of another load."
+    ),
+    "power.hashes": Check(
+        "The logs are those that the power session made",
+        "Client and server record the SHA-1 of every log; one that was edited afterwards has another.",
+    ),
+    "power.sources": Check(
+        "The power measurement was made by a known release", "A changed one can write any watt into its files."
+    ),
     "run_folder.whole": Check("The run folder is whole", "Its rows are the raw data."),
     "run_folder.metrics": Check("Metrics follow from the raw rows", "Every number can be computed again."),
     "run_folder.loadgen": Check("LoadGen's numbers are as logged", "The log is the source."),

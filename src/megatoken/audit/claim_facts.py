@@ -26,6 +26,7 @@ SERIES = "throughput, clocks, temperature and power over the run, once a second"
 POWER = "wall power over the run: the power folder of SPEC PTDaemon, or logged counters of the whole rack"
 SYSTEM = "the system description, systems/<name>.json"
 CONFIGURATION = "the configuration that was run"
+OWN_PERCENTILES = "percentiles of each node; no mean or median of them is a percentile of all samples"
 SELECT = "the artefacts hold several results: choose one with the key runs, a pattern of run folders"
 
 LISTS = {
@@ -219,7 +220,9 @@ def _log_facts(runs: Sequence[Run]) -> dict[str, Fact]:
         for key in LATENCY_KEYS:
             numbers = [getattr(run.figures, f"{kind}_seconds").get(key) for run in runs]
             if None not in numbers:
-                found[f"{kind}_{key}_seconds"] = Fact(tuple(map(float, numbers)), tuple(run.where() for run in runs))
+                one_each = OWN_PERCENTILES if len(runs) > 1 and key.startswith("p") else None
+                where = tuple(run.where() for run in runs)
+                found[f"{kind}_{key}_seconds"] = Fact(tuple(map(float, numbers)), where, one_each)
     for name in ("scenario", "mode", "validity", "loadgen_version", "round"):
         _add_agreed(found, name, [(getattr(run.figures, name), run.where()) for run in runs])
     _add_agreed(found, "benchmark", [(run.benchmark, run.where()) for run in runs])

@@ -132,6 +132,11 @@ def _take_link(tree: Tree, path: str, entry: os.DirEntry[str]) -> None:
         tree.special.append(path)
 
 
+def below(folder: str, path: str) -> str:
+    """``path`` below a folder of a tree, whose root is the empty text."""
+    return f"{folder}/{path}" if folder else path
+
+
 def runs_in(tree: Tree) -> list[RunFiles]:
     """Every set of LoadGen's logs, in natural order of their paths (node 2 before node 10)."""
     groups: dict[tuple[str, str, str], dict[str, str]] = {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatoken.audit.accuracy_log import AccuracyLog, read_accuracy_log
-from megatoken.audit.checks.accuracy import check_accuracy
+from megatoken.audit.checks.accuracy import check_accuracy, check_test06
 from megatoken.audit.checks.build import check_build
 from megatoken.audit.checks.lines import check_lines
 from megatoken.audit.checks.results import check_results
@@ -94,6 +94,9 @@ def _examine(job: Job) -> Examined:
     observations += _presence(job, shown_files)
     observations += _abandoned(shown_files)
     if detail is None:
+        if accuracy is not None and shown_files.accuracy is not None and "TEST06" in shown_files.folder.split("/"):
+            benchmark = benchmark_of(job.files.benchmark, None) if job.files.benchmark else None
+            observations += check_test06(accuracy, shown_files.accuracy, job.files.scenario, benchmark, job.round)
         return Examined(_run(shown_files, job, RunFigures(), None, accuracy), tuple(observations))
     figures = run_figures(detail)
     role = job.files.role

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 MOST_DOCUMENT_BYTES = 16 * 2**20
+DEEPEST = 20  # levels of a JSON document
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,18 @@ def read_json_object(path: Path) -> tuple[Mapping[str, Any], dict[str, int], lis
     value, twice = parse_json(text)
     if not isinstance(value, dict):
         raise UnreadableError("is no JSON object")
+    if _deeper_than(value, DEEPEST):
+        raise UnreadableError(f"is nested more than {DEEPEST} deep")
     lines = key_lines(text)
     return value, lines, [*damages, *(Damage(lines.get(key), f"key {key!r} stands twice") for key in twice)]
+
+
+def _deeper_than(value: Any, levels: int) -> bool:
+    layer = [value]
+    for _ in range(levels):
+        held = (item.values() if isinstance(item, dict) else item for item in layer if isinstance(item, dict | list))
+        layer = [item for items in held for item in items]
+    return any(isinstance(item, dict | list) for item in layer)
 
 
 def key_lines(text: str) -> dict[str, int]:

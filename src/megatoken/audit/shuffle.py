@@ -101,7 +101,7 @@ def library_order(seed: int, rows: int, before_gcc_11: bool = False) -> tuple[in
     return tuple(order)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def issued_rows(
     seed: int, library: tuple[int, ...], load: Load, count: int, before_gcc_11: bool = False
 ) -> tuple[int, ...]:

@@ -24,8 +24,10 @@ Factors = Annotated[
 ]
 SecondRun = Annotated[Path | None, typer.Option(metavar="RUN", help="The same system under another mix of tokens.")]
 Watts = Annotated[float | None, typer.Option(metavar="N", help="Power; default that of the run, else by data sheet.")]
-Boundary = Annotated[str, typer.Option(metavar="wall|accelerators", help="Where it was measured.")]
-WattsState = Annotated[str, typer.Option(metavar="STATE", help="How sure it is.")]
+Boundary = Annotated[
+    str | None, typer.Option(metavar="wall|accelerators", help="Where --watts was measured; default wall.")
+]
+WattsState = Annotated[str | None, typer.Option(metavar="STATE", help="How sure --watts is; default given.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -143,7 +145,7 @@ def fleet(
 
 @_command
 def energy(
-    rate: "Rate", common: "Common", watts: Watts = None, boundary: Boundary = "wall", watts_state: WattsState = "given"
+    rate: "Rate", common: "Common", watts: Watts = None, boundary: Boundary = None, watts_state: WattsState = None
 ) -> "Plan":
     """Tokens per joule of accelerators, machines and site; carbon."""
     from megatoken.planning import commands
@@ -156,8 +158,8 @@ def cost(
     rate: "Rate",
     common: "Common",
     watts: Watts = None,
-    boundary: Boundary = "wall",
-    watts_state: WattsState = "given",
+    boundary: Boundary = None,
+    watts_state: WattsState = None,
     rent: Annotated[float | None, typer.Option(metavar="DOLLARS", help="Price of an accelerator hour.")] = None,
     second_run: SecondRun = None,
     factors: Factors = None,

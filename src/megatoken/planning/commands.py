@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions, load_assumptions
 from megatoken.planning.capacity_plan import plan_capacity
 from megatoken.planning.cost_plan import System, plan_cost
-from megatoken.planning.energy_plan import Power, energy_of, plan_energy, power_given, power_of
-from megatoken.planning.figures import Plan
-from megatoken.planning.fleet_plan import Supply, load_demand, plan_fleet, plan_replacement
+from megatoken.planning.energy_plan import BOUNDARIES, Power, energy_of, plan_energy, power_given, power_of
+from megatoken.planning.figures import STATES, Plan
+from megatoken.planning.fleet import DOMAINS
+from megatoken.planning.fleet_plan import UNITS, Supply, load_demand, plan_fleet, plan_replacement
 from megatoken.planning.pricing import parse_factor
-from megatoken.planning.throughput import Throughput, from_number, from_run
+from megatoken.planning.throughput import (
+    SCENARIOS,
+    Counted,
+    Scope,
+    Throughput,
+    check_positive,
+    choose,
+    from_number,
+    from_run,
+)
 from megatoken.planning.workloads import Profile, load_profiles
 
 if TYPE_CHECKING:
@@ -63,11 +73,14 @@ class Common:
 
 @dataclass(frozen=True, slots=True)
 class PowerFlags:
-    """Power as the user knows it; without ``watts`` that of the run, else by data sheet."""
+    """Power as the user knows it; without ``watts`` that of the run, else by data sheet.
+
+    By default the ``boundary`` is wall and the ``state`` given.
+    """
 
     watts: float | None = None
-    boundary: str = "wall"
-    state: str = "given"
+    boundary: str | None = None
+    state: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +115,17 @@ def capacity(rate: Rate, common: Common, *, second_run: Path | None = None) -> P
 
 def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
     """``megatoken plan fleet``. Raises UsageError."""
+    _choices(("--unit", flags.unit, tuple(UNITS)), ("--fault-domain", flags.fault_domain, DOMAINS))
+    _positive(("--demand", flags.demand), ("--replace-rate", flags.replace_rate))
     assumptions = common.load_assumptions()
     supply = Supply(_throughput(rate, assumptions)[0], flags.accelerators_per_node, flags.nodes_per_rack)
     if flags.replace_nodes is not None or flags.replace_rate is not None:
-        if flags.replace_nodes is None or flags.replace_rate is None:
-            raise UsageError("to replace nodes, give their number and the rate of one: --replace-nodes, --replace-rate")
-        return plan_replacement(flags.replace_nodes, flags.replace_rate, supply)
+        return _replacement(flags, common, supply)
     demand = load_demand(flags.unit, flags.demand, flags.curve)
     profile = None
-    if flags.unit != "output-tokens":
+    if flags.unit == "output-tokens":
+        _only_one("--unit output-tokens", "a profile says nothing about tokens", ("--profile", common.profile))
+    else:
         profiles = common.load_profiles()
         if len(profiles) != 1:
             names = ", ".join(profile.name for profile in profiles)
@@ -118,7 +133,8 @@ def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
         profile = profiles[0]
     burst = None
     if flags.burst is not None:
-        burst = Supply(_throughput(flags.burst, assumptions)[0], flags.burst_accelerators_per_node)
+        second = _throughput(flags.burst, assumptions, "--burst-tokens-per-second")[0]
+        burst = Supply(second, flags.burst_accelerators_per_node)
     return plan_fleet(
         supply,
         demand,
@@ -129,6 +145,20 @@ def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
         burst=burst,
         factors=[parse_factor(text) for text in common.factors],
     )
+
+
+def _replacement(flags: FleetFlags, common: Common, supply: Supply) -> Plan:
+    if flags.replace_nodes is None or flags.replace_rate is None:
+        raise UsageError("to replace nodes, give their number and the rate of one: --replace-nodes, --replace-rate")
+    others = (
+        ("--demand", flags.demand),
+        ("--curve", flags.curve),
+        ("--burst-tokens-per-second", flags.burst),
+        ("--profile", common.profile),
+        ("--factor", common.factors),
+    )
+    _only_one("--replace-nodes", "what nodes replace others is asked of their rates alone", *others)
+    return plan_replacement(flags.replace_nodes, flags.replace_rate, supply)
 
 
 def energy(rate: Rate, common: Common, flags: PowerFlags) -> Plan:
@@ -144,6 +174,9 @@ def cost(
     rate: Rate, common: Common, flags: PowerFlags, *, rent: float | None = None, second_run: Path | None = None
 ) -> Plan:
     """``megatoken plan cost``. Raises UsageError."""
+    _positive(("--rent", rent))
+    if rent is not None:
+        _only_one("--rent", "power is the landlord's", ("--watts", flags.watts))
     assumptions = common.load_assumptions()
     throughput, run = _throughput(rate, assumptions)
     power = None if rent is not None else _power(throughput, run, flags)
@@ -152,7 +185,10 @@ def cost(
     return plan_cost(System(throughput, power, rent, factors), common.load_profiles(), assumptions, second=second)
 
 
-def _throughput(rate: Rate, assumptions: Assumptions) -> tuple[Throughput, Run | None]:
+def _throughput(
+    rate: Rate, assumptions: Assumptions, number: str = "--tokens-per-second"
+) -> tuple[Throughput, Run | None]:
+    """The rate that ``number`` and its fellow flags give, or that of a run."""
     if rate.run is not None:
         beside = ("tokens_per_second", "per", "counted", "scenario", "state", "source", "input_per_output")
         for name in beside:
@@ -167,6 +203,13 @@ def _throughput(rate: Rate, assumptions: Assumptions) -> tuple[Throughput, Run |
         raise UsageError("nothing to plan with: give a run folder, or --tokens-per-second with --per")
     if rate.per is None:
         raise UsageError("a rate without scope means nothing: give --per accelerator, node, rack or system")
+    _positive((number, rate.tokens_per_second))
+    _choices(
+        ("--per", rate.per, get_args(Scope)),
+        ("--counted", rate.counted, get_args(Counted)),
+        ("--scenario", rate.scenario, SCENARIOS),
+        ("--state", rate.state, STATES),
+    )
     throughput = from_number(
         rate.tokens_per_second,
         scope=rate.per,
@@ -196,6 +239,32 @@ def _second(path: Path | None, first: Run | None, assumptions: Assumptions) -> T
 
 
 def _power(throughput: Throughput, run: Run | None, flags: PowerFlags) -> Power:
+    _positive(("--watts", flags.watts))
+    _choices(("--boundary", flags.boundary, BOUNDARIES), ("--watts-state", flags.state, STATES))
     if flags.watts is not None:
-        return power_given(flags.watts, flags.boundary, flags.state)
+        return power_given(flags.watts, flags.boundary or "wall", flags.state or "given")
+    for flag, value in (("--boundary", flags.boundary), ("--watts-state", flags.state)):
+        if value is not None:
+            raise UsageError(f"{flag} {value} says nothing alone; give --watts too")
     return power_of(throughput, energy_of(run) if run is not None else None)
+
+
+def _choices(*flags: tuple[str, str | None, tuple[str, ...]]) -> None:
+    """Refuses a word that is none of what its flag takes."""
+    for flag, word, known in flags:
+        if word is not None:
+            choose(flag, word, known)
+
+
+def _positive(*flags: tuple[str, float | None]) -> None:
+    """Refuses a number that no machine has."""
+    for flag, number in flags:
+        if number is not None:
+            check_positive(flag, number)
+
+
+def _only_one(flag: str, why: str, *others: tuple[str, object]) -> None:
+    """Refuses flags that would be ignored beside ``flag``."""
+    for other, value in others:
+        if value:
+            raise UsageError(f"{other} beside {flag}: {why}; give one of them")

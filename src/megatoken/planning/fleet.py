@@ -13,6 +13,7 @@ from megatoken.errors import UsageError
 
 ROUNDING = 1e-9  # a demand that a fleet meets but for rounding needs no further node
 MOST_NODES = 1_000_000
+DOMAINS = ("node", "rack")
 LARGEST_LEVEL = 1e15
 MOST_TRIALS = 20_000_000  # sizes x levels of demand; beyond, the cheapest mix is looked for on a coarser grid of sizes
 
@@ -129,7 +130,7 @@ def size(demand: float, supply: SupplyClass, *, spare_domains: int = 0, domain: 
     """
     if not 0 <= spare_domains <= MOST_NODES:
         raise UsageError(f"spare fault domains are {spare_domains}; give a number from 0 to {MOST_NODES:,}")
-    if domain not in ("node", "rack"):
+    if domain not in DOMAINS:
         raise UsageError(f"the fault domain is '{domain}'; it must be node or rack")
     serving = nodes_for(demand, supply.rate_per_node)
     if domain == "rack":

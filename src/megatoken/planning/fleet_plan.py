@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -204,7 +205,10 @@ def _curve_file(path: Path, shipped: dict[str, _CurveEntry]) -> tuple[float, ...
         mend = f"did you mean {meant}?" if meant else f"shipped are {', '.join(shipped)}"
         raise UsageError(f"{path}: no such curve or file; {mend}")
     try:
-        if path.stat().st_size > LARGEST_FILE_BYTES:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would wait for ever
+            raise UsageError(f"{path}: cannot be read: it is no regular file")
+        if status.st_size > LARGEST_FILE_BYTES:
             raise UsageError(f"{path}: larger than {LARGEST_FILE_BYTES:,} bytes; give hourly demand")
         text = path.read_text(encoding="utf-8")
         rows = list(csv.reader(io.StringIO(text)))

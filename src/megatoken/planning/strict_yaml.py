@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -56,7 +57,10 @@ def _refusal(path: Path, line: int | None, text: str) -> ConfigError:
 
 def _read(path: Path) -> tuple[Any, dict[Place, int]]:
     try:
-        if path.stat().st_size > LARGEST_FILE_BYTES:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would wait for ever
+            raise _refusal(path, None, "cannot be read: it is no regular file")
+        if status.st_size > LARGEST_FILE_BYTES:
             raise _refusal(path, None, f"larger than {LARGEST_FILE_BYTES:,} bytes; this is no file of settings")
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         root = loader.get_single_node()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Scope = Literal["accelerator", "node", "rack", "system"]
 Counted = Literal["output", "total"]
+SCENARIOS = ("offline", "server", "interactive")
 
 _Choice = TypeVar("_Choice")
 
@@ -99,7 +100,7 @@ def from_number(
     checked_counted: Counted = choose("counted tokens", counted, get_args(Counted))
     checked_state: State = choose("state", state, STATES)
     if scenario is not None:
-        choose("scenario", scenario, ("offline", "server", "interactive"))
+        choose("scenario", scenario, SCENARIOS)
     if accelerators is not None and not 1 <= accelerators <= MOST_ACCELERATORS:
         raise UsageError(f"accelerators is {accelerators}; give how many produce the rate, 1 to {MOST_ACCELERATORS:,}")
     if checked_scope == "accelerator":

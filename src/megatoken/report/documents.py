@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,10 @@ def read_document(path: Path) -> Document:
         UsageError: no such file, not JSON, or no document of a kind and version known here.
     """
     try:
-        if path.stat().st_size > LARGEST_BYTES:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would wait for ever
+            raise UsageError(f"{path}: is no regular file; give a run folder or a saved document")
+        if status.st_size > LARGEST_BYTES:
             raise UsageError(f"{path}: larger than {LARGEST_BYTES // 2**20} MiB; no command writes such a document")
         value = json.loads(path.read_bytes())
     except OSError as error:

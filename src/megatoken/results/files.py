@@ -65,15 +65,19 @@ def to_json(value: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The same value in the types JSON knows: NaN and infinity as None, paths as text, NumPy scalars as Python's."""
+    """The same value in the types JSON knows: NaN and infinity as None, paths as text, NumPy scalars as Python's.
+
+    Half of a surrogate pair, as Python makes of a path that is not UTF-8 and somebody's JSON may hold, is written as an
+    escape: UTF-8 has no code for it.
+    """
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {_text(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str | os.PathLike):
-        return str(value)
+        return _text(str(value))
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -81,6 +85,10 @@ def plain(value: Any) -> Any:
     if hasattr(value, "item"):
         return plain(value.item())
     raise TypeError(f"{type(value).__name__} has no place in a run folder: {value!r}")
+
+
+def _text(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def redact(value: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatoken.errors import UsageError
+from megatoken.results.files import plain
 from megatoken.results.run_folder import RESULT, Run, read_run
 
 if TYPE_CHECKING:
@@ -87,9 +88,9 @@ def _tables(runs: Sequence[Run]) -> dict[str, pa.Table]:
     import pyarrow as pa
 
     uses = Counter(run.path.name for run in runs)
-    names = [run.path.name if uses[run.path.name] == 1 else str(run.path) for run in runs]
+    names = [plain(run.path.name if uses[run.path.name] == 1 else run.path) for run in runs]
     rows = [
-        {"run": name, "path": str(run.path), **run.result, "environment": run.environment, "config": run.config}
+        {"run": name, "path": plain(run.path), **run.result, "environment": run.environment, "config": run.config}
         for name, run in zip(names, runs, strict=True)
     ]
     keys = dict.fromkeys(key for row in rows for key in row)
@@ -117,9 +118,11 @@ def _column(values: list[Any]) -> pa.Array:
 
 
 def _storable(value: Any) -> Any:
-    """Without empty objects, for which DuckDB has no type."""
+    """Without empty objects, for which DuckDB has no type, and with text that UTF-8 can hold."""
     if isinstance(value, dict):
         return {str(key): _storable(item) for key, item in value.items()} or None
+    if isinstance(value, str):
+        return plain(value)
     return [_storable(item) for item in value] if isinstance(value, list) else value
 
 

@@ -9,12 +9,14 @@ import numpy as np
 from megatoken.audit.accuracy_log import TRUNCATED_BYTES, AccuracyLog
 from megatoken.audit.detail_log import LIBRARY_SET
 from megatoken.audit.evidence import Role, Where
+from megatoken.audit.facts import Benchmark, round_seeds
 from megatoken.audit.figures import whole
 from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.shuffle import MOST_ROWS, Load, issued_rows
+from megatoken.audit.shuffle import MOST_ROWS, Load, issued_rows, library_order
 from megatoken.audit.view import RunView, observe
 
 ID_BYTES = (4, 8)  # a token id in ``data``: int32, or int64 in a few submissions
+TEST06_SAMPLES = 100
 
 
 def check_accuracy(run: RunView) -> Iterator[Observation]:
@@ -50,7 +52,63 @@ def check_accuracy(run: RunView) -> Iterator[Observation]:
     if run.is_accuracy:
         yield from _accuracy_run(run, log, where)
     yield from _order(run, log, where)
-    yield from _tokens(run, log, where)
+    yield from _tokens(log, where)
+
+
+def check_test06(
+    log: AccuracyLog, path: str, scenario: str | None, benchmark: Benchmark | None, round_: str | None
+) -> Iterator[Observation]:
+    """The answers that TEST06 logged, which a submission holds without a detail log.
+
+    Args:
+        log: the answers.
+        path: where they stand.
+        scenario: by the folder.
+        benchmark: by the folder.
+        round_: whose seeds are claimed; None: those of any round.
+    """
+    where = (Where(path),)
+    yield from _tokens(log, where)
+    if not log.truncated:
+        yield observe(
+            "compliance.records",
+            log.records == TEST06_SAMPLES,
+            f"{TEST06_SAMPLES} records: TEST06 issues so many samples and logs them all",
+            f"{log.records:,} records",
+            where,
+        )
+    if benchmark is None or scenario is None or not len(log.rows):
+        return
+    agreeing, by = -1, ""
+    for name in (round_,) if round_ else dict.fromkeys((*benchmark.rounds, *round_seeds())):
+        found = _rows_of_seeds(log, scenario, benchmark.rows, name)
+        agreeing, by = max((agreeing, by), (found, name))
+        if agreeing == len(log.rows):
+            break
+    yield observe(
+        "compliance.order",
+        agreeing == len(log.rows),
+        f"the rows that the seeds of {round_ or 'a round'} ask for",
+        f"{agreeing:,} of {len(log.rows):,} records, by the seeds of {by}",
+        where,
+        Severity.WARN,  # another C++ library may shuffle otherwise
+    )
+
+
+def _rows_of_seeds(log: AccuracyLog, scenario: str, rows: int, round_: str) -> int:
+    """How many records answer the row that a round's seeds ask for in TEST06, which issues no row equally often."""
+    library_seed, sample_seed, _ = round_seeds()[round_]
+    load = Load("Server" if scenario == "Interactive" else scenario, False, False, TEST06_SAMPLES)
+    best = 0
+    for before_gcc_11 in (False, True):
+        library = library_order(library_seed, rows, before_gcc_11)
+        try:
+            order = np.array(issued_rows(sample_seed, library, load, TEST06_SAMPLES, before_gcc_11))
+        except ValueError:
+            return 0
+        inside = (log.sequence_ids >= 0) & (log.sequence_ids < TEST06_SAMPLES)
+        best = max(best, int((order[log.sequence_ids[inside]] == log.rows[inside]).sum()))
+    return best
 
 
 def _accuracy_run(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Iterator[Observation]:
@@ -111,7 +169,7 @@ def _order(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Iterator
     )
 
 
-def _tokens(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Iterator[Observation]:
+def _tokens(log: AccuracyLog, where: tuple[Where, ...]) -> Iterator[Observation]:
     """token_count is the number of ids in data; the first token, where logged, is how data begins."""
     counted = log.token_counts >= 0
     if counted.any():

@@ -208,6 +208,10 @@ def _presence(run: RunView) -> Iterator[Observation]:
     log = run.detail
     expected = expected_keys(log)
     if expected is None:
+        if None in (log.get("effective_scenario"), log.get("effective_test_mode")):
+            found = f"it says no scenario or no mode; its last line is {shown(log.order[-1].key if log.order else '')}"
+            place = (Where(run.detail_path, log.lines),)
+            yield observe("log.whole", False, "a log that runs to its last line, num_errors", found, place)
         found = f"scenario {shown(log.get('effective_scenario'))}, mode {shown(log.get('effective_test_mode'))}"
         yield observe("log.lines", None, "a performance or an accuracy run", found, run.at("effective_test_mode"))
         return

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
-from megatoken.audit.discovery import Tree
+from megatoken.audit.checks.power_session import check_session
+from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Power, Role, Run, Where
 from megatoken.audit.finding import Observation, Severity
 from megatoken.audit.reading import UnreadableError, display, open_regular
@@ -43,8 +44,21 @@ def power_of(tree: Tree, runs: Sequence[Run]) -> tuple[list[Power], list[Observa
         if count:
             readings.append(Power(display(path), run.path, watts, count))
             observations += _against_ranging(tree, folder, by_path, watts)
-        observations += _files(tree, folder)
+        if folder:  # otherwise what belongs to it lies above what is audited
+            observations += _files(tree, folder)
+            observations += check_session(tree, folder.rpartition("/")[0], run)
+    observations += _without_readings(tree, by_path)
     return readings, observations
+
+
+def _without_readings(tree: Tree, runs: dict[str, Run]) -> Iterator[Observation]:
+    """Runs with a folder of power logs beside them, but without the readings."""
+    for folder in sorted(folder for folder in tree.folders if folder.rpartition("/")[2] == "power"):
+        run = runs.get(display(below(folder.rpartition("/")[0], "run_1")))
+        path = below(folder.rpartition("/")[0], "run_1/spl.txt")
+        if run is not None and run.role is Role.PERFORMANCE and path not in tree.files:
+            where = (Where(display(folder)), Where(run.path))
+            yield observe("power.readings", False, "readings in spl.txt beside the log", "no spl.txt", where)
 
 
 def mean_watts(tree: Tree, path: str, begin: datetime, end: datetime) -> tuple[float, int]:
@@ -71,7 +85,7 @@ def mean_watts(tree: Tree, path: str, begin: datetime, end: datetime) -> tuple[f
 
 def _against_ranging(tree: Tree, folder: str, runs: dict[str, Run], watts: float) -> Iterator[Observation]:
     """The measured run may not draw more than 5 % less than the ranging run before it."""
-    ranging_folder = f"{folder.rpartition('/')[0]}/ranging"
+    ranging_folder = below(folder.rpartition("/")[0], "ranging")
     ranging, path = runs.get(display(ranging_folder)), f"{ranging_folder}/spl.txt"
     if ranging is None or path not in tree.files or not ranging.figures.began_at or not ranging.figures.ended_at:
         return
@@ -90,7 +104,7 @@ def _against_ranging(tree: Tree, folder: str, runs: dict[str, Run], watts: float
 
 
 def _files(tree: Tree, folder: str) -> Iterator[Observation]:
-    place = f"{folder.rpartition('/')[0]}/power"
+    place = below(folder.rpartition("/")[0], "power")
     missing = sorted(POWER_FILES - set(tree.children(place)))
     yield observe(
         "power.files",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatoken.audit.accuracy_log import TRUNCATED_BYTES
-from megatoken.audit.discovery import SCENARIOS, Tree
+from megatoken.audit.discovery import DIVISIONS, SCENARIOS, Tree, below
 from megatoken.audit.evidence import System, Where
 from megatoken.audit.facts import benchmark_of, rules
 from megatoken.audit.finding import Observation, Severity, shown
@@ -16,6 +16,7 @@ from megatoken.audit.reading import UnreadableError, display, read_json_object, 
 from megatoken.audit.view import observe
 
 MOST_FILE_BYTES = 50 * 2**20
+ROOT_FILES = ("readme", "license", "notice", "contributing", "code_of_conduct", "summary", ".git")
 RUN_FILES = {"mlperf_log_summary.txt", "mlperf_log_detail.txt"}
 RUN_FILES_ALLOWED = RUN_FILES | {
     "mlperf_log_accuracy.json",
@@ -45,7 +46,7 @@ def submissions_in(tree: Tree) -> list[Submission]:
     for folder in tree.folders | {""}:
         parts = [*above, *(folder.split("/") if folder else [])]
         at = len(parts) - 1 - parts[::-1].index("results") if "results" in parts else -1
-        if at < max(2, len(above)) or parts[at - 2] not in ("closed", "open", "network"):
+        if at < max(2, len(above)) or parts[at - 2] not in DIVISIONS:
             continue
         path = "/".join(parts[len(above) : at])
         entry = found.setdefault(path, Submission(path, parts[at - 2], parts[at - 1]))
@@ -63,7 +64,7 @@ def check_submission(tree: Tree, one: Submission, systems: Sequence[System], ver
         systems: the system descriptions that were found.
         version: 5 or 6, whose layout is to be met.
     """
-    mine = {system.name: system for system in systems if system.path.startswith(_join(one.path, "systems/"))}
+    mine = {system.name: system for system in systems if system.path.startswith(below(one.path, "systems/"))}
     scenarios: dict[tuple[str, str], list[str]] = defaultdict(list)
     for (system, benchmark, scenario), folder in sorted(one.results.items()):
         scenarios[system, benchmark].append(scenario)
@@ -79,6 +80,8 @@ def check_submission(tree: Tree, one: Submission, systems: Sequence[System], ver
         yield from _measurements(tree, one, (system, benchmark, scenario), folder, version)
         if one.division in ("closed", "network"):
             yield from _compliance(tree, one, (system, benchmark, scenario), folder, version)
+    if version == 5:
+        yield from _untested(tree, one)
     yield from _systems(one, mine)
     for (system, benchmark), names in scenarios.items():
         yield from _required(one, system, benchmark, names, mine.get(system))
@@ -96,6 +99,10 @@ def check_names(tree: Tree) -> Iterator[Observation]:
         if size > MOST_FILE_BYTES
     ]
     problems += [(path, "an empty folder") for path in tree.empty_folders]
+    if any(division in tree.folders for division in DIVISIONS):  # the root of a repository of results
+        for folder in ("", *DIVISIONS):
+            stray = [name for name in tree.children(folder) if not name.lower().startswith(ROOT_FILES)]
+            problems += [(below(folder, name), "a stray file") for name in stray]
     for path in (*tree.files, *tree.folders):
         name = path.rpartition("/")[2]
         if " " in name:
@@ -110,7 +117,7 @@ def check_names(tree: Tree) -> Iterator[Observation]:
     yield observe(
         "submission.names",
         not problems,
-        "no broken links, hidden or empty folders, names with blanks, or files over 50 MiB",
+        "no broken links, hidden or empty folders, names with blanks, stray files, or files over 50 MiB",
         "; ".join(f"{what}: {count}" for what, count in kinds.items()) or "none",
         tuple(Where(display(path)) for path, _ in problems[:50]),
         Severity.WARN,
@@ -130,6 +137,15 @@ def _performance(tree: Tree, folder: str, version: int) -> Iterator[Observation]
         shown(found) or "they are there",
         (Where(display(run)),),
     )
+    if f"{folder}/performance/run_2" in tree.folders:
+        yield observe(
+            "submission.performance",
+            False,
+            "one run, run_1: the rules ask for no other",
+            "run_2 too, which of them counts?",
+            (Where(display(f"{folder}/performance/run_2")),),
+            Severity.WARN,
+        )
 
 
 def _accuracy(tree: Tree, folder: str, version: int) -> Iterator[Observation]:
@@ -155,7 +171,7 @@ def _measurements(
     tree: Tree, one: Submission, key: tuple[str, str, str], folder: str, version: int
 ) -> Iterator[Observation]:
     system, benchmark, scenario = key
-    place = folder if version == 6 else _join(one.path, f"measurements/{system}/{benchmark}/{scenario}")
+    place = folder if version == 6 else below(one.path, f"measurements/{system}/{benchmark}/{scenario}")
     names = tree.children(place)
     described = [name for name in names if name.endswith(".json") and (version == 5 or name == "measurements.json")]
     missing = [
@@ -187,6 +203,21 @@ def _measurements(
         )
 
 
+def _untested(tree: Tree, one: Submission) -> Iterator[Observation]:
+    """Descriptions of v5 that belong to no result."""
+    start = below(one.path, "measurements/")
+    for folder in sorted(folder for folder in tree.folders if folder.startswith(start)):
+        key = tuple(folder.removeprefix(start).split("/"))
+        if len(key) == 3 and key not in one.results:
+            yield observe(
+                "submission.measurements",
+                False,
+                "results of each run that is described",
+                shown(f"no results of {'/'.join(key)}"),
+                (Where(display(folder)),),
+            )
+
+
 def _compliance(
     tree: Tree, one: Submission, key: tuple[str, str, str], folder: str, version: int
 ) -> Iterator[Observation]:
@@ -194,7 +225,7 @@ def _compliance(
     known = benchmark_of(benchmark, None)
     if known is None:
         return
-    place = folder if version == 6 else _join(one.path, f"compliance/{system}/{benchmark}/{scenario}")
+    place = folder if version == 6 else below(one.path, f"compliance/{system}/{benchmark}/{scenario}")
     for test in known.compliance:
         path = f"{place}/{test}/verify_accuracy.txt"
         if path not in tree.files:
@@ -231,7 +262,7 @@ def _systems(one: Submission, mine: Mapping[str, System]) -> Iterator[Observatio
         not undescribed and not untested,
         "a description of each system that has results, and results of each that is described",
         shown(found) or f"{len(tested)} systems",
-        tuple(Where(display(_join(one.path, f"systems/{name}.json"))) for name in (*undescribed, *untested)),
+        tuple(Where(display(below(one.path, f"systems/{name}.json"))) for name in (*undescribed, *untested)),
     )
     for system in mine.values():
         network = str(system.values.get("is_network", False)).strip().lower() == "true"
@@ -273,12 +304,12 @@ def _required(
             not missing,
             f"{benchmark}: {' and '.join(choice.replace('|', ' or ') for choice in wanted)}",
             shown(f"{system}: {', '.join(names)}"),
-            (Where(display(_join(one.path, f"results/{system}/{benchmark}"))),),
+            (Where(display(below(one.path, f"results/{system}/{benchmark}"))),),
         )
 
 
 def _folders(tree: Tree, one: Submission, version: int) -> Iterator[Observation]:
-    code = _join(one.path, "code" if version == 5 else "src")
+    code = below(one.path, "code" if version == 5 else "src")
     yield observe(
         "submission.code",
         code in tree.folders,
@@ -287,7 +318,7 @@ def _folders(tree: Tree, one: Submission, version: int) -> Iterator[Observation]
         (Where(display(code)),),
     )
     if one.division == "closed" and version == 5:
-        papers = [_join(one.path, "calibration.md"), _join(one.path, "documentation/calibration.md")]
+        papers = [below(one.path, "calibration.md"), below(one.path, "documentation/calibration.md")]
         there = [path for path in papers if path in tree.files]
         yield observe(
             "submission.calibration",
@@ -296,10 +327,6 @@ def _folders(tree: Tree, one: Submission, version: int) -> Iterator[Observation]
             there[0] if there else "none",
             (Where(display(there[0] if there else papers[0])),),
         )
-
-
-def _join(folder: str, path: str) -> str:
-    return f"{folder}/{path}" if folder else path
 
 
 def _in_git(path: str) -> bool:
