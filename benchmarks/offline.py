@@ -130,6 +130,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "gemm_bound_before_and_after": [before, after],
         "process_start_to_first_token_seconds": first_token_seconds,
         "preemptions": run.series["preemptions"].to_numpy().max().item(),
+        "recomputed_tokens": engine.counters().recomputed_tokens,
         "target": run.result["target"],
         "memory_plan": run.result["memory_plan"],
     }

@@ -216,6 +216,7 @@ class Engine:
             "kernels": self._ops.kernels(),
             "threads": torch.get_num_threads(),
             "steps_in_flight": 1 + self._lookahead,
+            "measured_input_scales": self._runner.measured_input_scales,
             "why_no_gpu": self._why_no_gpu,
         }
 

@@ -63,6 +63,8 @@ class Runner:
                 use_huge_pages()
         scales = [layer.cache_scales for layer in self._weights.layers]
         self._cache = allocate_cache(source.config, config.precision, memory.pages, memory.page_size, device, scales)
+        self.measured_input_scales = 0
+        """Linears whose fp8 input scale was measured at start, because the checkpoint has none."""
         self._last_tokens = torch.zeros(memory.max_sequences, dtype=torch.int64, device=device)
         if device.type == "cuda":
             self._warm_up(memory)
@@ -105,7 +107,7 @@ class Runner:
 
         prompt_tokens = min(WARM_UP_PROMPT_TOKENS, memory.max_length - 2)
         self._run(memory, WARM_UP_PROMPTS, prompt_tokens)
-        cuda.fix_input_scales(
+        self.measured_input_scales = cuda.fix_input_scales(
             linear for layer in self._weights.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
         )
         self._run(memory, -(-memory.max_rows // max(prompt_tokens, 1)) + 1, prompt_tokens)

@@ -125,13 +125,16 @@ def fp8_linear(
     return linear
 
 
-def fix_input_scales(linears: Iterable[Linear]) -> None:
-    """Give every fp8 linear that has none its input scale, from what it has met so far."""
+def fix_input_scales(linears: Iterable[Linear]) -> int:
+    """Give every fp8 linear that has none its input scale, from what it has met so far; returns how many had none."""
+    fixed = 0
     for linear in linears:
         if linear.weight_scale is not None and linear.input_scale is None and linear.largest_input is not None:
             largest = max(linear.largest_input.item(), 1e-6)
             linear.input_scale = _input_scale_of(INPUT_MARGIN * largest / E4M3_MAX, linear.weight.device)
             linear.largest_input = None
+            fixed += 1
+    return fixed
 
 
 def _input_scale_of(value: float, device: torch.device) -> InputScale:

@@ -363,7 +363,7 @@ def split_tokens(
         A multiple of ``block_tokens``, or a number above any length where no sequence needs splitting.
     """
     share = total_tokens * kv_heads // RESIDENT_PROGRAMS
-    splits = min(MAX_SPLITS, max(PARTIAL_RESULTS // sequences, 1))
+    splits = min(MAX_SPLITS, PARTIAL_RESULTS // max(sequences, 1) or 1)
     piece = max(share // 2, SHORTEST_SPLIT, -(-max_length // splits))
     piece = -(-piece // block_tokens) * block_tokens
     return piece if piece < max_length else _NEVER_SPLIT
