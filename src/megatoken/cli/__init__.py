@@ -12,7 +12,7 @@ import typer
 from typer.main import get_command
 
 from megatoken import __version__
-from megatoken.cli import audit, compare, generate, plan, report, run, submission
+from megatoken.cli import audit, compare, dataset, generate, plan, report, run, submission
 from megatoken.cli.flags import Command, EngineCommand, SchemaCommand
 from megatoken.cli.streams import (
     complain,
@@ -38,6 +38,7 @@ app.command(cls=Command)(audit.audit)
 app.command(cls=Command)(compare.aggregate)
 app.command(cls=Command)(compare.compare)
 app.add_typer(plan.app, name="plan")
+app.add_typer(dataset.app, name="dataset")
 app.add_typer(submission.app, name="submission")
 app.command(cls=Command)(report.report)
 

@@ -63,13 +63,14 @@ _NUMBER_TYPES = frozenset(["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8",
 _ARROW_OFFSET_TYPES = {"string": "<i4", "large_string": "<i8"}
 
 
-def read_columns(data: bytes, wanted: Collection[str], file: str) -> dict[str, list[object]]:
+def read_columns(data: bytes, wanted: Collection[str], file: str, *, ordered: bool = False) -> dict[str, list[object]]:
     """Returns those of the wanted columns that the table has, row by row.
 
     Args:
         data: The whole file.
         wanted: Column names.
         file: What to call the file in an error.
+        ordered: Refuse a table whose row labels are not 0, 1, 2 and so on.
 
     Returns:
         Column name -> cells. A cell is ``None``, bool, int, float (NaN may stand for missing text), str, list, or a 1-D
@@ -78,7 +79,7 @@ def read_columns(data: bytes, wanted: Collection[str], file: str) -> dict[str, l
     Raises:
         DatasetError: The file is damaged, no pickled DataFrame, or asks for anything a plain table does not need.
     """
-    return _Table(parse_pickle(data, _ALLOWED, file), len(data), file).read(wanted)
+    return _Table(parse_pickle(data, _ALLOWED, file), len(data), file).read(wanted, ordered)
 
 
 class _Table:
@@ -94,8 +95,8 @@ class _Table:
             "fetch the file again"
         )
 
-    def read(self, wanted: Collection[str]) -> dict[str, list[object]]:
-        columns, blocks = self._columns_and_blocks()
+    def read(self, wanted: Collection[str], ordered: bool) -> dict[str, list[object]]:
+        columns, labels, blocks = self._columns_labels_and_blocks()
         names = self._column(self._index_values(columns), 0)
         cells: dict[str, list[object]] = {}
         placed = 0
@@ -110,10 +111,27 @@ class _Table:
                     if name in cells:
                         raise self._refuse(f"column {name} comes twice")
                     cells[name] = self._column(values, row)
+        if ordered:
+            self._check_labels(labels)
         return cells
 
-    def _columns_and_blocks(self) -> tuple[object, list[tuple[object, object]]]:
-        """The axis of column names, and of each block its values and the positions of its columns."""
+    def _check_labels(self, labels: object) -> None:
+        match labels:
+            case Call(name="new_Index", arguments=(Global(), {"start": 0, "stop": int(), "step": 1})):
+                return
+            case Call(name="new_Index", arguments=(Global(), {"data": values})):
+                found = self._column(values, 0)
+            case _:
+                raise self._refuse("its rows have no labels")
+        for position, label in enumerate(found):
+            if label != position:
+                raise DatasetError(
+                    f"{self.file}: row {position} is labelled {str(label)[:40]!a}: rows are missing, doubled or out of "
+                    "order, so an index means no one row; fetch the file again"
+                )
+
+    def _columns_labels_and_blocks(self) -> tuple[object, object, list[tuple[object, object]]]:
+        """The axes of column names and row labels, and of each block its values and the positions of its columns."""
         match self.tree:
             case Call(name="DataFrame", state={"_mgr": manager} | {"_data": manager}):
                 pass
@@ -121,7 +139,7 @@ class _Table:
                 raise self._refuse("it holds no DataFrame")
         blocks: list[tuple[object, object]] = []
         match manager:
-            case Call(name="BlockManager", arguments=(tuple(entries), [columns, _])):
+            case Call(name="BlockManager", arguments=(tuple(entries), [columns, labels])):
                 for entry in entries:
                     match entry:
                         case Call(name="block", arguments=(values, placement, *_)):
@@ -129,7 +147,7 @@ class _Table:
                         case _:
                             raise self._refuse("a block is malformed")
             case Call(
-                name="BlockManager", state=(_, _, _, {"0.14.1": {"axes": [columns, _], "blocks": list(entries)}})
+                name="BlockManager", state=(_, _, _, {"0.14.1": {"axes": [columns, labels], "blocks": list(entries)}})
             ):
                 for entry in entries:
                     match entry:
@@ -139,7 +157,7 @@ class _Table:
                             raise self._refuse("a block is malformed")
             case _:
                 raise self._refuse("its block manager is malformed")
-        return columns, blocks
+        return columns, labels, blocks
 
     def _index_values(self, index: object) -> object:
         match index:

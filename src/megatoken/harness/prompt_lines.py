@@ -20,13 +20,18 @@ _EXAMPLE = '{"prompt": "text"}'
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """What one line asks for: non-empty text or token ids (not yet held against a vocabulary), and how to continue."""
+    """What one line asks for: non-empty text or token ids (not yet held against a vocabulary), and how to continue.
+
+    ``reference`` is the answer expected and ``task`` the kind of work, for scores; the model never sees them.
+    """
 
     prompt: str | list[int]
     max_tokens: int | None
     sampling: Sampling
     stop_token_ids: tuple[int, ...]
     ignore_end_token: bool
+    reference: str | None
+    task: str | None
 
 
 def parse_prompt_line(line: bytes, defaults: Sampling, place: str) -> PromptLine:
@@ -34,7 +39,7 @@ def parse_prompt_line(line: bytes, defaults: Sampling, place: str) -> PromptLine
 
     Args:
         line: UTF-8 JSON object with ``prompt`` or ``prompt_token_ids`` and any of ``max_tokens``, ``temperature``,
-            ``top_k``, ``top_p``, ``seed``, ``stop_token_ids``, ``ignore_end_token``.
+            ``top_k``, ``top_p``, ``seed``, ``stop_token_ids``, ``ignore_end_token``, ``reference``, ``task``.
         defaults: Sampling values for keys the line leaves out.
         place: File and line number, the start of every error.
 
@@ -66,6 +71,8 @@ def parse_prompt_line(line: bytes, defaults: Sampling, place: str) -> PromptLine
         sampling=sampling,
         stop_token_ids=tuple(fields.get("stop_token_ids", ())),
         ignore_end_token=fields.get("ignore_end_token", False),
+        reference=fields.get("reference"),
+        task=fields.get("task"),
     )
 
 
@@ -151,5 +158,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (_whole(0, _LARGEST_SEED), "a whole number from 0 to 2**63 - 1"),
     "stop_token_ids": (_whole_numbers, "a list of token ids"),
     "ignore_end_token": (lambda value: isinstance(value, bool), "true or false"),
+    "reference": (lambda value: isinstance(value, str) and _encodable(value), "Unicode text"),
+    "task": (lambda value: isinstance(value, str) and value != "" and _encodable(value), "Unicode text, not empty"),
 }
 _SAMPLING_KEYS = frozenset(("temperature", "top_k", "top_p", "seed"))

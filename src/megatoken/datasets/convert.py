@@ -1,0 +1,45 @@
+"""One of MLPerf's data sets, converted once: the file MLCommons gives out -> parquet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatoken.datasets.catalog import Role
+from megatoken.datasets.parquet import TEXTS, write_parquet
+from megatoken.datasets.tables import read_table
+from megatoken.errors import DatasetError
+
+LARGEST_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What was written."""
+
+    path: Path
+    data_set: str
+    rows: int
+    source_sha256: str
+    content_sha256: str
+
+
+def convert(source: Path, target: Path) -> Converted:
+    """Writes the tokens, texts, expected answers and metrics of ``source`` into the parquet file ``target``.
+
+    Raises:
+        DatasetError: ``source`` is none of MLPerf's data sets, is damaged, or its rows are not labelled in order.
+        StorageError: ``target`` cannot be written.
+    """
+    if source.suffix.lower() == ".parquet":
+        raise DatasetError(f"{source}: is converted already; check it with megatoken dataset check")
+    roles: tuple[Role, ...] = ("tokens", "token_count", *TEXTS)
+    table = read_table(source, roles, ordered=True)
+    token_lists = []
+    for place, ids in table.token_lists():
+        if ids and not 0 <= min(ids) <= max(ids) <= LARGEST_ID:
+            raise DatasetError(f"{place}: a token id is negative or above {LARGEST_ID:,}; {table.mend}")
+        token_lists.append(ids)
+    texts = {role: table.texts(role) for role in TEXTS if role in table.columns}
+    content = write_parquet(target, table.data_set, token_lists, texts, source)
+    return Converted(target, table.data_set.name, len(token_lists), table.content_hash, content)

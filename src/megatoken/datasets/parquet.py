@@ -1,0 +1,162 @@
+"""MLPerf's tables as parquet: written once from the file MLCommons gives out, held against its hash at every use."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatoken.datasets.catalog import Algorithm, MlperfDataSet, Role, Sums, catalog, missing
+from megatoken.errors import DatasetError
+from megatoken.results.files import write_atomically
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMAT = "1"
+TEXTS: tuple[Role, ...] = ("text", "reference", "metric")
+_FACTS = ("format", "data_set", "source_file", "source_sha256", "source_md5", "content_sha256")
+_MEND = "convert the file of MLCommons again with megatoken dataset convert"
+
+
+def write_parquet(
+    path: Path,
+    data_set: MlperfDataSet,
+    token_lists: Sequence[Sequence[int]],
+    texts: Mapping[Role, Sequence[str]],
+    source: Path,
+) -> str:
+    """Writes a table and returns the SHA-256 of its content, which the file holds too.
+
+    Args:
+        path: The file; it is replaced in one step.
+        data_set: Which of MLPerf's.
+        token_lists: Token ids of each row, 0 to 2**31 - 1.
+        texts: Columns of text, one cell a row.
+        source: The file that was converted; its sums are recorded.
+
+    Raises:
+        StorageError: The disk refuses.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = {"tokens": pa.array(token_lists, pa.list_(pa.int32()))}
+    columns |= {role: pa.array(texts[role], pa.string()) for role in TEXTS if role in texts}
+    table = pa.table(columns)
+    content = content_sha256(table)
+    values = (FORMAT, data_set.name, source.name, file_sum(source, "sha256"), file_sum(source, "md5"), content)
+    table = table.replace_schema_metadata({_key(name): value for name, value in zip(_FACTS, values, strict=True)})
+    write_atomically(path, partial(pq.write_table, table, compression="zstd"))
+    return content
+
+
+def read_parquet(path: Path, roles: Collection[Role]) -> tuple[MlperfDataSet, dict[Role, Sequence[object]], Sums]:
+    """The data set, its columns by role and the sums of the file that was converted.
+
+    Raises:
+        DatasetError: The file cannot be read, was not made by ``write_parquet``, or was changed since.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with path.open("rb") as file:
+            table = pq.read_table(file)
+    except FileNotFoundError:
+        raise missing(path) from None
+    except (OSError, ValueError, pa.ArrowException) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise DatasetError(f"{path}: cannot be read as parquet ({reason}); {_MEND}") from None
+    stored = {
+        key.decode("utf-8", "replace"): value.decode("utf-8", "replace")
+        for key, value in (table.schema.metadata or {}).items()
+    }
+    facts = {name: stored.get(_key(name), "") for name in _FACTS}
+    if facts["format"] != FORMAT or facts["data_set"] not in catalog():
+        raise DatasetError(f"{path}: does not say which of MLPerf's data sets it was converted from; {_MEND}")
+    found = content_sha256(table) if _has_our_columns(table) else "of other columns"
+    if found != facts["content_sha256"]:
+        raise DatasetError(
+            f"{path}: changed since it was converted: the SHA-256 of its content is {found[:16]}, "
+            f"recorded is {facts['content_sha256'][:16]}; {_MEND}"
+        )
+    columns: dict[Role, Sequence[object]] = {
+        role: table[role].to_pylist() for role in TEXTS if role in roles and role in table.column_names
+    }
+    if "tokens" in roles:
+        columns["tokens"] = _TokenLists(*_flat(table["tokens"]))
+    sums: Sums = {"sha256": facts["source_sha256"], "md5": facts["source_md5"]}
+    return catalog()[facts["data_set"]], columns, sums
+
+
+def file_sum(path: Path, algorithm: Algorithm) -> str:
+    """A checksum of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
+
+
+def content_sha256(table: pa.Table) -> str:
+    """SHA-256 over names, lengths and values of all columns: what is stored, not how."""
+    digest = hashlib.sha256()
+    for name in sorted(table.column_names):
+        digest.update(f"{name} {len(table)}\n".encode())
+        if name == "tokens":
+            values, ends = _flat(table[name])
+            digest.update(np.diff(ends).astype("<i8").tobytes())
+            digest.update(values.astype("<i4").tobytes())
+        else:
+            for cell in table[name].to_pylist():
+                encoded = b"" if cell is None else cell.encode()
+                digest.update(b"%d " % (-1 if cell is None else len(encoded)))
+                digest.update(encoded)
+    return digest.hexdigest()
+
+
+def _key(name: str) -> str:
+    return f"megatoken.{name}"
+
+
+def _has_our_columns(table: pa.Table) -> bool:
+    import pyarrow as pa
+
+    def is_ours(field: pa.Field) -> bool:
+        if field.name == "tokens":
+            return bool(pa.types.is_list(field.type) and field.type.value_type == pa.int32())
+        return bool(field.name in TEXTS and field.type == pa.string())
+
+    return "tokens" in table.column_names and all(is_ours(field) for field in table.schema)
+
+
+def _flat(column: pa.ChunkedArray) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """All ids end to end [tokens], and where each row ends, after a leading 0 [rows + 1]."""
+    whole = column.combine_chunks()
+    lengths = whole.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    values = whole.flatten().to_numpy(zero_copy_only=False)
+    return values.astype(np.int32, copy=False), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+class _TokenLists(Sequence[object]):
+    """Rows of token ids as arrays, made when they are asked for: Python's lists would take ten times the memory."""
+
+    def __init__(self, values: NDArray[np.int32], ends: NDArray[np.int64]) -> None:
+        self._values = values
+        self._ends = ends
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> object: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[object]: ...
+    def __getitem__(self, index: int | slice) -> object:
+        rows = range(len(self))[index]
+        if isinstance(rows, range):
+            return [self[row] for row in rows]
+        return self._values[self._ends[rows] : self._ends[rows + 1]]

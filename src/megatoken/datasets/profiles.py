@@ -1,0 +1,57 @@
+"""Workload profiles as lengths of requests: the token counts of a profile are means, each request is drawn around them.
+
+The spread of the answers is measured: the answer lengths in the compliance logs of MLPerf v5.1 for llama2-70b (FP8 runs
+of TensorRT-LLM) follow a gamma distribution of this shape more closely than a log-normal, Weibull or inverse Gaussian.
+The spread of the prompts is assumed, as for the lengths that ship with this package: no public log has any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from megatoken.planning.workloads import Profile
+
+OUTPUT_GAMMA_SHAPE = 2.54
+INPUT_LOG_NORMAL_SIGMA = 0.75
+LARGEST_FACTOR = 8.0  # of a mean; 1 in 1,000 prompts would be longer, and next to no answer
+
+
+def profile_csv(profile: Profile, rows: int, seed: int) -> str:
+    """Lengths of ``rows`` requests as CSV, for ``megatoken run --lengths``.
+
+    Interactions follow each other, turn by turn; where a profile carries its context, the prompt of a turn has the
+    prompts and answers of all turns before it.
+    """
+    comment = (
+        f"Workload profile {profile.name} ({profile.title}), turns {profile.turns}, means of a turn "
+        f"{profile.input_tokens + profile.context_tokens:,} new tokens in and {profile.output_tokens:,} out "
+        f"({profile.state}: {profile.source}). Prompts drawn log-normal (sigma {INPUT_LOG_NORMAL_SIGMA}, assumed), "
+        f"answers gamma (shape {OUTPUT_GAMMA_SHAPE}, measured on llama2-70b). Seed {seed}."
+    )
+    lengths = islice(_lengths(profile, np.random.Generator(np.random.Philox(seed))), rows)
+    lines = [f"{prompt},{answer}" for prompt, answer in lengths]
+    return "\n".join([f"# {' '.join(comment.split())}", "input_tokens,output_tokens", *lines]) + "\n"
+
+
+def _lengths(profile: Profile, random: np.random.Generator) -> Iterator[tuple[int, int]]:
+    while True:
+        history = 0
+        for _ in range(profile.turns):
+            new = _log_normal(profile.input_tokens, random) + _log_normal(profile.context_tokens, random)
+            answer = _whole(random.gamma(OUTPUT_GAMMA_SHAPE) / OUTPUT_GAMMA_SHAPE, profile.output_tokens)
+            yield history + max(1, new), answer
+            history += new + answer if profile.carries_context else 0
+
+
+def _log_normal(mean: int, random: np.random.Generator) -> int:
+    sigma = INPUT_LOG_NORMAL_SIGMA
+    return _whole(random.lognormal(-(sigma**2) / 2, sigma), mean) if mean else 0
+
+
+def _whole(factor: float, mean: int) -> int:
+    return max(1, round(min(factor, LARGEST_FACTOR) * mean))

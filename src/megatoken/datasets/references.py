@@ -1,0 +1,83 @@
+"""The answers that a data set expects, and how each is scored: columns of MLPerf's tables, keys of JSON lines."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatoken.datasets.tables import SUFFIXES, read_table
+from megatoken.engine.request import Sampling
+from megatoken.errors import DatasetError
+from megatoken.harness.datasets import _read_lines as read_lines
+from megatoken.harness.prompt_lines import parse_prompt_line
+
+Scoring = Literal["summary", "rouge", "niah_em", "qa_em", "exact"]
+_METRICS: Mapping[str, Scoring] = {"rouge": "rouge", "niah_em": "niah_em", "qa_em": "qa_em"}  # of the 405B set
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class References:
+    """Expected answers by row of the data set.
+
+    Attributes:
+        path: The file.
+        texts: The answer expected of each row.
+        scorings: How each row is scored. ``summary``: ROUGE-1, -2, -L and -Lsum, as the references of llama2-70b and
+            llama3.1-8b do; ``rouge``, ``niah_em``, ``qa_em``: as the reference of llama3.1-405b does; ``exact``: the
+            same text, and ROUGE-1, -2 and -L.
+        tasks: What kind of work each row is; empty where the file does not say.
+        data_set: Which of MLPerf's it is; None: somebody's own.
+        content_hash: As ``Dataset.content_hash`` of the same file.
+    """
+
+    path: Path
+    texts: tuple[str, ...]
+    scorings: tuple[Scoring, ...]
+    tasks: tuple[str, ...]
+    data_set: str | None
+    content_hash: str
+
+
+def load_references(path: Path) -> References:
+    """Reads the expected answers of one of MLPerf's data sets, or of JSON lines with the key ``reference``.
+
+    Raises:
+        DatasetError: The file cannot be read, was changed since it was converted, or lacks an answer.
+    """
+    return _of_table(path) if path.suffix.lower() in SUFFIXES else _of_lines(path)
+
+
+def _of_table(path: Path) -> References:
+    table = read_table(path, ("reference", "metric"), ordered=True)
+    texts = table.texts("reference")
+    tasks: tuple[str, ...] = ()
+    scorings: list[Scoring] = ["summary"] * len(texts)
+    if "metric" in table.data_set.columns:
+        tasks = tuple(table.texts("metric"))
+        for row, task in enumerate(tasks):
+            if task not in _METRICS:
+                known = ", ".join(_METRICS)
+                raise DatasetError(f"{path}, row {row}: metric is {task[:40]!a}, known are {known}; {table.mend}")
+            scorings[row] = _METRICS[task]
+    return References(path, tuple(texts), tuple(scorings), tasks, table.data_set.name, table.content_hash)
+
+
+def _of_lines(path: Path) -> References:
+    digest = hashlib.sha256()
+    texts, tasks = [], []
+    for place, line in read_lines(path, digest.update):
+        if line.isspace():
+            continue
+        fields = parse_prompt_line(line, Sampling(), place)
+        if fields.reference is None:
+            raise DatasetError(f'{place}: no reference; add the answer expected, such as {{"reference": "Paris"}}')
+        texts.append(fields.reference)
+        tasks.append(fields.task or "")
+    if not texts:
+        raise DatasetError(f"{path}: the file holds no prompts; give one with at least one row")
+    exact: Scoring = "exact"
+    scorings = (exact,) * len(texts)
+    return References(path, tuple(texts), scorings, tuple(tasks) if any(tasks) else (), None, digest.hexdigest())

@@ -1,0 +1,169 @@
+"""MLPerf's tables as files hold them: pandas pickles, JSON, and the parquet files made of them once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatoken.datasets.catalog import MlperfDataSet, Role, Sums, catalog, missing
+from megatoken.datasets.parquet import read_parquet
+from megatoken.errors import DatasetError
+from megatoken.harness.dataframe_pickle import read_columns
+
+SUFFIXES = (".pkl", ".json", ".parquet")
+_GZIP = b"\x1f\x8b"
+_PICKLED = ("llama3.1-405b", "llama2-70b")  # the first one whose own columns a pickle has
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptTable:
+    """One of MLPerf's tables, by row; the row is LoadGen's sample index.
+
+    Attributes:
+        path: The file.
+        data_set: Whose columns it has; a calibration file or a part of a data set counts as that data set.
+        columns: What was asked for and is there. Cells are checked by ``token_lists`` and ``texts`` only.
+        content_hash: SHA-256 of the file that MLCommons gives out, also where this one was converted from it.
+        converted_from: Sums of that file; empty where this is it.
+        size_bytes: Of this file.
+    """
+
+    path: Path
+    data_set: MlperfDataSet
+    columns: Mapping[Role, Sequence[object]]
+    content_hash: str
+    converted_from: Sums
+    size_bytes: int
+
+    @property
+    def mend(self) -> str:
+        """What to do about a damaged file."""
+        return f"fetch MLPerf's {self.data_set.name} data set again"
+
+    def token_lists(self) -> Iterator[tuple[str, list[int]]]:
+        """Yields (place for errors, token ids) of every row; whether a model knows the ids is not looked at.
+
+        Raises:
+            DatasetError: A cell is no list of whole numbers or not as long as the table says.
+        """
+        name = self.data_set.columns["tokens"]
+        counts = self.columns.get("token_count", ())
+        total = 0
+        for row, cell in enumerate(self._column("tokens")):
+            place = f"{self.path}, row {row}"
+            if isinstance(cell, np.ndarray) and cell.dtype.kind in "iu":
+                cell = cell.tolist()
+            if not isinstance(cell, list) or not set(map(type, cell)) <= {int}:
+                raise DatasetError(f"{place}: {name} is not a list of token ids; {self.mend}")
+            count = counts[row] if row < len(counts) else None
+            if counts and not (isinstance(count, int) and count == len(cell)):
+                says = f"{self.data_set.columns['token_count']} says otherwise"
+                raise DatasetError(f"{place}: {name} has {len(cell):,} tokens but {says}; {self.mend}")
+            total += len(cell)
+            if not self.converted_from and total > self.size_bytes:
+                # Rows of a pickle may share one list, so a small file could claim any amount of memory.
+                raise DatasetError(f"{place}: the rows repeat each other beyond the file's size; {self.mend}")
+            yield place, cell
+
+    def token_ids(self, row: int) -> list[int]:
+        """The ids of one row that ``token_lists`` has found good."""
+        ids: list[int] = np.asarray(self.columns["tokens"][row]).tolist()
+        return ids
+
+    def texts(self, role: Role) -> list[str]:
+        """The cells of a column of text. Raises DatasetError if one is none."""
+        cells = self._column(role)
+        for row, cell in enumerate(cells):
+            if not isinstance(cell, str):
+                raise DatasetError(f"{self.path}, row {row}: {self.data_set.columns[role]} is not text; {self.mend}")
+        return [str(cell) for cell in cells]
+
+    def _column(self, role: Role) -> Sequence[object]:
+        if role not in self.columns:
+            raise DatasetError(f"{self.path}: the table has no column {self.data_set.columns[role]}; {self.mend}")
+        return self.columns[role]
+
+
+def read_table(path: Path, roles: Collection[Role], *, ordered: bool = False) -> PromptTable:
+    """Reads the columns of one of MLPerf's tables that hold ``roles``. Nothing in a pickle is executed.
+
+    Args:
+        path: ``.pkl``, ``.json`` or ``.parquet``.
+        roles: What to read; a column that is not there is left out.
+        ordered: Refuse a table whose own row labels are not 0, 1, 2 and so on: MLPerf's references look answers up by
+            label and prompts by position.
+
+    Raises:
+        DatasetError: The file cannot be read or holds no such table, or was changed since it was converted.
+    """
+    if path.suffix.lower() == ".parquet":
+        data_set, columns, sums = read_parquet(path, roles)
+        return PromptTable(path, data_set, columns, sums["sha256"], sums, path.stat().st_size)
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise missing(path) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DatasetError(f"{path}: cannot be read, {reason}; give the path of a data file") from error
+    if data.startswith(_GZIP):
+        raise DatasetError(f"{path}: compressed, not a pickle or JSON yet; unpack it with gunzip")
+    if path.suffix.lower() == ".json":
+        data_set, columns = _read_json(data, roles, path)
+    else:
+        data_set, columns = _read_pickle(data, roles, path, ordered)
+    return PromptTable(path, data_set, columns, hashlib.sha256(data).hexdigest(), {}, len(data))
+
+
+def _read_pickle(
+    data: bytes, roles: Collection[Role], path: Path, ordered: bool
+) -> tuple[MlperfDataSet, dict[Role, Sequence[object]]]:
+    known = [catalog()[name] for name in _PICKLED]
+    wanted = {column for data_set in known for role, column in data_set.columns.items() if role in roles}
+    marks = {column for data_set in known for column in data_set.columns.values()}
+    found = read_columns(data, wanted | marks, str(path), ordered=ordered)
+    first, second = known
+    own = set(first.columns.values()) - set(second.columns.values())
+    data_set = first if own & found.keys() else second
+    named = {role: found[column] for role, column in data_set.columns.items() if role in roles and column in found}
+    return data_set, dict(named)
+
+
+def _read_json(data: bytes, roles: Collection[Role], path: Path) -> tuple[MlperfDataSet, dict[Role, Sequence[object]]]:
+    """CNN/DailyMail as the reference writes it: a list of objects, whose position is their only label."""
+    entries = [entry for entry in catalog().values() if entry.file_format == "json"]
+    try:
+        records = json.loads(data, parse_int=cache(int))  # nearly all of it is numbers: equal ones share one object
+    except RecursionError:
+        raise DatasetError(f"{path}: nested too deeply for {entries[0].name}; fetch it again") from None
+    except json.JSONDecodeError as error:
+        raise DatasetError(f"{path}, line {error.lineno}: not JSON ({error.msg}); fetch it again") from None
+    except ValueError as error:
+        raise DatasetError(f"{path}: not JSON in UTF-8 ({_one_line(error)}); fetch it again") from None
+    if not isinstance(records, list):
+        raise DatasetError(f"{path}: not a list of articles as in MLPerf's {entries[0].file}; fetch it again")
+    data_set = next((entry for entry in entries if entry.rows == len(records)), entries[0])
+    columns = data_set.columns
+    for row, record in enumerate(records):
+        if not isinstance(record, dict) or columns["tokens"] not in record:
+            mend = f"fetch MLPerf's {data_set.name} data set again, or name a file of JSON lines .jsonl"
+            raise DatasetError(f"{path}, row {row}: no {columns['tokens']}; {mend}")
+    present = {
+        role: column for role, column in columns.items() if role in roles and any(column in one for one in records)
+    }
+    return data_set, {role: _cells(records, column) for role, column in present.items()}
+
+
+def _cells(records: Iterable[Mapping[str, Any]], column: str) -> list[object]:
+    return [record.get(column) for record in records]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:120]

@@ -1,0 +1,51 @@
+"""Whether a data set's token ids are those of a model's tokenizer: decoded, they must give the text beside them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+
+from megatoken.datasets.tables import PromptTable
+from megatoken.errors import DatasetError
+
+ROWS_DECODED = 32
+LEAST_WORDS = 5  # fewer do not tell one tokenizer from another
+LEAST_SHARE = 0.8  # of a text's words in the decoded ids: special tokens are left out on decoding
+_WORD = re.compile(r"\w+")
+
+
+def check_tokenizer(table: PromptTable, decode: Callable[[list[int]], str]) -> int:
+    """Decodes some rows, spread over the table, and holds them against their text.
+
+    The ids may hold more than the text (CNN/DailyMail: the instruction), but the text's words must be among theirs.
+
+    Args:
+        table: With its column of text, its ids found good; without the text there is nothing to hold against.
+        decode: Token ids to text, special tokens left out.
+
+    Returns:
+        How many rows were long enough to tell.
+
+    Raises:
+        DatasetError: A row's ids are of another tokenizer.
+    """
+    if "text" not in table.columns:
+        return 0
+    texts = table.columns["text"]
+    compared = 0
+    for row in range(0, len(texts), max(1, len(texts) // ROWS_DECODED)):
+        text = texts[row]
+        words = Counter(_WORD.findall(text.lower())) if isinstance(text, str) else Counter()
+        if words.total() < LEAST_WORDS:
+            continue
+        found = words & Counter(_WORD.findall(decode(table.token_ids(row)).lower()))
+        share = found.total() / words.total()
+        if share < LEAST_SHARE:
+            columns = table.data_set.columns
+            raise DatasetError(
+                f"{table.path}, row {row}: {columns['tokens']} does not decode to {columns['text']}: {share:.0%} of its"
+                f" words are there; the ids are of {table.data_set.tokenizer}, take a model with that tokenizer"
+            )
+        compared += 1
+    return compared
