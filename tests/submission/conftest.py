@@ -1,22 +1,14 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from hashlib import sha256
 from pathlib import Path
 
 import making
 import pytest
+from submission_trees import MEAN, SEEDS, Make, all_runs, evaluate, fill, verify
 
 from megatoken.audit import facts
 from megatoken.submission import build
-
-SCENARIOS = ("offline", "server")
-MEAN = sum(map(making.answer_tokens, range(making.ROWS))) / making.ROWS
-SCORES = {"rouge1": 44.5, "rouge2": 22.1, "rougeL": 28.7, "rougeLsum": 41.9, "gen_len": 5000, "gen_num": making.ROWS}
-PASSED = "First token check pass: Skipped\nEOS check pass: True\nSample length check pass: True\nTEST06 verification complete\n"
-SEEDS = {name: list(seeds) for name, seeds in facts.round_seeds().items()}
-
-Make = Callable[..., Path]
 
 
 @pytest.fixture(autouse=True)
@@ -32,23 +24,6 @@ def short_round() -> Iterator[None]:
         facts.benchmarks.cache_clear()
         yield
     facts.benchmarks.cache_clear()
-
-
-def evaluate(run: Path, **scores: float) -> Path:
-    """What ``megatoken accuracy`` leaves in a run folder."""
-    log = (run / "mlperf" / "mlperf_log_accuracy.json").read_bytes()
-    tokens = sum(len(entry["data"]) // 8 for entry in json.loads(log)) / making.ROWS
-    told = {**SCORES, "tokens_per_sample": round(tokens, 1), **scores}
-    (run / "accuracy").mkdir(exist_ok=True)
-    (run / "accuracy" / "accuracy.txt").write_text(f"{told}\nhash={sha256(log).hexdigest()}\n")
-    return run
-
-
-def verify(run: Path, text: str = PASSED) -> Path:
-    """What the compliance test leaves in a run folder."""
-    (run / "compliance").mkdir(exist_ok=True)
-    (run / "compliance" / "verify_accuracy.txt").write_text(text)
-    return run
 
 
 @pytest.fixture(scope="session")
@@ -82,27 +57,6 @@ def copies(originals: Make, tmp_path: Path) -> Make:
         return Path(shutil.copytree(run, tmp_path / "runs" / "-".join(kind) / run.name))
 
     return copy
-
-
-def all_runs(make: Make, scenarios: tuple[str, ...] = SCENARIOS, **options: object) -> list[Path]:
-    roles = ("performance", "accuracy", "compliance")
-    return [make(scenario, role, **options) for scenario in scenarios for role in roles]
-
-
-def fill(root: Path) -> Path:
-    """What a person does after a build."""
-    own = {"status": "available", "retraining": "no"}
-    for path in root.rglob("*.json"):
-        if path.name == "mlperf_log_accuracy.json":
-            continue
-        values = json.loads(path.read_text())
-        for key, value in values.items():
-            if str(value).startswith("TO FILL"):
-                values[key] = own.get(key, "as told by its maker")
-        path.write_text(json.dumps(values, indent=1))
-    for path in root.rglob("*.md"):
-        path.write_text(path.read_text().replace("TO FILL", "Filled in"))
-    return root
 
 
 @pytest.fixture(scope="session")

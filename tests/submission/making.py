@@ -45,7 +45,7 @@ def make(name: str, **arguments: Any) -> Path:
 def offline(
     out: str, mode: str = "performance", facts: dict[str, Any] | None = None, seeds: list[int] | None = None
 ) -> Path:
-    """The shape tiny through the harness, as ``megatoken run --rules`` measures it; with ``facts`` it passes as another."""
+    """The shape tiny through the harness, as ``megatoken run --rules`` does; with ``facts`` it passes as another."""
     from megatoken.config import RunConfig
     from megatoken.harness import rules
     from megatoken.harness.loadgen import Seeds

@@ -39,9 +39,9 @@ class Published:
 
 
 def published(
-    tree: Tree, key: Key, folder: str, benchmark: Benchmark | None
+    tree: Tree, key: Key, folder: str, benchmark: Benchmark | None, networked: bool
 ) -> tuple[Published | None, list[Observation]]:
-    """The figure of a performance run, and what is wrong with it."""
+    """The figure of a performance run, and what is wrong with it; of a ``networked`` one also with the SUT's name."""
     path = f"{folder}/performance/run_1/mlperf_log_detail.txt"
     if path not in tree.files:
         return None, []  # said by the check of the files
@@ -65,6 +65,10 @@ def published(
             _line(log, place, name),
         )
     ]
+    if networked:
+        named = log.text("sut_name") or ""
+        where = _line(log, place, "sut_name")
+        observations.append(observe("rules.network", "Network SUT" in named, "a name with 'Network SUT'", named, where))
     if scenario == "SingleStream":
         met = log.get("early_stopping_met")
         where = _line(log, place, "early_stopping_met")

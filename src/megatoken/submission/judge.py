@@ -29,11 +29,17 @@ class Problem:
     where: tuple[Where, ...]
 
     @property
+    def first(self) -> tuple[str, int]:
+        """File and line of the first place; line 0: the whole file."""
+        place = self.where[0] if self.where else Where("")
+        return place.file or ".", place.line or 0
+
+    @property
     def place(self) -> str:
         """The first place, and how many more there are."""
-        first = self.where[0] if self.where else Where(".")
+        file, line = self.first
         more = f" and {len(self.where) - 1} more" if len(self.where) > 1 else ""
-        return (first.file or ".") + (f":{first.line}" if first.line else "") + more
+        return (f"{file}:{line}" if line else file) + more
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -73,7 +79,7 @@ class Judge:
         """Refusals first, by their places."""
         return sorted(
             self._problems.values(),
-            key=lambda problem: (not problem.refused, problem.rule is None, problem.where[:1], problem.check),
+            key=lambda problem: (not problem.refused, problem.rule is None, problem.first, problem.check),
         )
 
     def _problem(self, observation: Observation, run: Run | None) -> Problem | None:

@@ -192,7 +192,7 @@ RULES: dict[str, Rule] = {
         "leave is_network out of the system's description, or submit to the network division",
         "5: is_system_over_network; 6: checks/performance_check.py, network_check",
         BOTH,
-        BOTH,
+        NEITHER,
     ),
     "rules.network": Rule(
         "P16",

@@ -25,6 +25,7 @@ from megatoken.submission.description import is_random, same_system
 DETAIL = "mlperf_log_detail.txt"
 SUMMARY = "mlperf_log_summary.txt"
 ANSWERS = "mlperf_log_accuracy.json"
+USER_CONF = "user.conf"
 ACCURACY_TXT = "accuracy/accuracy.txt"
 VERIFIED = "verify_accuracy.txt"
 ABANDONED = "ABANDONED.txt"
@@ -134,7 +135,7 @@ def _read(path: Path, round_: str) -> SubmittedRun:
 
 
 def _log(path: Path) -> DetailLog:
-    for name in (DETAIL, SUMMARY, ANSWERS):
+    for name in (DETAIL, SUMMARY, ANSWERS, USER_CONF):
         if not (path / MLPERF / name).is_file():
             raise UsageError(f"{path}: no {MLPERF}/{name}; copy the run folder again or repeat the run")
     try:

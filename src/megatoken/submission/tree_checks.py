@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
 
@@ -16,7 +17,14 @@ from megatoken.submission.layout import TO_FILL, Key, Layout
 
 MODEL_MAPPING = "model_mapping.json"
 ALIASES = {name.replace(".", "_", 1): name for name in benchmarks() if name.startswith("llama3.1")}
-_FILLED_IN = (".json", ".md")
+NETWORK_KEYS = (
+    *("network_type", "network_media", "network_rate", "nic_loadgen", "number_nic_loadgen", "nic_sut"),
+    *("net_software_stack_loadgen", "network_protocol", "number_connections", "number_nic_sut"),
+    *("net_software_stack_sut", "network_topology"),
+)
+_FILLED_IN = re.compile(
+    r"/(?:README\.md|calibration\.md|measurements\.json|systems/[^/]+\.json|measurements/(?:[^/]+/){3}[^/]+\.json)$"
+)
 
 
 def at(one: Submission, path: str) -> str:
@@ -99,13 +107,20 @@ def check_system_values(system: System) -> Iterator[Observation]:
         shown(", ".join(found)) or "they are",
         tuple(system.where(key) for key in (*empty, *odd)) or (system.where(),),
     )
+    if is_networked(system):
+        missing = [key for key in NETWORK_KEYS if key not in system.values]
+        found_keys = f"missing: {', '.join(missing)}" if missing else "all keys"
+        yield observe("system.keys", not missing, "the keys of a networked system", found_keys, (system.where(),))
+
+
+def is_networked(system: System | None) -> bool:
+    """Whether a description says that queries come over a network."""
+    return system is not None and str(system.values.get("is_network", "")).lower() == "true"
 
 
 def check_to_fill(tree: Tree) -> Iterator[Observation]:
     """What a build left for a person to fill in."""
-    for path in sorted(tree.files):
-        if not path.endswith(_FILLED_IN) or path.rpartition("/")[2].startswith("mlperf_log_"):
-            continue
+    for path in sorted(path for path in tree.files if _FILLED_IN.search(f"/{path}")):
         try:
             text, _ = read_text(tree.path(path))
         except UnreadableError:

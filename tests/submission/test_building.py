@@ -1,0 +1,393 @@
+"""What a build takes from run folders, what it leaves to a person, and what it refuses."""
+
+import errno
+import json
+import resource
+import shutil
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import making
+import pytest
+import yaml
+from submission_trees import SEEDS, Make, all_runs, evaluate, fill, verify
+
+from cli_support import call
+from megatoken.audit.facts import rules
+from megatoken.errors import UsageError
+from megatoken.results import read_run
+from megatoken.submission import RefusedRunsError, build, check
+from megatoken.submission.description import system_description, system_name
+
+H200 = {
+    "operating_system": "Ubuntu 24.04.2 LTS",
+    "kernel": "Linux 6.8.0",
+    "python": "CPython 3.12.3",
+    "cpu": {
+        "model": "INTEL(R) XEON(R) PLATINUM 8568Y+",
+        "physical_cores": 96,
+        "logical_cores": 192,
+        "usable_cores": 16,
+    },
+    "memory": {"total_bytes": 2_164_012_744_704},
+    "gpus": [
+        {
+            "name": "NVIDIA H200",
+            "memory_bytes": 150_754_820_096,
+            "driver_version": "570.86.15",
+            "power_limit_watts": 700.0,
+            "max_clock_mhz": 1980,
+        }
+    ],
+    "packages": {"megatoken": "0.1.0", "torch": "2.11.0", "triton": None},
+    "source": {"revision": "abc123", "modified": False},
+}
+
+
+def built(runs: list[Path], out: Path, **options: str) -> Path:
+    given = {"submitter": "Vendor", "division": "closed", "round_": "v5.1", "system": "sys", **options}
+    return build(runs, out=out, **given).path
+
+
+def refusals(runs: list[Path], out: Path, **options: str) -> tuple[str, ...]:
+    """The lines of a build that is refused; nothing may be left of it."""
+    before = sorted(out.parent.iterdir())
+    with pytest.raises(RefusedRunsError) as caught:
+        built(runs, out, **options)
+    assert sorted(out.parent.iterdir()) == before
+    assert all("\n" not in line for line in caught.value.lines)
+    return caught.value.lines
+
+
+def rewrite(run: Path, **values: object) -> Path:
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps({**result, **values}))
+    return run
+
+
+def files_of(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+LOGS = ("mlperf_log_accuracy.json", "mlperf_log_detail.txt", "mlperf_log_summary.txt")
+
+
+def test_the_layout_of_v5(originals: Make, tmp_path: Path) -> None:
+    root = built(all_runs(originals, ("offline",)), tmp_path / "tree")
+    key = "sys/llama2-70b-99.9/Offline"
+    assert files_of(root / "closed/Vendor") == {
+        *(f"results/{key}/performance/run_1/{name}" for name in LOGS),
+        *(f"results/{key}/accuracy/{name}" for name in (*LOGS, "accuracy.txt")),
+        *(f"measurements/{key}/{name}" for name in ("sys_megatoken_Offline.json", "user.conf", "README.md")),
+        *(f"compliance/{key}/TEST06/{name}" for name in ("verify_accuracy.txt", "accuracy/mlperf_log_accuracy.json")),
+        "systems/sys.json",
+        "code/llama2-70b-99.9/README.md",
+        "documentation/calibration.md",
+    }
+
+
+def test_the_layout_of_v6(originals: Make, tmp_path: Path) -> None:
+    root = built(all_runs(originals, ("offline",), seeds=SEEDS["v6.1"]), tmp_path / "tree", round_="v6.1")
+    key = "results/sys/llama2-70b-99.9/Offline"
+    assert files_of(root / "closed/Vendor") == {
+        *(f"{key}/performance/run_1/{name}" for name in LOGS),
+        *(f"{key}/accuracy/{name}" for name in (*LOGS, "accuracy.txt")),
+        *(f"{key}/{name}" for name in ("measurements.json", "user.conf", "README.md")),
+        *(f"{key}/TEST06/{name}" for name in ("verify_accuracy.txt", "accuracy/mlperf_log_accuracy.json")),
+        "systems/sys.json",
+        "src/README.md",
+        "documentation/calibration.md",
+    }
+
+
+def test_logs_are_those_of_the_runs(originals: Make, tmp_path: Path) -> None:
+    performance, accuracy, compliance = runs = all_runs(originals, ("offline",))
+    results = built(runs, tmp_path / "tree") / "closed/Vendor/results/sys/llama2-70b-99.9/Offline"
+    for name in LOGS:
+        assert (results / "performance/run_1" / name).read_bytes() == (performance / "mlperf" / name).read_bytes()
+    whole = (accuracy / "mlperf/mlperf_log_accuracy.json").read_bytes()
+    cut = (results / "accuracy/mlperf_log_accuracy.json").read_bytes()
+    assert len(whole) > 10_240 >= len(cut)
+    assert cut == whole[:4096] + b"\n\n...\n\n" + whole[-4096:]
+    assert (results / "accuracy/accuracy.txt").read_text().endswith(f"hash={sha256(whole).hexdigest()}\n")
+    tested = results.parents[3] / "compliance/sys/llama2-70b-99.9/Offline/TEST06/accuracy/mlperf_log_accuracy.json"
+    assert tested.read_bytes() == (compliance / "mlperf/mlperf_log_accuracy.json").read_bytes()
+
+
+def test_what_is_not_known_is_listed_marked_and_refused(originals: Make, tmp_path: Path) -> None:
+    made = build(
+        all_runs(originals), submitter="Vendor", division="closed", round_="v5.1", out=tmp_path / "tree", system="sys"
+    )
+    system = "closed/Vendor/systems/sys.json"
+    lines = (made.path / system).read_text().splitlines()
+    assert all("TO FILL: " in text and text in lines[line - 1] for file, line, text in made.to_fill if file == system)
+    keys = {text.split('"')[1] for file, _, text in made.to_fill if file == system}
+    assert keys == {
+        *("status", "host_processors_per_node", "host_processor_core_count", "host_memory_configuration"),
+        *("host_storage_capacity", "host_storage_type", "host_networking", "host_networking_topology"),
+        *("host_network_card_count", "cooling"),
+    }
+    result = check(made.path)
+    assert {problem.rule.id for problem in result.refusals if problem.rule} == {"FILL", "S1"}  # no status
+    told = {(place.file, place.line) for problem in result.refusals for place in problem.where}
+    assert told == {(file, line) for file, line, _ in made.to_fill}
+    assert check(fill(made.path)).refusals == ()
+
+
+def test_a_description_says_what_the_inventory_says(originals: Make) -> None:
+    run = read_run(originals("offline"))
+    run.environment.clear()
+    run.environment.update(H200)
+    run.result["target"] = {"device": "NVIDIA H200"}
+    told = system_description(run, submitter="Vendor", division="closed", benchmark="llama2-70b-99", name="one")
+    assert list(told) == rules()["system_keys"]
+    assert told["system_type"] == "datacenter"
+    assert told["accelerators_per_node"] == "1"
+    assert told["accelerator_model_name"] == "NVIDIA H200"
+    assert told["accelerator_memory_capacity"] == "140.4 GiB"
+    assert told["accelerator_frequency"] == "1980 MHz at most"
+    assert told["host_memory_capacity"] == "2015.4 GiB"
+    assert told["framework"] == "megatoken 0.1.0, PyTorch 2.11.0"
+    assert "driver 570.86.15" in told["other_software_stack"] and "triton" not in told["other_software_stack"]
+    assert (told["hw_notes"], told["sw_notes"]) == ("power limit 700 W", "megatoken revision abc123")
+    assert told["accelerator_interconnect"].startswith("TO FILL: ")
+    assert system_name(run) == "1xNVIDIA_H200"
+    known = {key for key, value in told.items() if value and not value.startswith("TO FILL")}
+    run.environment.clear()
+    run.result["target"] = {}
+    nothing = system_description(run, submitter="Vendor", division="closed", benchmark="llama2-70b-99", name="one")
+    for key in rules()["system_keys_not_empty"]:
+        assert nothing[key] and (key in known or nothing[key].startswith("TO FILL: "))
+    run.environment.update({**H200, "gpus": H200["gpus"] * 8})
+    run.result["target"] = {"device": "NVIDIA H200"}
+    several = system_description(run, submitter="Vendor", division="closed", benchmark="llama2-70b-99", name="one")
+    assert several["accelerators_per_node"].startswith("TO FILL: ")  # how many of the eight ran is not in a run folder
+
+
+def test_a_quantised_model_leaves_its_calibration_to_tell(originals: Make, tmp_path: Path) -> None:
+    facts = {**making.MODEL, "precision": "fp8"}
+    runs = [originals("server", role, facts=facts) for role in ("performance", "accuracy", "compliance")]
+    root = built(runs, tmp_path / "tree") / "closed/Vendor"
+    assert "TO FILL: how the scales of fp8" in (root / "documentation/calibration.md").read_text()
+    [path] = root.glob("measurements/sys/*/Server/*.json")
+    described = json.loads(path.read_text())
+    assert described["weight_data_types"] == "fp8"
+    assert {key for key, value in described.items() if value.startswith("TO FILL")} == {
+        "retraining",
+        "weight_transformations",
+    }
+
+
+def test_readme_repeats_the_configuration(originals: Make, tmp_path: Path) -> None:
+    run = originals("offline")
+    root = built(all_runs(originals, ("offline",)), tmp_path / "tree")
+    text = (root / "closed/Vendor/measurements/sys/llama2-70b-99.9/Offline/README.md").read_text()
+    assert yaml.safe_load(text.split("```yaml\n")[1].split("```")[0]) == read_run(run).config
+    assert sha256(b"").hexdigest() not in text and making.MODEL["data_set_sha256"] in text
+
+
+def test_the_benchmark_follows_from_model_and_scores(copies: Make, tmp_path: Path) -> None:
+    runs = all_runs(copies, ("offline",))
+    evaluate(runs[1], rouge1=44.0)
+    made = build(runs, submitter="V", division="closed", round_="v5.1", out=tmp_path / "one")
+    assert made.benchmark == "llama2-70b-99"
+    evaluate(runs[1], rouge1=44.4)
+    made = build(runs, submitter="V", division="closed", round_="v5.1", out=tmp_path / "two")
+    assert made.benchmark == "llama2-70b-99.9"
+    made = build(runs, submitter="V", division="closed", round_="v5.1", out=tmp_path / "3", benchmark="llama2-70b-99")
+    assert made.benchmark == "llama2-70b-99"
+
+
+def test_another_model_in_the_open_division(originals: Make, tmp_path: Path) -> None:
+    """The shape tiny as it is: random weights, random prompts, measured by the rules of llama2-70b."""
+    out = str(tmp_path)
+    runs = [making.make("offline", out=out), evaluate(making.make("offline", out=out, mode="accuracy"))]
+    with pytest.raises(UsageError, match="model tiny is that of no benchmark"):
+        built(runs, tmp_path / "tree", division="open")
+    root = fill(built(runs, tmp_path / "tree", division="open", benchmark="llama2-70b-99"))
+    assert json.loads((root / "open/Vendor/model_mapping.json").read_text()) == {"tiny": "llama2-70b-99"}
+    assert check(root).refusals == ()
+    assert [figure.key.benchmark for _, _, figure in check(root).results] == ["tiny"]
+    (root / "open/Vendor/model_mapping.json").unlink()
+    assert {problem.rule.id for problem in check(root).refusals if problem.rule} == {"P17"}
+    assert refusals(runs, tmp_path / "closed", benchmark="llama2-70b-99") == tuple(
+        f"{run}: random weights are no model of the closed division; give --division open" for run in runs
+    )
+
+
+def test_interactive_and_edge(originals: Make, tmp_path: Path) -> None:
+    runs = [*all_runs(originals, ("offline",)), *all_runs(originals, ("interactive",))]
+    root = fill(built(runs, tmp_path / "tree"))
+    assert check(root).refusals == ()
+    edge = {**making.MODEL, "model": "Llama-3.1-8B-Instruct"}
+    scores = {"rouge1": 39.1, "rouge2": 16.2, "rougeL": 24.7, "rougeLsum": 36.2, "gen_len": 3_000_000}
+    runs = []
+    for scenario in ("offline", "singlestream"):
+        made = {"scenario": scenario, "model": "llama3_1-8b-edge", "facts": edge, "out": str(tmp_path)}
+        runs += [making.make("direct", **made), evaluate(making.make("direct", mode="accuracy", **made), **scores)]
+    root = fill(built(runs, tmp_path / "edge", benchmark="llama3.1-8b-edge"))
+    result = check(root)
+    assert result.refusals == ()
+    assert {(figure.key.scenario, figure.unit) for _, _, figure in result.results} == {
+        ("Offline", "tokens/s"),
+        ("SingleStream", "ms"),
+    }
+    log = root / "closed/Vendor/results/sys/llama3.1-8b-edge/SingleStream/performance/run_1/mlperf_log_detail.txt"
+    log.write_text(
+        log.read_text().replace('"early_stopping_met", "value": true', '"early_stopping_met", "value": false')
+    )
+    assert {problem.rule.id for problem in check(root).refusals if problem.rule} == {"P10"}
+
+
+# What is done to the performance run of Offline, and what the refusal says.
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "interrupted": (
+        lambda run: rewrite(run, verdict="INTERRUPTED", reasons=[{"code": "NOT_FINISHED", "message": "killed"}]),
+        "INTERRUPTED (NOT_FINISHED); repeat the run",
+    ),
+    "abandoned": (lambda run: (run / "mlperf/ABANDONED.txt").write_text("x"), "INTERRUPTED (ABANDONED.txt)"),
+    "degraded": (lambda run: rewrite(run, verdict="DEGRADED"), "DEGRADED: it finished with fewer nodes"),
+    "no rules claimed": (
+        lambda run: rewrite(run, verdict="MEASURED"),
+        "claims no rules; repeat the run with --rules v5.1",
+    ),
+    "invalid": (
+        lambda run: rewrite(run, verdict="INVALID", reasons=[{"code": "MIN_DURATION", "message": "short"}]),
+        "INVALID (MIN_DURATION)",
+    ),
+    "failed samples": (lambda run: rewrite(run, samples_failed=3), "3 samples failed"),
+    "other model": (lambda run: rewrite(run, model="llama3.1-8b"), "other model: "),
+    "other weights": (lambda run: rewrite(run, weights="0000"), "other weights: "),
+    "other precision": (lambda run: rewrite(run, precision="fp8"), "other precision: "),
+    "other data": (lambda run: rewrite(run, data_set_sha256="0000"), "other data set: "),
+    "random weights": (lambda run: rewrite(run, weights="random, seed 0"), "other weights: "),
+    "other scenario": (lambda run: rewrite(run, scenario="server"), "says scenario server, LoadGen's log says Offline"),
+    "unknown scenario": (lambda run: rewrite(run, scenario="batch"), "says scenario batch"),
+    "other mode": (lambda run: rewrite(run, mode="accuracy"), "says mode accuracy, LoadGen's log says PerformanceOnly"),
+    "better number": (
+        lambda run: rewrite(run, output_tokens_per_second=1e6),
+        "changed after the run, by run_folder.metrics",
+    ),
+    "no log": (lambda run: (run / "mlperf/mlperf_log_detail.txt").unlink(), "no mlperf/mlperf_log_detail.txt"),
+    "no user.conf": (lambda run: (run / "mlperf/user.conf").unlink(), "no mlperf/user.conf"),
+    "binary log": (lambda run: (run / "mlperf/mlperf_log_detail.txt").write_bytes(bytes(99)), "is binary"),
+    "no result": (lambda run: (run / "result.json").unlink(), "result.json is missing"),
+    "another machine": (
+        lambda run: (run / "environment.json").write_text(json.dumps(H200)),
+        "another machine or LoadGen than that of",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_run_that_is_not_what_it_claims_is_refused(copies: Make, originals: Make, tmp_path: Path, name: str) -> None:
+    spoil, words = SPOILED[name]
+    run = copies("offline")
+    spoil(run)
+    others = [originals("offline", role) for role in ("accuracy", "compliance")]
+    lines = refusals([others[0], run, others[1]], tmp_path / "tree")
+    assert len(lines) == 1 and lines[0].startswith(str(run)) and words in lines[0]
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    assert refusals([tmp_path / "nothing"], tmp_path / "tree") == (
+        f"{tmp_path / 'nothing'}: no such folder; give a run folder, such as runs/20261120T091233Z-offline-tiny",
+    )
+
+
+@pytest.mark.parametrize("role", ["performance", "accuracy", "compliance"])
+def test_seeds_of_another_round(originals: Make, tmp_path: Path, role: str) -> None:
+    run = originals("server", role, seeds=SEEDS["v6.0"])
+    others = [originals("server", other) for other in ("performance", "accuracy", "compliance") if other != role]
+    assert refusals([*others, run], tmp_path / "tree") == (
+        f"{run}: LoadGen's seeds are those of v6.0, not those of v5.1; repeat the run with --rules v5.1",
+    )
+
+
+def test_errors_that_loadgen_overlooks(originals: Make, tmp_path: Path) -> None:
+    run = originals("server", repeat_conf=True)
+    [line] = refusals([run, originals("server", "accuracy"), originals("server", "compliance")], tmp_path / "tree")
+    assert "LoadGen logged 1 errors, the first: Multiple conf files are used" in line
+
+
+def test_limits_of_another_scenario(copies: Make, originals: Make, tmp_path: Path) -> None:
+    run = rewrite(copies("server"), scenario="interactive")
+    others = [originals("interactive", role) for role in ("accuracy", "compliance")]
+    [line] = refusals([run, *others], tmp_path / "tree")
+    assert line.startswith(f"{run}: LoadGen was told TTFT and TPOT limits of 2000000000 and 200000000 ns")
+
+
+def test_runs_that_are_missing_or_not_evaluated(copies: Make, tmp_path: Path) -> None:
+    performance, accuracy, compliance = runs = all_runs(copies, ("offline",))
+    assert refusals(runs[:1], tmp_path / "tree") == (
+        "Offline: no accuracy run among the run folders; make one and name it too",
+        "Offline: no TEST06 run among the run folders; make one and name it too",
+    )
+    assert refusals(runs[1:], tmp_path / "tree")[0].startswith("Offline: no performance run")
+    [line] = refusals([performance, *runs], tmp_path / "tree")
+    assert line == f"Offline: 2 times a performance run ({performance}, {performance}); give one"
+    (accuracy / "accuracy/accuracy.txt").unlink()
+    (compliance / "compliance/verify_accuracy.txt").unlink()
+    assert refusals(runs, tmp_path / "tree") == (
+        f"{accuracy}: no accuracy/accuracy.txt; make it: megatoken accuracy {accuracy}",
+        f"{compliance}: 0 files verify_accuracy.txt, expected one; run the compliance test again",
+    )
+    verify(compliance)
+    evaluate(accuracy)
+    log = accuracy / "mlperf/mlperf_log_accuracy.json"
+    log.write_text(log.read_text().replace("0000", "0001", 1))
+    [line] = refusals(runs, tmp_path / "tree")
+    assert "its hash is not that of mlperf_log_accuracy.json" in line and f"megatoken accuracy {accuracy}" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"division": "network"}, "--division network: closed or open"),
+        ({"round_": "v9.9"}, "--round v9.9: not a known MLPerf Inference round"),
+        ({"round_": "v5.0"}, "--round v5.0: submissions are built and checked for v5.1, v6.0, v6.1"),
+        ({"submitter": "a b"}, "--submitter 'a b': letters, digits"),
+        ({"submitter": "../up"}, "--submitter '../up': letters, digits"),
+        ({"system": ".hidden"}, "--system '.hidden': letters, digits"),
+        ({"benchmark": "bert-99"}, "--benchmark bert-99: v5.1 has llama2-70b-99"),
+        ({"benchmark": "llama3.1-8b"}, "model llama2-70b is not that of llama3.1-8b"),
+    ],
+)
+def test_words_that_cannot_be_used(originals: Make, tmp_path: Path, options: dict[str, str], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        built(all_runs(originals, ("offline",)), tmp_path / "tree", **options)
+    assert words in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_use_is_left_alone(originals: Make, tmp_path: Path) -> None:
+    runs = all_runs(originals, ("offline",))
+    kept = tmp_path / "kept.txt"
+    kept.write_text("x")
+    for out in (tmp_path, kept):
+        with pytest.raises(UsageError, match="is there already"):
+            built(runs, out)
+    (tmp_path / "empty").mkdir()
+    assert (built(runs, tmp_path / "empty") / "closed").is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "kept.txt"]
+
+
+def test_nothing_is_left_where_it_cannot_be_written(originals: Make, tmp_path: Path) -> None:
+    """Files of more than 8 KiB are refused by the system in the middle of the build."""
+    runs = all_runs(originals, ("offline",))
+    code, out, err = call(
+        *("submission", "build", *runs, "--submitter", "V", "--division", "closed", "--round", "v5.1"),
+        *("--out", tmp_path / "tree"),
+        before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)),
+    )
+    assert (code, out) == (2, "")
+    assert err.startswith(f"megatoken: {tmp_path / 'tree'}: cannot be written (File too large)")
+    assert list(tmp_path.iterdir()) == []
+    assert errno.EFBIG
+
+
+def test_a_tree_is_checked_after_it_was_moved(originals: Make, tmp_path: Path) -> None:
+    root = fill(built(all_runs(originals), tmp_path / "tree"))
+    moved = shutil.move(root, tmp_path / "elsewhere")
+    assert check(Path(moved)).refusals == ()
