@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from megatoken.audit import Severity, audit
 from megatoken.audit.accuracy_log import read_accuracy_log
 from megatoken.audit.detail_log import read_detail_log
-from megatoken.audit.early_stopping import most_over, odds, queries_needed
 from megatoken.audit.facts import round_seeds
 from megatoken.audit.shuffle import Load, Twister, arrival_seconds, issued_rows, library_order, shuffle
+from megatoken.results.early_stopping import most_over, odds, queries_needed
 
 
 def test_mersenne_twister_is_the_standard_one():

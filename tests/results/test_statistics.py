@@ -18,7 +18,7 @@ from megatoken.results.statistics import (
     tokens_per_second_within,
     totals_over_time,
 )
-from megatoken.results.tables import append, schema, to_table
+from megatoken.results.tables import append, read_parquet, schema, to_table, write_parquet
 
 SECONDS = st.floats(0, 1000, allow_nan=False)
 
@@ -247,6 +247,41 @@ def test_totals_sum_replicas_at_every_time():
     assert totals.tolist() == [1110.0, 1320.0, 1330.0]
 
 
+@settings(deadline=None)
+@given(st.lists(st.tuples(*[st.floats(0, 50)] * 5), min_size=1, max_size=20), st.booleans(), st.booleans())
+def test_stages_add_up_to_the_whole_time_of_every_sample(times, text, tells_start):
+    rows = []
+    for number, (wait, tokenise, prefill, decode, detokenise) in enumerate(times):
+        tokenise, detokenise = (tokenise, detokenise) if text else (None, None)
+        submitted = 5.0 + (tokenise or 0)
+        started = submitted + wait
+        rows.append(
+            SampleRow(number, 0, 5.0, 5.0, started + prefill, started + prefill + decode, 8, 9, "length", "a", 0, None)
+            ._replace(submitted_seconds=submitted, started_seconds=started if tells_start else None)
+            ._replace(tokenise_seconds=tokenise, detokenise_seconds=detokenise)
+        )
+    found = summarise(requests(*rows), series(), scenario="server")["stages"]
+    assert (found["queue"] is None) == (not tells_start)
+    assert (found["tokenise"] is None) == (found["detokenise"] is None) == (not text)
+    known = [stage for stage in found.values() if stage is not None]
+    whole = sum(row.last_token_seconds - 5.0 + (row.detokenise_seconds or 0) for row in rows)
+    assert sum(stage["mean_seconds"] for stage in known) * len(rows) == pytest.approx(whole, abs=1e-6)
+    if whole > 1e-3:
+        assert sum(stage["share"] for stage in known) == pytest.approx(1)
+    assert found["decode"]["mean_seconds"] == pytest.approx(np.mean([time[3] for time in times]), abs=1e-6)
+
+
+def test_an_older_table_has_no_stages_but_the_rest(tmp_path):
+    table = requests(row(0, 1.0, 3.0, 5)).drop_columns(["started_seconds", "submitted_seconds", "tokenise_seconds"])
+    write_parquet(table, tmp_path / "requests.parquet")
+    result = summarise(read_parquet(tmp_path / "requests.parquet", SampleRow), series(), scenario="server")
+    assert result["handover_seconds"]["p50"] is None
+    assert result["stages"]["queue"] is None
+    assert result["stages"]["prefill"]["mean_seconds"] == 1.0
+    with pytest.raises(KeyError):
+        read_parquet(tmp_path / "requests.parquet", SeriesRow)
+
+
 sample_rows = st.builds(
     SampleRow,
     st.integers(0, 2**63 - 1),
@@ -261,6 +296,7 @@ sample_rows = st.builds(
     st.sampled_from(["a", "b"]),
     st.integers(0, 3),
     st.none() | st.text(max_size=5),
+    *[st.none() | SECONDS] * 4,
 )
 
 

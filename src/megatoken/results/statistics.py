@@ -19,6 +19,8 @@ STEADY_SHARE = 0.9
 SHORTEST_STEADY_SECONDS = 2.0
 SHORTEST_STEADY_LIVES = 3.0
 
+STAGES = ("tokenise", "queue", "prefill", "decode", "detokenise")
+
 Floats = NDArray[np.float64]
 
 
@@ -53,6 +55,9 @@ def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: 
         "tpot_seconds": percentiles((several.last - several.first) / (several.output_tokens - 1)),
         "latency_seconds": percentiles(done.last - done.scheduled),
         "latency_origin": latency_origin(scenario),
+        "send_lag_seconds": percentiles(samples.sent - samples.scheduled),
+        "handover_seconds": percentiles(samples.submitted - samples.sent),
+        "stages": stages(samples),
         "percentile_method": PERCENTILE_METHOD,
         "duration_seconds": duration,
         "steady_window_seconds": list(steady) if steady else None,
@@ -74,7 +79,42 @@ def latency_origin(scenario: str) -> str:
     """What latencies and times to first token count from; Offline ones are no user's waiting time."""
     if scenario == "offline":
         return "start of the one offline query: the wait in the queue is included, no user waits like this"
+    if scenario == "singlestream":
+        return "issue of each sample, when the one before it has ended"
     return "scheduled time of each sample"
+
+
+def stages(samples: Samples) -> dict[str, Any]:
+    """For each stage its seconds over the completed samples, and its share of all stages' seconds together.
+
+    - tokenise: text of the prompt to ids; None where prompts are used as ids.
+    - queue: from when a sample is due until the target starts on it, tokenising left out.
+    - prefill: from then to its first token.
+    - decode: from its first token to its last.
+    - detokenise: ids of the answer to text; None where no text is asked for.
+
+    A target that does not tell when it starts has ``queue`` None, and that time is part of ``prefill``.
+    """
+    done = samples.only(samples.completed)
+    tokenise = np.nan_to_num(done.tokenise)
+    started = np.isfinite(done.started)
+    queue = done.started - done.scheduled - tokenise
+    prefill = done.first - np.where(started, done.started, done.scheduled + tokenise)
+    seconds = dict(zip(STAGES, (done.tokenise, queue, prefill, done.last - done.first, done.detokenise), strict=True))
+    totals = {name: float(np.nansum(values)) for name, values in seconds.items()}
+    together = sum(totals.values())
+    return {name: _stage(values, totals[name], together) for name, values in seconds.items()}
+
+
+def _stage(seconds: Floats, total: float, together: float) -> dict[str, Any] | None:
+    known = seconds[np.isfinite(seconds)]
+    if not len(known):
+        return None
+    return {
+        "mean_seconds": float(known.mean()),
+        **{f"{name}_seconds": value for name, value in percentiles(known).items() if name in ("p50", "p99")},
+        "share": total / together if together > 0 else None,
+    }
 
 
 def percentiles(values: Floats) -> dict[str, Any]:
@@ -183,8 +223,13 @@ class Samples:
     """Columns of the requests table as arrays [N]; float64 with NaN for what is absent."""
 
     scheduled: Floats
+    sent: Floats
+    submitted: Floats
+    started: Floats
     first: Floats
     last: Floats
+    tokenise: Floats
+    detokenise: Floats
     input_tokens: Floats
     output_tokens: Floats
     failed: NDArray[np.bool_]
@@ -202,8 +247,13 @@ class Samples:
         last = _numbers(requests["last_token_seconds"])
         return cls(
             scheduled=_numbers(requests["scheduled_seconds"]),
+            sent=_numbers(requests["sent_seconds"]),
+            submitted=_numbers(requests["submitted_seconds"]),
+            started=_numbers(requests["started_seconds"]),
             first=_numbers(requests["first_token_seconds"]),
             last=last,
+            tokenise=_numbers(requests["tokenise_seconds"]),
+            detokenise=_numbers(requests["detokenise_seconds"]),
             input_tokens=_numbers(requests["input_tokens"]),
             output_tokens=_numbers(requests["output_tokens"]),
             failed=failed,

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 class SampleRow(NamedTuple):
     """One sample that has ended. Times are seconds since the start of the measurement; None where it never happened.
 
-    ``finish_reason`` is ``stop``, ``length`` or ``cancelled``. ``error`` is set only on one that failed.
+    In order: it is due, the load generator sends it, the run gives it to the target, the target starts on it, its first
+    and its last token are seen. ``tokenise_seconds`` and ``detokenise_seconds`` are durations; None where the run leaves
+    text out. ``finish_reason`` is ``stop``, ``length`` or ``cancelled``. ``error`` is set only on one that failed.
     """
 
     sample_id: int
@@ -32,6 +34,10 @@ class SampleRow(NamedTuple):
     node: str
     replica: int = 0
     error: str | None = None
+    submitted_seconds: float | None = None
+    started_seconds: float | None = None
+    tokenise_seconds: float | None = None
+    detokenise_seconds: float | None = None
 
 
 class SeriesRow(NamedTuple):
@@ -102,8 +108,16 @@ def write_parquet(table: pa.Table, path: Path) -> None:
 
 
 def read_parquet(path: Path, row_type: type[SampleRow] | type[SeriesRow]) -> pa.Table:
-    """Read a table of ``row_type``; columns unknown here are dropped, missing ones raise ``KeyError``."""
+    """Read a table of ``row_type``; columns unknown here are dropped, missing ones raise ``KeyError``.
+
+    Missing columns that may be empty are: an older run folder does not have those that came later.
+    """
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     table_schema = schema(row_type)
-    return pq.read_table(path).select(table_schema.names).cast(table_schema)
+    table = pq.read_table(path)
+    for name, default in row_type._field_defaults.items():
+        if default is None and name not in table.column_names:
+            table = table.append_column(table_schema.field(name), pa.nulls(len(table), table_schema.field(name).type))
+    return table.select(table_schema.names).cast(table_schema)

@@ -6,10 +6,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from megatoken.audit import early_stopping
 from megatoken.audit.figures import whole
 from megatoken.audit.finding import Observation, shown
 from megatoken.audit.view import RunView, observe
+from megatoken.results import early_stopping
 
 RANKS = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p97": 0.97, "p99": 0.99, "p99.9": 0.999}
 
