@@ -12,7 +12,7 @@ import typer
 from typer.main import get_command
 
 from megatoken import __version__
-from megatoken.cli import audit, compare, dataset, generate, plan, report, run, submission
+from megatoken.cli import accuracy, audit, compare, dataset, generate, plan, report, run, submission, verify
 from megatoken.cli.flags import Command, EngineCommand, SchemaCommand
 from megatoken.cli.streams import (
     complain,
@@ -39,6 +39,8 @@ app.command(cls=Command)(compare.aggregate)
 app.command(cls=Command)(compare.compare)
 app.add_typer(plan.app, name="plan")
 app.add_typer(dataset.app, name="dataset")
+app.command(cls=Command)(accuracy.accuracy)
+app.command(cls=Command)(verify.verify)
 app.add_typer(submission.app, name="submission")
 app.command(cls=Command)(report.report)
 

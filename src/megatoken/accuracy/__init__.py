@@ -1,0 +1,1 @@
+"""Answers against the answers expected: scores as MLPerf's references compute them, targets, compliance tests."""

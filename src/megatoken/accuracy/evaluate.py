@@ -1,0 +1,151 @@
+"""An accuracy log and the answers expected -> scores: the numbers of MLPerf's reference evaluators, and our own."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import numpy as np
+
+from megatoken.accuracy.answers import Answers, check_rows
+from megatoken.accuracy.decoding import AnswerDecoder
+from megatoken.accuracy.scores import Pair, Score, score, sentence_splitter
+from megatoken.datasets.references import References
+from megatoken.errors import MegatokenError
+
+METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum", "exact_match")
+CHUNK = 64
+FEW = 512  # answers that are scored before another process has started
+ROUNDED = ("llama2-70b", "llama3.1-8b", "llama3.1-8b-edge")  # whose references round scores to four decimals
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Mean of a metric, 0 to 100, over the answers it applies to, and its standard error."""
+
+    value: float
+    standard_error: float
+    answers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a log of answers is worth.
+
+    Attributes:
+        metrics: By name, those of ``METRICS`` that apply.
+        by_task: The same for the rows of each task, where the data set names tasks.
+        answers: How many answers there are; ``gen_num`` of the references.
+        tokens: Of all answers, as logged; ``gen_tok_len``.
+        characters: Of all answers, as the references count them; ``gen_len``. None without NLTK's sentence data.
+        identifiers_found: Share of needles found whole, 0 to 100; None where there are none to find.
+        empty: Answers without text.
+        empty_and_right: Those of them that the reference's rule for questions takes for right.
+    """
+
+    metrics: Mapping[str, Mean]
+    by_task: Mapping[str, Mapping[str, Mean]]
+    answers: int
+    tokens: int
+    characters: int | None
+    identifiers_found: float | None
+    empty: int
+    empty_and_right: int
+
+    @property
+    def tokens_per_sample(self) -> float:
+        """Rounded to one decimal, as the references do."""
+        return round(self.tokens / self.answers, 1)
+
+
+def evaluate(
+    answers: Answers,
+    references: References,
+    decoder: AnswerDecoder,
+    *,
+    partial: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Scores:
+    """Scores every answer.
+
+    Args:
+        answers: The log.
+        references: Of the data set that was run.
+        decoder: Of the model that answered.
+        partial: Rows of the data set may have no answer.
+        progress: Told how many answers are scored, of how many.
+
+    Raises:
+        AccuracyLogError: The log does not fit the data set.
+        UsageError: It does not fit the tokenizer; rouge-score or NLTK is not installed.
+    """
+    check_rows(answers, len(references.texts), partial=partial)
+    ids = answers.token_ids()
+    texts = decoder.decode(ids, [f"{answers.path}:{record.line}" for record in answers.records])
+    rows = [record.row for record in answers.records]
+    pairs = [Pair(references.scorings[row], text, references.texts[row]) for row, text in zip(rows, texts, strict=True)]
+    sentences = any(pair.scoring != "exact" for pair in pairs) and sentence_splitter() is not None
+    scored: list[Score] = []
+    for some in _scored(pairs, sentences):
+        scored += some
+        if progress:
+            progress(len(scored), len(pairs))
+    tasks = [references.tasks[row] for row in rows] if references.tasks else []
+    decimals = 4 if references.data_set in ROUNDED else None
+    counts = [one.characters for one in scored]
+    found = [one.identifiers_found for one in scored if one.identifiers_found is not None]
+    empty = [pair.scoring for pair, one in zip(pairs, scored, strict=True) if one.empty]
+    return Scores(
+        metrics=_means(scored, decimals),
+        by_task={
+            task: _means([one for one, its in zip(scored, tasks, strict=True) if its == task], decimals)
+            for task in sorted(set(tasks))
+        },
+        answers=len(scored),
+        tokens=sum(map(len, ids)),
+        characters=sum(count for count in counts if count is not None) if None not in counts else None,
+        identifiers_found=sum(found) / len(found) if found else None,
+        empty=len(empty),
+        empty_and_right=empty.count("qa_em"),
+    )
+
+
+def _means(scored: Sequence[Score], decimals: int | None) -> dict[str, Mean]:
+    means = {}
+    for name in METRICS:
+        values = np.array([one.metrics[name] for one in scored if name in one.metrics])
+        if len(values):
+            mean = float(values.mean())
+            deviation = float(values.std(ddof=1)) if len(values) > 1 else math.nan
+            value = mean if decimals is None else round(mean, decimals)
+            means[name] = Mean(value, deviation / math.sqrt(len(values)), len(values))
+    return means
+
+
+def _scored(pairs: Sequence[Pair], sentences: bool) -> Iterator[list[Score]]:
+    """Scores in order, chunk by chunk, on all cores where it pays."""
+    chunks = [pairs[start : start + CHUNK] for start in range(0, len(pairs), CHUNK)]
+    cores = len(os.sched_getaffinity(0))
+    if len(pairs) < FEW or cores < 2:
+        for chunk in chunks:
+            yield score(chunk, sentences)
+        return
+    # Spawned, not forked: libraries loaded here have threads.
+    with ProcessPoolExecutor(cores, mp_context=get_context("spawn"), initializer=_ignore_interrupts) as pool:
+        try:
+            yield from pool.map(score, chunks, [sentences] * len(chunks))
+        except BrokenProcessPool:
+            raise MegatokenError("a process that scored answers died; is there enough memory?") from None
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,79 @@
+"""What an evaluation leaves beside the log: ``accuracy.txt`` as MLPerf's tools write it, and ``accuracy.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatoken.accuracy.answers import Answers
+from megatoken.accuracy.evaluate import Mean, Scores
+from megatoken.accuracy.targets import RESULT, Targets, numbers
+from megatoken.datasets.references import References
+from megatoken.results.files import storage_error, to_json, write_text
+from megatoken.results.run_folder import Reason, Verdict
+
+SCHEMA_VERSION = 1
+TEXT = "accuracy.txt"
+
+
+def document(
+    answers: Answers,
+    references: References,
+    scores: Scores,
+    targets: Targets | None,
+    reasons: Sequence[Reason],
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """``accuracy.json``: verdict, scores, and what they were computed from. MEASURED: nothing had to be reached."""
+    verdict = Verdict.MEASURED if targets is None else Verdict.INVALID if reasons else Verdict.VALID
+
+    def plain(metrics: Mapping[str, Mean]) -> dict[str, Any]:
+        return {name: asdict(mean) for name, mean in metrics.items()}
+
+    return {
+        "kind": "accuracy",
+        "schema_version": SCHEMA_VERSION,
+        "verdict": verdict,
+        "reasons": list(reasons),
+        "metrics": plain(scores.metrics),
+        "by_task": {task: plain(metrics) for task, metrics in scores.by_task.items()},
+        "gen_len": scores.characters,
+        "gen_num": scores.answers,
+        "gen_tok_len": scores.tokens,
+        "tokens_per_sample": scores.tokens_per_sample,
+        "identifiers_found": scores.identifiers_found,
+        "empty_answers": scores.empty,
+        "targets": None if targets is None else asdict(targets),
+        "log": str(answers.path),
+        "log_sha256": answers.sha256,
+        "references": str(references.path),
+        "references_sha256": references.content_hash,
+        "data_set": references.data_set,
+        "notes": list(notes),
+    }
+
+
+def write_results(folder: Path, answers: Answers, scores: Scores, result: Mapping[str, Any]) -> None:
+    """Writes both files into ``folder``, which is made if missing. Raises StorageError."""
+    make_folder(folder)
+    line = ", ".join(f"'{name}': {_number(value)}" for name, value in numbers(scores).items())
+    write_text(folder / TEXT, f"\nResults\n\n{{{line}}}\nhash={answers.sha256}\n")
+    write_text(folder / RESULT, to_json(result))
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder of a run folder, if it is missing. Raises StorageError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise storage_error(folder, error) from None
+
+
+def _number(value: float) -> str:
+    """Digits and one point, which is all that MLPerf's checker reads."""
+    if isinstance(value, int):
+        return str(value)
+    digits = f"{value:.10f}".rstrip("0")
+    return f"{digits}0" if digits.endswith(".") else digits

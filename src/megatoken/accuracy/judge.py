@@ -1,0 +1,129 @@
+"""A run folder, or a log of LoadGen's, judged by the answers it gave: what ``megatoken accuracy`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatoken.accuracy.answers import AccuracyLogError, find_log, read_answers
+from megatoken.accuracy.decoding import AnswerDecoder
+from megatoken.accuracy.evaluate import Scores, evaluate
+from megatoken.accuracy.files import document, write_results
+from megatoken.accuracy.targets import FOLDER, missed, of_baseline, of_benchmark
+from megatoken.datasets.references import References, load_references
+from megatoken.errors import DatasetError, UsageError
+from megatoken.results.run_folder import RESULT, Run, Verdict, read_run
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The content of ``accuracy.json`` and the folder it was written to."""
+
+    document: dict[str, Any]
+    folder: Path
+
+    @property
+    def verdict(self) -> Verdict:
+        """VALID or INVALID where something had to be reached, MEASURED otherwise."""
+        return Verdict(self.document["verdict"])
+
+
+def judge(
+    path: Path,
+    *,
+    references: Path | None = None,
+    model: Path | None = None,
+    benchmark: str | None = None,
+    baseline: Path | None = None,
+    share: float = 0.99,
+    partial: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Judged:
+    """Scores the answers of an accuracy run and writes ``accuracy.txt`` and ``accuracy.json``.
+
+    Args:
+        path: A run folder, whose ``accuracy`` folder receives both; or LoadGen's output folder or accuracy log, beside
+            which they go.
+        references: File with the answers expected; by default the prompts of the run.
+        model: Folder of the model that answered, for its tokenizer; by default that of the run.
+        benchmark: Of MLPerf's, whose targets must be reached.
+        baseline: Result of another evaluation, of whose metrics ``share`` must be reached.
+        share: See ``baseline``.
+        partial: Rows of the data set may have no answer.
+        progress: Told how many answers are scored, of how many.
+
+    Raises:
+        UsageError: Whatever cannot be read or does not fit, with its place.
+        StorageError: The results cannot be written.
+    """
+    log = find_log(path)
+    run = run_of(log)
+    expected = _references(run, references, log)
+    decoder = AnswerDecoder(_model(run, model, log))
+    answers = read_answers(log)
+    if benchmark is not None and baseline is not None:
+        raise UsageError("--benchmark and --baseline: name one, to say what must be reached")
+    targets = None
+    if benchmark is not None:
+        targets = of_benchmark(benchmark)
+    elif baseline is not None:
+        targets = of_baseline(baseline, share, expected)
+    scores = evaluate(answers, expected, decoder, partial=partial, progress=progress)
+    reasons = missed(scores, targets) if targets else []
+    result = document(answers, expected, scores, targets, reasons, list(_notes(scores, expected, run, references)))
+    folder = log.parent if run is None else run.path / FOLDER
+    write_results(folder, answers, scores, result)
+    return Judged(result, folder)
+
+
+def run_of(log: Path) -> Run | None:
+    """The run folder that a log lies in, None if it lies elsewhere. Raises AccuracyLogError if it was interrupted."""
+    root = log.parent.parent
+    if log.parent.name != "mlperf" or not (root / RESULT).is_file():
+        return None
+    run = read_run(root)
+    if run.verdict is Verdict.INTERRUPTED:
+        raise AccuracyLogError(f"{root}: the run was interrupted, its answers are no whole set; run it again")
+    return run
+
+
+def _references(run: Run | None, given: Path | None, log: Path) -> References:
+    if given is not None:
+        return load_references(given)
+    prompts = None if run is None else run.config.get("prompts")
+    if run is None or not isinstance(prompts, str):
+        raise UsageError(f"{log}: which answers are expected is not known here; name the data set with --references")
+    references = load_references(Path(prompts))
+    if references.content_hash != run.result.get("data_set_sha256"):
+        raise DatasetError(
+            f"{prompts}: changed since the run: its SHA-256 is {references.content_hash[:16]}, the run had "
+            f"{str(run.result.get('data_set_sha256'))[:16]}; put the old file back or run again"
+        )
+    return references
+
+
+def _model(run: Run | None, given: Path | None, log: Path) -> Path:
+    model = given or (Path(str(run.config.get("model"))) if run is not None else None)
+    if model is None or not (model / "tokenizer.json" if model.is_dir() else model).is_file():
+        where = log if model is None else model
+        raise UsageError(f"{where}: no tokenizer.json; name the folder of the model that answered with --model")
+    return model
+
+
+def _notes(scores: Scores, references: References, run: Run | None, given: Path | None) -> Iterator[str]:
+    if scores.answers < len(references.texts):
+        yield f"{scores.answers:,} of {len(references.texts):,} rows have an answer"
+    if run is not None and given is not None and references.content_hash != run.result.get("data_set_sha256"):
+        yield f"{references.path} is another file than the prompts of the run"
+    if scores.characters is None and references.data_set is not None:
+        yield "no NLTK sentence data: rougeLsum and gen_len are left out, exact_match is of texts not split"
+    if scores.empty:
+        right = f", {scores.empty_and_right:,} of them right by the reference's rule" if scores.empty_and_right else ""
+        yield f"{scores.empty:,} answers are empty{right}"
+    if scores.identifiers_found is not None:
+        yield (
+            f"identifiers found whole: {scores.identifiers_found:.2f} %; the reference's exact_match gives a wrong "
+            "one about 90"
+        )

@@ -1,0 +1,139 @@
+"""One answer against the answer expected, as MLPerf's references score it.
+
+Sources: language/llama2-70b/evaluate-accuracy.py, language/llama3.1-8b/evaluation.py and
+language/llama3.1-405b/evaluate-accuracy.py of mlcommons/inference. ROUGE is Google's rouge-score, F-measure, with
+Porter stemming, of stripped texts whose sentences, as NLTK's Punkt finds them, each stand on a line. Of the ROUGEs only
+Lsum looks at lines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from megatoken.datasets.references import Scoring
+from megatoken.errors import UsageError
+
+_UUID = re.compile(r"\w{8}-\w{4}-\w{4}-\w{4}-\w{12}")
+_ANSWER = "Answer: "
+SENTENCES_MEND = (
+    "get NLTK's sentence data with: python -m nltk.downloader punkt_tab (or set NLTK_DATA to a folder with it)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """An answer and the one expected, as decoded."""
+
+    scoring: Scoring
+    answer: str
+    reference: str
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What one answer is worth.
+
+    Attributes:
+        metrics: 0 to 100 by name: ``rouge1``, ``rouge2``, ``rougeL``, ``rougeLsum``, ``exact_match``.
+        characters: Length of the answer as the references count it; None without NLTK's sentence data.
+        identifiers_found: Of ``niah_em``: 100 if the answer has every identifier that is expected, else 0.
+        empty: Nothing was answered.
+    """
+
+    metrics: Mapping[str, float]
+    characters: int | None
+    identifiers_found: float | None
+    empty: bool
+
+
+def score(pairs: Sequence[Pair], sentences: bool) -> list[Score]:
+    """Scores answers; ``sentences``: with what needs NLTK's sentence data, which must be there."""
+    return [_score(pair, sentences) for pair in pairs]
+
+
+def _score(pair: Pair, sentences: bool) -> Score:
+    answer, reference = pair.answer.strip(), pair.reference.strip()
+    if pair.scoring == "exact":
+        metrics = _rouge(("rouge1", "rouge2", "rougeL"), reference, answer)
+        return Score(metrics | {"exact_match": 100.0 * (answer == reference)}, None, None, not answer)
+    split = sentence_splitter() if sentences else None
+    if split is not None:
+        answer, reference = "\n".join(split(answer)), "\n".join(split(reference))
+    found = None
+    match pair.scoring:
+        case "summary":
+            kinds = ("rouge1", "rouge2", "rougeL", "rougeLsum") if sentences else ("rouge1", "rouge2", "rougeL")
+            metrics = _rouge(kinds, reference, answer)
+        case "rouge":
+            metrics = _rouge(("rougeL",), reference, answer)
+        case "niah_em":
+            metrics = {"exact_match": _needle_match(reference, answer)}
+            found = 100.0 * (set(_UUID.findall(reference)) <= set(_UUID.findall(answer)))
+        case _:
+            metrics = {"exact_match": _question_match(reference, answer)}
+    return Score(metrics, len(answer) if sentences else None, found, not answer)
+
+
+def _rouge(kinds: tuple[str, ...], reference: str, answer: str) -> dict[str, float]:
+    scores = _scorer(kinds).score(reference, answer)
+    return {kind: 100.0 * float(scores[kind].fmeasure) for kind in kinds}
+
+
+def _needle_match(reference: str, answer: str) -> float:
+    """The reference's score of a needle in a haystack.
+
+    It compares the identifiers in their order, and of each pair takes the share of characters of the expected one that
+    occur anywhere in the other. So a wrong identifier scores about 90; ``Score.identifiers_found`` does not.
+    """
+    found, wanted = _UUID.findall(answer), _UUID.findall(reference)
+    if not found:
+        return 0.0
+    shares = [
+        sum(character.lower() in have.lower() for character in want) / len(want)
+        for have, want in zip(found, wanted, strict=False)
+    ]
+    return round(100.0 * sum(shares) / len(found), 2)
+
+
+def _question_match(reference: str, answer: str) -> float:
+    """The reference's score of a question: ``reference`` lists right answers between bars.
+
+    What follows the last ``Answer: `` must occur in ``reference``, so that an empty answer is right; or, without regard
+    to case and white space, hold one of the right answers.
+    """
+    given = answer.rpartition(_ANSWER)[2]
+    if given in reference:
+        return 100.0
+    squeezed = re.sub(r"\s+", "", given).lower()
+    return 100.0 * any(re.sub(r"\s+", "", one).lower() in squeezed for one in reference.split("|"))
+
+
+@cache
+def sentence_splitter() -> Callable[[str], list[str]] | None:
+    """NLTK's Punkt for English, or None without its data. Raises UsageError if NLTK is not installed."""
+    try:
+        from nltk.tokenize import PunktTokenizer
+    except ImportError:
+        raise _not_installed() from None
+    try:
+        splitter: Callable[[str], list[str]] = PunktTokenizer("english").tokenize
+    except LookupError:
+        return None
+    return splitter
+
+
+@cache
+def _scorer(kinds: tuple[str, ...]) -> Any:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise _not_installed() from None
+    return RougeScorer(list(kinds), use_stemmer=True)
+
+
+def _not_installed() -> UsageError:
+    return UsageError("scores need rouge-score and NLTK; install them with: pip install 'megatoken[accuracy]'")

@@ -1,0 +1,144 @@
+"""What scores must reach: a benchmark's published targets, or a share of what a baseline reached."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatoken.accuracy.evaluate import Scores
+from megatoken.accuracy.scores import SENTENCES_MEND, sentence_splitter
+from megatoken.audit.facts import benchmark_of, benchmarks
+from megatoken.config import nearest
+from megatoken.datasets.references import References
+from megatoken.errors import UsageError
+from megatoken.results.run_folder import Reason
+
+RESULT = "accuracy.json"
+FOLDER = "accuracy"  # of a run folder
+BY_SENTENCES = frozenset(("rougeLsum", "gen_len", "exact_match"))  # of MLPerf's references, which split texts first
+LENGTH_TOLERANCE = 0.1  # of the tokens a sample, as MLPerf allows around its reference
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Bounds of one number."""
+
+    name: str
+    at_least: float
+    at_most: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What must be reached, and whose targets they are. ``rows``: answers that must be there."""
+
+    source: str
+    targets: tuple[Target, ...]
+    rows: int
+
+
+def of_benchmark(name: str) -> Targets:
+    """The targets that MLPerf's submission checker has for a benchmark, such as ``llama2-70b-99.9``.
+
+    Raises:
+        UsageError: No such benchmark is known, or one of its scores needs NLTK's sentence data, which is not there.
+    """
+    benchmark = benchmark_of(name, None)
+    if benchmark is None or not benchmark.accuracy:
+        meant = nearest(name, benchmarks())
+        raise UsageError(f"--benchmark {name}: no targets are known of it; did you mean {meant}?")
+    names = {"rougel": "rougeL", "rougelsum": "rougeLsum"}
+    targets = [Target(names.get(metric, metric), at_least) for metric, at_least in benchmark.accuracy.items()]
+    if benchmark.tokens_per_sample:
+        targets.append(Target("tokens_per_sample", *benchmark.tokens_per_sample))
+    if benchmark.gen_len:
+        targets.append(Target("gen_len", *benchmark.gen_len))
+    if any(target.name in BY_SENTENCES for target in targets) and sentence_splitter() is None:
+        raise UsageError(f"--benchmark {name}: is judged by sentences too; {SENTENCES_MEND}")
+    return Targets(f"MLPerf {benchmark.name}", tuple(targets), benchmark.accuracy_rows)
+
+
+def of_baseline(path: Path, share: float, references: References) -> Targets:
+    """A share of every metric of another evaluation, and its tokens a sample within 10 %.
+
+    Args:
+        path: An ``accuracy.json``, or the folder that has one.
+        share: Of each metric that must be reached.
+        references: Of the evaluation in hand; the baseline's must be the same.
+
+    Raises:
+        UsageError: It cannot be read, or is of other answers expected.
+    """
+    file, document = read_result(path)
+    try:
+        metrics = {str(name): float(metric["value"]) for name, metric in document["metrics"].items()}
+        tokens, rows, digest = (document[key] for key in ("tokens_per_sample", "gen_num", "references_sha256"))
+        tokens, rows = float(tokens), int(rows)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UsageError(f"{file}: no result of megatoken accuracy; make it anew") from None
+    if digest != references.content_hash:
+        raise UsageError(
+            f"{file}: scored against other expected answers than {references.path}; make it anew with those"
+        )
+    targets = [Target(name, share * value) for name, value in metrics.items()]
+    targets.append(Target("tokens_per_sample", (1 - LENGTH_TOLERANCE) * tokens, (1 + LENGTH_TOLERANCE) * tokens))
+    return Targets(f"{share:g} of {file}", tuple(targets), rows)
+
+
+def read_result(path: Path) -> tuple[Path, dict[str, Any]]:
+    """An ``accuracy.json``: itself, in that folder, or in the ``accuracy`` folder of a run folder; and its content.
+
+    Raises:
+        UsageError: There is none, or it cannot be read.
+    """
+    places = (path, path / RESULT, path / FOLDER / RESULT)
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        raise UsageError(f"{path}: no {RESULT} there; make it with megatoken accuracy")
+    try:
+        document = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        raise UsageError(f"{file}: no result of megatoken accuracy; make it anew")
+    return file, document
+
+
+def numbers(scores: Scores) -> dict[str, float]:
+    """The names and values that an ``accuracy.txt`` states."""
+    values: dict[str, float] = {name: mean.value for name, mean in scores.metrics.items()}
+    if scores.characters is not None:
+        values["gen_len"] = scores.characters
+    return values | {
+        "gen_num": scores.answers,
+        "gen_tok_len": scores.tokens,
+        "tokens_per_sample": scores.tokens_per_sample,
+    }
+
+
+def missed(scores: Scores, targets: Targets) -> list[Reason]:
+    """Every target that is not reached, with the numbers."""
+    return list(_missed(numbers(scores), targets, scores.answers))
+
+
+def _missed(values: Mapping[str, float], targets: Targets, answers: int) -> Iterator[Reason]:
+    if answers != targets.rows:
+        yield Reason(code="ANSWERS", message=f"{answers:,} answers; {targets.source} asks for {targets.rows:,}")
+    for target in targets.targets:
+        value = values.get(target.name)
+        if value is None:
+            wanted = f"no {target.name}"
+        elif value < target.at_least:
+            wanted = f"{target.name} is {value:.7g}"
+        elif target.at_most is not None and value > target.at_most:
+            yield Reason(
+                code="ACCURACY",
+                message=f"{target.name} is {value:.7g}; {targets.source} allows {target.at_most:.7g} at most",
+            )
+            continue
+        else:
+            continue
+        yield Reason(code="ACCURACY", message=f"{wanted}; {targets.source} asks for {target.at_least:.7g} or more")

@@ -1,0 +1,91 @@
+"""A run of a compliance test, or its log, -> the file that a submission carries: what ``megatoken verify`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatoken.accuracy.answers import find_log, read_answers
+from megatoken.accuracy.compliance import ComplianceResult, check_test06, check_test07, check_test09
+from megatoken.accuracy.files import make_folder
+from megatoken.accuracy.judge import run_of
+from megatoken.accuracy.targets import read_result
+from megatoken.audit.detail_log import read_detail_log
+from megatoken.audit.reading import UnreadableError
+from megatoken.errors import UsageError
+from megatoken.results import Run
+
+FOLDER = "compliance"  # of a run folder
+DETAIL = "mlperf_log_detail.txt"
+
+
+def verify(
+    test: str, path: Path, *, model: Path | None = None, end_tokens: str | None = None
+) -> tuple[ComplianceResult, Path]:
+    """Checks one test and writes its file: into the run folder's ``compliance/TEST..``, or beside the log.
+
+    Args:
+        test: TEST06, TEST07 (which judges the ``accuracy.json`` of the same run) or TEST09.
+        path: A run folder, LoadGen's output folder or accuracy log.
+        model: TEST06: folder of the model that answered; by default that of the run.
+        end_tokens: TEST06: end token ids with commas between, instead.
+
+    Raises:
+        UsageError: Whatever cannot be read, with its place.
+        StorageError: The file cannot be written.
+    """
+    log = find_log(path)
+    run = run_of(log)
+    if test == "TEST07":
+        result = check_test07(*_exact_match(path))
+    elif test == "TEST09":
+        result = check_test09(read_answers(log))
+    else:
+        result = check_test06(
+            read_answers(log),
+            offline=_scenario(log) == "Offline",
+            end_token_ids=_end_token_ids(run, model, end_tokens, log),
+            cut_samples=None if run is None else _cut_samples(run),
+        )
+    folder = log.parent if run is None else run.path / FOLDER / test
+    make_folder(folder)
+    return result, result.write(folder)
+
+
+def _scenario(log: Path) -> str:
+    detail = log.with_name(DETAIL)
+    try:
+        scenario = read_detail_log(detail).text("effective_scenario")
+    except UnreadableError as error:
+        raise UsageError(f"{detail}: {error}; it says which scenario was run, so keep it beside the log") from None
+    if scenario is None:
+        raise UsageError(f"{detail}: does not say which scenario was run; copy it again")
+    return scenario
+
+
+def _end_token_ids(run: Run | None, model: Path | None, given: str | None, log: Path) -> Sequence[int]:
+    if given is not None:
+        words = [word.strip() for word in given.split(",")]
+        if not all(word.isascii() and word.isdigit() and len(word) < 11 for word in words):
+            raise UsageError(f"--end-tokens {given}: not token ids with commas between, such as 128001,128009")
+        return [int(word) for word in words]
+    if model is None and run is not None:
+        model = Path(str(run.config.get("model")))
+    if model is None or not model.is_dir():
+        raise UsageError(f"{log}: the model's end tokens are not known here; give --model DIR or --end-tokens")
+    from megatoken.engine.checkpoint import read_config  # PyTorch with it, which takes a while
+
+    return read_config(model).end_token_ids
+
+
+def _cut_samples(run: Run) -> set[int]:
+    samples, reasons = (run.requests[name].to_pylist() for name in ("sample_id", "finish_reason"))
+    return {sample for sample, reason in zip(samples, reasons, strict=True) if reason == "length"}
+
+
+def _exact_match(path: Path) -> tuple[float, int]:
+    file, document = read_result(path if path.is_dir() else path.parent)
+    try:
+        return float(document["metrics"]["exact_match"]["value"]), int(document["gen_num"])
+    except (KeyError, TypeError, ValueError):
+        raise UsageError(f"{file}: has no exact_match, which TEST07 judges") from None
