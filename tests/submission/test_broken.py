@@ -284,6 +284,23 @@ BREAKS: dict[str, Breaking] = {
     "hidden file": ("F1", "a hidden name", (T, F, T), lambda t: (t.vendor / ".cache").write_text("x")),
     "empty folder": ("F1", "an empty folder", (T, F, T), lambda t: (t.vendor / "documents").mkdir()),
     "Python's leftovers": ("F1", "left by Python", (T, F, T), lambda t: (t.vendor / "__pycache__").mkdir()),
+    "stray file at the root": ("F1", "a stray file", (T, F, T), lambda t: (t.root / "notes.txt").write_text("x")),
+    "licence at the root": ("F1", "LICENSE", (T, N, T), lambda t: (t.root / "LICENSE").write_text("x")),
+    "paper at the root": ("F1", "", (N, N, N), lambda t: (t.root / "paper.pdf").write_text("x")),
+    "readme of a division": (
+        "F1",
+        "README.md",
+        (T, N, T),
+        lambda t: (t.root / t.division / "README.md").write_text("x"),
+    ),
+    "stray file of a division": (
+        *("F1", "a stray file", (T, F, T)),
+        lambda t: (t.root / t.division / "notes.txt").write_text("x"),
+    ),
+    "described and not run": (
+        *("M1", "no results of sys/other/Offline", (T, N, T)),
+        lambda t: t.version == 5 and shutil.copytree(t.described(), t.described().parents[1] / "other/Offline"),
+    ),
     "broken link": ("F1", "a broken link", (T, F, T), lambda t: (t.vendor / "link").symlink_to("nowhere")),
     "large file": ("F1", "larger than 50 MiB", (T, F, T), large),
     "field to fill": ("FILL", "cooling", (F, F, F), lambda t: changed(t.system, cooling="TO FILL: such as air")),
@@ -320,7 +337,7 @@ def test_a_break_is_refused_by_its_rule(
     if decisions[shape] is False:
         assert not result.mlcommons_refuses, list(result.describe())
     assert told[0].where and told[0].rule is not None and told[0].rule.mend and told[0].rule.source
-    assert told[0].where[0].file.startswith(division)
+    assert told[0].where[0].file.startswith((division, "notes.txt", "LICENSE"))
 
 
 def refused(result: Check) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.audit.checks.power import power_of
-from megatoken.audit.checks.submission import Submission, check_names, check_submission, submissions_in
+from megatoken.audit.checks.submission import Submission, check_submission, submissions_in
 from megatoken.audit.checks.systems import check_system
 from megatoken.audit.detail_log import read_detail_log
 from megatoken.audit.discovery import Tree, runs_in, walk
@@ -32,6 +32,7 @@ from megatoken.submission.tree_checks import (
     benchmark_named,
     benchmark_names,
     check_description,
+    check_files,
     check_scenario,
     check_system_values,
     check_to_fill,
@@ -167,7 +168,7 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
             where = (Where(display(file), damage.line),)
             judge.take([observe("system.readable", False, "a JSON object", damage.what, where)])
     judge.take(power_of(tree, [item.run for item in examined])[1])
-    judge.take(check_names(tree))
+    judge.take(check_files(tree))
     judge.take(_unreadable(tree))
     judge.take(check_to_fill(tree))
     for system in systems:

@@ -359,6 +359,9 @@ RULES: dict[str, Rule] = {
         ours=True,
         ours_open=True,
     ),
+    "check.root": Rule(
+        "F1", "Files beside the submissions", "remove what is listed", "5: check_results_dir", FIVE, FIVE
+    ),
     "tree.unreadable": Rule(
         "F1", "Folders that cannot be read", "grant access to them", "none", NEITHER, NEITHER, ours=True, ours_open=True
     ),

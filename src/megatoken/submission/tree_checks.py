@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 
-from megatoken.audit.checks.submission import Submission
-from megatoken.audit.discovery import SCENARIOS, Tree
+from megatoken.audit.checks.submission import ROOT_FILES, Submission, check_names
+from megatoken.audit.discovery import DIVISIONS, SCENARIOS, Tree
 from megatoken.audit.evidence import System, Where
 from megatoken.audit.facts import Benchmark, benchmarks, rules
 from megatoken.audit.finding import Observation, shown
@@ -42,6 +43,24 @@ def benchmark_names(tree: Tree, one: Submission) -> dict[str, str]:
             mapping = {}
         names |= {model: name for model, name in mapping.items() if isinstance(name, str)}
     return {model: names.get(model, model) for _, model, _ in one.results}
+
+
+def check_files(tree: Tree) -> Iterator[Observation]:
+    """What an audit says of names, but for files beside the submissions: .md and .pdf at the root, none below it."""
+    papers = {path for path in tree.children("") if path.lower().endswith((".md", ".pdf"))}
+    yield from check_names(replace(tree, files={path: size for path, size in tree.files.items() if path not in papers}))
+    if not tree.folders.isdisjoint(DIVISIONS):
+        beside = [name for name in tree.children("") if name not in papers]
+        beside += [f"{division}/{name}" for division in DIVISIONS for name in tree.children(division)]
+        named = tuple(name for name in ROOT_FILES if name != ".git")
+        beside = [path for path in beside if path.rpartition("/")[2].lower().startswith(named)]
+        yield observe(
+            "check.root",
+            not beside,
+            "no file beside the submissions but .md and .pdf at the root",
+            shown(", ".join(beside)) or "none",
+            tuple(Where(display(path)) for path in beside),
+        )
 
 
 def check_scenario(
