@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatoken.audit.archive import unpacked
 from megatoken.audit.checks.cross import check_accuracy_evidence, check_rounds
+from megatoken.audit.checks.endpoints import check_endpoint
 from megatoken.audit.checks.nodes import check_nodes, process_steps
 from megatoken.audit.checks.power import power_of
 from megatoken.audit.checks.run_folder import check_run_folder, run_folders_in
@@ -19,12 +20,13 @@ from megatoken.audit.checks.systems import check_configurations, check_system, c
 from megatoken.audit.claim_facts import node_rows
 from megatoken.audit.discovery import Tree, runs_in, walk
 from megatoken.audit.documents import accuracy_results_in, configurations_in, systems_in
+from megatoken.audit.endpoints import ACCURACY, endpoint_results_in
 from megatoken.audit.evidence import Evidence, Role, Run, System, Where
 from megatoken.audit.examine import Job
 from megatoken.audit.facts import known_round
 from megatoken.audit.finding import Finding, Ledger, Observation, Severity
 from megatoken.audit.parallel import Progress, examine_all
-from megatoken.audit.reading import UnreadableError, display, read_text
+from megatoken.audit.reading import Damage, UnreadableError, display, read_text
 from megatoken.audit.view import RunFiles, observe
 from megatoken.errors import ExitCode, UsageError
 from megatoken.results.aggregation import Aggregate, aggregate, now
@@ -114,23 +116,16 @@ def read_evidence(path: Path) -> Evidence:
 
 def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | None, workers: int | None) -> Audit:
     files = runs_in(tree)
-    if not files:
+    endpoints, endpoint_damages = endpoint_results_in(tree)
+    if not files and not endpoints and not endpoint_damages:
         raise UsageError(
             f"{path}: no LoadGen logs below it; expected files named mlperf_log_detail.txt and mlperf_log_summary.txt"
         )
     ledger = Ledger()
     submissions = submissions_in(tree)
     systems, damages = systems_in(tree)
-    ledger.add(
-        observe(
-            "system.readable",
-            False,
-            "a JSON object with each key once",
-            damage.what,
-            (Where(display(file), damage.line),),
-        )
-        for file, damage in damages
-    )
+    ledger.add(_damaged("system.readable", damages))
+    ledger.add(_damaged("endpoint.readable", endpoint_damages))
     jobs = [
         Job(str(tree.root), run, _system_path(run, systems), claimed, bool(submissions or claimed)) for run in files
     ]
@@ -138,6 +133,9 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     for examined in examine_all(jobs, progress, workers):
         runs.append(examined.run)
         ledger.add(examined.observations)
+    for result in endpoints:
+        runs.append(replace(result.run, system=_system_path(result.files, systems)))
+        ledger.add(check_endpoint(tree, result, claimed, bool(submissions or claimed)))
     run_folders = run_folders_in(tree)
     configurations = () if submissions else tuple(configurations_in(tree))
     power, power_observations = power_of(tree, runs)
@@ -155,7 +153,12 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     ledger.add(_check_tree(tree))
     ledger.add(_check_submissions(tree, submissions, evidence))
     ledger.add(check_rounds(evidence))
-    ledger.add(check_accuracy_evidence(evidence, claimed=bool(submissions or claimed)))
+    scored = {
+        path.removesuffix(f"/accuracy/{ACCURACY}") for path in tree.files if path.endswith(f"/accuracy/{ACCURACY}")
+    }
+    ledger.add(
+        check_accuracy_evidence(evidence, claimed=bool(submissions or claimed), scored=set(map(display, scored)))
+    )
     for system in systems:
         ledger.add(check_system(system, bool(submissions)))
     ledger.add(check_configurations(configurations, evidence.performance_runs))
@@ -166,7 +169,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         ledger.add(check_versions_elsewhere(systems, _readmes(tree)))
         together = _together(evidence)
         ledger.add(check_nodes(evidence, evidence.performance_runs, together))
-    return Audit(evidence, ledger.findings(), together, _notes(tree, evidence))
+    return Audit(evidence, ledger.findings(), together, _notes(tree, evidence, len(files), len(endpoints)))
 
 
 def _kind(runs: Sequence[Run], submission: bool, run_folders: Sequence[str]) -> str:
@@ -239,8 +242,16 @@ def _readmes(tree: Tree) -> dict[str, str]:
     return texts
 
 
-def _notes(tree: Tree, evidence: Evidence) -> tuple[str, ...]:
-    notes = [f"{len(tree.files):,} files, {len(evidence.runs):,} sets of LoadGen's logs"]
+def _damaged(check: str, damages: Sequence[tuple[str, Damage]]) -> Iterator[Observation]:
+    for file, damage in damages:
+        where = (Where(display(file), damage.line),)
+        yield observe(check, False, "a JSON object with each key once", damage.what, where)
+
+
+def _notes(tree: Tree, evidence: Evidence, logs: int, endpoints: int) -> tuple[str, ...]:
+    notes = [f"{len(tree.files):,} files, {logs:,} sets of LoadGen's logs"]
+    if endpoints:
+        notes[0] += f", {endpoints:,} results of MLPerf Endpoints"
     if evidence.kind != "submission":
         notes.append("no MLPerf submission: rules that a run does not meet are notes unless a round is claimed")
     return tuple(notes)

@@ -198,6 +198,15 @@ CHECKS: dict[str, Check] = {
     "system.software": Check(
         "Software versions agree", "Which software made the number decides whether it can be repeated."
     ),
+    "endpoint.readable": Check(
+        "Results of MLPerf Endpoints can be read", "They are all there is: no log stands behind."
+    ),
+    "endpoint.complete": Check("The run ended, with every sample", "What failed is missing from every figure."),
+    "endpoint.figures": Check(
+        "Counts, rates and distributions follow from each other",
+        "The summary is computed from one set of samples; a figure that breaks with the others was changed.",
+    ),
+    "endpoint.settings": Check("It ran as config.yaml asks", "Another configuration made this result."),
     "submission.scenario_name": Check("Scenario folders", "Other names are not read by anybody."),
     "submission.performance": Check("Performance logs are in their place", "Without them there is no result."),
     "submission.accuracy": Check("Accuracy logs are in their place", "Without them there is no valid result."),

@@ -99,7 +99,7 @@ def _configuration(path: str, name: str, text: str) -> Configuration:
         pairs = list(_assignments(text))
     else:
         lines = key_lines(text) if name.endswith(".json") else _yaml_lines(text)
-        pairs = [(key, value, lines.get(key, 1)) for key, value in _scalars(_structure(name, text))]
+        pairs = [(key, value, lines.get(key, 1)) for key, value in _scalars(structured(name, text))]
     values: dict[str, Any] = {}
     places: dict[str, int] = {}
     for key, value, line in pairs:
@@ -110,7 +110,8 @@ def _configuration(path: str, name: str, text: str) -> Configuration:
     return Configuration(path, values, places)
 
 
-def _structure(name: str, text: str) -> Any:
+def structured(name: str, text: str) -> Any:
+    """What a JSON or YAML text holds; None if it is none, or has anchors."""
     try:
         if name.endswith(".json"):
             return json.loads(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from megatoken.audit.evidence import AccuracyResult, Evidence, Role, Run, Where
 from megatoken.audit.facts import Benchmark, benchmark_of
@@ -28,15 +28,23 @@ def check_rounds(evidence: Evidence) -> Iterator[Observation]:
         )
 
 
-def check_accuracy_evidence(evidence: Evidence, *, claimed: bool) -> Iterator[Observation]:
-    """Accuracy runs and their scores beside the performance runs they stand for."""
+def check_accuracy_evidence(
+    evidence: Evidence, *, claimed: bool, scored: Set[str] = frozenset()
+) -> Iterator[Observation]:
+    """Accuracy runs and their scores beside the performance runs they stand for.
+
+    Args:
+        evidence: all that was found.
+        claimed: whether the rules of the closed division are claimed.
+        scored: folders of scenarios whose scores stand in another form than accuracy.txt.
+    """
     for result in evidence.accuracy_results:
         yield from _scores(result, evidence)
     performance = evidence.performance_runs
     if not performance:
         return
     with_accuracy = {_key(run) for run in evidence.runs if run.role is Role.ACCURACY}
-    scored = {result.path.rpartition("/accuracy/")[0] for result in evidence.accuracy_results}
+    scored = scored | {result.path.rpartition("/accuracy/")[0] for result in evidence.accuracy_results}
     without = [
         run
         for run in performance

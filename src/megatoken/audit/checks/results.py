@@ -163,7 +163,7 @@ def _latencies(run: RunView) -> Iterator[Observation]:
     ]
     problems, keys = [], []
     for name, values, key in tables:
-        found = _disorder(values) or _impossible_mean(values, figures.samples_issued)
+        found = disorder(values) or impossible_mean(values, figures.samples_issued)
         if found:
             problems.append(f"{name}: {found}")
             keys.append(key)
@@ -182,16 +182,20 @@ def _latencies(run: RunView) -> Iterator[Observation]:
     )
 
 
-def _disorder(values: Mapping[str, float]) -> str:
+def disorder(values: Mapping[str, float], unit: str = " s") -> str:
+    """The first two of minimum, percentiles and maximum that stand in the wrong order; empty if none do."""
     known = [(name, values[name]) for name in _ORDERED if name in values]
     for (lower, low), (upper, high) in itertools.pairwise(known):
         if low > high:
-            return f"{lower} is {low:.9g} s, {upper} is {high:.9g} s"
+            return f"{lower} is {low:.9g}{unit}, {upper} is {high:.9g}{unit}"
     return ""
 
 
-def _impossible_mean(values: Mapping[str, float], samples: int | None) -> str:
-    """Percentiles bound the mean: between two of them no value is below the one or above the other."""
+def impossible_mean(values: Mapping[str, float], samples: int | None, unit: str = " s", slack: float = 0.0) -> str:
+    """Percentiles bound the mean: between two of them no value is below the one or above the other.
+
+    Empty if they do, or if some of them are not known; ``slack`` is for percentiles that lie between samples.
+    """
     if not samples or any(name not in values for name in (*_ORDERED, "mean")):
         return ""
     points = [values[name] for name in _ORDERED]
@@ -202,9 +206,9 @@ def _impossible_mean(values: Mapping[str, float], samples: int | None) -> str:
     mean = values["mean"]
     if high * samples * 1e9 >= 2.0**63:  # LoadGen's sum of nanoseconds overflows, and its mean means nothing
         return ""
-    if low * (1 - 1e-9) - 1e-8 <= mean <= high * (1 + 1e-9) + 1e-8:
+    if low * (1 - 1e-9) - 1e-8 - slack <= mean <= high * (1 + 1e-9) + 1e-8 + slack:
         return ""
-    return f"a mean of {mean:.9g} s, though its percentiles put it between {low:.9g} and {high:.9g} s"
+    return f"a mean of {mean:.9g}{unit}, though its percentiles put it between {low:.9g} and {high:.9g}{unit}"
 
 
 def _clock(run: RunView) -> Iterator[Observation]:

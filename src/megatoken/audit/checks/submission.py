@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from megatoken.audit.accuracy_log import TRUNCATED_BYTES
 from megatoken.audit.discovery import DIVISIONS, SCENARIOS, Tree, below
+from megatoken.audit.endpoints import ACCURACY, CONFIGURATIONS, is_endpoint_result
 from megatoken.audit.evidence import System, Where
 from megatoken.audit.facts import benchmark_of, rules
 from megatoken.audit.finding import Observation, Severity, shown
@@ -26,7 +27,9 @@ RUN_FILES_ALLOWED = RUN_FILES | {
     "spl.txt",
 }
 ACCURACY_FILES = RUN_FILES | {"mlperf_log_accuracy.json", "accuracy.txt"}
-_PASSED = ("First token check pass: (?:True|Skipped)", "EOS check pass: True", "Sample length check pass: True")
+_PASSED = {
+    "TEST06": ("First token check pass: (?:True|Skipped)", "EOS check pass: True", "Sample length check pass: True")
+}
 
 
 @dataclass
@@ -70,11 +73,14 @@ def check_submission(tree: Tree, one: Submission, systems: Sequence[System], ver
         scenarios[system, benchmark].append(scenario)
         yield observe(
             "submission.scenario_name",
-            scenario in SCENARIOS.values(),
+            scenario.lower() in SCENARIOS,
             "a folder named as a scenario",
             shown(scenario),
             (Where(display(folder)),),
         )
+        if is_endpoint_result(tree, folder):
+            yield _endpoint(tree, folder)
+            continue
         yield from _performance(tree, folder, version)
         yield from _accuracy(tree, folder, version)
         yield from _measurements(tree, one, (system, benchmark, scenario), folder, version)
@@ -146,6 +152,19 @@ def _performance(tree: Tree, folder: str, version: int) -> Iterator[Observation]
             (Where(display(f"{folder}/performance/run_2")),),
             Severity.WARN,
         )
+
+
+def _endpoint(tree: Tree, folder: str) -> Observation:
+    """The parts of a result of MLPerf Endpoints, which needs neither LoadGen's files nor compliance tests."""
+    wanted = (CONFIGURATIONS, ("measurements.json",), (f"accuracy/{ACCURACY}",))
+    missing = [names[0] for names in wanted if not any(f"{folder}/{name}" in tree.files for name in names)]
+    return observe(
+        "submission.performance",
+        not missing,
+        "config.yaml, measurements.json, performance/result_summary.json and accuracy/accuracy_results.json",
+        shown(_said("missing", missing)) or "they are there",
+        (Where(display(folder)),),
+    )
 
 
 def _accuracy(tree: Tree, folder: str, version: int) -> Iterator[Observation]:
@@ -227,27 +246,26 @@ def _compliance(
         return
     place = folder if version == 6 else below(one.path, f"compliance/{system}/{benchmark}/{scenario}")
     for test in known.compliance:
-        path = f"{place}/{test}/verify_accuracy.txt"
+        name = "verify_output_len.txt" if test == "TEST09" else "verify_accuracy.txt"
+        path = f"{place}/{test}/{name}"
         if path not in tree.files:
             yield observe(
                 "submission.compliance",
                 False,
-                f"{test} with verify_accuracy.txt",
+                f"{test} with {name}",
                 "it is not there",
                 (Where(display(path)),),
             )
-            continue
-        if test != "TEST06":
             continue
         try:
             text, _ = read_text(tree.path(path))
         except UnreadableError as error:
             text = str(error)
-        failed = [line for line in _PASSED if not re.search(line, text)]
+        failed = [line for line in _PASSED.get(test, ("TEST PASS",)) if not re.search(line, text)]
         yield observe(
             "submission.compliance",
             not failed,
-            "TEST06 with its three checks passed",
+            f"{test}: {' and '.join(line.partition(':')[0] for line in _PASSED.get(test, ('TEST PASS',)))}",
             shown(_said("no line", [line.partition(":")[0] for line in failed])) or "passed",
             (Where(display(path)),),
         )
@@ -298,7 +316,8 @@ def _required(
         wanted = known.required.get(part.strip())
         if wanted is None:
             continue
-        missing = [choice for choice in wanted if not set(choice.split("|")) & set(names)]
+        there = {SCENARIOS.get(name.lower(), name) for name in names}
+        missing = [choice for choice in wanted if not set(choice.split("|")) & there]
         yield observe(
             "submission.required_scenarios",
             not missing,
