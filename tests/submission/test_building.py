@@ -328,10 +328,10 @@ def test_runs_that_are_missing_or_not_evaluated(copies: Make, tmp_path: Path) ->
     [line] = refusals([performance, *runs], tmp_path / "tree")
     assert line == f"Offline: 2 times a performance run ({performance}, {performance}); give one"
     (accuracy / "accuracy/accuracy.txt").unlink()
-    (compliance / "compliance/verify_accuracy.txt").unlink()
+    (compliance / "compliance/TEST06/verify_accuracy.txt").unlink()
     assert refusals(runs, tmp_path / "tree") == (
         f"{accuracy}: no accuracy/accuracy.txt; make it: megatoken accuracy {accuracy}",
-        f"{compliance}: 0 files verify_accuracy.txt, expected one; run the compliance test again",
+        f"{compliance}: no compliance/TEST06/verify_accuracy.txt; make it: megatoken verify TEST06 {compliance}",
     )
     verify(compliance)
     evaluate(accuracy)

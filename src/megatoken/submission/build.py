@@ -132,6 +132,8 @@ def truncated(path: Path) -> bytes:
 def _benchmark(runs: Sequence[SubmittedRun], round_: str, division: str, wanted: str | None) -> Benchmark:
     """The benchmark that the runs are of, by the name of the model, the data set's rows and the scores."""
     family = family_of(runs[0].model)
+    if family is None and division == "open":
+        family = runs[0].run.result.get("benchmark") or runs[0].run.config.get("benchmark")
     known = {name: entry for name, entry in benchmarks().items() if round_ in entry.rounds}
     candidates = [name for name in known if family and re.fullmatch(rf"{re.escape(family)}(-99|-99\.9|-edge)?", name)]
     if wanted is not None:
@@ -181,10 +183,11 @@ def _files(
             yield from ((f"{place}/{name}", run.logs / name) for name in (SUMMARY, DETAIL))
             yield f"{place}/{ANSWERS}", truncated(run.logs / ANSWERS)
             yield f"{place}/accuracy.txt", run.path / ACCURACY_TXT
-        elif benchmark.compliance:
-            place = f"{layout.compliance(key)}/{benchmark.compliance[0]}"
-            yield f"{place}/verify_accuracy.txt", run.verified()[0]
-            yield f"{place}/accuracy/{ANSWERS}", run.logs / ANSWERS
+        else:
+            for test in benchmark.compliance:
+                place = f"{layout.compliance(key)}/{test}"
+                yield f"{place}/verify_accuracy.txt", run.verified(test)
+                yield f"{place}/accuracy/{ANSWERS}", run.logs / ANSWERS
     told = description.system_description(
         first, submitter=submitter, division=division, benchmark=benchmark.name, name=system
     )

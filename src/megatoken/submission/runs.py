@@ -27,7 +27,6 @@ SUMMARY = "mlperf_log_summary.txt"
 ANSWERS = "mlperf_log_accuracy.json"
 USER_CONF = "user.conf"
 ACCURACY_TXT = "accuracy/accuracy.txt"
-VERIFIED = "verify_accuracy.txt"
 ABANDONED = "ABANDONED.txt"
 ONE_FOR_ALL = {"model": "model", "weights": "weights", "precision": "precision", "data_set_sha256": "data set"}
 _FAMILIES = {
@@ -69,9 +68,9 @@ class SubmittedRun:
         """Name of the model."""
         return str(self.run.result.get("model"))
 
-    def verified(self) -> list[Path]:
-        """What the compliance test wrote, wherever it stands in the folder."""
-        return sorted(self.path.rglob(VERIFIED))
+    def verified(self, test: str) -> Path:
+        """What ``megatoken verify`` wrote of a compliance test."""
+        return self.path / "compliance" / test / "verify_accuracy.txt"
 
 
 def read_runs(paths: Iterable[Path], round_: str, division: str) -> list[SubmittedRun]:
@@ -114,7 +113,7 @@ def missing_runs(runs: Sequence[SubmittedRun], benchmark: Benchmark, division: s
             elif len(found) > 1:
                 yield f"{scenario}: {len(found)} times a {what} ({', '.join(str(run.path) for run in found)}); give one"
     for run in runs:
-        yield from _unevaluated(run)
+        yield from _unevaluated(run, benchmark)
         yield from _other_limits(run, benchmark)
 
 
@@ -185,7 +184,8 @@ def _unlike_log(run: Run, log: DetailLog, role: Role, round_: str) -> str | None
     if role is not Role.COMPLIANCE and log.error_count:
         return f"LoadGen logged {log.error_count:,} errors, the first: {log.errors[0].value}; repeat the run"
     tree = walk(run.path)
-    own = [examine(Job(str(tree.root), files, None, None, False)).run for files in runs_in(tree)]
+    files = [files for files in runs_in(tree) if files.folder == MLPERF]
+    own = [examine(Job(str(tree.root), one, None, None, False)).run for one in files]
     for observation in check_run_folder(tree, "", own):
         if observation.severity is Severity.FAIL:
             return (
@@ -210,7 +210,7 @@ def _unlike(run: SubmittedRun, first: SubmittedRun, division: str) -> Iterator[s
             yield "its prompts are random tokens; the closed division asks for MLPerf's data set (--prompts)"
 
 
-def _unevaluated(run: SubmittedRun) -> Iterator[str]:
+def _unevaluated(run: SubmittedRun, benchmark: Benchmark) -> Iterator[str]:
     if run.role is Role.ACCURACY:
         path = run.path / ACCURACY_TXT
         if not path.is_file():
@@ -220,8 +220,11 @@ def _unevaluated(run: SubmittedRun) -> Iterator[str]:
         digest = next((line.removeprefix("hash=") for line in reversed(lines) if line.startswith("hash=")), None)
         if digest != sha256(run.logs / ANSWERS):
             yield f"{path}: its hash is not that of {ANSWERS}; evaluate the run again: megatoken accuracy {run.path}"
-    elif run.role is Role.COMPLIANCE and len(run.verified()) != 1:
-        yield f"{run.path}: {len(run.verified())} files {VERIFIED}, expected one; run the compliance test again"
+    elif run.role is Role.COMPLIANCE:
+        for test in benchmark.compliance:
+            file = run.verified(test)
+            if not file.is_file():
+                yield f"{run.path}: no {file.relative_to(run.path)}; make it: megatoken verify {test} {run.path}"
 
 
 def _other_limits(run: SubmittedRun, benchmark: Benchmark) -> Iterator[str]:
