@@ -102,8 +102,8 @@ def test_summaries_say_another_target(findings):
     assert "target_qps: 395" in found.expected
     assert found.count == 18
     assert {place.line for place in found.where} == {32}
-    assert findings["configuration.rate", Severity.WARN].found == "runs with 390, 395"
-    assert "rate 390" in findings["nodes.settings", Severity.NOTE].found
+    assert findings["configuration.rate", Severity.WARN].found == "runs with 390, 395 samples/s"
+    assert "target rate 390 samples/s" in findings["nodes.settings", Severity.NOTE].found
 
 
 def test_seven_kinds_of_line_are_missing(findings):

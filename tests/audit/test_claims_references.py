@@ -70,8 +70,9 @@ def test_every_kind_of_entry_side_by_side(tmp_path):
     assert entries[2].output_tokens_per_second == 584.008
     assert entries[3].name == "5.1-0061:llama2-70b-99:Offline"
     claimed = [ratio for ratio in comparison.ratios if ratio.of == "vendor-blog.yaml#total"]
-    assert [ratio.basis for ratio in claimed] == ["total"]
-    assert not claimed[0].like_for_like
+    assert [ratio.basis for ratio in claimed] == ["total", "per_rack"]
+    assert [round(ratio.value, 6) for ratio in claimed] == [1, 1]  # the logs are those of the claim
+    assert not any(ratio.like_for_like for ratio in claimed)
 
 
 def test_a_folder_of_runs_is_repeats(tmp_path):

@@ -8,6 +8,7 @@ import operator
 import re
 import statistics
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Protocol
 
 from megatoken.errors import UsageError
@@ -149,6 +150,23 @@ def _number(node: ast.expr, names: Names) -> float:
     what = f"a list of {len(value)}" if isinstance(value, tuple) else f"the text {value!r}"
     hint = "sum, max, min, mean or median makes one number of it" if isinstance(value, tuple) else "try number(...)"
     raise FormulaError(f"{ast.unparse(node)} is {what}; {hint}")
+
+
+def exact(value: float) -> str:
+    """A number with all its digits, as somebody wrote it."""
+    if not 1e-6 <= abs(value) < 1e15:
+        return f"{value:g}"
+    text = f"{Decimal(repr(value)):,f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def beside(value: float | str, written: object) -> str:
+    """A recomputed number: as ``shown``, with no fewer decimals than the ``written`` one it stands beside."""
+    text = shown(value)
+    if isinstance(value, str) or not isinstance(written, float) or "e" in text:
+        return text
+    decimals = len(exact(written).partition(".")[2])
+    return text if len(text.partition(".")[2]) >= decimals else f"{value:,.{decimals}f}"
 
 
 def shown(value: float | str) -> str:

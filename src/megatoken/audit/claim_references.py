@@ -113,6 +113,7 @@ def _claim_entry(file: Path, name: str) -> Entry:
         output_tokens_per_second=claim.value,
         accelerators=_claimed_accelerators(claim),
         nodes=1 if claim.scope == "node" else None,
+        racks=1 if claim.scope == "rack" else None,
     )
 
 

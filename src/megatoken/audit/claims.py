@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatoken.audit.claim_facts import POWER, Facts, UnknownFactError, gather
-from megatoken.audit.claim_formula import FormulaError, NoResultError, Value, evaluate, shown
+from megatoken.audit.claim_formula import FormulaError, NoResultError, Value, beside, evaluate, exact
 from megatoken.audit.claim_lookups import Lookups
 from megatoken.audit.claim_ratio import judge_ratio
 from megatoken.audit.claim_schema import Answered, Claim, ClaimsFile, load_claims
@@ -150,11 +150,11 @@ def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Cl
     elif not agreeing:
         errors.insert(0, "arithmetic" if claim.is_number else "fact")
         by_any = " by any definition" if others else ""
-        reasons.insert(0, f"not {_claimed(claim)}{by_any}: recomputed {_amount(best)}")
+        reasons.insert(0, f"not {_claimed(claim)}{by_any}: recomputed {_amount(best, claim)}")
     if not errors:
-        reasons.insert(0, f"recomputed {_amount(best)}")
+        reasons.insert(0, f"recomputed {_amount(best, claim)}")
     if others:
-        alternatives = "; ".join(f"{name}: {_amount(result)}" for name, result in others.items())
+        alternatives = "; ".join(f"{name}: {_amount(result, claim)}" for name, result in others.items())
         reasons.append(f"that is by the definition {chosen!r}; others give {alternatives}")
     if lookups.uses_rates and claim.scope == "rack" and facts.sum_label:
         reasons.append(facts.sum_label)
@@ -200,11 +200,12 @@ def _ratio(claim: Claim, source: str, facts: Facts) -> ClaimAnswer:
     if _speaks_of_the_future(claim):
         errors.append("forecast sold as measurement")
         reasons.append("its words speak of what is to come")
+    found = f"{beside(judged.stated_value, claim.value)} {claim.unit} {judged.stated_basis}"
     if not agrees(claim, judged.stated_value):
         errors.append("arithmetic")
-        reasons.insert(0, f"not {_claimed(claim)}: {shown(judged.stated_value)} {claim.unit} {judged.stated_basis}")
+        reasons.insert(0, f"not {_claimed(claim)}: {found}")
     if not errors:
-        reasons.insert(0, f"recomputed {shown(judged.stated_value)} {claim.unit} {judged.stated_basis}")
+        reasons.insert(0, f"recomputed {found}")
     answer: Answered = "does not hold" if errors else "holds"
     if claim.ratio and claim.ratio.of.evidence and facts.sum_label:
         reasons.append(f"{claim.ratio.of.name}: {facts.sum_label}")
@@ -235,14 +236,15 @@ def agrees(claim: Claim, value: float | str) -> bool:
     return abs(value - claimed) <= margin
 
 
-def _amount(result: Recomputed) -> str:
-    return f"{shown(result.value)} {result.unit}".rstrip()
+def _amount(result: Recomputed, claim: Claim) -> str:
+    return f"{beside(result.value, claim.value)} {result.unit}".rstrip()
 
 
 def _claimed(claim: Claim) -> str:
     relation = "" if claim.relation == "equal" else f"{claim.relation} "
-    value = claim.value if isinstance(claim.value, str | float) else "yes" if claim.value else "no"
-    return f"{relation}{shown(value)} {claim.unit}".rstrip()
+    yes_or_text = claim.value if isinstance(claim.value, str) else "yes" if claim.value else "no"
+    value = exact(claim.value) if isinstance(claim.value, float) else yes_or_text
+    return f"{relation}{value} {claim.unit}".rstrip()
 
 
 def _single(value: Value) -> float | str:

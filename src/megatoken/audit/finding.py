@@ -97,7 +97,7 @@ class Ledger:
             title=check.title,
             expected=_list(dict.fromkeys(entry.expected, 1), len(entry.expected)),
             found=_list(entry.found, entry.count),
-            where=tuple(entry.where),
+            where=tuple(dict.fromkeys(entry.where)),
             why=check.why,
             count=entry.count,
         )

@@ -147,11 +147,15 @@ def plan_fleet(
     if 1 < len(need.levels) <= LONGEST_CURVE_SHOWN:
         tables.append(_curve(demand, need, base))
     shown = f"{demand.levels[0]:,.6g}" if len(demand.levels) == 1 else f"a peak of {max(demand.levels):,.6g}"
-    demand_input = Input("demand_peak", max(demand.levels), UNITS[demand.unit], demand.state, demand.source)
+    demand_inputs = [Input("demand_peak", max(demand.levels), UNITS[demand.unit], "given", "given")]
+    if len(demand.levels) > 1:
+        demand_inputs.append(
+            Input("demand_curve", len(demand.levels), "equal parts of a cycle", demand.state, demand.source)
+        )
     return Plan(
         kind="plan_fleet",
         title=f"Fleet for {shown} {UNITS[demand.unit]}",
-        inputs=tuple(dict.fromkeys([demand_input, *inputs])),  # both classes share assumptions
+        inputs=tuple(dict.fromkeys([*demand_inputs, *inputs])),  # both classes share assumptions
         results=tuple(results),
         tables=tuple(tables),
         profiles=profiles_document([profile] if profile else []),

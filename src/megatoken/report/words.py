@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any, TypeGuard
 
 ABSENT = "-"
@@ -108,6 +109,16 @@ def precise(value: object) -> str:
     if abs(value) >= 999.95:
         return f"{value:,.1f}".removesuffix(".0")
     return f"{value:.3e}" if 0 < abs(value) < 1e-6 else _trimmed(value)
+
+
+def exact(value: object) -> str:
+    """All digits of a number, as somebody wrote it."""
+    if not is_number(value):
+        return ABSENT
+    if value and not 1e-6 <= abs(value) < 1e15:
+        return f"{value:g}"
+    text = f"{Decimal(repr(value)):,f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def aligned(texts: Sequence[Any]) -> list[Any]:

@@ -94,7 +94,7 @@ class Aggregate:
     workload: dict[str, str | None]
     nodes: tuple[dict[str, Any], ...]
     accelerators: int | None
-    output_tokens: float
+    output_tokens: int
     sum_of_rates_tokens_per_second: float
     sum_label: str
     output_tokens_per_second_per_accelerator: float | None
@@ -167,7 +167,7 @@ def aggregate(
         workload={name: getattr(rows[0], name) for name in WORKLOAD},
         nodes=tuple(_node_document(row, median, stragglers) for row in rows),
         accelerators=accelerators,
-        output_tokens=sum(row.tokens for row in rows),
+        output_tokens=round(sum(row.tokens for row in rows)),
         sum_of_rates_tokens_per_second=total,
         sum_label=_sum_label(len(rows), overlap),
         output_tokens_per_second_per_accelerator=total / accelerators if accelerators else None,
@@ -330,7 +330,7 @@ def _node_document(row: NodeRow, median: float, stragglers: Stragglers) -> dict[
         "node": row.node,
         "output_tokens_per_second": rate,
         "output_tokens_per_second_per_accelerator": rate / row.accelerators if row.accelerators else None,
-        "output_tokens": row.tokens,
+        "output_tokens": round(row.tokens),
         "samples": row.samples,
         "duration_seconds": row.duration_seconds,
         "accelerators": row.accelerators,

@@ -41,6 +41,7 @@ class Entry:
     accelerator: str | None = None
     accelerators: int | None = None
     nodes: int | None = None
+    racks: int | None = None  # where nothing else says of how many a rate is
     verdict: str | None = None
     measured_watts: float | None = None
     repeats: tuple[float, ...] = ()
@@ -56,7 +57,7 @@ class Entry:
     def rack_is_measured(self) -> bool:
         """Whether the system is at least one whole rack."""
         rack = self._per_rack_accelerators
-        return bool(rack and self.accelerators and self.accelerators >= rack)
+        return bool(self.racks or (rack and self.accelerators and self.accelerators >= rack))
 
     @property
     def _per_rack_accelerators(self) -> int | None:
@@ -69,9 +70,12 @@ class Entry:
             "total": 1.0,
             "per_gpu": self.accelerators,
             "per_node": self.nodes,
-            "per_rack": self.accelerators / self._per_rack_accelerators
-            if self.accelerators and self._per_rack_accelerators
-            else None,
+            "per_rack": self.racks
+            or (
+                self.accelerators / self._per_rack_accelerators
+                if self.accelerators and self._per_rack_accelerators
+                else None
+            ),
         }[basis]
         return None if self.output_tokens_per_second is None or not per else self.output_tokens_per_second / per
 
@@ -161,7 +165,10 @@ def compare(entries: Sequence[Entry], *, title: str = "Comparison") -> Compariso
         raise UsageError("compare needs two results or more: run folders, folders of logs, published ids or claims")
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names):
-        raise UsageError(f"the same result is given twice: {max(names, key=names.count)}")
+        twice = max(names, key=names.count)
+        raise UsageError(
+            f"the same result is given twice: {twice}; an accelerator stands for its fastest published row"
+        )
     baseline, *others = entries
     return Comparison(
         title=title,
@@ -188,7 +195,7 @@ def ratios(of: Entry, to: Entry) -> list[Ratio]:
 def differences(of: Entry, to: Entry, basis: str) -> list[Difference]:
     """What keeps a ratio on ``basis`` from comparing like with like; the hardware generation and software do not."""
     found = [
-        Difference(name, _shown(getattr(of, name)), _shown(getattr(to, name)))
+        Difference(name.replace("_", " "), _shown(getattr(of, name)), _shown(getattr(to, name)))
         for name in MATCHED
         if _comparable(getattr(of, name)) != _comparable(getattr(to, name))
     ]

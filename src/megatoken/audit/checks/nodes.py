@@ -107,7 +107,7 @@ def _alike(runs: Sequence[Run]) -> Iterator[Observation]:
     for run in runs:
         figures = run.figures
         version = (figures.loadgen_version or "?").partition(" ")[0]
-        settings[f"rate {figures.target_qps}, LoadGen {version}, round {figures.round}"].append(run.node)
+        settings[f"target rate {_rate(figures.target_qps)}, LoadGen {version}, round {figures.round}"].append(run.node)
     found = "; ".join(f"{text} on {_names(nodes)}" for text, nodes in settings.items())
     yield observe(
         "nodes.settings",
@@ -130,6 +130,10 @@ def _alike(runs: Sequence[Run]) -> Iterator[Observation]:
             tuple(run.where() for run in odd or known[:1]),
             Severity.WARN,
         )
+
+
+def _rate(samples_per_second: float | None) -> str:
+    return "not said" if samples_per_second is None else f"{samples_per_second:g} samples/s"
 
 
 def _copies(runs: Sequence[Run]) -> Iterator[Observation]:

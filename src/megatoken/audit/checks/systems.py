@@ -95,8 +95,8 @@ def _sizing(configuration: Configuration, runs: Sequence[Run]) -> Iterator[Obser
         yield observe(
             "configuration.rate",
             not differing,
-            f"{key} {wanted:g} as configured",
-            f"runs with {', '.join(f'{rate:g}' for rate in rates[:10])}",
+            f"{key} {wanted:g} samples/s as configured",
+            f"runs with {', '.join(f'{rate:g}' for rate in rates[:10])} samples/s",
             (configuration.where(key), *(run.where("effective_target_qps") for run in differing[:20])),
             Severity.WARN,
         )

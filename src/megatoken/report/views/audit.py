@@ -9,7 +9,7 @@ from megatoken.report.blocks import Badge, Cell, Column, Fold, Section, Table, V
 from megatoken.report.documents import Document
 from megatoken.report.views.aggregate import aggregate_sections, node_figures
 from megatoken.report.views.common import records_table, view
-from megatoken.report.words import is_number, plain_text, precise
+from megatoken.report.words import exact, is_number, plain_text, precise
 
 KNOWN = ("findings", "counts", "claims", "aggregate", "nodes", "artefacts")
 SEVERITIES = {
@@ -152,7 +152,7 @@ def _claims(claims: Sequence[Document]) -> Iterator[Table]:
                 Words(claim.text("id"), "code"),
             ),
             _claimed(claim.part("claimed")),
-            _recomputed(claim.part("recomputed")),
+            _recomputed(claim.part("recomputed"), claim.part("claimed").values.get("value")),
             tuple(_reasons(claim)),
         )
         for claim in claims
@@ -167,20 +167,26 @@ def _answer(claim: Document) -> Badge:
 
 def _claimed(claimed: Document) -> tuple[Words, ...]:
     relation, scope = claimed.text("relation"), claimed.text("scope")
-    words = (relation if relation != "equal" else "", _amount(claimed))
+    value = claimed.values.get("value")
+    amount = exact(value) if is_number(value) else plain_text(value)
+    words = (relation if relation != "equal" else "", amount, claimed.text("unit"))
     return (Words(" ".join(filter(None, words))), *([Words(f"per {scope}", "quiet")] if scope else []))
 
 
-def _recomputed(recomputed: Document) -> tuple[Words, ...]:
+def _recomputed(recomputed: Document, claimed: object) -> tuple[Words, ...]:
+    """With as many decimals as the claim has, at least."""
     if not recomputed.values:
         return ()
     formula = recomputed.text("formula")
-    return (Words(_amount(recomputed), "strong"), *([Words(formula, "quiet")] if formula else []))
-
-
-def _amount(figure: Document) -> str:
-    value = figure.values.get("value")
-    return f"{precise(value) if is_number(value) else plain_text(value)} {figure.text('unit')}".rstrip()
+    value = recomputed.values.get("value")
+    amount = precise(value) if is_number(value) else plain_text(value)
+    decimals = len(exact(claimed).partition(".")[2])
+    if is_number(value) and len(amount.partition(".")[2]) < decimals and "e" not in amount:
+        amount = f"{value:,.{decimals}f}"
+    return (
+        Words(f"{amount} {recomputed.text('unit')}".rstrip(), "strong"),
+        *([Words(formula, "quiet")] if formula else []),
+    )
 
 
 def _reasons(claim: Document) -> Iterator[Words | Fold]:
