@@ -126,6 +126,12 @@ def scenario_of_another_benchmark(tree: Tree) -> None:
         moved(tree.described("SingleStream") / "sys_megatoken_Offline.json", "sys_megatoken_SingleStream.json")
 
 
+def scenario_in_lower_case(tree: Tree) -> None:
+    for folder in dict.fromkeys((tree.benchmark, tree.described().parent, tree.test06().parents[1])):
+        if (folder / "Offline").exists():
+            moved(folder / "Offline", "offline")
+
+
 def large(tree: Tree) -> None:
     with (tree.vendor / "README.md").open("wb") as file:
         file.truncate(51 * 2**20)
@@ -211,6 +217,7 @@ BREAKS: dict[str, Breaking] = {
     "no Server": ("P17", "Server or Interactive", (T, T, N), lambda t: without_scenario(t, "Server")),
     "no Offline": ("P17", "Offline and Server", (T, T, N), lambda t: without_scenario(t, "Offline")),
     "other scenario": ("P17", "Interactive, Offline, Server", (T, T, X), scenario_of_another_benchmark),
+    "scenario in lower case": ("P17", "offline", (N, N, N), scenario_in_lower_case),
     "unknown benchmark": ("P17", "llama2-70b-98", (T, T, T), lambda t: renamed_everywhere(t, "llama2-70b-98")),
     "no accuracy.txt": ("A1 A4", "accuracy.txt", (T, T, T), lambda t: (t.accuracy() / "accuracy.txt").unlink()),
     "no accuracy run": ("A1 A4", "missing", (T, T, T), lambda t: shutil.rmtree(t.accuracy())),

@@ -1,6 +1,7 @@
 """Trees built from real runs are accepted, by the check and by the audit, in both layouts and divisions."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,3 +42,19 @@ def test_the_figure_is_that_of_the_log(built: Callable[[str, str], Path]) -> Non
         key = {"Offline": "result_tokens_per_second", "Server": "result_completed_tokens_per_second"}
         line = f'"key": "{key[result["scenario"]]}", "value": {result["value"]:g},'
         assert line in (log / "mlperf_log_detail.txt").read_text()
+
+
+def test_results_of_endpoints_are_not_decided(built: Callable[[str, str], Path], tmp_path: Path) -> None:
+    root = Path(shutil.copytree(built("v6.1", "closed"), tmp_path / "tree"))
+    folder = root / "closed/Vendor/results/sys/gpt-oss-120b/Offline"
+    for name in (
+        "config.yaml",
+        "measurements.json",
+        "performance/result_summary.json",
+        "accuracy/accuracy_results.json",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    result = check(root)
+    assert (result.refusals, result.undecided) == ((), (str(folder.relative_to(root)),))
+    assert any(line.startswith(f"not decided: {folder.relative_to(root)}") for line in result.describe())

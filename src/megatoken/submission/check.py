@@ -14,6 +14,7 @@ from megatoken.audit.checks.systems import check_system
 from megatoken.audit.detail_log import read_detail_log
 from megatoken.audit.discovery import Tree, runs_in, walk
 from megatoken.audit.documents import systems_in
+from megatoken.audit.endpoints import is_endpoint_result
 from megatoken.audit.evidence import Role, System, Where
 from megatoken.audit.examine import Job
 from megatoken.audit.figures import round_of
@@ -55,6 +56,7 @@ class Check:
     round_is_given: bool
     problems: tuple[Problem, ...]
     results: tuple[tuple[str, str, Published], ...]  # division, submitter, figure
+    undecided: tuple[str, ...]  # folders of results of MLPerf Endpoints, whose rules are not these
 
     @property
     def refusals(self) -> tuple[Problem, ...]:
@@ -88,6 +90,7 @@ class Check:
             "mlcommons_checker": "refuses" if self.mlcommons_refuses else "accepts",
             "refusals": [problem.to_document() for problem in self.refusals],
             "warnings": [problem.to_document() for problem in self.warnings],
+            "undecided": list(self.undecided),
             "results": [
                 {
                     "division": division,
@@ -113,6 +116,8 @@ class Check:
             yield f"{len(self.warnings) - MOST_WARNINGS_SHOWN} more warnings: --json lists them"
         for division, submitter, result in self.results:
             yield f"{division}/{submitter} {result.key.path}: {result.value:,.6g} {result.unit}"
+        for folder in self.undecided:
+            yield f"not decided: {folder}: a result of MLPerf Endpoints, which megatoken audit examines"
         chosen = "" if self.round_is_given else ", the round of its seeds; --round names another"
         if not self.refusals:
             yield f"Accepted by the rules of {self.round}{chosen}"
@@ -175,11 +180,15 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
         judge.take(check_system(system, True))
         judge.take(check_system_values(system))
     results = []
+    undecided = []
     for one in submissions:
         judge.take(check_submission(tree, one, systems, judge.version))
+        undecided += [display(folder) for folder in one.results.values() if is_endpoint_result(tree, folder)]
         for figure in _check_results(tree, one, systems, names[one.path], chosen, judge):
             results.append((one.division, one.submitter, figure))
-    return Check(str(path), chosen, wanted is not None, tuple(judge.problems()), tuple(results))
+    return Check(
+        str(path), chosen, wanted is not None, tuple(judge.problems()), tuple(results), tuple(sorted(undecided))
+    )
 
 
 def _check_results(
@@ -188,6 +197,8 @@ def _check_results(
     layout = layout_of(round_)
     described = {system.name: system for system in systems if system.path.startswith(at(one, "systems/"))}
     for (system, model, scenario), folder in sorted(one.results.items()):
+        if is_endpoint_result(tree, folder):
+            continue
         key = Key(system, model, scenario)
         benchmark = benchmark_named(names, model)
         judge.take(check_scenario(one, key, folder, names.get(model, model), described.get(system), round_))

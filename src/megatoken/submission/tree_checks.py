@@ -35,13 +35,14 @@ def at(one: Submission, path: str) -> str:
 
 def benchmark_names(tree: Tree, one: Submission) -> dict[str, str]:
     """The benchmark that each model's folder of a submission stands for, by model_mapping.json in the open division."""
-    names = dict(ALIASES)
+    names: dict[str, str] = {}
     if one.division == "open" and at(one, MODEL_MAPPING) in tree.files:
         try:
             mapping, _, _ = read_json_object(tree.path(at(one, MODEL_MAPPING)))
         except UnreadableError:
             mapping = {}
-        names |= {model: name for model, name in mapping.items() if isinstance(name, str)}
+        names = {model: name for model, name in mapping.items() if isinstance(name, str)}
+    names |= ALIASES | {name: name for name in benchmarks()}  # a benchmark's own name cannot be mapped away
     return {model: names.get(model, model) for _, model, _ in one.results}
 
 
@@ -86,7 +87,11 @@ def check_scenario(
         named = chain.from_iterable(known.required.get(part, ()) for part in kinds)
         allowed = set(chain.from_iterable(choice.split("|") for choice in named)) or set(SCENARIOS.values())
         yield observe(
-            "check.scenario", key.scenario in allowed, f"one of {', '.join(sorted(allowed))}", key.scenario, place
+            "check.scenario",
+            SCENARIOS.get(key.scenario.lower()) in allowed,
+            f"one of {', '.join(sorted(allowed))}",
+            key.scenario,
+            place,
         )
 
 
