@@ -12,6 +12,8 @@ from typing import Any
 import yaml
 
 from megatoken.config import RunConfig
+from megatoken.datasets.mlperf import load_mlperf
+from megatoken.datasets.tables import SUFFIXES
 from megatoken.engine import Engine
 from megatoken.engine.checkpoint import Checkpoint, RandomWeights
 from megatoken.engine.config import ModelConfig
@@ -20,7 +22,7 @@ from megatoken.engine.memory import MemoryPlan, plan_memory
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, StorageError
 from megatoken.hardware.inventory import cpu
-from megatoken.harness.datasets import Dataset, load_lengths, load_openorca, load_prompts
+from megatoken.harness.datasets import Dataset, load_lengths, load_prompts
 from megatoken.harness.rules import DEFAULT_ROUND, ROUNDS
 
 THREADS_PER_CORE = 4  # more only wait for each other, and a typing error of two digits hangs the machine
@@ -148,16 +150,23 @@ def check_writable(folder: Path) -> None:
 
 def encoder(model: str) -> Callable[[str], list[int]] | None:
     """Text to token ids with the tokenizer of a checkpoint directory; None without one."""
+    tokenizer = _tokenizer(model)
+    return tokenizer.encode if tokenizer else None
+
+
+def _tokenizer(model: str) -> Tokenizer | None:
     file = Path(model) / "tokenizer.json"
-    return Tokenizer(file).encode if file.is_file() else None
+    return Tokenizer(file) if file.is_file() else None
 
 
 def _load_data_set(config: RunConfig, model: ModelConfig, memory: MemoryPlan) -> Dataset:
     vocabulary_size, max_length = model.vocabulary_size, memory.max_length
     if config.prompts is None:
         return load_lengths(config.lengths, vocabulary_size=vocabulary_size, max_length=max_length, seed=config.seed)
-    if config.prompts.suffix.lower() == ".pkl":
-        return load_openorca(config.prompts, vocabulary_size=vocabulary_size, max_length=max_length)
+    if config.prompts.suffix.lower() in SUFFIXES:
+        tokenizer = _tokenizer(config.model)
+        decode = tokenizer.decode if tokenizer else None
+        return load_mlperf(config.prompts, vocabulary_size=vocabulary_size, max_length=max_length, decode=decode)
     return load_prompts(
         config.prompts,
         encode=encoder(config.model),
