@@ -8,17 +8,22 @@ from pathlib import Path
 import pytest
 from report_documents import DOCUMENTS, audit_document
 
+from megatoken.audit import read_evidence as read
+from megatoken.audit.claim_references import comparison_entry
 from megatoken.report import save_document, write_report
+from megatoken.results.comparison import compare
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium")
+CLAIMS = Path(__file__).parents[2] / "examples" / "claims" / "vendor-blog.yaml"
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not CHROMIUM, reason="no chromium on this machine (Debian: apt-get install chromium)"),
 ]
 QUIET_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
-SIZES = {"desktop": (1280, 900), "phone": (360, 740)}
+SIZES = {"desktop": (1280, 900), "tablet": (768, 1024), "phone": (360, 740)}
+WIDTHS = (320, 390, 600, 641, 700, 820, 991, 993, 1024, 1920)
 PAGES = [*DOCUMENTS, "run", "rack"]
 
 
@@ -79,7 +84,38 @@ def test_a_page_fits_its_window_in_light_and_dark(name, address, visit, tmp_path
             sizes = f"{small}.filter(e => !e.ownerSVGElement).map(e => parseFloat(getComputedStyle(e).fontSize))"
             assert min(tab.evaluate(sizes)) >= 11
             shots[f"{size}-{scheme}"] = tab.screenshot(full_page=True, path=tmp_path / f"{name}-{size}-{scheme}.png")
-    assert len(set(shots.values())) == 4
+    assert len(set(shots.values())) == 2 * len(SIZES)
+
+
+def wider_than_the_window(tab) -> list[tuple[int, int]]:
+    """Widths at which a page would have to be pushed sideways, and how wide it is there."""
+    found = []
+    for width in WIDTHS:
+        tab.set_viewport_size({"width": width, "height": 900})
+        page_width = tab.evaluate("document.documentElement.scrollWidth")
+        column = "document.querySelector('main').getBoundingClientRect().right"
+        parts = "[...document.querySelectorAll('main > section > *')].map(e => e.getBoundingClientRect().right)"
+        if page_width > width or tab.evaluate(f"Math.max(...{parts}) > {column} + 1"):
+            found.append((width, page_width))
+    return found
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_width_makes_a_page_slide_sideways(name, address, visit):
+    assert wider_than_the_window(visit(address(name))) == []
+
+
+def test_many_results_side_by_side_fit(visit, tmp_path):
+    references = ("5.1-0008", "5.1-0016", "5.1-0061", "5.1-0098", "5.1-0072:llama3.1-405b:Offline")
+    entries = [comparison_entry(name, read, benchmark="llama2-70b-99", scenario="Offline") for name in references]
+    claimed = comparison_entry(f"{CLAIMS}#total", read, benchmark="llama2-70b-99", scenario="Offline")
+    _, page = save_document(compare([*entries, claimed]).to_document(), tmp_path)
+    tab = visit(page.as_uri())
+    assert wider_than_the_window(tab) == []
+    frame = tab.locator(".scroll", has=tab.locator("caption", has_text="What is compared"))
+    tab.set_viewport_size({"width": 1280, "height": 900})
+    frame.focus()
+    assert tab.evaluate("document.activeElement.getAttribute('role')") == "region"
 
 
 @pytest.mark.parametrize("name", ["audit", "comparison", "plan_cost", "rack"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megatoken.audit.claim_facts import Facts
-from megatoken.audit.claim_formula import shown
+from megatoken.audit.claim_formula import exact
 from megatoken.audit.claim_lookups import Lookups
 from megatoken.audit.claim_schema import RATE_UNITS, Claim
 from megatoken.results.comparison import Entry
@@ -30,7 +30,7 @@ def scope_error(claim: Claim, facts: Facts, lookups: Lookups) -> str | None:
             continue
         for scope, other in ranges.items():
             if scope != claim.scope and _fits(claim, other):
-                did = f"{shown(claim.value)} tokens/s is what {WORDS[scope]} did in {origin}"
+                did = f"{exact(claim.value)} tokens/s is what {WORDS[scope]} did in {origin}"
                 return f"{did}, not {WORDS[claim.scope]}, which did {_range(own)}"
     return None
 

@@ -130,13 +130,15 @@ class _Pen:
         heads = "".join(_head(column, named=index == 0) for index, column in enumerate(table.columns))
         rows = "".join(_row(table, index) for index in range(len(table.rows)))
         style, roles = ("stacked", ' role="table"') if table.stacked else ("", "")
+        widths = _widths(table)
+        style = " ".join(filter(None, (style, "fixed" if widths else "")))
         repeats = ' class="unseen"' if table.caption == self._heading else ""
         body, head = (' role="rowgroup"', ' role="row"') if table.stacked else ("", "")
         grid = (
             f'<table class="{style}"{roles}><caption id="{name}"{repeats}><span>{_text(table.caption)}</span></caption>'
-            f"{_widths(table)}<thead{body}><tr{head}>{heads}</tr></thead><tbody{body}>{rows}</tbody></table>"
+            f"{widths}<thead{body}><tr{head}>{heads}</tr></thead><tbody{body}>{rows}</tbody></table>"
         )
-        if not table.stacked:
+        if not widths:
             # What is likely to be scrolled must take the focus, or the keyboard could not scroll it.
             focus = (
                 f' role="region" tabindex="0" aria-labelledby="{name}"' if len(table.columns) > FITTING_COLUMNS else ""
@@ -172,8 +174,7 @@ def _row(table: Table, index: int) -> str:
         f"<td{cell}{_cell_class(column, content)}{_column_name(column, table.stacked)}>{_cell(content)}</td>"
         for column, content in zip(table.columns[1:], others, strict=True)
     )
-    name = _cell(first).replace("_", "_<wbr/>")
-    return f'<tr{row}{kind}><th scope="row"{head}>{name}</th>{cells}</tr>'
+    return f'<tr{row}{kind}><th scope="row"{head}>{_cell(first)}</th>{cells}</tr>'
 
 
 def _widths(table: Table) -> str:
@@ -201,7 +202,7 @@ def _head(column: Column, *, named: bool) -> str:
 
 def _cell(cell: Cell) -> str:
     if isinstance(cell, str):
-        return _text(cell)
+        return _breakable(cell)
     if isinstance(cell, Badge):
         return _badge(cell)
     return "".join(f"<div>{_part(part)}</div>" for part in cell)
@@ -218,10 +219,15 @@ def _part(part: Words | Badge | Fold) -> str:
 
 def _words(words: Words) -> str:
     if words.style == "code":
-        return f"<code>{_text(words.text).replace('/', '/<wbr/>')}</code>"
+        return f"<code>{_breakable(words.text)}</code>"
     if words.style == "strong":
         return f"<strong>{_text(words.text)}</strong>"
-    return f'<span class="quiet">{_text(words.text)}</span>' if words.style else _text(words.text)
+    return f'<span class="quiet">{_breakable(words.text)}</span>' if words.style else _breakable(words.text)
+
+
+def _breakable(words: str) -> str:
+    """Text whose names and paths may break where a reader would break them."""
+    return re.sub(r"([_/(])(?=\w)", r"\1<wbr/>", _text(words))
 
 
 def _badge(badge: Badge) -> str:

@@ -68,7 +68,9 @@ th .unit { font-size: .88em; white-space: nowrap; }
 td:last-child, thead th:last-child { padding-right: 0; }
 .number { text-align: right; } td.number { white-space: nowrap; }
 .facts td { overflow-wrap: anywhere; } td.long { min-width: 12rem; }
-.stacked tbody th { overflow-wrap: anywhere; min-width: 8rem; } td code { display: inline-block; min-width: 14ch; }
+.stacked tbody th { overflow-wrap: anywhere; min-width: 8rem; }
+.fixed { table-layout: fixed; } .fixed td { overflow-wrap: anywhere; } .fixed tbody th { min-width: 0; }
+td code { display: inline-block; min-width: 14ch; }
  table.facts th { width: 38%; overflow-wrap: anywhere; }
 fieldset { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; align-items: center; margin: .5rem 0 .75rem;
   padding: 0; border: 0; }
@@ -120,6 +122,16 @@ svg { display: block; width: 100%; height: auto; margin: .3rem 0 auto; }
 .data summary { padding: .35rem 0; font-weight: 400; font-size: .85rem; color: var(--quiet); }
 .data table { font-size: .85rem; }
 """
+TABLET = """
+@media screen and (max-width: 62rem) {
+  .stacked, .stacked tbody, .stacked tr, .stacked th, .stacked td, .stacked caption { display: block; }
+  .stacked thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+  .stacked tr { padding: .6rem 0; border-bottom: 1px solid var(--quiet); }
+  .stacked th, .stacked td { padding: .15rem 0; border: 0; text-align: left; white-space: normal; }
+  .stacked td[data-column]::before { content: attr(data-column) " "; color: var(--quiet); font-size: .82rem; }
+  .stacked td:empty { display: none; } .stacked td.long { min-width: 0; }
+}
+"""
 PHONE = """
 @media (max-width: 40rem) {
   body { padding: 1rem .8rem 2rem; }
@@ -128,12 +140,6 @@ PHONE = """
   th, td { padding: .38rem .4rem; } .scroll tbody th { min-width: 6rem; }
   nav a { padding: .4rem 0; }
   label { min-height: 2.5rem; }
-  .stacked, .stacked tbody, .stacked tr, .stacked th, .stacked td, .stacked caption { display: block; }
-  .stacked thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
-  .stacked tr { padding: .6rem 0; border-bottom: 1px solid var(--quiet); }
-  .stacked th, .stacked td { padding: .15rem 0; border: 0; text-align: left; white-space: normal; }
-  .stacked td[data-column]::before { content: attr(data-column) " "; color: var(--quiet); font-size: .82rem; }
-  .stacked td:empty { display: none; } .stacked td.long { min-width: 0; }
 }
 """
 PAPER = """
@@ -144,7 +150,7 @@ PAPER = """
   .scroll { overflow: visible; } .scroll th, .scroll td { padding: .25rem .3rem; }
   .facts { font-size: 8pt; } .facts th, .facts td { padding: .15rem .4rem; }
   footer, nav, .data { display: none; }
-  h2, summary, caption { break-after: avoid; } tr { break-inside: avoid; } thead { display: table-header-group; }
+  h2, summary, caption, thead { break-after: avoid; } tr { break-inside: avoid; } thead { display: table-header-group; }
   details::details-content { display: block; content-visibility: visible; height: auto; }
   * { print-color-adjust: exact; }
 }
@@ -153,6 +159,6 @@ CHOICE = "\n".join(f".chosen:has(.show-{kind}:not(:checked)) tr.is-{kind} {{ dis
 STYLE = (
     f"\n:root {{ color-scheme: light dark; {LIGHT} }}\n"
     f"@media (prefers-color-scheme: dark) {{ :root {{ {DARK} }} }}\n"
-    f"{PAGE}{TABLES}{CHARTS}{PHONE}{CHOICE}\n"
+    f"{PAGE}{TABLES}{CHARTS}{PHONE}{TABLET}{CHOICE}\n"
     f"@media print {{ :root {{ color-scheme: light; {LIGHT} }} }}\n{PAPER}"
 )

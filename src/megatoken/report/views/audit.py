@@ -139,7 +139,7 @@ def _place(place: Document) -> str:
 def _claims(claims: Sequence[Document]) -> Iterator[Table]:
     if not claims:
         return
-    heads = {"Answer": 20, "Claim": 24, "Claimed": 13, "Recomputed": 15, "Why": 28}
+    heads = {"Answer": 19, "Claim": 20, "Claimed": 12, "Recomputed": 22, "Why": 27}
     columns = tuple(Column(name, width_percent=width) for name, width in heads.items())
     rank = list(ANSWERS)
     claims = sorted(claims, key=lambda claim: rank.index(answer) if (answer := claim.text("answer")) in rank else -1)

@@ -60,11 +60,11 @@ FOOTER = "Made by megatoken from the files beside this page; the page can be mad
 
 def run_view(run: Run) -> View:
     """The report on a run folder."""
-    samples = Samples.of(run.requests)
+    samples, subject = Samples.of(run.requests), _subject(run)
     terms = DEFINITIONS | {"First and last token": f"Counted from: {run.result.get('latency_origin', 'unknown')}."}
     sections = (
         Section("Numbers", tuple(_metrics(run))),
-        Section("What ran, and on what", (Facts("What ran, and on what", _subject(run), folded=False),)),
+        Section("What ran, and on what", (Facts("What ran, and on what", subject, folded=False),) if subject else ()),
         Section("Over time", tuple(time_figures(run))),
         Section("Over samples", tuple(_sample_figures(run, samples))),
         Section("Goodput", tuple(_goodput(run, samples))),
