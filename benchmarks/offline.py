@@ -21,9 +21,9 @@ from megatoken.config import load_run_config
 from megatoken.engine import Engine, Request
 from megatoken.engine.config import SHAPES
 from megatoken.errors import MegatokenError
-from megatoken.harness.offline import run_offline
 from megatoken.harness.prepare import prepare
 from megatoken.harness.progress import Progress
+from megatoken.harness.run import run_scenario
 from megatoken.results import Run, read_run
 from megatoken.results.statistics import totals_over_time
 from megatoken.targets.in_process import InProcessTarget
@@ -113,7 +113,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         engine = prepared.build_engine()
         first_token_seconds = start(engine)
         before = gemm_bound_teraflops(engine, engine.memory_plan.max_rows, BOUND_SECONDS)
-        path = run_offline(config, prepared.data_set, InProcessTarget(engine), prepared.facts(), Progress())
+        path = run_scenario(config, prepared.data_set, InProcessTarget(engine), prepared.facts(), Progress())
         after = gemm_bound_teraflops(engine, engine.memory_plan.max_rows, BOUND_SECONDS)
     run = read_run(path)
     whole = ("output_tokens_per_second", "duration_seconds", "samples_completed", "samples_failed", "output_tokens")

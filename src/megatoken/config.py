@@ -9,13 +9,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from megatoken.engine.config import EngineConfig, Precision
 from megatoken.engine.request import Sampling
 from megatoken.errors import ConfigError
 
-FLAG_ALIASES = {"min_duration": "min_duration_seconds", "warm_up": "warm_up_seconds"}
+FLAG_ALIASES = {name: f"{name}_seconds" for name in ("min_duration", "warm_up", "probe", "ttft_limit", "tpot_limit")}
 
 
 def _no_boolean(value: Any) -> Any:
@@ -32,6 +41,8 @@ def _not_empty(value: Any) -> Any:
 
 Count = Annotated[PositiveInt, BeforeValidator(_no_boolean)]
 Seconds = Annotated[NonNegativeFloat, BeforeValidator(_no_boolean)]
+Rate = Annotated[PositiveFloat, BeforeValidator(_no_boolean)]
+Limit = Annotated[float, Field(ge=0.001, lt=1e6), BeforeValidator(_no_boolean)]  # LoadGen takes whole milliseconds
 Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_no_boolean)]
 GivenPath = Annotated[Path, BeforeValidator(_not_empty)]
 
@@ -64,9 +75,25 @@ class RunConfig(_Section):
     random_weights: bool = Field(default=False, description="take only the shape from the model, not its weights")
     seed: Seed = Field(default=0, description="seed of random weights and random prompts")
     precision: Precision = Field(default="bf16", description="number format of the weights")
-    scenario: Literal["offline"] = Field(default="offline", description="how load arrives")
+    scenario: Literal["offline", "server", "interactive", "singlestream"] = Field(
+        default="offline", description="how load arrives"
+    )
     mode: Literal["performance", "accuracy"] = Field(default="performance", description="accuracy logs every token id")
     rules: Literal["v5.1"] | None = Field(default=None, description="MLPerf round whose rules the run claims")
+    benchmark: Literal["llama2-70b", "llama3.1-405b", "llama3.1-8b", "llama3.1-8b-edge", "deepseek-r1"] | None = Field(
+        default=None, description="MLPerf benchmark to be held against; null: by the model's name, else llama2-70b"
+    )
+    rate: Rate | None = Field(
+        default=None, lt=1e6, description="samples/s offered (server, interactive); null: a share of the warm-up's"
+    )
+    find_rate: bool = Field(default=False, description="search the highest valid rate, then confirm it")
+    probe_seconds: Rate | None = Field(
+        default=None, lt=1e9, description="length of a probe of the search; null: derived"
+    )
+    ttft_limit_seconds: Limit | None = Field(default=None, description="p99 time to first token; null: the benchmark's")
+    tpot_limit_seconds: Limit | None = Field(default=None, description="p99 time per output token; null: likewise")
+    repeat: Count = Field(default=1, le=1000, description="runs of the same")
+    text: bool = Field(default=False, description="tokenise prompts and detokenise answers within the measured time")
     prompts: GivenPath | None = Field(default=None, description="prompts: JSON lines, or the OpenOrca pickle")
     lengths: GivenPath | None = Field(default=None, description="CSV of input_tokens,output_tokens")
     max_tokens: Count = Field(default=128, description="answer length of prompts that state none")
@@ -122,7 +149,9 @@ def load_run_config(path: Path | None, flags: Mapping[str, str | bool | None]) -
     ]
     if len(inputs) > 1:
         raise ConfigError(f"{' and '.join(inputs)}: give prompts or lengths, not both")
-    return _checked(RunConfig, settings)
+    config = _checked(RunConfig, settings)
+    _check_together(config, settings)
+    return config
 
 
 def load_answer_config(flags: Mapping[str, str | None]) -> AnswerConfig:
@@ -213,6 +242,23 @@ def _checked(schema: type[_Schema], settings: Mapping[str, _Setting]) -> _Schema
         return schema.model_validate(_nested(settings))
     except ValidationError as error:
         raise ConfigError(_explain(error, settings)) from None
+
+
+def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None:
+    """Refuses settings that exclude each other, at the place of the first."""
+
+    def refuse(key: str, why: str) -> None:
+        if key in settings and settings[key].value not in (None, False, "false"):
+            raise ConfigError(f"{settings[key].place}: {why}")
+
+    if config.scenario not in ("server", "interactive"):
+        for key in ("rate", "find_rate", "ttft_limit_seconds", "tpot_limit_seconds", "probe_seconds"):
+            refuse(key, f"only the scenarios server and interactive have it; this is {config.scenario}")
+    if config.find_rate:
+        for key in ("repeat", "samples"):
+            refuse(key, "not together with find_rate")
+        if config.mode == "accuracy":
+            refuse("find_rate", "accuracy mode has no rate to find; give --mode performance")
 
 
 def _nested(settings: Mapping[str, _Setting]) -> dict[str, Any]:

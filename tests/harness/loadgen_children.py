@@ -1,4 +1,4 @@
-"""What the LoadGen tests run in processes of their own, because LoadGen accepts one test a process."""
+"""Runs against targets of known answers, in processes of their own: they take signals over, or are killed."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,12 @@ from megatoken.config import RunConfig
 from megatoken.engine.request import Request
 from megatoken.errors import MegatokenError, RequestError
 from megatoken.hardware.telemetry import Telemetry
-from megatoken.harness import rules, stop
+from megatoken.harness import benchmarks, rules, stop
 from megatoken.harness.datasets import load_lengths
-from megatoken.harness.loadgen import OfflineSettings, OfflineTest, Seeds
-from megatoken.harness.offline import run_offline
 from megatoken.harness.progress import Progress
+from megatoken.harness.run import run_scenario
 from megatoken.targets import SampleEvent, TargetCounters
 
-SEEDS = Seeds(1, 2, 3)
 TIMEOUT_SECONDS = 200  # only a hang takes this long, however busy the machine
 
 
@@ -47,20 +46,6 @@ def call(name: str, **arguments: Any) -> Any:
         out, err = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0, err
     return json.loads(out)
-
-
-def loadgen(directory: str, tokens: list[int], settings: dict[str, Any], abandon_after: int | None = None) -> object:
-    """Completes each sample with ``tokens``, or the first ``abandon_after`` of them and no more."""
-    test = OfflineTest(OfflineSettings(**settings, seeds=SEEDS), Path(directory))
-    before_ns = time.monotonic_ns()
-    rows, issued_ns = test.start()
-    assert before_ns < issued_ns < time.monotonic_ns()
-    for sample in range(len(rows) if abandon_after is None else abandon_after):
-        test.complete(sample, len(tokens), tokens)
-    if abandon_after is not None:
-        test.abandon()
-    log = test.finish()
-    return {"rows": rows, "values": log.values, "errors": log.errors, "outstanding": test.outstanding}
 
 
 class PacedTarget:
@@ -128,7 +113,7 @@ class PacedTarget:
         self.cancel_all()
 
 
-def offline(
+def scenario(
     out: str,
     lengths: str,
     config: dict[str, Any],
@@ -141,11 +126,13 @@ def offline(
     data_set = load_lengths(Path(lengths), vocabulary_size=100, max_length=1000)
     if rules_seconds is not None:
         rows = len(data_set.requests)
-        rules.ROUNDS["v5.1"] = rules.Round("v5.1", rules.ROUNDS["v5.1"].seeds, rules_seconds, rows, rows)
+        rules.ROUNDS["v5.1"] = replace(rules.ROUNDS["v5.1"], min_duration_seconds=rules_seconds)
+        table = benchmarks._benchmarks()
+        table["llama2-70b"] = replace(table["llama2-70b"], rows=rows)
     settings = RunConfig(**{"out": out, "warm_up_seconds": 0.05, **config})
     facts = {"model": "paced", "memory_plan": {"pages": 8}}
     try:
-        path = run_offline(settings, data_set, PacedTarget(**target), facts, Progress(quiet=True))
+        path = run_scenario(settings, data_set, PacedTarget(**target), facts, Progress(quiet=True))
     except MegatokenError as error:
         return {"error": str(error)}
     return {"path": str(path)}

@@ -1,35 +1,80 @@
-"""LoadGen itself, through the binding. Every test asks for its own process."""
+"""LoadGen itself, in the process that holds it: every scenario, what it is told and what it logs."""
 
+import itertools
 import json
+import os
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
-from loadgen_children import SEEDS, call
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatoken.errors import StorageError
-from megatoken.harness.loadgen import LoadGenLog
+from megatoken.errors import MegatokenError, StorageError
+from megatoken.harness.loadgen import LoadGenTest, Seeds, TestSettings
+from megatoken.harness.loadgen_log import LoadGenLog
+from megatoken.harness.loadgen_wire import (
+    Completion,
+    FirstToken,
+    pack_answers,
+    pack_issued,
+    unpack_answers,
+    unpack_issued,
+)
+from megatoken.harness.schedule import PoissonSchedule
+
+SEEDS = Seeds(1, 2, 18209322760996052031)
 
 
-def settings(**changes: Any) -> dict[str, Any]:
-    return {
+def settings(**changes: Any) -> TestSettings:
+    given = {
+        "scenario": "offline",
         "mode": "performance",
+        "model": "llama2-70b",
         "library_rows": 64,
         "samples": 64,
         "min_duration_seconds": 0.0,
-        "target_samples_per_second": 1.0,
-        **changes,
+        "rate": 1.0,
+        "seeds": SEEDS,
     }
+    return TestSettings(**given | changes)
+
+
+class Answered:
+    """One test, each sample answered with the same tokens as soon as it is issued."""
+
+    def __init__(self, folder: Path, tokens: list[int], wanted: TestSettings, first_tokens: bool = True) -> None:
+        self.rows: list[int] = []
+        self.issued_ns: list[int] = []
+        before_ns = time.monotonic_ns()
+        with LoadGenTest(wanted, folder) as test:
+            while not (test.all_issued and not test.outstanding):
+                for query in test.take_issued(timeout_seconds=0.1):
+                    assert before_ns < query.issued_ns < time.monotonic_ns()
+                    for row in query.rows:
+                        if first_tokens and wanted.scenario != "offline" and tokens:
+                            test.first_token(len(self.rows), tokens[0])
+                        test.complete(len(self.rows), len(tokens), tokens)
+                        self.rows.append(row)
+                        self.issued_ns.append(query.issued_ns)
+                test.flush()
+            assert test.issued == len(self.rows)
+            log = test.finish()
+        self.values, self.errors = log.values, log.errors
 
 
 def test_a_performance_run_issues_every_row_once_and_counts_tokens(tmp_path: Path) -> None:
-    answer = call("loadgen", directory=str(tmp_path), tokens=[5, 6, 7], settings=settings())
-    assert sorted(answer["rows"]) == list(range(64))
-    assert answer["rows"] != list(range(64))
-    assert answer["errors"] == []
-    assert answer["outstanding"] == 0
-    values = answer["values"]
+    answered = Answered(tmp_path, [5, 6, 7], settings())
+    assert sorted(answered.rows) == list(range(64))
+    assert answered.rows != list(range(64))
+    assert answered.errors == []
+    values = answered.values
     assert values["result_validity"] == "VALID"
     assert values["requested_use_token_latencies"] is True
     assert values["effective_qsl_rng_seed"] == SEEDS.qsl
@@ -47,13 +92,12 @@ def test_a_performance_run_issues_every_row_once_and_counts_tokens(tmp_path: Pat
 
 
 def test_whole_passes_issue_every_row_equally_often(tmp_path: Path) -> None:
-    answer = call("loadgen", directory=str(tmp_path), tokens=[1, 2], settings=settings(samples=130))
-    assert Counter(answer["rows"]) == dict.fromkeys(range(64), 3)
+    assert Counter(Answered(tmp_path, [1, 2], settings(samples=130)).rows) == dict.fromkeys(range(64), 3)
 
 
 def test_what_is_left_out_comes_from_mlperf_conf(tmp_path: Path) -> None:
     left_out = settings(library_rows=24_576, samples=None, min_duration_seconds=None)
-    values = call("loadgen", directory=str(tmp_path), tokens=[1, 2], settings=left_out)["values"]
+    values = Answered(tmp_path, [1, 2], left_out).values
     assert values["effective_samples_per_query"] == 24_576
     assert values["effective_min_duration_ms"] == 600_000
     assert values["effective_sample_concatenate_permutation"] is True
@@ -61,48 +105,140 @@ def test_what_is_left_out_comes_from_mlperf_conf(tmp_path: Path) -> None:
     assert (tmp_path / "user.conf").read_text().split("\n")[0] == "*.Offline.target_qps = 1"
 
 
-def test_accuracy_mode_keeps_the_tokens_as_little_endian_int32(tmp_path: Path) -> None:
+def test_server_issues_at_the_times_that_its_seed_gives(tmp_path: Path) -> None:
+    wanted = settings(scenario="server", library_rows=600, samples=600, rate=300.0)
+    answered = Answered(tmp_path, [5, 6], wanted)
+    assert sorted(answered.rows) == list(range(600))
+    values = answered.values
+    assert values["result_validity"] == "VALID"
+    assert values["requested_server_ttft_latency"], values["requested_server_tpot_latency"] == (2e9, 2e8)
+    assert values["result_scheduled_samples_per_sec"] == pytest.approx(
+        PoissonSchedule(SEEDS.schedule, 300.0).mean_rate(601), rel=0.01
+    )
+    schedule = PoissonSchedule(SEEDS.schedule, 300.0)
+    lag_ns = np.array(answered.issued_ns) - np.array([schedule.due_ns(query) for query in range(600)])
+    lag_ns -= lag_ns.min()
+    assert np.median(lag_ns) < 2e6  # other arrivals would be off by many gaps of 3.3 ms
+    # LoadGen's own times to first token, from when it says that queries were due, begin where ours do.
+    assert values["result_first_token_50.00_percentile_latency_ns"] > np.median(lag_ns)
+
+
+def test_interactive_has_the_tighter_limits_and_the_users_limits_replace_them(tmp_path: Path) -> None:
+    interactive = settings(scenario="interactive", model="llama2-70b-interactive", rate=5000.0, samples=64)
+    values = Answered(tmp_path, [5, 6], interactive).values
+    assert (values["requested_server_ttft_latency"], values["requested_server_tpot_latency"]) == (450e6, 40e6)
+    assert values["effective_scenario"] == "Server"
+    given = settings(scenario="server", rate=5000.0, ttft_limit_seconds=0.7, tpot_limit_seconds=0.03)
+    values = Answered(tmp_path, [5, 6], given).values
+    assert (values["requested_server_ttft_latency"], values["requested_server_tpot_latency"]) == (700e6, 30e6)
+
+
+def test_few_queries_are_not_valid_and_loadgen_says_no_word_about_it(tmp_path: Path) -> None:
+    values = Answered(tmp_path, [5, 6], settings(scenario="server", rate=5000.0)).values
+    assert (values["result_validity"], values["early_stopping_met"]) == ("INVALID", False)
+    assert values["result_perf_constraints_met"] is True
+    assert not values.get("result_invalid_reason")
+
+
+def test_a_first_token_that_nobody_told_of_is_an_error(tmp_path: Path) -> None:
+    answered = Answered(tmp_path, [5, 6], settings(scenario="server", rate=5000.0), first_tokens=False)
+    assert len(answered.errors) == 64
+
+
+def test_single_stream_issues_one_after_the_other(tmp_path: Path) -> None:
+    answered = Answered(tmp_path, [5, 6], settings(scenario="singlestream", library_rows=80, samples=79, rate=10.0))
+    assert sorted(answered.rows) == list(range(80))
+    assert answered.values["result_validity"] == "VALID"
+    assert answered.errors == []
+    gaps = np.diff(answered.issued_ns)
+    assert gaps.min() > 0
+    assert answered.values["result_90.00_percentile_latency_ns"] <= gaps.max()
+
+
+@pytest.mark.parametrize("scenario", ["offline", "server", "singlestream"])
+def test_accuracy_mode_keeps_the_tokens_as_little_endian_int32(tmp_path: Path, scenario: str) -> None:
     tokens = [1, 2**31 - 1, 256]
-    accuracy = settings(mode="accuracy", samples=3)
-    answer = call("loadgen", directory=str(tmp_path), tokens=tokens, settings=accuracy)
-    assert sorted(answer["rows"]) == list(range(64))
-    assert answer["errors"] == []
+    accuracy = settings(scenario=scenario, mode="accuracy", samples=3, rate=2000.0)
+    answered = Answered(tmp_path, tokens, accuracy)
+    assert sorted(answered.rows) == list(range(64))
+    assert answered.errors == []
     entries = json.loads((tmp_path / "mlperf_log_accuracy.json").read_text())
     assert sorted(entry["qsl_idx"] for entry in entries) == list(range(64))
     for entry in entries:
         assert entry["token_count"] == 3
         assert bytes.fromhex(entry["data"]) == b"".join(token.to_bytes(4, "little") for token in tokens)
+        if scenario == "server":
+            assert bytes.fromhex(entry["token_data"]) == tokens[0].to_bytes(4, "little")
 
 
 @pytest.mark.parametrize("tokens", [[], [9]])
 def test_fewer_than_two_tokens_are_an_error_in_the_log_for_each_sample(tmp_path: Path, tokens: list[int]) -> None:
-    answer = call("loadgen", directory=str(tmp_path), tokens=tokens, settings=settings())
-    assert len(answer["errors"]) == 64
-    assert answer["values"]["num_errors"] == 64
+    answered = Answered(tmp_path, tokens, settings())
+    assert len(answered.errors) == 64
+    assert answered.values["num_errors"] == 64
 
 
-def test_an_abandoned_test_ends_and_its_log_cannot_pass_for_a_result(tmp_path: Path) -> None:
-    answer = call("loadgen", directory=str(tmp_path), tokens=[1, 2], settings=settings(), abandon_after=5)
-    assert answer["outstanding"] == 0
-    assert answer["values"]["num_errors"] == 1
-    marker, summary = tmp_path / "ABANDONED.txt", tmp_path / "mlperf_log_summary.txt"
-    assert "Result is : VALID" in summary.read_text()
-    assert marker.read_text().startswith("The run was interrupted and 59 of its 64 samples got empty answers, so")
-    assert marker.stat().st_mtime_ns < summary.stat().st_mtime_ns
+@pytest.mark.parametrize(("scenario", "issued"), [("offline", 64), ("server", None)])
+def test_a_test_that_is_left_ends_at_once_and_its_logs_cannot_pass_for_a_result(
+    tmp_path: Path, scenario: str, issued: int | None
+) -> None:
+    began = time.monotonic()
+    with LoadGenTest(settings(scenario=scenario, min_duration_seconds=500.0, rate=20.0), tmp_path) as test:
+        while test.issued < 5:
+            test.take_issued(timeout_seconds=0.1)
+        for sample in range(5):
+            test.first_token(sample, 1)
+            test.complete(sample, 2)
+        test.flush()
+        (process,) = [one for one in psutil.Process().children() if "loadgen_process" in " ".join(one.cmdline())]
+    assert time.monotonic() - began < 60  # LoadGen would go on for 500 s
+    assert not process.is_running()
+    assert issued in (None, test.issued)
+    words = (tmp_path / "ABANDONED.txt").read_text()
+    assert words.startswith(f"The run was interrupted when {test.issued - 5:,} of the {test.issued:,} samples issued")
+    assert "Result is" not in (tmp_path / "mlperf_log_summary.txt").read_text()
+
+
+def test_many_tests_follow_each_other_in_one_process(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / str(number)).mkdir()
+        answered = Answered(tmp_path / str(number), [1, 2], settings(scenario="server", rate=5000.0))
+        assert answered.errors == []  # a second configuration in LoadGen's process would be one
+
+
+def test_a_process_that_dies_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+    with (
+        pytest.raises(MegatokenError, match="LoadGen's process ended with code -9: it said nothing"),
+        LoadGenTest(settings(scenario="server", rate=20.0), tmp_path) as test,
+    ):
+        test.take_issued(timeout_seconds=5)
+        (process,) = [one for one in psutil.Process().children() if "loadgen_process" in " ".join(one.cmdline())]
+        process.kill()
+        while True:
+            test.take_issued(timeout_seconds=0.1)
+
+
+def test_settings_that_loadgen_refuses_are_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "no directory"
+    with pytest.raises(StorageError, match="user.conf"), LoadGenTest(settings(), folder):
+        pass
+    with pytest.raises(MegatokenError, match="LoadGen"), LoadGenTest(settings(rate=float("nan")), tmp_path) as test:
+        for _ in itertools.count():
+            test.take_issued(timeout_seconds=0.1)
 
 
 def test_an_audit_file_in_the_working_directory_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "audit.config").write_text("*.*.min_query_count = 5\n*.*.performance_sample_count_override = 5\n")
+    (tmp_path / "json.py").write_text("raise RuntimeError('not that json')\n")
     (tmp_path / "logs").mkdir()
     monkeypatch.chdir(tmp_path)
-    answer = call("loadgen", directory=str(tmp_path / "logs"), tokens=[1, 2], settings=settings())
-    assert len(answer["rows"]) == 64
+    assert len(Answered(tmp_path / "logs", [1, 2], settings()).rows) == 64
 
 
 def test_a_log_that_the_disk_cut_off_is_no_log(tmp_path: Path) -> None:
-    call("loadgen", directory=str(tmp_path), tokens=[1, 2], settings=settings())
+    Answered(tmp_path, [1, 2], settings())
     path = tmp_path / "mlperf_log_detail.txt"
     whole = path.read_bytes()
     assert LoadGenLog.read(tmp_path, last_key="num_errors").values["num_errors"] == 0
@@ -117,3 +253,42 @@ def test_a_log_that_the_disk_cut_off_is_no_log(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(StorageError, match=r"mlperf_log_detail\.txt"):
         LoadGenLog.read(tmp_path, last_key="num_errors")
+
+
+numbers = st.integers(0, 2**40)
+token_ids = st.integers(0, 2**31 - 1)
+
+
+@given(
+    st.lists(st.builds(FirstToken, numbers, token_ids), max_size=9),
+    st.lists(st.builds(Completion, numbers, numbers, st.lists(token_ids, max_size=9)), max_size=9),
+)
+def test_answers_survive_the_way(first: list[FirstToken], completions: list[Completion]) -> None:
+    firsts, heads, ids = unpack_answers(pack_answers(first, completions))
+    assert firsts.tolist() == [list(one) for one in first]
+    assert heads.tolist() == [[one.sample, one.output_tokens, len(one.token_ids)] for one in completions]
+    assert ids.tolist() == [token for one in completions for token in one.token_ids]
+
+
+@given(numbers, st.lists(numbers, max_size=9))
+def test_issued_samples_survive_the_way(issued_ns: int, rows: list[int]) -> None:
+    issued = unpack_issued(pack_issued(issued_ns, rows))
+    assert (issued.issued_ns, issued.rows) == (issued_ns, rows)
+
+
+def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from megatoken.harness.loadgen import *\n"
+        "wanted = TestSettings('server', 'performance', 'llama2-70b', 64, 64, 500.0, 20.0, Seeds(1, 2, 3))\n"
+        "test = LoadGenTest(wanted, Path(sys.argv[1])).__enter__(); test.take_issued(30); print('up', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    parent = psutil.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, env=environment)
+    assert parent.stdout.readline() == b"up\n"
+    (child,) = parent.children()
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    gone, alive = psutil.wait_procs([child], timeout=30)
+    assert not alive

@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from megatoken.harness.loadgen import LoadGenLog
-from megatoken.harness.rules import ROUNDS, UnmetRule, judge, unmet_rules
+from megatoken.harness.loadgen_log import LoadGenLog
+from megatoken.harness.rules import ROUNDS, Observed, UnmetRule, judge, unmet_rules
 from megatoken.results import Verdict
 
 V51 = ROUNDS["v5.1"]
@@ -25,7 +25,7 @@ GOOD = {
 def unmet(
     errors: tuple[str, ...] = (), mode: str = "performance", data_set_rows: int = 24_576, **changes: Any
 ) -> list[UnmetRule]:
-    return unmet_rules(V51, mode, LoadGenLog({**GOOD, **changes}, list(errors)), data_set_rows)
+    return unmet_rules(V51, LoadGenLog({**GOOD, **changes}, list(errors)), Observed("offline", mode, data_set_rows))
 
 
 def test_a_log_that_meets_everything() -> None:
@@ -87,8 +87,8 @@ def test_the_edges_of_duration_and_count_are_allowed() -> None:
 
 def test_accuracy_logs_have_no_speed_to_judge() -> None:
     values = {"qsl_reported_total_count": 24_576}
-    assert unmet_rules(V51, "accuracy", LoadGenLog(values, []), 24_576) == []
-    (rule,) = unmet_rules(V51, "accuracy", LoadGenLog({"qsl_reported_total_count": 8}, []), 24_576)
+    assert unmet_rules(V51, LoadGenLog(values, []), Observed("offline", "accuracy", 24_576)) == []
+    (rule,) = unmet_rules(V51, LoadGenLog({"qsl_reported_total_count": 8}, []), Observed("offline", "accuracy", 24_576))
     assert rule["code"] == "DATA_SET_SIZE"
 
 

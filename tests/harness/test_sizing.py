@@ -14,7 +14,8 @@ from megatoken.engine.request import Request
 from megatoken.hardware.telemetry import Telemetry
 from megatoken.harness import sizing
 from megatoken.harness.datasets import Dataset, load_lengths, load_prompts
-from megatoken.harness.sizing import estimate_rate, library_to_data_set, plan_offline, seconds_to_fill
+from megatoken.harness.loadgen_plan import library_to_data_set, plan_test, seconds_to_fill
+from megatoken.harness.sizing import estimate_rate
 from megatoken.targets import SampleEvent, TargetCounters
 
 rows_of_data = st.integers(1, 30_000)
@@ -33,16 +34,16 @@ def loadgen_count(minimum: int, seconds: float, rate: float, library_rows: int) 
 def test_without_rules_exactly_the_samples_asked_for(
     rows: int, rate: float, samples: int, seconds: float | None
 ) -> None:
-    plan = plan_offline(RunConfig(samples=samples, min_duration_seconds=seconds), rows, rate)
+    plan = plan_test(RunConfig(samples=samples, min_duration_seconds=seconds), rows, rate)
     assert plan.samples is not None and plan.min_duration_seconds is not None
-    count = loadgen_count(plan.samples, plan.min_duration_seconds, plan.target_samples_per_second, plan.library_rows)
+    count = loadgen_count(plan.samples, plan.min_duration_seconds, plan.rate, plan.library_rows)
     assert count == samples
     assert plan.min_duration_seconds == (seconds or 0)
 
 
 @given(rows_of_data, rates, durations.filter(lambda seconds: seconds != 0))
 def test_without_samples_enough_for_the_duration(rows: int, rate: float, seconds: float | None) -> None:
-    plan = plan_offline(RunConfig(min_duration_seconds=seconds), rows, rate)
+    plan = plan_test(RunConfig(min_duration_seconds=seconds), rows, rate)
     assert plan.samples is not None
     assert plan.samples == plan.library_rows
     assert plan.samples == pytest.approx(max(1, 1.1 * rate * (15 if seconds is None else 1.2 * seconds)), abs=1)
@@ -50,34 +51,34 @@ def test_without_samples_enough_for_the_duration(rows: int, rate: float, seconds
 
 
 def test_no_duration_and_no_samples_is_one_pass() -> None:
-    assert plan_offline(RunConfig(min_duration_seconds=0), 123, 5.0).samples == 123
+    assert plan_test(RunConfig(min_duration_seconds=0), 123, 5.0).samples == 123
 
 
 @given(rows_of_data, rates, durations)
 def test_claimed_rules_leave_count_and_duration_to_loadgen(rows: int, rate: float, seconds: float | None) -> None:
-    plan = plan_offline(RunConfig(rules="v5.1", min_duration_seconds=seconds), rows, rate)
+    plan = plan_test(RunConfig(rules="v5.1", min_duration_seconds=seconds), rows, rate)
     assert (plan.library_rows, plan.samples, plan.min_duration_seconds) == (rows, None, seconds)
-    assert plan.target_samples_per_second == pytest.approx(1.2 * rate)
+    assert plan.rate == pytest.approx(1.2 * rate)
 
 
 @given(rows_of_data, rates, st.integers(1, 100_000), durations)
 def test_claimed_rules_cut_short_issue_exactly_the_samples(
     rows: int, rate: float, samples: int, seconds: float | None
 ) -> None:
-    plan = plan_offline(RunConfig(rules="v5.1", samples=samples, min_duration_seconds=seconds), rows, rate)
+    plan = plan_test(RunConfig(rules="v5.1", samples=samples, min_duration_seconds=seconds), rows, rate)
     assert plan.samples == samples
     if samples < max(rows, 24_576):
         assert plan.min_duration_seconds == (600 if seconds is None else seconds)
-        count = loadgen_count(samples, plan.min_duration_seconds, plan.target_samples_per_second, plan.library_rows)
+        count = loadgen_count(samples, plan.min_duration_seconds, plan.rate, plan.library_rows)
         assert count == samples
     else:
         assert (plan.library_rows, plan.min_duration_seconds) == (rows, seconds)
 
 
 def test_accuracy_takes_every_row_once() -> None:
-    assert plan_offline(RunConfig(mode="accuracy"), 123, 5.0).library_rows == 123
-    assert plan_offline(RunConfig(mode="accuracy", rules="v5.1"), 123, 5.0).library_rows == 123
-    assert plan_offline(RunConfig(mode="accuracy", samples=7), 123, 5.0).library_rows == 7
+    assert plan_test(RunConfig(mode="accuracy"), 123, 5.0).library_rows == 123
+    assert plan_test(RunConfig(mode="accuracy", rules="v5.1"), 123, 5.0).library_rows == 123
+    assert plan_test(RunConfig(mode="accuracy", samples=7), 123, 5.0).library_rows == 7
 
 
 @given(st.integers(1, 500), st.integers(1, 500))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megatoken.cli.flags import FLAGS
 from megatoken.cli.streams import standard_output
-from megatoken.errors import ExitCode
+from megatoken.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from megatoken.harness.prepare import Prepared
@@ -22,12 +23,15 @@ def run(
     model: Annotated[str | None, typer.Option(metavar="DIR|SHAPE", help="Checkpoint directory or named shape.")] = None,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Take only DIR's shape.")] = False,
     precision: Annotated[str | None, typer.Option(metavar="fp32|bf16|fp8")] = None,
-    scenario: Annotated[str | None, typer.Option(metavar="offline")] = None,
+    scenario: Annotated[str | None, typer.Option(metavar="offline|server|interactive|singlestream")] = None,
     mode: Annotated[str | None, typer.Option(metavar="performance|accuracy")] = None,
     prompts: Annotated[str | None, typer.Option(metavar="FILE", help="Prompts: JSON lines or OpenOrca pickle.")] = None,
     lengths: Annotated[str | None, typer.Option(metavar="FILE", help="CSV of token lengths.")] = None,
     samples: Annotated[str | None, typer.Option(metavar="N", help="Samples to issue.")] = None,
     min_duration: Annotated[str | None, typer.Option(metavar="SECONDS", help="Shortest duration of the run.")] = None,
+    rate: Annotated[str | None, typer.Option(metavar="SAMPLES/S", help="Rate offered in server, interactive.")] = None,
+    find_rate: Annotated[bool, typer.Option("--find-rate", help="Search the highest valid rate, confirm it.")] = False,
+    repeat: Annotated[str | None, typer.Option(metavar="N", help="Runs of the same.")] = None,
     rules: Annotated[str | None, typer.Option(metavar="v5.1", help="MLPerf round whose rules the run claims.")] = None,
     out: Annotated[str | None, typer.Option(metavar="DIR", help="Folder that receives the run folder.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan and write nothing.")] = False,
@@ -46,6 +50,9 @@ def run(
         "lengths": lengths,
         "samples": samples,
         "min-duration": min_duration,
+        "rate": rate,
+        "find-rate": find_rate or None,
+        "repeat": repeat,
         "rules": rules,
         "out": out,
     }
@@ -64,8 +71,11 @@ def run(
 
     from megatoken.report import show, write_report
     from megatoken.results import read_run
+    from megatoken.results.repeats import read_repeats
 
     with standard_output(f"the run is in {path}"):
+        if (repeats := read_repeats(path)) is not None:
+            return _show_repeats(path, repeats, json_only)
         write_report(path)
         finished = read_run(path)
         if json_only:
@@ -75,10 +85,25 @@ def run(
     return finished.verdict.exit_code
 
 
+def _show_repeats(path: Path, repeats: Mapping[str, Any], json_only: bool) -> int:
+    """Prints what equal runs say together; each has its report in its folder."""
+    from megatoken.report import write_report
+    from megatoken.results import Verdict
+    from megatoken.results.repeats import describe_repeats
+
+    for name in repeats["runs"]:
+        write_report(path / name)
+    if json_only:
+        print(json.dumps({**repeats, "run_folder": str(path)}, indent=2))
+    else:
+        print("\n".join([*describe_repeats(repeats), f"Run folders: {path}"]))
+    return Verdict(repeats["verdict"]).exit_code
+
+
 def _measure(prepared: Prepared, quiet: bool) -> Path:
     """Loads the weights and runs the measurement; returns the run folder."""
-    from megatoken.harness.offline import run_offline
     from megatoken.harness.progress import Progress
+    from megatoken.harness.run import run_scenario
     from megatoken.targets.in_process import InProcessTarget
 
     progress = Progress(quiet)
@@ -86,7 +111,10 @@ def _measure(prepared: Prepared, quiet: bool) -> Path:
         progress.note(f"note: {note}")
     progress.stage(f"loading {prepared.model.name} in {prepared.config.precision}")
     try:
-        target = InProcessTarget(prepared.build_engine())
-        return run_offline(prepared.config, prepared.data_set, target, prepared.facts(), progress)
+        engine = prepared.build_engine()
+        if prepared.config.text and engine.tokenizer is None:
+            raise UsageError(f"text: {prepared.model.name} has no tokenizer.json; add it to the model's folder")
+        target = InProcessTarget(engine)
+        return run_scenario(prepared.config, prepared.data_set, target, prepared.facts(), progress, engine.tokenizer)
     finally:
         progress.clear()

@@ -1,29 +1,48 @@
-"""MLPerf LoadGen's Offline test: start it, take its one query, complete its samples, read what it logged.
+"""One test of MLPerf's LoadGen, in a process of its own: start it, take what it issues, answer, read its log.
 
-LoadGen blocks the thread that starts a test and cannot be stopped from outside, so it gets a thread of its own and the
-main thread stays free for signals. Its response ids are addresses in this process. It accepts one test a process.
+Times are ``time.monotonic_ns()``, a clock that all processes of a machine share and nobody sets. LoadGen's own is the
+wall clock (std::chrono::high_resolution_clock is that in GNU's library).
 """
 
 from __future__ import annotations
 
 import json
-import queue
-import threading
-import time
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from fcntl import F_SETPIPE_SZ, fcntl
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Literal, Never, Self
 
 from megatoken.errors import MegatokenError, StorageError
+from megatoken.harness.loadgen_log import LoadGenLog
+from megatoken.harness.loadgen_wire import (
+    ALL_ISSUED,
+    ENDED,
+    FAILED,
+    ISSUED,
+    Completion,
+    FirstToken,
+    Issued,
+    pack_answers,
+    unpack_issued,
+)
 from megatoken.results.files import write_text
 
-MODEL = "llama2-70b"  # the name that switches LoadGen's token metrics on
+Scenario = Literal["offline", "server", "interactive", "singlestream"]
+LOADGEN_SCENARIOS: dict[str, str] = {
+    "offline": "Offline",
+    "server": "Server",
+    "interactive": "Server",  # with the limits of another model name
+    "singlestream": "SingleStream",
+}
 ABANDONED = "ABANDONED.txt"
-_LOG_PREFIX = ":::MLLOG "
+PIPE_BYTES = 2**20  # an engine may be busy with one step while thousands of samples come due
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,182 +55,226 @@ class Seeds:
 
 
 @dataclass(frozen=True, slots=True)
-class OfflineSettings:
+class TestSettings:
     """What LoadGen is asked for. None leaves the value of LoadGen's built-in mlperf.conf.
 
-    In performance mode LoadGen issues max(samples, 1.1 x min_duration_seconds x target_samples_per_second), rounded up
-    to whole passes over its library; in accuracy mode every row of the library once.
+    In performance mode LoadGen draws whole passes over its library. Offline issues max(samples, 1.1 x
+    min_duration_seconds x rate) at once, rounded up to passes; Server the first whole passes that have ``samples`` and
+    whose last sample is due at ``min_duration_seconds`` or later; SingleStream ends once it has issued ``samples`` and
+    the duration is over. In accuracy mode every row of the library is issued once.
+
+    Attributes:
+        scenario: Interactive is Server under another model name.
+        mode: accuracy keeps every token id.
+        model: LoadGen's name of the benchmark, which decides limits and switches its token metrics on.
+        library_rows: rows that LoadGen draws from.
+        samples: fewest samples.
+        min_duration_seconds: shortest test.
+        rate: samples per second: expected (Offline), offered (Server), one over the expected latency (SingleStream).
+        seeds: of order and arrivals.
+        ttft_limit_seconds: instead of the benchmark's limit; whole milliseconds.
+        tpot_limit_seconds: likewise.
     """
 
+    __test__ = False  # no test of pytest's
+
+    scenario: Scenario
     mode: Literal["performance", "accuracy"]
+    model: str
     library_rows: int
     samples: int | None
     min_duration_seconds: float | None
-    target_samples_per_second: float
+    rate: float
     seeds: Seeds
+    ttft_limit_seconds: float | None = None
+    tpot_limit_seconds: float | None = None
+
+    @property
+    def offered_rate(self) -> float:
+        """``rate`` as the user.conf states it."""
+        return float(f"{self.rate:.6g}")
 
     def user_conf(self) -> str:
         """The text of LoadGen's user.conf."""
-        lines = [f"*.Offline.target_qps = {self.target_samples_per_second:.6g}"]
+        scenario = LOADGEN_SCENARIOS[self.scenario]
+        if scenario == "SingleStream":
+            lines = [f"*.SingleStream.target_latency = {max(1, round(1000 / self.rate))}"]  # whole milliseconds
+        else:
+            lines = [f"*.{scenario}.target_qps = {self.rate:.6g}"]
         if self.samples is not None:
-            lines.append(f"*.Offline.min_query_count = {self.samples}")
+            lines.append(f"*.{scenario}.min_query_count = {self.samples}")
         if self.min_duration_seconds is not None:
-            lines.append(f"*.Offline.min_duration = {round(self.min_duration_seconds * 1000)}")
+            lines.append(f"*.{scenario}.min_duration = {round(self.min_duration_seconds * 1000)}")
+        for name, limit in (("ttft", self.ttft_limit_seconds), ("tpot", self.tpot_limit_seconds)):
+            if limit is not None:
+                lines.append(f"*.{scenario}.{name}_latency = {round(limit * 1000)}")
         lines.append(f"*.*.performance_sample_count_override = {self.library_rows}")
         return "\n".join(lines) + "\n"
 
 
-class OfflineTest:
-    """One running Offline test. All methods are for one thread, the one that drives the target."""
+class LoadGenTest:
+    """One running test. All methods are for one thread, the one that drives the target."""
 
-    def __init__(self, settings: OfflineSettings, directory: Path) -> None:
+    def __init__(self, settings: TestSettings, directory: Path) -> None:
         """Prepares the test; LoadGen will write its logs, and this the user.conf, into ``directory``."""
         self._settings = settings
-        self._accuracy = settings.mode == "accuracy"
         self._directory = directory
-        self._user_conf = directory / "user.conf"
-        self._queries: queue.SimpleQueue[tuple[list[int], list[int], int]] = queue.SimpleQueue()
-        self._response_ids: list[int] = []
+        self._issued = 0
+        self._all_issued = False
+        self._ended = False
         self._outstanding: set[int] = set()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="loadgen", daemon=True)
+        self._first: list[FirstToken] = []
+        self._completions: list[Completion] = []
+        self._messages = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the test
 
-    def start(self) -> tuple[list[int], int]:
-        """Starts LoadGen and takes its query.
+    def __enter__(self) -> Self:
+        """Starts LoadGen; its first samples may be due at once."""
+        user_conf = self._directory / "user.conf"
+        write_text(user_conf, self._settings.user_conf())
+        settings = {
+            "user_conf": str(user_conf),
+            "directory": str(self._directory),
+            "model": self._settings.model,
+            "scenario": LOADGEN_SCENARIOS[self._settings.scenario],
+            "accuracy": self._settings.mode == "accuracy",
+            "seeds": [self._settings.seeds.qsl, self._settings.seeds.sample_index, self._settings.seeds.schedule],
+            "library_rows": self._settings.library_rows,
+        }
+        their_source, sink = _pipe()
+        source, their_sink = _pipe()
+        module = "megatoken.harness.loadgen_process"
+        self._sink = Connection(sink, readable=False)
+        self._source = Connection(source, writable=False)
+        try:
+            # -P: no module of the working directory stands in the way. A session of its own: Ctrl-C is for us alone.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, json.dumps(settings), str(their_source), str(their_sink)],
+                stdin=subprocess.DEVNULL,
+                stdout=self._messages,
+                stderr=self._messages,
+                pass_fds=(their_source, their_sink),
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        except OSError as error:
+            raise MegatokenError(f"LoadGen's process cannot be started: {error.strerror}") from error
+        finally:
+            os.close(their_source)
+            os.close(their_sink)
+        return self
 
-        Returns:
-            The library row of every sample in the order of the query, and ``time.monotonic_ns()`` when it was issued.
-        """
-        write_text(self._user_conf, self._settings.user_conf())
-        self._thread.start()
-        while True:
-            try:
-                self._response_ids, rows, issued_ns = self._queries.get(timeout=0.1)
-            except queue.Empty:
-                if not self._thread.is_alive():
-                    self._raise_failure()
-                    raise MegatokenError("LoadGen ended without issuing a query") from None
-            else:
-                self._outstanding = set(range(len(rows)))
-                return rows, issued_ns
+    def __exit__(self, *exception: object) -> None:
+        """Ends LoadGen's process; of a test that was not over its logs are cut off, and ``ABANDONED.txt`` says so."""
+        if not self._ended:
+            with suppress(StorageError):  # the caller's own next write meets the same disk and says so
+                write_text(
+                    self._directory / ABANDONED,
+                    f"The run was interrupted when {len(self._outstanding):,} of the {self._issued:,} samples issued "
+                    "had no answer, and LoadGen was ended. Its files in this folder are no result.\n",
+                )
+            self._process.kill()
+        self._process.wait()
+        self._source.close()
+        self._sink.close()
+        self._messages.close()
+
+    @property
+    def issued(self) -> int:
+        """Samples issued so far; they are numbered from 0."""
+        return self._issued
+
+    @property
+    def all_issued(self) -> bool:
+        """Whether LoadGen has said that no more samples come."""
+        return self._all_issued
 
     @property
     def outstanding(self) -> int:
         """Samples that LoadGen still waits for."""
         return len(self._outstanding)
 
+    def take_issued(self, timeout_seconds: float) -> list[Issued]:
+        """What was issued since the last call; waits for the first at most ``timeout_seconds``.
+
+        Raises:
+            MegatokenError: LoadGen failed.
+        """
+        taken: list[Issued] = []
+        while not self._ended and self._source.poll(0.0 if taken else timeout_seconds):
+            message = self._receive()
+            kind = message[:1]
+            if kind == ISSUED:
+                taken.append(unpack_issued(message))
+                samples = len(taken[-1].rows)
+                self._outstanding.update(range(self._issued, self._issued + samples))
+                self._issued += samples
+            elif kind == ALL_ISSUED:
+                self._all_issued = True
+                break
+            elif kind == ENDED:
+                self._ended = True
+            else:
+                raise MegatokenError(f"LoadGen failed: {message.removeprefix(FAILED).decode()}")
+        return taken
+
+    def first_token(self, sample: int, token_id: int) -> None:
+        """Notes that the first token of a sample exists; told with the next ``flush``."""
+        self._first.append(FirstToken(sample, token_id))
+
     def complete(self, sample: int, output_tokens: int, token_ids: Sequence[int] = ()) -> None:
-        """Tells LoadGen that a sample is done; it takes the time now.
+        """Notes that a sample is done; told with the next ``flush``.
 
         Args:
-            sample: position in the query.
+            sample: its number.
             output_tokens: how many tokens were generated. LoadGen logs an error below 2, and the run cannot be valid.
             token_ids: the tokens; LoadGen keeps them in accuracy mode only.
         """
-        import mlperf_loadgen as lg
-
-        data = np.asarray(token_ids, dtype="<i4")  # LoadGen copies it inside the call
         self._outstanding.remove(sample)
-        lg.QuerySamplesComplete(
-            [lg.QuerySampleResponse(self._response_ids[sample], data.ctypes.data, data.nbytes, output_tokens)]
-        )
+        self._completions.append(Completion(sample, output_tokens, token_ids))
 
-    def abandon(self) -> None:
-        """Ends the test early: LoadGen waits for every sample, so the outstanding ones get empty answers.
+    def flush(self) -> None:
+        """Tells LoadGen what was noted; it takes the time when it is told.
 
-        LoadGen's summary may then say VALID. ``ABANDONED.txt`` beside it, there before the first empty answer, says
-        that it is none; and because that answer counts 0 tokens, the detail log has an error.
+        Raises:
+            MegatokenError: LoadGen failed.
         """
-        if not self._thread.is_alive():
+        if not self._first and not self._completions:
             return
-        with suppress(StorageError):  # the caller's own next write meets the same disk and says so
-            write_text(
-                self._directory / ABANDONED,
-                f"The run was interrupted and {len(self._outstanding):,} of its {len(self._response_ids):,} samples "
-                "got empty answers, so LoadGen's files in this folder are no result, whatever they say.\n",
-            )
-        import mlperf_loadgen as lg
-
-        lg.QuerySamplesComplete(
-            [
-                lg.QuerySampleResponse(self._response_ids[sample], 0, 0, 0 if position == 0 else 2)
-                for position, sample in enumerate(sorted(self._outstanding))
-            ]
-        )
-        self._outstanding.clear()
-        self._thread.join()
+        answers = pack_answers(self._first, self._completions)
+        self._first, self._completions = [], []
+        try:
+            self._sink.send_bytes(answers)
+        except OSError:
+            self._raise_failure()
 
     def finish(self) -> LoadGenLog:
-        """Waits until LoadGen has written its logs and returns what they say; every sample must be complete."""
-        self._thread.join()
-        self._raise_failure()
-        return LoadGenLog.read(self._directory, last_key="power_end" if self._accuracy else "num_errors")
+        """Waits until LoadGen has written its logs and returns what they say; every sample must be complete.
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise MegatokenError(f"LoadGen failed: {self._failure}") from self._failure
+        Raises:
+            MegatokenError: LoadGen failed.
+            StorageError: a log is cut off.
+        """
+        while not self._ended:
+            self.take_issued(timeout_seconds=0.1)
+        last_key = "power_end" if self._settings.mode == "accuracy" else "num_errors"
+        return LoadGenLog.read(self._directory, last_key)
 
-    def _run(self) -> None:
+    def _receive(self) -> bytes:
         try:
-            self._run_test()
-        except BaseException as failure:  # the driving thread reports it
-            self._failure = failure
+            return self._source.recv_bytes()
+        except (EOFError, OSError):
+            self._raise_failure()
 
-    def _run_test(self) -> None:
-        import mlperf_loadgen as lg
-
-        settings = lg.TestSettings()
-        if code := settings.FromConfig(str(self._user_conf), MODEL, "Offline"):
-            raise MegatokenError(f"LoadGen refuses {self._user_conf} (code {code})")
-        settings.scenario = lg.TestScenario.Offline
-        settings.mode = lg.TestMode.AccuracyOnly if self._accuracy else lg.TestMode.PerformanceOnly
-        # The installed LoadGen embeds the seeds of its own round.
-        settings.qsl_rng_seed = self._settings.seeds.qsl
-        settings.sample_index_rng_seed = self._settings.seeds.sample_index
-        settings.schedule_rng_seed = self._settings.seeds.schedule
-
-        logs = lg.LogSettings()
-        logs.enable_trace = False
-        logs.log_output.outdir = str(self._directory)
-        logs.log_output.copy_summary_to_stdout = False
-
-        def issue(response_ids: list[int], rows: list[int]) -> None:
-            self._queries.put((response_ids, rows, time.monotonic_ns()))
-
-        sut = lg.ConstructFastSUT(issue, lambda: None)
-        rows = self._settings.library_rows
-        library = lg.ConstructQSL(rows, rows, lambda _: None, lambda _: None)
-        try:
-            # An audit.config in the working directory would override the settings: name one that cannot exist.
-            lg.StartTestWithLogSettings(sut, library, settings, logs, str(self._user_conf / "audit"))
-        finally:
-            lg.DestroyQSL(library)
-            lg.DestroyFastSUT(sut)
+    def _raise_failure(self) -> Never:
+        code = self._process.wait()
+        self._messages.seek(0)
+        said = self._messages.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
+        raise MegatokenError(f"LoadGen's process ended with code {code}: {last}")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadGenLog:
-    """mlperf_log_detail.txt: the first value of every key, and the text of every error."""
-
-    values: dict[str, Any]
-    errors: list[str]
-
-    @classmethod
-    def read(cls, directory: Path, last_key: str) -> LoadGenLog:
-        """Reads the detail log, which must get as far as ``last_key``. Raises StorageError if a log is cut off."""
-        path = directory / "mlperf_log_detail.txt"
-        values: dict[str, Any] = {}
-        errors = []
-        try:
-            with path.open(encoding="utf-8") as lines:
-                for line in lines:
-                    entry = json.loads(line.removeprefix(_LOG_PREFIX))
-                    values.setdefault(entry["key"], entry["value"])
-                    if entry["metadata"]["is_error"]:
-                        errors.append(str(entry["value"]))
-            accuracy = (directory / "mlperf_log_accuracy.json").read_bytes()[-2:]
-        except (OSError, ValueError, KeyError) as error:
-            raise StorageError(f"{path}: LoadGen's log cannot be read back ({error}); is the disk full?") from None
-        if last_key not in values or not accuracy.endswith(b"]\n"):
-            raise StorageError(f"{path.parent}: a log of LoadGen has no end; is the disk full?")
-        return cls(values, errors)
+def _pipe() -> tuple[int, int]:
+    reader, writer = os.pipe()
+    with suppress(OSError):  # more than this user may have
+        fcntl(writer, F_SETPIPE_SZ, PIPE_BYTES)
+    return reader, writer

@@ -1,17 +1,27 @@
-"""What an MLPerf round demands of a llama2-70b Offline log, what a log does not meet of it, and the verdict."""
+"""What an MLPerf round demands of a run's log, what a log does not meet of it, and the verdict."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatoken.harness.loadgen import LoadGenLog, Seeds
+from megatoken.harness.benchmarks import Benchmark, LatencyLimits, benchmark
+from megatoken.harness.client_limit import ClientLimit
+from megatoken.harness.latencies import Latencies
+from megatoken.harness.loadgen import Seeds
+from megatoken.harness.loadgen_log import LoadGenLog
 from megatoken.results import Reason, Verdict
+
+CLIENT_SHARE = 0.5  # of what the client can do alone; beyond it, the client is part of what is measured
+SHORTEST_SEND_LAG_LIMIT_SECONDS = 0.01
+SEND_LAG_SHARE = 0.05  # of the limit on the time to first token
+WALL_CLOCK_STEP_SECONDS = 0.01
+AGREEMENT_SECONDS, AGREEMENT_SHARE = 0.01, 0.02  # between LoadGen's percentiles and those of our own records
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The numbers of one MLPerf Inference round for the closed division (mlcommons/inference, submission checker)."""
+    """The numbers of one MLPerf Inference round for one benchmark of the closed division (submission checker)."""
 
     name: str
     seeds: Seeds
@@ -20,13 +30,19 @@ class Round:
     min_samples: int
 
 
+def round_of(name: str, of: Benchmark) -> Round:
+    """What the round ``name``, one of ``ROUNDS``, demands of a benchmark."""
+    general = ROUNDS[name]
+    return Round(name, general.seeds, general.min_duration_seconds, of.rows, of.rows)
+
+
 ROUNDS = {
     "v5.1": Round(
         name="v5.1",
         seeds=Seeds(qsl=1780908523862526354, sample_index=14771362308971278857, schedule=18209322760996052031),
         min_duration_seconds=600.0,
-        data_set_rows=24_576,
-        min_samples=24_576,
+        data_set_rows=benchmark("llama2-70b").rows,
+        min_samples=benchmark("llama2-70b").rows,
     )
 }
 DEFAULT_ROUND = "v5.1"  # its seeds are used, and its rules listed, when none are claimed
@@ -39,13 +55,38 @@ class UnmetRule(Reason):
     required: float | str
 
 
-def unmet_rules(round_: Round, mode: str, log: LoadGenLog, data_set_rows: int) -> list[UnmetRule]:
-    """Every rule of ``round_`` that a complete LoadGen log fails, judged by what it says, not by what was asked for.
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What is known of a finished run beside LoadGen's log.
 
-    ``data_set_rows``: of which LoadGen's library repeats some if it has more rows, and leaves some out if it has fewer.
+    Attributes:
+        scenario: of the run.
+        mode: performance or accuracy.
+        data_set_rows: of which LoadGen's library repeats some if it has more rows, and leaves some out if fewer.
+        last_due_seconds: when the last sample was due.
+        limits: of the benchmark in this scenario; None where it has none.
+        latencies: by our own records, where the scenario has limits.
+        send_lag_p99_seconds: from when a sample was due until LoadGen issued it.
+        client: what the client can do alone, where it was measured.
+        samples_per_second: offered, to hold against that.
+        wall_clock_step_seconds: farthest that the wall clock was set meanwhile.
     """
-    judge_log = _unmet_by_performance if mode == "performance" else _unmet_by_any
-    return list(judge_log(round_, log, data_set_rows))
+
+    scenario: str
+    mode: str
+    data_set_rows: int
+    last_due_seconds: float = 0.0
+    limits: LatencyLimits | None = None
+    latencies: Latencies | None = None
+    send_lag_p99_seconds: float | None = None
+    client: ClientLimit | None = None
+    samples_per_second: float | None = None
+    wall_clock_step_seconds: float = 0.0
+
+
+def unmet_rules(round_: Round, log: LoadGenLog, observed: Observed) -> list[UnmetRule]:
+    """Every rule of ``round_`` that a complete LoadGen log fails, judged by what it says, not by what was asked for."""
+    return list(_unmet(round_, log, observed))
 
 
 def judge(claimed: bool, unmet: Sequence[UnmetRule], failed_samples: int, samples: int) -> tuple[Verdict, list[Reason]]:
@@ -67,49 +108,125 @@ def judge(claimed: bool, unmet: Sequence[UnmetRule], failed_samples: int, sample
     return (Verdict.VALID if claimed else Verdict.MEASURED), []
 
 
-def _unmet_by_performance(round_: Round, log: LoadGenLog, data_set_rows: int) -> Iterator[UnmetRule]:
-    values = log.values
-    ran_seconds = values["result_max_latency_ns"] / 1e9
-    asked_seconds = values["effective_min_duration_ms"] / 1e3
-    required_seconds = round_.min_duration_seconds
-    if ran_seconds < required_seconds:
-        yield _unmet(
-            "MIN_DURATION", ran_seconds, required_seconds, f"ran {ran_seconds:.4g} s of {required_seconds:g} s"
-        )
-    elif asked_seconds < required_seconds:
-        message = f"LoadGen was asked to run for {asked_seconds:g} s of {required_seconds:g} s"
-        yield _unmet("MIN_DURATION", asked_seconds, required_seconds, message)
-
-    samples = values["effective_samples_per_query"]
-    if samples < round_.min_samples:
-        message = f"issued {samples:,} of {round_.min_samples:,} samples"
-        yield _unmet("MIN_SAMPLES", samples, round_.min_samples, message)
-
-    seeds = Seeds(*(values[f"effective_{name}_rng_seed"] for name in ("qsl", "sample_index", "schedule")))
-    if seeds != round_.seeds:
-        yield _unmet("SEEDS", str(seeds), str(round_.seeds), f"the seeds are not those of round {round_.name}")
-
-    issued, rows = values["generated_samples_per_query"], values["qsl_reported_performance_count"]
-    rows = min(rows, data_set_rows)
-    if not values["effective_sample_concatenate_permutation"] or issued % rows:
-        message = f"issued {issued:,} samples of {rows:,} rows, not every row equally often"
-        yield _unmet("EQUAL_ISSUE", issued, -(-issued // rows) * rows, message)
-
-    if values["result_validity"] != "VALID":
-        cause = " ".join(str(values.get("result_invalid_reason", "")).split()) or "no reason given"
-        yield _unmet("LOADGEN_INVALID", values["result_validity"], "VALID", f"LoadGen says {cause}")
-    yield from _unmet_by_any(round_, log, data_set_rows)
+def send_lag_limit_seconds(limits: LatencyLimits | None) -> float:
+    """Most that the 99th percentile of the lag between due and sent may be: a sender that is late bunches the load."""
+    return max(SHORTEST_SEND_LAG_LIMIT_SECONDS, SEND_LAG_SHARE * limits.ttft_seconds if limits else 0.0)
 
 
-def _unmet_by_any(round_: Round, log: LoadGenLog, data_set_rows: int) -> Iterator[UnmetRule]:
-    rows = min(log.values["qsl_reported_total_count"], data_set_rows)
+def _unmet(round_: Round, log: LoadGenLog, observed: Observed) -> Iterator[UnmetRule]:
+    if observed.mode == "performance":
+        yield from _duration_and_samples(round_, log, observed)
+        yield from _seeds(round_, log)
+        yield from _equal_issue(log, observed)
+        yield from _latencies(log, observed)
+        if log.values["result_validity"] != "VALID":
+            cause = " ".join(str(log.values.get("result_invalid_reason", "")).split()) or "no reason given"
+            yield _rule("LOADGEN_INVALID", log.values["result_validity"], "VALID", f"LoadGen says {cause}")
+        yield from _client(observed)
+    rows = min(log.values["qsl_reported_total_count"], observed.data_set_rows)
     if rows != round_.data_set_rows:
         message = f"drew from {rows:,} rows; MLPerf's data set has {round_.data_set_rows:,}"
-        yield _unmet("DATA_SET_SIZE", rows, round_.data_set_rows, message)
+        yield _rule("DATA_SET_SIZE", rows, round_.data_set_rows, message)
     if log.errors:
         message = f"LoadGen logged {len(log.errors):,} error{'s'[: len(log.errors) > 1]}, the first: {log.errors[0]}"
-        yield _unmet("LOADGEN_ERRORS", len(log.errors), 0, message)
+        yield _rule("LOADGEN_ERRORS", len(log.errors), 0, message)
 
 
-def _unmet(code: str, found: float | str, required: float | str, message: str) -> UnmetRule:
+def _duration_and_samples(round_: Round, log: LoadGenLog, observed: Observed) -> Iterator[UnmetRule]:
+    values, required = log.values, round_.min_duration_seconds
+    offline = observed.scenario == "offline"
+    ran = values["result_max_latency_ns"] / 1e9 if offline else observed.last_due_seconds
+    asked = values["effective_min_duration_ms"] / 1e3
+    if ran < required and (offline or not (asked >= required and values["result_min_duration_met"])):
+        yield _rule("MIN_DURATION", ran, required, f"ran {ran:.4g} s of {required:g} s")
+    elif asked < required:
+        message = f"LoadGen was asked to run for {asked:g} s of {required:g} s"
+        yield _rule("MIN_DURATION", asked, required, message)
+    if offline and (samples := values["effective_samples_per_query"]) < round_.min_samples:
+        message = f"issued {samples:,} of {round_.min_samples:,} samples"
+        yield _rule("MIN_SAMPLES", samples, round_.min_samples, message)
+
+
+def _seeds(round_: Round, log: LoadGenLog) -> Iterator[UnmetRule]:
+    seeds = Seeds(*(log.values[f"effective_{name}_rng_seed"] for name in ("qsl", "sample_index", "schedule")))
+    if seeds != round_.seeds:
+        yield _rule("SEEDS", str(seeds), str(round_.seeds), f"the seeds are not those of round {round_.name}")
+
+
+def _equal_issue(log: LoadGenLog, observed: Observed) -> Iterator[UnmetRule]:
+    """Whole passes over the data set; SingleStream ends when its time is over, in the middle of one."""
+    values = log.values
+    rows = min(values["qsl_reported_performance_count"], observed.data_set_rows)
+    issued = values["generated_samples_per_query"] * values.get("generated_query_count", 1)
+    whole = observed.scenario == "singlestream" or issued % rows == 0
+    if not values["effective_sample_concatenate_permutation"] or not whole:
+        message = f"issued {issued:,} samples of {rows:,} rows, not every row equally often"
+        yield _rule("EQUAL_ISSUE", issued, -(-issued // rows) * rows, message)
+
+
+def _latencies(log: LoadGenLog, observed: Observed) -> Iterator[UnmetRule]:
+    values = log.values
+    if observed.limits is not None:
+        for name, key, limit in (
+            ("TTFT", "result_first_token_99.00_percentile_latency_ns", observed.limits.ttft_seconds),
+            ("TPOT", "result_time_per_output_token_99.00_percentile_ns", observed.limits.tpot_seconds),
+        ):
+            found = values[key] / 1e9
+            if found >= limit:
+                yield _rule(
+                    f"{name}_LIMIT", found, limit, f"p99 {name} is {found * 1e3:.4g} ms, the limit {limit * 1e3:g} ms"
+                )
+            asked = values[f"requested_server_{name.lower()}_latency"] / 1e9
+            if asked > limit:
+                message = f"LoadGen was asked for a {name} of {asked * 1e3:g} ms, the limit is {limit * 1e3:g} ms"
+                yield _rule("LATENCY_LIMITS", asked, limit, message)
+    if observed.scenario != "offline" and not values["early_stopping_met"]:
+        yield _early_stopping(values["result_query_count"], observed)
+    if observed.latencies is not None:
+        yield from _disagreement(log, observed.latencies)
+
+
+def _early_stopping(queries: int, observed: Observed) -> UnmetRule:
+    own = observed.latencies
+    if own is None:
+        return _rule("EARLY_STOPPING", queries, 64, f"{queries:,} queries; a p90 needs 64")
+    if own.allowed_over < 0:
+        return _rule("EARLY_STOPPING", queries, own.needed, f"{queries:,} queries; a p99 needs {own.needed}")
+    over = max(own.ttft_over, own.tpot_over)
+    message = f"{over:,} of {queries:,} queries over a limit; early stopping allows {own.allowed_over:,}"
+    return _rule("EARLY_STOPPING", over, own.allowed_over, message)
+
+
+def _disagreement(log: LoadGenLog, own: Latencies) -> Iterator[UnmetRule]:
+    """LoadGen's 99th percentiles and ours are of the same samples; it sees them a little later."""
+    for name, key, found in (
+        ("TTFT", "result_first_token_99.00_percentile_latency_ns", own.ttft_p99_seconds),
+        ("TPOT", "result_time_per_output_token_99.00_percentile_ns", own.tpot_p99_seconds),
+    ):
+        theirs = log.values[key] / 1e9
+        if abs(theirs - found) > AGREEMENT_SECONDS + AGREEMENT_SHARE * theirs:
+            message = f"p99 {name} is {theirs * 1e3:.4g} ms to LoadGen, {found * 1e3:.4g} ms by our records"
+            yield _rule("LOADGEN_DISAGREES", found, theirs, message)
+
+
+def _client(observed: Observed) -> Iterator[UnmetRule]:
+    lag, most = observed.send_lag_p99_seconds, send_lag_limit_seconds(observed.limits)
+    if lag is not None and lag > most:
+        message = f"samples were sent late: p99 {lag * 1e3:.4g} ms after they were due, the limit is {most * 1e3:g} ms"
+        yield _rule("SEND_LAG", lag, most, message)
+    if observed.client is not None and observed.samples_per_second is not None:
+        alone = observed.client.samples_per_second
+        if observed.samples_per_second > CLIENT_SHARE * alone:
+            message = (
+                f"{observed.samples_per_second:.4g} samples/s is more than {CLIENT_SHARE:.0%} of the {alone:.4g} that the client "
+                "can do alone"
+            )
+            yield _rule("CLIENT_LIMIT", observed.samples_per_second, CLIENT_SHARE * alone, message)
+    step = observed.wall_clock_step_seconds
+    if abs(step) > WALL_CLOCK_STEP_SECONDS:
+        message = f"the wall clock, by which LoadGen times, was set by {step:+.4g} s during the run"
+        yield _rule("WALL_CLOCK", step, WALL_CLOCK_STEP_SECONDS, message)
+
+
+def _rule(code: str, found: float | str, required: float | str, message: str) -> UnmetRule:
     return UnmetRule(code=code, message=message, found=found, required=required)

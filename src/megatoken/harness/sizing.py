@@ -1,4 +1,4 @@
-"""How many samples an Offline run needs: a short warm-up estimates the rate, the user and the rules decide the rest."""
+"""How fast a target is, from a short warm-up: samples per second when it is full, seconds of a sample alone."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken.config import RunConfig
 from megatoken.harness.datasets import Dataset
-from megatoken.harness.loadgen import OfflineSettings
-from megatoken.harness.rules import DEFAULT_ROUND, ROUNDS
 from megatoken.targets import Target
 
-DEFAULT_DURATION_SECONDS = 15.0
-DURATION_MARGIN = 1.2  # a run that ends before the duration asked for is lost, a longer one only takes longer
-LOADGEN_MARGIN = 1.1  # LoadGen's own, on top
 WARM_UP_QUEUE = 16
 REFITS = 20
 KNOWN_SHARE = 0.8  # answers are known well enough when the running ones could add no more than a quarter
@@ -37,51 +31,15 @@ def estimate_rate(target: Target, data_set: Dataset, seconds: float, learning_se
     return float(1 / (prompt_price * data_set.input_tokens.mean() + answer_price * answer_tokens))
 
 
-def seconds_to_fill(config: RunConfig, rows: int) -> float:
-    """How long the samples of a run have to last; 0 where their number does not follow from a duration."""
-    if config.mode == "accuracy" or (config.samples is not None and not _counted_by_loadgen(config, rows)):
-        return 0.0
-    if config.min_duration_seconds is not None:
-        return config.min_duration_seconds
-    return ROUNDS[config.rules].min_duration_seconds if config.rules else DEFAULT_DURATION_SECONDS
-
-
-def plan_offline(config: RunConfig, rows: int, samples_per_second: float) -> OfflineSettings:
-    """What to ask of LoadGen for ``config`` on a data set of ``rows`` rows, at the estimated rate.
-
-    Claimed rules that nothing cuts short leave count and duration to LoadGen, in whole passes over the data set. All
-    else issues an exact number of samples, each a row of the library once; ``library_to_data_set`` says which.
-    """
-    rules = ROUNDS[config.rules or DEFAULT_ROUND]
-    if _counted_by_loadgen(config, rows):
-        rate = DURATION_MARGIN * samples_per_second
-        return OfflineSettings(config.mode, rows, config.samples, config.min_duration_seconds, rate, rules.seeds)
-    seconds = config.min_duration_seconds
-    if seconds is None:
-        seconds = rules.min_duration_seconds if config.rules else 0.0
-    samples = config.samples or rows
-    if to_fill := seconds_to_fill(config, rows):
-        margin = DURATION_MARGIN if seconds else 1.0
-        samples = max(1, math.floor(LOADGEN_MARGIN * margin * to_fill * samples_per_second))
-    # The rate is low enough that duration x rate asks for no sample more.
-    return OfflineSettings(config.mode, samples, samples, seconds, 0.9 * samples / max(seconds, 1.0), rules.seeds)
-
-
-def _counted_by_loadgen(config: RunConfig, rows: int) -> bool:
-    """Whether the run claims rules of performance that ``samples`` does not cut short."""
-    if config.rules is None or config.mode == "accuracy":
-        return False
-    return config.samples is None or config.samples >= max(rows, ROUNDS[config.rules].min_samples)
-
-
-def library_to_data_set(mode: str, library_rows: int, rows: int) -> NDArray[np.int64]:
-    """The data set row behind each row of LoadGen's library [library_rows].
-
-    A smaller library is spread evenly over the data set, which may be sorted by origin; in accuracy mode it is the
-    first rows, so that LoadGen's indices stay those of the data set. A larger one repeats the data set.
-    """
-    index = np.arange(library_rows)
-    return index * rows // library_rows if library_rows < rows and mode == "performance" else index % rows
+def estimate_latency(target: Target, data_set: Dataset, seconds: float) -> float:
+    """Runs samples of the data set one after the other for about ``seconds``; mean seconds of one, at least one."""
+    warm_up = _WarmUp(target, data_set)
+    warm_up.one()  # not counted: it pays for what is compiled or touched once
+    samples, began = 0, time.monotonic()
+    while not samples or time.monotonic() - began < seconds:
+        warm_up.one()
+        samples += 1
+    return (time.monotonic() - began) / samples
 
 
 def _fit(steps: NDArray[np.float64], step_seconds: NDArray[np.float64]) -> tuple[float, float]:
@@ -154,6 +112,12 @@ class _WarmUp:
         share -= DEVIATIONS * np.std(tokens - share * limit) / (math.sqrt(len(tokens)) * limit.mean())
         return float(np.where(fills, limits, np.maximum(1, share * limits)).mean())
 
+    def one(self) -> None:
+        """Runs one sample to its end."""
+        self._submit(1)
+        while self._target.counters().in_flight:
+            self._poll()
+
     def _answers(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Of every sample submitted that may end early: tokens now, most tokens it can come to, its limit."""
         samples = [sample for sample, row in self._rows.items() if not self._data_set.fills_limit[row]]
@@ -162,8 +126,8 @@ class _WarmUp:
         ended = np.array([sample in self._ended for sample in samples], np.bool_)
         return tokens, np.where(ended, tokens, limits), limits
 
-    def _submit(self) -> None:
-        for sample, row in itertools.islice(self._samples, max(0, WARM_UP_QUEUE - self._target.counters().waiting)):
+    def _submit(self, queue: int = WARM_UP_QUEUE) -> None:
+        for sample, row in itertools.islice(self._samples, max(0, queue - self._target.counters().waiting)):
             self._target.submit(sample, self._data_set.requests[row])
             self._rows[sample] = row
 

@@ -123,7 +123,7 @@ class RunFolder:
             name: from ``run_name``.
             config: resolved configuration; secrets are blanked before it is written.
             environment: from ``megatoken.hardware.inventory``.
-            scenario: MLPerf scenario, ``offline``.
+            scenario: MLPerf scenario: ``offline``, ``server``, ``interactive``, ``singlestream``.
             facts: fields of ``result.json`` known from the start, such as ``model``, ``precision``, ``rules_unmet``.
 
         Raises:
@@ -173,6 +173,17 @@ class RunFolder:
         with self._handover:
             self._new_series.append(row)
 
+    def end_recording(self) -> pa.Table:
+        """Record nothing more; the table of all samples, from which a verdict can be reached.
+
+        Raises:
+            StorageError: an earlier write failed.
+        """
+        self._stop_thread()
+        self._raise_failure()
+        self._take_new_rows()
+        return self._requests
+
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the last rows, then the final ``result.json``.
 
@@ -187,7 +198,7 @@ class RunFolder:
         self._raise_failure()
         self._write_last(verdict, reasons, result)
 
-    def interrupt(self, reason: str) -> None:
+    def interrupt(self, reason: str, code: str = "INTERRUPTED") -> None:
         """End the run as INTERRUPTED because of ``reason``; does nothing to a run that has ended.
 
         Raises:
@@ -195,7 +206,24 @@ class RunFolder:
         """
         if not self._ended:
             self._stop_thread()
-            self._write_last(Verdict.INTERRUPTED, [Reason(code="INTERRUPTED", message=reason)], {})
+            self._write_last(Verdict.INTERRUPTED, [Reason(code=code, message=reason)], {})
+
+    def finish_as(self, other: Path, more: Mapping[str, Any]) -> None:
+        """End the run with everything that the run folder ``other`` holds, and ``more`` in ``result.json``.
+
+        Raises:
+            StorageError: a write failed; the folder still says INTERRUPTED.
+        """
+        self._stop_thread()
+        self._raise_failure()
+        run = read_run(other)
+        try:
+            shutil.copytree(other / MLPERF, self.mlperf_directory, dirs_exist_ok=True)
+        except (OSError, shutil.Error) as error:
+            raise StorageError(f"{self.mlperf_directory}: cannot be written ({error})") from error
+        self._requests, self._series = run.requests, run.series
+        self._facts = {**run.result, **self._facts}
+        self._write_last(run.verdict, run.reasons, {"rules_unmet": run.rules_unmet, **plain(more)})
 
     def _write_last(self, verdict: Verdict, reasons: Sequence[Reason], result: Mapping[str, Any]) -> None:
         self._write_tables()

@@ -18,8 +18,8 @@ class SampleRow(NamedTuple):
     """One sample that has ended. Times are seconds since the start of the measurement; None where it never happened.
 
     In order: it is due, the load generator sends it, the run gives it to the target, the target starts on it, its first
-    and its last token are seen. ``tokenise_seconds`` and ``detokenise_seconds`` are durations; None where the run leaves
-    text out. ``finish_reason`` is ``stop``, ``length`` or ``cancelled``. ``error`` is set only on one that failed.
+    and its last token are seen. ``tokenise_seconds`` and ``detokenise_seconds`` are durations; None where the run has
+    no text in it. ``finish_reason`` is ``stop``, ``length`` or ``cancelled``. ``error`` is set only on one that failed.
     """
 
     sample_id: int

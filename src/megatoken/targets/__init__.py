@@ -14,13 +14,15 @@ from megatoken.hardware.telemetry import Telemetry
 class SampleEvent:
     """New tokens of one sample; ``time_ns`` is ``time.monotonic_ns()`` when they were seen.
 
-    ``finish_reason`` is set on the last event of a sample and only there.
+    ``finish_reason`` is set on the last event of a sample and only there. ``started_ns`` is when the target began to
+    compute the sample, on its first event; None from a target that cannot tell.
     """
 
     sample_id: int
     token_ids: tuple[int, ...]
     finish_reason: str | None
     time_ns: int
+    started_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import asdict
 from typing import Any
 
@@ -23,6 +24,8 @@ class InProcessTarget:
         if engine.device.type == "cuda":
             self._sensors = GpuTelemetry.open(f"GPU-{torch.cuda.get_device_properties(engine.device).uuid}")
         self._samples: dict[int, int] = {}  # ticket -> sample id
+        self._unstarted: deque[int] = deque()  # tickets that were never in a step, oldest first
+        self._started_ns: dict[int, int] = {}  # ticket -> until its first event
 
     def facts(self) -> dict[str, Any]:
         """The sizes the engine took, and what it runs with."""
@@ -30,16 +33,24 @@ class InProcessTarget:
 
     def submit(self, sample_id: int, request: Request) -> None:
         """Queues a sample. Raises RequestError or CapacityError if it can never be served."""
-        self._samples[self._engine.submit(request)] = sample_id
+        ticket = self._engine.submit(request)
+        self._samples[ticket] = sample_id
+        self._unstarted.append(ticket)
 
     def poll(self, timeout_seconds: float) -> list[SampleEvent]:
         """Runs one step, however long it takes, and reports its tokens at the time it ended."""
+        began_ns = time.monotonic_ns()
         events = self._engine.step()
         now_ns = time.monotonic_ns()
+        self._note_started(began_ns)
         return [
-            SampleEvent(self._samples[event.ticket], event.token_ids, None, now_ns)
-            if event.finish_reason is None
-            else SampleEvent(self._samples.pop(event.ticket), event.token_ids, event.finish_reason, now_ns)
+            SampleEvent(
+                self._samples[event.ticket] if event.finish_reason is None else self._samples.pop(event.ticket),
+                event.token_ids,
+                event.finish_reason,
+                now_ns,
+                self._started_ns.pop(event.ticket, None),
+            )
             for event in events
         ]
 
@@ -68,6 +79,17 @@ class InProcessTarget:
         while self._engine.busy:
             self._engine.step()
         self._samples.clear()
+        self._unstarted.clear()
+        self._started_ns.clear()
+
+    def _note_started(self, began_ns: int) -> None:
+        """Finds out whose first rows the step had: the engine admits in order, and after a preemption nobody new.
+
+        So those that wait are the newest, and preempted ones among them are older than all that never ran.
+        """
+        waiting = self._engine.counters().waiting
+        while len(self._unstarted) > waiting:
+            self._started_ns[self._unstarted.popleft()] = began_ns
 
     def close(self) -> None:
         """Frees pages and queue; the engine itself belongs to the caller."""

@@ -1,0 +1,175 @@
+"""One test against a target, from LoadGen's start to a verdict in a run folder; every scenario, probe and repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megatoken.config import RunConfig
+from megatoken.hardware.inventory import peak_memory_bytes, take_inventory
+from megatoken.harness.client_limit import ClientLimit
+from megatoken.harness.datasets import Dataset
+from megatoken.harness.latencies import latencies, percentile
+from megatoken.harness.loadgen import LoadGenTest, TestSettings
+from megatoken.harness.loadgen_log import LoadGenLog
+from megatoken.harness.loadgen_plan import library_to_data_set, run_benchmark, run_limits, run_round
+from megatoken.harness.measurement import Measurement
+from megatoken.harness.progress import Progress
+from megatoken.harness.result_facts import asked_facts, latency_facts, loadgen_facts
+from megatoken.harness.rules import Observed, judge, send_lag_limit_seconds, unmet_rules
+from megatoken.harness.saturation import Saturation, SaturationWatch
+from megatoken.harness.stop import StopSignals
+from megatoken.harness.text_stages import TextStages
+from megatoken.results import RunFolder, SampleRow, run_name
+from megatoken.results.statistics import Samples
+from megatoken.targets import Target
+
+WATCH_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all tests of one command share.
+
+    Attributes:
+        config: what to run.
+        data_set: its requests; every one can be served.
+        target: what serves them; nobody else may use it meanwhile.
+        facts: what is known of model and data set, for ``result.json``; the target adds its own.
+        progress: where to say how far it is.
+        text: where prompts and answers are text within the measured time.
+        client: what the client can do alone, where the scenario has latencies.
+    """
+
+    config: RunConfig
+    data_set: Dataset
+    target: Target
+    facts: Mapping[str, Any]
+    progress: Progress
+    text: TextStages | None
+    client: ClientLimit | None
+
+    def create_folder(self, config: RunConfig, settings: TestSettings, out: Path, name: str | None = None) -> RunFolder:
+        """A run folder for one test, which says INTERRUPTED until there is a verdict."""
+        return RunFolder.create(
+            out,
+            name or run_name(datetime.now(UTC), config.scenario, config.model),
+            config.model_dump(mode="json"),
+            take_inventory(),
+            scenario=config.scenario,
+            facts={
+                **self.facts,
+                **self.target.facts(),
+                "mode": config.mode,
+                "rules": config.rules,
+                **asked_facts(config, settings),
+                "client_limit": asdict(self.client) if self.client else None,
+            },
+        )
+
+    def run(
+        self,
+        config: RunConfig,
+        settings: TestSettings,
+        folder: RunFolder,
+        stop: StopSignals,
+        watch: SaturationWatch | None = None,
+    ) -> Saturation | None:
+        """Runs one test to its end, a signal, or the insight that the rate is too high; the folder has the verdict.
+
+        Returns:
+            Why ``watch`` ended the test early, if it did.
+        """
+        rows = len(self.data_set.requests)
+        library = library_to_data_set(config.mode, settings.library_rows, rows)
+        try:
+            with LoadGenTest(settings, folder.mlperf_directory) as test:
+                record = _Watched(folder, watch) if watch else folder
+                measurement = Measurement(
+                    test, settings, library, self.data_set, self.target, record, self.progress, self.text
+                )
+                saturation = self._drive(measurement, stop, watch)
+                if not stop.received and saturation is None:
+                    self._conclude(config, settings, folder, measurement, test.finish())
+                    return None
+                folder.add_facts({"peak_memory_bytes": peak_memory_bytes()})
+                if saturation is not None:
+                    folder.interrupt(saturation.message, saturation.code)
+                else:
+                    so_far = "" if test.all_issued else " issued so far"
+                    reason = f"{stop.received} after {measurement.ended:,} of {measurement.issued:,} samples{so_far}"
+                    folder.interrupt(reason)
+            self.target.cancel_all()
+            return saturation
+        except BaseException as error:
+            folder.interrupt(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self.progress.clear()
+
+    def _drive(self, measurement: Measurement, stop: StopSignals, watch: SaturationWatch | None) -> Saturation | None:
+        looked = 0.0
+        saturation = None
+        while not measurement.over and not stop.received and saturation is None:
+            measurement.step()
+            if watch and (now := measurement.elapsed_seconds()) - looked >= WATCH_SECONDS:
+                looked, saturation = now, watch.look(now, *measurement.unended())
+        measurement.note_state()
+        return saturation
+
+    def _conclude(
+        self,
+        config: RunConfig,
+        settings: TestSettings,
+        folder: RunFolder,
+        measurement: Measurement,
+        log: LoadGenLog,
+    ) -> None:
+        samples = Samples.of(folder.end_recording())
+        benchmark_limits, limits = run_benchmark(config).limits.get(config.scenario), run_limits(config)
+        own = latencies(samples, limits) if limits else None
+        lag = samples.sent - samples.scheduled
+        observed = Observed(
+            scenario=config.scenario,
+            mode=config.mode,
+            data_set_rows=len(self.data_set.requests),
+            last_due_seconds=float(samples.scheduled.max()),
+            limits=benchmark_limits,
+            latencies=own,
+            send_lag_p99_seconds=None if config.scenario == "offline" else percentile(lag),
+            client=self.client,
+            samples_per_second=settings.offered_rate if limits else None,
+            wall_clock_step_seconds=measurement.wall_clock.largest_seconds,
+        )
+        unmet = unmet_rules(run_round(config), log, observed)
+        verdict, reasons = judge(config.rules is not None, unmet, measurement.failed, measurement.issued)
+        folder.finish(
+            {
+                "verdict": verdict,
+                "reasons": reasons,
+                "rules_unmet": [] if config.rules else unmet,
+                "ended_at": datetime.now(UTC).isoformat(),
+                "wall_clock_step_seconds": measurement.wall_clock.largest_seconds,
+                "send_lag_limit_seconds": None if config.scenario == "offline" else send_lag_limit_seconds(limits),
+                **loadgen_facts(config.scenario, log),
+                **({"latency_verdict": latency_facts(own, limits, log)} if own and limits else {}),
+                **({"output_characters": self.text.characters} if self.text else {}),
+            }
+        )
+
+
+class _Watched:
+    """A run folder whose samples a watch sees too."""
+
+    def __init__(self, folder: RunFolder, watch: SaturationWatch) -> None:
+        self._folder = folder
+        self._watch = watch
+        self.add_series = folder.add_series
+        self.add_facts = folder.add_facts
+
+    def add_samples(self, rows: Sequence[SampleRow]) -> None:
+        self._watch.add_samples(rows)
+        self._folder.add_samples(rows)

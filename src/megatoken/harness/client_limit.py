@@ -1,0 +1,117 @@
+"""How fast the client is alone: LoadGen and the loop of a run, with a target that answers at once."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatoken.engine.request import Request
+from megatoken.hardware.telemetry import Telemetry
+from megatoken.harness.datasets import Dataset
+from megatoken.harness.loadgen import LoadGenTest, TestSettings
+from megatoken.harness.measurement import Measurement
+from megatoken.harness.progress import Progress
+from megatoken.results import SampleRow, SeriesRow
+from megatoken.targets import SampleEvent, TargetCounters
+
+SAMPLES = 20_000
+OFFERED_RATE = 1e6  # far beyond reach, so that every sample is due at once
+MOST_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimit:
+    """What the client can do on the answers of a data set, each token an event of its own."""
+
+    samples_per_second: float
+    output_tokens_per_second: float
+
+
+def measure_client_limit(settings: TestSettings, data_set: Dataset) -> ClientLimit:
+    """Runs LoadGen's Server scenario for at most a second against a target that answers at once.
+
+    Args:
+        settings: of the run to come; its benchmark and seeds are taken.
+        data_set: whose answers it is.
+    """
+    rows = len(data_set.requests)
+    test_settings = TestSettings(
+        "server", "performance", settings.model, SAMPLES, SAMPLES, 0.0, OFFERED_RATE, settings.seeds
+    )
+    record = _Counts()
+    with (
+        tempfile.TemporaryDirectory(prefix="megatoken-client-") as folder,
+        LoadGenTest(test_settings, Path(folder)) as test,
+    ):
+        target = InstantTarget()
+        measurement = Measurement(
+            test, test_settings, np.arange(SAMPLES) % rows, data_set, target, record, Progress(quiet=True)
+        )
+        began = time.monotonic()
+        while not measurement.over and time.monotonic() - began < MOST_SECONDS:
+            measurement.step()
+        seconds = measurement.elapsed_seconds()
+    return ClientLimit(record.samples / seconds, record.output_tokens / seconds)
+
+
+class InstantTarget:
+    """Has every answer, in events of one token, by the time it is asked."""
+
+    def __init__(self) -> None:
+        self._submitted: list[tuple[int, int]] = []
+
+    def facts(self) -> Mapping[str, Any]:
+        """Nothing to tell."""
+        return {}
+
+    def submit(self, sample_id: int, request: Request) -> None:
+        """Takes any sample."""
+        self._submitted.append((sample_id, request.max_tokens))
+
+    def poll(self, timeout_seconds: float) -> list[SampleEvent]:
+        """Answers everything that was submitted."""
+        now_ns = time.monotonic_ns()
+        submitted, self._submitted = self._submitted, []
+        events = []
+        for sample_id, tokens in submitted:
+            events += [SampleEvent(sample_id, (0,), None, now_ns)] * (tokens - 1)
+            events.append(SampleEvent(sample_id, (0,), "length", now_ns))
+        return events
+
+    def counters(self) -> TargetCounters:
+        """Nothing waits."""
+        return TargetCounters(len(self._submitted), 0, 0, 0, 0, 0, 0, 0)
+
+    def telemetry(self) -> Telemetry:
+        """No sensors."""
+        return Telemetry()
+
+    def cancel_all(self) -> None:
+        """Drops what was submitted."""
+        self._submitted.clear()
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class _Counts:
+    """A record that keeps only how much was done."""
+
+    def __init__(self) -> None:
+        self.samples = self.output_tokens = 0
+
+    def add_samples(self, rows: Sequence[SampleRow]) -> None:
+        self.samples += len(rows)
+        self.output_tokens += sum(row.output_tokens for row in rows)
+
+    def add_series(self, row: SeriesRow) -> None:
+        pass
+
+    def add_facts(self, facts: Mapping[str, Any]) -> None:
+        pass

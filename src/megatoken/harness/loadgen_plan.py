@@ -1,0 +1,154 @@
+"""What to ask of LoadGen: samples, duration and rate, from what the user, the rules and a warm-up say."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatoken.config import RunConfig
+from megatoken.harness.benchmarks import Benchmark, LatencyLimits, benchmark, benchmark_of_model
+from megatoken.harness.loadgen import TestSettings
+from megatoken.harness.rules import DEFAULT_ROUND, ROUNDS, Round, round_of
+from megatoken.harness.schedule import PoissonSchedule
+
+DEFAULT_DURATION_SECONDS = 15.0
+DURATION_MARGIN = 1.2  # a run that ends before the duration asked for is lost, a longer one only takes longer
+LOADGEN_MARGIN = 1.1  # LoadGen's own, on top
+OFFERED_SHARES = {"server": 0.7, "interactive": 0.4}  # of the rate when full, where the user names none
+
+
+def run_benchmark(config: RunConfig) -> Benchmark:
+    """The benchmark whose rules and limits a run is held against."""
+    if config.benchmark is not None:
+        return benchmark(config.benchmark)
+    return benchmark_of_model(config.model, config.scenario)
+
+
+def run_round(config: RunConfig) -> Round:
+    """The numbers that a run is held against."""
+    return round_of(config.rules or DEFAULT_ROUND, run_benchmark(config))
+
+
+def run_limits(config: RunConfig) -> LatencyLimits | None:
+    """The limits that a run asks LoadGen to hold it to: the user's, else the benchmark's; None where there are none."""
+    limits = run_benchmark(config).limits.get(config.scenario)
+    if limits is None:
+        return None
+    ttft, tpot = config.ttft_limit_seconds, config.tpot_limit_seconds
+    return LatencyLimits(limits.ttft_seconds if ttft is None else ttft, limits.tpot_seconds if tpot is None else tpot)
+
+
+def seconds_to_fill(config: RunConfig, rows: int) -> float:
+    """How long the samples of an Offline run have to last; 0 where their number does not follow from a duration."""
+    if config.mode == "accuracy" or (config.samples is not None and not _counted_by_loadgen(config, rows)):
+        return 0.0
+    return _duration_seconds(config)
+
+
+def learning_seconds(config: RunConfig, rows: int) -> float:
+    """How long a warm-up may look at answers that end early: as long as the run that follows from them."""
+    if config.scenario == "offline":
+        return seconds_to_fill(config, rows)
+    return _duration_seconds(config) if config.scenario != "singlestream" and config.rate is None else 0.0
+
+
+def plan_test(config: RunConfig, rows: int, rate: float) -> TestSettings:
+    """What to ask of LoadGen for ``config`` on a data set of ``rows`` rows.
+
+    Claimed rules that nothing cuts short leave count and duration to LoadGen, in whole passes over the data set. All
+    else issues an exact number of samples, each a row of the library once; ``library_to_data_set`` says which.
+
+    Args:
+        config: of the run.
+        rows: of the data set.
+        rate: samples per second: expected (Offline), to be offered (Server, Interactive), one at a time (SingleStream).
+    """
+    if _counted_by_loadgen(config, rows):
+        rate = {"offline": DURATION_MARGIN, "singlestream": DURATION_MARGIN / 2}.get(config.scenario, 1.0) * rate
+        return _settings(config, rows, config.samples, config.min_duration_seconds, rate)
+    if config.mode == "accuracy":
+        library_rows = config.samples or rows
+        return _settings(config, library_rows, library_rows, 0.0, rate)
+    return {"offline": _plan_offline, "singlestream": _plan_single_stream}.get(config.scenario, _plan_server)(
+        config, rows, rate
+    )
+
+
+def library_to_data_set(mode: str, library_rows: int, rows: int) -> NDArray[np.int64]:
+    """The data set row behind each row of LoadGen's library [library_rows].
+
+    A smaller library is spread evenly over the data set, which may be sorted by origin; in accuracy mode it is the
+    first rows, so that LoadGen's indices stay those of the data set. A larger one repeats the data set.
+    """
+    index = np.arange(library_rows)
+    return index * rows // library_rows if library_rows < rows and mode == "performance" else index % rows
+
+
+def _plan_offline(config: RunConfig, rows: int, rate: float) -> TestSettings:
+    seconds = config.min_duration_seconds
+    if seconds is None:
+        seconds = run_round(config).min_duration_seconds if config.rules else 0.0
+    samples = config.samples or rows
+    if to_fill := seconds_to_fill(config, rows):
+        margin = DURATION_MARGIN if seconds else 1.0
+        samples = max(1, math.floor(LOADGEN_MARGIN * margin * to_fill * rate))
+    # The rate is low enough that duration x rate asks for no sample more.
+    return _settings(config, samples, samples, seconds, 0.9 * samples / max(seconds, 1.0))
+
+
+def _plan_server(config: RunConfig, rows: int, rate: float) -> TestSettings:
+    """One pass over a library of as many rows as come due, so that the last one is due when the duration is over."""
+    if config.samples is not None:
+        return _settings(config, config.samples, config.samples, 0.0, rate)
+    seconds = _duration_seconds(config)
+    settings = _settings(config, rows, rows, seconds, rate)
+    if not seconds:
+        return settings
+    samples = PoissonSchedule(settings.seeds.schedule, settings.offered_rate).queries_until(seconds)
+    return _settings(config, samples, samples, seconds, rate)
+
+
+def _plan_single_stream(config: RunConfig, rows: int, rate: float) -> TestSettings:
+    """LoadGen issues at least 2 x duration x rate samples, and fills up to a whole pass over the library even if none
+    is missing. So the library has as many rows as are wanted, and both numbers stay below that.
+    """
+    seconds = _duration_seconds(config)
+    if config.samples is not None or not seconds:
+        samples = config.samples or rows
+        return _settings(config, samples, samples - 1, 0.0, rate)
+    expected = seconds * rate
+    samples = max(2, math.ceil(DURATION_MARGIN * expected + 2 * math.sqrt(expected)))  # answers differ in length
+    return _settings(config, samples, samples - 1, seconds, 0.9 * (samples - 1) / (2 * max(seconds, 1.0)))
+
+
+def _settings(
+    config: RunConfig, library_rows: int, samples: int | None, min_duration_seconds: float | None, rate: float
+) -> TestSettings:
+    has_limits = run_limits(config) is not None
+    return TestSettings(
+        scenario=config.scenario,
+        mode=config.mode,
+        model=run_benchmark(config).loadgen_model(config.scenario),
+        library_rows=library_rows,
+        samples=samples,
+        min_duration_seconds=min_duration_seconds,
+        rate=rate,
+        seeds=ROUNDS[config.rules or DEFAULT_ROUND].seeds,
+        ttft_limit_seconds=config.ttft_limit_seconds if has_limits else None,
+        tpot_limit_seconds=config.tpot_limit_seconds if has_limits else None,
+    )
+
+
+def _duration_seconds(config: RunConfig) -> float:
+    if config.min_duration_seconds is not None:
+        return config.min_duration_seconds
+    return run_round(config).min_duration_seconds if config.rules or config.find_rate else DEFAULT_DURATION_SECONDS
+
+
+def _counted_by_loadgen(config: RunConfig, rows: int) -> bool:
+    """Whether the run claims rules of performance that ``samples`` does not cut short."""
+    if config.rules is None or config.mode == "accuracy":
+        return False
+    return config.samples is None or config.samples >= max(rows, run_round(config).min_samples)

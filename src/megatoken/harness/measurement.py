@@ -1,0 +1,347 @@
+"""The loop of every scenario: takes what LoadGen issues, feeds the target, tells LoadGen and the record what comes out.
+
+Every moment is ``time.monotonic_ns()``. LoadGen itself goes by the wall clock, so steps of that are watched.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatoken.errors import CapacityError, RequestError
+from megatoken.hardware.inventory import peak_memory_bytes
+from megatoken.harness.clock import WallClockSteps
+from megatoken.harness.datasets import Dataset
+from megatoken.harness.loadgen import LOADGEN_SCENARIOS, LoadGenTest, TestSettings
+from megatoken.harness.loadgen_wire import Issued
+from megatoken.harness.progress import Progress
+from megatoken.harness.schedule import PoissonSchedule
+from megatoken.harness.text_stages import TextStages
+from megatoken.results import SampleRow, SeriesRow
+from megatoken.targets import SampleEvent, Target
+
+SERIES_PERIOD_NS = 1_000_000_000
+PACE_SHARE = 0.3  # weight of the last second in what the time left is reckoned with
+QUEUED_SAMPLES = 1024  # kept waiting in the target, so that a million samples need not be built before the first step
+OFFLINE_POLL_SECONDS = 0.1
+PROMPT_POLL_SECONDS = 0.001  # longest that a sample which comes due waits for a target that has nothing to tell
+
+
+class Record(Protocol):
+    """What keeps the rows of a run."""
+
+    def add_samples(self, rows: Sequence[SampleRow]) -> None:
+        """Takes samples that have ended."""
+
+    def add_series(self, row: SeriesRow) -> None:
+        """Takes the state of a replica."""
+
+    def add_facts(self, facts: Mapping[str, Any]) -> None:
+        """Takes what has become known."""
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A sample between its issue and its end; times in ns."""
+
+    row: int
+    input_tokens: int
+    due_ns: int
+    issued_ns: int
+    submitted_ns: int | None = None
+    started_ns: int | None = None
+    first_ns: int | None = None
+    tokenise_ns: int | None = None
+    output_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Query:
+    """Samples issued in one call and not yet given to the target."""
+
+    numbers: range
+    rows: NDArray[np.int64]  # of the data set; of all samples of the call
+    issued_ns: int
+
+
+@dataclass(slots=True)
+class _Spent:
+    """Nanoseconds of the loop by what it did; what is left of the whole is the harness's own."""
+
+    wait: int = 0
+    target: int = 0
+    tokenise: int = 0
+    detokenise: int = 0
+
+
+class Measurement:
+    """One test on its way; ``step`` it until ``over``.
+
+    Attributes:
+        failed: samples that ended with an error.
+        wall_clock: how far the wall clock was set meanwhile.
+    """
+
+    def __init__(
+        self,
+        test: LoadGenTest,
+        settings: TestSettings,
+        rows: NDArray[np.int64],
+        data_set: Dataset,
+        target: Target,
+        record: Record,
+        progress: Progress,
+        text: TextStages | None = None,
+    ) -> None:
+        """Waits for the first sample; the test has been started.
+
+        Args:
+            test: LoadGen's.
+            settings: what it was asked for.
+            rows: data set row behind each row of LoadGen's library [library_rows].
+            data_set: the requests.
+            target: what serves them.
+            record: what keeps the rows.
+            progress: where to say how far it is.
+            text: where prompts and answers are text within the measured time.
+        """
+        self._test = test
+        self._library = rows
+        self._data_set = data_set
+        self._target = target
+        self._record = record
+        self._progress = progress
+        self._text = text
+        self._keep_ids = settings.mode == "accuracy" or text is not None
+        self._offline = settings.scenario == "offline"
+        self._streams = not self._offline  # LoadGen asks for first tokens
+        self._schedule = None
+        if LOADGEN_SCENARIOS[settings.scenario] == "Server":
+            self._schedule = PoissonSchedule(settings.seeds.schedule, settings.offered_rate)
+        self._planned = settings.library_rows
+        self._node = socket.gethostname()
+        self._open: dict[int, _Sample] = {}
+        self._queue: deque[_Query] = deque()  # issued, not yet given to the target
+        self._spent = _Spent()
+        self._all_tokens = self._input_tokens = self._output_tokens = 0
+        self._noted_output_tokens = self._noted_done_tokens = 0
+        self._pace = 0.0  # tokens a second of prompts and answers, lately
+        self.failed = 0
+        self._before = target.counters()
+        target.telemetry()  # power is a mean since the reading before
+        self.wall_clock = WallClockSteps()
+        issued: list[Issued] = []
+        while not issued:
+            issued = test.take_issued(timeout_seconds=0.1)
+        self._start_ns = self._noted_ns = issued[0].issued_ns
+        record.add_facts({"started_at": datetime.now(UTC).isoformat(), "peak_memory_bytes": peak_memory_bytes()})
+        self._accept(issued)
+
+    @property
+    def over(self) -> bool:
+        """Whether everything was issued and answered."""
+        return self._test.all_issued and not self._test.outstanding
+
+    @property
+    def issued(self) -> int:
+        """Samples that LoadGen has handed over."""
+        return self._test.issued
+
+    @property
+    def ended(self) -> int:
+        """Samples done or failed."""
+        return self._test.issued - self._test.outstanding
+
+    def elapsed_seconds(self) -> float:
+        """Since the start of the test."""
+        return self._seconds(time.monotonic_ns())
+
+    def unended(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Of every sample issued and not ended: when it was due, and its first token (NaN: none yet), in seconds."""
+        samples = self._open.values()
+        due = [self._seconds(sample.due_ns) for sample in samples]
+        first = [math.nan if sample.first_ns is None else self._seconds(sample.first_ns) for sample in samples]
+        queued = [
+            self._seconds(self._due_ns(number, query.issued_ns)) for query in self._queue for number in query.numbers
+        ]
+        return np.array(due + queued, np.float64), np.array(first + [math.nan] * len(queued), np.float64)
+
+    def step(self) -> None:
+        """Takes what was issued, tops up the target's queue, polls it once and passes on what came."""
+        self._wait_for_issue()
+        ended = self._feed()
+        began_ns = time.monotonic_ns()
+        events = self._target.poll(OFFLINE_POLL_SECONDS if self._offline else PROMPT_POLL_SECONDS)
+        self._spent.target += time.monotonic_ns() - began_ns
+        ended += [row for event in events if (row := self._take(event)) is not None]
+        self._test.flush()
+        if ended:
+            self._record.add_samples(ended)
+        if time.monotonic_ns() - self._noted_ns >= SERIES_PERIOD_NS:
+            self.note_state()
+
+    def note_state(self) -> None:
+        """Adds a row to the time series, notes the memory and refreshes the live line."""
+        counters, telemetry, now_ns = self._target.counters(), self._target.telemetry(), time.monotonic_ns()
+        since_seconds = (now_ns - self._noted_ns) / 1e9
+        output_tokens, done_tokens = self._output_tokens, self._input_tokens + self._output_tokens
+        rate = (output_tokens - self._noted_output_tokens) / since_seconds
+        pace = (done_tokens - self._noted_done_tokens) / since_seconds
+        self._pace = PACE_SHARE * pace + (1 - PACE_SHARE) * self._pace if self._pace else pace
+        self._noted_ns, self._noted_output_tokens, self._noted_done_tokens = now_ns, output_tokens, done_tokens
+        self.wall_clock.look()
+        self._record.add_series(
+            SeriesRow(
+                elapsed_seconds=self._seconds(now_ns),
+                node=self._node,
+                replica=0,
+                output_tokens=output_tokens,
+                processed_tokens=counters.processed_tokens - self._before.processed_tokens,
+                rows=counters.rows,
+                row_budget=counters.row_budget,
+                pages_free=counters.pages_free,
+                pages=counters.pages,
+                in_flight=counters.in_flight,
+                waiting=counters.waiting,
+                preemptions=counters.preemptions - self._before.preemptions,
+                power_watts=telemetry.power_watts,
+                clock_mhz=telemetry.clock_mhz,
+                temperature_celsius=telemetry.temperature_celsius,
+            )
+        )
+        self._record.add_facts({"peak_memory_bytes": peak_memory_bytes(), "loop_seconds": self._loop_seconds(now_ns)})
+        left_seconds, share = self._left(now_ns)
+        self._progress.running(self._seconds(now_ns), left_seconds, share, rate, counters)
+
+    def _left(self, now_ns: int) -> tuple[float, float]:
+        """Seconds to go, and the share that is done."""
+        if self._offline:
+            done_tokens = self._noted_done_tokens
+            left_seconds = (self._all_tokens - done_tokens) / self._pace if self._pace else math.inf
+            return left_seconds, done_tokens / self._all_tokens
+        share = min(1.0, self.ended / max(self._planned, self.issued))
+        return self._seconds(now_ns) * (1 / share - 1) if share else math.inf, share
+
+    def _loop_seconds(self, now_ns: int) -> dict[str, float | None]:
+        spent = self._spent
+        harness = now_ns - self._start_ns - spent.wait - spent.target - spent.tokenise - spent.detokenise
+        return {
+            "wait": spent.wait / 1e9,
+            "target": spent.target / 1e9,
+            "tokenise": spent.tokenise / 1e9 if self._text else None,
+            "detokenise": spent.detokenise / 1e9 if self._text else None,
+            "harness": harness / 1e9,
+        }
+
+    def _wait_for_issue(self) -> None:
+        """Takes what was issued; waits for it, until the next row of the time series, where nothing else is to do."""
+        if self._test.all_issued:
+            return
+        if self._open or self._queue:
+            self._accept(self._test.take_issued(timeout_seconds=0.0))
+            return
+        began_ns = time.monotonic_ns()
+        until_note_ns = self._noted_ns + SERIES_PERIOD_NS - began_ns
+        self._accept(self._test.take_issued(timeout_seconds=max(0, until_note_ns) / 1e9))
+        self._spent.wait += time.monotonic_ns() - began_ns
+
+    def _accept(self, issued: Sequence[Issued]) -> None:
+        number = self._test.issued - sum(len(query.rows) for query in issued)
+        for query in issued:
+            rows = self._library[query.rows]
+            self._all_tokens += int((self._data_set.input_tokens[rows] + self._data_set.output_limits[rows]).sum())
+            self._queue.append(_Query(range(number, number + len(rows)), rows, query.issued_ns))
+            if self._schedule is not None:  # LoadGen's start is known from the query that it issued most promptly
+                self._start_ns = min(self._start_ns, query.issued_ns - self._schedule.due_ns(number))
+            number += len(rows)
+
+    def _due_ns(self, number: int, issued_ns: int) -> int:
+        return issued_ns if self._schedule is None else self._start_ns + self._schedule.due_ns(number)
+
+    def _feed(self) -> list[SampleRow]:
+        refused: list[SampleRow] = []
+        if not self._queue:
+            return refused
+        room = QUEUED_SAMPLES - self._target.counters().waiting
+        while self._queue and room > 0:
+            query = self._queue[0]
+            numbers, query.numbers = query.numbers[:room], query.numbers[room:]
+            room -= len(numbers)
+            for number in numbers:
+                row = int(query.rows[number - query.numbers.stop])
+                refused += self._submit(number, row, query.issued_ns)
+            if not query.numbers:
+                self._queue.popleft()
+        return refused
+
+    def _submit(self, number: int, row: int, issued_ns: int) -> list[SampleRow]:
+        """Gives a sample to the target; its row if it is refused."""
+        sample = _Sample(row, int(self._data_set.input_tokens[row]), self._due_ns(number, issued_ns), issued_ns)
+        self._open[number] = sample
+        if self._text:
+            sample.tokenise_ns = self._text.tokenise(row)
+            self._spent.tokenise += sample.tokenise_ns
+        sample.submitted_ns = time.monotonic_ns()
+        try:
+            self._target.submit(number, self._data_set.requests[row])
+        except (RequestError, CapacityError) as error:
+            self.failed += 1
+            return [self._end(number, finish_reason=None, last_ns=None, error=str(error))]
+        return []
+
+    def _take(self, event: SampleEvent) -> SampleRow | None:
+        sample = self._open[event.sample_id]
+        if sample.first_ns is None and event.token_ids:
+            sample.first_ns, sample.started_ns = event.time_ns, event.started_ns
+            self._input_tokens += sample.input_tokens
+            if self._streams:
+                self._test.first_token(event.sample_id, event.token_ids[0])
+        sample.output_tokens += len(event.token_ids)
+        self._output_tokens += len(event.token_ids)
+        if self._keep_ids:
+            sample.token_ids.extend(event.token_ids)
+        if event.finish_reason is None:
+            return None
+        return self._end(event.sample_id, event.finish_reason, event.time_ns)
+
+    def _end(self, number: int, finish_reason: str | None, last_ns: int | None, error: str | None = None) -> SampleRow:
+        sample = self._open.pop(number)
+        detokenise_ns = None
+        if self._text and error is None:
+            detokenise_ns = self._text.detokenise(sample.token_ids)
+            self._spent.detokenise += detokenise_ns
+        self._test.complete(number, sample.output_tokens, sample.token_ids)
+        self._all_tokens -= int(self._data_set.output_limits[sample.row]) - sample.output_tokens
+        return SampleRow(
+            sample_id=number,
+            sample_index=sample.row,
+            scheduled_seconds=self._seconds(sample.due_ns),
+            sent_seconds=self._seconds(sample.issued_ns),
+            first_token_seconds=self._optional_seconds(sample.first_ns),
+            last_token_seconds=self._optional_seconds(last_ns),
+            input_tokens=sample.input_tokens,
+            output_tokens=sample.output_tokens,
+            finish_reason=finish_reason,
+            node=self._node,
+            error=error,
+            submitted_seconds=self._optional_seconds(sample.submitted_ns),
+            started_seconds=self._optional_seconds(sample.started_ns),
+            tokenise_seconds=None if sample.tokenise_ns is None else sample.tokenise_ns / 1e9,
+            detokenise_seconds=None if detokenise_ns is None else detokenise_ns / 1e9,
+        )
+
+    def _seconds(self, moment_ns: int) -> float:
+        return (moment_ns - self._start_ns) / 1e9
+
+    def _optional_seconds(self, moment_ns: int | None) -> float | None:
+        return None if moment_ns is None else self._seconds(moment_ns)

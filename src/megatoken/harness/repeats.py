@@ -1,0 +1,34 @@
+"""The same test several times, each in a run folder of its own, all in one folder with what they say together."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from megatoken.harness.bench import Bench
+from megatoken.harness.loadgen import TestSettings
+from megatoken.harness.stop import StopSignals
+from megatoken.results import Run, read_run, run_name
+from megatoken.results.files import to_json, write_text
+from megatoken.results.repeats import REPEATS, summarise_repeats
+
+
+def repeat(bench: Bench, settings: TestSettings) -> Path:
+    """Runs a test ``config.repeat`` times; a signal ends the run at hand and leaves the rest out.
+
+    Returns:
+        The folder that holds the run folders and ``repeats.json``.
+    """
+    config = bench.config
+    name = run_name(datetime.now(UTC), config.scenario, config.model)
+    parent = config.out / f"{name}-repeats"
+    words = f"megatoken: stopped at once; the run at hand in {parent} says INTERRUPTED and keeps what was done"
+    runs: list[Run] = []
+    with StopSignals(words) as stop:
+        while len(runs) < config.repeat and not stop.received:
+            bench.progress.note(f"run {len(runs) + 1} of {config.repeat}")
+            folder = bench.create_folder(config, settings, parent, f"{len(runs) + 1:03}")
+            bench.run(config, settings, folder, stop)
+            runs.append(read_run(folder.path))
+            write_text(parent / REPEATS, to_json(summarise_repeats(runs, config.repeat)))
+    return parent

@@ -1,0 +1,49 @@
+"""Text at both ends of a run: prompts into ids and answers into text, within the time that is measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from megatoken.harness.datasets import Dataset
+
+
+class Codec(Protocol):
+    """A tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of ids."""
+
+
+class TextStages:
+    """Does what a server does around the model, and times it. The ids of the data set are what the model gets.
+
+    ``characters`` counts the text made so far.
+    """
+
+    def __init__(self, tokenizer: Codec, data_set: Dataset) -> None:
+        """Makes the text of every prompt: before the run, where it costs nothing that is measured."""
+        self._tokenizer = tokenizer
+        self._texts = [
+            request.prompt if isinstance(request.prompt, str) else tokenizer.decode(list(request.prompt))
+            for request in data_set.requests
+        ]
+        self.characters = 0
+
+    def tokenise(self, row: int) -> int:
+        """Encodes the prompt of a row; nanoseconds it took."""
+        began_ns = time.monotonic_ns()
+        self._tokenizer.encode(self._texts[row])
+        return time.monotonic_ns() - began_ns
+
+    def detokenise(self, token_ids: Sequence[int]) -> int:
+        """Decodes an answer; nanoseconds it took."""
+        began_ns = time.monotonic_ns()
+        text = self._tokenizer.decode(list(token_ids))
+        taken_ns = time.monotonic_ns() - began_ns
+        self.characters += len(text)
+        return taken_ns
