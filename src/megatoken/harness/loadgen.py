@@ -125,7 +125,6 @@ class LoadGenTest:
         self._outstanding: set[int] = set()
         self._first: list[FirstToken] = []
         self._completions: list[Completion] = []
-        self._messages = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the test
 
     def __enter__(self) -> Self:
         """Starts LoadGen; its first samples may be due at once."""
@@ -143,6 +142,7 @@ class LoadGenTest:
         their_source, sink = _pipe()
         source, their_sink = _pipe()
         module = "megatoken.harness.loadgen_process"
+        self._messages = tempfile.TemporaryFile()
         self._sink = Connection(sink, readable=False)
         self._source = Connection(source, writable=False)
         try:
@@ -157,6 +157,7 @@ class LoadGenTest:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         except OSError as error:
+            self._close()
             raise MegatokenError(f"LoadGen's process cannot be started: {error.strerror}") from error
         finally:
             os.close(their_source)
@@ -174,9 +175,7 @@ class LoadGenTest:
                 )
             self._process.kill()
         self._process.wait()
-        self._source.close()
-        self._sink.close()
-        self._messages.close()
+        self._close()
 
     @property
     def issued(self) -> int:
@@ -258,6 +257,11 @@ class LoadGenTest:
             self.take_issued(timeout_seconds=0.1)
         last_key = "power_end" if self._settings.mode == "accuracy" else "num_errors"
         return LoadGenLog.read(self._directory, last_key)
+
+    def _close(self) -> None:
+        self._source.close()
+        self._sink.close()
+        self._messages.close()
 
     def _receive(self) -> bytes:
         try:

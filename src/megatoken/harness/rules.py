@@ -218,8 +218,8 @@ def _client(observed: Observed) -> Iterator[UnmetRule]:
         alone = observed.client.samples_per_second
         if observed.samples_per_second > CLIENT_SHARE * alone:
             message = (
-                f"{observed.samples_per_second:.4g} samples/s is more than {CLIENT_SHARE:.0%} of the {alone:.4g} that the client "
-                "can do alone"
+                f"{observed.samples_per_second:.4g} samples/s is more than {CLIENT_SHARE:.0%} of the {alone:.4g} "
+                "that the client can do alone"
             )
             yield _rule("CLIENT_LIMIT", observed.samples_per_second, CLIENT_SHARE * alone, message)
     step = observed.wall_clock_step_seconds
