@@ -36,10 +36,10 @@ from gpu_measuring import (
     require_gpu,
     write_report,
 )
+from megatoken.datasets.lengths import LLAMA2_70B_LENGTHS
 from megatoken.engine.ops import paged_attention, xqa
 from megatoken.engine.ops.paged_attention import ChunkConfig, DecodeConfig
 from megatoken.errors import MegatokenError
-from megatoken.harness.datasets import LLAMA2_70B_LENGTHS
 
 KV_HEADS, HEAD_DIM = 8, 128
 HEADS = {"70b": 64, "8b": 32}

@@ -36,12 +36,12 @@ from gpu_measuring import (
     write_report,
 )
 from gpu_trace import traced
+from megatoken.datasets.lengths import load_lengths
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.config import SHAPES, Precision
 from megatoken.engine.runner import SampledIds
 from megatoken.engine.scheduler import StepPlan
 from megatoken.errors import CapacityError, MegatokenError
-from megatoken.harness.datasets import load_lengths
 from step_anatomy import Ceilings, PartOfStep, anatomy, costliest, split_steps
 
 NOTE = "unofficial: engine steps without LoadGen, random weights, forced output lengths"

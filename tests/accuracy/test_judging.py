@@ -14,6 +14,7 @@ from megatoken.accuracy.evaluate import Mean, Scores
 from megatoken.accuracy.judge import Judged, judge
 from megatoken.accuracy.targets import missed, of_benchmark
 from megatoken.audit.accuracy_log import read_accuracy_scores
+from megatoken.datasets.references import References
 from megatoken.errors import UsageError
 from megatoken.results import Verdict
 
@@ -113,6 +114,10 @@ def openorca_scores(rouge1: float, rouge2: float, rouge_l: float, tokens: int, a
     return Scores(metrics, {}, answers, tokens, None, None, 0, 0)
 
 
+def references_of(data_set: str | None) -> References:
+    return References(Path("here"), ("a",), ("summary",), (), data_set, "")
+
+
 REFERENCE = (44.4312, 22.0352, 28.6162)  # of the README of MLPerf's llama2-70b reference, with 294.45 tokens a sample
 
 
@@ -133,12 +138,13 @@ REFERENCE = (44.4312, 22.0352, 28.6162)  # of the README of MLPerf's llama2-70b 
 def test_targets_of_llama2_70b(factor: float, tokens_per_sample: float, benchmark: str, found: list[str]) -> None:
     values = (round(factor * value, 4) for value in REFERENCE)
     scores = openorca_scores(*values, tokens=round(24_576 * tokens_per_sample))
-    messages = [reason["message"] for reason in missed(scores, of_benchmark(benchmark))]
+    messages = [reason["message"] for reason in missed(scores, of_benchmark(benchmark, references_of("llama2-70b")))]
     assert [message.split()[0] for message in messages] == found
 
 
 def test_a_part_of_the_data_set_reaches_no_targets() -> None:
-    (reason,) = missed(openorca_scores(*REFERENCE, tokens=29_445, answers=100), of_benchmark("llama2-70b-99"))
+    of_llama = of_benchmark("llama2-70b-99", references_of("llama2-70b"))
+    (reason,) = missed(openorca_scores(*REFERENCE, tokens=29_445, answers=100), of_llama)
     assert reason["message"] == "100 answers; MLPerf llama2-70b-99 asks for 24,576"
 
 
@@ -147,7 +153,7 @@ def test_targets_of_the_other_benchmarks() -> None:
     """Figures of the references' READMEs, times 0.99, and their lengths with 10 % to either side."""
 
     def bounds(name: str) -> dict[str, tuple[float, float | None]]:
-        return {one.name: (one.at_least, one.at_most) for one in of_benchmark(name).targets}
+        return {one.name: (one.at_least, one.at_most) for one in of_benchmark(name, references_of(name)).targets}
 
     assert bounds("llama3.1-405b") == {
         "rougeL": (pytest.approx(0.99 * 21.6666), None),
@@ -163,16 +169,25 @@ def test_targets_of_the_other_benchmarks() -> None:
     }
 
 
-def test_an_unknown_benchmark_is_answered_with_the_nearest() -> None:
-    with pytest.raises(UsageError, match=r"--benchmark llama2-7b: no targets are known of it; did you mean llama2-70b"):
-        of_benchmark("llama2-7b")
+@pytest.mark.parametrize(
+    ("name", "data_set", "problem"),
+    [
+        ("llama2-7b", "llama2-70b", r"--benchmark llama2-7b: not scored here; did you mean llama2-70b"),
+        ("gpt-oss-120b", None, r"--benchmark gpt-oss-120b: not scored here"),
+        ("llama2-70b-99", None, r"is of MLPerf's llama2-70b data set, but here is none of MLPerf's"),
+        ("llama2-70b-99", "llama3.1-8b", r"is of MLPerf's llama2-70b data set, but here is that of llama3.1-8b"),
+    ],
+)
+def test_benchmarks_that_cannot_be_judged_by_these_answers(name: str, data_set: str | None, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        of_benchmark(name, references_of(data_set))
 
 
 def test_what_is_judged_by_sentences_is_not_scored_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatoken.accuracy.targets.sentence_splitter", lambda: None)
     with pytest.raises(UsageError, match=r"nltk\.downloader punkt_tab"):
-        of_benchmark("llama3.1-8b")
-    of_benchmark("llama2-70b-99")
+        of_benchmark("llama3.1-8b", references_of("llama3.1-8b"))
+    of_benchmark("llama2-70b-99", references_of("llama2-70b"))
 
 
 # --- the files --------------------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from megatoken.config import RunConfig
+from megatoken.datasets.lengths import load_lengths
 from megatoken.engine.request import Request
 from megatoken.errors import MegatokenError, RequestError
 from megatoken.hardware.telemetry import Telemetry
 from megatoken.harness import benchmarks, rules, stop
-from megatoken.harness.datasets import load_lengths
 from megatoken.harness.progress import Progress
 from megatoken.harness.run import run_scenario
 from megatoken.targets import SampleEvent, TargetCounters

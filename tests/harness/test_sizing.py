@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatoken.config import RunConfig
+from megatoken.datasets.lengths import load_lengths
+from megatoken.datasets.prompts import load_prompts
+from megatoken.datasets.requests import Dataset
 from megatoken.engine.request import Request
 from megatoken.hardware.telemetry import Telemetry
 from megatoken.harness import sizing
-from megatoken.harness.datasets import Dataset, load_lengths, load_prompts
 from megatoken.harness.loadgen_plan import library_to_data_set, plan_test, seconds_to_fill
 from megatoken.harness.sizing import estimate_rate
 from megatoken.targets import SampleEvent, TargetCounters

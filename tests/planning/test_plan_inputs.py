@@ -7,8 +7,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatoken.datasets.lengths import load_lengths
 from megatoken.errors import ConfigError
-from megatoken.harness.datasets import load_lengths
 from megatoken.planning import lengths_csv, load_assumptions, load_profiles
 from megatoken.planning.strict_yaml import LARGEST_FILE_BYTES
 

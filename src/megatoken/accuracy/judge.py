@@ -67,7 +67,7 @@ def judge(
         raise UsageError("--benchmark and --baseline: name one, to say what must be reached")
     targets = None
     if benchmark is not None:
-        targets = of_benchmark(benchmark)
+        targets = of_benchmark(benchmark, expected)
     elif baseline is not None:
         targets = of_baseline(baseline, share, expected)
     scores = evaluate(answers, expected, decoder, partial=partial, progress=progress)

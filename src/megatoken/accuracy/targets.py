@@ -10,8 +10,9 @@ from typing import Any
 
 from megatoken.accuracy.evaluate import Scores
 from megatoken.accuracy.scores import SENTENCES_MEND, sentence_splitter
-from megatoken.audit.facts import benchmark_of, benchmarks
+from megatoken.audit.facts import benchmark_of
 from megatoken.config import nearest
+from megatoken.datasets.catalog import catalog
 from megatoken.datasets.references import References
 from megatoken.errors import UsageError
 from megatoken.results.run_folder import Reason
@@ -40,16 +41,28 @@ class Targets:
     rows: int
 
 
-def of_benchmark(name: str) -> Targets:
+def of_benchmark(name: str, references: References) -> Targets:
     """The targets that MLPerf's submission checker has for a benchmark, such as ``llama2-70b-99.9``.
 
+    Args:
+        name: Of the benchmark.
+        references: Of the evaluation in hand; they must be those of the benchmark's data set.
+
     Raises:
-        UsageError: No such benchmark is known, or one of its scores needs NLTK's sentence data, which is not there.
+        UsageError: No benchmark of that name is scored here, it is of another data set, or one of its scores needs
+            NLTK's sentence data, which is not there.
     """
     benchmark = benchmark_of(name, None)
-    if benchmark is None or not benchmark.accuracy:
-        meant = nearest(name, benchmarks())
-        raise UsageError(f"--benchmark {name}: no targets are known of it; did you mean {meant}?")
+    scored = {known: entry for entry in catalog().values() for known in entry.benchmarks}
+    if benchmark is None or benchmark.name not in scored:
+        meant = nearest(name, scored)
+        raise UsageError(f"--benchmark {name}: not scored here; did you mean {meant}? Known are {', '.join(scored)}")
+    data_set = scored[benchmark.name].name
+    if references.data_set != data_set:
+        raise UsageError(
+            f"--benchmark {name}: is of MLPerf's {data_set} data set, but {references.path} is "
+            + (f"that of {references.data_set}" if references.data_set else "none of MLPerf's")
+        )
     names = {"rougel": "rougeL", "rougelsum": "rougeLsum"}
     targets = [Target(names.get(metric, metric), at_least) for metric, at_least in benchmark.accuracy.items()]
     if benchmark.tokens_per_sample:
@@ -129,16 +142,11 @@ def _missed(values: Mapping[str, float], targets: Targets, answers: int) -> Iter
         yield Reason(code="ANSWERS", message=f"{answers:,} answers; {targets.source} asks for {targets.rows:,}")
     for target in targets.targets:
         value = values.get(target.name)
-        if value is None:
-            wanted = f"no {target.name}"
-        elif value < target.at_least:
-            wanted = f"{target.name} is {value:.7g}"
+        found = f"no {target.name}" if value is None else f"{target.name} is {value:.7g}"
+        if value is None or value < target.at_least:
+            wanted = f"asks for {target.at_least:.7g} or more"
         elif target.at_most is not None and value > target.at_most:
-            yield Reason(
-                code="ACCURACY",
-                message=f"{target.name} is {value:.7g}; {targets.source} allows {target.at_most:.7g} at most",
-            )
-            continue
+            wanted = f"allows {target.at_most:.7g} at most"
         else:
             continue
-        yield Reason(code="ACCURACY", message=f"{wanted}; {targets.source} asks for {target.at_least:.7g} or more")
+        yield Reason(code="ACCURACY", message=f"{found}; {targets.source} {wanted}")

@@ -111,7 +111,8 @@ def check(
         }
         input_tokens = table.input_tokens
     else:
-        from megatoken.harness.datasets import load_lengths, load_prompts
+        from megatoken.datasets.lengths import load_lengths
+        from megatoken.datasets.prompts import load_prompts
 
         if path.suffix.lower() == ".csv":
             requests = load_lengths(path, **(limits or {"vocabulary_size": 2**31 - 1, "max_length": 2**31 - 1}))

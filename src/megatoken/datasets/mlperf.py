@@ -6,10 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatoken.datasets.catalog import Role
+from megatoken.datasets.requests import Dataset, RequestRows
 from megatoken.datasets.tables import read_table
 from megatoken.datasets.tokenizer_check import check_tokenizer
-from megatoken.harness.datasets import Dataset
-from megatoken.harness.datasets import _Rows as RequestRows
 
 
 def load_mlperf(

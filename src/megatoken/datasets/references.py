@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatoken.datasets.lines import read_lines
+from megatoken.datasets.prompt_lines import parse_prompt_line
 from megatoken.datasets.tables import SUFFIXES, read_table
 from megatoken.engine.request import Sampling
 from megatoken.errors import DatasetError
-from megatoken.harness.datasets import _read_lines as read_lines
-from megatoken.harness.prompt_lines import parse_prompt_line
 
 Scoring = Literal["summary", "rouge", "niah_em", "qa_em", "exact"]
 _METRICS: Mapping[str, Scoring] = {"rouge": "rouge", "niah_em": "niah_em", "qa_em": "qa_em"}  # of the 405B set

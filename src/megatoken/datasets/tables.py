@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from megatoken.datasets.catalog import MlperfDataSet, Role, Sums, catalog, missing
+from megatoken.datasets.dataframe_pickle import read_columns
+from megatoken.datasets.lines import unreadable
 from megatoken.datasets.parquet import read_parquet
 from megatoken.errors import DatasetError
-from megatoken.harness.dataframe_pickle import read_columns
 
 SUFFIXES = (".pkl", ".json", ".parquet")
 _GZIP = b"\x1f\x8b"
@@ -111,8 +112,7 @@ def read_table(path: Path, roles: Collection[Role], *, ordered: bool = False) ->
     except FileNotFoundError:
         raise missing(path) from None
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DatasetError(f"{path}: cannot be read, {reason}; give the path of a data file") from error
+        raise unreadable(path, error) from error
     if data.startswith(_GZIP):
         raise DatasetError(f"{path}: compressed, not a pickle or JSON yet; unpack it with gunzip")
     if path.suffix.lower() == ".json":
@@ -156,7 +156,9 @@ def _read_json(data: bytes, roles: Collection[Role], path: Path) -> tuple[Mlperf
             mend = f"fetch MLPerf's {data_set.name} data set again, or name a file of JSON lines .jsonl"
             raise DatasetError(f"{path}, row {row}: no {columns['tokens']}; {mend}")
     present = {
-        role: column for role, column in columns.items() if role in roles and any(column in one for one in records)
+        role: column
+        for role, column in columns.items()
+        if role in roles and (not records or any(column in record for record in records))
     }
     return data_set, {role: _cells(records, column) for role, column in present.items()}
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.config import RunConfig
+from megatoken.datasets.requests import Dataset
 from megatoken.hardware.inventory import peak_memory_bytes, take_inventory
 from megatoken.harness.client_limit import ClientLimit
-from megatoken.harness.datasets import Dataset
 from megatoken.harness.latencies import latencies, percentile
 from megatoken.harness.loadgen import LoadGenTest, TestSettings
 from megatoken.harness.loadgen_log import LoadGenLog

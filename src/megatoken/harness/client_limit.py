@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from megatoken.datasets.requests import Dataset
 from megatoken.engine.request import Request
 from megatoken.hardware.telemetry import Telemetry
-from megatoken.harness.datasets import Dataset
 from megatoken.harness.loadgen import LoadGenTest, TestSettings
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from megatoken.config import AnswerConfig, RunConfig
+from megatoken.datasets.prompts import load_prompts
 from megatoken.engine import Engine, Request
 from megatoken.errors import RequestError, StorageError
-from megatoken.harness.datasets import load_prompts
 from megatoken.harness.prepare import check_writable, encoder, open_and_plan
 from megatoken.results.files import storage_error, write_text
 

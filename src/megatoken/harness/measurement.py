@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.datasets.requests import Dataset
 from megatoken.errors import CapacityError, RequestError
 from megatoken.hardware.inventory import peak_memory_bytes
 from megatoken.harness.clock import WallClockSteps
-from megatoken.harness.datasets import Dataset
 from megatoken.harness.loadgen import LOADGEN_SCENARIOS, LoadGenTest, TestSettings
 from megatoken.harness.loadgen_wire import Issued
 from megatoken.harness.progress import Progress

@@ -12,7 +12,10 @@ from typing import Any
 import yaml
 
 from megatoken.config import RunConfig
+from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.mlperf import load_mlperf
+from megatoken.datasets.prompts import load_prompts
+from megatoken.datasets.requests import Dataset
 from megatoken.datasets.tables import SUFFIXES
 from megatoken.engine import Engine
 from megatoken.engine.checkpoint import Checkpoint, RandomWeights
@@ -22,7 +25,6 @@ from megatoken.engine.memory import MemoryPlan, plan_memory
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, StorageError
 from megatoken.hardware.inventory import cpu
-from megatoken.harness.datasets import Dataset, load_lengths, load_prompts
 from megatoken.harness.rules import DEFAULT_ROUND, ROUNDS
 
 THREADS_PER_CORE = 4  # more only wait for each other, and a typing error of two digits hangs the machine

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.config import RunConfig
+from megatoken.datasets.requests import Dataset
 from megatoken.harness.bench import Bench
 from megatoken.harness.client_limit import measure_client_limit
-from megatoken.harness.datasets import Dataset
 from megatoken.harness.find_rate import find_rate
 from megatoken.harness.loadgen_plan import OFFERED_SHARES, learning_seconds, plan_test, run_limits
 from megatoken.harness.progress import Progress

@@ -9,7 +9,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken.harness.datasets import Dataset
+from megatoken.datasets.requests import Dataset
 from megatoken.targets import Target
 
 WARM_UP_QUEUE = 16

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from megatoken.harness.datasets import Dataset
+from megatoken.datasets.requests import Dataset
 
 
 class Codec(Protocol):

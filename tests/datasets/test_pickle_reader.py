@@ -26,9 +26,9 @@ from pandas._libs.internals import _unpickle_block
 from pandas.core.indexes.base import _new_Index
 from pandas.core.internals.managers import BlockManager
 
+from megatoken.datasets.dataframe_pickle import read_columns
+from megatoken.datasets.pickle_reader import Call, parse_pickle
 from megatoken.errors import DatasetError
-from megatoken.harness.dataframe_pickle import read_columns
-from megatoken.harness.pickle_reader import Call, parse_pickle
 
 GOLDEN = Path(__file__).parents[1] / "data" / "openorca_pickles"
 _SPEC = importlib.util.spec_from_file_location("make", GOLDEN / "make.py")
@@ -313,7 +313,7 @@ def test_no_import_call_or_file_happens_while_reading(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from megatoken.errors import DatasetError
-from megatoken.harness.dataframe_pickle import read_columns
+from megatoken.datasets.dataframe_pickle import read_columns
 files = [path.read_bytes() for folder in sys.argv[1:] for path in sorted(Path(folder).glob("*.pkl"))]
 events, watching = [], False
 sys.addaudithook(lambda event, arguments: events.append(event) if watching else None)

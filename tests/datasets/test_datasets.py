@@ -16,16 +16,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models
 
+from megatoken.datasets.lengths import LLAMA2_70B_LENGTHS, load_lengths
+from megatoken.datasets.mlperf import load_mlperf
+from megatoken.datasets.prompts import load_prompts
+from megatoken.datasets.requests import Dataset
 from megatoken.engine.request import Request, Sampling
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import DatasetError, ExitCode
-from megatoken.harness.datasets import (
-    LLAMA2_70B_LENGTHS,
-    Dataset,
-    load_lengths,
-    load_openorca,
-    load_prompts,
-)
 
 VOCABULARY, CONTEXT = 1000, 64
 
@@ -216,7 +213,7 @@ def test_a_file_without_prompts(content: str, tmp_path: Path) -> None:
     assert "no prompts" in refusal(prompts, write(tmp_path, content))
 
 
-@pytest.mark.parametrize("load", [prompts, lengths, load_openorca])
+@pytest.mark.parametrize("load", [prompts, lengths, load_mlperf])
 def test_files_that_cannot_be_opened(load: object, tmp_path: Path) -> None:
     changes = {"vocabulary_size": VOCABULARY, "max_length": CONTEXT}
     assert "No such file" in refusal(load, tmp_path / "absent", **changes)
@@ -427,7 +424,7 @@ def test_a_table_without_rows(content: str, tmp_path: Path) -> None:
 
 
 def openorca(path: Path, **changes: object) -> Dataset:
-    return load_openorca(path, **({"vocabulary_size": VOCABULARY, "max_length": 2048} | changes))
+    return load_mlperf(path, **({"vocabulary_size": VOCABULARY, "max_length": 2048} | changes))
 
 
 def table(tmp_path: Path, prompts: list[object], **columns: object) -> Path:

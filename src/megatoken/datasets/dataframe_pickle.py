@@ -12,8 +12,8 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.datasets.pickle_reader import Call, Global, parse_pickle
 from megatoken.errors import DatasetError
-from megatoken.harness.pickle_reader import Call, Global, parse_pickle
 
 _ALLOWED = {
     (module, attribute): name

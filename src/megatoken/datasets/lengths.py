@@ -1,0 +1,105 @@
+"""A table of token lengths -> requests of random ids whose answers run to their full length."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatoken.datasets.lines import read_lines
+from megatoken.datasets.requests import Dataset, LazyRequests
+from megatoken.engine.request import Request
+from megatoken.errors import DatasetError
+
+LLAMA2_70B_LENGTHS = Path(__file__).parents[1] / "data" / "llama2_70b_offline_lengths.csv"
+_LENGTHS_HEADER = "input_tokens,output_tokens"
+_LARGEST_LENGTH = 2**31 - 1
+
+
+def load_lengths(path: Path | None, *, vocabulary_size: int, max_length: int, seed: int = 0) -> Dataset:
+    """Loads a CSV of ``input_tokens,output_tokens`` as prompts of random ids whose answers run to their full length.
+
+    The ids of a row depend on ``seed`` and the row's position only. A row longer than the context is scaled down to it,
+    prompt and answer by the same factor; a note says how many were.
+
+    Args:
+        path: The file, lines that start with ``#`` being comments; None for the token lengths of MLPerf's llama2-70b
+            Offline data set, which ship with this package.
+        vocabulary_size: Ids are drawn from 0 to one less.
+        max_length: Most tokens, prompt and answer together, that one request may have; at least 2.
+        seed: Of the random ids, 0 to 2**64 - 1.
+
+    Raises:
+        DatasetError: The file cannot be read or a row of it is not two whole numbers above 0.
+    """
+    path = path or LLAMA2_70B_LENGTHS
+    digest = hashlib.sha256()
+    comments: list[str] = []
+    header_seen = False
+    lengths = array("q")
+    for place, content in read_lines(path, digest.update):
+        try:
+            line = content.decode().strip()
+        except UnicodeDecodeError as error:
+            raise DatasetError(
+                f"{place}: byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8"
+            ) from None
+        if line.startswith("#"):
+            comments.append(line.lstrip("# "))
+        elif line and not header_seen:
+            if line != _LENGTHS_HEADER:
+                raise DatasetError(f"{place}: the header is {line[:40]!a}; it must be {_LENGTHS_HEADER}")
+            header_seen = True
+        elif line:
+            lengths.extend(_parse_lengths(line, place))
+    if not lengths:
+        raise DatasetError(f"{path}: the file has no rows; write {_LENGTHS_HEADER} and one row per request")
+    pairs = np.frombuffer(lengths, dtype=np.int64).reshape(-1, 2)
+    inputs, outputs, notes = _fit(pairs[:, 0], pairs[:, 1], max_length)
+
+    def make(row: int) -> Request:
+        # Raw output of a counter-based generator, because NumPy keeps that the same from release to release.
+        raw = np.random.Philox(key=np.array([seed, row], dtype=np.uint64)).random_raw(int(inputs[row]))
+        ids = (raw % np.uint64(vocabulary_size)).tolist()
+        return Request(prompt=ids, max_tokens=int(outputs[row]), ignore_end_token=True)
+
+    return Dataset(
+        name=path.name,
+        source=" ".join(comments) or str(path),
+        requests=LazyRequests(len(inputs), make),
+        content_hash=digest.hexdigest(),
+        input_tokens=inputs,
+        output_limits=outputs,
+        fills_limit=np.ones(len(outputs), dtype=np.bool_),
+        notes=notes,
+    )
+
+
+def _parse_lengths(line: str, place: str) -> list[int]:
+    cells = [cell.strip() for cell in line.split(",")]
+    if len(cells) != 2:
+        raise DatasetError(f"{place}: {len(cells)} values; a row is {_LENGTHS_HEADER}")
+    for name, cell in zip(_LENGTHS_HEADER.split(","), cells, strict=True):
+        # int() would also take "1_000" and digits of other scripts.
+        if not (cell.isascii() and cell.isdigit() and len(cell) < 11 and 1 <= int(cell) <= _LARGEST_LENGTH):
+            raise DatasetError(f"{place}: {name} is {cell[:40]!a}; it must be a whole number, 1 or more")
+    return [int(cell) for cell in cells]
+
+
+def _fit(
+    inputs: NDArray[np.int64], outputs: NDArray[np.int64], max_length: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[str, ...]]:
+    totals = inputs + outputs
+    long = totals > max_length
+    if not long.any():
+        return inputs, outputs, ()
+    fitted_inputs = np.where(long, np.clip(inputs * max_length // totals, 1, max_length - 1), inputs)
+    fitted_outputs = np.where(long, max_length - fitted_inputs, outputs)
+    note = (
+        f"{long.sum():,} of {len(totals):,} rows exceeded the context of {max_length:,} tokens and were scaled down to "
+        f"it, prompt and answer alike: {totals.sum():,} tokens became {np.minimum(totals, max_length).sum():,}"
+    )
+    return fitted_inputs, fitted_outputs, (note,)

@@ -1,0 +1,27 @@
+"""Text files line by line, each with its place for errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megatoken.errors import DatasetError
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def read_lines(path: Path, update: Callable[[bytes], None]) -> Iterator[tuple[str, bytes]]:
+    """Yields (place for errors, line); ``update`` sees every byte of the file."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                update(line)
+                yield f"{path}, line {number}", line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError | ValueError) -> DatasetError:
+    """The error for a file that the system does not give."""
+    reason = error.strerror if isinstance(error, OSError) else error
+    return DatasetError(f"{path}: cannot be read, {reason}; give the path of a data file")

@@ -1,0 +1,59 @@
+"""Prompts as JSON lines -> requests."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from megatoken.datasets.lines import read_lines
+from megatoken.datasets.prompt_lines import parse_prompt_line
+from megatoken.datasets.requests import GREEDY, Dataset, RequestRows
+from megatoken.engine.request import Sampling
+from megatoken.errors import DatasetError, RequestError
+
+
+def load_prompts(
+    path: Path,
+    *,
+    encode: Callable[[str], list[int]] | None,
+    vocabulary_size: int,
+    max_length: int,
+    default_max_tokens: int = 128,
+    sampling: Sampling = GREEDY,
+) -> Dataset:
+    """Loads JSON lines: ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}`` and options; blank lines are skipped.
+
+    A ``max_tokens`` that a line states is kept or refused; ``default_max_tokens`` is cut to what the context leaves.
+    Options as for ``parse_prompt_line``.
+
+    Args:
+        path: The file.
+        encode: Text to token ids; None if the model has no tokenizer.
+        vocabulary_size: Ids run from 0 to one less.
+        max_length: Most tokens, prompt and answer together, that one request may have.
+        default_max_tokens: ``max_tokens`` of prompts that state none.
+        sampling: Sampling values of prompts that state none.
+
+    Raises:
+        DatasetError: The file cannot be read, or a line of it cannot be served.
+    """
+    rows = RequestRows(path, vocabulary_size, max_length, default_max_tokens)
+    digest = hashlib.sha256()
+    for place, line in read_lines(path, digest.update):
+        if line.isspace():
+            continue
+        fields = parse_prompt_line(line, sampling, place)
+        ids = fields.prompt
+        if isinstance(ids, str):
+            if encode is None:
+                raise DatasetError(
+                    f"{place}: the prompt is text but the model has no tokenizer.json; "
+                    "add it to the model's folder or give prompt_token_ids"
+                )
+            try:
+                ids = encode(ids)
+            except RequestError as error:
+                raise DatasetError(f"{place}: {error}") from error
+        rows.add(place, ids, fields.max_tokens, fields.sampling, fields.stop_token_ids, fields.ignore_end_token)
+    return rows.dataset(digest.hexdigest())

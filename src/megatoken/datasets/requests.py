@@ -1,0 +1,181 @@
+"""Requests by row, checked once and kept as arrays.
+
+A data set is checked whole when it is loaded, so a run never meets a bad request later. Requests are made when they are
+asked for: a million prompts cost little more than their tokens.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatoken.engine.request import Request, Sampling
+from megatoken.errors import DatasetError
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dataset:
+    """The requests of one file, by row.
+
+    Attributes:
+        name: The file's name.
+        source: Where the rows come from: the path, or what a table of lengths says of itself in its comment lines.
+        requests: One request per row, made when it is asked for.
+        content_hash: SHA-256 of the file, hexadecimal.
+        input_tokens: Prompt length of each row, int64.
+        output_limits: ``max_tokens`` of each row, int64.
+        fills_limit: Whether the answer of each row surely has that many tokens, bool: nothing can end it earlier.
+        notes: What was changed to make rows fit, for the report.
+    """
+
+    name: str
+    source: str
+    requests: Sequence[Request]
+    content_hash: str
+    input_tokens: NDArray[np.int64]
+    output_limits: NDArray[np.int64]
+    fills_limit: NDArray[np.bool_]
+    notes: tuple[str, ...]
+
+
+class LazyRequests(Sequence[Request]):
+    """Requests that ``make`` makes by row, each time one is asked for."""
+
+    def __init__(self, count: int, make: Callable[[int], Request]) -> None:
+        self._rows = range(count)
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Request]: ...
+    def __getitem__(self, index: int | slice) -> Request | list[Request]:
+        rows = self._rows[index]
+        return self._make(rows) if isinstance(rows, int) else [self._make(row) for row in rows]
+
+
+_OPTIONS = np.dtype(
+    [
+        ("max_tokens", "<i4"),
+        ("temperature", "<f8"),
+        ("top_k", "<i4"),
+        ("top_p", "<f8"),
+        ("seed", "<i8"),
+        ("ignore_end_token", "?"),
+    ]
+)
+_NO_SEED = -1
+_PACKED_OPTIONS = struct.Struct("<idIdq?")
+
+
+class RequestRows:
+    """Checks prompts against model and context and keeps them end to end in flat buffers."""
+
+    def __init__(self, path: Path, vocabulary_size: int, max_length: int, default_max_tokens: int) -> None:
+        self._path = path
+        self._vocabulary_size = vocabulary_size
+        self._max_length = max_length
+        self._default_max_tokens = default_max_tokens
+        self.tokens = array("i")
+        self._ends = array("q", [0])
+        self._options = bytearray()
+        self._stop_token_ids: dict[int, tuple[int, ...]] = {}
+        self._shortened = 0
+
+    def add(
+        self,
+        place: str,
+        ids: list[int],
+        max_tokens: int | None = None,
+        sampling: Sampling = GREEDY,
+        stop_token_ids: tuple[int, ...] = (),
+        ignore_end_token: bool = False,
+    ) -> None:
+        """Takes one more row. Raises DatasetError, which begins with ``place``, if it cannot be served."""
+        if not ids:
+            raise DatasetError(f"{place}: the prompt is empty; a request needs at least one token")
+        self._check_ids(place, "token id", ids)
+        self._check_ids(place, "stop token id", stop_token_ids)
+        room = self._max_length - len(ids)
+        if room < 1:
+            raise DatasetError(
+                f"{place}: a prompt of {len(ids):,} tokens leaves no room for an answer in the context of "
+                f"{self._max_length:,}; shorten it to {self._max_length - 1:,} or raise max_length"
+            )
+        if max_tokens is None:
+            max_tokens = min(self._default_max_tokens, room)
+            self._shortened += max_tokens < self._default_max_tokens
+        elif max_tokens > room:
+            raise DatasetError(
+                f"{place}: a prompt of {len(ids):,} tokens and max_tokens {max_tokens:,} exceed the context of "
+                f"{self._max_length:,}; lower max_tokens to {room:,}"
+            )
+        if stop_token_ids:
+            self._stop_token_ids[len(self._ends) - 1] = stop_token_ids
+        self.tokens.fromlist(ids)
+        self._ends.append(len(self.tokens))
+        self._options += _PACKED_OPTIONS.pack(
+            max_tokens,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            _NO_SEED if sampling.seed is None else sampling.seed,
+            ignore_end_token,
+        )
+
+    def _check_ids(self, place: str, kind: str, ids: Sequence[int]) -> None:
+        if ids and (min(ids) < 0 or max(ids) >= self._vocabulary_size):
+            index, wrong = next(entry for entry in enumerate(ids) if not 0 <= entry[1] < self._vocabulary_size)
+            shown = str(wrong) if abs(wrong) < 2**64 else "of more than 64 bits"
+            raise DatasetError(
+                f"{place}: {kind} {shown} at index {index} is outside the vocabulary of {self._vocabulary_size:,} "
+                f"(0 to {self._vocabulary_size - 1}); use the model's own tokenizer"
+            )
+
+    def dataset(self, content_hash: str) -> Dataset:
+        """The rows taken so far. Raises DatasetError if there are none."""
+        if not self._options:
+            raise DatasetError(f"{self._path}: the file holds no prompts; give one with at least one row")
+        tokens = np.frombuffer(self.tokens, dtype=np.int32)
+        ends = np.frombuffer(self._ends, dtype=np.int64)
+        options = np.frombuffer(self._options, dtype=_OPTIONS)
+        stop_token_ids = self._stop_token_ids
+        fills_limit = options["ignore_end_token"].copy()
+        fills_limit[list(stop_token_ids)] = False
+
+        def make(row: int) -> Request:
+            max_tokens, temperature, top_k, top_p, seed, ignore_end_token = options[row].item()
+            return Request(
+                prompt=tokens[ends[row] : ends[row + 1]].tolist(),
+                max_tokens=max_tokens,
+                sampling=Sampling(temperature, top_k, top_p, None if seed == _NO_SEED else seed),
+                stop_token_ids=stop_token_ids.get(row, ()),
+                ignore_end_token=ignore_end_token,
+            )
+
+        note = (
+            f"{self._shortened:,} of {len(options):,} prompts leave the answer less than {self._default_max_tokens:,} "
+            f"tokens in the context of {self._max_length:,}; their answers end there"
+        )
+        return Dataset(
+            name=self._path.name,
+            source=str(self._path),
+            requests=LazyRequests(len(options), make),
+            content_hash=content_hash,
+            input_tokens=np.diff(ends),
+            output_limits=options["max_tokens"].astype(np.int64),
+            fills_limit=fills_limit,
+            notes=(note,) if self._shortened else (),
+        )
