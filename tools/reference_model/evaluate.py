@@ -14,7 +14,7 @@ from reference_model import export
 
 
 def evaluate(folder: Path, precision: Precision) -> dict[str, Any]:
-    """Greedy answers to the held-out prompts: exact match by task and over ``all``, and the first wrong ones."""
+    """Greedy answers to the held-out prompts: exact match by task and over ``all``, and a few wrong ones."""
     rows = export.read_held_out(folder)
     engine = Engine(folder, EngineConfig(precision=precision))
     assert engine.tokenizer is not None
@@ -33,7 +33,7 @@ def evaluate(folder: Path, precision: Precision) -> dict[str, Any]:
         "answer_tokens": sum(len(completion.token_ids) for completion in completions),
         "exact_match": {"all": round(right.total() / len(rows), 4)}
         | {task: round(right[task] / count, 4) for task, count in sorted(counts.items())},
-        "wrong": wrong[:20],
+        "wrong": wrong[:6],
     }
 
 
