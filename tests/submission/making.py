@@ -46,25 +46,28 @@ def offline(
     out: str, mode: str = "performance", facts: dict[str, Any] | None = None, seeds: list[int] | None = None
 ) -> Path:
     """The shape tiny through the harness, as ``megatoken run --rules`` does; with ``facts`` it passes as another."""
+    from dataclasses import replace
+
     from megatoken.config import RunConfig
-    from megatoken.harness import rules
+    from megatoken.harness import benchmarks, rules
     from megatoken.harness.loadgen import Seeds
-    from megatoken.harness.offline import run_offline
     from megatoken.harness.prepare import prepare
     from megatoken.harness.progress import Progress
+    from megatoken.harness.run import run_scenario
     from megatoken.targets.in_process import InProcessTarget
 
     lengths = write_lengths(Path(out) / "lengths.csv")
     own = rules.ROUNDS["v5.1"].seeds
     rules.ROUNDS["v5.1"] = rules.Round("v5.1", Seeds(*seeds) if seeds else own, SECONDS, ROWS, ROWS)
+    table = benchmarks._benchmarks()
+    table |= {name: replace(benchmark, rows=ROWS) for name, benchmark in table.items()}
     settings = {"rules": "v5.1", "mode": mode, "warm_up_seconds": 0.1, "engine": {"threads": 1}}
     if mode == "performance":
         settings |= {"samples": 4 * ROWS, "min_duration_seconds": SECONDS}
     prepared = prepare(RunConfig(out=Path(out), lengths=lengths, **settings))
     target = InProcessTarget(prepared.build_engine())
-    return run_offline(
-        prepared.config, prepared.data_set, target, {**prepared.facts(), **(facts or {})}, Progress(True)
-    )
+    known = {**prepared.facts(), **(facts or {})}
+    return run_scenario(prepared.config, prepared.data_set, target, known, Progress(True))
 
 
 def direct(

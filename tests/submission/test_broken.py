@@ -148,7 +148,7 @@ NS = 1_000_000
 TTFT99 = "result_first_token_99.00_percentile_latency_ns"
 TPOT99 = "result_time_per_output_token_99.00_percentile_ns"
 
-# name: rule, words of expected or found, (v5.1 closed, v6.0 closed, v5.1 open), what breaks it
+# name: rule, words of expected or found, (v5.1 closed, v6.1 closed, v5.1 open), what breaks it
 Breaking = tuple[str, str, tuple[object, object, object], Callable[[Tree], object]]
 BREAKS: dict[str, Breaking] = {
     "no detail log": ("P1", "missing: mlperf_log_detail.txt", (T, T, T), lambda t: (t.run() / DETAIL).unlink()),
@@ -316,7 +316,7 @@ BREAKS: dict[str, Breaking] = {
         lambda t: (t.described() / "README.md").write_text("TO FILL: how\n"),
     ),
 }
-SHAPES = (("v5.1", "closed"), ("v6.0", "closed"), ("v5.1", "open"))
+SHAPES = (("v5.1", "closed"), ("v6.1", "closed"), ("v5.1", "open"))
 
 
 @pytest.mark.parametrize("shape", range(3), ids=lambda shape: "-".join(SHAPES[shape]))

@@ -200,13 +200,11 @@ def test_the_benchmark_follows_from_model_and_scores(copies: Make, tmp_path: Pat
 
 
 def test_another_model_in_the_open_division(originals: Make, tmp_path: Path) -> None:
-    """The shape tiny as it is: random weights, random prompts, measured by the rules of llama2-70b."""
+    """The shape tiny as it is: random weights, random prompts, held against llama2-70b as its runs say."""
     out = str(tmp_path)
     runs = [making.make("offline", out=out), evaluate(making.make("offline", out=out, mode="accuracy"))]
-    with pytest.raises(UsageError, match="model tiny is that of no benchmark"):
-        built(runs, tmp_path / "tree", division="open")
-    root = fill(built(runs, tmp_path / "tree", division="open", benchmark="llama2-70b-99"))
-    assert json.loads((root / "open/Vendor/model_mapping.json").read_text()) == {"tiny": "llama2-70b-99"}
+    root = fill(built(runs, tmp_path / "tree", division="open"))
+    assert json.loads((root / "open/Vendor/model_mapping.json").read_text()) == {"tiny": "llama2-70b-99.9"}
     assert check(root).refusals == ()
     assert [figure.key.benchmark for _, _, figure in check(root).results] == ["tiny"]
     (root / "open/Vendor/model_mapping.json").unlink()
@@ -214,6 +212,26 @@ def test_another_model_in_the_open_division(originals: Make, tmp_path: Path) -> 
     assert refusals(runs, tmp_path / "closed", benchmark="llama2-70b-99") == tuple(
         f"{run}: random weights are no model of the closed division; give --division open" for run in runs
     )
+    for run in runs:
+        rewrite(run, weights="5f3c")
+    assert refusals(runs, tmp_path / "closed", benchmark="llama2-70b-99") == tuple(
+        f"{run}: its prompts are random tokens; the closed division asks for MLPerf's data set (--prompts)"
+        for run in runs
+    )
+
+
+def test_a_model_of_no_benchmark(originals: Make, tmp_path: Path) -> None:
+    facts = {**making.MODEL, "model": "mistral-7b"}
+    runs = [originals("server", role, facts=facts) for role in ("performance", "accuracy", "compliance")]
+    for division, mend in (("closed", "give --division open and --benchmark"), ("open", "give --benchmark")):
+        with pytest.raises(UsageError) as caught:
+            built(runs, tmp_path / "tree", division=division)
+        assert str(caught.value).startswith(
+            f"{runs[0]}: model mistral-7b is that of no benchmark of v5.1 (llama2-70b-99,"
+        )
+        assert str(caught.value).endswith(mend)
+    root = built(runs, tmp_path / "tree", division="open", benchmark="llama2-70b-99")
+    assert json.loads((root / "open/Vendor/model_mapping.json").read_text()) == {"mistral-7b": "llama2-70b-99"}
 
 
 def test_interactive_and_edge(originals: Make, tmp_path: Path) -> None:
