@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from megatoken.datasets.catalog import Role
 from megatoken.datasets.parquet import TEXTS, write_parquet
 from megatoken.datasets.tables import read_table
@@ -39,7 +41,7 @@ def convert(source: Path, target: Path) -> Converted:
     for place, ids in table.token_lists():
         if ids and not 0 <= min(ids) <= max(ids) <= LARGEST_ID:
             raise DatasetError(f"{place}: a token id is negative or above {LARGEST_ID:,}; {table.mend}")
-        token_lists.append(ids)
+        token_lists.append(np.array(ids, np.int32))
     texts = {role: table.texts(role) for role in TEXTS if role in table.columns}
     content = write_parquet(target, table.data_set, token_lists, texts, source)
     return Converted(target, table.data_set.name, len(token_lists), table.content_hash, content)

@@ -27,7 +27,7 @@ _MEND = "convert the file of MLCommons again with megatoken dataset convert"
 def write_parquet(
     path: Path,
     data_set: MlperfDataSet,
-    token_lists: Sequence[Sequence[int]],
+    token_lists: Sequence[NDArray[np.int32]],
     texts: Mapping[Role, Sequence[str]],
     source: Path,
 ) -> str:
@@ -36,7 +36,7 @@ def write_parquet(
     Args:
         path: The file; it is replaced in one step.
         data_set: Which of MLPerf's.
-        token_lists: Token ids of each row, 0 to 2**31 - 1.
+        token_lists: Token ids of each row.
         texts: Columns of text, one cell a row.
         source: The file that was converted; its sums are recorded.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ def _read_json(data: bytes, roles: Collection[Role], path: Path) -> tuple[Mlperf
     """CNN/DailyMail as the reference writes it: a list of objects, whose position is their only label."""
     entries = [entry for entry in catalog().values() if entry.file_format == "json"]
     try:
-        records = json.loads(data, parse_int=cache(int))  # nearly all of it is numbers: equal ones share one object
+        records = json.loads(data, object_hook=_compact)
     except RecursionError:
         raise DatasetError(f"{path}: nested too deeply for {entries[0].name}; fetch it again") from None
     except json.JSONDecodeError as error:
@@ -161,6 +161,15 @@ def _read_json(data: bytes, roles: Collection[Role], path: Path) -> tuple[Mlperf
         if role in roles and (not records or any(column in record for record in records))
     }
     return data_set, {role: _cells(records, column) for role, column in present.items()}
+
+
+def _compact(record: dict[str, Any]) -> dict[str, Any]:
+    """Lists of whole numbers as arrays, while the file is read: they are nearly all of it, eight times smaller so."""
+    for key, value in record.items():
+        if isinstance(value, list) and value and set(map(type, value)) == {int}:
+            with suppress(OverflowError):  # of more than 64 bits: refused later, with its place
+                record[key] = np.array(value, np.int64)
+    return record
 
 
 def _cells(records: Iterable[Mapping[str, Any]], column: str) -> list[object]:
