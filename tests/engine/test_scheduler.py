@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from over_admission import expect_short_answers
 
 from megatoken.engine.request import FinishReason

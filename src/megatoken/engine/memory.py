@@ -26,7 +26,8 @@ HUGE_PAGES_FROM_BYTES = 1_000_000_000
 MADV_DONTNEED, MADV_COLLAPSE = 4, 25  # linux/mman.h
 CODE_FROM_BYTES = 1 << 20
 DEFAULT_MAX_LENGTH = 8192
-DEFAULT_MAX_ROWS = {"cpu": 256, "cuda": 2048}
+DEFAULT_MAX_ROWS = {"cpu": 512, "cuda": 2048}
+LARGE_WEIGHTS_ROWS_ON_CPU = 1024  # where weights are read from memory in every step, fewer steps are less to read
 DEFAULT_MAX_SEQUENCES_ON_CPU = 128  # on a GPU three quarters of the rows: the others read prompts
 DEFAULT_PAGE_SIZE = 32
 GPU_PAGE_SIZES = (16, 32, 64, 128)
@@ -114,12 +115,14 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
             )
         max_length = min(max_length, pages * page_size)
     default_rows = DEFAULT_MAX_ROWS[device.type]
+    weights = weight_bytes(model, config.precision, device)
     if on_gpu and model.parameters > LARGE_MODEL_PARAMETERS:
         default_rows = LARGE_MODEL_ROWS_ON_GPU
+    if not on_gpu and weights >= HUGE_PAGES_FROM_BYTES:
+        default_rows = LARGE_WEIGHTS_ROWS_ON_CPU
     max_rows = config.max_rows or default_rows
     max_sequences = config.max_sequences or (max_rows * 3 // 4 if on_gpu else DEFAULT_MAX_SEQUENCES_ON_CPU)
     max_sequences = min(max_sequences, max_rows)  # every resident has a row in every step
-    weights = weight_bytes(model, config.precision, device)
     page = page_size * bytes_per_token(model, config.precision, device)
     step_bytes = _gpu_step_bytes if on_gpu else _cpu_step_bytes
     step, step_page = step_bytes(model, config.precision, page_size, max_rows, max_sequences, max_length)
