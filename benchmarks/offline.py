@@ -90,7 +90,6 @@ def steady_figures(run: Run, engine: Engine, bound_teraflops: float) -> dict[str
         "clock_mhz": float(clock.mean()),
         "energy_joules_per_output_token": float(watts.mean()) / output_rate,
         "resident_sequences_mean": float((in_flight - waiting).mean()),
-        "resident_sequences_highest": int((in_flight - waiting).max()),
     }
 
 
@@ -129,6 +128,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         **steady_figures(run, engine, (before + after) / 2),
         "gemm_bound_before_and_after": [before, after],
         "process_start_to_first_token_seconds": first_token_seconds,
+        "resident_sequences_highest": (run.series["in_flight"].to_numpy() - run.series["waiting"].to_numpy()).max().item(),
         "preemptions": run.series["preemptions"].to_numpy().max().item(),
         "recomputed_tokens": engine.counters().recomputed_tokens,
         "target": run.result["target"],
