@@ -160,6 +160,9 @@ def test_rules_of_the_round_are_met_where_claimed(shared):
     result = audit(shared / "data" / "azure_gb300_1m", round="5.1")
     failed = {item.id for item in result.findings if item.severity is Severity.FAIL}
     assert failed == {"log.lines", "summary.fields", "accuracy.evidence"}
+    layout = next(item for item in result.findings if item.id == "submission.layout")
+    assert layout.severity is Severity.WARN
+    assert layout.found == "llama2-70b-99: no Server or Interactive, no TEST06, no user.conf"
     assert result.exit_code == 3
     other = audit(shared / "data" / "azure_gb300_1m", round="v6.0")
     assert "rules.seeds" in {item.id for item in other.findings if item.severity is Severity.FAIL}

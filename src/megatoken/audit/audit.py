@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatoken.audit.archive import unpacked
-from megatoken.audit.checks.cross import check_accuracy_evidence, check_rounds
+from megatoken.audit.checks.cross import check_accuracy_evidence, check_layout, check_rounds
 from megatoken.audit.checks.endpoints import check_endpoint
 from megatoken.audit.checks.nodes import check_nodes, process_steps
 from megatoken.audit.checks.power import power_of
@@ -130,8 +130,10 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         Job(str(tree.root), run, _system_path(run, systems), claimed, bool(submissions or claimed)) for run in files
     ]
     runs = []
+    lines: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}  # alike in all runs of one kind, and large
     for examined in examine_all(jobs, progress, workers):
-        runs.append(examined.run)
+        own = examined.run.source_lines
+        runs.append(replace(examined.run, source_lines=lines.setdefault(tuple(own.items()), own)))
         ledger.add(examined.observations)
     for result in endpoints:
         runs.append(replace(result.run, system=_system_path(result.files, systems)))
@@ -153,6 +155,8 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     ledger.add(_check_tree(tree))
     ledger.add(_check_submissions(tree, submissions, evidence))
     ledger.add(check_rounds(evidence))
+    if claimed and not submissions:
+        ledger.add(check_layout(evidence, tree.files))
     scored = {
         path.removesuffix(f"/accuracy/{ACCURACY}") for path in tree.files if path.endswith(f"/accuracy/{ACCURACY}")
     }

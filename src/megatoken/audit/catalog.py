@@ -207,6 +207,10 @@ CHECKS: dict[str, Check] = {
         "The summary is computed from one set of samples; a figure that breaks with the others was changed.",
     ),
     "endpoint.settings": Check("It ran as config.yaml asks", "Another configuration made this result."),
+    "submission.layout": Check(
+        "What the claimed rules ask for beside the runs",
+        "A round's rules are about a whole submission; a run alone meets them in part.",
+    ),
     "submission.scenario_name": Check("Scenario folders", "Other names are not read by anybody."),
     "submission.performance": Check("Performance logs are in their place", "Without them there is no result."),
     "submission.accuracy": Check("Accuracy logs are in their place", "Without them there is no valid result."),

@@ -23,7 +23,8 @@ MOST_KEPT_BYTES = 32 * 2**20
 MOST_LISTED = 20
 MOST_KEYS = 5_000
 MOST_BULKS = 1_000
-_THREAD_BYTES = 24
+MOST_RESTYLED = 1_000  # lines in another spelling that are taken apart; a log with more is no longer LoadGen's
+_KEY_BYTES = 30
 LIBRARY_SET = "loaded_qsl_set"
 
 # LoadGen's own spelling of a line (logging.h); anything else was written by something else.
@@ -34,7 +35,10 @@ _LINE = re.compile(
     rb'"tid": (\d{1,20})\}\}\r?\n?',
     re.DOTALL,
 )
-_TIME = b', "time_ms": '
+_TIME, _THREAD, _END = b', "time_ms": ', b', "tid": ', b"}}\n"
+_KEY = re.compile(r'"key"\s*:\s*"([^"\\]{1,200})"')
+_ERROR = re.compile(r'"is_error"\s*:\s*true')
+_WARNING = re.compile(r'"is_warning"\s*:\s*true')
 _ROWS = re.compile(rb"\[\d{1,15}(?:,\d{1,15})*\]")
 _NOT_A_NUMBER = {b"nan": "nan", b"-nan": "nan", b"inf": "inf", b"-inf": "-inf"}  # how C++ prints them
 
@@ -113,9 +117,9 @@ def read_detail_log(path: Path) -> DetailLog:
             if problem := encoding_problem(head):
                 raise UnreadableError(problem)
             for number, line in _lines(file, log):
-                bulk = state.bulks.get(line[-_THREAD_BYTES:])
+                bulk = state.bulks.get(line[:_KEY_BYTES])
                 if bulk is not None and bulk.is_like(line):
-                    _count(log, bulk)
+                    _count(log, bulk.key, bulk.is_error, bulk.is_warning)
                 else:
                     _take(log, number, line, state)
     except OSError as error:
@@ -125,7 +129,7 @@ def read_detail_log(path: Path) -> DetailLog:
 
 @dataclass(frozen=True, slots=True)
 class _Bulk:
-    """A line of which enough were listed: what stands before its value and after its time."""
+    """A line of which enough were listed: what stands before its value, and between its time and its thread."""
 
     before: bytes
     after: bytes
@@ -134,17 +138,20 @@ class _Bulk:
     is_warning: bool
 
     def is_like(self, line: bytes) -> bool:
-        """Whether ``line`` differs in value and time only; far cheaper than taking it apart."""
-        if not line.startswith(self.before) or not line.endswith(self.after):
+        """Whether ``line`` differs in value, time and thread only; far cheaper than taking it apart."""
+        rest, found, thread = line.rpartition(_THREAD)
+        if not (found and thread.endswith(_END) and thread[: -len(_END)].isdigit()):
             return False
-        _, found, time = line[len(self.before) : -len(self.after)].rpartition(_TIME)
+        if not rest.startswith(self.before) or not rest.endswith(self.after):
+            return False
+        _, found, time = rest[len(self.before) : -len(self.after)].rpartition(_TIME)
         return bool(found) and time.replace(b".", b"", 1).isdigit()
 
 
 @dataclass(slots=True)
 class _State:
     last_time: dict[int, float] = field(default_factory=dict)  # of each thread
-    bulks: dict[bytes, _Bulk] = field(default_factory=dict)  # by the end of the line, where the thread stands
+    bulks: dict[bytes, _Bulk] = field(default_factory=dict)  # by the start of the line, where the key stands
 
 
 def _lines(file: Any, log: DetailLog) -> Iterator[tuple[int, bytes]]:
@@ -174,17 +181,17 @@ def _take(log: DetailLog, number: int, line: bytes, state: _State) -> None:
         return
     key, value, time, _, error, warning, source, source_line, process, thread = found.groups()
     name = key.decode("utf-8", "backslashreplace")
+    is_error, is_warning = error == b"true", warning == b"true"
     if line.endswith(b"\r\n"):
         log.carriage_returns = True
-    plain = error == b"false" and warning == b"false"
-    count = log.counts.get(name, 0)
-    if count and (name == LIBRARY_SET or _listed_enough(log, error == b"true", warning == b"true")):
-        # The bulk of a huge log, such as one error a sample.
-        bulk = _Bulk(line[: found.start(2)], line[found.end(3) :], name, error == b"true", warning == b"true")
+    if _counts_only(log, name, is_error, is_warning):
         if len(state.bulks) < MOST_BULKS:
-            state.bulks[line[-_THREAD_BYTES:]] = bulk
-        _count(log, bulk)
-        _note_process(log, int(process), number)
+            after = line[found.end(3) : found.start(10) - len(_THREAD)]
+            state.bulks[line[:_KEY_BYTES]] = _Bulk(line[: found.start(2)], after, name, is_error, is_warning)
+        _count(log, name, is_error, is_warning)
+        _note_process(log, process, number)
+        return
+    if _too_many_keys(log, name, number):
         return
     try:
         parsed = _value(name, value)
@@ -198,15 +205,15 @@ def _take(log: DetailLog, number: int, line: bytes, state: _State) -> None:
         text=value[:1000].decode("utf-8", "backslashreplace"),
         time_ms=float(time),
         line=number,
-        is_error=error == b"true",
-        is_warning=warning == b"true",
+        is_error=is_error,
+        is_warning=is_warning,
         source=source.decode("utf-8", "backslashreplace"),
         source_line=int(source_line),
         process_id=int(process),
         thread_id=int(thread),
     )
     _add(log, entry)
-    if plain:
+    if not is_error and not is_warning:
         if entry.time_ms < state.last_time.get(entry.thread_id, 0.0) and len(log.time_drops) < MOST_LISTED:
             log.time_drops.append(entry)
         if len(state.last_time) < MOST_KEYS or entry.thread_id in state.last_time:
@@ -223,6 +230,8 @@ def _take_other(
         return
     if len(line) > MOST_VALUE_BYTES or not text.startswith(PREFIX.decode()):
         _damage(log, number, "is no line of LoadGen's")
+        return
+    if restyled and log.restyled_count >= MOST_RESTYLED and _count_other(log, text):
         return
     try:
         value, twice = parse_json(text.removeprefix(PREFIX.decode()))
@@ -286,10 +295,9 @@ def _countable(value: Any) -> Any:
 
 
 def _add(log: DetailLog, entry: Entry) -> None:
-    count = log.counts.get(entry.key, 0)
-    if count == 0 and len(log.counts) >= MOST_KEYS:
-        _damage(log, entry.line, f"more than {MOST_KEYS:,} different keys")
+    if _too_many_keys(log, entry.key, entry.line):
         return
+    count = log.counts.get(entry.key, 0)
     log.kept_bytes += 8 * len(entry.value) if isinstance(entry.value, np.ndarray) else len(entry.text)
     if log.kept_bytes > MOST_KEPT_BYTES:
         _damage(log, entry.line, f"more than {MOST_KEPT_BYTES // 2**20} MiB of different values")
@@ -310,21 +318,43 @@ def _add(log: DetailLog, entry: Entry) -> None:
         log.repeats.append(entry)
 
 
-def _count(log: DetailLog, line: _Bulk) -> None:
-    log.counts[line.key] += 1
-    log.error_count += line.is_error
-    log.warning_count += line.is_warning
+def _too_many_keys(log: DetailLog, key: str, line: int) -> bool:
+    """Whether ``key`` is one more than are kept, which is damage: LoadGen knows a few hundred."""
+    if key in log.counts or len(log.counts) < MOST_KEYS:
+        return False
+    _damage(log, line, f"more than {MOST_KEYS:,} different keys")
+    return True
 
 
-def _listed_enough(log: DetailLog, is_error: bool, is_warning: bool) -> bool:
+def _count_other(log: DetailLog, text: str) -> bool:
+    """Counts a line in another spelling, if all that it can still add is to a count."""
+    found = _KEY.search(text)
+    is_error, is_warning = _ERROR.search(text) is not None, _WARNING.search(text) is not None
+    if found is None or not _counts_only(log, found.group(1), is_error, is_warning):
+        return False
+    log.restyled_count += 1
+    _count(log, found.group(1), is_error, is_warning)
+    return True
+
+
+def _count(log: DetailLog, key: str, is_error: bool, is_warning: bool) -> None:
+    log.counts[key] += 1
+    log.error_count += is_error
+    log.warning_count += is_warning
+
+
+def _counts_only(log: DetailLog, key: str, is_error: bool, is_warning: bool) -> bool:
+    """Whether enough lines like this one were listed, as of the bulk of a huge log, such as one error a sample."""
+    if key not in log.counts:
+        return False
     if is_error or is_warning:
-        return (log.error_count if is_error else log.warning_count) >= MOST_LISTED
-    return len(log.repeats) >= MOST_LISTED
+        return key == LIBRARY_SET or (log.error_count if is_error else log.warning_count) >= MOST_LISTED
+    return key == LIBRARY_SET or len(log.repeats) >= MOST_LISTED
 
 
-def _note_process(log: DetailLog, process_id: int, line: int) -> None:
+def _note_process(log: DetailLog, process_id: bytes | int, line: int) -> None:
     if len(log.process_ids) < MOST_LISTED:
-        log.process_ids.setdefault(process_id, line)
+        log.process_ids.setdefault(int(process_id), line)
 
 
 def _damage(log: DetailLog, line: int | None, what: str) -> None:

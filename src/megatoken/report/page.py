@@ -219,15 +219,15 @@ def _part(part: Words | Badge | Fold) -> str:
 
 def _words(words: Words) -> str:
     if words.style == "code":
-        return f"<code>{_breakable(words.text)}</code>"
+        return f"<code>{_text(words.text).replace('/', '/<wbr/>')}</code>"
     if words.style == "strong":
         return f"<strong>{_text(words.text)}</strong>"
     return f'<span class="quiet">{_breakable(words.text)}</span>' if words.style else _breakable(words.text)
 
 
 def _breakable(words: str) -> str:
-    """Text whose names and paths may break where a reader would break them."""
-    return re.sub(r"([_/(])(?=\w)", r"\1<wbr/>", _text(words))
+    """Text whose long names may break where a reader would break them."""
+    return re.sub(r"\S{18,}", lambda name: re.sub(r"([_/(])(?=\w)", r"\1<wbr/>", name.group()), _text(words))
 
 
 def _badge(badge: Badge) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 
 from megatoken.audit.evidence import AccuracyResult, Evidence, Role, Run, Where
 from megatoken.audit.facts import Benchmark, benchmark_of
@@ -64,6 +64,37 @@ def check_accuracy_evidence(
         tuple(Where(run.accuracy or run.path) for run in without[:50]),
         severity,
     )
+
+
+def check_layout(evidence: Evidence, paths: Iterable[str]) -> Iterator[Observation]:
+    """What a submission has beside its performance runs, where rules are claimed for logs that stand in none.
+
+    Args:
+        evidence: all that was found.
+        paths: of all files.
+    """
+    names = {path.rpartition("/")[2] for path in paths}
+    for name in sorted({run.benchmark for run in evidence.performance_runs if run.benchmark}):
+        benchmark = benchmark_of(name, None)
+        if benchmark is None:
+            continue
+        scenarios = {
+            run.folder_scenario or run.figures.scenario for run in evidence.performance_runs if run.benchmark == name
+        }
+        wanted = benchmark.required.get("datacenter", ())
+        missing = [choice.replace("|", " or ") for choice in wanted if not scenarios & set(choice.split("|"))]
+        if benchmark.compliance and not names & {"verify_accuracy.txt", "verify_output_len.txt"}:
+            missing.append(" and ".join(benchmark.compliance))
+        described = (("systems/*.json", evidence.systems), ("user.conf", "user.conf" in names))
+        missing += [what for what, there in described if not there]
+        yield observe(
+            "submission.layout",
+            not missing,
+            "every scenario and test that the closed division asks for, and what describes the runs",
+            f"{name}: no {', no '.join(missing)}" if missing else f"{name}: all of them",
+            (Where(evidence.performance_runs[0].path),),
+            Severity.WARN,
+        )
 
 
 def _scores(result: AccuracyResult, evidence: Evidence) -> Iterator[Observation]:
