@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -13,6 +10,7 @@ from megatoken.engine.cache import ACTIVATION_DTYPE, bytes_per_token
 from megatoken.engine.config import EngineConfig, ModelConfig, Precision
 from megatoken.engine.device import available_memory_bytes, choose_device
 from megatoken.engine.ops import PARTIAL_RESULTS
+from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES
 from megatoken.engine.sampling import BLOCK_ROWS
 from megatoken.errors import CapacityError, ConfigError
 
@@ -20,11 +18,6 @@ PROCESS_BYTES = 300_000_000
 """Python, PyTorch and the command's other libraries, measured 224 to 260 MB, before the first weight."""
 GPU_LIBRARY_BYTES = 2_000_000_000
 """Of GPU memory, beyond what is in use when the plan is made: kernels, cuBLAS workspaces, gaps between blocks."""
-HUGE_PAGE_BYTES = 2 << 20
-HUGE_PAGES_FROM_BYTES = 1_000_000_000
-"""Smaller weights gain nothing that was measured, and what huge pages round up would break their memory bound."""
-MADV_DONTNEED, MADV_COLLAPSE = 4, 25  # linux/mman.h
-CODE_FROM_BYTES = 1 << 20
 DEFAULT_MAX_LENGTH = 8192
 DEFAULT_MAX_ROWS = {"cpu": 512, "cuda": 2048}
 LARGE_WEIGHTS_ROWS_ON_CPU = 1024  # where weights are read from memory in every step, fewer steps are less to read
@@ -229,66 +222,6 @@ def _check(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
-
-
-def return_freed_memory() -> None:
-    """Give freed heap back to the system.
-
-    The C library keeps it for the process. Loading alternates plain and packed matrices, and the holes between them
-    add up to a third of the weights, more or less by the order of reading.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-    if trim is not None:
-        trim(0)
-
-
-def return_idle_code() -> None:
-    """Unmap the code that this process has touched until now; what is called again comes back from the file cache.
-
-    Importing PyTorch touches 60 MB of code that no step runs.
-    """
-    for mapping in _mappings():
-        if mapping.access == "r-xp" and mapping.path.startswith("/") and mapping.end - mapping.start >= CODE_FROM_BYTES:
-            _advise(mapping.start, mapping.end, MADV_DONTNEED)
-
-
-def use_huge_pages() -> None:
-    """Move what the process holds now to pages of 2 MB, where Linux offers that (6.1 and later).
-
-    A product over packed weights walks them once; with pages of 4 KB it waits for address translation at every one.
-    """
-    for mapping in _mappings():
-        start = -(-mapping.start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        end = mapping.end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        if mapping.access == "rw-p" and mapping.path in ("", "[heap]") and end - start >= 2 * HUGE_PAGE_BYTES:
-            _advise(start, end, MADV_COLLAPSE)
-
-
-class _Mapping(NamedTuple):
-    start: int
-    end: int
-    access: str
-    path: str  # empty for anonymous memory
-
-
-def _mappings() -> list[_Mapping]:
-    """This process's memory by /proc; empty where there is none."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return []
-    mappings = []
-    for line in lines:
-        bounds, access, _, _, _, *path = line.split(maxsplit=5)
-        start, end = (int(bound, 16) for bound in bounds.split("-"))
-        mappings.append(_Mapping(start, end, access, "".join(path)))
-    return mappings
-
-
-def _advise(start: int, end: int, advice: int) -> None:
-    ctypes.CDLL(None).madvise(
-        ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice
-    )  # refused is as good as absent
 
 
 def _gigabytes(size: int) -> str:

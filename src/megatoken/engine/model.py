@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatoken.engine.cache import ACTIVATION_DTYPE, LayerCache
 from megatoken.engine.config import ModelConfig, Precision, RopeConfig
-from megatoken.engine.memory import return_freed_memory
 from megatoken.engine.ops import Batch, Ops
+from megatoken.engine.process_memory import return_freed_memory
 from megatoken.engine.quant import Fp8Weight, stack
 from megatoken.engine.quantized_checkpoint import Fp8Tensors
 

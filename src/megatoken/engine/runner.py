@@ -12,9 +12,10 @@ from torch import Tensor
 from megatoken.engine.batch import step_arrays
 from megatoken.engine.cache import allocate_cache
 from megatoken.engine.config import EngineConfig
-from megatoken.engine.memory import HUGE_PAGES_FROM_BYTES, MemoryPlan, return_idle_code, use_huge_pages
+from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.model import WeightSource, forward, load_weights
 from megatoken.engine.ops import Ops
+from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES, return_idle_code, use_huge_pages
 from megatoken.engine.request import Sampling
 from megatoken.engine.sampling import sample
 from megatoken.engine.scheduler import Scheduler, StepPlan
