@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from megatoken.engine.config import EngineConfig, Precision
 from megatoken.engine.request import Sampling
 from megatoken.errors import ConfigError
+from megatoken.input_files import open_input
 
 FLAG_ALIASES = {name: f"{name}_seconds" for name in ("min_duration", "warm_up", "probe", "ttft_limit", "tpot_limit")}
-
-
-def _no_boolean(value: Any) -> Any:
-    if value is True or value is False:  # 1 and 0 to pydantic
-        raise ValueError("must be a number")
-    return value
 
 
 def _not_empty(value: Any) -> Any:
@@ -39,11 +27,15 @@ def _not_empty(value: Any) -> Any:
     return value
 
 
-Count = Annotated[PositiveInt, BeforeValidator(_no_boolean)]
-Seconds = Annotated[NonNegativeFloat, BeforeValidator(_no_boolean)]
-Rate = Annotated[PositiveFloat, BeforeValidator(_no_boolean)]
-Limit = Annotated[float, Field(ge=0.001, lt=1e6), BeforeValidator(_no_boolean)]  # LoadGen takes whole milliseconds
-Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_no_boolean)]
+def _separated(value: Any) -> Any:
+    return value.split(",") if isinstance(value, str) else value
+
+
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Seconds = Annotated[float, Field(ge=0, lt=1e9)]
+Rate = Annotated[float, Field(gt=0)]
+Limit = Annotated[float, Field(ge=0.001, lt=1e6)]  # LoadGen takes whole milliseconds
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 GivenPath = Annotated[Path, BeforeValidator(_not_empty)]
 
 
@@ -101,9 +93,9 @@ class RunConfig(_Section):
         default=None, le=100_000_000, description="samples to issue; null: enough for the duration"
     )
     min_duration_seconds: Seconds | None = Field(
-        default=None, lt=1e9, description="shortest run; null: 600 under rules, otherwise about 15 if samples is null"
+        default=None, description="shortest run; null: 600 under rules, otherwise about 15 if samples is null"
     )
-    warm_up_seconds: Seconds = Field(default=3.0, lt=1e9, description="time spent estimating the rate, not counted")
+    warm_up_seconds: Seconds = Field(default=3.0, description="time spent estimating the rate, not counted")
     out: GivenPath = Field(default=Path("runs"), description="folder that receives the run folder")
     engine: EngineSection = EngineSection()
 
@@ -119,7 +111,7 @@ class AnswerConfig(_Section):
     top_k: int = Field(default=0, ge=0, lt=2**31)
     top_p: float = Field(default=1.0, gt=0, le=1)
     seed: Seed | None = None
-    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(lambda text: str(text).split(","))] = ()
+    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_separated)] = ()
 
     def sampling(self) -> Sampling:
         """The engine's part, in the engine's own type."""
@@ -127,8 +119,17 @@ class AnswerConfig(_Section):
 
 
 @dataclass(frozen=True, slots=True)
+class Key:
+    """What is known of one setting of the schema."""
+
+    default: Any
+    description: str
+    is_switch: bool  # takes true or false
+
+
+@dataclass(frozen=True, slots=True)
 class _Setting:
-    value: Any
+    value: str | bool | None
     place: str  # "run.yaml:3" or "--samples"
 
 
@@ -173,29 +174,50 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 def describe_keys() -> Iterator[tuple[str, str, str]]:
     """Yields (dotted key, default, description) of every setting, in the order of the schema."""
-    for key, (default, description) in KEYS.items():
-        yield key, "null" if default is None else str(default), description
+    for name, key in KEYS.items():
+        yield name, json.dumps(key.default, default=str).strip('"'), key.description
 
 
-def _leaves(section: type[_Section], prefix: str = "") -> Iterator[tuple[str, tuple[Any, str]]]:
+def _leaves(section: type[_Section], prefix: str = "") -> Iterator[tuple[str, Key]]:
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, _Section):
             yield from _leaves(field.annotation, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", (field.default, field.description or "")
+            is_switch = field.annotation is bool or bool in get_args(field.annotation)
+            yield f"{prefix}{name}", Key(field.default, field.description or "", is_switch)
 
 
 KEYS = dict(_leaves(RunConfig))
-_SECTIONS = {key.rpartition(".")[0] for key in KEYS}  # "" is the root
+_SECTIONS = {key.rpartition(".")[0] for key in KEYS} - {""}
+_NULL = "tag:yaml.org,2002:null"
+_PLAIN_KINDS = ("bool", "int", "float", "str", "timestamp", "value", "merge")
+_PLAIN_TAGS = {_NULL, *(f"tag:yaml.org,2002:{kind}" for kind in _PLAIN_KINDS)}
+_DEMANDS = {  # pydantic's types of errors, for values as they are typed
+    "bool_parsing": "must be true or false",
+    "finite_number": "must be a finite number",
+    "float_parsing": "must be a number",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "must be a whole number of fewer digits",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be {expected}",
+    "string_too_short": "must not be empty",
+    "string_unicode": "must be UTF-8 text",
+    "value_error": "{error}",
+}
 
 
 def _read_yaml(path: Path) -> dict[str, _Setting]:
     try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
-        root = loader.get_single_node()
-        return {} if root is None else dict(_settings(loader, root, str(path)))
+        with open_input(path) as file:
+            text = file.read().decode()
+        root = yaml.SafeLoader(text).get_single_node()
+        return {} if root is None else dict(_settings(root, str(path)))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
+        mend = "give a YAML file, or a model with --model"
+        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}; {mend}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
     except yaml.MarkedYAMLError as error:
@@ -203,30 +225,49 @@ def _read_yaml(path: Path) -> dict[str, _Setting]:
         raise ConfigError(f"{path}:{line}: not YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply; see megatoken run --help for the keys") from None
 
 
-def _settings(loader: yaml.SafeLoader, node: yaml.Node, file: str, section: str = "") -> Iterator[tuple[str, _Setting]]:
-    if not isinstance(node, yaml.MappingNode):
-        if section and node.tag == "tag:yaml.org,2002:null":
-            return
-        where = f"'{section}'" if section else "the file"
-        raise ConfigError(f"{file}:{node.start_mark.line + 1}: {where} must be a mapping of keys to values")
-    seen = set()
-    for key_node, value_node in node.value:
-        place = f"{file}:{key_node.start_mark.line + 1}"
-        name = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
-        key = f"{section}.{name}" if section else name
-        if key in seen:
-            raise ConfigError(f"{place}: key '{key}' is given twice")
-        seen.add(key)
-        if key in _SECTIONS:
-            yield from _settings(loader, value_node, file, key)
-        elif key in KEYS:
-            yield key, _Setting(loader.construct_object(value_node, deep=True), place)
-        else:
-            meant = nearest(FLAG_ALIASES.get(key, key), KEYS)
-            mend = f"did you mean {meant}?" if meant else "see megatoken run --help"
-            raise ConfigError(f"{place}: unknown key '{key}'; {mend}")
+def _settings(root: yaml.Node, file: str) -> Iterator[tuple[str, _Setting]]:
+    seen: set[str] = set()
+
+    def walk(node: yaml.Node, section: str) -> Iterator[tuple[str, _Setting]]:
+        if not isinstance(node, yaml.MappingNode):
+            if section and _is_null(node):
+                return
+            where = f"'{section}'" if section else "the file"
+            raise ConfigError(f"{file}:{node.start_mark.line + 1}: {where} must be a mapping of keys to values")
+        for key_node, value_node in node.value:
+            place = f"{file}:{key_node.start_mark.line + 1}"
+            name = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
+            key = f"{section}.{name}" if section else name
+            if key in seen:
+                raise ConfigError(f"{place}: key '{key}' is given twice")
+            seen.add(key)
+            if key in KEYS:
+                yield key, _Setting(_as_typed(value_node, f"{place}: {key}"), place)
+            elif key in _SECTIONS:
+                yield from walk(value_node, key)
+            else:
+                meant = nearest(FLAG_ALIASES.get(key, key), [*KEYS, *_SECTIONS])
+                mend = f"did you mean {meant}?" if meant else "see megatoken run --help"
+                raise ConfigError(f"{place}: unknown key '{key}'; {mend}")
+
+    yield from walk(root, "")
+
+
+def _as_typed(node: yaml.Node, place: str) -> str | None:
+    """The letters of a value. As with a flag the key says what they mean: YAML 1.1 takes 010 for 8, 1:30 for 90."""
+    if not isinstance(node, yaml.ScalarNode):
+        raise ConfigError(f"{place}: must be one value, not a list or mapping")
+    if node.tag not in _PLAIN_TAGS:
+        raise ConfigError(f"{place}: must be a plain value, without the tag {node.tag}")
+    return None if _is_null(node) else node.value
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.style is None and node.tag == _NULL
 
 
 def _from_flags(flags: Mapping[str, str | bool | None]) -> dict[str, _Setting]:
@@ -248,7 +289,7 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
     """Refuses settings that exclude each other, at the place of the first."""
 
     def refuse(key: str, why: str) -> None:
-        if key in settings and settings[key].value not in (None, False, "false"):
+        if key in settings and getattr(config, key) != KEYS[key].default:
             raise ConfigError(f"{settings[key].place}: {why}")
 
     if config.scenario not in ("server", "interactive"):
@@ -276,7 +317,14 @@ def _explain(error: ValidationError, settings: Mapping[str, _Setting]) -> str:
     first = error.errors()[0]
     key = next(key for key in settings if key == ".".join(str(part) for part in first["loc"][: key.count(".") + 1]))
     place = settings[key].place
-    message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    message = message.replace("String should", "must")
     label = "" if place.startswith("--") else f" {key}:"
-    return f"{place}:{label} {message}, got {first['input']!r:.60}"
+    if first["input"] is None:
+        return f"{place}:{label} must not be null"
+    return f"{place}:{label} {_demand(first)}, got {first['input']!r:.60}"
+
+
+def _demand(error: ErrorDetails) -> str:
+    """What a value must be that pydantic refused."""
+    context = error.get("ctx", {}).items()
+    limits = {name: f"{value:,.20g}" if isinstance(value, int | float) else value for name, value in context}
+    return _DEMANDS[error["type"]].format(**limits)

@@ -7,7 +7,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperOption
 
-from megatoken.errors import ConfigError
+from megatoken.errors import ConfigError, UsageError
 
 FLAGS = "megatoken.flags"  # where a context keeps the flags that are keys of the configuration
 
@@ -42,13 +42,21 @@ class Command(TyperCommand):
                 raise _unknown_flag(typed, known, ctx.command_path)
             elif equals:
                 flags[typed[2:]] = value
+            elif rest and not rest[0].startswith("--"):
+                flags[typed[2:]] = rest.pop(0)
+            elif self.is_switch(typed[2:]):
+                flags[typed[2:]] = "true"
             else:
-                flags[typed[2:]] = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+                raise UsageError(f"{typed}: needs a value")
         ctx.meta[FLAGS] = flags
         return list(super().parse_args(ctx, kept))
 
     def is_key(self, flag: str) -> bool:
         """Whether an undeclared flag is a key that the command takes."""
+        return False
+
+    def is_switch(self, flag: str) -> bool:
+        """Whether a key may stand without a value, which is true then."""
         return False
 
     def other_flags(self) -> Sequence[str]:
@@ -66,6 +74,12 @@ class SchemaCommand(Command):
         from megatoken.config import flag_key
 
         return flag_key(flag) in self._keys()
+
+    def is_switch(self, flag: str) -> bool:
+        """Whether ``flag`` is a key of the schema that is true or false."""
+        from megatoken.config import KEYS, flag_key
+
+        return KEYS[flag_key(flag)].is_switch
 
     def other_flags(self) -> Sequence[str]:
         """The keys and their shorter names."""

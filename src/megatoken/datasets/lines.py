@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatoken.errors import DatasetError
+from megatoken.input_files import open_input
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -13,7 +14,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 def read_lines(path: Path, update: Callable[[bytes], None]) -> Iterator[tuple[str, bytes]]:
     """Yields (place for errors, line); ``update`` sees every byte of the file."""
     try:
-        with path.open("rb") as file:
+        with open_input(path) as file:
             for number, line in enumerate(file, 1):
                 update(line)
                 yield f"{path}, line {number}", line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line

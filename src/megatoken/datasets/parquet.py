@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from megatoken.datasets.catalog import Algorithm, MlperfDataSet, Role, Sums, catalog, missing
 from megatoken.errors import DatasetError
+from megatoken.input_files import open_input
 from megatoken.results.files import write_atomically
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def read_parquet(path: Path, roles: Collection[Role]) -> tuple[MlperfDataSet, di
     import pyarrow.parquet as pq
 
     try:
-        with path.open("rb") as file:
+        with open_input(path) as file:
             table = pq.read_table(file)
     except FileNotFoundError:
         raise missing(path) from None
@@ -97,7 +98,7 @@ def read_parquet(path: Path, roles: Collection[Role]) -> tuple[MlperfDataSet, di
 
 def file_sum(path: Path, algorithm: Algorithm) -> str:
     """A checksum of a file, hexadecimal."""
-    with path.open("rb") as file:
+    with open_input(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
 
 

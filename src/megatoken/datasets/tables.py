@@ -17,6 +17,7 @@ from megatoken.datasets.dataframe_pickle import read_columns
 from megatoken.datasets.lines import unreadable
 from megatoken.datasets.parquet import read_parquet
 from megatoken.errors import DatasetError
+from megatoken.input_files import open_input
 
 SUFFIXES = (".pkl", ".json", ".parquet")
 _GZIP = b"\x1f\x8b"
@@ -108,7 +109,8 @@ def read_table(path: Path, roles: Collection[Role], *, ordered: bool = False) ->
         data_set, columns, sums = read_parquet(path, roles)
         return PromptTable(path, data_set, columns, sums["sha256"], sums, path.stat().st_size)
     try:
-        data = path.read_bytes()
+        with open_input(path) as file:
+            data = file.read()
     except FileNotFoundError:
         raise missing(path) from None
     except (OSError, ValueError) as error:
