@@ -21,7 +21,7 @@ from megatoken.config import load_run_config
 from megatoken.engine import Engine, Request
 from megatoken.engine.config import SHAPES
 from megatoken.errors import MegatokenError
-from megatoken.harness.prepare import prepare
+from megatoken.harness.prepare import build_engine, prepare
 from megatoken.harness.progress import Progress
 from megatoken.harness.run import run_scenario
 from megatoken.results import Run, read_run
@@ -109,7 +109,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             flags["lengths"] = str(fixed_lengths(options.lengths, options.samples, Path(folder)))
         config = load_run_config(None, flags)
         prepared = prepare(config)
-        engine = prepared.build_engine()
+        engine = build_engine(config)
         first_token_seconds = start(engine)
         before = gemm_bound_teraflops(engine, engine.memory_plan.max_rows, BOUND_SECONDS)
         path = run_scenario(config, prepared.data_set, InProcessTarget(engine), prepared.facts(), Progress())

@@ -62,7 +62,7 @@ def call_here(
 ) -> tuple[int, str, str]:
     """Runs the command in this process; not for anything that starts LoadGen."""
     monkeypatch.setattr(sys, "argv", ["megatoken", *map(str, arguments)])
-    monkeypatch.setattr(cli.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
     with pytest.raises(SystemExit) as caught:
         cli.main()
     out, err = capsys.readouterr()

@@ -1,18 +1,25 @@
 import json
+import os
 import random
+import re
 import resource
 import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+import megatoken
 from cli_support import (
+    ENVIRONMENT,
     TIMEOUT_SECONDS,
     call,
     call_here,
@@ -22,9 +29,11 @@ from cli_support import (
     wait_until_torch_is_loaded,
     write_lines,
 )
+from megatoken.config import load_run_config
 from megatoken.results import Verdict, read_run
 
 QUICK = ("--engine.threads", 1, "--warm-up", 0.1)
+SOURCE = Path(megatoken.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +67,11 @@ def test_a_run_prints_one_json_document_that_is_the_result_and_the_folder(tmp_pa
         "DATA_SET_SIZE",
     }
     assert document["samples_completed"] == 7
+    config, plan = load_run_config(folder / "config.yaml", {}), document["memory_plan"]
+    for size in ("device", "max_rows", "max_sequences", "max_length", "page_size"):
+        assert getattr(config.engine, size) == plan[size]
+    assert config.engine.cache_tokens == plan["pages"] * plan["page_size"]
+    assert (config.engine.threads, config.engine.overlap) == (1, document["target"]["steps_in_flight"] == 2)
     assert document["output_tokens"] == 4 * 3 + 8 * 2 + 12 * 2  # rows repeat when more samples are asked for
     assert document["loadgen_output_tokens_per_second"] == pytest.approx(document["output_tokens_per_second"], rel=0.2)
     assert {path.name for path in folder.iterdir()} == {
@@ -85,6 +99,10 @@ def test_a_claim_cut_short_is_invalid_and_says_so_on_the_terminal(tmp_path: Path
     (folder,) = (tmp_path / "runs").iterdir()
     assert str(folder) in stdout
     assert "loading tiny in bf16" in err
+    assert "warning: cannot be VALID: the data set has 3 rows, MLPerf's 24,576" in err  # before the run, not after
+    assert "cannot be VALID" not in stdout
+    for note in ("random weights: the speed is real", "prompts are random tokens", "the verdict judges LoadGen's log"):
+        assert (stdout.count(note), err.count(note)) == (1, 0)
     assert "tokens/s" in err
 
 
@@ -117,6 +135,11 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
     assert (code, err) == (0, "")
     for words in ("model: tiny", "  max_rows: 512", "KV cache", "24,576 rows", "random weights"):
         assert words in stdout
+    assert "null" not in re.search("(?ms)^engine:.*?^#", stdout)[0].replace("memory_bytes: null", "")
+    shown = write_lines(tmp_path / "shown.yaml", stdout)
+    shown_again = call_here(monkeypatch, capsys, "run", "--dry-run", shown)[1]
+    assert yaml.safe_load(shown_again) == yaml.safe_load(stdout)
+    shown.unlink()
     code, stdout, _ = call_here(monkeypatch, capsys, "run", "--dry-run", "--json", "--model", "125m")
     assert json.loads(stdout)["config"]["model"] == "125m"
     assert json.loads(stdout)["memory_plan"]["weights_bytes"] > 2e8
@@ -186,9 +209,9 @@ def test_flags_may_be_typed_with_underscores(
         ("--lengths none.csv", "none.csv: cannot be read"),
         ("--lengths {tmp}/zero.csv", "zero.csv, line 2: output_tokens is '0'"),
         ("--prompts a.jsonl --lengths b.csv", "give prompts or lengths, not both"),
-        ("--scenario server", "--scenario: must be 'offline', got 'server'"),
+        ("--scenario batch", "--scenario: must be 'offline', 'server', 'interactive' or 'singlestream', got 'batch'"),
         ("--rules v9.9", "--rules: must be 'v5.1', got 'v9.9'"),
-        ("--samples 0", "--samples: must be greater than 0, got '0'"),
+        ("--samples 0", "--samples: must be at least 1, got '0'"),
         ("--smaples 4", "--smaples: unknown flag; did you mean --samples?"),
         ("--engine.max_row=4", "--engine.max_row: unknown flag; did you mean --engine.max_rows?"),
         ("--jsn", "--jsn: unknown flag; did you mean --json?"),
@@ -197,6 +220,11 @@ def test_flags_may_be_typed_with_underscores(
         ("--warmup 1", "--warmup: unknown flag; did you mean --warm-up?"),
         ("--engine 5", "--engine: unknown flag"),
         ("--xyzzy", "--xyzzy: unknown flag; see megatoken run --help"),
+        ("--warm-up --dry-run", "--warm-up: needs a value"),
+        ("--engine.max_rows", "--engine.max_rows: needs a value"),
+        ("tiny", "tiny: cannot read the configuration: No such file or directory; give a YAML file, or a model with"),
+        ("--prompts {tmp}/pipe", "pipe: cannot be read, nobody writes into this pipe"),
+        ("--prompts /dev/zero", "/dev/zero: cannot be read, it is a device, not a file"),
         ("--engine.memory_bytes 1000", "does not fit"),
         ("--engine.max_length 1000000", "max_length 1,000,000"),
         ("{tmp}/bad.yaml", "bad.yaml:2: unknown key 'engine.max_row'; did you mean engine.max_rows?"),
@@ -240,6 +268,7 @@ def make_bad_input(folder: Path, model: Path) -> None:
         (folder / name).mkdir()
         (folder / name / "model.safetensors").write_bytes(content)
         (folder / name / "config.json").write_text(text)
+    os.mkfifo(folder / "pipe")
     write_lines(folder / "broken.jsonl", {"prompt": "a"}, '{"prompt":')
     write_lines(folder / "long.jsonl", {"prompt": "a" * 70})
     write_lines(folder / "text.jsonl", {"prompt": "a"})
@@ -270,27 +299,118 @@ def test_a_full_disk_is_one_line_and_never_a_result(tmp_path: Path, lengths: Pat
 
 
 @contextmanager
-def long_run(out: Path, *arguments: object) -> "Iterator[subprocess.Popen[str]]":
+def long_run(
+    out: Path, *arguments: object, samples: int = 5000, before: Callable[[], object] | None = None
+) -> "Iterator[subprocess.Popen[str]]":
     """A run of minutes, given once LoadGen has begun."""
-    settings = ("--samples", 5000, "--engine.threads", 1, "--engine.max_sequences", 8, "--warm-up", 0)
-    with started("run", "--out", out, *settings, *arguments) as process:
+    settings = ("--samples", samples, "--engine.threads", 1, "--engine.max_sequences", 8, "--warm-up", 0)
+    with started("run", "--out", out, *settings, *arguments, before=before) as process:
         while not any(out.glob("2*/mlperf/mlperf_log_detail.txt")):
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
         yield process
 
 
-def test_an_interrupted_run_keeps_what_was_done_and_exits_130(tmp_path: Path, lengths: Path) -> None:
-    with long_run(tmp_path / "runs", "--lengths", lengths, "--json") as process:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_run_keeps_what_was_done_and_exits_130(
+    tmp_path: Path, lengths: Path, number: signal.Signals
+) -> None:
+    heard = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+    with long_run(tmp_path / "runs", "--lengths", lengths, "--json", before=heard) as process:
         time.sleep(1.5)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         stdout, err = process.communicate(timeout=TIMEOUT_SECONDS)
     assert (process.returncode, err) == (130, "")
     document = json.loads(stdout)
     assert document["verdict"] == "INTERRUPTED"
     assert document["samples_completed"] < 5000
-    assert document["reasons"][0]["message"].startswith("SIGTERM after ")
+    assert document["reasons"][0]["message"].startswith(f"{number.name} after ")
     assert read_run(Path(document["run_folder"])).requests.num_rows == document["samples_completed"]
+
+
+def test_under_nohup_a_run_outlives_its_terminal(tmp_path: Path, lengths: Path) -> None:
+    ignored = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    with long_run(tmp_path / "runs", "--lengths", lengths, "--json", samples=400, before=ignored) as process:
+        process.send_signal(signal.SIGHUP)
+        stdout, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert (process.returncode, err) == (0, "")
+    assert json.loads(stdout)["samples_completed"] == 400
+
+
+def python(program: str, *arguments: str, number: signal.Signals = signal.SIGINT) -> tuple[int, str, str]:
+    """A program in a process in which ``number`` is not ignored."""
+    done = subprocess.run(
+        [sys.executable, *(arguments or ("-c", program))],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+        preexec_fn=partial(signal.signal, number, signal.SIG_DFL),
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+SIGNAL_IN_AN_IMPORT = """
+import os, sys, time
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            sys.meta_path.remove(self)
+            try:
+                os.kill(os.getpid(), {number})
+                time.sleep(0.5)
+            except KeyboardInterrupt as error:  # as the C code of NumPy and others does
+                raise ImportError("cannot be loaded") from error
+sys.meta_path.insert(0, Finder())
+sys.argv = ["megatoken", "run", "--dry-run"]
+from megatoken.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("typer", "interrupted; nothing was written"),
+        ("megatoken.harness.prepare", "interrupted before the measurement began; nothing was written"),
+    ],
+)
+def test_a_signal_during_an_import_is_one_line(number: signal.Signals, module: str, words: str) -> None:
+    program = SIGNAL_IN_AN_IMPORT.format(module=module, number=int(number))
+    assert python(program, number=number) == (130, "", f"megatoken: {words}\n")
+
+
+def test_a_second_signal_ends_what_does_not_end(tmp_path: Path) -> None:
+    program = SIGNAL_IN_AN_IMPORT.format(module="megatoken.harness.prepare", number="2); os.kill(os.getpid(), 15")
+    assert python(program) == (130, "", "megatoken: interrupted again; ended at once\n")
+
+
+def test_an_interruption_that_has_been_told_is_not_the_end_by_a_signal(tmp_path: Path) -> None:
+    """``python -m`` sends itself SIGINT at its end once a plain KeyboardInterrupt has come out of ``exec``."""
+    package = tmp_path / "interrupted"
+    package.mkdir()
+    (package / "__main__.py").write_text(
+        "import os\nfrom megatoken.cli import application\n"
+        "application._command = lambda: exec('while True: os.kill(os.getpid(), 2)')\n"
+        "application.run_application()\n"
+    )
+    code, out, err = python(
+        "",
+        "-c",
+        f"import os, sys; os.chdir({str(tmp_path)!r}); os.execv(sys.executable, [sys.executable, '-m', 'interrupted'])",
+    )
+    assert (code, out, err) == (130, "", "megatoken: interrupted; nothing was written\n")
+
+
+def test_little_is_imported_before_signals_are_handled() -> None:
+    program = "before = set(sys.modules); import megatoken.cli; print(*set(sys.modules) - before)"
+    path = f"import sys; sys.path.append({str(SOURCE)!r}); "
+    code, out, err = python("", "-I", "-S", "-c", path + program)
+    assert (code, err) == (0, "")
+    assert {"megatoken", "megatoken.cli", "megatoken.signals", "megatoken.errors"} <= set(out.split())
+    assert not {"typing", "typer", "megatoken.cli.application"} & set(out.split())
 
 
 def test_an_interrupted_start_leaves_nothing(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ Names are loaded on first use, so that commands which need no engine start witho
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # from typing, it would take a third of the time until a command handles signals
 if TYPE_CHECKING:
+    from typing import Any
+
     from megatoken.engine import Completion, Engine, EngineConfig, FinishReason, Request, Sampling, TokenEvent
 
 __version__ = "0.1.0"

@@ -1,96 +1,17 @@
-"""The commands: parse, call, print. Everything heavy is imported inside the command that needs it."""
+"""The command's entry. Takes the signals before anything else, for one may come while Python still imports."""
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-from types import FrameType
-from typing import Annotated, NoReturn
+from megatoken.signals import handle_stop_signals, leave_at_once
 
-import typer
-from typer.main import get_command
-
-from megatoken import __version__
-from megatoken.cli import accuracy, audit, compare, dataset, generate, plan, report, run, submission, verify
-from megatoken.cli.flags import Command, EngineCommand, SchemaCommand
-from megatoken.cli.streams import (
-    complain,
-    escape_what_cannot_be_encoded,
-    flush,
-    stand_in_for_closed_streams,
-    standard_output,
-)
-from megatoken.errors import ExitCode, MegatokenError
-
-# Base of everything typer raises for a wrong command line; it gives it no public name.
-_CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
-
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="How many tokens per second does a machine serve, is that number true, and what is it worth.",
-)
-app.command(cls=SchemaCommand)(run.run)
-app.command(cls=EngineCommand)(generate.generate)
-app.command(cls=Command)(audit.audit)
-app.command(cls=Command)(compare.aggregate)
-app.command(cls=Command)(compare.compare)
-app.add_typer(plan.app, name="plan")
-app.add_typer(dataset.app, name="dataset")
-app.command(cls=Command)(accuracy.accuracy)
-app.command(cls=Command)(verify.verify)
-app.add_typer(submission.app, name="submission")
-app.command(cls=Command)(report.report)
-
-
-@app.callback(invoke_without_command=True)
-def _root(
-    ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
-) -> None:
-    if version or ctx.invoked_subcommand is None:
-        with standard_output():
-            print(f"megatoken {__version__}" if version else ctx.get_help())
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """Entry point: runs the command, turns what can go wrong into one line on stderr and an exit code."""
-    stand_in_for_closed_streams()
-    escape_what_cannot_be_encoded()
-    signal.signal(signal.SIGTERM, _interrupt)
-    # Threads that wait for each other spin, and on a busy machine for the very core that the other needs: five times
-    # slower there (docs/performance.md). Read when PyTorch is imported, so it must be set before.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    try:
-        code = _command()
-    except MegatokenError as error:
-        code = complain(str(error), error.exit_code)
-    except _CommandLineError as error:
-        code = complain(error.format_message(), ExitCode.USAGE)  # type: ignore[attr-defined]
-    except KeyboardInterrupt as interruption:
-        code = complain(str(interruption) or "interrupted; nothing was written", ExitCode.INTERRUPTED)
-    except BrokenPipeError:  # whoever read our output has left
-        code = ExitCode.ERROR
-    except UnicodeEncodeError:
-        code = complain("a path is not UTF-8 and cannot be written into a file; rename it", ExitCode.USAGE)
-    except OSError as error:
-        code = complain(str(error), ExitCode.ERROR)
-    for number in (signal.SIGINT, signal.SIGTERM):  # all is said; libraries that clean up need no traceback
-        signal.signal(number, signal.SIG_IGN)
-    flush()
-    sys.exit(code)
+    """Runs the command that ``sys.argv`` asks for and ends the process with its exit code."""
+    handle_stop_signals(leave_at_once("interrupted; nothing was written"))
+    from megatoken.cli.application import run_application
 
-
-def _command() -> int:
-    """Runs what the command line asks for. Not by calling ``app``, which would keep interruptions to itself."""
-    command = get_command(app)
-    try:
-        with command.make_context("megatoken", sys.argv[1:]) as context:
-            return command.invoke(context) or ExitCode.OK
-    except typer.Exit as end:  # help was asked for
-        return end.exit_code
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+    run_application()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,7 +75,7 @@ def run(
 
     with standard_output(f"the run is in {path}"):
         if (repeats := read_repeats(path)) is not None:
-            return _show_repeats(path, repeats, json_only)
+            return _show_repeats(path, repeats, prepared.notes, json_only)
         write_report(path)
         finished = read_run(path)
         if json_only:
@@ -85,7 +85,7 @@ def run(
     return finished.verdict.exit_code
 
 
-def _show_repeats(path: Path, repeats: Mapping[str, Any], json_only: bool) -> int:
+def _show_repeats(path: Path, repeats: Mapping[str, Any], notes: Iterable[str], json_only: bool) -> int:
     """Prints what equal runs say together; each has its report in its folder."""
     from megatoken.report import write_report
     from megatoken.results import Verdict
@@ -96,25 +96,27 @@ def _show_repeats(path: Path, repeats: Mapping[str, Any], json_only: bool) -> in
     if json_only:
         print(json.dumps({**repeats, "run_folder": str(path)}, indent=2))
     else:
-        print("\n".join([*describe_repeats(repeats), f"Run folders: {path}"]))
+        lines = [*describe_repeats(repeats), *(f"Note: {note}" for note in notes), f"Run folders: {path}"]
+        print("\n".join(lines))
     return Verdict(repeats["verdict"]).exit_code
 
 
 def _measure(prepared: Prepared, quiet: bool) -> Path:
     """Loads the weights and runs the measurement; returns the run folder."""
+    from megatoken.harness.prepare import build_engine, resolve
     from megatoken.harness.progress import Progress
     from megatoken.harness.run import run_scenario
     from megatoken.targets.in_process import InProcessTarget
 
     progress = Progress(quiet)
-    for note in prepared.notes:
-        progress.note(f"note: {note}")
+    for warning in prepared.warnings:
+        progress.note(f"warning: {warning}")
     progress.stage(f"loading {prepared.model.name} in {prepared.config.precision}")
     try:
-        engine = prepared.build_engine()
+        engine = build_engine(prepared.config)
         if prepared.config.text and engine.tokenizer is None:
             raise UsageError(f"text: {prepared.model.name} has no tokenizer.json; add it to the model's folder")
-        target = InProcessTarget(engine)
-        return run_scenario(prepared.config, prepared.data_set, target, prepared.facts(), progress, engine.tokenizer)
+        config, target = resolve(prepared.config, engine.memory_plan), InProcessTarget(engine)
+        return run_scenario(config, prepared.data_set, target, prepared.facts(), progress, engine.tokenizer)
     finally:
         progress.clear()

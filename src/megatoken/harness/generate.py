@@ -12,7 +12,7 @@ from megatoken.config import AnswerConfig, RunConfig
 from megatoken.datasets.prompts import load_prompts
 from megatoken.engine import Engine, Request
 from megatoken.errors import RequestError, StorageError
-from megatoken.harness.prepare import check_writable, encoder, open_and_plan
+from megatoken.harness.prepare import build_engine, check_writable, encoder, open_and_plan
 from megatoken.results.files import storage_error, write_text
 
 
@@ -37,7 +37,7 @@ def generate_file(config: RunConfig, answers: AnswerConfig, prompts: Path, out: 
     lines: dict[int, str] = {}
     try:
         requests = _load_requests(config, answers, prompts)
-        for index, line in _answer(_engine(config), requests):
+        for index, line in _answer(build_engine(config), requests):
             _write(partial, line, mode="a" if lines else "w")
             lines[index] = line
         write_text(out, "".join(lines[index] for index in range(len(requests))))
@@ -62,7 +62,7 @@ def stream_prompt(config: RunConfig, answers: AnswerConfig, prompt: str) -> Iter
     stop_token_ids = _stop_token_ids(answers, source.config.vocabulary_size)
     if encoder(config.model) is None:
         raise RequestError(f"{source.config.name} has no tokenizer.json; give token ids in a file with --prompts")
-    engine = _engine(config)
+    engine = build_engine(config)
     assert engine.tokenizer is not None
     decoder = engine.tokenizer.incremental()
     try:
@@ -120,10 +120,6 @@ def _write(path: Path, line: str, mode: Literal["a", "w"]) -> None:
             file.write(line)
     except OSError as error:
         raise storage_error(path, error) from error
-
-
-def _engine(config: RunConfig) -> Engine:
-    return Engine(config.model, config.engine_config(), random_weights=config.random_weights, seed=config.seed)
 
 
 def _answer(engine: Engine, requests: Sequence[Request]) -> Iterator[tuple[int, str]]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from megatoken.config import RunConfig
@@ -25,20 +26,24 @@ from megatoken.engine.memory import MemoryPlan, plan_memory
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, StorageError
 from megatoken.hardware.inventory import cpu
-from megatoken.harness.rules import DEFAULT_ROUND, ROUNDS
+from megatoken.harness.loadgen_plan import run_round
 
 THREADS_PER_CORE = 4  # more only wait for each other, and a typing error of two digits hangs the machine
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a run needs and what is known about it; ``notes`` say what a reader of its number must know."""
+    """What a run needs and what is known about it.
+
+    ``warnings`` say why the run may not be worth its time; ``notes``, what a reader of its number must know.
+    """
 
     config: RunConfig
     model: ModelConfig
     memory: MemoryPlan
     data_set: Dataset
     weights: str
+    warnings: tuple[str, ...]
     notes: tuple[str, ...]
 
     def facts(self) -> dict[str, Any]:
@@ -57,7 +62,8 @@ class Prepared:
 
     def plan(self) -> dict[str, Any]:
         """The resolved configuration and what follows from it, ready for JSON."""
-        return {"config": self.config.model_dump(mode="json"), **self.facts()}
+        config = resolve(self.config, self.memory).model_dump(mode="json")
+        return {"config": config, **self.facts(), "notes": [*self.warnings, *self.notes]}
 
     def describe(self) -> str:
         """The same for a person: the configuration as YAML, the rest as comments."""
@@ -67,15 +73,11 @@ class Prepared:
             *self.memory.lines(),
             f"data set {data_set.name}: {len(data_set.requests):,} rows, {data_set.input_tokens.mean():.1f} tokens in, "
             f"at most {data_set.output_limits.mean():.1f} out on average",
+            *self.warnings,
             *self.notes,
         ]
-        settings = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
-        return settings + "\n".join(f"# {line}" for line in comments)
-
-    def build_engine(self) -> Engine:
-        """Loads the weights."""
-        config = self.config
-        return Engine(config.model, config.engine_config(), random_weights=config.random_weights, seed=config.seed)
+        config = resolve(self.config, self.memory).model_dump(mode="json")
+        return yaml.safe_dump(config, sort_keys=False) + "\n".join(f"# {line}" for line in comments)
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -96,14 +98,34 @@ def prepare(config: RunConfig) -> Prepared:
     else:
         weights = f"random, seed {config.seed}"
         notes.append("random weights: the speed is real, the text is not")
-    rules = ROUNDS[config.rules or DEFAULT_ROUND]
-    if config.rules and len(data_set.requests) != rules.data_set_rows:
-        notes.append(
-            f"cannot be VALID: the data set has {len(data_set.requests):,} rows, MLPerf's {rules.data_set_rows:,}"
-        )
+    warnings = []
     if config.rules:
+        rows, rows_required = len(data_set.requests), run_round(config).data_set_rows
+        if rows != rows_required:
+            warnings.append(f"cannot be VALID: the data set has {rows:,} rows, MLPerf's {rows_required:,}")
         notes.append("the verdict judges LoadGen's log by the rules; model, data set and accuracy are not part of it")
-    return Prepared(config, source.config, memory, data_set, weights, tuple(notes))
+    return Prepared(config, source.config, memory, data_set, weights, tuple(warnings), tuple(notes))
+
+
+def build_engine(config: RunConfig) -> Engine:
+    """Loads the weights."""
+    return Engine(config.model, config.engine_config(), random_weights=config.random_weights, seed=config.seed)
+
+
+def resolve(config: RunConfig, memory: MemoryPlan) -> RunConfig:
+    """``config`` with the engine's sizes in place of what was left open; ``memory_bytes`` is a limit and stays."""
+    engine = config.engine
+    sizes = {
+        "device": memory.device,
+        "max_rows": memory.max_rows,
+        "max_sequences": memory.max_sequences,
+        "max_length": memory.max_length,
+        "page_size": memory.page_size,
+        "cache_tokens": memory.cache_tokens,
+        "threads": engine.threads or torch.get_num_threads(),
+        "overlap": memory.device == "cuda" if engine.overlap is None else engine.overlap,  # as Engine decides
+    }
+    return config.model_copy(update={"engine": engine.model_copy(update=sizes)})
 
 
 def open_and_plan(config: RunConfig) -> tuple[Checkpoint | RandomWeights, MemoryPlan]:

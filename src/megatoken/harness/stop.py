@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a question the run asks between steps, with a promise to be gone soon whatever the run does."""
+"""Signals as a question the run asks between steps, with a promise to be gone soon whatever the run does."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import os
 import select
 import signal
 import threading
+import time
 from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
 from megatoken.errors import ExitCode
+from megatoken.signals import handle_stop_signals
 
 GRACE_SECONDS = 3.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """A context in which the first signal only sets ``received``; main thread only.
+    """A context in which the first SIGINT, SIGTERM or SIGHUP only sets ``received``; main thread only.
 
     A second signal, or ``GRACE_SECONDS`` without leaving the context, ends the process at once with exit code 130. A
     thread does that, for the main thread may be inside one long step, where Python runs no signal handler. So what must
-    survive has to be on the disk already.
+    survive has to be on the disk already. SIGHUP is never the second one: when a terminal closes, its shell and the
+    kernel send one each, and nobody has lost patience.
     """
 
     def __init__(self, parting_words: str) -> None:
@@ -35,7 +37,7 @@ class StopSignals:
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
         self._previous_wakeup = signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
-        self._previous = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        self._previous = handle_stop_signals(self._note)
         self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
         self._thread.start()
         return self
@@ -53,18 +55,22 @@ class StopSignals:
         self.received = signal.Signals(number).name
 
     def _watch(self) -> None:
-        if not self._next_signal():
+        if self._next_signal() is None:
             return
-        ready, _, _ = select.select([self._wake_reader], [], [], GRACE_SECONDS)
-        if ready and not self._next_signal():
-            return
+        deadline = time.monotonic() + GRACE_SECONDS
+        while select.select([self._wake_reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            number = self._next_signal()
+            if number is None:
+                return
+            if number != signal.SIGHUP:
+                break
         with suppress(OSError):
             os.write(2, f"\n{self._parting_words}\n".encode())
         os._exit(ExitCode.INTERRUPTED)
 
-    def _next_signal(self) -> bool:
-        """Waits for one of our signals; False when the context has been left."""
+    def _next_signal(self) -> int | None:
+        """Waits for one of our signals; None when the context has been left."""
         while byte := os.read(self._wake_reader, 1):
-            if byte[0] in _SIGNALS:
-                return True
-        return False
+            if byte[0] in self._previous:
+                return byte[0]
+        return None

@@ -1,0 +1,42 @@
+"""The signals that ask a command to end. Imports next to nothing: it comes before everything else in a command."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from megatoken.errors import ExitCode
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import Any
+
+    Handler = Callable[[int, FrameType | None], object] | signal.Handlers
+
+
+def handle_stop_signals(handler: Handler) -> dict[signal.Signals, Any]:
+    """Gives SIGINT, SIGTERM and SIGHUP to ``handler``; returns the handlers they had. Main thread only.
+
+    SIGHUP only where it is not ignored: nohup ignores it so that the command outlives its terminal.
+    """
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def leave_at_once(words: str) -> Callable[[int, FrameType | None], None]:
+    """A handler that writes ``words`` on standard error and ends the process with exit code 130.
+
+    No exception: raised inside an import, it becomes another one, or is printed as ignored and forgotten.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        try:
+            os.write(2, f"megatoken: {words}\n".encode())
+        finally:  # whether or not there is somebody to tell
+            os._exit(ExitCode.INTERRUPTED)
+
+    return leave
