@@ -1,5 +1,6 @@
 import json
 import os
+import pty
 import random
 import re
 import resource
@@ -19,6 +20,7 @@ import yaml
 
 import megatoken
 from cli_support import (
+    COMMAND,
     ENVIRONMENT,
     TIMEOUT_SECONDS,
     call,
@@ -326,6 +328,24 @@ def test_an_interrupted_run_keeps_what_was_done_and_exits_130(
     assert document["samples_completed"] < 5000
     assert document["reasons"][0]["message"].startswith(f"{number.name} after ")
     assert read_run(Path(document["run_folder"])).requests.num_rows == document["samples_completed"]
+
+
+def test_a_run_whose_terminal_closes_is_interrupted(tmp_path: Path, lengths: Path) -> None:
+    """The kernel's own SIGHUP, and nothing left to print on."""
+    settings = ("--samples", 5000, "--engine.threads", 1, "--engine.max_sequences", 8, "--warm-up", 0)
+    command = [*COMMAND, "run", "--out", tmp_path / "runs", "--lengths", lengths, *settings]
+    child, terminal = pty.fork()
+    if not child:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        os.execvpe(command[0], [str(word) for word in command], ENVIRONMENT)
+    while not any((tmp_path / "runs").glob("2*/mlperf/mlperf_log_detail.txt")):
+        os.read(terminal, 4096)
+    os.close(terminal)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 130
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert read_run(folder).reasons[0]["message"].startswith("SIGHUP after ")
+    assert (folder / "report.html").is_file()
 
 
 def test_under_nohup_a_run_outlives_its_terminal(tmp_path: Path, lengths: Path) -> None:

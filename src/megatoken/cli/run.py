@@ -73,16 +73,20 @@ def run(
     from megatoken.results import read_run
     from megatoken.results.repeats import read_repeats
 
-    with standard_output(f"the run is in {path}"):
+    kept = f"the run is in {path}"
+    with standard_output(kept):
         if (repeats := read_repeats(path)) is not None:
             return _show_repeats(path, repeats, prepared.notes, json_only)
         write_report(path)
         finished = read_run(path)
-        if json_only:
-            print(json.dumps({**finished.result, "run_folder": str(path)}, indent=2))
-        else:
-            show(finished)
-    return finished.verdict.exit_code
+        code = finished.verdict.exit_code
+        # A terminal that has closed takes no report, but that is not why the run ended.
+        with standard_output(kept, ExitCode.INTERRUPTED if code == ExitCode.INTERRUPTED else ExitCode.ERROR):
+            if json_only:
+                print(json.dumps({**finished.result, "run_folder": str(path)}, indent=2))
+            else:
+                show(finished)
+    return code
 
 
 def _show_repeats(path: Path, repeats: Mapping[str, Any], notes: Iterable[str], json_only: bool) -> int:

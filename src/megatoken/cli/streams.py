@@ -12,8 +12,11 @@ from megatoken.errors import ExitCode, MegatokenError
 
 
 @contextmanager
-def standard_output(kept: str = "") -> Iterator[None]:
-    """What is printed inside has left the process at the end; if it cannot, the error says what was ``kept``."""
+def standard_output(kept: str = "", code: ExitCode = ExitCode.ERROR) -> Iterator[None]:
+    """What is printed inside has left the process at the end; if it cannot, the error says what was ``kept``.
+
+    The command ends with ``code`` then.
+    """
     also = f"; {kept}" if kept else ""
     try:
         yield
@@ -23,7 +26,9 @@ def standard_output(kept: str = "") -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise MegatokenError(f"cannot write to standard output: {error.strerror}{also}") from error
+        failure = MegatokenError(f"cannot write to standard output: {error.strerror}{also}")
+        failure.exit_code = code
+        raise failure from error
 
 
 def stand_in_for_closed_streams() -> None:
