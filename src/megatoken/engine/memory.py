@@ -19,7 +19,7 @@ PROCESS_BYTES = 300_000_000
 GPU_LIBRARY_BYTES = 2_000_000_000
 """Of GPU memory, beyond what is in use when the plan is made: kernels, cuBLAS workspaces, gaps between blocks."""
 DEFAULT_MAX_LENGTH = 8192
-DEFAULT_MAX_ROWS = {"cpu": 512, "cuda": 2048}
+DEFAULT_MAX_ROWS = {"cpu": 256, "cuda": 2048}
 LARGE_WEIGHTS_ROWS_ON_CPU = 1024  # where weights are read from memory in every step, fewer steps are less to read
 DEFAULT_MAX_SEQUENCES_ON_CPU = 128  # on a GPU three quarters of the rows: the others read prompts
 DEFAULT_PAGE_SIZE = 32
