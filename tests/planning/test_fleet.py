@@ -96,7 +96,7 @@ def test_what_a_size_leaves_unserved(levels, nodes):
 def test_the_cheapest_mix_is_cheapest_and_every_mix_serves_all(levels, burst_price, spares):
     demand = Demand(tuple(levels), "tokens/s")
     burst = dataclasses.replace(BURST, dollars_per_node_hour=burst_price)
-    found = {policy.name: policy for policy in policies(demand, BASE, burst, spare_nodes=spares)}
+    found = {policy.name: policy for policy in policies(demand, BASE, burst, spare_domains=spares)}
     cheapest = found["cheapest_mix"].dollars_per_hour
     assert all(cheapest <= policy.dollars_per_hour * (1 + 1e-9) for policy in found.values())
     assert found["burst_only"].base_nodes == 0 and found["burst_only"].burst_share == pytest.approx(1)
@@ -259,3 +259,13 @@ def test_prices_can_be_set(rack):
     assert plan.result("Price").value == pytest.approx(plan.results[0].value * 4 * 1.5)
     with pytest.raises(ConfigError, match="must be at least 0"):
         load_assumptions(settings=["base_dollars_per_accelerator_hour=-1"])
+
+
+def test_every_policy_pays_for_spare_racks(rack, assumptions):
+    slow = from_number(12_000, scope="node", accelerators=8, accelerator="H100", assumptions=assumptions)
+    demand = load_demand("output-tokens", 3e6, "office_day")
+    plan = plan_fleet(Supply(rack, 4, 18), demand, assumptions, domain="rack", burst=Supply(slow))
+    table = {row["policy"]: row for row in plan.table("policies").rows}
+    assert table["base only"]["base_nodes"] == plan.result("Nodes").value
+    assert table["base only"]["price_dollars_per_hour"] == pytest.approx(plan.result("Price").value)
+    assert table["base for the mean"]["base_nodes"] % 18 == 0

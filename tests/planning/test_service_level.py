@@ -64,6 +64,9 @@ def test_plan_of_a_run_that_broke_it_uses_its_goodput(make_run, assumptions):
     assert plan.result("Rate within the service level").value is None
     assert plan.result("Latency-bound rate").value == pytest.approx(run.result["output_tokens_per_second"] * 0.9)
     assert plan.result("Goodput").value == pytest.approx(900 / run.result["duration_seconds"])
+    assert plan.result("Latency-bound rate").state == "estimate"
+    share = next(one for one in plan.inputs if one.name == "goodput_share")
+    assert "no measured bound" in share.source
     assert any("must" in note for note in plan.notes)
 
 
@@ -95,3 +98,15 @@ def test_what_a_run_says_of_itself(make_run, assumptions):
 def test_a_run_without_a_completed_sample(make_run, assumptions):
     with pytest.raises(UsageError, match="no sample was completed"):
         from_run(make_run(samples=5, failed=5), assumptions)
+
+
+@pytest.mark.parametrize("verdict", ["MEASURED", "INVALID"])
+def test_too_few_requests_are_not_taken_for_a_level_that_was_kept(make_run, assumptions, verdict):
+    run = make_run(samples=300, verdict=verdict)
+    plan = plan_capacity(from_run(run, assumptions), load_profiles(), assumptions)
+    bound = plan.result("Latency-bound rate")
+    assert bound.value == pytest.approx(run.result["output_tokens_per_second"] * 0.884)
+    assert bound.state == "estimate"
+    share = next(one for one in plan.inputs if one.name == "server_to_offline_share")
+    assert "300 requests are too few" in share.source
+    assert not any(one.name == "latencies_already_kept" for one in plan.inputs)

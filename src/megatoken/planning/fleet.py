@@ -133,17 +133,22 @@ def size(demand: float, supply: SupplyClass, *, spare_domains: int = 0, domain: 
     if domain not in DOMAINS:
         raise UsageError(f"the fault domain is '{domain}'; it must be node or rack")
     serving = nodes_for(demand, supply.rate_per_node)
-    if domain == "rack":
-        if supply.nodes_per_rack is None:
-            raise UsageError("fault domains are racks, but nobody says how many nodes one has; give nodes per rack")
-        racks = math.ceil(serving / supply.nodes_per_rack) + spare_domains
-        spares = racks * supply.nodes_per_rack - serving if spare_domains else 0
-    else:
-        spares = spare_domains
+    if domain == "rack" and supply.nodes_per_rack is None:
+        raise UsageError("fault domains are racks, but nobody says how many nodes one has; give nodes per rack")
+    spares = spare_nodes(serving, supply, spare_domains, domain)
     nodes = serving + spares
     whole_racks = math.ceil(nodes / supply.nodes_per_rack) if supply.nodes_per_rack else None
     exact = demand / supply.rate_per_node
     return Size(exact, serving, spares, whole_racks, nodes * supply.accelerators_per_node)
+
+
+def spare_nodes(serving: int, supply: SupplyClass, spare_domains: int, domain: str) -> int:
+    """Nodes beside ``serving`` ones so that ``spare_domains`` fault domains may fail; racks are taken whole."""
+    if not serving or not spare_domains:
+        return 0
+    if domain == "rack" and supply.nodes_per_rack is not None:
+        return (math.ceil(serving / supply.nodes_per_rack) + spare_domains) * supply.nodes_per_rack - serving
+    return spare_domains
 
 
 def replacement(nodes_before: int, rate_before: float, rate_after: float) -> Replacement:
@@ -167,11 +172,14 @@ def fit(demand: Demand, supply: SupplyClass, nodes: int) -> Fit:
     return Fit(nodes, unserved, short, max(0.0, idle), nodes * supply.dollars_per_node_hour)
 
 
-def policies(demand: Demand, base: SupplyClass, burst: SupplyClass, *, spare_nodes: int = 0) -> tuple[Policy, ...]:
+def policies(
+    demand: Demand, base: SupplyClass, burst: SupplyClass, *, spare_domains: int = 0, domain: str = "node"
+) -> tuple[Policy, ...]:
     """Everything on ``base``, everything on ``burst``, the base sized to the mean, and the cheapest mix of all.
 
     Demand goes to the base first; what exceeds it goes to whole burst nodes, taken and paid for each part of the cycle
-    in which they are needed. Spares stand by the base, where there is one, and serve nothing.
+    in which they are needed. Spares stand by the base, where there is one, and serve nothing; they are those
+    of ``size``, so of racks they are whole ones, and what fills the last rack.
     """
     most = nodes_for(demand.peak, base.rate_per_node)
     nodes_for(demand.peak, burst.rate_per_node)  # refuses what is out of all proportion
@@ -180,7 +188,7 @@ def policies(demand: Demand, base: SupplyClass, burst: SupplyClass, *, spare_nod
     burst_nodes = np.zeros_like(candidates)
     for level in demand.levels:
         burst_nodes += _burst_nodes(level - candidates * base.rate_per_node, level, burst.rate_per_node)
-    spares = np.where(candidates > 0, spare_nodes, 0)
+    spares = np.array([spare_nodes(int(nodes), base, spare_domains, domain) for nodes in candidates])
     cost = (candidates + spares) * base.dollars_per_node_hour
     cost += burst_nodes / len(demand.levels) * burst.dollars_per_node_hour
     mean = min(most, nodes_for(demand.mean, base.rate_per_node))
@@ -191,20 +199,21 @@ def policies(demand: Demand, base: SupplyClass, burst: SupplyClass, *, spare_nod
         "cheapest_mix": int(candidates[cost.argmin()]),
     }
     return tuple(
-        _policy(name, nodes, demand, base, burst, spare_nodes if nodes else 0) for name, nodes in chosen.items()
+        _policy(name, nodes, demand, base, burst, spare_nodes(nodes, base, spare_domains, domain))
+        for name, nodes in chosen.items()
     )
 
 
-def _policy(name: str, nodes: int, demand: Demand, base: SupplyClass, burst: SupplyClass, spare_nodes: int) -> Policy:
+def _policy(name: str, nodes: int, demand: Demand, base: SupplyClass, burst: SupplyClass, spares: int) -> Policy:
     levels = np.asarray(demand.levels, dtype=np.float64)
     excess = levels - nodes * base.rate_per_node
     burst_nodes = _burst_nodes(excess, levels, burst.rate_per_node)
     total = math.fsum(demand.levels)
     return Policy(
         name=name,
-        base_nodes=nodes + spare_nodes,
+        base_nodes=nodes + spares,
         most_burst_nodes=int(burst_nodes.max()),
-        base_dollars_per_hour=(nodes + spare_nodes) * base.dollars_per_node_hour,
+        base_dollars_per_hour=(nodes + spares) * base.dollars_per_node_hour,
         burst_dollars_per_hour=float(burst_nodes.mean()) * burst.dollars_per_node_hour,
         burst_share=float(np.clip(excess, 0, None)[burst_nodes > 0].sum() / total) if total else 0.0,
     )

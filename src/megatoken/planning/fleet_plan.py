@@ -140,7 +140,7 @@ def plan_fleet(
         second, second_state, more = _class("burst", burst, priced_by, assumptions, BURST_PRICE, factors)
         inputs += more
         burst_state = weakest((state, second_state))
-        tables.append(_policies(need, base, second, sized.spare_nodes if domain == "node" else 0, burst_state))
+        tables.append(_policies(need, base, second, spare_domains, domain, burst_state))
         alone = size(need.peak, second).serving_nodes
         formula_alone = f"ceiling(peak demand / {second.rate_per_node:,.4g} {work_unit} per node)"
         results.append(Result("Burst nodes if the base is lost", alone, "nodes", formula_alone, burst_state))
@@ -335,7 +335,9 @@ def _sizes(need: Demand, base: SupplyClass, sized: Size) -> Table:
     return Table("sizes", "Too few, enough, with spares", tuple(rows), note)
 
 
-def _policies(need: Demand, base: SupplyClass, burst: SupplyClass, spare_nodes: int, state: State) -> Table:
+def _policies(
+    need: Demand, base: SupplyClass, burst: SupplyClass, spare_domains: int, domain: str, state: State
+) -> Table:
     rows = [
         {
             "policy": policy.name.replace("_", " "),
@@ -347,7 +349,7 @@ def _policies(need: Demand, base: SupplyClass, burst: SupplyClass, spare_nodes: 
             "price_dollars_per_hour": policy.dollars_per_hour,
             "state": state,
         }
-        for policy in policies(need, base, burst, spare_nodes=spare_nodes)
+        for policy in policies(need, base, burst, spare_domains=spare_domains, domain=domain)
     ]
     note = "means over the cycle; burst nodes are whole, taken for each part of the cycle and paid for that part"
     return Table("policies", "Base always there, bursts by the hour", tuple(rows), note)

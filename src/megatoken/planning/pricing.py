@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions
@@ -141,15 +141,22 @@ def parse_factor(text: str) -> Factor:
 
 
 def _latency_input(throughput: Throughput, assumptions: Assumptions) -> Input:
-    """What share of the rate serves users in time: by the run itself, by its scenario, else by assumption."""
-    service = throughput.service
-    if service is not None and service.kept:
+    """What share of the rate serves users in time: by the run itself, by its scenario, else by assumption.
+
+    Of a run that broke the level no rate is known that keeps it. Its goodput is what it served in time at its own rate:
+    an estimate, and of a queue that grew a poor one.
+    """
+    service, assumed = throughput.service, assumptions.entries[LATENCY].to_input()
+    if service is None:
+        if throughput.scenario in ("server", "interactive"):
+            return Input("latencies_already_kept", 1.0, "share", "given", f"a rate of scenario {throughput.scenario}")
+        return assumed
+    if service.kept:
         return Input("service_level_kept", 1.0, "share", "measured", service.why)
-    if service is not None and service.kept is False and service.good_output_tokens_per_second is not None:
+    if service.kept is False and service.good_output_tokens_per_second is not None:
         share = service.good_output_tokens_per_second / throughput.output_tokens_per_second
         if not share:
             raise UsageError(f"no request kept the service level, so there is no rate to plan with: {service.why}")
-        return Input("goodput_share", share, "share", "measured", service.why)
-    if throughput.scenario in ("server", "interactive"):
-        return Input("latencies_already_kept", 1.0, "share", "given", f"a rate of scenario {throughput.scenario}")
-    return assumptions.entries[LATENCY].to_input()
+        why = f"goodput of a run that broke the level, at its own rate; no measured bound: {service.why}"
+        return Input("goodput_share", share, "share", "estimate", why)
+    return replace(assumed, source=f"{assumed.source}; the run cannot tell: {service.why}")
