@@ -195,6 +195,34 @@ def test_flags_may_be_typed_with_underscores(
 
 
 @pytest.mark.parametrize(
+    ("words", "random_weights", "overlap"),
+    [
+        ("CONFIG", True, None),
+        ("CONFIG --random-weights false", False, None),
+        ("--random_weights=no CONFIG", False, None),
+        ("--random-weights CONFIG", True, None),
+        ("CONFIG --engine.overlap", True, True),
+        ("--engine.overlap CONFIG --random-weights", True, True),
+        ("CONFIG --engine.overlap off", True, False),
+    ],
+)
+def test_a_switch_takes_a_value_or_none(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    random_weights: bool,
+    overlap: bool | None,
+) -> None:
+    config = write_lines(tmp_path / "run.yaml", "random_weights: true", "model: tiny")
+    arguments = words.replace("CONFIG", str(config)).split()
+    code, stdout, err = call_here(monkeypatch, capsys, "run", "--dry-run", "--json", "--out", tmp_path, *arguments)
+    assert (code, err) == (0, "")
+    found = json.loads(stdout)["config"]
+    assert (found["random_weights"], found["engine"]["overlap"]) == (random_weights, bool(overlap))
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--model nowhere", "nowhere: no such directory, and not one of the shapes tiny"),
@@ -204,7 +232,10 @@ def test_flags_may_be_typed_with_underscores(
         ("--prompts none.jsonl", "none.jsonl: cannot be read"),
         ("--model {model} --prompts {tmp}/broken.jsonl", "broken.jsonl, line 2: column"),
         ("--model {model} --prompts {tmp}/long.jsonl", "long.jsonl, line 1"),
-        ("--prompts {tmp}/text.jsonl", "text.jsonl, line 1: the prompt is text but the model has no tokenizer.json"),
+        (
+            "--model tiny --prompts {tmp}/text.jsonl",
+            "text.jsonl, line 1: the prompt is text but the model has no tokenizer.json",
+        ),
         ("--prompts {tmp}/outside.jsonl", "outside.jsonl, line 1: token id 8192"),
         ("--prompts {tmp}/evil.pkl", "evil.pkl"),
         ("--prompts {tmp}/table.PKL", "table.PKL, row 0: token id 25580"),

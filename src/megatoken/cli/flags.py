@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from typer.core import TyperCommand, TyperOption
 
 from megatoken.errors import ConfigError, UsageError
 
+BOOLEANS = {"true", "false", "yes", "no", "on", "off", "y", "n", "t", "f", "1", "0", "null", "none"}
 FLAGS = "megatoken.flags"  # where a context keeps the flags that are keys of the configuration
 
 
@@ -20,6 +21,7 @@ class Command(TyperCommand):
         options = [name for option in self.get_params(ctx) for name in option.opts if name.startswith("--")]
         valued = [option for option in self.params if isinstance(option, TyperOption) and not option.is_flag]
         takes_value = {name for option in valued for name in option.opts}
+        switches = self.switches()
         flags: dict[str, str] = {}
         kept: list[str] = []
         rest = list(args)
@@ -30,7 +32,9 @@ class Command(TyperCommand):
             if argument == "--":
                 kept += [argument, *rest]
                 break
-            if name in options:
+            if name in switches:
+                flags[name[2:]] = value if equals else _boolean(rest)
+            elif name in options:
                 kept.append(f"{name}{equals}{value}")
                 if name in takes_value and not equals:
                     kept += rest[:1]
@@ -44,8 +48,6 @@ class Command(TyperCommand):
                 flags[typed[2:]] = value
             elif rest and not rest[0].startswith("--"):
                 flags[typed[2:]] = rest.pop(0)
-            elif self.is_switch(typed[2:]):
-                flags[typed[2:]] = "true"
             else:
                 raise UsageError(f"{typed}: needs a value")
         ctx.meta[FLAGS] = flags
@@ -55,9 +57,9 @@ class Command(TyperCommand):
         """Whether an undeclared flag is a key that the command takes."""
         return False
 
-    def is_switch(self, flag: str) -> bool:
-        """Whether a key may stand without a value, which is true then."""
-        return False
+    def switches(self) -> Collection[str]:
+        """Flags, with dashes, of keys that may stand without a value, which is true then."""
+        return ()
 
     def other_flags(self) -> Sequence[str]:
         """Flags that the command takes beside those it declares."""
@@ -75,11 +77,11 @@ class SchemaCommand(Command):
 
         return flag_key(flag) in self._keys()
 
-    def is_switch(self, flag: str) -> bool:
-        """Whether ``flag`` is a key of the schema that is true or false."""
-        from megatoken.config import KEYS, flag_key
+    def switches(self) -> Collection[str]:
+        """Those of the schema's keys that are true or false."""
+        from megatoken.config import KEYS
 
-        return KEYS[flag_key(flag)].is_switch
+        return {f"--{key.replace('_', '-')}" for key in self._keys() if KEYS[key].is_switch}
 
     def other_flags(self) -> Sequence[str]:
         """The keys and their shorter names."""
@@ -107,6 +109,11 @@ class EngineCommand(SchemaCommand):
     """A command that takes the keys of the engine only."""
 
     prefix = "engine."
+
+
+def _boolean(rest: list[str]) -> str:
+    """The value of a switch: the next word if it can be one, which is taken away, else true."""
+    return rest.pop(0) if rest and rest[0].lower() in BOOLEANS else "true"
 
 
 def _unknown_flag(flag: str, known: Iterable[str], command: str) -> ConfigError:
