@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from queueing import QueueingTarget
 
 from megatoken.config import RunConfig
 from megatoken.datasets.lengths import load_lengths
@@ -38,6 +39,13 @@ def started(name: str, **arguments: Any) -> "Iterator[subprocess.Popen[str]]":
             yield process
         finally:
             process.kill()
+
+
+def wait_until_running(process: "subprocess.Popen[str]", out: Path, folder: str = "2*/mlperf") -> None:
+    """Until LoadGen has begun to write in ``folder``."""
+    while not any(out.glob(f"{folder}/mlperf_log_detail.txt")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
 
 
 def call(name: str, **arguments: Any) -> Any:
@@ -119,9 +127,13 @@ def scenario(
     config: dict[str, Any],
     rules_seconds: float | None = None,
     grace_seconds: float = stop.GRACE_SECONDS,
+    queueing: tuple[int, float] | None = None,
     **target: Any,
 ) -> object:
-    """A whole run against a ``PacedTarget``; with ``rules_seconds``, under rules of that duration."""
+    """A whole run against a ``PacedTarget`` or, with ``queueing``, a ``QueueingTarget``.
+
+    With ``rules_seconds``, under rules of that duration.
+    """
     stop.GRACE_SECONDS = grace_seconds
     data_set = load_lengths(Path(lengths), vocabulary_size=100, max_length=1000)
     if rules_seconds is not None:
@@ -130,9 +142,10 @@ def scenario(
         table = benchmarks._benchmarks()
         table["llama2-70b"] = replace(table["llama2-70b"], rows=rows)
     settings = RunConfig(**{"out": out, "warm_up_seconds": 0.05, **config})
-    facts = {"model": "paced", "memory_plan": {"pages": 8}}
+    serving = QueueingTarget(*queueing) if queueing else PacedTarget(**target)
+    facts = {"model": "paced", "precision": "bf16", "weights": "paced", "memory_plan": {"pages": 8}}
     try:
-        path = run_scenario(settings, data_set, PacedTarget(**target), facts, Progress(quiet=True))
+        path = run_scenario(settings, data_set, serving, facts, Progress(quiet=True))
     except MegatokenError as error:
         return {"error": str(error)}
     return {"path": str(path)}

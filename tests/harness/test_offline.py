@@ -2,14 +2,13 @@
 
 import json
 import signal
-import subprocess
 import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loadgen_children import TIMEOUT_SECONDS, call, started
+from loadgen_children import TIMEOUT_SECONDS, call, started, wait_until_running
 
 from cli_support import call as call_command
 from cli_support import make_checkpoint, write_lines
@@ -33,7 +32,7 @@ def codes(run: Run) -> list[str]:
 
 
 def test_a_measured_run_records_every_sample_as_loadgen_saw_it(tmp_path: Path, lengths: Path) -> None:
-    finished = run(tmp_path, lengths, {"samples": 100})
+    finished = run(tmp_path, lengths, {"samples": 100}, per_poll=5, pause_seconds=0.02)
     assert finished.verdict is Verdict.MEASURED
     assert finished.reasons == []
     assert {rule["code"] for rule in finished.rules_unmet} == {
@@ -149,12 +148,6 @@ def assert_facts_of_the_start_are_there(interrupted: Run) -> None:
     result = interrupted.result
     assert datetime.fromisoformat(result["started_at"]) >= datetime.fromisoformat(result["created_at"])
     assert result["peak_memory_bytes"] > 20e6
-
-
-def wait_until_running(process: "subprocess.Popen[str]", out: Path) -> None:
-    while not any(out.glob("2*/mlperf/mlperf_log_detail.txt")):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])

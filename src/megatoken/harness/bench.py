@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megatoken.accuracy.gate import AccuracyGate
 from megatoken.config import RunConfig
 from megatoken.datasets.requests import Dataset
 from megatoken.hardware.inventory import peak_memory_bytes, take_inventory
@@ -28,6 +29,7 @@ from megatoken.results.statistics import Samples
 from megatoken.targets import Target
 
 WATCH_SECONDS = 0.25
+ACCURACY_FIELDS = ("metrics", "tokens_per_sample", "targets")  # of accuracy.json, that result.json has too
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Bench:
         progress: where to say how far it is.
         text: where prompts and answers are text within the measured time.
         client: what the client can do alone, where the scenario has latencies.
+        gate: what the answers are held against, where they are.
     """
 
     config: RunConfig
@@ -51,6 +54,7 @@ class Bench:
     progress: Progress
     text: TextStages | None
     client: ClientLimit | None
+    gate: AccuracyGate | None
 
     def create_folder(self, config: RunConfig, settings: TestSettings, out: Path, name: str | None = None) -> RunFolder:
         """A run folder for one test, which says INTERRUPTED until there is a verdict."""
@@ -145,7 +149,10 @@ class Bench:
             wall_clock_step_seconds=measurement.wall_clock.largest_seconds,
         )
         unmet = unmet_rules(run_round(config), log, observed)
-        verdict, reasons = judge(config.rules is not None, unmet, measurement.failed, measurement.issued)
+        accuracy = self._score(folder)
+        verdict, reasons = judge(
+            config.rules is not None, unmet, measurement.failed, measurement.issued, accuracy.get("reasons", ())
+        )
         folder.finish(
             {
                 "verdict": verdict,
@@ -157,8 +164,16 @@ class Bench:
                 **loadgen_facts(config.scenario, log),
                 **({"latency_verdict": latency_facts(own, limits, log)} if own and limits else {}),
                 **({"output_characters": self.text.characters} if self.text else {}),
+                **({"accuracy": {name: accuracy[name] for name in ACCURACY_FIELDS}} if accuracy else {}),
             }
         )
+
+    def _score(self, folder: RunFolder) -> Mapping[str, Any]:
+        """The content of ``accuracy.json``; empty where the answers are held against nothing."""
+        if self.gate is None:
+            return {}
+        self.progress.stage("scoring the answers")
+        return self.gate.judge(folder.path).document
 
 
 class _Watched:

@@ -24,6 +24,7 @@ class Latencies:
         tpot_over: and on the other.
         allowed_over: most that early stopping allows of each; -1: too few queries to tell.
         needed: fewest queries that show anything.
+        tokens_after_first: of a query, on average.
     """
 
     queries: int
@@ -33,6 +34,7 @@ class Latencies:
     tpot_over: int
     allowed_over: int
     needed: int
+    tokens_after_first: float
 
     def met(self, limits: LatencyLimits) -> bool:
         """Whether both percentiles are below their limits, shown with enough queries."""
@@ -61,6 +63,7 @@ def latencies(samples: Samples, limits: LatencyLimits) -> Latencies | None:
         tpot_over=int((tpot > limits.tpot_seconds).sum()),
         allowed_over=most_over(len(done), PERCENTILE),
         needed=queries_needed(0, PERCENTILE),
+        tokens_after_first=float((done.output_tokens - 1).mean()),
     )
 
 

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 import yaml
 
+from megatoken.accuracy.gate import AccuracyGate, reference_gate
 from megatoken.config import RunConfig
 from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.mlperf import load_mlperf
 from megatoken.datasets.prompts import load_prompts
+from megatoken.datasets.references import HELD_OUT
 from megatoken.datasets.requests import Dataset
 from megatoken.datasets.tables import SUFFIXES
 from megatoken.engine import Engine
 from megatoken.engine.checkpoint import Checkpoint, RandomWeights
-from megatoken.engine.config import ModelConfig
+from megatoken.engine.config import REFERENCE, ModelConfig, model_folder
 from megatoken.engine.loop import open_model
 from megatoken.engine.memory import MemoryPlan, plan_memory
 from megatoken.engine.tokenizer import Tokenizer
@@ -29,13 +31,18 @@ from megatoken.hardware.inventory import cpu
 from megatoken.harness.loadgen_plan import run_round
 
 THREADS_PER_CORE = 4  # more only wait for each other, and a typing error of two digits hangs the machine
+REFERENCE_NOTE = (
+    "the reference model (7.9 M parameters) answers short tasks of its own and nothing else; "
+    "its speed says nothing about larger models"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """What a run needs and what is known about it.
 
-    ``warnings`` say why the run may not be worth its time; ``notes``, what a reader of its number must know.
+    ``warnings`` say why the run may not be worth its time; ``notes``, what a reader of its number must know; ``gate``,
+    what the answers are held against.
     """
 
     config: RunConfig
@@ -45,6 +52,7 @@ class Prepared:
     weights: str
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
+    gate: AccuracyGate | None
 
     def facts(self) -> dict[str, Any]:
         """The part of ``result.json`` that is known before the run."""
@@ -86,25 +94,34 @@ def prepare(config: RunConfig) -> Prepared:
     Raises:
         CheckpointError, CapacityError, DatasetError: whatever cannot be used, with its place.
         StorageError: ``config.out`` cannot be written.
+        UsageError: the answers are to be scored, and what that needs is not installed.
     """
     check_writable(config.out)
     source, memory = open_and_plan(config)
     data_set = _load_data_set(config, source.config, memory)
     notes = list(data_set.notes)
-    if config.prompts is None:
+    if _prompts(config) is None:
         notes.append("prompts are random tokens of the data set's lengths")
     if isinstance(source, Checkpoint):
         weights = source.content_hash
     else:
         weights = f"random, seed {config.seed}"
         notes.append("random weights: the speed is real, the text is not")
+    gate = None
+    if _is_reference(config):
+        notes.append(REFERENCE_NOTE)
+        if config.mode == "accuracy":
+            gate = reference_gate(data_set.content_hash, config.samples or len(data_set.requests))
+            if gate is None or gate.targets is None:
+                notes.append("accuracy is not judged: that takes every row of the held-out set, once")
     warnings = []
     if config.rules:
         rows, rows_required = len(data_set.requests), run_round(config).data_set_rows
         if rows != rows_required:
             warnings.append(f"cannot be VALID: the data set has {rows:,} rows, MLPerf's {rows_required:,}")
-        notes.append("the verdict judges LoadGen's log by the rules; model, data set and accuracy are not part of it")
-    return Prepared(config, source.config, memory, data_set, weights, tuple(warnings), tuple(notes))
+        beside = "model and data set" if gate and gate.targets else "model, data set and accuracy"
+        notes.append(f"the verdict judges LoadGen's log by the rules; {beside} are not part of it")
+    return Prepared(config, source.config, memory, data_set, weights, tuple(warnings), tuple(notes), gate)
 
 
 def build_engine(config: RunConfig) -> Engine:
@@ -179,20 +196,32 @@ def encoder(model: str) -> Callable[[str], list[int]] | None:
 
 
 def _tokenizer(model: str) -> Tokenizer | None:
-    file = Path(model) / "tokenizer.json"
+    file = model_folder(model) / "tokenizer.json"
     return Tokenizer(file) if file.is_file() else None
+
+
+def _is_reference(config: RunConfig) -> bool:
+    return config.model == REFERENCE and not config.random_weights
+
+
+def _prompts(config: RunConfig) -> Path | None:
+    """The file of prompts; of the reference model its held-out set, where nothing is given. None: lengths alone."""
+    if config.prompts is None and config.lengths is None and _is_reference(config):
+        return HELD_OUT
+    return config.prompts
 
 
 def _load_data_set(config: RunConfig, model: ModelConfig, memory: MemoryPlan) -> Dataset:
     vocabulary_size, max_length = model.vocabulary_size, memory.max_length
-    if config.prompts is None:
+    prompts = _prompts(config)
+    if prompts is None:
         return load_lengths(config.lengths, vocabulary_size=vocabulary_size, max_length=max_length, seed=config.seed)
-    if config.prompts.suffix.lower() in SUFFIXES:
+    if prompts.suffix.lower() in SUFFIXES:
         tokenizer = _tokenizer(config.model)
         decode = tokenizer.decode if tokenizer else None
-        return load_mlperf(config.prompts, vocabulary_size=vocabulary_size, max_length=max_length, decode=decode)
+        return load_mlperf(prompts, vocabulary_size=vocabulary_size, max_length=max_length, decode=decode)
     return load_prompts(
-        config.prompts,
+        prompts,
         encode=encoder(config.model),
         vocabulary_size=vocabulary_size,
         max_length=max_length,

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-RESOLUTION = 0.01  # of the rate; the bracket is narrowed to this
-STEP = 1.25  # up or down, while only one end of the bracket is known
-MOST_TRIES = 40
-MOST_CONFIRMATIONS = 6
+RESOLUTION = 0.02  # between the rate that was valid at full length and the lowest that surely is not
+COARSE = 0.06  # how far probes narrow the bracket; bursts make more of a short probe than they do of a whole run
+PROBE_STEP = 1.25  # up or down, while only one end of the bracket is known
+FULL_STEP_UP = 0.04  # a valid run costs its whole length, one at too high a rate ends early
+FULL_STEPS_DOWN = ((0.6, 0.02), (0.3, 0.03), (0.1, 0.05), (0.0, 0.08))  # by the share of its length that a run lasted
+LARGEST_STEP_DOWN = 0.3
+MOST_PROBES = 30
+MOST_FULL_LENGTHS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,69 +23,83 @@ class Try:
     full_length: bool
 
 
-class RateSearch:
-    """Narrows a bracket between a valid and an invalid rate with probes, then confirms its lower end at full length.
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a try showed.
 
-    A confirmation that fails is the new upper end; the next is at a lower rate, by steps that double.
-    ``found`` is the confirmed rate.
+    Attributes:
+        valid: whether the limits were kept, or at full length would be.
+        surely: of a probe that was not valid: that a run of full length could not be either.
+        lasted_share: of its length, before it was seen not to be valid.
+        capacity: samples per second that were served while others waited, if known.
     """
 
-    def __init__(self, first_rate: float, resolution: float = RESOLUTION) -> None:
-        self._next = first_rate
-        self._resolution = resolution
-        self._valid = 0.0
-        self._invalid = math.inf
-        self._tries = self._refused = 0
-        self.found: float | None = None
+    valid: bool
+    surely: bool = False
+    lasted_share: float = 1.0
+    capacity: float | None = None
 
-    @property
-    def bracket(self) -> tuple[float, float]:
-        """Highest rate that a probe found valid (0: none), lowest that was not (infinity: none)."""
-        return self._valid, self._invalid
+
+class RateSearch:
+    """Narrows a bracket with probes, then with runs of full length until the rest is within the resolution.
+
+    ``found`` is the highest rate that was valid at full length, ``too_high`` the lowest that surely is not.
+    """
+
+    def __init__(self, first_rate: float) -> None:
+        self._likely = 0.0  # highest that a probe found valid
+        self._unlikely = math.inf  # lowest that a probe did not
+        self._next_probe = first_rate
+        self._next_full_length: float | None = None
+        self._probes = self._full_lengths = 0
+        self.found: float | None = None
+        self.too_high = math.inf
 
     def next(self) -> Try | None:
-        """What to try; None when the rate is found or given up."""
-        if self.found is not None or self._tries >= MOST_TRIES or self._refused >= MOST_CONFIRMATIONS:
+        """What to try; None when the rate is known well enough, or given up."""
+        if self._full_lengths >= MOST_FULL_LENGTHS:
             return None
-        return Try(self._next, self._full_length)
+        if self._next_full_length is not None:
+            known = self.found is not None and self.too_high <= self.found * (1 + RESOLUTION)
+            return None if known else Try(self._next_full_length, full_length=True)
+        if self._probes < MOST_PROBES and (not self._likely or self._unlikely > self._likely * (1 + COARSE)):
+            return Try(self._next_probe, full_length=False)
+        if not self._likely:
+            return None
+        return Try(math.sqrt(self._likely * min(self._unlikely, self._likely * (1 + COARSE))), full_length=True)
 
-    def note(self, tried: Try, valid: bool, capacity: float | None = None) -> None:
-        """Takes the outcome of a try.
-
-        Args:
-            tried: what ``next`` gave.
-            valid: whether the limits were kept.
-            capacity: samples per second that were served while there were more, if known.
-        """
-        self._tries += 1
+    def note(self, tried: Try, verdict: Verdict) -> None:
+        """Takes what a try showed."""
+        if not verdict.valid and (verdict.surely or tried.full_length):
+            self.too_high = min(self.too_high, tried.rate)
         if tried.full_length:
-            if valid:
-                self.found = tried.rate
-                return
-            self._invalid = min(self._invalid, tried.rate)
-            self._refused += 1
-            self._next = tried.rate * (1 - self._resolution * 2 ** (self._refused - 1))
-            self._valid = min(self._valid, self._next)
-            return
-        if valid:
-            self._valid = max(self._valid, tried.rate)
+            self._full_lengths += 1
+            self._note_full_length(tried.rate, verdict)
         else:
-            self._invalid = min(self._invalid, tried.rate)
-        self._valid = min(self._valid, self._invalid)
-        if capacity is not None and capacity * (1 + self._resolution) > tried.rate:
-            capacity = None  # all was served, if late
-        self._next = self._valid if self._full_length else self._choose(capacity)
+            self._probes += 1
+            self._note_probe(tried.rate, verdict)
 
-    @property
-    def _full_length(self) -> bool:
-        return self._refused > 0 or (self._valid > 0 and self._invalid <= self._valid * (1 + self._resolution))
+    def _note_full_length(self, rate: float, verdict: Verdict) -> None:
+        if verdict.valid:
+            self.found = max(self.found or 0.0, rate)
+        if self.found is not None:
+            self._next_full_length = min(self.found * (1 + FULL_STEP_UP), math.sqrt(self.found * self.too_high))
+            return
+        step = next(step for share, step in FULL_STEPS_DOWN if verdict.lasted_share >= share)
+        if verdict.capacity is not None:
+            step = min(max(step, 1 - verdict.capacity / rate), LARGEST_STEP_DOWN)
+        self._next_full_length = rate * (1 - step)
 
-    def _choose(self, capacity: float | None) -> float:
-        low, high = self._valid, self._invalid
+    def _note_probe(self, rate: float, verdict: Verdict) -> None:
+        if verdict.valid:
+            self._likely = max(self._likely, rate)
+        else:
+            self._unlikely = min(self._unlikely, rate)
+            self._likely = min(self._likely, self._unlikely)
+        low, high, capacity = self._likely, self._unlikely, verdict.capacity
         if math.isinf(high):
-            return low * STEP
-        if not low:
-            return max(capacity, high / STEP**3) if capacity else high / STEP
-        if capacity and low * (1 + self._resolution) < capacity < high / (1 + self._resolution):
-            return capacity
-        return math.sqrt(low * high)
+            self._next_probe = low * PROBE_STEP
+        elif capacity is not None and low * (1 + COARSE) < capacity < high / (1 + COARSE / 2):
+            self._next_probe = max(capacity, high / PROBE_STEP**3)
+        else:
+            self._next_probe = math.sqrt(low * high) if low else high / PROBE_STEP

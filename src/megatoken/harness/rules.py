@@ -16,7 +16,7 @@ CLIENT_SHARE = 0.5  # of what the client can do alone; beyond it, the client is 
 SHORTEST_SEND_LAG_LIMIT_SECONDS = 0.01
 SEND_LAG_SHARE = 0.05  # of the limit on the time to first token
 WALL_CLOCK_STEP_SECONDS = 0.01
-AGREEMENT_SECONDS, AGREEMENT_SHARE = 0.01, 0.02  # between LoadGen's percentiles and those of our own records
+AGREEMENT_SHARE = 0.05  # of the limit on TTFT, and of a percentile, by which LoadGen's and our own may differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,9 @@ def unmet_rules(round_: Round, log: LoadGenLog, observed: Observed) -> list[Unme
     return list(_unmet(round_, log, observed))
 
 
-def judge(claimed: bool, unmet: Sequence[UnmetRule], failed_samples: int, samples: int) -> tuple[Verdict, list[Reason]]:
+def judge(
+    claimed: bool, unmet: Sequence[UnmetRule], failed_samples: int, samples: int, inaccurate: Sequence[Reason] = ()
+) -> tuple[Verdict, list[Reason]]:
     """The verdict on a run that came to its end, and its reasons.
 
     Args:
@@ -97,10 +99,12 @@ def judge(claimed: bool, unmet: Sequence[UnmetRule], failed_samples: int, sample
         unmet: the rules its log does not meet.
         failed_samples: samples that ended with an error; no run with one is healthy.
         samples: samples issued.
+        inaccurate: scores of the answers that are too low; no run with one is healthy either.
     """
     reasons: list[Reason] = []
     if failed_samples:
         reasons.append(Reason(code="FAILED_SAMPLES", message=f"{failed_samples:,} of {samples:,} samples failed"))
+    reasons.extend(inaccurate)
     if claimed:
         reasons.extend(unmet)
     if reasons:
@@ -182,8 +186,8 @@ def _latencies(log: LoadGenLog, observed: Observed) -> Iterator[UnmetRule]:
                 yield _rule("LATENCY_LIMITS", asked, limit, message)
     if observed.scenario != "offline" and not values["early_stopping_met"]:
         yield _early_stopping(values["result_query_count"], observed)
-    if observed.latencies is not None:
-        yield from _disagreement(log, observed.latencies)
+    if observed.latencies is not None and observed.limits is not None:
+        yield from _disagreement(log, observed.latencies, observed.limits)
 
 
 def _early_stopping(queries: int, observed: Observed) -> UnmetRule:
@@ -197,14 +201,16 @@ def _early_stopping(queries: int, observed: Observed) -> UnmetRule:
     return _rule("EARLY_STOPPING", over, own.allowed_over, message)
 
 
-def _disagreement(log: LoadGenLog, own: Latencies) -> Iterator[UnmetRule]:
-    """LoadGen's 99th percentiles and ours are of the same samples; it sees them a little later."""
-    for name, key, found in (
-        ("TTFT", "result_first_token_99.00_percentile_latency_ns", own.ttft_p99_seconds),
-        ("TPOT", "result_time_per_output_token_99.00_percentile_ns", own.tpot_p99_seconds),
+def _disagreement(log: LoadGenLog, own: Latencies, limits: LatencyLimits) -> Iterator[UnmetRule]:
+    """LoadGen's 99th percentiles and ours are of the same samples; it is told of tokens after they were seen."""
+    later = AGREEMENT_SHARE * limits.ttft_seconds
+    per_token = later / max(1.0, own.tokens_after_first)
+    for name, key, found, tolerance in (
+        ("TTFT", "result_first_token_99.00_percentile_latency_ns", own.ttft_p99_seconds, later),
+        ("TPOT", "result_time_per_output_token_99.00_percentile_ns", own.tpot_p99_seconds, per_token),
     ):
         theirs = log.values[key] / 1e9
-        if abs(theirs - found) > AGREEMENT_SECONDS + AGREEMENT_SHARE * theirs:
+        if abs(theirs - found) > tolerance + AGREEMENT_SHARE * theirs:
             message = f"p99 {name} is {theirs * 1e3:.4g} ms to LoadGen, {found * 1e3:.4g} ms by our records"
             yield _rule("LOADGEN_DISAGREES", found, theirs, message)
 

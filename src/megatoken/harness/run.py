@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatoken.accuracy.gate import AccuracyGate
 from megatoken.config import RunConfig
 from megatoken.datasets.requests import Dataset
 from megatoken.harness.bench import Bench
@@ -28,6 +29,7 @@ def run_scenario(
     facts: Mapping[str, Any],
     progress: Progress,
     tokenizer: Codec | None = None,
+    gate: AccuracyGate | None = None,
 ) -> Path:
     """Warms up, measures and judges.
 
@@ -38,6 +40,7 @@ def run_scenario(
         facts: what is known of model and data set, for ``result.json``; the target adds its own.
         progress: where to say how far it is.
         tokenizer: of the model; only ``config.text`` needs it.
+        gate: what the answers are held against before there is a verdict.
 
     Returns:
         The run folder, which holds the verdict; of repeats the folder that holds theirs.
@@ -59,7 +62,7 @@ def run_scenario(
         progress.stage("measuring what the client can do alone")
         client = measure_client_limit(settings, data_set)
     facts = {**facts, "estimated_samples_per_second": rate}
-    bench = Bench(config, data_set, target, facts, progress, text, client)
+    bench = Bench(config, data_set, target, facts, progress, text, client, gate)
     if config.find_rate:
         return find_rate(bench, offered)
     if config.repeat > 1:

@@ -15,18 +15,22 @@ from megatoken.results.early_stopping import most_over
 
 Floats = NDArray[np.float64]
 
-BLOCKS = 8
-SAMPLES_OF_A_BLOCK = 10
-TREND_DEVIATIONS = 5.0  # a slope this many times its standard error is no accident
-SLACK_DEVIATIONS = 3.0  # of the number of samples over a limit, before a probe is given up
+SLACK = 3.0  # times the share of samples that may be over at full length: a burst weighs more in a short probe
+WAIT_SHARE = 0.1  # of the limit on the time to first token, beyond the shortest: who waits this long found a queue
+FEWEST_SERVED = 100
+DEVIATIONS = 3.0  # of what was served, by which it must fall short of what is offered
 
 
 @dataclass(frozen=True, slots=True)
 class Saturation:
-    """Why a rate is too high: a stable code and a sentence with the numbers."""
+    """Why a rate is too high: a stable code and a sentence with the numbers.
+
+    ``surely``: whether it is so at full length too, whatever comes after.
+    """
 
     code: str
     message: str
+    surely: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,34 +52,48 @@ class ProbeResult:
     @property
     def valid(self) -> bool:
         """Whether the full length may be expected to keep the limits."""
-        return self.judged > 0 and self.over <= self.allowed_share * self.judged
+        return self.judged > 0 and self.over <= SLACK * self.allowed_share * self.judged
 
 
 class SaturationWatch:
-    """Follows one probe. Times are seconds since its start.
+    """Follows one test. Times are seconds since its start.
 
-    Two things end a probe early. Too many samples are over a limit already, those included that still wait for their
-    first token and have waited longer; or one of the latencies grows, and would pass its limit within the full length.
+    Two things end it early. More samples are over a limit than a run of full length may have altogether, those included
+    that still wait for their first token and have waited longer; a probe's arrivals are the first of the full length's.
+    Or, while samples waited all the time, so many fewer were served than are offered that the wait would pass its limit
+    within the full length: what is served then is all there is, whatever the arrivals made of the queue.
     """
 
-    def __init__(self, limits: LatencyLimits, samples: int, full_samples: int, full_seconds: float) -> None:
-        """Prepares a probe of ``samples`` for a run of ``full_samples`` in ``full_seconds``."""
+    def __init__(self, limits: LatencyLimits, rate: float, full_samples: int, full_seconds: float) -> None:
+        """Prepares a test.
+
+        Args:
+            limits: to be kept.
+            rate: samples per second that come due on average.
+            full_samples: of a run of full length.
+            full_seconds: that it takes.
+        """
         self._limits = limits
+        self.rate = rate
         self._full_seconds = full_seconds
-        self.allowed_share = max(most_over(full_samples, PERCENTILE) / full_samples, 0.0) or 1 - PERCENTILE
-        expected = self.allowed_share * samples
-        self._most_over = expected + SLACK_DEVIATIONS * math.sqrt(expected) + 1
-        self._rows: list[tuple[float, float, float, float]] = []  # due, first, TPOT, last
+        self._most_over = max(0, most_over(full_samples, PERCENTILE))
+        self._allowed_share = self._most_over / full_samples
+        self._rows: list[tuple[float, float, float, float, float]] = []  # due, first, TPOT, last, tokens
+        self.lasted_share = 0.0
+        """Of the full length, when this was last looked at."""
+        self.capacity: float | None = None
+        """Samples per second that were served while others waited, when that was last seen."""
 
     def add_samples(self, rows: Sequence[SampleRow]) -> None:
         """Takes samples that have ended; failed ones count as over both limits."""
         for row in rows:
             if row.first_token_seconds is None or row.last_token_seconds is None:
-                self._rows.append((row.scheduled_seconds, math.inf, math.inf, math.inf))
+                self._rows.append((row.scheduled_seconds, math.inf, math.inf, math.inf, 0.0))
                 continue
             gaps = max(row.output_tokens - 1, 1)
             tpot = (row.last_token_seconds - row.first_token_seconds) / gaps
-            self._rows.append((row.scheduled_seconds, row.first_token_seconds, tpot, row.last_token_seconds))
+            tokens = row.input_tokens + row.output_tokens
+            self._rows.append((row.scheduled_seconds, row.first_token_seconds, tpot, row.last_token_seconds, tokens))
 
     def look(self, now: float, due: Floats, first: Floats) -> Saturation | None:
         """What speaks against the rate so far.
@@ -85,6 +103,7 @@ class SaturationWatch:
             due: of every sample issued and not ended, when it was due [N].
             first: its first token, NaN where there is none yet [N].
         """
+        self.lasted_share = now / self._full_seconds
         ended = self._ended()
         all_due, all_first = np.append(ended[:, 0], due), np.append(ended[:, 1], first)
         ttft = np.where(np.isnan(all_first), now, all_first) - all_due
@@ -94,66 +113,48 @@ class SaturationWatch:
         }
         for name, count in over.items():
             if count > self._most_over:
-                return Saturation(
-                    "OVER_LIMIT",
-                    f"{count:,} samples over the limit on {name} after {now:.1f} s, more than can be made up for",
-                )
-        begun = np.isfinite(all_first)
-        if not begun.any():
-            return None
-        known = all_due <= all_due[begun].max()  # those due later have not had their chance
-        ramp = self._life(ended)
-        for name, at, values, limit in (
-            ("TTFT", all_due[known], ttft[known], self._limits.ttft_seconds),
-            ("TPOT", ended[:, 3], ended[:, 2], self._limits.tpot_seconds),
-        ):
-            later = (at > ramp) & np.isfinite(values)
-            reaches = _trend(at[later], values[later], self._full_seconds)
-            if reaches is not None and reaches > limit:
-                return Saturation(
-                    "GROWS",
-                    f"{name} grows: at the pace of the first {now:.1f} s it passes its limit of {limit:g} s "
-                    f"within {self._full_seconds:.0f} s",
-                )
-        return None
+                message = f"{count:,} samples over the limit on {name} after {now:.1f} s"
+                return Saturation("OVER_LIMIT", f"{message}, a whole run may have {self._most_over:,}", surely=True)
+        return self._falls_short(now, ended, all_due, all_first)
 
     def result(self) -> ProbeResult:
         """Of a probe whose samples have all ended."""
         ended = self._ended()
         life = self._life(ended)
-        due, first, tpot, _ = ended[ended[:, 0] >= min(life, ended[:, 0].max() / 2)].T
+        due, first, tpot = ended[ended[:, 0] >= min(life, ended[:, 0].max() / 2), :3].T
         over = max((first - due > self._limits.ttft_seconds).sum(), (tpot > self._limits.tpot_seconds).sum())
-        return ProbeResult(life, len(due), int(over), self.allowed_share)
+        return ProbeResult(life, len(due), int(over), self._allowed_share)
 
-    def capacity(self) -> float | None:
-        """Samples per second that ended in the later half of the time since the first did; None before."""
-        ends = np.sort(self._ended()[:, 3])
-        ends = ends[np.isfinite(ends)]
-        later = ends[len(ends) // 2 :]
-        return (len(later) - 1) / (later[-1] - later[0]) if len(later) > 1 and later[-1] > later[0] else None
+    def _falls_short(self, now: float, ended: Floats, due: Floats, first: Floats) -> Saturation | None:
+        begun = np.isfinite(first)
+        if len(ended) < FEWEST_SERVED or not begun.any():
+            return None
+        ttft = np.where(np.isnan(first), now, first) - due
+        patience = np.quantile(ttft[begun], 0.05) + WAIT_SHARE * self._limits.ttft_seconds
+        prompt = begun & (ttft <= patience)
+        # From the last sample on that was served without a wait, there was a queue.
+        last_due = due[prompt].max(initial=-math.inf)
+        behind = due > last_due
+        if not (behind & (ttft > patience)).any():
+            return None
+        start = float(first[prompt & (due == last_due)].max(initial=0.0))
+        served = ended[(ended[:, 3] > start) & np.isfinite(ended[:, 3])]
+        seconds = float(served[:, 3].max(initial=start)) - start
+        if len(served) < FEWEST_SERVED or seconds < self._life(ended):
+            return None
+        tokens = ended[:, 4]
+        capacity = float(served[:, 4].sum()) / seconds / float(tokens.mean())
+        error = (float(tokens.std() / tokens.mean()) + 0.5) / math.sqrt(len(served))
+        self.capacity = capacity
+        excess = self.rate / capacity - 1
+        if excess <= DEVIATIONS * error or excess * self._full_seconds <= self._limits.ttft_seconds:
+            return None
+        message = f"{capacity:.4g} samples/s served of {self.rate:.4g} while others waited, for {seconds:.1f} s"
+        return Saturation("FALLS_SHORT", message, surely=False)
 
     def _ended(self) -> Floats:
-        return np.array(self._rows, np.float64).reshape(-1, 4)
+        return np.array(self._rows, np.float64).reshape(-1, 5)
 
     @staticmethod
     def _life(ended: Floats) -> float:
         return float(np.median(ended[:, 3] - ended[:, 0])) if len(ended) else math.inf
-
-
-def _trend(at: Floats, values: Floats, until: float) -> float | None:
-    """What a growing mean comes to at ``until``; None where it does not grow beyond doubt, or samples are few.
-
-    A line through the means of blocks of equally many samples: neighbours are alike, block means hardly.
-    """
-    if len(at) < BLOCKS * SAMPLES_OF_A_BLOCK:
-        return None
-    order = np.argsort(at)
-    x = np.array([block.mean() for block in np.array_split(at[order], BLOCKS)])
-    y = np.array([block.mean() for block in np.array_split(values[order], BLOCKS)])
-    spread = x - x.mean()
-    slope = float(spread @ y / (spread @ spread))
-    if slope <= 0:
-        return None
-    rest = y - y.mean() - slope * spread
-    error = math.sqrt(float(rest @ rest) / (BLOCKS - 2) / float(spread @ spread))
-    return float(y.mean() + slope * (until - x.mean())) if slope > TREND_DEVIATIONS * error else None

@@ -1,0 +1,170 @@
+"""The search for the highest valid rate as a sequence of probes: how long each is, what it shows, what comes next.
+
+Who runs the probes is not known here, so a target simulated in no time can be searched too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatoken.harness.benchmarks import LatencyLimits
+from megatoken.harness.rate_search import RESOLUTION, RateSearch, Try, Verdict
+from megatoken.harness.saturation import Saturation, SaturationWatch
+from megatoken.harness.schedule import PoissonSchedule
+
+PROBE_SAMPLES = 1000  # chance leaves a 99th percentile of fewer wide
+SHORTEST_PROBE_SECONDS = 5.0
+LIVES_OF_A_PROBE = 3.0  # of the median sample: the load is at its height only after one
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One test to be run.
+
+    Attributes:
+        rate: samples per second to be offered.
+        seconds: how long; None: the full length.
+        watch: sees every sample, and ends the probe early.
+    """
+
+    rate: float
+    seconds: float | None
+    watch: SaturationWatch
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a probe.
+
+    Attributes:
+        name: by which it can be found again.
+        saturation: why it was ended early, if it was.
+        broken: codes of what speaks against it, whatever the latencies: of the client, of failed samples, and at full
+            length of LoadGen's verdict.
+    """
+
+    name: str
+    saturation: Saturation | None
+    broken: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What is searched for.
+
+    Attributes:
+        limits: to be kept.
+        full_length: samples and seconds of a run of full length at a rate.
+        schedule_seed: of the arrivals.
+        probe_seconds: length of every probe; None: as long as seems necessary.
+    """
+
+    limits: LatencyLimits
+    full_length: Callable[[float], tuple[int, float]]
+    schedule_seed: int
+    probe_seconds: float | None = None
+
+
+class RateFinder:
+    """Searches; ``run`` returns when the rate is found, given up, or ``measure`` has no outcome: it was interrupted."""
+
+    def __init__(
+        self,
+        goal: Goal,
+        first_rate: float,
+        measure: Callable[[Try, Probe], Outcome | None],
+        note: Callable[[str], None],
+    ) -> None:
+        """Prepares a search from ``first_rate`` on; ``note`` is told of every probe in words."""
+        self._goal = goal
+        self._measure = measure
+        self._note_words = note
+        self._search = RateSearch(first_rate)
+        self._arrivals = PoissonSchedule(goal.schedule_seed, 1.0)
+        self._life_seconds = 0.0
+        self.probes: list[dict[str, Any]] = []
+
+    @property
+    def found(self) -> float | None:
+        """The confirmed rate in samples per second."""
+        return self._search.found
+
+    def facts(self) -> dict[str, Any]:
+        """Everything tried so far, ready for ``result.json``."""
+        too_high = self._search.too_high
+        return {
+            "samples_per_second": self.found,
+            "resolution": RESOLUTION,
+            "too_high_samples_per_second": too_high if math.isfinite(too_high) else None,
+            "probes": self.probes,
+        }
+
+    def run(self) -> str | None:
+        """Probes and confirms; the name of the run at full length of the rate found, None without one."""
+        confirmed = None
+        while (tried := self._search.next()) is not None:
+            probe = self._plan(tried)
+            outcome = self._measure(tried, probe)
+            if outcome is None:
+                return None
+            self._judge(tried, probe, outcome)
+            if self.found == tried.rate:
+                confirmed = outcome.name
+        return confirmed
+
+    def _plan(self, tried: Try) -> Probe:
+        """A probe whose arrivals come, on average, as fast as those of the full length will.
+
+        Both are drawn from the same seed, and chance leaves the mean of few arrivals several percent beside the rate.
+        """
+        full_samples, full_seconds = self._goal.full_length(tried.rate)
+        mean = self._arrivals.mean_rate(max(2, full_samples))
+        watch = SaturationWatch(self._goal.limits, tried.rate * mean, full_samples, full_seconds)
+        if tried.full_length:
+            return Probe(tried.rate, None, watch)
+        seconds = min(self._probe_seconds(tried.rate), full_seconds)
+        samples = max(2, round(seconds * tried.rate))
+        return Probe(tried.rate * mean / self._arrivals.mean_rate(samples), seconds, watch)
+
+    def _probe_seconds(self, rate: float) -> float:
+        if self._goal.probe_seconds is not None:
+            return self._goal.probe_seconds
+        return max(SHORTEST_PROBE_SECONDS, PROBE_SAMPLES / rate, LIVES_OF_A_PROBE * self._life_seconds)
+
+    def _judge(self, tried: Try, probe: Probe, outcome: Outcome) -> None:
+        if outcome.saturation is not None:
+            valid, why = False, outcome.saturation.message
+        elif outcome.broken:
+            valid, why = False, ", ".join(outcome.broken)
+        elif probe.seconds is None:
+            valid, why = True, "kept its limits"
+        else:
+            result = probe.watch.result()
+            self._life_seconds = result.life_seconds
+            if probe.seconds < min(self._probe_seconds(tried.rate), self._goal.full_length(tried.rate)[1]):
+                self._note(tried, outcome, None, f"too short for samples that live {result.life_seconds:.1f} s")
+                return
+            valid = result.valid
+            why = f"{result.over:,} of {result.judged:,} samples over a limit, {result.allowed_share:.2%} may be"
+        surely = outcome.saturation is not None and outcome.saturation.surely
+        capacity = probe.watch.capacity
+        if capacity is not None:  # as a rate to be asked for, beside which chance leaves what is offered
+            capacity *= tried.rate / probe.watch.rate
+        self._search.note(tried, Verdict(valid, surely, probe.watch.lasted_share, capacity))
+        self._note(tried, outcome, valid, why)
+
+    def _note(self, tried: Try, outcome: Outcome, valid: bool | None, why: str) -> None:
+        self.probes.append(
+            {
+                "run_folder": outcome.name,
+                "samples_per_second": tried.rate,
+                "full_length": tried.full_length,
+                "valid": valid,
+                "reason": why,
+            }
+        )
+        word = {True: "valid", False: "too high", None: "undecided"}[valid]
+        self._note_words(f"{tried.rate:.4g} samples/s {word}: {why}")

@@ -1,0 +1,164 @@
+"""The search against targets whose highest valid rate is known, because they are simulated at full length too."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from queueing import Batching, Serve, Simulated, queue_of, replay
+
+from megatoken.harness.benchmarks import LatencyLimits
+from megatoken.harness.rate_finder import Goal, RateFinder
+from megatoken.harness.rate_search import RESOLUTION, RateSearch, Verdict
+from megatoken.harness.saturation import SaturationWatch
+from megatoken.harness.schedule import PoissonSchedule
+from megatoken.results import SampleRow
+
+SEED = 18209322760996052031  # of round v5.1
+
+
+def search(target: Simulated, seed: int, first_rate: float) -> RateFinder:
+    goal = Goal(target.limits, target.full_length, seed)
+    finder = RateFinder(goal, first_rate, target.measure, lambda words: None)
+    finder.run()
+    return finder
+
+
+TARGETS = [  # what serves, about how much it can, limits that the queue or the time per token meets first
+    (queue_of(1, 0.01), 100.0, LatencyLimits(0.5, 1.0)),
+    (queue_of(20, 0.2), 100.0, LatencyLimits(2.0, 1.0)),
+    (queue_of(4, 0.02), 200.0, LatencyLimits(0.1, 1.0)),
+    (Batching(), 44.0, LatencyLimits(2.0, 0.1)),
+    (Batching(), 44.0, LatencyLimits(0.3, 0.1)),
+    (Batching(), 44.0, LatencyLimits(2.0, 0.025)),
+]
+
+
+@pytest.mark.parametrize(("seed", "start"), [(SEED, 0.9), (1, 0.3), (2465351861681999779, 2.5)])
+@pytest.mark.parametrize(("serve", "capacity", "limits"), TARGETS)
+def test_the_rate_found_is_within_two_percent_of_the_highest_valid_one(
+    serve: Serve, capacity: float, limits: LatencyLimits, start: float, seed: int
+) -> None:
+    target = Simulated(serve, limits, seed, full_seconds=120.0)
+    finder = search(target, seed, start * capacity)
+    best = target.highest_valid_rate(0.2 * capacity, 1.3 * capacity)
+    assert finder.found is not None
+    assert target.valid(finder.found)
+    assert finder.found >= 0.98 * best, finder.probes
+    whole = [seconds for full, seconds in target.seconds_of_probes if full]
+    probes = [seconds for full, seconds in target.seconds_of_probes if not full]
+    assert sum(whole) < 7 * 120
+    assert max(probes) < 100
+    assert [probe["full_length"] for probe in finder.probes].count(True) == len(whole)
+    assert finder.facts()["samples_per_second"] == finder.found
+    too_high = finder.facts()["too_high_samples_per_second"]
+    assert too_high <= 1.02 * finder.found
+    assert not target.valid(too_high)
+
+
+def test_a_target_that_keeps_its_limits_at_no_rate_is_given_up() -> None:
+    target = Simulated(queue_of(10, 3.0), LatencyLimits(1.0, 1.0), SEED, full_seconds=60.0)
+    finder = search(target, SEED, 20.0)
+    assert finder.found is None
+    assert all(probe["valid"] is False for probe in finder.probes)
+    assert len(finder.probes) <= 40
+
+
+def arrivals(rate: float, seconds: float, seed: int = SEED) -> np.ndarray:
+    schedule = PoissonSchedule(seed, rate)
+    return np.array([schedule.due_ns(query) / 1e9 for query in range(schedule.queries_until(seconds))])
+
+
+@pytest.mark.parametrize(("load", "within"), [(3.0, 3.0), (1.5, 4.0), (1.1, 12.0)])
+def test_too_high_a_rate_is_seen_long_before_the_end(load: float, within: float) -> None:
+    due = arrivals(100 * load, 60.0)
+    watch = SaturationWatch(LatencyLimits(0.5, 1.0), 100 * load, len(due), 60.0)
+    found, when = replay(watch, due, *queue_of(1, 0.01)(due))
+    assert found is not None
+    assert when <= within
+    assert watch.capacity is None or watch.capacity == pytest.approx(100, rel=0.1)
+
+
+def test_what_falls_short_is_seen_before_a_limit_is_passed() -> None:
+    due = arrivals(105.0, 120.0)
+    watch = SaturationWatch(LatencyLimits(10.0, 1.0), 105.0, 63_000, 600.0)
+    found, when = replay(watch, due, *queue_of(1, 0.01)(due))
+    assert found is not None and found.code == "FALLS_SHORT"
+    assert not found.surely
+    assert when < 90
+    assert watch.capacity == pytest.approx(100, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "serve", [queue_of(1, 0.01), queue_of(20, 0.2), Batching(step_seconds=0.004, row_seconds=1e-4)]
+)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_rate_that_is_low_enough_is_left_alone(serve: Serve, seed: int) -> None:
+    due = arrivals(85.0, 120.0, seed)
+    watch = SaturationWatch(LatencyLimits(1.0, 1.0), 85.0, len(due), 600.0)
+    found, _ = replay(watch, due, *serve(due))
+    assert found is None
+    assert watch.result().valid
+
+
+def test_a_time_per_token_over_its_limit_is_seen() -> None:
+    due = arrivals(20.0, 120.0)
+    first = due + 0.05
+    last = first + 9 * (0.02 + 0.004 * due)  # passes 0.1 s after 20 s
+    watch = SaturationWatch(LatencyLimits(1.0, 0.1), 20.0, len(due), 120.0)
+    found, when = replay(watch, due, first, last, np.full(len(due), 10))
+    assert found is not None and found.surely and "limit on TPOT" in found.message
+    assert 20 < when < 30
+
+
+def test_failed_samples_speak_against_a_rate() -> None:
+    watch = SaturationWatch(LatencyLimits(1.0, 1.0), 10.0, 1000, 100.0)
+    watch.add_samples([SampleRow(n, 0, n / 10, n / 10, None, None, 1, 0, None, "here", 0, "no") for n in range(50)])
+    found = watch.look(5.0, np.empty(0), np.empty(0))
+    assert found is not None and found.code == "OVER_LIMIT"
+
+
+@given(st.floats(0.01, 1e5), st.floats(0.01, 100), st.booleans())
+def test_a_search_without_noise_ends_just_below_the_edge(edge: float, factor: float, hints: bool) -> None:
+    search = RateSearch(edge * factor)
+    tries = 0
+    while (tried := search.next()) is not None:
+        tries += 1
+        valid = tried.rate <= edge
+        search.note(tried, Verdict(valid, surely=True, capacity=edge if hints and not valid else None))
+    assert search.found is not None
+    assert edge / (1 + RESOLUTION) <= search.found <= edge
+    assert tries < 45
+
+
+verdicts = st.builds(Verdict, st.booleans(), st.booleans(), st.floats(0, 1), st.none() | st.floats(1e-3, 1e6))
+
+
+@given(st.lists(verdicts, max_size=60))
+def test_a_search_ends_whatever_it_is_told(told: list[Verdict]) -> None:
+    search = RateSearch(10.0)
+    tries = 0
+    while (tried := search.next()) is not None:
+        assert tried.rate > 0 and math.isfinite(tried.rate)
+        search.note(tried, told[tries] if tries < len(told) else Verdict(False))
+        tries += 1
+        assert tries <= 45
+    assert search.found is None or search.found <= search.too_high
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**64 - 1), st.floats(0.1, 5000), st.floats(0.001, 50))
+def test_as_many_queries_as_reach_the_time(seed: int, rate: float, seconds: float) -> None:
+    schedule = PoissonSchedule(seed, rate)
+    queries = schedule.queries_until(seconds)
+    assert schedule.due_ns(queries - 1) >= seconds * 1e9
+    assert queries == 1 or schedule.due_ns(queries - 2) < seconds * 1e9
+    assert schedule.due_ns(0) == 0
+
+
+def test_a_rate_only_stretches_the_arrivals() -> None:
+    slow, fast = PoissonSchedule(SEED, 2.0), PoissonSchedule(SEED, 500.0)
+    for query in (1, 100, 9000):
+        assert slow.due_ns(query) / 250 == pytest.approx(fast.due_ns(query), rel=1e-5)
+    assert fast.mean_rate(200_000) == pytest.approx(500, rel=0.01)

@@ -1,0 +1,295 @@
+"""Server, Interactive and SingleStream: real LoadGen, real run folders, a queue in real time or the engine."""
+
+import json
+import signal
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from loadgen_children import TIMEOUT_SECONDS, started, wait_until_running
+from queueing import QueueingTarget
+
+from cli_support import call as call_command
+from cli_support import make_checkpoint
+from megatoken.config import RunConfig
+from megatoken.datasets.lengths import load_lengths
+from megatoken.datasets.requests import Dataset
+from megatoken.harness import benchmarks, rules
+from megatoken.harness.clock import WallClockSteps
+from megatoken.harness.progress import Progress
+from megatoken.harness.run import run_scenario
+from megatoken.harness.schedule import PoissonSchedule
+from megatoken.results import Run, Verdict, read_run
+from megatoken.results.repeats import interval, read_repeats
+
+SEED = rules.ROUNDS["v5.1"].seeds.schedule
+
+
+@pytest.fixture
+def data_set(tmp_path: Path) -> Dataset:
+    path = tmp_path / "lengths.csv"
+    path.write_text("input_tokens,output_tokens\n" + "".join(f"{20 + i},2\n" for i in range(40)))
+    return load_lengths(path, vocabulary_size=100, max_length=1000)
+
+
+def run(tmp_path: Path, data_set: Dataset, servers: int, service_seconds: float, **config: Any) -> Run:
+    target = QueueingTarget(servers, service_seconds)
+    settings = RunConfig(**{"out": str(tmp_path / "runs"), "warm_up_seconds": 0.05, **config})
+    return read_run(run_scenario(settings, data_set, target, {"model": "queue"}, Progress(quiet=True)))
+
+
+def codes(run: Run) -> set[str]:
+    return {rule["code"] for rule in (*run.reasons, *run.rules_unmet)}
+
+
+def test_server_latencies_count_from_when_samples_were_due(tmp_path: Path, data_set: Dataset) -> None:
+    finished = run(tmp_path, data_set, 50, 0.02, scenario="server", rate=300.0, samples=600)
+    assert finished.verdict is Verdict.MEASURED
+    assert codes(finished) == {"MIN_DURATION", "DATA_SET_SIZE"}
+    rows = finished.requests.sort_by("sample_id").to_pylist()
+    schedule = PoissonSchedule(SEED, 300.0)
+    assert [row["scheduled_seconds"] for row in rows] == pytest.approx(
+        [schedule.due_ns(sample) / 1e9 for sample in range(600)], abs=2e-3
+    )
+    for row in rows:
+        assert -1e-3 < row["scheduled_seconds"] <= row["sent_seconds"] + 2e-3
+        assert row["sent_seconds"] < row["submitted_seconds"] <= row["started_seconds"]
+        assert row["first_token_seconds"] - row["started_seconds"] >= 0.01
+        assert row["last_token_seconds"] - row["started_seconds"] >= 0.02
+    result = finished.result
+    assert result["loadgen_validity"] == "VALID"
+    assert result["latency_verdict"]["met"] is result["latency_verdict"]["loadgen_met"] is True
+    assert result["ttft_seconds"]["p50"] == pytest.approx(0.01, abs=5e-3)
+    assert result["loadgen_ttft_p99_seconds"] == pytest.approx(result["latency_verdict"]["ttft_p99_seconds"], abs=0.02)
+    assert result["loadgen_samples_per_second"] == pytest.approx(300, rel=0.1)
+    assert result["loadgen_scheduled_samples_per_second"] == pytest.approx(schedule.mean_rate(600), rel=0.01)
+    assert result["client_limit"]["samples_per_second"] > 600
+    assert 0 <= result["send_lag_seconds"]["p50"] < 0.01
+    assert result["send_lag_limit_seconds"] == 0.1
+    assert abs(result["wall_clock_step_seconds"]) < 0.01
+    stages = result["stages"]
+    assert stages["prefill"]["p50_seconds"] == pytest.approx(0.01, abs=5e-3)
+    assert stages["decode"]["p50_seconds"] == pytest.approx(0.01, abs=5e-3)
+    assert stages["tokenise"] is stages["detokenise"] is None
+    assert result["seeds"]["schedule"] == SEED
+    loop = result["loop_seconds"]
+    assert sum(seconds or 0 for seconds in loop.values()) == pytest.approx(result["duration_seconds"], rel=0.2)
+
+
+def test_a_rate_beyond_the_capacity_is_over_its_limits(tmp_path: Path, data_set: Dataset) -> None:
+    config = {"scenario": "interactive", "rate": 300.0, "samples": 900, "benchmark": "llama3.1-8b"}
+    finished = run(tmp_path, data_set, 4, 0.02, **config)  # serves 200 samples/s
+    assert {"TTFT_LIMIT", "EARLY_STOPPING", "LOADGEN_INVALID"} <= codes(finished)
+    assert "TPOT_LIMIT" not in codes(finished)
+    (rule,) = [rule for rule in finished.rules_unmet if rule["code"] == "TTFT_LIMIT"]
+    assert rule["required"] == 0.5 < rule["found"]
+    result = finished.result
+    assert result["latency_verdict"]["met"] is result["latency_verdict"]["loadgen_met"] is False
+    assert result["stages"]["queue"]["share"] > 0.5
+    assert result["loadgen_samples_per_second"] == pytest.approx(200, rel=0.1)
+
+
+def test_the_users_limits_are_loadgens_and_the_rules_name_the_benchmarks(tmp_path: Path, data_set: Dataset) -> None:
+    limits = {"ttft_limit_seconds": 3.0, "tpot_limit_seconds": 0.005}
+    finished = run(tmp_path, data_set, 50, 0.02, scenario="server", rate=300.0, samples=500, **limits)
+    assert codes(finished) >= {"LATENCY_LIMITS", "LOADGEN_INVALID", "EARLY_STOPPING"}  # TPOT is 10 ms
+    assert "TPOT_LIMIT" not in codes(finished)
+    (rule,) = [rule for rule in finished.rules_unmet if rule["code"] == "LATENCY_LIMITS"]
+    assert (rule["found"], rule["required"]) == (3.0, 2.0)
+    assert finished.result["tpot_limit_seconds"] == 0.005
+
+
+def test_a_duration_is_filled_and_few_queries_show_no_percentile(tmp_path: Path, data_set: Dataset) -> None:
+    finished = run(tmp_path, data_set, 50, 0.02, scenario="server", rate=100.0, min_duration_seconds=1.5)
+    assert finished.requests["scheduled_seconds"].to_numpy().max() >= 1.5
+    assert 100 < len(finished.requests) < 220
+    assert codes(finished) >= {"EARLY_STOPPING", "LOADGEN_INVALID"}
+    (rule,) = [rule for rule in finished.rules_unmet if rule["code"] == "EARLY_STOPPING"]
+    assert rule["message"] == f"{len(finished.requests)} queries; a p99 needs 459"
+
+
+def test_a_claim_that_is_met_is_valid(tmp_path: Path, data_set: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rules.ROUNDS, "v5.1", replace(rules.ROUNDS["v5.1"], min_duration_seconds=2.0))
+    table = benchmarks._benchmarks()
+    monkeypatch.setitem(table, "llama2-70b", replace(table["llama2-70b"], rows=40))
+    config = {"scenario": "server", "rate": 300.0, "rules": "v5.1", "min_duration_seconds": 2.0}
+    finished = run(tmp_path, data_set, 50, 0.02, **config)
+    assert (finished.verdict, finished.reasons, finished.rules_unmet) == (Verdict.VALID, [], [])
+    assert len(finished.requests) % 40 == 0
+    finished = run(tmp_path, data_set, 2, 0.02, **config)
+    assert finished.verdict is Verdict.INVALID
+    assert {"TTFT_LIMIT", "EARLY_STOPPING", "LOADGEN_INVALID"} <= codes(finished)
+
+
+def test_single_stream_has_one_sample_at_a_time(tmp_path: Path, data_set: Dataset) -> None:
+    finished = run(tmp_path, data_set, 50, 0.01, scenario="singlestream", samples=80)
+    rows = finished.requests.sort_by("sample_id").to_pylist()
+    assert len(rows) == 80
+    for before, after in pairwise(rows):
+        assert after["scheduled_seconds"] >= before["last_token_seconds"]
+        assert after["scheduled_seconds"] == after["sent_seconds"]
+    result = finished.result
+    assert result["loadgen_validity"] == "VALID"
+    assert result["loadgen_latency_p90_seconds"] == pytest.approx(result["latency_seconds"]["p90"], abs=5e-3)
+    assert result["client_limit"] is None
+    lasting = run(tmp_path, data_set, 50, 0.01, scenario="singlestream", min_duration_seconds=1.0)
+    assert lasting.result["loadgen_validity"] == "VALID"
+    assert 1.0 <= lasting.result["duration_seconds"] < 5.0
+
+
+@pytest.mark.parametrize("scenario", ["server", "singlestream"])
+def test_accuracy_mode_answers_every_row_once(tmp_path: Path, data_set: Dataset, scenario: str) -> None:
+    rate = {"rate": 200.0} if scenario == "server" else {}
+    finished = run(tmp_path, data_set, 50, 0.01, scenario=scenario, mode="accuracy", **rate)
+    assert sorted(finished.requests["sample_index"].to_pylist()) == list(range(40))
+    entries = json.loads((finished.path / "mlperf" / "mlperf_log_accuracy.json").read_text())
+    assert {entry["data"] for entry in entries} == {"0100000002000000"}
+    assert codes(finished) == {"DATA_SET_SIZE"}
+
+
+def test_a_sender_that_is_late_is_seen_and_speaks_against_the_run(tmp_path: Path) -> None:
+    lengths, out = tmp_path / "lengths.csv", tmp_path / "runs"
+    lengths.write_text("input_tokens,output_tokens\n5,2\n")
+    config = {"scenario": "server", "rate": 100.0, "samples": 500}
+    with started("scenario", out=str(out), lengths=str(lengths), config=config, queueing=[50, 0.02]) as process:
+        wait_until_running(process, out)
+        time.sleep(1.0)
+        (loadgen,) = psutil.Process(process.pid).children()
+        loadgen.suspend()
+        time.sleep(1.0)
+        loadgen.resume()
+        text, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 0, err
+    finished = read_run(Path(json.loads(text)["path"]))
+    assert "SEND_LAG" in codes(finished)
+    assert finished.result["send_lag_seconds"]["p99"] > 0.5
+    lag = finished.requests["sent_seconds"].to_numpy() - finished.requests["scheduled_seconds"].to_numpy()
+    assert np.median(lag) < 0.1
+    assert finished.result["ttft_seconds"]["p99"] > 0.5  # nothing of it is hidden
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("search", [False, True])
+def test_a_signal_ends_a_long_run_at_once_and_leaves_nothing_running(
+    tmp_path: Path, number: signal.Signals, search: bool
+) -> None:
+    lengths, out = tmp_path / "lengths.csv", tmp_path / "runs"
+    lengths.write_text("input_tokens,output_tokens\n5,2\n")
+    config = {"scenario": "server", "rate": 50.0, "min_duration_seconds": 600, "find_rate": search}
+    with started("scenario", out=str(out), lengths=str(lengths), config=config, queueing=[50, 0.02]) as process:
+        wait_until_running(process, out, "2*/probes/01*/mlperf" if search else "2*/mlperf")
+        time.sleep(2.5)
+        children = psutil.Process(process.pid).children()
+        process.send_signal(number)
+        sent = time.monotonic()
+        process.communicate(timeout=TIMEOUT_SECONDS)
+        assert time.monotonic() - sent < 20
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+    finished = read_run(next(out.glob("2*")))
+    assert finished.verdict is Verdict.INTERRUPTED
+    inner = read_run(next(finished.path.glob("probes/01*"))) if search else finished
+    assert inner.verdict is Verdict.INTERRUPTED
+    assert len(inner.requests) > 20
+    if number != signal.SIGKILL:
+        assert finished.reasons[0]["message"].startswith(number.name)
+        assert (inner.path / "mlperf" / "ABANDONED.txt").exists()
+
+
+def test_repeats_say_what_they_have_in_common(tmp_path: Path, data_set: Dataset) -> None:
+    target = QueueingTarget(50, 0.02)
+    config = RunConfig(
+        out=tmp_path / "runs", warm_up_seconds=0.05, scenario="server", rate=300.0, samples=460, repeat=3
+    )
+    parent = run_scenario(config, data_set, target, {"model": "queue"}, Progress(quiet=True))
+    repeats = read_repeats(parent)
+    assert repeats is not None
+    assert repeats["runs"] == ["001", "002", "003"]
+    runs = [read_run(parent / name) for name in repeats["runs"]]
+    assert repeats["verdicts"] == ["MEASURED"] * 3
+    rates = [one.result["output_tokens_per_second"] for one in runs]
+    found = repeats["metrics"]["output_tokens_per_second"]
+    assert found["values"] == rates
+    margin = 4.302652729911275 * np.std(rates, ddof=1) / np.sqrt(3)  # t(0.975; 2), from tables
+    assert (found["low"], found["high"]) == pytest.approx((np.mean(rates) - margin, np.mean(rates) + margin), rel=1e-6)
+    first, second = (one.requests.sort_by("sample_id")["sample_index"].to_pylist() for one in runs[:2])
+    assert first == second  # the seeds are the same
+    assert "same seeds" in repeats["seeds_note"]
+    assert interval([2.0])["low"] is None
+
+
+def test_the_search_finds_the_rate_of_a_real_queue(tmp_path: Path, data_set: Dataset) -> None:
+    """60 servers of 0.2 s: 300 samples/s; from the load the limit of 0.4 s allows, within the resolution."""
+    config = {"scenario": "server", "find_rate": True, "rate": 240.0, "min_duration_seconds": 12.0}
+    finished = run(tmp_path, data_set, 60, 0.2, ttft_limit_seconds=0.4, **config)
+    search = finished.result["rate_search"]
+    assert search["samples_per_second"] is not None, search
+    assert finished.result["loadgen_validity"] == "VALID"
+    assert finished.result["offered_samples_per_second"] == pytest.approx(search["samples_per_second"], rel=1e-4)
+    served = finished.result["loadgen_samples_per_second"]
+    assert 0.96 * 300 < served < 1.02 * 300
+    for probe in search["probes"]:
+        kept = read_run(finished.path / probe["run_folder"])
+        assert kept.result["offered_samples_per_second"] == pytest.approx(probe["samples_per_second"], rel=0.15)
+    too_high = [probe["samples_per_second"] for probe in search["probes"] if probe["valid"] is False]
+    assert min(too_high) <= 1.021 * search["samples_per_second"]
+    assert finished.path.parent == tmp_path / "runs"
+    assert finished.config["find_rate"] is True
+
+
+def test_too_short_a_length_for_a_search_is_refused(tmp_path: Path, data_set: Dataset) -> None:
+    with pytest.raises(Exception, match=r"only 459 or more show a p99; give --min-duration \d+"):
+        run(tmp_path, data_set, 5, 0.2, scenario="server", find_rate=True, rate=20.0, min_duration_seconds=5.0)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_wall_clock_that_is_set_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = WallClockSteps()
+    steps.look()
+    assert abs(steps.largest_seconds) < 0.005
+    real = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: real() - 3_000_000_000)
+    steps.look()
+    monkeypatch.setattr(time, "time_ns", real)
+    steps.look()
+    assert steps.largest_seconds == pytest.approx(-3.0, abs=0.01)
+
+
+@pytest.mark.parametrize("scenario", ["server", "interactive", "singlestream", "offline"])
+def test_the_engine_serves_every_scenario_with_text_at_both_ends(tmp_path: Path, scenario: str) -> None:
+    model = make_checkpoint(tmp_path / "model")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "a" * (3 + i % 9), "max_tokens": 8}) + "\n" for i in range(30)))
+    rate = ("--rate", 40) if scenario in ("server", "interactive") else ()
+    code, out, err = call_command(
+        *("run", "--model", model, "--prompts", prompts, "--samples", 30, "--warm-up", 0.2, "--json", "--text"),
+        *("--scenario", scenario, *rate, "--engine.threads", 1, "--out", tmp_path / "runs"),
+    )
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    assert result["samples_completed"] == 30
+    assert result["output_characters"] > 30
+    stages = result["stages"]
+    assert all(stages[name]["mean_seconds"] > 0 for name in stages)
+    assert sum(stages[name]["share"] for name in stages) == pytest.approx(1)
+    assert result["loop_seconds"]["tokenise"] > 0
+
+
+def test_flags_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    for flags, words in (
+        (("--rate", 5), "--rate: only the scenarios server and interactive have it; this is offline"),
+        (("--scenario", "singlestream", "--find-rate"), "--find-rate: only the scenarios server and interactive"),
+        (("--scenario", "server", "--find-rate", "--repeat", 3), "--repeat: not together with find_rate"),
+        (("--scenario", "server", "--find-rate", "--samples", 3), "--samples: not together with find_rate"),
+        (("--scenario", "server", "--rate", 0), "--rate: must be "),
+        (("--text",), "text: tiny has no tokenizer.json"),
+    ):
+        code, _, err = call_command("run", *flags, "--out", tmp_path / "runs")
+        assert code == 2
+        assert words in err
+    assert not (tmp_path / "runs").exists()
