@@ -212,7 +212,7 @@ def answer_of(tmp_path: Path, claim: str, evidence: Evidence | None, more: str =
         ("{id: a, text: t, value: 1200000, unit: tokens/s, scope: rack, relation: at least}", ("arithmetic",)),
         ("{id: a, text: t, value: 62803.9, unit: tokens/s, scope: node}", ("arithmetic",)),
         (
-            "{id: a, text: racks will do it, value: 1100948.3, unit: tokens/s, scope: rack}",
+            "{id: a, text: racks will do it, value: 1100948.3, unit: tokens/s, scope: rack, presented_as: measurement}",
             ("forecast sold as measurement",),
         ),
         (
@@ -227,6 +227,17 @@ def answer_of(tmp_path: Path, claim: str, evidence: Evidence | None, more: str =
 )
 def test_errors_in_kind(tmp_path, claim, errors):
     assert answer_of(tmp_path, f"- {claim}", azure_evidence()).errors == errors
+
+
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [("as expected, 1.1 M tokens/s", ", presented_as: measurement"), ("racks that will ship made it", "")],
+)
+def test_a_true_measurement_is_not_refuted_by_a_word(tmp_path, words, more):
+    claim = f'{{id: a, text: "{words}", value: 1100948.3, unit: tokens/s, scope: rack{more}}}'
+    answer = answer_of(tmp_path, f"- {claim}", azure_evidence())
+    assert (answer.answer, answer.errors) == (HOLDS, ())
+    assert ("does not say presented_as" in answer.why) is (not more)
 
 
 def test_users_at_once_need_the_time_they_stay(tmp_path):

@@ -21,7 +21,7 @@ def command(folder: Path, **options: Any) -> list[str]:
     lengths = folder / "lengths.csv"
     lengths.write_text("input_tokens,output_tokens\n" + "".join(f"{20 + i},{2 + i % 5}\n" for i in range(40)))
     arguments = {"out": str(folder / "runs"), "lengths": str(lengths), **options}
-    return [sys.executable, str(CHILD), "offline", json.dumps(arguments)]
+    return [sys.executable, str(CHILD), "scenario", json.dumps(arguments)]
 
 
 def environment() -> dict[str, str]:
@@ -31,7 +31,9 @@ def environment() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    answer = subprocess.check_output(command(folder, config={"samples": 400}), env=environment(), timeout=200)
+    answer = subprocess.check_output(
+        command(folder, config={"samples": 400, "model": "paced"}), env=environment(), timeout=200
+    )
     return Path(json.loads(answer)["path"])
 
 
@@ -51,7 +53,11 @@ def test_a_whole_run_folder_passes(run_folder):
     assert result.evidence.kind == "megatoken_run"
     assert result.evidence.runs[0].node == run_folder.name
     passed = {item.id for item in result.findings if item.severity is Severity.PASS}
-    assert {"run_folder.whole", "run_folder.metrics", "run_folder.loadgen", "run_folder.tokens"} <= passed
+    checks = ("whole", "metrics", "configuration", "loadgen", "verdict", "reasons", "tokens")
+    assert {f"run_folder.{name}" for name in checks} <= passed
+    found = {item.id: item.found for item in result.findings}
+    assert found["run_folder.metrics"] == "25 metrics compared, all agree"
+    assert found["run_folder.configuration"] == "6 of 6 agree"
 
 
 @pytest.mark.parametrize(
@@ -65,6 +71,16 @@ def test_a_whole_run_folder_passes(run_folder):
         ("nodes", lambda value: value * 2, "run_folder.metrics"),
         ("loadgen_output_tokens_per_second", lambda value: value * 2, "run_folder.loadgen"),
         ("loadgen_version", lambda _: "9.9.9", "run_folder.loadgen"),
+        ("loadgen_validity", lambda _: "INVALID", "run_folder.loadgen"),
+        ("loadgen_samples_per_second", lambda _: None, "run_folder.loadgen"),
+        ("verdict", lambda _: "VALID", "run_folder.verdict"),
+        ("verdict", lambda _: "INVALID", "run_folder.verdict"),
+        ("rules_unmet", lambda _: [], "run_folder.reasons"),
+        ("rules_unmet", lambda rules: rules[1:], "run_folder.reasons"),
+        ("rules", lambda _: "v5.1", "run_folder.configuration"),
+        ("model", lambda _: "llama2-70b", "run_folder.configuration"),
+        ("precision", lambda _: "fp4", "run_folder.configuration"),
+        ("weights", lambda _: "random, seed 7", "run_folder.configuration"),
         ("verdict", lambda _: "SPLENDID", "run_folder.whole"),
         ("scenario", lambda _: 7, "run_folder.metrics"),
     ],
@@ -74,6 +90,40 @@ def test_a_changed_result(run_folder, key, change, expected):
     result = json.loads(path.read_text())
     path.write_text(json.dumps({**result, key: change(result[key])}))
     assert expected in grave(run_folder)
+
+
+def test_a_run_that_breaks_the_rules_it_claims_is_not_made_valid(tmp_path):
+    config = {"samples": 400, "model": "paced", "rules": "v5.1"}
+    answer = subprocess.check_output(command(tmp_path, config=config), env=environment(), timeout=200)
+    folder = Path(json.loads(answer)["path"])
+    unclaimed = {name: found for name, found in grave(folder).items() if name.startswith("run_folder")}
+    assert unclaimed == {}
+    path = folder / "result.json"
+    result = json.loads(path.read_text())
+    assert result["verdict"] == "INVALID"
+    path.write_text(json.dumps({**result, "verdict": "VALID", "reasons": []}))
+    found = grave(folder)
+    assert found["run_folder.verdict"] == "VALID (no reason)"
+    assert "MIN_DURATION" in found["run_folder.reasons"]
+    path.write_text(json.dumps({**result, "reasons": []}))
+    assert "run_folder.reasons" in grave(folder)
+
+
+def test_metrics_that_were_taken_out(run_folder):
+    path = run_folder / "result.json"
+    result = json.loads(path.read_text())
+    kept = {"schema_version", "verdict", "reasons", "rules_unmet", "scenario", "mode", "rules", "model", "precision"}
+    path.write_text(json.dumps({key: value for key, value in result.items() if key in kept}))
+    found = grave(run_folder)
+    assert "no output_tokens_per_second" in found["run_folder.metrics"]
+    assert "loadgen_validity None" in found["run_folder.loadgen"]
+
+
+def test_a_log_that_was_taken_out(finished, tmp_path):
+    for name in ("one", "two"):
+        shutil.copytree(finished, tmp_path / name)
+    shutil.rmtree(tmp_path / "two" / "mlperf")
+    assert grave(tmp_path)["run_folder.loadgen"] == "no log that can be read"
 
 
 def test_changed_rows(run_folder):

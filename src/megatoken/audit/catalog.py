@@ -19,7 +19,7 @@ CHECKS: dict[str, Check] = {
     ),
     "log.abandoned": Check(
         "The run came to its end",
-        "LoadGen was handed empty answers for what was outstanding; its verdict and its numbers mean nothing.",
+        "The run was interrupted and LoadGen ended before its samples were answered; what its files say is no result.",
     ),
     "log.readable": Check(
         "LoadGen's files can be read", "Lines that LoadGen cannot have written were added or damaged."
@@ -246,6 +246,13 @@ CHECKS: dict[str, Check] = {
     "run_folder.whole": Check("The run folder is whole", "Its rows are the raw data."),
     "run_folder.metrics": Check("Metrics follow from the raw rows", "Every number can be computed again."),
     "run_folder.loadgen": Check("LoadGen's numbers are as logged", "The log is the source."),
+    "run_folder.verdict": Check(
+        "The verdict follows from log, rows and rules", "A number may be quoted only as its verdict allows."
+    ),
+    "run_folder.reasons": Check("Every rule that is not met is told", "What was left out would be believed."),
+    "run_folder.configuration": Check(
+        "What ran is what was configured", "A number of one model or precision is not that of another."
+    ),
     "run_folder.tokens": Check("Our count is LoadGen's count", "Two counters saw the same samples."),
     "tree.unreadable": Check("Folders that cannot be read", "What lies there was not audited."),
     "tree.links": Check("Links", "Links to folders, and out of the audited folder, are not followed."),

@@ -22,8 +22,11 @@ from megatoken.errors import UsageError
 
 __all__ = ["ClaimAnswer", "Recomputed", "judge", "load_claims"]
 
+# "As expected" and "than projected" speak of what was found.
 FORECAST_WORDS = re.compile(
-    r"\b(will|would|expect(s|ed)?|project(s|ed|ion)?|forecasts?|anticipat(es?|ed)|predict(s|ed)?|potentially)\b", re.I
+    r"(?<!\bas )(?<!\bthan )"
+    r"\b(will|would|expect(s|ed)?|project(s|ed|ion)?|forecasts?|anticipat(es?|ed)|predict(s|ed)?|potentially)\b",
+    re.I,
 )
 DEFAULT_FORMULAS = {
     "rack": "sum(tokens_per_second)",
@@ -183,9 +186,8 @@ def _sold_as_what_it_is_not(claim: Claim, lookups: Lookups) -> tuple[list[str], 
         if lookups.estimates:
             errors.append("estimate sold as measurement")
             reasons.append("; ".join(lookups.estimates))
-    if _speaks_of_the_future(claim):
-        errors.append("forecast sold as measurement")
-        reasons.append("its words speak of what is to come")
+    errors += _forecast(claim)
+    reasons += _future_words(claim)
     if claim.counts_users and not lookups.uses_time:
         errors.append("rate sold as concurrency")
         reasons.append("a rate is not a number of users at once: that needs the time each one stays (Little's law)")
@@ -196,10 +198,8 @@ def _ratio(claim: Claim, source: str, facts: Facts) -> ClaimAnswer:
     judged = judge_ratio(claim, facts)
     others = tuple(Recomputed(value, claim.unit, formula) for formula, value in judged.others)
     right = Recomputed(judged.value, claim.unit, judged.formula)
-    errors, reasons = list(judged.errors), list(judged.reasons)
-    if _speaks_of_the_future(claim):
-        errors.append("forecast sold as measurement")
-        reasons.append("its words speak of what is to come")
+    errors = [*judged.errors, *_forecast(claim)]
+    reasons = [*judged.reasons, *_future_words(claim)]
     found = f"{beside(judged.stated_value, claim.value)} {claim.unit} {judged.stated_basis}"
     if not agrees(claim, judged.stated_value):
         errors.append("arithmetic")
@@ -213,8 +213,18 @@ def _ratio(claim: Claim, source: str, facts: Facts) -> ClaimAnswer:
     return ClaimAnswer(claim, source, answer, right, why, tuple(errors), others, where=judged.where)
 
 
-def _speaks_of_the_future(claim: Claim) -> bool:
-    return claim.presented_as == "measurement" and FORECAST_WORDS.search(claim.text) is not None
+def _forecast(claim: Claim) -> list[str]:
+    """The error of words about what is to come in a claim that its file itself calls a measurement."""
+    called = claim.presented_as == "measurement" and "presented_as" in claim.model_fields_set
+    return ["forecast sold as measurement"] if called and FORECAST_WORDS.search(claim.text) else []
+
+
+def _future_words(claim: Claim) -> list[str]:
+    """A remark on such words; where the file does not say what the claim is presented as, they decide nothing."""
+    if claim.presented_as != "measurement" or not FORECAST_WORDS.search(claim.text):
+        return []
+    unsaid = "" if _forecast(claim) else ", and the claims file does not say presented_as: measurement or forecast"
+    return [f"its words speak of what is to come{unsaid}"]
 
 
 def _undetermined(claim: Claim, source: str, why: str, settle: Sequence[str]) -> ClaimAnswer:

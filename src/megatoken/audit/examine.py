@@ -145,7 +145,7 @@ def _presence(job: Job, files: RunFiles) -> list[Observation]:
 def _abandoned(files: RunFiles) -> list[Observation]:
     if "ABANDONED.txt" not in files.others:
         return []
-    found = "ABANDONED.txt: the run was interrupted and samples got empty answers"
+    found = "ABANDONED.txt: the run was interrupted before all its samples were answered"
     where = (Where(f"{files.folder}/ABANDONED.txt".lstrip("/")),)
     return [observe("log.abandoned", False, "a run that came to its end", found, where)]
 

@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 
 from megatoken.audit.evidence import AccuracyResult, Evidence, Role, Run, Where
-from megatoken.audit.facts import Benchmark, benchmark_of
+from megatoken.audit.facts import Benchmark, benchmark_of, benchmarks
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import observe
 
 TOKENS_TOLERANCE = 0.10
+USER_CONF = "user.conf"
+VERIFIED = ("verify_accuracy.txt", "verify_output_len.txt")
 
 
 def check_rounds(evidence: Evidence) -> Iterator[Observation]:
@@ -73,28 +75,58 @@ def check_layout(evidence: Evidence, paths: Iterable[str]) -> Iterator[Observati
         evidence: all that was found.
         paths: of all files.
     """
-    names = {path.rpartition("/")[2] for path in paths}
-    for name in sorted({run.benchmark for run in evidence.performance_runs if run.benchmark}):
-        benchmark = benchmark_of(name, None)
-        if benchmark is None:
+    found = {name: [path for path in paths if path.rpartition("/")[2] == name] for name in (USER_CONF, *VERIFIED)}
+    runs: dict[str, list[Run]] = {}
+    for run in evidence.performance_runs:
+        benchmark = benchmark_of(run.benchmark, None) if run.benchmark else None
+        if benchmark is not None:
+            runs.setdefault(benchmark.name, []).append(run)
             continue
-        scenarios = {
-            run.folder_scenario or run.figures.scenario for run in evidence.performance_runs if run.benchmark == name
-        }
+        yield observe(
+            "submission.layout",
+            None,
+            "a benchmark whose rules are known",
+            f"{run.benchmark or 'no benchmark'}: what the rules ask for beside its runs is not known",
+            (run.where(),),
+        )
+    for name, mine in runs.items():
+        benchmark = benchmarks()[name]
+        others = [run.path for other, theirs in runs.items() if other != name for run in theirs]
+        scenarios = {run.folder_scenario or run.figures.scenario for run in mine}
         wanted = benchmark.required.get("datacenter", ())
         missing = [choice.replace("|", " or ") for choice in wanted if not scenarios & set(choice.split("|"))]
-        if benchmark.compliance and not names & {"verify_accuracy.txt", "verify_output_len.txt"}:
+        verified = any(
+            _belongs(path, run.path, others, benchmark) for run in mine for at in VERIFIED for path in found[at]
+        )
+        if benchmark.compliance and not verified:
             missing.append(" and ".join(benchmark.compliance))
-        described = (("systems/*.json", evidence.systems), ("user.conf", "user.conf" in names))
-        missing += [what for what, there in described if not there]
+        if not evidence.systems:
+            missing.append("systems/*.json")
+        bare = [run for run in mine if not any(_belongs(path, run.path, others) for path in found[USER_CONF])]
+        if bare:
+            missing.append(USER_CONF if len(bare) == len(mine) else f"{USER_CONF} of {len(bare)} of {len(mine)} runs")
         yield observe(
             "submission.layout",
             not missing,
             "every scenario and test that the closed division asks for, and what describes the runs",
             f"{name}: no {', no '.join(missing)}" if missing else f"{name}: all of them",
-            (Where(evidence.performance_runs[0].path),),
+            tuple(Where(run.path) for run in (bare or mine)[:50]),
             Severity.WARN,
         )
+
+
+def _belongs(path: str, run: str, others: Iterable[str], benchmark: Benchmark | None = None) -> bool:
+    """Whether a file is about a run: it lies beside or below it, or above it and above no run of another benchmark.
+
+    With ``benchmark`` also a file below any folder of that name, as compliance tests stand in one.
+    """
+    folder = path.rpartition("/")[0]
+    if benchmark is not None and any(benchmark_of(part, None) is benchmark for part in folder.split("/")):
+        return True
+    if f"{folder}/".startswith(f"{run}/"):
+        return True
+    above = f"{folder}/" if folder else ""
+    return f"{run}/".startswith(above) and not any(f"{other}/".startswith(above) for other in others)
 
 
 def _scores(result: AccuracyResult, evidence: Evidence) -> Iterator[Observation]:

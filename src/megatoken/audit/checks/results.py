@@ -162,6 +162,7 @@ def _latencies(run: RunView) -> Iterator[Observation]:
         ("TPOT", figures.tpot_seconds, "result_time_per_output_token_50.00_percentile_ns"),
     ]
     problems, keys = [], []
+    compared = sum(len(values) for _, values, _ in tables)
     for name, values, key in tables:
         found = disorder(values) or impossible_mean(values, figures.samples_issued)
         if found:
@@ -175,9 +176,9 @@ def _latencies(run: RunView) -> Iterator[Observation]:
             break
     yield observe(
         "result.latencies",
-        not problems,
+        False if problems else True if compared else None,
         "percentiles that rise, a mean that fits them, first tokens no later than last ones",
-        shown("; ".join(problems)) or "such latencies",
+        shown("; ".join(problems)) or (f"{compared} such latencies" if compared else "no latencies"),
         run.at(*keys) if keys else run.at("result_mean_latency_ns"),
     )
 

@@ -6,22 +6,39 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatoken.audit.discovery import Tree, natural
+from megatoken.audit.checks.run_verdict import check_configured, check_verdict
+from megatoken.audit.detail_log import DetailLog, read_detail_log
+from megatoken.audit.discovery import Tree, below, natural
 from megatoken.audit.evidence import Run, Where
 from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.reading import display
+from megatoken.audit.reading import UnreadableError, display
 from megatoken.audit.view import observe
 from megatoken.errors import MegatokenError
 from megatoken.results import Verdict, read_run, summarise
-from megatoken.results.run_folder import REQUESTS, RESULT
+from megatoken.results.run_folder import MLPERF, REQUESTS, RESULT
 
 FINISHED = (Verdict.MEASURED, Verdict.VALID, Verdict.INVALID)
 SAME = 1e-9  # relative; the same arithmetic on the same rows
 LOGGED = 1e-4  # LoadGen's clock runs until it has been told of the last sample, and its rates have six digits
-_FROM_LOG = {
-    "loadgen_output_tokens_per_second": "output_tokens_per_second",
-    "loadgen_samples_per_second": "samples_per_second",
-    "loadgen_version": "loadgen_version",
+# Fields of result.json by the key of LoadGen's log that they repeat; of several keys the first that the log has.
+_FROM_LOG: dict[str, tuple[str, ...]] = {
+    "loadgen_version": ("loadgen_version",),
+    "loadgen_validity": ("result_validity",),
+    "loadgen_output_tokens_per_second": ("result_completed_tokens_per_second",),
+    "loadgen_samples_per_second": ("result_completed_samples_per_sec", "result_qps_with_loadgen_overhead"),
+    "loadgen_scheduled_samples_per_second": ("result_scheduled_samples_per_sec",),
+    "loadgen_early_stopping_met": ("early_stopping_met",),
+}
+_SECONDS_FROM_LOG = {
+    "loadgen_ttft_p99_seconds": "result_first_token_99.00_percentile_latency_ns",
+    "loadgen_tpot_p99_seconds": "result_time_per_output_token_99.00_percentile_ns",
+    "loadgen_latency_p90_seconds": "result_90.00_percentile_latency_ns",
+    "loadgen_latency_p99_seconds": "result_99.00_percentile_latency_ns",
+}
+_OFFLINE_FROM_LOG: dict[str, tuple[str, ...]] = {
+    **{name: _FROM_LOG[name] for name in ("loadgen_version", "loadgen_validity")},
+    "loadgen_output_tokens_per_second": ("result_tokens_per_second",),
+    "loadgen_samples_per_second": ("result_samples_per_second",),
 }
 
 
@@ -56,30 +73,57 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         return
     yield observe("run_folder.whole", True, "a whole run folder", f"{len(folder.requests):,} rows", where)
     result = folder.result
+    absent = sorted(again.keys() - result.keys())
     differing = sorted(name for name, value in again.items() if name in result and not _same(result[name], value))
+    unlike = [*(f"{name} {result[name]}" for name in differing), *(f"no {name}" for name in absent)]
     yield observe(
         "run_folder.metrics",
-        not differing,
-        shown("; ".join(f"{name} {again[name]}" for name in differing)) or "the numbers that its raw rows give",
-        shown("; ".join(f"{name} {result[name]}" for name in differing)) or f"{len(again)} metrics agree",
+        not unlike,
+        shown("; ".join(f"{name} {again[name]}" for name in (*differing, *absent)))
+        or "the numbers that its raw rows give",
+        shown("; ".join(unlike)) or f"{len(again)} metrics compared, all agree",
         where,
     )
-    if logged is not None and folder.verdict in FINISHED:
-        yield from _against_log(result, logged, where)
+    yield from check_configured(folder, prefix)
+    if folder.verdict not in FINISHED:
+        return
+    log = _detail_log(tree, path)
+    if logged is None or log is None:
+        # A search that found no rate ends INVALID without a test of its own.
+        lost = folder.verdict is not Verdict.INVALID
+        expected = f"LoadGen's log of a run that ended {folder.verdict}"
+        yield observe("run_folder.loadgen", False if lost else None, expected, "no log that can be read", where)
+        return
+    yield from _against_log(result, logged, log, where)
+    yield from check_verdict(folder, log, (*where, logged.where("result_validity")))
 
 
-def _against_log(result: Mapping[str, Any], logged: Run, where: tuple[Where, ...]) -> Iterator[Observation]:
+def _detail_log(tree: Tree, path: str) -> DetailLog | None:
+    name = below(path, f"{MLPERF}/mlperf_log_detail.txt")
+    try:
+        return read_detail_log(tree.path(name)) if name in tree.files else None
+    except UnreadableError:
+        return None  # log.readable says why
+
+
+def _against_log(
+    result: Mapping[str, Any], logged: Run, log: DetailLog, where: tuple[Where, ...]
+) -> Iterator[Observation]:
     figures = logged.figures
-    differing = [
-        name
-        for name, attribute in _FROM_LOG.items()
-        if result.get(name) is not None and not _same(result[name], getattr(figures, attribute))
-    ]
+    offline = result.get("scenario") == "offline"
+    expected: dict[str, Any] = {}
+    for name, keys in (_OFFLINE_FROM_LOG if offline else _FROM_LOG).items():
+        expected[name] = next((log.get(key) for key in keys if key in log.first), None)
+    for name, key in ({} if offline else _SECONDS_FROM_LOG).items():
+        nanoseconds = log.number(key)
+        expected[name] = None if nanoseconds is None else nanoseconds / 1e9
+    differing = [name for name, value in expected.items() if not _same(result.get(name), value)]
     yield observe(
         "run_folder.loadgen",
         not differing,
-        "LoadGen's own numbers as its log has them",
-        shown("; ".join(f"{name} {result[name]}" for name in differing)) or "the same",
+        shown("; ".join(f"{name} {expected[name]}" for name in differing))
+        or "LoadGen's own numbers as its log has them",
+        shown("; ".join(f"{name} {result.get(name)}" for name in differing)) or f"{len(expected)} fields, all the same",
         (*where, logged.where()),
     )
     tokens, samples = result.get("output_tokens"), result.get("samples_completed")

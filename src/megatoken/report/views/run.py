@@ -31,15 +31,23 @@ from megatoken.report.views.common import records_table
 from megatoken.report.views.over_time import time_figures
 from megatoken.report.words import number, precise
 from megatoken.results import Reason, Run, Verdict
-from megatoken.results.statistics import PERCENTILE_METHOD, SHORTEST_STEADY_SECONDS, STEADY_SHARE, Samples
+from megatoken.results.statistics import (
+    PERCENTILE_METHOD,
+    SHORTEST_STEADY_LIVES,
+    SHORTEST_STEADY_SECONDS,
+    STEADY_SHARE,
+    Samples,
+)
 
 TONES = {Verdict.VALID: "good", Verdict.INVALID: "bad", Verdict.MEASURED: "plain"}
 DEFINITIONS = {
     "Output tokens per second": "Output tokens of the completed samples over the time from the start of the run to the"
     " last completion. Samples that failed or were cancelled count nothing.",
     "Steady window": f"From the first to the last moment at which at least {STEADY_SHARE * 100:g} % of the peak"
-    " number of samples were generating; a sample generates from its first token to its last. Ramp and tail are"
-    f" left out. Not stated when shorter than {SHORTEST_STEADY_SECONDS:g} s or when the run was interrupted.",
+    " number of samples were generating; a sample generates from its first token to its last. It ends at the latest"
+    " when no sample waits any more. Ramp and tail are left out. Not stated when shorter than"
+    f" {SHORTEST_STEADY_SECONDS:g} s, when shorter than {SHORTEST_STEADY_LIVES:g} times as long as the median sample"
+    " generates, or when the run was interrupted.",
     "Time per output token": "(last token − first token) / (output tokens − 1) of each sample with two tokens or more;"
     " one value per sample.",
     "Percentiles": f"{PERCENTILE_METHOD[0].upper()}{PERCENTILE_METHOD[1:]}. A star marks those that too few samples"
