@@ -127,6 +127,7 @@ def _broken(run: Run, full_length: bool) -> tuple[str, ...]:
     codes = {reason["code"] for reason in (*run.reasons, *run.rules_unmet)}
     wanted = FAILURE_CODES | {"LOADGEN_INVALID"} if full_length else FAILURE_CODES
     broken = sorted(codes & wanted)
-    if full_length and not run.result["latency_verdict"]["met"]:
+    verdict = run.result.get("latency_verdict")  # none where no sample was completed
+    if full_length and (verdict is None or not verdict["met"]):
         broken.append("LATENCIES")
     return tuple(broken)
