@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatoken.audit import Severity, audit
+from megatoken.audit import archive as archive_module
 from megatoken.audit.accuracy_log import read_accuracy_log
 from megatoken.audit.archive import unpacked
 from megatoken.audit.detail_log import read_detail_log
@@ -294,6 +296,42 @@ def test_zip_bombs_are_refused(tmp_path, twin):
         for file in twin().iterdir():
             archive.write(file, f"run/{file.name}")
     assert grave(good) == set()
+
+
+def test_archives_of_too_many_files_are_refused_unread(tmp_path, monkeypatch):
+    path = tmp_path / "many.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for number in range(1_000):
+            archive.writestr(f"{number}.txt", "")
+        archive.comment = b"many files " * 20
+    assert archive_module._zip_members(path) == 1_000
+    monkeypatch.setattr(archive_module, "MOST_MEMBERS", 999)
+    monkeypatch.setattr(zipfile.ZipFile, "infolist", None)
+    with pytest.raises(UsageError, match="more than 999 files"), unpacked(path):
+        pass
+    many = tmp_path / "zip64.zip"
+    with zipfile.ZipFile(many, "w") as archive:
+        for number in range(70_000):
+            archive.writestr(f"{number}", "")
+    assert archive_module._zip_members(many) == 70_000
+    tar = tmp_path / "many.tar"
+    with tarfile.open(tar, "w") as archive:
+        for number in range(1_000):
+            archive.addfile(tarfile.TarInfo(str(number)))
+    with pytest.raises(UsageError, match="more than 999 files"), unpacked(tar):
+        pass
+
+
+@pytest.mark.parametrize("file", [DETAIL, ACCURACY])
+def test_lines_of_one_byte_are_not_read_for_ever(twin, monkeypatch, file):
+    monkeypatch.setattr("megatoken.audit.detail_log.MOST_DAMAGES", 1_000)
+    monkeypatch.setattr("megatoken.audit.accuracy_log.MOST_LINES", 1_000)
+    folder = twin()
+    (folder / file).write_bytes(b"\n" * 30_000_000)
+    before = time.process_time()
+    found = {item.id: item.found for item in audit(folder).findings if item.severity is Severity.FAIL}
+    assert time.process_time() - before < 2
+    assert "not read" in found["log.readable"] or "more than 1,000 lines" in found["log.readable"]
 
 
 HUGE = {  # what one of many error lines becomes, and how many there are

@@ -16,6 +16,7 @@ from megatoken.audit.reading import Damage, UnreadableError, encoding_problem, o
 
 MOST_LINE_BYTES = 8 * 2**20
 MOST_RECORDS = 2_000_000
+MOST_LINES = 20_000_000  # beyond, lines of one byte would take hours
 MOST_LISTED = 20
 TRUNCATED_BYTES = 10_240  # a log cut by MLPerf's tool: 4,096 bytes of its start, dots, 4,096 bytes of its end
 _DOTS = b"...\n"
@@ -53,6 +54,8 @@ def read_accuracy_log(path: Path) -> AccuracyLog:
             opened = closed = False
             gap = False
             for number, line in _lines(file, log):
+                if number > MOST_LINES:
+                    raise UnreadableError(f"holds more than {MOST_LINES:,} lines, which no accuracy log does")
                 text = line.strip()
                 if not text:
                     continue

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import lzma
+import os
+import struct
 import tarfile
 import tempfile
 import zipfile
@@ -18,7 +20,9 @@ MOST_BYTES = 8 * 2**30
 MOST_MEMBERS = 200_000
 MOST_RATIO = 200  # LoadGen's logs shrink to a fiftieth; a bomb to a thousandth and less
 SMALL_BYTES = 100 * 2**20  # below this no ratio harms
+MOST_DIRECTORY_BYTES = 64 * 2**20
 _CHUNK = 2**20
+_LONGEST_END = 22 + 2**16 + 20 + 56  # the record of the end with the longest comment, and both of ZIP64
 
 
 @contextmanager
@@ -32,6 +36,7 @@ def unpacked(path: Path) -> Iterator[Path]:
         room = _Room(path, Path(folder))
         try:
             if zipfile.is_zipfile(path):
+                room.check_count(_zip_members(path))
                 with zipfile.ZipFile(path) as archive:
                     for member in archive.infolist():
                         if not member.is_dir() and (member.external_attr >> 28) != 0o12:  # 0o12: a link
@@ -56,6 +61,30 @@ def unpacked(path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
+def _zip_members(path: Path) -> int:
+    """How many files the directory of a zip archive names, counted before ``zipfile`` makes an object of each.
+
+    By the ZIP specification (APPNOTE 4.3) the directory ends where the record of its end begins, in an archive of many
+    files that of ZIP64. Where there is no such record ``zipfile`` refuses the archive itself.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = file.seek(max(0, size - _LONGEST_END))
+        tail = file.read()
+        end = tail.rfind(b"PK\x05\x06")
+        if end < 0 or len(tail) < end + 22:
+            return 0
+        (directory,) = struct.unpack_from("<L", tail, end + 12)
+        end64 = tail.rfind(b"PK\x06\x06", 0, end)
+        if end64 >= 0 and len(tail) >= end64 + 56:
+            (directory,) = struct.unpack_from("<Q", tail, end64 + 40)
+            end = end64
+        if directory > MOST_DIRECTORY_BYTES:
+            return MOST_MEMBERS + 1
+        file.seek(max(0, start + end - directory))
+        return file.read(directory).count(b"PK\x01\x02")
+
+
 class _Room:
     """Writes members below a folder and counts what they take."""
 
@@ -65,11 +94,15 @@ class _Room:
         packed = archive.stat().st_size
         self._most = min(MOST_BYTES, max(SMALL_BYTES, packed * MOST_RATIO))
 
+    def check_count(self, members: int) -> None:
+        """Refuses more files than any submission has."""
+        if members > MOST_MEMBERS:
+            raise UsageError(f"{self._archive}: holds more than {MOST_MEMBERS:,} files; unpack what is to be audited")
+
     def check(self, name: str, size: int) -> None:
         """Refuses by what the archive says, before a byte is unpacked."""
         self._members += 1
-        if self._members > MOST_MEMBERS:
-            raise UsageError(f"{self._archive}: holds more than {MOST_MEMBERS:,} files; unpack what is to be audited")
+        self.check_count(self._members)
         if self._bytes + size > self._most:
             self._refuse()
         parts = PurePosixPath(name.replace("\\", "/")).parts

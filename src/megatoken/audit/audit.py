@@ -246,6 +246,10 @@ def _readmes(tree: Tree) -> dict[str, str]:
     return texts
 
 
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def _damaged(check: str, damages: Sequence[tuple[str, Damage]]) -> Iterator[Observation]:
     for file, damage in damages:
         where = (Where(display(file), damage.line),)
@@ -253,9 +257,9 @@ def _damaged(check: str, damages: Sequence[tuple[str, Damage]]) -> Iterator[Obse
 
 
 def _notes(tree: Tree, evidence: Evidence, logs: int, endpoints: int) -> tuple[str, ...]:
-    notes = [f"{len(tree.files):,} files, {logs:,} sets of LoadGen's logs"]
+    notes = [f"{_many(len(tree.files), 'file')}, {_many(logs, 'set')} of LoadGen's logs"]
     if endpoints:
-        notes[0] += f", {endpoints:,} results of MLPerf Endpoints"
+        notes[0] += f", {_many(endpoints, 'result')} of MLPerf Endpoints"
     if evidence.kind != "submission":
         notes.append("no MLPerf submission: rules that a run does not meet are notes unless a round is claimed")
     return tuple(notes)

@@ -23,6 +23,7 @@ MOST_KEPT_BYTES = 32 * 2**20
 MOST_LISTED = 20
 MOST_KEYS = 5_000
 MOST_BULKS = 1_000
+MOST_DAMAGES = 2_000_000  # a file with more holds something else, and lines of one byte would take hours
 MOST_RESTYLED = 1_000  # lines in another spelling that are taken apart; a log with more is no longer LoadGen's
 _KEY_BYTES = 30
 LIBRARY_SET = "loaded_qsl_set"
@@ -117,6 +118,9 @@ def read_detail_log(path: Path) -> DetailLog:
             if problem := encoding_problem(head):
                 raise UnreadableError(problem)
             for number, line in _lines(file, log):
+                if log.damage_count > MOST_DAMAGES:
+                    log.damages.insert(0, Damage(number, "so many lines that are none; what follows was not read"))
+                    break
                 bulk = state.bulks.get(line[:_KEY_BYTES])
                 if bulk is not None and bulk.is_like(line):
                     _count(log, bulk.key, bulk.is_error, bulk.is_warning)

@@ -147,6 +147,11 @@ def document_in(folder: Path) -> Path:
         UsageError: there is none, or there are several to choose from.
     """
     found = [path for kind in KINDS if (path := folder / f"{kind}.json").is_file()]
+    runs = sorted(path.parent.name for path in folder.glob("*/result.json"))
+    if not found and runs:
+        raise UsageError(
+            f"{folder}: holds run folders, {len(runs)} of them; give one, such as {folder / runs[0]}, or use --query"
+        )
     if not found:
         raise UsageError(
             f"{folder}: neither a run folder (result.json) nor a folder with a saved document ({KINDS[0]}.json, ...)"
