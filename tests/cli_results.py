@@ -1,7 +1,6 @@
 """What the tests of the commands about results start from: real runs of the engine, published logs, hostile folders."""
 
 import json
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,6 @@ def _two_runs(out: Path) -> tuple[Path, Path]:
         assert code == 0, (stdout, err)
     first, second = sorted(out.iterdir())
     return first, second
-
-
-def published_logs() -> Path:
-    """The logs of 18 nodes behind 1,100,948.3 tokens/s; the test is skipped without them."""
-    shared = Path(os.environ.get("MEGATOKEN_SHARED") or REPOSITORY.parent / "shared")
-    folder = shared / "data" / "azure_gb300_1m"
-    if not folder.is_dir():
-        pytest.skip("needs the published logs: set MEGATOKEN_SHARED to the folder that holds data/azure_gb300_1m")
-    return folder
 
 
 def document_of(*arguments: object, code: int = 0) -> dict[str, Any]:

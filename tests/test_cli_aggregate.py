@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cli_results import document_of, hostile_paths, published_logs, refused, two_runs
+from cli_results import document_of, hostile_paths, refused, two_runs
 from cli_support import call, redirected
+from published import published_logs
 
 
 def test_eighteen_published_nodes(tmp_path: Path) -> None:

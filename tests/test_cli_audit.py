@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cli_results import REPOSITORY, document_of, hostile_paths, published_logs, refused, two_runs
+from cli_results import REPOSITORY, document_of, hostile_paths, refused, two_runs
 from cli_support import COMMAND, ENVIRONMENT, TIMEOUT_SECONDS, call, redirected
+from published import published_logs
 
 CLAIMS = REPOSITORY / "examples" / "claims"
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cli_results import REPOSITORY, document_of, hostile_paths, published_logs, refused, two_runs
+from cli_results import REPOSITORY, document_of, hostile_paths, refused, two_runs
 from cli_support import ENVIRONMENT, call, redirected
+from published import published_logs
 
 
 def test_published_rows_by_id_and_by_accelerator(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import genuine
 import pytest
+
+from published import published_logs
 
 Make = Callable[..., Path]
 
@@ -42,8 +43,5 @@ def twin(originals: Make, tmp_path: Path) -> Make:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of published artefacts beside the repository; tests that need it are skipped without."""
-    folder = Path(os.environ.get("MEGATOKEN_SHARED") or Path(__file__).parents[3] / "shared")
-    if not (folder / "data" / "azure_gb300_1m").is_dir():
-        pytest.skip("needs the published logs: set MEGATOKEN_SHARED to the folder that holds data/azure_gb300_1m")
-    return folder
+    """A folder with the published artefacts below ``data``."""
+    return published_logs().parents[1]

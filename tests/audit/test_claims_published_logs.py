@@ -1,8 +1,6 @@
-"""The figures that the other tests state are those of the published logs themselves, where these are at hand."""
+"""The figures that the other tests state are those of the published logs themselves, which ship with the tests."""
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from claims_support import azure_evidence
@@ -11,18 +9,15 @@ from megatoken.audit.claim_facts import gather, node_rows
 from megatoken.audit.detail_log import read_detail_log
 from megatoken.audit.figures import run_figures
 from megatoken.results.aggregation import aggregate
-
-BESIDE = Path(__file__).parents[3] / "shared"
-LOGS = Path(os.environ.get("MEGATOKEN_SHARED", BESIDE)) / "data" / "azure_gb300_1m"
+from published import published_logs
 
 
 @pytest.fixture(scope="module")
 def published():
-    if not LOGS.is_dir():
-        pytest.skip(f"the published logs are not at {LOGS}; MEGATOKEN_SHARED names their place")
+    logs = published_logs()
     evidence = azure_evidence()
-    runs = [replace(run, figures=run_figures(read_detail_log(LOGS / run.detail))) for run in evidence.runs]
-    return replace(evidence, root=str(LOGS), runs=tuple(runs))
+    runs = [replace(run, figures=run_figures(read_detail_log(logs / run.detail))) for run in evidence.runs]
+    return replace(evidence, root=str(logs), runs=tuple(runs))
 
 
 def test_the_stated_figures_are_those_of_the_logs(published):

@@ -1,9 +1,5 @@
 """Pages of what the commands really make: the published values stand on them."""
 
-import os
-from pathlib import Path
-
-import pytest
 from pages import parsed, table_rows, words
 
 from megatoken.audit import audit
@@ -13,6 +9,7 @@ from megatoken.report.page import page
 from megatoken.report.views import document_view
 from megatoken.results.comparison import compare
 from megatoken.results.entries import accelerator_entry
+from published import published_logs
 
 RACK = commands.Rate(
     tokens_per_second=1_100_948.3,
@@ -22,8 +19,6 @@ RACK = commands.Rate(
     state="unverified",
     source="vendor blog",
 )
-BESIDE = Path(__file__).parents[3] / "shared"
-LOGS = Path(os.environ.get("MEGATOKEN_SHARED") or BESIDE) / "data" / "azure_gb300_1m"
 
 
 def page_of(document):
@@ -75,9 +70,8 @@ def test_generations_side_by_side_are_verified_and_divisions_kept_apart():
     assert "✕ not like for like" in open_division[0] and "division: open against closed" in open_division[0]
 
 
-@pytest.mark.skipif(not LOGS.is_dir(), reason=f"needs the published logs at {LOGS}; MEGATOKEN_SHARED names their place")
 def test_the_audit_of_the_published_logs_fits_a_page_with_its_acceptance_values():
-    document = audit(LOGS).to_document()
+    document = audit(published_logs()).to_document()
     html = page(document_view(checked(document)))
     assert len(html.encode()) < 1_000_000
     root = parsed(html)
