@@ -187,6 +187,7 @@ class QueueingTarget:
             self._processed += 1
             events.append(SampleEvent(sample, (1,), None, now_ns, first_ns - self._service_ns // 2))
         while self._coming and self._coming[0][1] <= now_ns:
+            self._processed += 1
             sample = self._coming.popleft()[2]
             events.append(SampleEvent(sample, (2,), "length", now_ns))
         return events

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from loadgen_children import TIMEOUT_SECONDS, started, wait_until_running
-from queueing import QueueingTarget
+from queueing import QueueingTarget, Simulated, queue_of
 
 from cli_support import call as call_command
 from cli_support import make_checkpoint
@@ -20,6 +20,7 @@ from megatoken.config import RunConfig
 from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.requests import Dataset
 from megatoken.harness import benchmarks, rules
+from megatoken.harness.benchmarks import LatencyLimits
 from megatoken.harness.clock import WallClockSteps
 from megatoken.harness.progress import Progress
 from megatoken.harness.run import run_scenario
@@ -224,15 +225,16 @@ def test_repeats_say_what_they_have_in_common(tmp_path: Path, data_set: Dataset)
 
 
 def test_the_search_finds_the_rate_of_a_real_queue(tmp_path: Path, data_set: Dataset) -> None:
-    """60 servers of 0.2 s: 300 samples/s; from the load the limit of 0.4 s allows, within the resolution."""
+    """60 servers of 0.2 s, whose highest valid rate is known from a simulation of the same arrivals."""
     config = {"scenario": "server", "find_rate": True, "rate": 240.0, "min_duration_seconds": 12.0}
     finished = run(tmp_path, data_set, 60, 0.2, ttft_limit_seconds=0.4, **config)
     search = finished.result["rate_search"]
     assert search["samples_per_second"] is not None, search
     assert finished.result["loadgen_validity"] == "VALID"
     assert finished.result["offered_samples_per_second"] == pytest.approx(search["samples_per_second"], rel=1e-4)
-    served = finished.result["loadgen_samples_per_second"]
-    assert 0.96 * 300 < served < 1.02 * 300
+    same = Simulated(queue_of(60, 0.2), LatencyLimits(0.4, 0.2), SEED, full_seconds=12.0)
+    best = same.highest_valid_rate(200.0, 400.0)
+    assert 0.98 * best <= search["samples_per_second"] <= 1.02 * best
     for probe in search["probes"]:
         kept = read_run(finished.path / probe["run_folder"])
         assert kept.result["offered_samples_per_second"] == pytest.approx(probe["samples_per_second"], rel=0.15)
@@ -287,7 +289,7 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         (("--scenario", "server", "--find-rate", "--repeat", 3), "--repeat: not together with find_rate"),
         (("--scenario", "server", "--find-rate", "--samples", 3), "--samples: not together with find_rate"),
         (("--scenario", "server", "--rate", 0), "--rate: must be "),
-        (("--text",), "text: tiny has no tokenizer.json"),
+        (("--model", "tiny", "--text"), "text: tiny has no tokenizer.json"),
     ):
         code, _, err = call_command("run", *flags, "--out", tmp_path / "runs")
         assert code == 2

@@ -11,6 +11,7 @@ PROBE_STEP = 1.25  # up or down, while only one end of the bracket is known
 FULL_STEP_UP = 0.04  # a valid run costs its whole length, one at too high a rate ends early
 FULL_STEPS_DOWN = ((0.6, 0.02), (0.3, 0.03), (0.1, 0.05), (0.0, 0.08))  # by the share of its length that a run lasted
 LARGEST_STEP_DOWN = 0.3
+PATIENCE = 2  # runs of full length at too high a rate, after which steps down grow by half each time
 MOST_PROBES = 30
 MOST_FULL_LENGTHS = 10
 
@@ -86,9 +87,10 @@ class RateSearch:
             self._next_full_length = min(self.found * (1 + FULL_STEP_UP), math.sqrt(self.found * self.too_high))
             return
         step = next(step for share, step in FULL_STEPS_DOWN if verdict.lasted_share >= share)
+        step *= 1.5 ** max(0, self._full_lengths - PATIENCE)
         if verdict.capacity is not None:
-            step = min(max(step, 1 - verdict.capacity / rate), LARGEST_STEP_DOWN)
-        self._next_full_length = rate * (1 - step)
+            step = max(step, 1 - verdict.capacity / rate)
+        self._next_full_length = rate * (1 - min(step, LARGEST_STEP_DOWN))
 
     def _note_probe(self, rate: float, verdict: Verdict) -> None:
         if verdict.valid:

@@ -15,7 +15,7 @@ from megatoken.results.early_stopping import most_over
 
 Floats = NDArray[np.float64]
 
-SLACK = 3.0  # times the share of samples that may be over at full length: a burst weighs more in a short probe
+SLACK = 2.0  # times the share of samples that may be over at full length: a burst weighs more in a short probe
 WAIT_SHARE = 0.1  # of the limit on the time to first token, beyond the shortest: who waits this long found a queue
 FEWEST_SERVED = 100
 DEVIATIONS = 3.0  # of what was served, by which it must fall short of what is offered
