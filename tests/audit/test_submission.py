@@ -9,6 +9,8 @@ import pytest
 from power_session import write_session
 
 from megatoken.audit import Severity, audit
+from megatoken.audit.checks.submission import Submission, _systems
+from megatoken.audit.evidence import System
 from megatoken.audit.facts import rules
 
 LOGS = ("mlperf_log_detail.txt", "mlperf_log_summary.txt", "mlperf_log_accuracy.json")
@@ -185,6 +187,7 @@ def test_calibration_is_for_v5(tree):
         ("systems/sys.json", '"Vendor"', '"Rival"', "submission.owner"),
         ("systems/sys.json", '"closed"', '"open"', "submission.owner"),
         ("systems/sys.json", '"available"', '"soon"', "system.values"),
+        ("systems/sys.json", '"number_of_nodes": 1', '"number_of_nodes": 0', "system.keys"),
         ("systems/sys.json", '"hw_notes"', '"is_network": true, "hw_notes"', "submission.network"),
         ("systems/sys.json", '"cooling": "x"', '"cooling": ""', "system.keys"),
         ("systems/sys.json", '"cooling"', '"cooling_"', "system.keys"),
@@ -223,6 +226,8 @@ def test_wrong_places(tree, originals):
 def test_what_belongs_to_nothing(tree):
     root, layout = tree
     write(root / "README.md", "fine\n")
+    assert grave(root) == set()
+    write(root / "paper.pdf", "x")
     assert grave(root) == set()
     write(root / "closed/notes.txt", "x")
     found = next(item for item in audit(root).findings if item.id == "submission.names")
@@ -382,3 +387,15 @@ def test_many_files_in_parallel_with_progress(tree, tmp_path):
     assert runs > 160
     assert [pair for pair in seen if pair[1]] == [(done, runs) for done in range(1, runs + 1)]
     assert any(total == 0 and done > 2_000 for done, total in seen)
+
+
+def test_what_mlcommons_checker_lets_be(tree):
+    """It lowers the status, and asks for is_network in the closed and the network division alone."""
+    path = place(tree, "systems/sys.json")
+    path.write_text(path.read_text().replace('"available"', '"Available"'))
+    assert "system.values" not in grave(tree[0])
+    for division, holds in (("open", True), ("closed", False)):
+        one = Submission("", division, "Vendor")
+        system = System("systems/sys.json", "sys", {"is_network": "true"}, {})
+        found = next(item for item in _systems(one, {"sys": system}) if item.id == "submission.network")
+        assert (found.severity is Severity.PASS) is holds

@@ -26,22 +26,20 @@ _METRICS = (
     "steady_output_tokens_per_second",
     "samples_per_second",
     "loadgen_output_tokens_per_second",
-    "loadgen_ttft_p99_seconds",
-    "loadgen_tpot_p99_seconds",
-    "loadgen_latency_p90_seconds",
     "energy_joules_per_output_token",
 )
+_PERCENTILES = ("loadgen_ttft_p99_seconds", "loadgen_tpot_p99_seconds", "loadgen_latency_p90_seconds")
 _WORST = (Verdict.INTERRUPTED, Verdict.INVALID, Verdict.DEGRADED, Verdict.MEASURED, Verdict.VALID)
 
 
 def summarise_repeats(runs: Sequence[Run], wanted: int) -> dict[str, Any]:
-    """The document of ``repeats.json``: verdicts, and mean and interval of every metric that all healthy runs have."""
+    """The document of ``repeats.json``: verdicts, and mean and interval of every metric that all healthy runs have.
+
+    Percentiles are listed, not averaged: the mean of p99s is the p99 of nothing.
+    """
     healthy = [run for run in runs if run.verdict is not Verdict.INTERRUPTED]
-    metrics = {}
-    for name in _METRICS:
-        values = [run.result.get(name) for run in healthy]
-        if values and all(isinstance(value, int | float) for value in values):
-            metrics[name] = interval([float(value) for value in values if value is not None])
+    metrics = {name: interval(values) for name in _METRICS if (values := _values(healthy, name))}
+    percentiles = {name: {"values": values} for name in _PERCENTILES if (values := _values(healthy, name))}
     return {
         "kind": "repeats",
         "schema_version": SCHEMA_VERSION,
@@ -50,11 +48,18 @@ def summarise_repeats(runs: Sequence[Run], wanted: int) -> dict[str, Any]:
         "runs": [run.path.name for run in runs],
         "runs_wanted": wanted,
         "metrics": metrics,
+        "percentiles": percentiles,
         "confidence": CONFIDENCE,
         "interval_formula": INTERVAL_FORMULA,
         "seeds": runs[0].result.get("seeds"),
         "seeds_note": SEEDS_NOTE,
     }
+
+
+def _values(runs: Sequence[Run], name: str) -> list[float]:
+    """Of every run; empty unless all have one."""
+    values = [run.result.get(name) for run in runs]
+    return [float(value) for value in values if isinstance(value, int | float)] if None not in values else []
 
 
 def interval(values: Sequence[float]) -> dict[str, Any]:
@@ -100,5 +105,7 @@ def describe_repeats(repeats: Mapping[str, Any]) -> Iterator[str]:
     for name, found in repeats["metrics"].items():
         within = "" if found["low"] is None else f", {found['low']:.5g} .. {found['high']:.5g}"
         yield f"{name}: {found['mean']:.5g}{within}"
+    for name, found in repeats.get("percentiles", {}).items():
+        yield f"{name} of each run: {', '.join(f'{value:.5g}' for value in found['values'])}"
     yield f"{repeats['confidence']:.0%} confidence: {repeats['interval_formula']}"
     yield repeats["seeds_note"]
