@@ -1,0 +1,51 @@
+"""The house's own rules: arrows point down, and no room grows too large to read."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import megatoken
+
+ROOT = Path(megatoken.__file__).parent
+ORDER = (
+    "__main__ cli harness submission accuracy audit report targets datasets planning config hardware results engine "
+    "signals input_files errors __init__"
+).split()
+LARGEST_MODULE_LINES = 500
+
+
+def room_of(module: Path) -> str:
+    return module.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported_rooms(module: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [node.module] if node.module != "megatoken" else [f"megatoken.{alias.name}" for alias in node.names]
+        rooms |= {name.split(".")[1] for name in names if name.startswith("megatoken.")}
+    return {room if (ROOT / room).is_dir() or (ROOT / f"{room}.py").exists() else "__init__" for room in rooms}
+
+
+def test_arrows_point_down() -> None:
+    upward = [
+        f"{module.relative_to(ROOT)} imports {room}"
+        for module in ROOT.rglob("*.py")
+        if room_of(module) != "__init__"
+        for room in imported_rooms(module)
+        if ORDER.index(room) < ORDER.index(room_of(module))
+    ]
+    assert not upward
+
+
+def test_the_engine_imports_nothing_but_errors() -> None:
+    assert {room for module in (ROOT / "engine").rglob("*.py") for room in imported_rooms(module)} == {"engine", "errors"}
+
+
+def test_no_module_is_too_long_to_read() -> None:
+    long = {str(module) for module in ROOT.rglob("*.py") if len(module.read_text().splitlines()) > LARGEST_MODULE_LINES}
+    assert not long
