@@ -83,7 +83,7 @@ def test_a_training_learns_and_leaves_a_whole_folder(trained: Path) -> None:
     assert f"{record['tokens']:,} tokens" in card
     rows = export.read_held_out(trained)
     assert len(rows) == 32
-    assert set(rows[0]) == {"prompt", "reference", "task"}
+    assert set(rows[0]) == {"prompt", "max_tokens", "reference", "task"}
     engine = Engine(trained, EngineConfig(precision="fp32", device="cpu", threads=1))
     completion = engine.generate([Request(rows[0]["prompt"], max_tokens=5)])[0]
     assert completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
@@ -91,9 +91,9 @@ def test_a_training_learns_and_leaves_a_whole_folder(trained: Path) -> None:
 
 def test_evaluation_adds_to_record_and_card(trained: Path) -> None:
     told = run_tool("reference_model.evaluate", str(trained), "bf16")
-    greedy = export.read_record(trained)["greedy"]["bf16"]
+    greedy = export.read_record(trained)["greedy"]["bf16 on CPU"]
     assert f"'all': {greedy['exact_match']['all']}" in told
-    assert "| engine, bf16 |" in (trained / "model_card.md").read_text()
+    assert "| bf16 on CPU |" in (trained / "model_card.md").read_text()
 
 
 def test_a_training_goes_on_with_new_data(trained: Path, tmp_path: Path) -> None:

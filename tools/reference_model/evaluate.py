@@ -19,7 +19,7 @@ def evaluate(folder: Path, precision: Precision) -> dict[str, Any]:
     engine = Engine(folder, EngineConfig(precision=precision))
     assert engine.tokenizer is not None
     began = time.monotonic()
-    completions = engine.generate([Request(row["prompt"], max_tokens=export.MAX_ANSWER_TOKENS) for row in rows])
+    completions = engine.generate([Request(row["prompt"], row["max_tokens"]) for row in rows])
     counts, right, wrong = Counter(row["task"] for row in rows), Counter[str](), []
     for row, completion in zip(rows, completions, strict=True):
         answer = engine.tokenizer.decode(completion.token_ids)
@@ -28,7 +28,7 @@ def evaluate(folder: Path, precision: Precision) -> dict[str, Any]:
         else:
             wrong.append({"task": row["task"], "reference": row["reference"], "answer": answer})
     return {
-        "device": engine.describe()["device"],
+        "device": str(engine.describe()["device"]).replace("cpu", "CPU"),
         "seconds": round(time.monotonic() - began, 1),
         "answer_tokens": sum(len(completion.token_ids) for completion in completions),
         "exact_match": {"all": round(right.total() / len(rows), 4)}
@@ -42,11 +42,12 @@ def main(arguments: list[str]) -> None:
     folder, precisions = Path(arguments[0]), cast("list[Precision]", arguments[1:])
     for precision in precisions:
         result = evaluate(folder, precision)
+        name = f"{precision} on {result['device']}"
         for example in result.pop("wrong"):
-            print(f"{precision} {example['task']}: {example['reference'][-60:]!r} was {example['answer'][-60:]!r}")
-        print(f"{precision} {result}", flush=True)
+            print(f"{name} {example['task']}: {example['reference'][-60:]!r} was {example['answer'][-60:]!r}")
+        print(f"{name} {result}", flush=True)
         record = export.read_record(folder)
-        record.setdefault("greedy", {})[precision] = result
+        record.setdefault("greedy", {})[name] = result
         export.write_record(folder, record)
 
 

@@ -70,6 +70,7 @@ def evaluate(
     decoder: AnswerDecoder,
     *,
     partial: bool = False,
+    processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
     """Scores every answer.
@@ -79,6 +80,7 @@ def evaluate(
         references: Of the data set that was run.
         decoder: Of the model that answered.
         partial: Rows of the data set may have no answer.
+        processes: That score; None: one for each core, where it pays.
         progress: Told how many answers are scored, of how many.
 
     Raises:
@@ -92,7 +94,7 @@ def evaluate(
     pairs = [Pair(references.scorings[row], text, references.texts[row]) for row, text in zip(rows, texts, strict=True)]
     sentences = any(pair.scoring != "exact" for pair in pairs) and sentence_splitter() is not None
     scored: list[Score] = []
-    for some in _scored(pairs, sentences):
+    for some in _scored(pairs, sentences, processes):
         scored += some
         if progress:
             progress(len(scored), len(pairs))
@@ -128,16 +130,17 @@ def _means(scored: Sequence[Score], decimals: int | None) -> dict[str, Mean]:
     return means
 
 
-def _scored(pairs: Sequence[Pair], sentences: bool) -> Iterator[list[Score]]:
-    """Scores in order, chunk by chunk, on all cores where it pays."""
+def _scored(pairs: Sequence[Pair], sentences: bool, processes: int | None) -> Iterator[list[Score]]:
+    """Scores in order, chunk by chunk."""
     chunks = [pairs[start : start + CHUNK] for start in range(0, len(pairs), CHUNK)]
-    cores = len(os.sched_getaffinity(0))
-    if len(pairs) < FEW or cores < 2:
+    if processes is None:
+        processes = 1 if len(pairs) < FEW else len(os.sched_getaffinity(0))
+    if processes < 2:
         for chunk in chunks:
             yield score(chunk, sentences)
         return
     # Spawned, not forked: libraries loaded here have threads.
-    with ProcessPoolExecutor(cores, mp_context=get_context("spawn"), initializer=_ignore_interrupts) as pool:
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_ignore_interrupts) as pool:
         try:
             yield from pool.map(score, chunks, [sentences] * len(chunks))
         except BrokenProcessPool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from megatoken.accuracy.answers import AccuracyLogError, find_log, read_answers
 from megatoken.accuracy.decoding import AnswerDecoder
 from megatoken.accuracy.evaluate import Scores, evaluate
 from megatoken.accuracy.files import document, write_results
-from megatoken.accuracy.targets import FOLDER, missed, of_baseline, of_benchmark
-from megatoken.datasets.references import References, load_references
+from megatoken.accuracy.targets import FOLDER, Targets, missed, of_baseline, of_benchmark
+from megatoken.datasets.references import HELD_OUT, References, load_references
+from megatoken.engine.config import model_folder
 from megatoken.errors import DatasetError, UsageError
 from megatoken.results.run_folder import RESULT, Run, Verdict, read_run
 
@@ -62,7 +63,6 @@ def judge(
     run = run_of(log)
     expected = _references(run, references, log)
     decoder = AnswerDecoder(_model(run, model, log))
-    answers = read_answers(log)
     if benchmark is not None and baseline is not None:
         raise UsageError("--benchmark and --baseline: name one, to say what must be reached")
     targets = None
@@ -70,10 +70,45 @@ def judge(
         targets = of_benchmark(benchmark, expected)
     elif baseline is not None:
         targets = of_baseline(baseline, share, expected)
-    scores = evaluate(answers, expected, decoder, partial=partial, progress=progress)
-    reasons = missed(scores, targets) if targets else []
-    result = document(answers, expected, scores, targets, reasons, list(_notes(scores, expected, run, references)))
+    notes = []
+    if run is not None and references is not None and expected.content_hash != run.result.get("data_set_sha256"):
+        notes.append(f"{expected.path} is another file than the prompts of the run")
     folder = log.parent if run is None else run.path / FOLDER
+    return judge_log(log, folder, expected, decoder, targets, notes=notes, partial=partial, progress=progress)
+
+
+def judge_log(
+    log: Path,
+    folder: Path,
+    references: References,
+    decoder: AnswerDecoder,
+    targets: Targets | None,
+    *,
+    notes: Sequence[str] = (),
+    partial: bool = False,
+    processes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Judged:
+    """Scores the answers of one log and writes both files.
+
+    Args:
+        log: LoadGen's accuracy log.
+        folder: Receives the files; made if missing.
+        references: The answers expected.
+        decoder: Of the model that answered.
+        targets: What must be reached.
+        notes: What else a reader must know.
+        partial: Rows of the data set may have no answer.
+        processes: As of ``evaluate``.
+        progress: As of ``judge``.
+
+    Raises:
+        UsageError, StorageError: As ``judge``.
+    """
+    answers = read_answers(log)
+    scores = evaluate(answers, references, decoder, partial=partial, processes=processes, progress=progress)
+    reasons = missed(scores, targets) if targets else []
+    result = document(answers, references, scores, targets, reasons, [*notes, *_notes(scores, references)])
     write_results(folder, answers, scores, result)
     return Judged(result, folder)
 
@@ -93,6 +128,10 @@ def _references(run: Run | None, given: Path | None, log: Path) -> References:
     if given is not None:
         return load_references(given)
     prompts = None if run is None else run.config.get("prompts")
+    if run is not None and prompts is None:
+        held_out = load_references(HELD_OUT)
+        if held_out.content_hash == run.result.get("data_set_sha256"):
+            return held_out
     if run is None or not isinstance(prompts, str):
         raise UsageError(f"{log}: which answers are expected is not known here; name the data set with --references")
     references = load_references(Path(prompts))
@@ -105,18 +144,16 @@ def _references(run: Run | None, given: Path | None, log: Path) -> References:
 
 
 def _model(run: Run | None, given: Path | None, log: Path) -> Path:
-    model = given or (Path(str(run.config.get("model"))) if run is not None else None)
+    model = given or (model_folder(str(run.config.get("model"))) if run is not None else None)
     if model is None or not (model / "tokenizer.json" if model.is_dir() else model).is_file():
         where = log if model is None else model
         raise UsageError(f"{where}: no tokenizer.json; name the folder of the model that answered with --model")
     return model
 
 
-def _notes(scores: Scores, references: References, run: Run | None, given: Path | None) -> Iterator[str]:
+def _notes(scores: Scores, references: References) -> Iterator[str]:
     if scores.answers < len(references.texts):
         yield f"{scores.answers:,} of {len(references.texts):,} rows have an answer"
-    if run is not None and given is not None and references.content_hash != run.result.get("data_set_sha256"):
-        yield f"{references.path} is another file than the prompts of the run"
     if scores.characters is None and references.data_set is not None:
         yield "no NLTK sentence data: rougeLsum and gen_len are left out, exact_match is of texts not split"
     if scores.empty:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 from megatoken.datasets.references import Scoring
@@ -48,6 +49,12 @@ class Score:
     characters: int | None
     identifiers_found: float | None
     empty: bool
+
+
+def check_installed() -> None:
+    """Raises UsageError if what scores need is not installed."""
+    if find_spec("rouge_score") is None:
+        raise _not_installed()
 
 
 def score(pairs: Sequence[Pair], sentences: bool) -> list[Score]:

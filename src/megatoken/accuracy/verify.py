@@ -12,6 +12,7 @@ from megatoken.accuracy.judge import run_of
 from megatoken.accuracy.targets import read_result
 from megatoken.audit.detail_log import read_detail_log
 from megatoken.audit.reading import UnreadableError
+from megatoken.engine.config import model_folder
 from megatoken.errors import UsageError
 from megatoken.results import Run
 
@@ -70,7 +71,7 @@ def _end_token_ids(run: Run | None, model: Path | None, given: str | None, log: 
             raise UsageError(f"--end-tokens {given}: not token ids with commas between, such as 128001,128009")
         return [int(word) for word in words]
     if model is None and run is not None:
-        model = Path(str(run.config.get("model")))
+        model = model_folder(str(run.config.get("model")))
     if model is None or not model.is_dir():
         raise UsageError(f"{log}: the model's end tokens are not known here; give --model DIR or --end-tokens")
     from megatoken.engine.checkpoint import read_config  # PyTorch with it, which takes a while

@@ -11,8 +11,11 @@ from typing import Literal
 from megatoken.datasets.lines import read_lines
 from megatoken.datasets.prompt_lines import parse_prompt_line
 from megatoken.datasets.tables import SUFFIXES, read_table
+from megatoken.engine.config import REFERENCE, model_folder
 from megatoken.engine.request import Sampling
 from megatoken.errors import DatasetError
+
+HELD_OUT = model_folder(REFERENCE) / "held_out.jsonl"  # what the model that ships is examined with
 
 Scoring = Literal["summary", "rouge", "niah_em", "qa_em", "exact"]
 _METRICS: Mapping[str, Scoring] = {"rouge": "rouge", "niah_em": "niah_em", "qa_em": "qa_em"}  # of the 405B set

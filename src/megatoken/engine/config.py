@@ -199,6 +199,17 @@ SHAPES: dict[str, ModelConfig] = {
     )
 }
 
+REFERENCE = "reference"  # the trained model that ships with the package
+_REFERENCE_FOLDER = Path(__file__).parents[1] / "data" / "reference_model"
+
+
+def model_folder(model: str | Path) -> Path:
+    """Where the files of a model are: those of ``reference`` in the package, of any other where its name says.
+
+    A folder of the name ``reference`` is ``./reference`` or a ``Path``.
+    """
+    return _REFERENCE_FOLDER if model == REFERENCE else Path(model)
+
 
 def end_token_ids(values: Mapping[str, object], source: Path) -> tuple[int, ...]:
     """``eos_token_id`` of a ``config.json`` or ``generation_config.json``: absent, one id or a list of ids.

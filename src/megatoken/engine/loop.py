@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatoken.engine.checkpoint import Checkpoint, RandomWeights, read_config
-from megatoken.engine.config import SHAPES, EngineConfig, ModelConfig
+from megatoken.engine.config import REFERENCE, SHAPES, EngineConfig, ModelConfig, model_folder
 from megatoken.engine.device import choose_device, operations
 from megatoken.engine.memory import MemoryPlan, plan_memory
 from megatoken.engine.request import Completion, FinishReason, Request, Sampling, TokenEvent
@@ -61,8 +61,8 @@ class Engine:
     """A model that continues prompts, many at a time.
 
     Args:
-        model: a Hugging Face checkpoint directory, or a named shape (``megatoken.engine.config.SHAPES``), which gets
-            random weights.
+        model: a Hugging Face checkpoint directory; ``reference``, the trained model that ships with the package; or a
+            named shape (``megatoken.engine.config.SHAPES``), which gets random weights.
         config: precision and sizes; what is left out is derived, see ``memory_plan``.
         random_weights: take only the directory's configuration.
         seed: of random weights.
@@ -86,7 +86,7 @@ class Engine:
         self.config = config
         self.content_hash = source.content_hash
         self.memory_plan: MemoryPlan = plan_memory(source.config, config)
-        tokenizer_file = Path(model) / "tokenizer.json"
+        tokenizer_file = model_folder(model) / "tokenizer.json"
         self.tokenizer = Tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -298,12 +298,12 @@ class Engine:
 
 
 def open_model(model: str | Path, *, random_weights: bool = False, seed: int = 0) -> Checkpoint | RandomWeights:
-    """A checkpoint directory, or random weights for a named shape or a directory's configuration.
+    """A checkpoint directory, the reference model, or random weights for a named shape or a directory's configuration.
 
     Raises:
         CheckpointError: neither a directory nor a shape, or a directory that cannot be loaded.
     """
-    path = Path(model)
+    path = model_folder(model)
     try:
         is_directory = path.is_dir()
     except OSError as error:
@@ -311,7 +311,10 @@ def open_model(model: str | Path, *, random_weights: bool = False, seed: int = 0
     if str(model) in SHAPES and not is_directory:
         return RandomWeights(SHAPES[str(model)], seed)
     if not is_directory:
-        raise CheckpointError(f"{model}: no such directory, and not one of the shapes {', '.join(SHAPES)}")
+        raise CheckpointError(
+            f"{model}: no such directory, and not one of the shapes {', '.join(SHAPES)}; "
+            f"the model that ships is {REFERENCE}"
+        )
     if random_weights:
         return RandomWeights(read_config(path), seed)
     return Checkpoint.open(path)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatoken.report.words import ABSENT, number
+from megatoken.report.words import ABSENT, number, precise
 from megatoken.results import Run, Verdict
 
 PERCENTILES = ("p50", "p90", "p95", "p99")
+SCORES = {"exact_match": "Exact match", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 UNRELIABLE_NOTE = "* too few samples to state this percentile with 99 % confidence"
 MEANING = {
     Verdict.MEASURED: "a healthy run that claims no MLPerf rules",
     Verdict.VALID: "meets the MLPerf rules it claims",
-    Verdict.INVALID: "a sample failed, or an MLPerf rule that it claims is not met",
+    Verdict.INVALID: "a sample failed, answers are too inaccurate, or an MLPerf rule that it claims is not met",
     Verdict.DEGRADED: "finished with fewer nodes than it started with",
     Verdict.INTERRUPTED: "ended early; the numbers cover what was done until then",
 }
@@ -51,6 +53,7 @@ def metric_rows(run: Run) -> list[MetricRow]:
         _single(result, "Peak memory", "MiB", "peak_memory_bytes", 2**-20),
         _single(result, "Energy", "J/output token", "energy_joules_per_output_token"),
     ]
+    rows += _accuracy(result.get("accuracy") or {})
     unremarkable = {"Samples failed", "Samples cancelled", "Preemptions", "Peak memory", "Energy"}
     return [row for row in rows if not (row.label in unremarkable and row.value in ("0", ABSENT))]
 
@@ -65,6 +68,14 @@ def _single(result: dict[str, Any], label: str, unit: str, name: str, factor: fl
     if factor != 1 and isinstance(value, int | float):
         value = value * factor
     return MetricRow(label, unit, number(value))
+
+
+def _accuracy(accuracy: Mapping[str, Any]) -> list[MetricRow]:
+    """Means over the answers; ROUGE is an F-measure."""
+    metrics = accuracy.get("metrics") or {}
+    return [
+        MetricRow(label, "%", precise(metrics[name].get("value"))) for name, label in SCORES.items() if name in metrics
+    ]
 
 
 def _latency(result: dict[str, Any], label: str, name: str) -> MetricRow:
