@@ -58,6 +58,9 @@ class EngineSection(_Section):
     memory_bytes: Count | None = Field(default=None, description="memory the engine may use")
     threads: Count | None = Field(default=None, description="CPU threads")
     overlap: bool | None = Field(default=None, description="plan the next step while one runs")
+    target_step_seconds: Rate | None = Field(
+        default=None, lt=1e6, description="longest step, by which prompts wait; null: 95 % of the limit on TPOT, if any"
+    )
 
 
 class RunConfig(_Section):

@@ -166,6 +166,7 @@ class EngineConfig:
     memory_bytes: int | None = None
     threads: int | None = None
     overlap: bool | None = None
+    target_step_seconds: float | None = None
 
 
 def _llama31(name: str, hidden_size: int, intermediate_size: int, layers: int, heads: int) -> ModelConfig:

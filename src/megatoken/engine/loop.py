@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from megatoken.engine.memory import MemoryPlan, plan_memory
 from megatoken.engine.request import Completion, FinishReason, Request, Sampling, TokenEvent
 from megatoken.engine.runner import Runner, SampledIds
 from megatoken.engine.scheduler import Scheduler, StepPlan
+from megatoken.engine.step_time import StepTime
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, CheckpointError, RequestError
 
@@ -54,6 +56,7 @@ class Counters:
 @dataclass(frozen=True, slots=True)
 class _Launched:
     plan: StepPlan
+    began: float  # time.monotonic()
     ids: SampledIds = field(repr=False)
 
 
@@ -104,6 +107,10 @@ class Engine:
             num_pages=memory.pages,
             max_length=memory.max_length,
         )
+        self._step_time = None
+        if config.target_step_seconds is not None:
+            self._step_time = StepTime(config.target_step_seconds, memory.max_rows)
+        self._ended = 0.0  # when the last step was collected
         overlap = self.device.type == "cuda" if config.overlap is None else config.overlap
         self._lookahead = 1 if overlap else 0
         self._active: dict[int, _Active] = {}
@@ -155,9 +162,9 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Plan and launch one step, collect the oldest that is due, tell what it brought."""
         events, self._held = self._held, []
-        plan = self._scheduler.plan()
+        plan = self._plan()
         if plan is not None:
-            self._launched.append(_Launched(plan, self._launch(plan)))
+            self._launched.append(_Launched(plan, time.monotonic(), self._launch(plan)))
         if self._launched and (plan is None or len(self._launched) > self._lookahead):
             events += self._collect(self._launched.popleft())
         return events
@@ -216,6 +223,7 @@ class Engine:
             "kernels": self._ops.kernels(),
             "threads": torch.get_num_threads(),
             "steps_in_flight": 1 + self._lookahead,
+            "target_step_seconds": self.config.target_step_seconds,
             "measured_input_scales": self._runner.measured_input_scales,
             "why_no_gpu": self._why_no_gpu,
         }
@@ -256,6 +264,14 @@ class Engine:
             self.cancel(ticket)
         self._held = [event for event in self._held if event.ticket not in gone]
 
+    def _plan(self) -> StepPlan | None:
+        if self._step_time is None:
+            return self._scheduler.plan()
+        decodes, cached = self._scheduler.decodes, self._scheduler.cached_tokens
+        return self._scheduler.plan(
+            self._step_time.prompt_rows(decodes, cached), self._step_time.most_sequences(decodes, cached)
+        )
+
     def _launch(self, plan: StepPlan) -> SampledIds:
         self._last_step_rows = int(plan.count.sum())
         self._rows += self._last_step_rows
@@ -273,9 +289,14 @@ class Engine:
         return active.prompt[start:] + active.generated[max(start - prompt, 0) : start + count - prompt]
 
     def _collect(self, launched: _Launched) -> list[TokenEvent]:
-        plan = launched.plan
+        plan, ids = launched.plan, launched.ids.wait()
+        if self._step_time is not None:
+            now = time.monotonic()
+            cached_tokens = int((plan.start + plan.count).sum())
+            self._step_time.note(int(plan.count.sum()), cached_tokens, now - max(launched.began, self._ended))
+            self._ended = now
         events = []
-        for ticket, token in zip(plan.ticket[plan.sample].tolist(), launched.ids.wait(), strict=True):
+        for ticket, token in zip(plan.ticket[plan.sample].tolist(), ids, strict=True):
             active = self._active.get(ticket)
             if active is None:  # it stopped or was cancelled while this step was on its way
                 continue

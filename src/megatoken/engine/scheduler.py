@@ -114,7 +114,9 @@ class Scheduler:
         self._length = np.zeros(max_sequences, dtype=np.int32)  # prompt_tokens + max_tokens
         self._held = np.zeros(max_sequences, dtype=np.int32)  # pages
         self._prompt = np.zeros(max_sequences, dtype=np.int32)
-        self._answered_tokens = self._answer_limits = PRIOR_TOKENS  # of all whole answers: what they took and might have
+        self._answered_tokens = self._answer_limits = (
+            PRIOR_TOKENS  # of all whole answers: what they took and might have
+        )
         self._last_ticket = -1
         self._step = 0
         self._preemptions = 0
@@ -192,24 +194,42 @@ class Scheduler:
         self._remove(gone)
         return True
 
-    def plan(self) -> StepPlan | None:
+    @property
+    def decodes(self) -> int:
+        """Residents whose next row is one token: all but the newest where its prompt is half done."""
+        return self.resident - self._half_done
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens whose keys are in the cache, of all residents."""
+        return int(self._computed[self._residents].sum())
+
+    def plan(self, prompt_rows: int | None = None, most_sequences: int | None = None) -> StepPlan | None:
         """Plans the next step as if every token sampled so far were there.
+
+        Args:
+            prompt_rows: most rows beside those of the decodes; a prompt that is half done gets one at least. None: as
+                many as ``max_rows`` leaves.
+            most_sequences: nobody is admitted beyond as many residents; None: beyond ``max_sequences``.
 
         Returns:
             The step, its pages already written to ``page_table``; None when nothing waits or is resident.
         """
         short = self._pages_for(self._known[self._residents]) - self._held[self._residents]
         preempted = self._preempt(short)
-        decodes = self.resident - self._half_done
+        decodes = self.decodes
+        max_rows = self._max_rows
+        if prompt_rows is not None:
+            max_rows = min(max_rows, decodes + max(prompt_rows, int(self._half_done), int(not decodes)))
         if self._waiting and not preempted:
-            self._admit(self._pages.free - int(short.sum()))
+            self._admit(self._pages.free - int(short.sum()), max_rows, most_sequences)
         slot = self._residents
         if not len(slot):
             return None
 
         start, known = self._computed[slot], self._known[slot]
         count = known - start
-        excess = int(count.sum()) - self._max_rows
+        excess = int(count.sum()) - max_rows
         self._half_done = excess > 0
         if self._half_done:
             count[-1] -= excess
@@ -263,22 +283,27 @@ class Scheduler:
             self._remove(np.arange(self.resident) >= keep)
         return tuple(preempted)
 
-    def _admit(self, spare_pages: int) -> None:
+    def _admit(self, spare_pages: int, max_rows: int, most_sequences: int | None) -> None:
         """Makes waiting requests resident, oldest first, while a row, a slot and the pages for all they know are left.
 
         The pages are given whole in the same plan, so a half-done prompt never lacks any.
         """
-        spare_rows = self._max_rows - int((self._known[self._residents] - self._computed[self._residents]).sum())
-        if spare_rows <= 0 or not self._free_slots:
+        spare_rows = max_rows - int((self._known[self._residents] - self._computed[self._residents]).sum())
+        spare_slots = len(self._free_slots)
+        if most_sequences is not None:
+            spare_slots = min(spare_slots, most_sequences - self.resident)
+        if spare_rows <= 0 or spare_slots <= 0:
             return
         resident, limits = self._residents, self._answer_limits
-        prompt, known, length = (column[resident].astype(np.int64) for column in (self._prompt, self._known, self._length))
+        prompt, known, length = (
+            column[resident].astype(np.int64) for column in (self._prompt, self._known, self._length)
+        )
         # Residents count with what they have so far: short answers are the first to end, and would seem to be all.
         taken = min(self._answered_tokens + int((known - prompt).sum()), limits)
         end = prompt + (length - prompt) * taken // limits - 1  # nothing attends to the last token
         forecast = PageForecast(known, np.maximum(known, end), self._page_size, self._num_pages)
         admitted: list[tuple[int, int, int, int]] = []
-        while self._waiting and spare_rows > 0 and len(admitted) < len(self._free_slots):
+        while self._waiting and spare_rows > 0 and len(admitted) < spare_slots:
             ticket, request = next(iter(self._waiting.items()))
             spare_rows -= request.known
             spare_pages -= self._pages_for(request.known)

@@ -16,6 +16,7 @@ from megatoken.harness.schedule import PoissonSchedule
 DEFAULT_DURATION_SECONDS = 15.0
 DURATION_MARGIN = 1.2  # a run that ends before the duration asked for is lost, a longer one only takes longer
 LOADGEN_MARGIN = 1.1  # LoadGen's own, on top
+TARGET_STEP_SHARE = 0.95  # of the limit on the time per output token
 OFFERED_SHARES = {"server": 0.7, "interactive": 0.4}  # of the rate when full, where the user names none
 
 
@@ -38,6 +39,18 @@ def run_limits(config: RunConfig) -> LatencyLimits | None:
         return None
     ttft, tpot = config.ttft_limit_seconds, config.tpot_limit_seconds
     return LatencyLimits(limits.ttft_seconds if ttft is None else ttft, limits.tpot_seconds if tpot is None else tpot)
+
+
+def with_target_step(config: RunConfig) -> RunConfig:
+    """``config`` with a longest step in place of null, where the scenario limits the time per output token.
+
+    A token comes every step, so the mean step of a sample is its time per output token.
+    """
+    limits = run_limits(config)
+    if limits is None or config.engine.target_step_seconds is not None:
+        return config
+    engine = config.engine.model_copy(update={"target_step_seconds": TARGET_STEP_SHARE * limits.tpot_seconds})
+    return config.model_copy(update={"engine": engine})
 
 
 def seconds_to_fill(config: RunConfig, rows: int) -> float:

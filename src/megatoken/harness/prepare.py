@@ -28,7 +28,7 @@ from megatoken.engine.memory import MemoryPlan, plan_memory
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, StorageError
 from megatoken.hardware.inventory import cpu
-from megatoken.harness.loadgen_plan import run_round
+from megatoken.harness.loadgen_plan import run_round, with_target_step
 
 THREADS_PER_CORE = 4  # more only wait for each other, and a typing error of two digits hangs the machine
 REFERENCE_NOTE = (
@@ -97,6 +97,7 @@ def prepare(config: RunConfig) -> Prepared:
         UsageError: the answers are to be scored, and what that needs is not installed.
     """
     check_writable(config.out)
+    config = with_target_step(config)
     source, memory = open_and_plan(config)
     data_set = _load_data_set(config, source.config, memory)
     notes = list(data_set.notes)
