@@ -73,7 +73,9 @@ class SimulatedEngine:
 
     def peak_pages(self, tickets: list[int], residents: list[int]) -> int:
         """The most pages that ``tickets`` are expected to hold at any step to come, step by step."""
-        taken = self.answered_tokens + sum(self.live[ticket].known - len(self.live[ticket].prompt) for ticket in residents)
+        taken = self.answered_tokens + sum(
+            self.live[ticket].known - len(self.live[ticket].prompt) for ticket in residents
+        )
         sequences = []
         for s in (self.live[ticket] for ticket in tickets):
             expected = len(s.prompt) + s.max_tokens * min(taken, self.answer_limits) // self.answer_limits - 1
