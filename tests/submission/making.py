@@ -51,7 +51,7 @@ def offline(
     from megatoken.config import RunConfig
     from megatoken.harness import benchmarks, rules
     from megatoken.harness.loadgen import Seeds
-    from megatoken.harness.prepare import prepare
+    from megatoken.harness.prepare import build_engine, prepare
     from megatoken.harness.progress import Progress
     from megatoken.harness.run import run_scenario
     from megatoken.targets.in_process import InProcessTarget
@@ -61,11 +61,11 @@ def offline(
     rules.ROUNDS["v5.1"] = rules.Round("v5.1", Seeds(*seeds) if seeds else own, SECONDS, ROWS, ROWS)
     table = benchmarks._benchmarks()
     table |= {name: replace(benchmark, rows=ROWS) for name, benchmark in table.items()}
-    settings = {"rules": "v5.1", "mode": mode, "warm_up_seconds": 0.1, "engine": {"threads": 1}}
+    settings = {"model": "tiny", "rules": "v5.1", "mode": mode, "warm_up_seconds": 0.1, "engine": {"threads": 1}}
     if mode == "performance":
         settings |= {"samples": 4 * ROWS, "min_duration_seconds": SECONDS}
     prepared = prepare(RunConfig(out=Path(out), lengths=lengths, **settings))
-    target = InProcessTarget(prepared.build_engine())
+    target = InProcessTarget(build_engine(prepared.config))
     known = {**prepared.facts(), **(facts or {})}
     path = run_scenario(prepared.config, prepared.data_set, target, known, Progress(True))
     configuration = path / "config.yaml"  # of the model that ``known`` says it was
