@@ -63,6 +63,15 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         (("GB200",), "two results or more"),
         (("GB200", "GB200"), "given twice"),
         (("GB200", "ZX81"), "ZX81: neither a folder nor a published id nor an accelerator"),
+        (
+            ("GB200", "H100", "--benchmark", "llama2-70b"),
+            "--benchmark llama2-70b: no published result is of it",
+        ),
+        (("GB200", "H100", "--scenario", "Sever"), "did you mean Server?"),
+        (
+            ("GB200", "5.1-0008"),
+            "given twice: 5.1-0008:llama2-70b-99:Offline; an accelerator stands",
+        ),
         (("GB200", "5.1-9999"), "5.1-9999"),
         (("GB200", "absent.yaml#median"), "absent.yaml: no such file"),
         (("GB200", "H200", "--benchmrak", "x"), "--benchmrak: unknown flag; did you mean --benchmark?"),

@@ -1,6 +1,7 @@
 """Pages of documents: what they say, in the words and figures of the document."""
 
 import json
+import os
 
 import pytest
 from pages import parsed, table_rows, words
@@ -243,3 +244,15 @@ def test_a_saved_document_makes_the_same_page(name, tmp_path):
     assert report.read_text(encoding="utf-8") == page(document_view(checked(document)))
     assert write_report(saved) == report
     assert report.read_text(encoding="utf-8") == page(document_view(checked(document)))
+
+
+def test_a_folder_of_runs_is_told_from_a_folder_of_nothing(tmp_path, make_run):
+    runs = make_run().parent
+    with pytest.raises(UsageError, match=r"holds run folders, 1 of them; give one, such as .*, or use --query"):
+        write_report(runs)
+
+
+def test_a_pipe_is_refused_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "audit.json")
+    with pytest.raises(UsageError, match="no regular file"):
+        write_report(tmp_path / "audit.json")

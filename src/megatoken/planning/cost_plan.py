@@ -97,7 +97,8 @@ def _cost_inputs(system: System, assumptions: Assumptions) -> CostInputs:
     throughput, rent = system.throughput, system.rent_dollars_per_accelerator_hour
     if throughput.accelerators is None:
         raise UsageError(
-            "nobody says how many accelerators produce this rate; give the number, 1 for a machine without"
+            "nobody says how many accelerators produce this rate; give the number (--accelerators), 1 for a machine"
+            " without"
         )
     if rent is not None:
         check_positive("the rent in dollars per accelerator hour", rent)

@@ -82,11 +82,12 @@ def power_of(throughput: Throughput, energy: RunEnergy | None = None) -> Power:
     count, name = throughput.accelerators, throughput.accelerator
     if count is None or name is None:
         raise UsageError(
-            "the power is not known: give watts, or how many accelerators of which name, to take their TDP"
+            "the power is not known: give watts (--watts), or accelerators and their name (--accelerators,"
+            " --accelerator), whose TDP is taken"
         )
     tdp = find_tdp(name, tdp_watts())
     if tdp is None:
-        raise UsageError(f"the TDP of '{name}' is not known; give watts, or one of {', '.join(tdp_watts())}")
+        raise UsageError(f"the TDP of '{name}' is not known; give watts (--watts), or one of {', '.join(tdp_watts())}")
     source = f"{count} x {tdp:g} W by data sheet (gpu_specs.csv): accelerators only, not measured"
     return Power(nameplate_watts(count, tdp), "accelerators", "nameplate", source)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatoken.errors import UsageError
 from megatoken.results.comparison import Entry
 from megatoken.results.nodes import run_accelerators
-from megatoken.results.reference import PublishedResult, published_results, results_of
+from megatoken.results.reference import PublishedResult, accelerator_table, published_results, results_of
 
 if TYPE_CHECKING:
     from megatoken.results.aggregation import Aggregate
@@ -46,8 +47,10 @@ def accelerator_entry(accelerator: str, benchmark: str, scenario: str) -> Entry:
     """The published system with the highest rate per accelerator; without any, an entry that says "no data".
 
     Raises:
-        UsageError: no row of any benchmark has an accelerator of that name.
+        UsageError: no row of any benchmark has an accelerator of that name, or no row is of that benchmark or scenario.
     """
+    _check_published("--benchmark", benchmark, {row.benchmark for row in published_results()})
+    _check_published("--scenario", scenario, {row.scenario for row in published_results()})
     rows = results_of(accelerator, benchmark, scenario)
     if rows:
         same = [row for row in rows if row.division == rows[0].division]
@@ -59,9 +62,14 @@ def accelerator_entry(accelerator: str, benchmark: str, scenario: str) -> Entry:
         return published_entry(rows[0], note if len(same) > 1 else None)
     elsewhere = [row for row in published_results() if results_of(accelerator, row.benchmark, row.scenario)]
     if not elsewhere:
-        known = sorted({row.accelerator for row in published_results() if row.accelerator})
+        known = [
+            name
+            for name in accelerator_table()
+            if any(results_of(name, row.benchmark, row.scenario) for row in published_results())
+        ]
         raise UsageError(
-            f"{accelerator}: neither a folder nor a published id nor an accelerator; published are {', '.join(known)}"
+            f"{accelerator}: neither a folder nor a published id nor an accelerator; published are, among others,"
+            f" {', '.join(known)}"
         )
     return Entry(
         name=f"{accelerator}:{benchmark}:{scenario}",
@@ -70,6 +78,13 @@ def accelerator_entry(accelerator: str, benchmark: str, scenario: str) -> Entry:
         output_tokens_per_second=None,
         note=f"no published {benchmark} {scenario} result of {accelerator}: no data, which is no sign of being worse",
     )
+
+
+def _check_published(flag: str, name: str, known: Collection[str]) -> None:
+    if name.lower() not in {one.lower() for one in known}:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        mend = f"did you mean {close[0]}?" if close else f"published are {', '.join(sorted(known))}"
+        raise UsageError(f"{flag} {name}: no published result is of it; {mend}")
 
 
 def run_entry(runs: Sequence[Run], name: str) -> Entry:
