@@ -86,6 +86,19 @@ def document_shown(name: str, width: int = 100, terminal: bool = False) -> str:
     return console.file.getvalue()
 
 
+def test_stages_are_shares_of_the_time_and_loadgen_has_its_own_word(make_run):
+    path = make_run(scenario="server", loadgen_validity="INVALID", offered_samples_per_second=4.5)
+    rows = [re.split(r"\s{2,}", line.strip()) for line in shown(path, 100).splitlines()]
+    table = {row[0]: row[1:] for row in rows}
+    shares = {name: float(row[1]) for name, row in table.items() if name.startswith("Time in ")}
+    assert shares.keys() == {"Time in prefill", "Time in decode"}  # the others are unknown in this run
+    assert sum(shares.values()) == pytest.approx(100, abs=0.1)
+    assert table["Offered"] == ["samples/s", "4.50"]
+    assert "Sent after due" in table
+    assert "LoadGen's own word: INVALID" in shown(path, 80)
+    assert "LoadGen's own word" not in shown(make_run(samples=4), 80)
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.parametrize("width", [40, 80, 140])
 def test_every_document_prints_at_every_width(name, width):

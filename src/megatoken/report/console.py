@@ -92,6 +92,8 @@ def lines(run: Run, *, starred: bool) -> Iterator[Text]:
     if starred:
         yield Text(UNRELIABLE_NOTE, style="dim")
     yield Text.assemble((run.verdict, STYLES.get(run.verdict, "bold yellow")), f": {MEANING[run.verdict]}")
+    if run.result.get("loadgen_validity") in ("VALID", "INVALID"):
+        yield Text(f"LoadGen's own word: {run.result['loadgen_validity']}")
     for reason in run.reasons:
         yield Text.assemble("  ", (reason["code"], "bold"), f" {reason['message']}")
     if run.rules_unmet:

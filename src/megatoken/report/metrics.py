@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatoken.report.words import ABSENT, number, precise
+from megatoken.report.words import ABSENT, is_number, number, precise
 from megatoken.results import Run, Verdict
+from megatoken.results.statistics import STAGES
 
 PERCENTILES = ("p50", "p90", "p95", "p99")
 SCORES = {"exact_match": "Exact match", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
@@ -43,6 +44,9 @@ def metric_rows(run: Run) -> list[MetricRow]:
         _latency(result, "Time per output token", "tpot_seconds"),
         _latency(result, "First token since query" if offline else "Time to first token", "ttft_seconds"),
         _latency(result, "Last token since query" if offline else "Latency", "latency_seconds"),
+        *_stages(result.get("stages")),
+        *([] if offline else [_latency(result, "Sent after due", "send_lag_seconds")]),
+        _single(result, "Offered", "samples/s", "offered_samples_per_second"),
         _single(result, "Duration", "s", "duration_seconds"),
         _single(result, "Samples completed", "samples", "samples_completed"),
         _single(result, "Samples failed", "samples", "samples_failed"),
@@ -54,7 +58,7 @@ def metric_rows(run: Run) -> list[MetricRow]:
         _single(result, "Energy", "J/output token", "energy_joules_per_output_token"),
     ]
     rows += _accuracy(result.get("accuracy") or {})
-    unremarkable = {"Samples failed", "Samples cancelled", "Preemptions", "Peak memory", "Energy"}
+    unremarkable = {"Samples failed", "Samples cancelled", "Preemptions", "Peak memory", "Energy", "Offered"}
     return [row for row in rows if not (row.label in unremarkable and row.value in ("0", ABSENT))]
 
 
@@ -68,6 +72,20 @@ def _single(result: dict[str, Any], label: str, unit: str, name: str, factor: fl
     if factor != 1 and isinstance(value, int | float):
         value = value * factor
     return MetricRow(label, unit, number(value))
+
+
+def _stages(stages: Any) -> list[MetricRow]:
+    """What share of the samples' time each stage took; stages that the run does not have are left out."""
+    shares = {
+        name: stage.get("share")
+        for name, stage in (stages if isinstance(stages, Mapping) else {}).items()
+        if isinstance(stage, Mapping)
+    }
+    return [
+        MetricRow(f"Time in {name}", "%", number(100 * share))
+        for name, share in shares.items()
+        if name in STAGES and is_number(share)
+    ]
 
 
 def _accuracy(accuracy: Mapping[str, Any]) -> list[MetricRow]:
