@@ -1,10 +1,16 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from megatoken.harness.benchmarks import LatencyLimits
+from megatoken.harness.client_limit import ClientLimit
+from megatoken.harness.latencies import Latencies, latencies
 from megatoken.harness.loadgen_log import LoadGenLog
-from megatoken.harness.rules import ROUNDS, Observed, UnmetRule, judge, unmet_rules
-from megatoken.results import Verdict
+from megatoken.harness.rules import ROUNDS, Observed, UnmetRule, judge, send_lag_limit_seconds, unmet_rules
+from megatoken.results import SampleRow, Verdict
+from megatoken.results.statistics import Samples
+from megatoken.results.tables import to_table
 
 V51 = ROUNDS["v5.1"]
 GOOD = {
@@ -107,3 +113,133 @@ def test_verdicts() -> None:
     assert [reason["message"] for reason in reasons] == ["2 of 9 samples failed"]
     verdict, reasons = judge(claimed=True, unmet=rules, failed_samples=2, samples=9)
     assert [reason["code"] for reason in reasons] == ["FAILED_SAMPLES", "MIN_DURATION"]
+
+
+SERVED = {
+    **GOOD,
+    "generated_samples_per_query": 1,
+    "generated_query_count": 24_576,
+    "result_query_count": 24_576,
+    "result_min_duration_met": True,
+    "early_stopping_met": True,
+    "result_perf_constraints_met": True,
+    "result_first_token_99.00_percentile_latency_ns": 1_500_000_000,
+    "result_time_per_output_token_99.00_percentile_ns": 150_000_000,
+    "requested_server_ttft_latency": 2_000_000_000,
+    "requested_server_tpot_latency": 200_000_000,
+}
+OWN = Latencies(24_576, 1.5, 0.15, 40, 50, 209, 459, 290.0)
+WELL = {
+    "scenario": "server",
+    "mode": "performance",
+    "data_set_rows": 24_576,
+    "last_due_seconds": 601.0,
+    "limits": LatencyLimits(2.0, 0.2),
+    "latencies": OWN,
+    "send_lag_p99_seconds": 0.001,
+    "client": ClientLimit(1000.0, 300_000.0),
+    "samples_per_second": 40.0,
+}
+
+
+def unmet_served(observed: dict[str, Any] | None = None, **changes: Any) -> list[UnmetRule]:
+    return unmet_rules(V51, LoadGenLog({**SERVED, **changes}, []), Observed(**{**WELL, **(observed or {})}))
+
+
+def test_a_server_log_that_meets_everything() -> None:
+    assert unmet_served() == []
+    just = {"result_first_token_99.00_percentile_latency_ns": 1_999_999_999}
+    assert unmet_served({"latencies": replace(OWN, ttft_p99_seconds=2.0)}, **just) == []
+
+
+@pytest.mark.parametrize(
+    ("observed", "changes", "code", "found", "required", "message"),
+    [
+        (
+            {"latencies": replace(OWN, ttft_p99_seconds=2.0)},
+            {"result_first_token_99.00_percentile_latency_ns": 2_000_000_000},
+            "TTFT_LIMIT",
+            2.0,
+            2.0,
+            "p99 TTFT is 2000 ms, the limit 2000 ms",
+        ),
+        (
+            {"latencies": replace(OWN, tpot_p99_seconds=0.31)},
+            {"result_time_per_output_token_99.00_percentile_ns": 310_000_000},
+            "TPOT_LIMIT",
+            0.31,
+            0.2,
+            "p99 TPOT is 310 ms, the limit 200 ms",
+        ),
+        (
+            {"latencies": replace(OWN, ttft_over=300)},
+            {"early_stopping_met": False},
+            "EARLY_STOPPING",
+            300,
+            209,
+            "300 of 24,576 queries over a limit; early stopping allows 209",
+        ),
+        (
+            {"latencies": replace(OWN, allowed_over=-1)},
+            {"early_stopping_met": False, "result_query_count": 300},
+            "EARLY_STOPPING",
+            300,
+            459,
+            "300 queries; a p99 needs 459",
+        ),
+        ({}, {"requested_server_ttft_latency": 3_000_000_000}, "LATENCY_LIMITS", 3.0, 2.0, "a TTFT of 3000 ms"),
+        ({"latencies": replace(OWN, ttft_p99_seconds=0.9)}, {}, "LOADGEN_DISAGREES", 0.9, 1.5, "900 ms by our records"),
+        ({"latencies": replace(OWN, tpot_p99_seconds=0.1)}, {}, "LOADGEN_DISAGREES", 0.1, 0.15, "150 ms to LoadGen"),
+        ({"send_lag_p99_seconds": 0.2}, {}, "SEND_LAG", 0.2, 0.1, "p99 200 ms after they were due"),
+        ({"samples_per_second": 501.0}, {}, "CLIENT_LIMIT", 501.0, 500.0, "more than 50% of the 1000"),
+        ({"wall_clock_step_seconds": -0.5}, {}, "WALL_CLOCK", -0.5, 0.01, "was set by -0.5 s during the run"),
+        (
+            {"last_due_seconds": 80.0},
+            {"effective_min_duration_ms": 80_000},
+            "MIN_DURATION",
+            80.0,
+            600.0,
+            "ran 80 s of 600 s",
+        ),
+        ({}, {"generated_query_count": 24_577}, "EQUAL_ISSUE", 24_577, 49_152, "not every row equally often"),
+    ],
+)
+def test_each_rule_of_latencies_has_its_code_and_its_numbers(
+    observed: dict[str, Any],
+    changes: dict[str, Any],
+    code: str,
+    found: float,
+    required: float,
+    message: str,
+) -> None:
+    (rule,) = unmet_served(observed, **changes)
+    assert (rule["code"], rule["found"], rule["required"]) == (code, found, required)
+    assert message in rule["message"]
+
+
+def test_single_stream_needs_enough_queries_and_no_whole_passes() -> None:
+    stream = {"scenario": "singlestream", "limits": None, "latencies": None, "client": None}
+    assert unmet_served(stream, generated_query_count=24_600) == []
+    (rule,) = unmet_served(stream, early_stopping_met=False, result_query_count=50)
+    assert (rule["code"], rule["found"], rule["required"]) == ("EARLY_STOPPING", 50, 64)
+
+
+def test_a_late_sender_is_judged_by_the_limit_on_the_first_token() -> None:
+    assert send_lag_limit_seconds(LatencyLimits(2.0, 0.2)) == pytest.approx(0.1)
+    assert send_lag_limit_seconds(LatencyLimits(0.1, 0.2)) == 0.01
+    assert send_lag_limit_seconds(None) == 0.01
+
+
+def test_own_percentiles_are_taken_as_loadgen_takes_them() -> None:
+    rows = [
+        SampleRow(
+            n, 0, 1.0, 1.0, 1.0 + n / 100, 1.0 + n / 100 + (9 if n != 7 else 0), 5, 10 if n != 7 else 1, "stop", "a"
+        )
+        for n in range(1000)
+    ]
+    own = latencies(Samples.of(to_table(SampleRow, rows)), LatencyLimits(9.895, 0.9))
+    assert own is not None
+    assert own.ttft_p99_seconds == pytest.approx(9.90)  # position 990 of the sorted
+    assert own.tpot_p99_seconds == pytest.approx(1.0)
+    assert (own.queries, own.ttft_over, own.tpot_over, own.allowed_over) == (1000, 10, 999, 2)
+    assert latencies(Samples.of(to_table(SampleRow, [])), LatencyLimits(1.0, 1.0)) is None

@@ -7,6 +7,7 @@ wall clock (std::chrono::high_resolution_clock is that in GNU's library).
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -98,7 +99,7 @@ class TestSettings:
         """The text of LoadGen's user.conf."""
         scenario = LOADGEN_SCENARIOS[self.scenario]
         if scenario == "SingleStream":
-            lines = [f"*.SingleStream.target_latency = {max(1, round(1000 / self.rate))}"]  # whole milliseconds
+            lines = [f"*.SingleStream.target_latency = {math.ceil(1000 / self.rate)}"]  # whole milliseconds
         else:
             lines = [f"*.{scenario}.target_qps = {self.rate:.6g}"]
         if self.samples is not None:
