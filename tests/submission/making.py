@@ -99,13 +99,14 @@ def direct(
     told = f"{model}-interactive" if scenario == "interactive" else model
     environment = take_inventory()
     known = {**MODEL, "mode": mode, "rules": "v5.1", "data_set_rows": ROWS, "target": {"device": "cpu"}, "notes": []}
+    known |= facts or {}
     folder = RunFolder.create(
         Path(out),
         run_name(datetime.now(UTC), scenario, model),
-        {"model": model, "scenario": scenario, "mode": mode},
+        {"model": known["model"], "scenario": scenario, "mode": mode},
         environment,
         scenario=scenario,
-        facts={**known, **(facts or {})},
+        facts=known,
     )
     user_conf = folder.mlperf_directory / "user.conf"
     user_conf.write_text(
