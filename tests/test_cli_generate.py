@@ -206,7 +206,7 @@ def test_a_bad_line_is_named_and_nothing_is_written(
         ("--model {model}", "give either --prompts IN.jsonl with --out OUT.jsonl, or --prompt TEXT"),
         ("--model {model} --prompt a --prompts in.jsonl", "give either --prompts"),
         ("--model {model} --prompts in.jsonl", "--prompts IN.jsonl and --out OUT.jsonl go together"),
-        ("--prompt a", "Missing option '--model'"),
+        ("", "give either --prompts IN.jsonl with --out OUT.jsonl, or --prompt TEXT"),
         ("--model {model} --prompt=", "--prompt is empty"),
         ("--model tiny --prompt a", "tiny has no tokenizer.json"),
         ("--model nowhere --prompt a", "nowhere: no such directory"),

@@ -91,7 +91,8 @@ def test_a_claim_cut_short_is_invalid_and_says_so_on_the_terminal(tmp_path: Path
     config = write_lines(
         tmp_path / "run.yaml", "rules: v5.1", "samples: 6", "min_duration_seconds: 100", "engine: {threads: 1}"
     )
-    code, stdout, err = call("run", config, "--lengths", lengths, "--out", tmp_path / "runs", "--warm-up", 0)
+    options = ("--model", "tiny", "--lengths", lengths, "--out", tmp_path / "runs", "--warm-up", 0)
+    code, stdout, err = call("run", config, *options)
     assert code == 3
     assert "INVALID" in stdout
     for reason in ("MIN_DURATION", "MIN_SAMPLES", "LOADGEN_INVALID", "DATA_SET_SIZE"):
@@ -133,7 +134,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, stdout, err = call_here(monkeypatch, capsys, "run", "--dry-run", "--engine.max_rows", 512)
+    code, stdout, err = call_here(monkeypatch, capsys, "run", "--dry-run", "--model", "tiny", "--engine.max_rows", 512)
     assert (code, err) == (0, "")
     for words in ("model: tiny", "  max_rows: 512", "KV cache", "24,576 rows", "random weights"):
         assert words in stdout

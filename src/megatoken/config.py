@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from megatoken.engine.config import EngineConfig, Precision
+from megatoken.engine.config import REFERENCE, EngineConfig, Precision
 from megatoken.engine.request import Sampling
 from megatoken.errors import ConfigError
 from megatoken.input_files import open_input
@@ -66,7 +66,9 @@ class EngineSection(_Section):
 class RunConfig(_Section):
     """Everything that decides what ``megatoken run`` does; the resolved one is written to the run folder."""
 
-    model: str = Field(default="tiny", min_length=1, description="checkpoint directory or named shape")
+    model: str = Field(
+        default=REFERENCE, min_length=1, description="checkpoint directory, named shape, or the model that ships"
+    )
     random_weights: bool = Field(default=False, description="take only the shape from the model, not its weights")
     seed: Seed = Field(default=0, description="seed of random weights and random prompts")
     precision: Precision = Field(default="bf16", description="number format of the weights")

@@ -65,6 +65,6 @@ def reference_gate(content_hash: str, rows: int) -> AccuracyGate | None:
     check_installed()
     targets = None
     if rows == len(references.texts):
-        source = f"{SHARE:.0%} of the reference model's score in fp32"
+        source = f"the reference model's gate ({SHARE:.0%} of fp32)"
         targets = replace(of_baseline(BASELINE, SHARE, references), source=source)
     return AccuracyGate(references, AnswerDecoder(model_folder(REFERENCE)), targets)

@@ -14,7 +14,7 @@ from megatoken.errors import ExitCode, UsageError
 
 def generate(
     ctx: typer.Context,
-    model: Annotated[str, typer.Option(metavar="DIR|SHAPE", help="Checkpoint directory or named shape.")],
+    model: Annotated[str | None, typer.Option(metavar="DIR|SHAPE", help="Default: the model that ships.")] = None,
     prompts: Annotated[Path | None, typer.Option(metavar="IN.jsonl", help="Prompts, one JSON object a line.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="OUT.jsonl", help="Answers, in the order of the prompts.")] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="One prompt; its answer is streamed.")] = None,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def run(
     ctx: typer.Context,
     config_file: Annotated[Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; flags win.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="DIR|SHAPE", help="Checkpoint directory or named shape.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="DIR|SHAPE", help="Default: the model that ships.")] = None,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Take only DIR's shape.")] = False,
     precision: Annotated[str | None, typer.Option(metavar="fp32|bf16|fp8")] = None,
     scenario: Annotated[str | None, typer.Option(metavar="offline|server|interactive|singlestream")] = None,
@@ -121,6 +121,7 @@ def _measure(prepared: Prepared, quiet: bool) -> Path:
         if prepared.config.text and engine.tokenizer is None:
             raise UsageError(f"text: {prepared.model.name} has no tokenizer.json; add it to the model's folder")
         config, target = resolve(prepared.config, engine.memory_plan), InProcessTarget(engine)
-        return run_scenario(config, prepared.data_set, target, prepared.facts(), progress, engine.tokenizer)
+        facts, tokenizer = prepared.facts(), engine.tokenizer
+        return run_scenario(config, prepared.data_set, target, facts, progress, tokenizer, prepared.gate)
     finally:
         progress.clear()
