@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from megatoken.errors import UsageError
 from megatoken.planning import (
+    Supply,
     System,
     from_number,
     from_run,
     load_assumptions,
     load_profiles,
     plan_cost,
+    plan_fleet,
     power_given,
     power_of,
 )
@@ -27,6 +29,7 @@ from megatoken.planning.cost import (
     million_token_lines,
     shares,
 )
+from megatoken.planning.fleet_plan import load_demand
 from megatoken.planning.pricing import price
 
 ASSUMED = CostInputs.assumption_names()
@@ -194,8 +197,11 @@ def test_the_tornado_is_sorted_and_true(rack, assumptions):
     assert swings == sorted(swings, reverse=True) and min(swings) > 0
     found = {one.input: one for one in plan.sensitivities}
     assert {"utilisation_share", "system_price_dollars_per_accelerator", "pue", "wall_to_nameplate_power"} <= set(found)
-    for one in plan.sensitivities[:4]:
-        again = plan_cost(system, [], load_assumptions(settings=[f"{one.input}={one.low!r}"]))
+    assert {"benchmark_output_tokens_per_request", "benchmark_input_tokens_per_output_token"} <= set(found)
+    for one in plan.sensitivities:
+        changed = load_assumptions(settings=[f"{one.input}={one.low!r}"])
+        same = from_number(1_100_948.3, scope="rack", accelerators=72, accelerator="NVIDIA GB300", assumptions=changed)
+        again = plan_cost(System(same, power_of(same)), [], changed)
         assert again.results[0].value == pytest.approx(one.result_low)
         assert min(one.result_low, one.result_high) <= plan.results[0].value <= max(one.result_low, one.result_high)
 
@@ -259,7 +265,7 @@ def test_measured_prices_of_tokens_move_requests_not_the_headline(assumptions):
     assert costs[1]["summarisation"] < costs[0]["summarisation"]
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.floats(0.1, 1.0), st.floats(0.1, 1.0))
 def test_busier_systems_have_cheaper_tokens(one, other):
     assumptions = load_assumptions()
@@ -273,3 +279,24 @@ def test_busier_systems_have_cheaper_tokens(one, other):
         for share in sorted((one, other))
     ]
     assert costs[0] >= costs[1] * (1 - 1e-9)
+
+
+def test_a_total_rate_is_divided_again_in_the_tornado(assumptions):
+    total = from_number(2_000_000, scope="rack", counted="total", accelerators=72, assumptions=assumptions)
+    plan = plan_cost(System(total, power_given(131_000, "wall", "given")), [], assumptions)
+    [mix] = [one for one in plan.sensitivities if one.input == "benchmark_input_tokens_per_output_token"]
+    assert mix.result_high > 1.05 * mix.result_low  # more input tokens leave fewer output tokens
+
+
+def test_users_are_counted_with_the_limits_they_wait(rack, assumptions):
+    demand = load_demand("users", 1_000_000)
+    plan = plan_fleet(Supply(rack, 4), demand, assumptions, profile=load_profiles(names=["simple_qa"])[0])
+    printed = {one.name: one.state for one in plan.inputs}
+    assert printed["ttft_limit_seconds"] == printed["tpot_limit_seconds"] == "assumed"
+
+
+def test_a_run_states_the_length_of_its_own_answers(make_run, assumptions):
+    run = from_run(make_run(), assumptions, accelerators=1)
+    plan = plan_cost(System(run, power_given(65, "wall", "given")), [], assumptions)
+    [length] = [one for one in plan.inputs if one.name == "benchmark_output_tokens_per_request"]
+    assert (length.state, length.value) == ("measured", run.output_tokens_per_request)

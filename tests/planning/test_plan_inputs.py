@@ -173,7 +173,7 @@ YAML_VALUES = st.recursive(
 KEYS = st.sampled_from(["input_tokens", "output_tokens", "turns", "think_seconds", "title", "state", "carries_context"])
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(KEYS | st.text(max_size=5), YAML_VALUES, max_size=8))
 def test_any_profile_is_read_or_refused_in_one_line(write, profile):
     path = write(yaml.safe_dump({"profiles": {"mine": profile}}, allow_unicode=True))
@@ -187,7 +187,7 @@ def test_any_profile_is_read_or_refused_in_one_line(write, profile):
     assert message.startswith(str(path)) and "\n" not in message
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=200) | st.text(alphabet="profiles: {}[]&*!|>-\n\t'\"#%@`\\0a1", max_size=100).map(str.encode))
 def test_any_bytes_are_refused_in_one_line(write, content):
     path = write(content)

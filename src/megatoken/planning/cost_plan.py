@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatoken.errors import UsageError
@@ -24,7 +24,7 @@ from megatoken.planning.cost import (
 from megatoken.planning.energy_plan import WALL, Level, Power, levels
 from megatoken.planning.figures import Input, Plan, Result, Sensitivity, State, Table, by_swing, weakest
 from megatoken.planning.pricing import Derating, Priced, derating, price
-from megatoken.planning.throughput import Throughput, check_positive
+from megatoken.planning.throughput import LENGTH, MIX, Throughput, check_positive
 from megatoken.planning.workloads import Profile, profiles_document
 
 SHORTER_SHARE = 0.3
@@ -66,10 +66,12 @@ def plan_cost(
     derated = derating(throughput, assumptions, system.factors)
     names = [name for name in CostInputs.assumption_names() if not (system.rented and name in OWNED_ONLY)]
     wall = _wall(system, assumptions)
-    state = weakest((derated.latency_bound_state, *([wall.state] if wall else []), *assumptions.states(names)))
+    own_states = (throughput.mix_state, _length(throughput, assumptions).state, *([wall.state] if wall else []))
+    state = weakest((derated.latency_bound_state, *own_states, *assumptions.states(names)))
     priced = price(throughput, assumptions, second)
     lines = million_token_lines(inputs)
     used = [*_own_inputs(system, assumptions), *derated.latency_inputs, *assumptions.inputs(names)]
+    assumed = [one.name for one in (*throughput.inputs, *used) if one == _default(assumptions, one.name)]
     return Plan(
         kind="plan_cost",
         title=f"Cost of {throughput.label}",
@@ -77,7 +79,7 @@ def plan_cost(
         results=tuple(_results(inputs, state)),
         tables=(_lines(inputs, lines, state), _interactions(inputs, profiles, priced, derated, state)),
         profiles=profiles_document(profiles),
-        sensitivities=_sensitivities(system, assumptions, [one.name for one in used if one.name in assumptions]),
+        sensitivities=_sensitivities(system, assumptions, assumed),
         notes=(*throughput.notes, *_notes(system, assumptions)),
         waterfall=_waterfall(lines, state),
     )
@@ -123,12 +125,16 @@ def _wall(system: System, assumptions: Assumptions) -> Level | None:
 
 
 def _own_inputs(system: System, assumptions: Assumptions) -> list[Input]:
-    """Inputs about the system itself."""
+    """Inputs about the system and its requests."""
+    length = _length(system.throughput, assumptions)
     if system.rented:
-        return [Input("rent", system.rent_dollars_per_accelerator_hour, "$/(accelerator hour)", "given", "given")]
+        return [
+            length,
+            Input("rent", system.rent_dollars_per_accelerator_hour, "$/(accelerator hour)", "given", "given"),
+        ]
     power = system.power
     assert power is not None  # _cost_inputs has refused
-    found = [Input("power", power.watts, f"W, {power.boundary}", power.state, power.source)]
+    found = [length, Input("power", power.watts, f"W, {power.boundary}", power.state, power.source)]
     return [*found, *(assumptions.inputs([WALL]) if power.boundary == "accelerators" else ())]
 
 
@@ -216,11 +222,37 @@ def _sensitivities(system: System, assumptions: Assumptions, names: Sequence[str
         if entry.low is None or entry.high is None:
             continue
         low, high = (
-            dollars_per_million_output_tokens(_cost_inputs(system, assumptions.but(name, value)))
+            dollars_per_million_output_tokens(_changed_inputs(system, assumptions, name, value))
             for value in (entry.low, entry.high)
         )
         found.append(Sensitivity(name, entry.unit, entry.low, entry.high, low, high))
     return by_swing(found)
+
+
+def _changed_inputs(system: System, assumptions: Assumptions, name: str, value: float) -> CostInputs:
+    """With one assumption at another value, also one that became part of the throughput."""
+    throughput = system.throughput
+    if name == LENGTH:
+        throughput = replace(throughput, output_tokens_per_request=value)
+    elif name == MIX:
+        rate = throughput.output_tokens_per_second
+        if throughput.inputs[0].unit.startswith("total"):
+            rate = throughput.total_tokens_per_second / (1 + value)
+        throughput = replace(throughput, output_tokens_per_second=rate, input_tokens_per_output_token=value)
+    return _cost_inputs(replace(system, throughput=throughput), assumptions.but(name, value))
+
+
+def _default(assumptions: Assumptions, name: str) -> Input | None:
+    """An assumption as an input, if there is one of that name."""
+    return assumptions.entries[name].to_input() if name in assumptions else None
+
+
+def _length(throughput: Throughput, assumptions: Assumptions) -> Input:
+    """Output tokens of a request: those of the run, or of the benchmark that the rate is taken to be of."""
+    if throughput.service is None:
+        return assumptions.entries[LENGTH].to_input()
+    length = throughput.output_tokens_per_request
+    return Input(LENGTH, length, "output tokens/request", "measured", throughput.source)
 
 
 def _waterfall(lines: Mapping[str, float], state: State) -> dict[str, Any]:

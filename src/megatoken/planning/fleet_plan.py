@@ -132,7 +132,8 @@ def plan_fleet(
     need = Demand(levels, work_unit)
     priced_by = profile if demand.unit != "output-tokens" else None
     base, state, inputs = _class("base", supply, priced_by, assumptions, BASE_PRICE, factors)
-    state = weakest((state, demand.state, *((profile.state,) if profile else ())))
+    waits = LIMITS if demand.unit == "users" else ()
+    state = weakest((state, demand.state, *assumptions.states(waits), *((profile.state,) if profile else ())))
     sized = size(need.peak, base, spare_domains=spare_domains, domain=domain)
     tables = [_sizes(need, base, sized)]
     results = _results(need, base, sized, domain, state, assumptions[CEILING])
@@ -148,6 +149,7 @@ def plan_fleet(
         tables.append(_curve(demand, need, base))
     shown = f"{demand.levels[0]:,.6g}" if len(demand.levels) == 1 else f"a peak of {max(demand.levels):,.6g}"
     demand_inputs = [Input("demand_peak", max(demand.levels), UNITS[demand.unit], "given", "given")]
+    demand_inputs += assumptions.inputs(waits)
     if len(demand.levels) > 1:
         demand_inputs.append(
             Input("demand_curve", len(demand.levels), "equal parts of a cycle", demand.state, demand.source)
