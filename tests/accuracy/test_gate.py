@@ -135,7 +135,11 @@ def test_without_what_scores_need_nothing_is_run(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("arguments", "present", "absent"),
     [
-        ((), ("answers short tasks of its own", "2,048 rows", "held_out.jsonl"), ("random tokens", "random weights", "not judged")),
+        (
+            (),
+            ("answers short tasks of its own", "2,048 rows", "held_out.jsonl"),
+            ("random tokens", "random weights", "not judged"),
+        ),
         (("--mode", "accuracy"), ("answers short tasks",), ("not judged",)),
         (("--mode", "accuracy", "--samples", 5), ("accuracy is not judged",), ()),
         (("--mode", "accuracy", "--rules", "v5.1"), ("model and data set are not part of it",), ()),
