@@ -1,5 +1,6 @@
+import time
 from collections import defaultdict
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -75,3 +76,26 @@ def test_a_refused_sample_is_not_in_flight(engine: Engine) -> None:
         target.submit(0, Request([5] * 60, max_tokens=60))
     assert target.counters().in_flight == 0
     target.close()
+
+
+@pytest.mark.parametrize("pages", [640, 96])  # 96: samples are preempted and come back
+def test_a_sample_has_started_when_its_first_rows_ran(pages: int) -> None:
+    torch.set_num_threads(1)
+    engine = Engine("tiny", replace(CONFIG, cache_tokens=pages, page_size=8))
+    target = InProcessTarget(engine)
+    submitted, started, firsts = {}, {}, {}
+    for index, request in enumerate(REQUESTS):
+        target.submit(index, request)
+        submitted[index] = time.monotonic_ns()
+    while target.counters().in_flight:
+        for event in target.poll(timeout_seconds=0.1):
+            if event.sample_id not in firsts:
+                started[event.sample_id], firsts[event.sample_id] = event.started_ns, event.time_ns
+            else:
+                assert event.started_ns is None
+    assert sorted(started) == list(range(8))
+    for index in range(8):
+        assert submitted[index] < started[index] < firsts[index]
+    in_order = [started[index] for index in range(8)]
+    assert in_order == sorted(in_order)
+    assert len(set(in_order)) > 1  # four sequences at most, 32 rows: not all in one step

@@ -18,6 +18,7 @@ Floats = NDArray[np.float64]
 SLACK = 2.0  # times the share of samples that may be over at full length: a burst weighs more in a short probe
 WAIT_SHARE = 0.1  # of the limit on the time to first token, beyond the shortest: who waits this long found a queue
 FEWEST_SERVED = 100
+QUEUE_LIMITS, SHORTEST_QUEUE_SECONDS = 2.0, 2.0  # a queue shorter than twice the limit may be a neighbour's doing
 DEVIATIONS = 3.0  # of what was served, by which it must fall short of what is offered
 
 
@@ -140,7 +141,8 @@ class SaturationWatch:
         start = float(first[prompt & (due == last_due)].max(initial=0.0))
         served = ended[(ended[:, 3] > start) & np.isfinite(ended[:, 3])]
         seconds = float(served[:, 3].max(initial=start)) - start
-        if len(served) < FEWEST_SERVED or seconds < self._life(ended):
+        long_enough = max(self._life(ended), QUEUE_LIMITS * self._limits.ttft_seconds, SHORTEST_QUEUE_SECONDS)
+        if len(served) < FEWEST_SERVED or seconds < long_enough:
             return None
         tokens = ended[:, 4]
         capacity = float(served[:, 4].sum()) / seconds / float(tokens.mean())
