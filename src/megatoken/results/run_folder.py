@@ -317,11 +317,14 @@ def read_run(path: Path) -> Run:
     }
     contents, problems = {}, []
     for name, read in readers.items():
+        if (path / name).exists() and not (path / name).is_file():
+            problems.append(f"{name} is no file")  # a pipe would be waited for
+            continue
         try:
             contents[name] = read(path / name)
         except FileNotFoundError:
             problems.append(f"{name} is missing")
-        except (OSError, ValueError, TypeError, KeyError, NotImplementedError, yaml.YAMLError) as error:
+        except (OSError, ValueError, TypeError, KeyError, NotImplementedError, RecursionError, yaml.YAMLError) as error:
             problems.append(f"{name} is damaged ({' '.join(str(error).split())[:120]})")
     if problems:
         raise UsageError(f"{path} is not a whole run folder: {'; '.join(problems)}; copy it again or repeat the run")
