@@ -36,6 +36,7 @@ def metric_rows(run: Run) -> list[MetricRow]:
     """Every metric to be shown, headline first; what is zero or unknown without being worth a word is left out."""
     result = run.result
     offline = result.get("scenario") == "offline"
+    arrives = result.get("scenario") in ("server", "interactive")
     rows = [
         _single(result, "Output tokens", "tokens/s", "output_tokens_per_second"),
         _single(result, "Output, steady window", "tokens/s", "steady_output_tokens_per_second"),
@@ -45,7 +46,7 @@ def metric_rows(run: Run) -> list[MetricRow]:
         _latency(result, "First token since query" if offline else "Time to first token", "ttft_seconds"),
         _latency(result, "Last token since query" if offline else "Latency", "latency_seconds"),
         *_stages(result.get("stages")),
-        *([] if offline else [_latency(result, "Sent after due", "send_lag_seconds")]),
+        *([_latency(result, "Sent after due", "send_lag_seconds")] if arrives else []),
         _single(result, "Offered", "samples/s", "offered_samples_per_second"),
         _single(result, "Duration", "s", "duration_seconds"),
         _single(result, "Samples completed", "samples", "samples_completed"),
