@@ -128,7 +128,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         **steady_figures(run, engine, (before + after) / 2),
         "gemm_bound_before_and_after": [before, after],
         "process_start_to_first_token_seconds": first_token_seconds,
-        "resident_sequences_highest": (run.series["in_flight"].to_numpy() - run.series["waiting"].to_numpy()).max().item(),
+        "resident_sequences_highest": (run.series["in_flight"].to_numpy() - run.series["waiting"].to_numpy())
+        .max()
+        .item(),
         "preemptions": run.series["preemptions"].to_numpy().max().item(),
         "recomputed_tokens": engine.counters().recomputed_tokens,
         "target": run.result["target"],

@@ -139,7 +139,7 @@ weights differ between runs, because a GPU adds in no fixed order and a training
 
 ## Accuracy on the held-out set
 
-Exact match, greedy, over the whole set, of which no problem was trained on, in whatever wording. "While training" is the
+Exact match, greedy, over the whole set; no problem of it was trained on, in whatever wording. "While training" is the
 plain PyTorch model in the training's own precision, token by token given the reference; other columns are answers of
 megatoken's engine running freely. `baseline.json` beside this card has what `megatoken run --mode accuracy` holds a run
 against: scores in fp32 on a CPU, through LoadGen, with command and revision.

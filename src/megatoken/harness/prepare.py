@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from megatoken.accuracy.gate import AccuracyGate, reference_gate
+from megatoken.accuracy.gate import SHARE, AccuracyGate, reference_gate
 from megatoken.config import RunConfig
 from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.mlperf import load_mlperf
@@ -113,7 +113,9 @@ def prepare(config: RunConfig) -> Prepared:
         notes.append(REFERENCE_NOTE)
         if config.mode == "accuracy":
             gate = reference_gate(data_set.content_hash, config.samples or len(data_set.requests))
-            if gate is None or gate.targets is None:
+            if gate is not None and gate.targets is not None:
+                notes.append(f"every score of the answers must reach {SHARE:.0%} of the model's own in fp32")
+            else:
                 notes.append("accuracy is not judged: that takes every row of the held-out set, once")
     warnings = []
     if config.rules:
