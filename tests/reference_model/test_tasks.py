@@ -12,14 +12,14 @@ from random import Random
 
 import numpy as np
 import pytest
-from reference_model.data import BEGIN_ID, END_ID, LONGEST_ANSWER_TOKENS, LONGEST_PROMPT_TOKENS, ShardMaker, ShardPlan
-from reference_model.problem import Problem
-from reference_model.shards import labelled
-from reference_model.tasks import TASKS, draw
 from tokenizers import Tokenizer
 from torch import device
 
 from reference_model import arithmetic, data, words
+from reference_model.data import BEGIN_ID, END_ID, LONGEST_ANSWER_TOKENS, LONGEST_PROMPT_TOKENS, ShardMaker, ShardPlan
+from reference_model.problem import Problem
+from reference_model.shards import labelled
+from reference_model.tasks import TASKS, draw
 
 DRAWS = 300
 

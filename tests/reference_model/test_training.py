@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference_model.model import Llama, Shape
-from reference_model.optimizer import orthogonal
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import run_tool
 from megatoken.engine import Engine, EngineConfig, FinishReason, Request
 from reference_model import data, export
+from reference_model.model import Llama, Shape
+from reference_model.optimizer import orthogonal
 
 SHAPE = Shape(64, 96, layers=3, heads=4, kv_heads=2, vocabulary_size=600)
 
