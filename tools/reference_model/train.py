@@ -72,7 +72,7 @@ SIZES = {
     ),
     "small": Size(
         Shape(64, 192, layers=2, heads=2, kv_heads=1, vocabulary_size=768),
-        tokens_per_step=2048,
+        tokens_per_step=4096,
         row_lengths=(128, 384, _LONGEST_ROW),
         tokenizer_rows=500,
         held_out_rows=32,
