@@ -17,7 +17,7 @@ DEFAULT_DURATION_SECONDS = 15.0
 DURATION_MARGIN = 1.2  # a run that ends before the duration asked for is lost, a longer one only takes longer
 LOADGEN_MARGIN = 1.1  # LoadGen's own, on top
 TARGET_STEP_SHARE = 0.95  # of the limit on the time per output token
-OFFERED_SHARES = {"server": 0.7, "interactive": 0.4}  # of the rate when full, where the user names none
+OFFERED_SHARES = {"server": 0.7, "interactive": 0.3}  # of the rate when full, where the user names none
 
 
 def run_benchmark(config: RunConfig) -> Benchmark:
