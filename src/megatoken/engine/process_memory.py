@@ -43,7 +43,8 @@ def use_huge_pages() -> None:
         start = -(-mapping.start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         end = mapping.end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         if mapping.access == "rw-p" and mapping.path in ("", "[heap]") and end - start >= 2 * HUGE_PAGE_BYTES:
-            _advise(start, end, MADV_COLLAPSE)
+            for page in range(start, end, HUGE_PAGE_BYTES):  # asked for all at once, Linux stops at the first hole
+                _advise(page, page + HUGE_PAGE_BYTES, MADV_COLLAPSE)
 
 
 class _Mapping(NamedTuple):
