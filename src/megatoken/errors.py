@@ -48,6 +48,10 @@ class CapacityError(UsageError):
     """Model, cache or request does not fit; the message carries the numbers in bytes or tokens."""
 
 
+class NumericsError(MegatokenError):
+    """What the model computes is no number any more."""
+
+
 class StorageError(MegatokenError):
     """The run folder cannot be written: no space, no permission."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 import torch
 from engines import answer_alone, answers, assert_idle, drain, make_engine, request
 from over_admission import expect_short_answers
+from safetensors.torch import load_file, save_file
 
 from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling, TokenEvent
-from megatoken.errors import CapacityError, CheckpointError, MegatokenError, RequestError
+from megatoken.errors import CapacityError, CheckpointError, MegatokenError, NumericsError, RequestError
 
 CANCELLED, LENGTH, STOP = FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.STOP
 BOTH = pytest.mark.parametrize("overlap", [False, True])
@@ -262,8 +264,42 @@ def test_models_that_cannot_be_opened(tmp_path: Path) -> None:
         Engine(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"config.json: no such file"):
         Engine(tmp_path)
+    with pytest.raises(CheckpointError, match="a model is named by a directory or a shape, not by None"):
+        Engine(None)  # type: ignore[arg-type]
     with pytest.raises(CapacityError, match="device cuda: no NVIDIA GPU"):
         Engine("tiny", EngineConfig(device="cuda"))
+
+
+# What goes wrong inside a step
+
+
+@BOTH
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_an_error_not_tokens(
+    directory: Path, overlap: bool, temperature: float, tmp_path: Path
+) -> None:
+    model = shutil.copytree(directory, tmp_path / "model")
+    for file in model.glob("*.safetensors"):
+        tensors = load_file(file)
+        if "model.norm.weight" in tensors:
+            save_file({**tensors, "model.norm.weight": torch.full_like(tensors["model.norm.weight"], 3e38)}, file)
+    engine = make_engine(model, overlap=overlap)
+    engine.submit(request(tokens=1, prompt_tokens=9, sampling=Sampling(temperature)))
+    with pytest.raises(NumericsError, match="logits after 9 tokens of a request are no numbers: the weights of"):
+        drain(engine)
+
+
+def test_a_step_that_runs_out_of_gpu_memory_says_what_to_lower(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
+
+    engine = make_engine(directory)
+    monkeypatch.setattr(engine._runner, "launch", exhausted)
+    engine.submit(request(prompt_tokens=9))
+    with pytest.raises(CapacityError, match=r"in a step of 9 rows: CUDA out of memory. Tried .* GiB; .*lower memory_"):
+        engine.step()
 
 
 def test_random_weights_for_a_directory_differ_by_seed(directory: Path) -> None:

@@ -112,7 +112,8 @@ class RequestRows:
         if room < 1:
             raise DatasetError(
                 f"{place}: a prompt of {len(ids):,} tokens leaves no room for an answer in the context of "
-                f"{self._max_length:,}; shorten it to {self._max_length - 1:,} or raise max_length"
+                f"{self._max_length:,}; shorten it to {self._max_length - 1:,}, or raise max_length "
+                "where model and cache allow more"
             )
         if max_tokens is None:
             max_tokens = min(self._default_max_tokens, room)

@@ -17,12 +17,13 @@ from megatoken.engine.checkpoint import Checkpoint, RandomWeights, read_config
 from megatoken.engine.config import REFERENCE, SHAPES, EngineConfig, ModelConfig, model_folder
 from megatoken.engine.device import choose_device, operations
 from megatoken.engine.memory import MemoryPlan, plan_memory
+from megatoken.engine.ops import NO_TOKEN
 from megatoken.engine.request import Completion, FinishReason, Request, Sampling, TokenEvent
 from megatoken.engine.runner import Runner, SampledIds
 from megatoken.engine.scheduler import Scheduler, StepPlan
 from megatoken.engine.step_time import StepTime
 from megatoken.engine.tokenizer import Tokenizer
-from megatoken.errors import CapacityError, CheckpointError, RequestError
+from megatoken.errors import CapacityError, CheckpointError, NumericsError, RequestError
 
 
 @dataclass(slots=True)
@@ -279,7 +280,13 @@ class Engine:
         samplings = None
         if self._drawing:
             samplings = [self._active[ticket].sampling for ticket in plan.ticket[plan.sample].tolist()]
-        return self._runner.launch(plan, self._scheduler, self._host_tokens, samplings)
+        try:
+            return self._runner.launch(plan, self._scheduler, self._host_tokens, samplings)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"the GPU ran out of memory in a step of {self._last_step_rows:,} rows: {str(error).splitlines()[0]}; "
+                "something else uses it too, or lower memory_bytes or max_rows"
+            ) from error
 
     def _host_tokens(self, ticket: int, start: int, count: int) -> list[int]:
         active = self._active[ticket]
@@ -300,6 +307,12 @@ class Engine:
             active = self._active.get(ticket)
             if active is None:  # it stopped or was cancelled while this step was on its way
                 continue
+            if token == NO_TOKEN:
+                raise NumericsError(
+                    f"logits after {len(active.prompt) + len(active.generated):,} tokens of a request are no numbers: "
+                    f"the weights of {self.model_config.name} or their scales overflow in {self.config.precision}; "
+                    "check the checkpoint or take another precision"
+                )
             active.generated.append(token)
             reason = None
             if len(active.generated) == active.max_tokens:
@@ -324,6 +337,8 @@ def open_model(model: str | Path, *, random_weights: bool = False, seed: int = 0
     Raises:
         CheckpointError: neither a directory nor a shape, or a directory that cannot be loaded.
     """
+    if not isinstance(model, str | Path):
+        raise CheckpointError(f"a model is named by a directory or a shape, not by {reprlib.repr(model)}")
     path = model_folder(model)
     try:
         is_directory = path.is_dir()

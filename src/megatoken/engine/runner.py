@@ -87,7 +87,7 @@ class Runner:
             samplings: one for each sampled row; None when all are greedy.
 
         Returns:
-            The sampled ids, in the order of the plan's sampled rows.
+            The sampled ids, in the order of the plan's sampled rows; ``NO_TOKEN`` where logits are no numbers.
         """
         page_size = self._cache[0].page_size
         arrays = step_arrays(plan, scheduler.page_table, page_size, host_tokens, self._padded_rows)
@@ -96,7 +96,8 @@ class Runner:
         ids_S = self._ops.greedy(logits_SV)
         if samplings is not None:
             sample(logits_SV, samplings, (plan.start + plan.count)[plan.sample].astype(np.int64), ids_S)
-        self._last_tokens.index_copy_(0, batch.sample_slots.long(), ids_S)
+        # A step that is already on its way reads whatever stands here as the id of a token.
+        self._last_tokens.index_copy_(0, batch.sample_slots.long(), ids_S.clamp(min=0))
         return SampledIds(ids_S)
 
     def _warm_up(self, memory: MemoryPlan) -> None:

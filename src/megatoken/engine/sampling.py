@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatoken.engine.ops import NO_TOKEN
 from megatoken.engine.request import Sampling
 
 BLOCK_ROWS = 16
@@ -41,9 +42,10 @@ def sample(logits_SV: Tensor, samplings: Sequence[Sampling], positions: NDArray[
         logits_SV: any float dtype.
         samplings: how each row is sampled; a seed is set wherever the temperature is above 0.
         positions: position each new token will take, part of the draw.
-        chosen_S: int64 [S], the greedy ids; changed in place.
+        chosen_S: int64 [S], the greedy ids; changed in place, except where they are ``NO_TOKEN``.
     """
-    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
+    numbers = (chosen_S != NO_TOKEN).tolist()
+    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0 and numbers[row]]
     for first in range(0, len(drawn), BLOCK_ROWS):
         rows = drawn[first : first + BLOCK_ROWS]
         chosen_S[rows] = _draw(logits_SV[rows].double(), [samplings[row] for row in rows], positions[rows])

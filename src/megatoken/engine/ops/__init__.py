@@ -23,6 +23,9 @@ from megatoken.engine.quant import Fp8Weight
 PARTIAL_RESULTS = 8192
 """Sequences times pieces that a GPU's decode attention may cut them into: bounds its scratch memory."""
 
+NO_TOKEN = -1
+"""The id of a row whose logits are no numbers."""
+
 
 class Batch(Protocol):
     """One step on the device. A back end adds what its attention needs."""
@@ -97,4 +100,7 @@ class Ops(Protocol):
         """The same for the rows that sample alone, each the last of its sequence -> [S, H * E]."""
 
     def greedy(self, logits_SV: Tensor) -> Tensor:
-        """Highest logit of each row, the lowest id among equals -> int64 [S]."""
+        """Highest logit of each row, the lowest id among equals -> int64 [S].
+
+        ``NO_TOKEN`` where the highest is infinite or a logit is NaN.
+        """

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import ModelConfig, Precision
-from megatoken.engine.ops import fused, paged_attention, tokens
+from megatoken.engine.ops import NO_TOKEN, fused, paged_attention, tokens
 from megatoken.engine.quant import E4M3_MAX, Fp8Weight, quantise_tensor, stack, with_one_scale
 from megatoken.errors import CapacityError
 
@@ -342,5 +342,6 @@ def sample_attention(q_SHE: Tensor, cache: LayerCache, batch: Batch, consumer: L
 
 
 def greedy(logits_SV: Tensor) -> Tensor:
-    """NaN counts as infinity, so an id is always within the vocabulary."""
-    return tokens.argmax_rows(logits_SV)
+    """Where a logit is NaN, ``argmax_rows`` finds that one."""
+    ids_S = tokens.argmax_rows(logits_SV)
+    return torch.where(logits_SV.gather(1, ids_S[:, None])[:, 0].isfinite(), ids_S, NO_TOKEN)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import Precision
+from megatoken.engine.ops import NO_TOKEN
 from megatoken.engine.quant import quantise_rows, quantise_tensor
 
 
@@ -62,8 +63,9 @@ def rotate(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
 
 
 def greedy(logits_SV: Tensor) -> Tensor:
-    """Argmax."""
-    return logits_SV.argmax(-1)
+    """Argmax; ``NO_TOKEN`` where the highest is not finite."""
+    highest_S, ids_S = logits_SV.max(-1)
+    return torch.where(highest_S.isfinite(), ids_S, NO_TOKEN)
 
 
 def decode_attention(q_RHE: Tensor, cache: LayerCache, pages_RP: Tensor, lengths_R: Tensor) -> Tensor:
