@@ -57,6 +57,7 @@ class EngineSection(_Section):
     cache_tokens: Count | None = Field(default=None, description="size of the KV cache, in tokens")
     memory_bytes: Count | None = Field(default=None, description="memory the engine may use")
     threads: Count | None = Field(default=None, description="CPU threads")
+    tensor_parallel: Count = Field(default=1, description="GPUs that share one copy of the model")
     overlap: bool | None = Field(default=None, description="plan the next step while one runs")
     target_step_seconds: Rate | None = Field(
         default=None, lt=1e6, description="longest step, by which prompts wait; null: 95 % of the limit on TPOT, if any"

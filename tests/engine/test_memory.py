@@ -17,9 +17,8 @@ from checkpoints import ARCHITECTURES, make_checkpoint
 from hypothesis import given, settings
 
 from megatoken.engine import Engine, EngineConfig, Request
-from megatoken.engine.checkpoint import CPU
+from megatoken.engine.checkpoint import CPU, open_model
 from megatoken.engine.config import SHAPES, ModelConfig
-from megatoken.engine.loop import open_model
 from megatoken.engine.memory import PROCESS_BYTES, MemoryPlan, plan_memory, weight_bytes
 from megatoken.engine.model import load_weights
 from megatoken.engine.ops import cpu

@@ -28,8 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatoken.engine import Engine, EngineConfig, tensor_files
-from megatoken.engine.checkpoint import Checkpoint
-from megatoken.engine.loop import open_model
+from megatoken.engine.checkpoint import Checkpoint, open_model
 from megatoken.engine.memory import weight_bytes
 from megatoken.engine.model import load_weights
 from megatoken.engine.ops import cpu, reference

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import reprlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatoken.engine.config import ModelConfig, end_token_ids
+from megatoken.engine.config import REFERENCE, SHAPES, ModelConfig, end_token_ids, model_folder
 from megatoken.engine.quantized_checkpoint import Expected, Fp8Tensors, declared_layout
 from megatoken.engine.tensor_files import FETCH, StoredTensor, find_tensors, one_line_errors, read_json
 from megatoken.errors import CheckpointError
@@ -135,6 +136,31 @@ class RandomWeights:
             blocks = torch.split(result.view(-1), _BLOCK_ELEMENTS)
             list(pool.map(fill, range(len(blocks)), blocks))
         return result
+
+
+def open_model(model: str | Path, *, random_weights: bool = False, seed: int = 0) -> Checkpoint | RandomWeights:
+    """A checkpoint directory, the reference model, or random weights for a named shape or a directory's configuration.
+
+    Raises:
+        CheckpointError: neither a directory nor a shape, or a directory that cannot be loaded.
+    """
+    if not isinstance(model, str | Path):
+        raise CheckpointError(f"a model is named by a directory or a shape, not by {reprlib.repr(model)}")
+    path = model_folder(model)
+    try:
+        is_directory = path.is_dir()
+    except OSError as error:
+        raise CheckpointError(f"{model}: {error.strerror}; give another directory") from error
+    if str(model) in SHAPES and not is_directory:
+        return RandomWeights(SHAPES[str(model)], seed)
+    if not is_directory:
+        raise CheckpointError(
+            f"{model}: no such directory, and not one of the shapes {', '.join(SHAPES)}; "
+            f"the model that ships is {REFERENCE}"
+        )
+    if random_weights:
+        return RandomWeights(read_config(path), seed)
+    return Checkpoint.open(path)
 
 
 def read_config(directory: Path) -> ModelConfig:

@@ -165,6 +165,7 @@ class EngineConfig:
     cache_tokens: int | None = None
     memory_bytes: int | None = None
     threads: int | None = None
+    tensor_parallel: int = 1
     overlap: bool | None = None
     target_step_seconds: float | None = None
 

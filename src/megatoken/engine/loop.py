@@ -13,17 +13,19 @@ from typing import Any
 
 import torch
 
-from megatoken.engine.checkpoint import Checkpoint, RandomWeights, read_config
-from megatoken.engine.config import REFERENCE, SHAPES, EngineConfig, ModelConfig, model_folder
+from megatoken.engine.checkpoint import open_model
+from megatoken.engine.config import EngineConfig, ModelConfig, model_folder
 from megatoken.engine.device import choose_device, operations
+from megatoken.engine.follower import specification
 from megatoken.engine.memory import MemoryPlan, plan_memory
 from megatoken.engine.ops import NO_TOKEN
+from megatoken.engine.parallel import Followers, RankWeights
 from megatoken.engine.request import Completion, FinishReason, Request, Sampling, TokenEvent
 from megatoken.engine.runner import Runner, SampledIds
 from megatoken.engine.scheduler import Scheduler, StepPlan
 from megatoken.engine.step_time import StepTime
 from megatoken.engine.tokenizer import Tokenizer
-from megatoken.errors import CapacityError, CheckpointError, NumericsError, RequestError
+from megatoken.errors import CapacityError, NumericsError, RequestError
 
 
 @dataclass(slots=True)
@@ -98,7 +100,15 @@ class Engine:
         self._ops = operations(self.device)
         memory = self.memory_plan
         try:
-            self._runner = Runner(source, config, memory, self._ops, self.device)
+            followers = None
+            if config.tensor_parallel > 1:
+                threads = max(1, torch.get_num_threads() // config.tensor_parallel)
+                told = specification(model, random_weights, seed, config, memory, threads)
+                followers = Followers(config.tensor_parallel, told)
+                if self.device.type == "cpu":
+                    torch.set_num_threads(threads)
+            weights = source if followers is None else RankWeights(source, 0, config.tensor_parallel)
+            self._runner = Runner(weights, config, memory, self._ops, self.device, followers)
         except torch.OutOfMemoryError as error:
             raise CapacityError(f"the GPU ran out of memory while loading: {str(error).splitlines()[0]}") from error
         self._scheduler = Scheduler(
@@ -223,6 +233,7 @@ class Engine:
             "device": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
             "kernels": self._ops.kernels(),
             "threads": torch.get_num_threads(),
+            "tensor_parallel": self.config.tensor_parallel,
             "steps_in_flight": 1 + self._lookahead,
             "target_step_seconds": self.config.target_step_seconds,
             "measured_input_scales": self._runner.measured_input_scales,
@@ -329,31 +340,6 @@ class Engine:
 
     def _forget(self, ticket: int) -> None:
         self._drawing -= self._active.pop(ticket).sampling.temperature > 0
-
-
-def open_model(model: str | Path, *, random_weights: bool = False, seed: int = 0) -> Checkpoint | RandomWeights:
-    """A checkpoint directory, the reference model, or random weights for a named shape or a directory's configuration.
-
-    Raises:
-        CheckpointError: neither a directory nor a shape, or a directory that cannot be loaded.
-    """
-    if not isinstance(model, str | Path):
-        raise CheckpointError(f"a model is named by a directory or a shape, not by {reprlib.repr(model)}")
-    path = model_folder(model)
-    try:
-        is_directory = path.is_dir()
-    except OSError as error:
-        raise CheckpointError(f"{model}: {error.strerror}; give another directory") from error
-    if str(model) in SHAPES and not is_directory:
-        return RandomWeights(SHAPES[str(model)], seed)
-    if not is_directory:
-        raise CheckpointError(
-            f"{model}: no such directory, and not one of the shapes {', '.join(SHAPES)}; "
-            f"the model that ships is {REFERENCE}"
-        )
-    if random_weights:
-        return RandomWeights(read_config(path), seed)
-    return Checkpoint.open(path)
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

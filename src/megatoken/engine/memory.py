@@ -10,6 +10,7 @@ from megatoken.engine.cache import ACTIVATION_DTYPE, bytes_per_token
 from megatoken.engine.config import EngineConfig, ModelConfig, Precision
 from megatoken.engine.device import available_memory_bytes, choose_device
 from megatoken.engine.ops import PARTIAL_RESULTS
+from megatoken.engine.parallel import sharded
 from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES
 from megatoken.engine.sampling import BLOCK_ROWS
 from megatoken.errors import CapacityError, ConfigError
@@ -88,8 +89,13 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
         CapacityError: model, context and cache cannot fit, with the numbers.
     """
     _check(config)
+    model = sharded(model, config.tensor_parallel)
     device, _ = choose_device(config)
     on_gpu = device.type == "cuda"
+    if on_gpu and config.tensor_parallel > torch.cuda.device_count():
+        raise CapacityError(
+            f"tensor_parallel {config.tensor_parallel} needs as many GPUs, and {torch.cuda.device_count()} are here"
+        )
     page_size = config.page_size or DEFAULT_PAGE_SIZE
     if on_gpu:
         _check_gpu_shapes(model, page_size)
@@ -126,6 +132,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
     available = available_memory_bytes(device)
     if config.memory_bytes is not None:
         available = min(available, config.memory_bytes)
+    if not on_gpu:
+        available //= config.tensor_parallel
     if pages is None:
         left = available - weights - step - process
         sequence_pages = -(-max_length // page_size)
@@ -218,7 +226,10 @@ def _check_gpu_shapes(model: ModelConfig, page_size: int) -> None:
 def _check(config: EngineConfig) -> None:
     if config.precision not in ACTIVATION_DTYPE:
         raise ConfigError(f"precision is {config.precision}; take one of {', '.join(ACTIVATION_DTYPE)}")
-    for name in ("max_rows", "max_sequences", "max_length", "page_size", "cache_tokens", "memory_bytes", "threads"):
+    for name in (
+        *("max_rows", "max_sequences", "max_length", "page_size", "cache_tokens", "memory_bytes", "threads"),
+        "tensor_parallel",
+    ):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")

@@ -6,6 +6,7 @@ Llama 1 to 3.3, Mistral, Qwen2 and Qwen3 differ here only by which of the option
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,17 +18,31 @@ from megatoken.engine.config import ModelConfig, Precision, RopeConfig
 from megatoken.engine.ops import Batch, Ops
 from megatoken.engine.process_memory import return_freed_memory
 from megatoken.engine.quant import Fp8Weight, stack
-from megatoken.engine.quantized_checkpoint import Fp8Tensors
+
+
+class Fp8Source(Protocol):
+    """Linears that are stored in e4m3, with their scales."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def read(self, name: str, device: torch.device) -> Fp8Weight:
+        """One weight, as it is stored."""
+
+    def cache_scales(self, layer: int) -> tuple[float, float]:
+        """Of a layer's fp8 keys and values."""
 
 
 class WeightSource(Protocol):
     """Where tensors come from: a checkpoint or a random generator. Names are Hugging Face's.
 
-    ``fp8``: what is stored in e4m3, None if nothing is; ``read`` gives that too, multiplied out.
+    ``read`` gives what is stored in e4m3 too, multiplied out.
     """
 
     config: ModelConfig
-    fp8: Fp8Tensors | None
+
+    @property
+    def fp8(self) -> Fp8Source | None:
+        """What is stored in e4m3, None if nothing is."""
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A fresh tensor on ``device``."""
@@ -146,8 +161,18 @@ def rotary_tables(rope: RopeConfig, head_dim: int, max_length: int) -> tuple[Ten
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def forward(weights: Weights, config: ModelConfig, ops: Ops, cache: list[LayerCache], batch: Batch) -> Tensor:
-    """One step: logits [S, V] of the rows that sample, in the activations' dtype. Writes the cache."""
+def forward(
+    weights: Weights,
+    config: ModelConfig,
+    ops: Ops,
+    cache: list[LayerCache],
+    batch: Batch,
+    add: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """One step: logits [S, V] of the rows that sample, in the activations' dtype. Writes the cache.
+
+    ``add``: sums a part of what a layer adds to the residual stream over the ranks, where the model is cut.
+    """
     epsilon = config.rms_norm_epsilon
     x_TD = weights.embedding_VD.index_select(0, batch.token_ids)
     h_TD = ops.rms_norm(x_TD, weights.layers[0].input_norm_D, epsilon, weights.layers[0].qkv)
@@ -163,7 +188,7 @@ def forward(weights: Weights, config: ModelConfig, ops: Ops, cache: list[LayerCa
             a_TD = ops.sample_attention(q_SHE, layer_cache, batch, layer.output)
         else:
             return x_TD.new_empty(0, config.vocabulary_size)
-        x_TD, h_TD = ops.linear_add_norm(a_TD, layer.output, x_TD, layer.post_norm_D, epsilon, layer.gate_up)
+        x_TD, h_TD = ops.linear_add_norm(a_TD, layer.output, x_TD, layer.post_norm_D, epsilon, layer.gate_up, add)
         f_TF = ops.gated(h_TD, layer.gate_up, layer.down)
-        x_TD, h_TD = ops.linear_add_norm(f_TF, layer.down, x_TD, next_norm_D, epsilon, consumer)
+        x_TD, h_TD = ops.linear_add_norm(f_TF, layer.down, x_TD, next_norm_D, epsilon, consumer, add)
     return ops.linear(h_TD, weights.head)[: batch.samples]

@@ -90,7 +90,7 @@ class Fp8Tensors:
         self._scales = {name: _read_scale(name, tensors[name]) for name in sorted(scales)}
         self._cache_names = [layout.cache_names(layer) for layer in range(config.layers)]
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._weights
 
     def read(self, name: str, device: torch.device) -> Fp8Weight:

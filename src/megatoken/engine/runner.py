@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatoken.engine.batch import step_arrays
+from megatoken.engine.batch import StepArrays, step_arrays
 from megatoken.engine.cache import allocate_cache
 from megatoken.engine.config import EngineConfig
 from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.model import WeightSource, forward, load_weights
 from megatoken.engine.ops import Ops
+from megatoken.engine.parallel import Followers, Order, RankGroup
 from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES, return_idle_code, use_huge_pages
 from megatoken.engine.request import Sampling
 from megatoken.engine.sampling import sample
 from megatoken.engine.scheduler import Scheduler, StepPlan
 
+FOLLOWERS_CHECK_SECONDS = 0.0002
 WARM_UP_PROMPTS, WARM_UP_PROMPT_TOKENS = 16, 256
 
 
 class SampledIds:
     """Ids of one step on their way to the host; made right after the step was launched."""
 
-    def __init__(self, ids_S: Tensor) -> None:
+    def __init__(self, ids_S: Tensor, followers: Followers | None = None) -> None:
         self._ids = ids_S
+        self._followers = followers
         self._arrived: torch.cuda.Event | None = None
         if ids_S.is_cuda:
             self._ids = torch.empty(ids_S.shape, dtype=ids_S.dtype, pin_memory=True)
@@ -36,8 +41,11 @@ class SampledIds:
             self._arrived.record()
 
     def wait(self) -> list[int]:
-        """The ids, once they are there."""
+        """The ids, once they are there. Raises MegatokenError where a rank that they depend on has ended."""
         if self._arrived is not None:
+            while self._followers is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
+                self._followers.check()
+                time.sleep(FOLLOWERS_CHECK_SECONDS)
             self._arrived.synchronize()
         return self._ids.tolist()
 
@@ -50,8 +58,15 @@ class Runner:
     """
 
     def __init__(
-        self, source: WeightSource, config: EngineConfig, memory: MemoryPlan, ops: Ops, device: torch.device
+        self,
+        source: WeightSource,
+        config: EngineConfig,
+        memory: MemoryPlan,
+        ops: Ops,
+        device: torch.device,
+        followers: Followers | None = None,
     ) -> None:
+        """Loads. A rank that has no ``followers`` although the model is cut must ``follow`` before it can do more."""
         self._config = source.config
         self._ops = ops
         self._padded_rows = partial(ops.padded_rows, weights_bytes=memory.weights_bytes)
@@ -67,8 +82,20 @@ class Runner:
         self.measured_input_scales = 0
         """Linears whose fp8 input scale was measured at start, because the checkpoint has none."""
         self._last_tokens = torch.zeros(memory.max_sequences, dtype=torch.int64, device=device)
-        if device.type == "cuda":
+        self._followers = followers
+        self._group = None if followers is None else followers.meet(device)
+        if device.type == "cuda" and (followers is not None or config.tensor_parallel == 1):
             self._warm_up(memory)
+
+    def follow(self, group: RankGroup) -> NoReturn:
+        """Does what rank 0 says until that is gone, which is an error."""
+        self._group = group
+        while True:
+            order, arrays = group.receive()
+            if arrays is not None:
+                self._step(arrays, None)
+            elif order is Order.FIX_INPUT_SCALES:
+                self._fix_input_scales()
 
     @torch.inference_mode()
     def launch(
@@ -91,30 +118,51 @@ class Runner:
         """
         page_size = self._cache[0].page_size
         arrays = step_arrays(plan, scheduler.page_table, page_size, host_tokens, self._padded_rows)
+        positions = (plan.start + plan.count)[plan.sample].astype(np.int64)
+        draw = None if samplings is None else partial(sample, samplings=samplings, positions=positions)
+        if self._followers is None or self._group is None:
+            return SampledIds(self._step(arrays, draw))
+        with self._followers.blamed():
+            self._followers.check()
+            self._group.send(Order.STEP, arrays)
+            return SampledIds(self._step(arrays, draw), self._followers)
+
+    @torch.inference_mode()
+    def _step(self, arrays: StepArrays, draw: Callable[..., None] | None) -> Tensor:
+        """One step on the device; ``draw`` replaces the greedy ids of rows that are sampled otherwise."""
+        group = self._group
         batch = self._ops.prepare(arrays, self._last_tokens, self._cache[0], self._config)
-        logits_SV = forward(self._weights, self._config, self._ops, self._cache, batch)
+        add = None if group is None else group.add
+        logits_SV = forward(self._weights, self._config, self._ops, self._cache, batch, add)
         ids_S = self._ops.greedy(logits_SV)
-        if samplings is not None:
-            sample(logits_SV, samplings, (plan.start + plan.count)[plan.sample].astype(np.int64), ids_S)
+        if draw is not None:
+            draw(logits_SV, chosen_S=ids_S)
+        if group is not None:
+            group.share(ids_S)
         # A step that is already on its way reads whatever stands here as the id of a token.
         self._last_tokens.index_copy_(0, batch.sample_slots.long(), ids_S.clamp(min=0))
-        return SampledIds(ids_S)
+        return ids_S
 
     def _warm_up(self, memory: MemoryPlan) -> None:
         """Fix the scales of fp8 inputs, compile kernels, take the memory of the largest steps: all before a request.
 
         Prompts are random ids, the same whatever the engine's sizes; what they leave in the cache is never read.
         """
-        from megatoken.engine.ops import cuda
-
         prompt_tokens = min(WARM_UP_PROMPT_TOKENS, memory.max_length - 2)
         self._run(memory, WARM_UP_PROMPTS, prompt_tokens)
-        self.measured_input_scales = cuda.fix_input_scales(
-            linear for layer in self._weights.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
-        )
+        if self._group is not None:
+            self._group.send(Order.FIX_INPUT_SCALES)
+        self._fix_input_scales()
         self._run(memory, -(-memory.max_rows // max(prompt_tokens, 1)) + 1, prompt_tokens)
         self._run(memory, memory.max_sequences, 1)
         torch.cuda.synchronize()
+
+    def _fix_input_scales(self) -> None:
+        from megatoken.engine.ops import cuda
+
+        self.measured_input_scales = cuda.fix_input_scales(
+            linear for layer in self._weights.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        )
 
     def _run(self, memory: MemoryPlan, prompts: int, prompt_tokens: int) -> None:
         """Serve random prompts, two tokens each."""

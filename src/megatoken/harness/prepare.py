@@ -21,9 +21,8 @@ from megatoken.datasets.references import HELD_OUT
 from megatoken.datasets.requests import Dataset
 from megatoken.datasets.tables import SUFFIXES
 from megatoken.engine import Engine
-from megatoken.engine.checkpoint import Checkpoint, RandomWeights
+from megatoken.engine.checkpoint import Checkpoint, RandomWeights, open_model
 from megatoken.engine.config import REFERENCE, ModelConfig, model_folder
-from megatoken.engine.loop import open_model
 from megatoken.engine.memory import MemoryPlan, plan_memory
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, StorageError

@@ -11,6 +11,7 @@ heads, K key/value heads, G = H / K, E head dimension, V vocabulary, R sequences
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -72,9 +73,19 @@ class Ops(Protocol):
         """``x W^T + b`` -> [T, N]."""
 
     def linear_add_norm(
-        self, x_TD: Tensor, linear: Any, residual_TN: Tensor, weight_N: Tensor, epsilon: float, consumer: Any
+        self,
+        x_TD: Tensor,
+        linear: Any,
+        residual_TN: Tensor,
+        weight_N: Tensor,
+        epsilon: float,
+        consumer: Any,
+        add: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """``r = residual + x W^T + b`` -> (r, rms_norm(r)), both [T, N]; ``residual`` may be overwritten."""
+        """``r = residual + x W^T + b`` -> (r, rms_norm(r)), both [T, N]; ``residual`` may be overwritten.
+
+        ``add`` is applied to ``x W^T + b`` first, in place: it sums over ranks that have parts of ``x`` and ``W``.
+        """
 
     def gated(self, x_TD: Tensor, gate_up: Any, consumer: Any) -> Tensor:
         """``silu(gate(x)) * up(x)`` -> [T, F]."""

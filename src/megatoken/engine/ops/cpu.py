@@ -7,6 +7,7 @@ are read in place, once, whatever order they are in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -168,10 +169,16 @@ def linear_add(x_TD: Tensor, linear_: Linear, residual_TN: Tensor) -> Tensor:
 
 
 def linear_add_norm(
-    x_TD: Tensor, linear: Linear, residual_TN: Tensor, weight_N: Tensor, epsilon: float, consumer: Linear
+    x_TD: Tensor,
+    linear_: Linear,
+    residual_TN: Tensor,
+    weight_N: Tensor,
+    epsilon: float,
+    consumer: Linear,
+    add: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The residual stream, and what the next linear reads of it."""
-    residual_TN = linear_add(x_TD, linear, residual_TN)
+    residual_TN = linear_add(x_TD, linear_, residual_TN) if add is None else residual_TN + add(linear(x_TD, linear_))
     return residual_TN, rms_norm(residual_TN, weight_N, epsilon)
 
 

@@ -8,7 +8,7 @@ An input scale comes from the checkpoint or from ``fix_input_scales`` after some
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -237,10 +237,18 @@ def _measured(x_TD: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
 
 
 def linear_add_norm(
-    x_TD: Tensor, linear_: Linear, residual_TN: Tensor, weight_N: Tensor, epsilon: float, consumer: Linear
+    x_TD: Tensor,
+    linear_: Linear,
+    residual_TN: Tensor,
+    weight_N: Tensor,
+    epsilon: float,
+    consumer: Linear,
+    add: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A product, then sum, norm and quantisation in one pass; the residual is written in place."""
     delta_TN = linear(x_TD, linear_)
+    if add is not None:
+        delta_TN = add(delta_TN)
     return residual_TN, fused.add_rms_norm(delta_TN, residual_TN, weight_N, epsilon, _input_scale(consumer))
 
 

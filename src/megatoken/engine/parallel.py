@@ -1,0 +1,260 @@
+"""Tensor parallelism inside a node: a rank for each device, each with its share of heads and feed-forward features.
+
+Query, key, value, gate and up projections are cut by rows, output and down projections by columns, and what these two
+add to the residual stream is summed over the ranks: two all-reduces a layer (Shoeybi et al., Megatron-LM, 2019).
+Norms, embedding and head are on every rank. Rank 0 lives in the engine's process and plans; the others follow it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from torch import Tensor
+
+from megatoken.engine.batch import StepArrays
+from megatoken.engine.config import ModelConfig
+from megatoken.engine.model import Fp8Source, WeightSource
+from megatoken.engine.quant import Fp8Weight
+from megatoken.errors import CapacityError, MegatokenError
+
+_c10d: Any = torch.distributed  # groups made by hand: the module's own are global
+
+_CUT_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_CUT_BY_COLUMNS = ("o_proj", "down_proj")
+_FIELDS = [field.name for field in dataclasses.fields(StepArrays) if field.name != "decodes"]
+_LAST_WORDS_SECONDS = 1.0  # between the end of a rank's sockets and that of its process
+_AS_LONG_AS_IT_TAKES = datetime.timedelta(days=30)  # an idle engine sends no steps; a rank that dies closes its sockets
+
+
+def sharded(model: ModelConfig, ranks: int) -> ModelConfig:
+    """What one of ``ranks`` holds and computes.
+
+    Raises:
+        CapacityError: heads or features cannot be shared out evenly.
+    """
+    for name in ("heads", "kv_heads", "intermediate_size"):
+        count = getattr(model, name)
+        if count % ranks:
+            raise CapacityError(
+                f"tensor_parallel {ranks} does not divide the {count:,} {name} of {model.name}; "
+                f"take a divisor of {math.gcd(model.heads, model.kv_heads, model.intermediate_size)}"
+            )
+    return dataclasses.replace(
+        model,
+        heads=model.heads // ranks,
+        kv_heads=model.kv_heads // ranks,
+        intermediate_size=model.intermediate_size // ranks,
+    )
+
+
+class RankWeights:
+    """The weights of one rank: what ``source`` holds, cut. A bias that all ranks would add is rank 0's."""
+
+    def __init__(self, source: WeightSource, rank: int, ranks: int) -> None:
+        self.config = sharded(source.config, ranks)
+        self.fp8: Fp8Source | None = None if source.fp8 is None else _RankFp8(source.fp8, rank, ranks)
+        self._source = source
+        self._rank = rank
+        self._ranks = ranks
+
+    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A fresh tensor on ``device``; for a moment the whole one is there too."""
+        whole = self._source.read(name, dtype, device)
+        part, kind = name.split(".")[-2:]
+        if part in _CUT_BY_COLUMNS and kind == "bias":
+            return whole if self._rank == 0 else whole.zero_()
+        return _share(whole, part, self._rank, self._ranks)
+
+
+class _RankFp8:
+    """The e4m3 linears of one rank."""
+
+    def __init__(self, whole: Fp8Source, rank: int, ranks: int) -> None:
+        self._whole = whole
+        self._rank = rank
+        self._ranks = ranks
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._whole
+
+    def read(self, name: str, device: torch.device) -> Fp8Weight:
+        whole, part = self._whole.read(name, device), name.split(".")[-2]
+        scale_N1 = whole.scale_N1
+        if part in _CUT_BY_ROWS and len(scale_N1) > 1:
+            scale_N1 = _share(scale_N1, part, self._rank, self._ranks)
+        return Fp8Weight(_share(whole.values_ND, part, self._rank, self._ranks), scale_N1, whole.input_scale)
+
+    def cache_scales(self, layer: int) -> tuple[float, float]:
+        return self._whole.cache_scales(layer)
+
+
+def _share(whole: Tensor, part: str, rank: int, ranks: int) -> Tensor:
+    if part not in _CUT_BY_ROWS + _CUT_BY_COLUMNS:
+        return whole
+    return whole.chunk(ranks, dim=int(part in _CUT_BY_COLUMNS))[rank].clone(memory_format=torch.contiguous_format)
+
+
+class Order(IntEnum):
+    """What rank 0 tells the others to do."""
+
+    STEP = 0
+    FIX_INPUT_SCALES = 1
+
+
+class RankGroup:
+    """The ranks of one model as one of them sees them: sums over all, and orders from rank 0.
+
+    Orders travel over sockets of the loopback device; sums on GPUs through NCCL, with NVLink multicast left off.
+    """
+
+    def __init__(self, folder: Path, rank: int, ranks: int, device: torch.device) -> None:
+        """Meets the others through a file in ``folder``; waits until all are there."""
+        self.rank = rank
+        self.ranks = ranks
+        store = _c10d.FileStore(str(folder / "store"), ranks)
+        options = _c10d.ProcessGroupGloo._Options()
+        options._devices = [_c10d.ProcessGroupGloo.create_device(interface="lo")]
+        options._timeout = _AS_LONG_AS_IT_TAKES
+        host = _c10d.PrefixStore("host", store)
+        self._host: Any = _c10d.ProcessGroupGloo(host, rank, ranks, options)
+        self._device: Any = self._host
+        if device.type == "cuda":
+            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+            nccl = _c10d.ProcessGroupNCCL.Options()
+            self._device = _c10d.ProcessGroupNCCL(_c10d.PrefixStore("device", store), rank, ranks, nccl)
+        self._from_rank_0 = _c10d.BroadcastOptions()
+        self._from_rank_0.rootRank = 0
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum of ``x`` over all ranks, in place."""
+        self._device.allreduce([x]).wait()
+        return x
+
+    def share(self, x: Tensor) -> None:
+        """Gives every rank what rank 0 has in ``x``."""
+        if x.numel():
+            self._device.broadcast([x], self._from_rank_0).wait()
+
+    def send(self, order: Order, arrays: StepArrays | None = None) -> None:
+        """Tells the other ranks what to do; of rank 0."""
+        header = np.full(2 + 2 * len(_FIELDS), -1, dtype=np.int64)
+        header[0] = order
+        parts = [] if arrays is None else [getattr(arrays, name) for name in _FIELDS]
+        for number, part in enumerate(parts):
+            header[2 + 2 * number : 2 + 2 * number + part.ndim] = part.shape
+        if arrays is not None:
+            header[1] = arrays.decodes
+        self._tell(header)
+        if parts:
+            self._tell(np.concatenate([part.reshape(-1).astype(np.int32) for part in parts]))
+
+    def receive(self) -> tuple[Order, StepArrays | None]:
+        """Waits for an order of rank 0."""
+        header = self._tell(np.empty(2 + 2 * len(_FIELDS), dtype=np.int64))
+        order = Order(header[0])
+        if order is not Order.STEP:
+            return order, None
+        shapes = [[int(side) for side in shape if side >= 0] for shape in header[2:].reshape(-1, 2)]
+        sizes = [math.prod(shape) for shape in shapes]
+        values = self._tell(np.empty(sum(sizes), dtype=np.int32))
+        parts = np.split(values, np.cumsum(sizes)[:-1])
+        fields = {name: part.reshape(shape) for name, part, shape in zip(_FIELDS, parts, shapes, strict=True)}
+        fields["sampled"] = fields["sampled"].astype(np.int64)
+        return order, StepArrays(decodes=int(header[1]), **fields)
+
+    def _tell(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        self._host.broadcast([torch.from_numpy(values)], self._from_rank_0).wait()
+        return values
+
+
+class Followers:
+    """Ranks 1 and up as processes of their own, which end with this one or when the engine is forgotten."""
+
+    def __init__(self, ranks: int, specification: bytes) -> None:
+        """Starts them.
+
+        Args:
+            ranks: rank 0 included.
+            specification: what ``follower`` reads from its standard input.
+        """
+        self.folder = Path(tempfile.mkdtemp(prefix="megatoken-ranks-"))
+        self._processes = []
+        for rank in range(1, ranks):
+            with (self.folder / f"rank{rank}.log").open("wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "megatoken.engine.follower", str(self.folder), str(rank)],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                )
+            assert process.stdin is not None
+            process.stdin.write(specification)
+            process.stdin.close()
+            self._processes.append(process)
+        self.end = weakref.finalize(self, _end, self._processes, self.folder)
+
+    def meet(self, device: torch.device) -> RankGroup:
+        """The group, once every rank has its weights. Raises MegatokenError if one has ended instead."""
+        while not all(_loaded(self.folder, rank).exists() for rank in range(1, len(self._processes) + 1)):
+            self.check()
+            time.sleep(0.02)
+        return RankGroup(self.folder, 0, len(self._processes) + 1, device)
+
+    def check(self) -> None:
+        """Raises MegatokenError if a rank has ended, with its last words, and ends the others."""
+        for rank, process in enumerate(self._processes, 1):
+            if process.poll() is not None:
+                words = (self.folder / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()
+                code = process.returncode
+                ended = signal.Signals(-code).name if code < 0 else f"code {code}"
+                self.end()
+                raise MegatokenError(f"rank {rank} ended with {ended}: {words[-1] if words else 'it said nothing'}")
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Where a sum or an order fails because a rank has ended: says so instead."""
+        try:
+            yield
+        except RuntimeError:
+            deadline = time.monotonic() + _LAST_WORDS_SECONDS
+            while time.monotonic() < deadline:
+                self.check()
+                time.sleep(0.01)
+            raise
+
+
+def _loaded(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.loaded"
+
+
+def join(folder: Path, rank: int, ranks: int, device: torch.device) -> RankGroup:
+    """The group as a rank that has its weights sees it."""
+    _loaded(folder, rank).touch()
+    return RankGroup(folder, rank, ranks, device)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,65 @@
+"""Two GPUs that share a model against one: logits, answers, the end of a rank."""
+
+import random
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from checkpoints import make_checkpoint
+
+from megatoken.engine import Engine, EngineConfig, Request
+from megatoken.errors import MegatokenError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1024,
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    make_checkpoint(directory, stored=torch.bfloat16, gain=1.0, **SHAPE)
+    return directory
+
+
+def requests() -> list[Request]:
+    draw = random.Random(0)
+    return [
+        Request([draw.randrange(1024) for _ in range(prompt)], 1 + prompt % 7, ignore_end_token=True)
+        for prompt in range(1, 90, 3)
+    ]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_two_gpus_answer_as_one(llama: Path, precision: str) -> None:
+    """First tokens, since an answer that once takes the other of two close logits goes its own way."""
+    config = {"precision": precision, "max_rows": 64, "max_sequences": 16, "cache_tokens": 4096}
+    one, two = (Engine(llama, EngineConfig(tensor_parallel=ranks, **config)).generate(requests()) for ranks in (1, 2))
+    same = sum(left.token_ids[0] == right.token_ids[0] for left, right in zip(one, two, strict=True))
+    print(f"\n{precision}: {same} of {len(one)} first tokens agree")
+    assert same >= (0.9 if precision == "bf16" else 0.7) * len(one)
+    assert [len(answer.token_ids) for answer in one] == [len(answer.token_ids) for answer in two]
+
+
+def test_a_rank_that_dies_is_noticed(llama: Path) -> None:
+    engine = Engine(llama, EngineConfig(tensor_parallel=2, max_rows=64, max_sequences=16, cache_tokens=4096))
+    for one in requests():
+        engine.submit(one)
+    engine.step()
+    for child in psutil.Process().children():
+        if "megatoken.engine.follower" in child.cmdline():
+            child.kill()
+    with pytest.raises(MegatokenError, match="rank 1 ended with SIGKILL"):
+        while engine.busy:
+            engine.step()

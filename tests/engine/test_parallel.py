@@ -1,0 +1,164 @@
+"""Tensor parallelism over processes of this machine: the tokens of one rank, ends of ranks, what cannot be cut."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from engines import assert_idle, drain, make_engine, request
+from over_admission import expect_short_answers
+from quantized_checkpoints import LAYOUTS, quantize
+
+from megatoken.engine import EngineConfig, Sampling
+from megatoken.engine.checkpoint import open_model
+from megatoken.engine.config import SHAPES
+from megatoken.engine.memory import plan_memory
+from megatoken.engine.parallel import RankWeights
+from megatoken.engine.quantized_checkpoint import linear_shapes
+from megatoken.errors import CapacityError, ConfigError, MegatokenError
+
+CPU = torch.device("cpu")
+FAMILIES = {
+    "Llama": {"attention_bias": True, "mlp_bias": True},
+    "Qwen2": {"tie_word_embeddings": True},
+    "Qwen3": {},
+}
+
+
+def wide_checkpoint(directory: Path, architecture: str = "Llama", **changes: object) -> Path:
+    make_checkpoint(directory, architecture, num_attention_heads=8, num_key_value_heads=4, **changes)
+    return directory
+
+
+def followers() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "megatoken.engine.follower" in one.cmdline()]
+
+
+@pytest.mark.parametrize(("architecture", "ranks"), [("Llama", 2), ("Qwen2", 4), ("Qwen3", 2)])
+def test_ranks_together_answer_as_one_does(architecture: str, ranks: int, tmp_path: Path) -> None:
+    """Prompts in chunks, decodes, draws, preemptions. Sums over ranks are rounded otherwise, so ties might differ."""
+    directory = wide_checkpoint(tmp_path / "model", architecture, **FAMILIES[architecture])
+    requests = [request(seed, 4 + seed % 9, 3 + seed * 7 % 29) for seed in range(12)]
+    requests += [request(seed, 6, 5, sampling=Sampling(0.9, top_k=20, seed=seed)) for seed in range(3)]
+    alone = make_engine(directory).generate(requests)
+    engine = make_engine(directory, tensor_parallel=ranks)
+    expect_short_answers(engine._scheduler)
+    assert engine.generate(requests) == alone
+    assert engine.counters().preemptions > 0
+    assert engine.describe()["tensor_parallel"] == ranks
+    assert_idle(engine)
+
+
+def test_a_rank_holds_its_share_alone(tmp_path: Path) -> None:
+    source = open_model(wide_checkpoint(tmp_path / "model", attention_bias=True))
+    shares = [RankWeights(source, rank, 4) for rank in range(4)]
+    for name, shape in shares[0].config.tensor_shapes().items():
+        parts = [share.read(name, torch.float32, CPU) for share in shares]
+        whole = source.read(name, torch.float32)
+        if name.endswith("o_proj.bias"):
+            assert torch.equal(sum(parts[1:], parts[0]), whole)
+        elif parts[0].shape == whole.shape:
+            assert "norm" in name or "embed" in name or "head" in name
+            assert all(torch.equal(part, whole) for part in parts)
+        else:
+            assert all(part.shape == shape and part.is_contiguous() for part in parts)
+            assert torch.equal(torch.cat(parts, dim=int("o_proj" in name or "down_proj" in name)), whole)
+
+
+@pytest.mark.parametrize("layout", ["modelopt cache", "compressed dynamic"])
+def test_fp8_linears_are_cut_with_the_scales_of_their_rows(layout: str, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    quantize(directory, LAYOUTS[layout], num_attention_heads=8, num_key_value_heads=4)
+    source = open_model(directory)
+    shares = [RankWeights(source, rank, 2).fp8 for rank in range(2)]
+    for name in linear_shapes(source.config):
+        whole, parts = source.fp8.read(name, CPU), [share.read(name, CPU) for share in shares]
+        values = [part.values_ND.float() * part.scale_N1 for part in parts]
+        by_columns = "o_proj" in name or "down_proj" in name
+        assert torch.equal(torch.cat(values, dim=int(by_columns)), whole.values_ND.float() * whole.scale_N1)
+        assert {part.input_scale for part in parts} == {whole.input_scale}
+    answers = [
+        make_engine(directory, precision="fp8", tensor_parallel=ranks).generate([request(tokens=1)])[0]
+        for ranks in (1, 2)
+    ]
+    assert answers[0].prompt_tokens == answers[1].prompt_tokens
+    assert shares[0].cache_scales(1) == source.fp8.cache_scales(1)
+
+
+def test_a_rank_that_dies_is_an_error_with_its_name(tmp_path: Path) -> None:
+    engine = make_engine(wide_checkpoint(tmp_path / "model"), tensor_parallel=2)
+    engine.submit(request(tokens=40))
+    for _ in range(3):
+        engine.step()
+    (follower,) = followers()
+    follower.kill()
+    with pytest.raises(MegatokenError, match="rank 1 ended with SIGKILL: it said nothing"):
+        drain(engine)
+    assert followers() == []
+
+
+def test_a_rank_that_cannot_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = wide_checkpoint(tmp_path / "model")
+    monkeypatch.setattr("megatoken.engine.loop.specification", lambda *_: b'{"parent": %d}' % os.getpid())
+    with pytest.raises(MegatokenError, match="rank 1 ended with code 1: KeyError: 'threads'"):
+        make_engine(directory, tensor_parallel=2)
+    assert followers() == []
+
+
+def test_ranks_end_with_their_engine(tmp_path: Path) -> None:
+    engine = make_engine(wide_checkpoint(tmp_path / "model"), tensor_parallel=2)
+    (follower,) = followers()
+    folder = engine._runner._followers.folder
+    assert folder.is_dir()
+    del engine
+    gc.collect()
+    assert not follower.is_running()
+    assert not folder.exists()
+
+
+def test_ranks_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys
+import psutil
+from megatoken import Engine
+from megatoken.engine import EngineConfig
+engine = Engine(sys.argv[1], EngineConfig(precision="fp32", tensor_parallel=2, max_length=64))
+print(*(child.pid for child in psutil.Process().children()), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    directory = wide_checkpoint(tmp_path / "model")
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(directory)], stdout=subprocess.PIPE, text=True, timeout=200
+    )
+    assert done.returncode == -signal.SIGKILL
+    (pid,) = map(int, done.stdout.split())
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_what_cannot_be_cut_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    directory = wide_checkpoint(tmp_path / "model")
+    for ranks, words in (
+        (3, "3 does not divide the 8 heads of model; take a divisor of 4"),
+        (8, "8 does .* 4 kv_heads"),
+    ):
+        with pytest.raises(CapacityError, match=f"tensor_parallel {words}"):
+            make_engine(directory, tensor_parallel=ranks)
+    with pytest.raises(ConfigError, match="tensor_parallel is 0; it must be at least 1"):
+        make_engine(directory, tensor_parallel=0)
+
+
+def test_each_rank_needs_its_share_of_the_memory() -> None:
+    whole, half = (plan_memory(SHAPES["1.1b"], EngineConfig(tensor_parallel=ranks, max_length=64)) for ranks in (1, 2))
+    linears = SHAPES["1.1b"].linear_parameters
+    assert whole.weights_bytes - half.weights_bytes == linears // 2 * 2  # bf16
+    assert half.available_bytes == pytest.approx(whole.available_bytes / 2, rel=0.05)
