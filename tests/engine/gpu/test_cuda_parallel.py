@@ -7,6 +7,7 @@ import psutil
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from engines import drain
 
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.errors import MegatokenError
@@ -61,5 +62,4 @@ def test_a_rank_that_dies_is_noticed(llama: Path) -> None:
         if "megatoken.engine.follower" in child.cmdline():
             child.kill()
     with pytest.raises(MegatokenError, match="rank 1 ended with SIGKILL"):
-        while engine.busy:
-            engine.step()
+        drain(engine)
