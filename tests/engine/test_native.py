@@ -135,6 +135,20 @@ def test_they_are_built_once(builds: Callable[[], int], cache: Path) -> None:
     assert len(list(cache.iterdir())) == 1
 
 
+def test_they_are_built_anew_for_a_changed_source(
+    builds: Callable[[], int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Any of the files that the compiler reads."""
+    load()
+    assert set(native.HEADERS) == set(native.SOURCE.parent.glob("*.h"))
+    for place, header in enumerate(native.HEADERS):
+        changed = tmp_path / header.name
+        changed.write_bytes(header.read_bytes() + b"\n")
+        monkeypatch.setattr(native, "HEADERS", (*native.HEADERS[:place], changed, *native.HEADERS[place + 1 :]))
+        load()
+        assert builds() == place + 2
+
+
 DAMAGE = {
     "empty": lambda content: b"",
     "truncated": lambda content: content[: len(content) // 2],

@@ -338,6 +338,132 @@ def test_compiled_decode_attention(head_dim: int, group: int, dtype: torch.dtype
     assert torch.equal(actual, native.attention(strided, pool.cache.k, pool.cache.v, *table, first_rows))
 
 
+@dataclass
+class Sequences:
+    """What one call of the compiled attention gets: the newest ``counts`` rows of sequences of ``lengths`` keys."""
+
+    pool: Pool
+    counts: list[int]
+    query: Tensor
+
+    def attention(self, chosen: list[int] | None = None) -> Tensor:
+        """Of all sequences, or of the chosen ones alone."""
+        chosen = list(range(len(self.counts))) if chosen is None else chosen
+        rows = torch.cat([torch.arange(sum(self.counts))[self.rows(sequence)] for sequence in chosen])
+        bounds = torch.tensor([0, *(self.counts[sequence] for sequence in chosen)], dtype=torch.int32)
+        return native.attention(
+            self.query[rows],
+            self.pool.cache.k,
+            self.pool.cache.v,
+            torch.from_numpy(self.pool.pages[chosen]),
+            torch.from_numpy(self.pool.lengths[chosen]),
+            bounds.cumsum(0, dtype=torch.int32),
+        )
+
+    def rows(self, sequence: int) -> slice:
+        first = sum(self.counts[:sequence])
+        return slice(first, first + self.counts[sequence])
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """In fp32, and the error of torch's own attention in bf16: both [rows, heads, head size]."""
+        k_cache, v_cache = self.pool.cache.k, self.pool.cache.v
+        outputs, errors = [], []
+        for sequence, length in enumerate(self.pool.lengths):
+            used = torch.from_numpy(self.pool.pages[sequence][: -(-length // self.pool.cache.page_size)])
+            k, v = LayerCache(k_cache, v_cache, False).read(used, int(length))
+            query = self.query[self.rows(sequence)]
+            outputs.append(reference.chunk_attention(query.float(), k.float(), v.float()))
+            errors.append((cpu.chunk_attention(query, k, v).float() - outputs[-1]).abs())
+        return torch.cat(outputs), torch.cat(errors)
+
+
+def make_sequences(sizes: list[tuple[int, int]], seed: int, *, heads_of: tuple[int, int], **shape: object) -> Sequences:
+    """``sizes`` are lengths and counts of rows; ``heads_of`` the key/value heads and the queries of each."""
+    kv_heads, group = heads_of
+    lengths, counts = ([size[side] for size in sizes] for side in (0, 1))
+    pool = make_pool(lengths, seed, kv_heads=kv_heads, group=group, dtype=torch.bfloat16, unused_pages=3, **shape)
+    for side in (pool.cache.k, pool.cache.v):  # what no query may see is not even a number
+        side[side.float().abs() > POISON / 100] = torch.nan
+        side[DUMP_PAGE] = torch.inf
+    head_dim = pool.cache.k.shape[3]
+    return Sequences(pool, counts, normal(seed + 4, sum(counts), kv_heads * group, head_dim).bfloat16())
+
+
+needs_kernels = pytest.mark.skipif("native.library() is None", reason="no kernels")
+BORDERS = [
+    (1, 1),
+    (15, 1),
+    (16, 16),
+    (17, 3),
+    (31, 1),
+    (32, 1),
+    (33, 33),
+    (63, 2),
+    (64, 1),
+    (65, 65),
+    (129, 1),
+    (200, 70),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("group", range(1, 17))
+def test_compiled_attention_in_bf16(group: int, head_dim: int) -> None:
+    """Decodes and prompt chunks about the borders of tiles, blocks and pages.
+
+    Weights are rounded to bf16 once, 2^-9 of each and so of the largest value that is averaged, and the output once
+    more. torch's own attention in bf16 rounds the same two, so its error is the measure.
+    """
+    page_size = [16, 32, 48, 64, 80, 256][(group + head_dim // 32) % 6]
+    case = make_sequences(BORDERS, group, heads_of=(2, group), page_size=page_size, head_dim=head_dim)
+    actual = case.attention()
+    expected, torch_error = case.expected()
+    error = (actual.float() - expected).abs()
+    largest = float(case.pool.cache.v.float().abs().nan_to_num(0, 0).max())
+    assert (error <= 2**-8 * expected.abs() + 2**-9 * largest).all()
+    assert error.square().mean() <= 1.5 * torch_error.square().mean()
+
+
+@needs_kernels
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 64), (4, 128), (5, 96), (8, 64), (16, 32)])
+def test_a_rows_attention_does_not_depend_on_the_rows_beside_it(group: int, head_dim: int) -> None:
+    """The same bits alone and in a batch, and the same again where a prompt comes in other chunks."""
+    case = make_sequences(BORDERS, group, heads_of=(2, group), page_size=32, head_dim=head_dim)
+    together = case.attention()
+    for sequence in range(len(BORDERS)):
+        assert torch.equal(case.attention([sequence]), together[case.rows(sequence)])
+    order = list(range(len(BORDERS)))[::-1]
+    assert torch.equal(case.attention(order), torch.cat([together[case.rows(sequence)] for sequence in order]))
+
+    whole = case.rows(len(BORDERS) - 1)
+    rows, pages = case.query[whole], torch.from_numpy(case.pool.pages[-1:])
+    length, least = int(case.pool.lengths[-1]), -(-4 // group)  # fewer queries than four have a kernel of their own
+    for chunk in (least, 7 + least, 33):
+        for first in range(0, len(rows) - chunk, chunk):
+            seen = torch.tensor([length - len(rows) + first + chunk], dtype=torch.int32)
+            bounds = torch.tensor([0, chunk], dtype=torch.int32)
+            part = native.attention(
+                rows[first : first + chunk], case.pool.cache.k, case.pool.cache.v, pages, seen, bounds
+            )
+            assert torch.equal(part, together[whole][first : first + chunk])
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 40])
+def test_attention_where_scores_are_far_apart(rows: int) -> None:
+    """Maxima that grow from block to block, and weights that underflow."""
+    case = make_sequences([(200, rows)], 1, heads_of=(1, 8), page_size=32, head_dim=64)
+    ramp = torch.linspace(0, 40, 200)
+    for key, page in enumerate(np.repeat(case.pool.pages[0], 32)[:200]):
+        case.pool.cache.k[int(page), 0, key % 32] = ramp[key]
+    case.query[:] = 1
+    for sign in (1, -1):
+        case.query *= sign
+        expected, _ = case.expected()
+        torch.testing.assert_close(case.attention().float(), expected, rtol=2**-8, atol=2**-8)
+
+
 @random_shapes
 @given(
     decodes=st.lists(st.integers(0, 70), max_size=5),

@@ -8,64 +8,15 @@
 #error "the kernels need GCC"
 #endif
 
+#include <atomic>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
+#include <type_traits>
 #include <vector>
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+
+#include "kernels_amx.h"
+#include "kernels_vectors.h"
 
 namespace {
-
-constexpr int kLanes = 16;
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-
-struct bf16 {
-    uint16_t bits;
-};
-
-inline Floats load(const float *from) {
-    Floats value;
-    std::memcpy(&value, from, sizeof value);
-    return value;
-}
-
-inline Floats load(const bf16 *from) {
-#ifdef __AVX512F__  // GCC 12 widens the generic vector in two halves
-    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
-#else
-    Halves halves;
-    std::memcpy(&halves, from, sizeof halves);
-    return (Floats)(__builtin_convertvector(halves, Words) << 16);
-#endif
-}
-
-inline void store(float *to, Floats value) { std::memcpy(to, &value, sizeof value); }
-
-inline void store(bf16 *to, Floats value) {  // to nearest, ties to even; NaN stays NaN as long as its top bits say so
-    Words words = (Words)value;
-    words += 0x7fff + ((words >> 16) & 1);
-    Halves halves = __builtin_convertvector(words >> 16, Halves);
-    std::memcpy(to, &halves, sizeof halves);
-}
-
-template <typename T> inline Floats rounded(Floats value) {
-    T buffer[kLanes];
-    store(buffer, value);
-    return load(buffer);
-}
-
-inline Floats broadcast(float value) { return Floats{} + value; }
-
-inline float total(Floats value) {
-    float sum = 0;
-    for (int lane = 0; lane < kLanes; ++lane) sum += value[lane];
-    return sum;
-}
 
 inline float highest(Floats value) {
     float best = value[0];
@@ -116,10 +67,6 @@ constexpr int kMaxQueries = 16, kMaxPage = 256;
 
 template <int E> constexpr int kBlock = E > 64 ? 2 : 4;  // queries whose sums fit in the registers together
 
-template <typename T> inline void prefetch(const T *from, int count) {
-    for (int at = 0; at < count; at += 64 / (int)sizeof(T)) __builtin_prefetch(from + at, 0, 2);
-}
-
 // Lane sums of query * key, not yet added up.
 template <int E, typename T> inline Floats product(const T *query, const T *key) {
     Floats sum{};
@@ -161,10 +108,6 @@ inline void accumulate(float *out, const float *weights, const T *values, int to
     for (int g = 0; g < G; ++g)
         for (int v = 0; v < vectors; ++v) store(out + g * E + v * kLanes, sums[g][v]);
 }
-
-struct Rows {  // consecutive ones of one sequence; the last sees `length` keys, each before it one fewer than the next
-    int sequence, first, count, length;
-};
 
 // The queries of these rows that share one key/value head: online softmax page by page (Milakov and Gimelshein, 2018).
 template <typename T, int E>
@@ -230,22 +173,49 @@ template <typename T, int E>
 void attend_all(T *out, const T *q, const T *k_cache, const T *v_cache, const int32_t *pages, const int32_t *lengths,
                 const int32_t *first_rows, int sequences, int width, int heads, int kv_heads, int page_size,
                 int64_t q_stride, int threads) {
-    int group = heads / kv_heads, most = kMaxQueries / group;
+    int group = heads / kv_heads;
     float scale = 1.0f / std::sqrt((float)E);
+#ifdef MEGATOKEN_AMX
+    constexpr bool is_bf16 = std::is_same<T, bf16>::value;
+    const bool has_tiles = is_bf16 && amx::allowed();
+#endif
     std::vector<Rows> blocks;
-    for (int sequence = 0; sequence < sequences; ++sequence)
-        for (int row = first_rows[sequence], end = first_rows[sequence + 1]; row < end; row += most) {
+    for (int sequence = 0; sequence < sequences; ++sequence) {
+        int row = first_rows[sequence], end = first_rows[sequence + 1], most = kMaxQueries;
+        bool tiled = false;
+#ifdef MEGATOKEN_AMX
+        tiled = has_tiles && (end - row) * group >= amx::kFewestQueries;
+        if (tiled) most = amx::kMostQueries;
+#endif
+        for (most /= group; row < end; row += most) {
             int count = end - row < most ? end - row : most;
-            blocks.push_back({sequence, row, count, lengths[sequence] - (end - row - count)});
+            blocks.push_back({sequence, row, count, lengths[sequence] - (end - row - count), tiled});
         }
+    }
     int items = (int)blocks.size() * kv_heads;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (int item = 0; item < items; ++item) {
-        Rows rows = blocks[item / kv_heads];
-        int kv_head = item % kv_heads;
-        int64_t at = (int64_t)kv_head * group * E, out_stride = (int64_t)heads * E;
-        attend<T, E>(out + rows.first * out_stride + at, q + rows.first * q_stride + at, out_stride, q_stride, k_cache,
-                     v_cache, pages + (int64_t)rows.sequence * width, rows, kv_heads, kv_head, group, page_size, scale);
+    auto at = [&](int item) { return Item{blocks[item / kv_heads], item % kv_heads}; };
+    std::atomic<int> taken{0};
+#pragma omp parallel num_threads(threads)
+    {
+#ifdef MEGATOKEN_AMX
+        amx::Tiles tiles(has_tiles);
+#endif
+        for (int item = taken++, next; item < items; item = next) {
+            next = taken++;
+            Item now = at(item);
+#ifdef MEGATOKEN_AMX
+            if constexpr (is_bf16)
+                if (now.rows.tiled) {
+                    amx::Attention<E>{out, q, k_cache, v_cache, pages, width, heads, kv_heads, page_size, q_stride}.attend(
+                        now, at(next < items ? next : item));
+                    continue;
+                }
+#endif
+            int64_t head = (int64_t)now.kv_head * group * E, out_stride = (int64_t)heads * E;
+            attend<T, E>(out + now.rows.first * out_stride + head, q + now.rows.first * q_stride + head, out_stride,
+                         q_stride, k_cache, v_cache, pages + (int64_t)now.rows.sequence * width, now.rows, kv_heads,
+                         now.kv_head, group, page_size, scale);
+        }
     }
 }
 

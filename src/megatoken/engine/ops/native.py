@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+HEADERS = (SOURCE.with_name("kernels_amx.h"), SOURCE.with_name("kernels_vectors.h"))
 PROCESSOR = Path("/proc/cpuinfo")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 SUFFIX = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -58,7 +59,8 @@ def _open() -> ctypes.CDLL:
     compiler = shutil.which(name)
     if compiler is None:
         raise RuntimeError(f"no compiler {name}")
-    key = hashlib.sha256(SOURCE.read_bytes() + repr((FLAGS, compiler, _processor())).encode()).hexdigest()[:16]
+    sources = [source.read_bytes() for source in (SOURCE, *HEADERS)]
+    key = hashlib.sha256(repr((sources, FLAGS, compiler, _processor())).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatoken"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _refuse_foreign(folder)
