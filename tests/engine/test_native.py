@@ -80,6 +80,16 @@ def test_only_gcc_will_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache
     assert list(cache.iterdir()) == []
 
 
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors' compilers do not know these")
+@pytest.mark.parametrize("processor", ["x86-64", "haswell", "skylake-avx512", "cooperlake", "sapphirerapids"])
+def test_they_compile_for_other_processors(processor: str) -> None:
+    """Without AVX2, with it, with AVX-512, its bf16 products, AMX: whatever this machine has."""
+    flags = [flag for flag in native.FLAGS if not flag.startswith("-march")]
+    command = ["g++", *flags, f"-march={processor}", "-O0", "-S", "-o", os.devnull, str(native.SOURCE)]
+    subprocess.run(command, check=True)
+
+
 def test_a_compiler_that_is_not_there_or_fails_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
 ) -> None:

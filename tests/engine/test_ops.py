@@ -438,7 +438,7 @@ def test_a_rows_attention_does_not_depend_on_the_rows_beside_it(group: int, head
 
     whole = case.rows(len(BORDERS) - 1)
     rows, pages = case.query[whole], torch.from_numpy(case.pool.pages[-1:])
-    length, least = int(case.pool.lengths[-1]), -(-4 // group)  # fewer queries than four have a kernel of their own
+    length, least = int(case.pool.lengths[-1]), -(-3 // group)  # fewer queries than three have a kernel of their own
     for chunk in (least, 7 + least, 33):
         for first in range(0, len(rows) - chunk, chunk):
             seen = torch.tensor([length - len(rows) + first + chunk], dtype=torch.int32)

@@ -2,7 +2,8 @@
 // norm, and rotary embedding with the write into the paged cache. Compiled on first use by native.py, which also says
 // what each argument is; where no compiler is found the PyTorch versions in cpu.py run instead.
 //
-// Vectors are GCC's generic ones, so any target compiles; only the bf16 dot product has a variant for one instruction set.
+// Any target compiles: only the bf16 dot product has a variant for one instruction set, and attention in bf16 a kernel for
+// processors with AMX (kernels_amx.h).
 
 #if !defined(__GNUC__) || defined(__clang__)  // whose OpenMP library would run beside PyTorch's, with threads of its own
 #error "the kernels need GCC"
