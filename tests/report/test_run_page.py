@@ -1,5 +1,7 @@
 """The page of a run: saying what the folder says."""
 
+import re
+
 import pytest
 from pages import parsed, table_rows, words
 
@@ -33,6 +35,12 @@ def test_the_page_says_what_the_folder_says(make_run, unmet):
     assert table_rows(root, "Rates and counts")["Peak memory"] == ["MiB", "300"]
     assert table_rows(root, "Configuration")["nested.list.0.x"] == ["-"]
     assert table_rows(root, "Machine and versions")["hostname"] == ["host"]
+
+
+def test_doubts_about_the_measurement_have_a_heading_of_their_own(make_run):
+    text = words(page_of(make_run(doubts=[{"code": "SEND_LAG", "message": "samples were sent late"}])))
+    assert "Doubts about the measurement: SEND_LAG samples were sent late" in re.sub(r"\s+", " ", text)
+    assert "MLPerf rules not met" not in text
 
 
 def test_the_page_says_what_ran_on_what_and_what_to_know_about_it(make_run):
