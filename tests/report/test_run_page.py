@@ -1,7 +1,5 @@
 """The page of a run: saying what the folder says."""
 
-import re
-
 import pytest
 from pages import parsed, table_rows, words
 
@@ -39,7 +37,8 @@ def test_the_page_says_what_the_folder_says(make_run, unmet):
 
 def test_doubts_about_the_measurement_have_a_heading_of_their_own(make_run):
     text = words(page_of(make_run(doubts=[{"code": "SEND_LAG", "message": "samples were sent late"}])))
-    assert "Doubts about the measurement: SEND_LAG samples were sent late" in re.sub(r"\s+", " ", text)
+    for told in ("Doubts about the measurement:", "SEND_LAG", "samples were sent late"):
+        assert told in text
     assert "MLPerf rules not met" not in text
 
 
