@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -133,19 +132,6 @@ def test_changed_rows(run_folder):
     assert {"run_folder.metrics"} <= grave(run_folder).keys()
     path.write_bytes(b"PAR1 junk")
     assert "requests.parquet is damaged" in grave(run_folder)["run_folder.whole"]
-
-
-def test_an_interrupted_run_is_no_result(tmp_path):
-    options = {"config": {"samples": 400}, "per_poll": 1, "pause_seconds": 0.02}
-    with subprocess.Popen(command(tmp_path, **options), env=environment(), stdout=subprocess.PIPE) as process:
-        runs = tmp_path / "runs"
-        while not list(runs.glob("2*/mlperf/mlperf_log_detail.txt")):
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=100)
-    (folder,) = runs.iterdir()
-    found = grave(folder)
-    assert "log.abandoned" in found or "log.whole" in found or "log.readable" in found
 
 
 def test_several_run_folders_are_several_runs(finished, tmp_path):

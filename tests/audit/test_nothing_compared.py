@@ -8,6 +8,7 @@ from claims_support import azure_evidence
 from megatoken.audit import Severity, audit
 from megatoken.audit.checks.cross import check_layout
 from megatoken.audit.checks.nodes import check_nodes
+from megatoken.audit.facts import benchmark_of, round_seeds, ruled_rounds
 
 
 def copies(runs):
@@ -54,3 +55,28 @@ def test_files_beside_one_benchmark_speak_for_no_other():
 def test_an_unknown_benchmark_is_told():
     run = replace(azure_evidence().performance_runs[0], benchmark="bert-99")
     assert layouts([run], [])[0][0] is Severity.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "round_", "severity"),
+    [
+        ("llama2-70b-99", "v5.1", Severity.PASS),
+        ("llama2-70b-99", "v6.1", Severity.FAIL),  # from v6.1 on only -99.9
+        ("llama3.1-8b", "v5.0", Severity.FAIL),
+        ("llama2-70b", "v6.1", Severity.PASS),  # LoadGen's name of both
+        ("bert-99", "v5.1", Severity.UNKNOWN),
+    ],
+)
+def test_a_round_is_asked_whether_it_has_the_benchmark(twin, benchmark, round_, severity):
+    folder = twin(name=f"{benchmark}/Offline")
+    result = audit(folder.parents[1], round=round_)
+    (found,) = [item for item in result.findings if item.id == "rules.benchmark"]
+    assert (found.severity, benchmark in found.found) == (severity, True)
+    assert "rules.benchmark" not in {item.id for item in audit(folder.parents[1]).findings}
+
+
+def test_a_benchmark_guessed_from_its_rows_is_one_of_the_round():
+    assert benchmark_of(None, 24_576, "v5.1").name == "llama2-70b-99"
+    assert benchmark_of(None, 24_576, "v6.1").name == "llama2-70b-99.9"
+    assert benchmark_of(None, 5, "v6.1") is None
+    assert set(round_seeds()) - set(ruled_rounds()) == {"v4.1"}

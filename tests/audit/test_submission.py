@@ -14,7 +14,7 @@ from megatoken.audit.evidence import System
 from megatoken.audit.facts import rules
 
 LOGS = ("mlperf_log_detail.txt", "mlperf_log_summary.txt", "mlperf_log_accuracy.json")
-KEY = "sys/llama2-70b-99/Offline"
+KEY = "sys/llama2-70b-99.9/Offline"
 SCORES = (
     "{'rouge1': 44.5, 'rouge2': np.float64(22.1), 'rougeL': 28.7, 'rougeLsum': 41.9, 'gen_len': 28000000, "
     "'gen_num': 24576, 'tokens_per_sample': 293.3}\nhash=0123abc\n"
@@ -63,7 +63,7 @@ def tree(request, originals, tmp_path) -> tuple[Path, str]:
     """Root of a submission with one system, and its layout."""
     layout, vendor = request.param, tmp_path / "closed" / "Vendor"
     for scenario in ("Offline", "Server"):
-        key = f"sys/llama2-70b-99/{scenario}"
+        key = f"sys/llama2-70b-99.9/{scenario}"
         results = vendor / "results" / key
         for part, mode in (("performance/run_1", "PerformanceOnly"), ("accuracy", "AccuracyOnly")):
             (results / part).mkdir(parents=True)
@@ -121,7 +121,7 @@ def test_whole_submission(tree):
     assert (run.division, run.submitter, run.benchmark, run.folder_scenario) == (
         "closed",
         "Vendor",
-        "llama2-70b-99",
+        "llama2-70b-99.9",
         "Offline",
     )
     assert result.evidence.system_of(run).accelerators_per_node == 8
@@ -210,7 +210,7 @@ def test_wrong_part(tree, path, old, new, expected):
 
 def test_wrong_places(tree, originals):
     root, _ = tree
-    results = place(tree, "results/sys/llama2-70b-99")
+    results = place(tree, "results/sys/llama2-70b-99.9")
     shutil.copytree(results / "Server", results / "Interactive")
     found = {item.id: item for item in audit(root).findings if item.severity is Severity.FAIL}
     assert "LoadGen told the limits 450000000" in found["rules.limits_asked"].expected
@@ -238,7 +238,7 @@ def test_what_belongs_to_nothing(tree):
     assert "submission.performance" in grave(root)
     shutil.rmtree(performance / "run_2")
     if layout == "v5":
-        write(root / "closed/Vendor/measurements/sys/llama2-70b-99/Interactive/README.md", "planned\n")
+        write(root / "closed/Vendor/measurements/sys/llama2-70b-99.9/Interactive/README.md", "planned\n")
         assert grave(root) == {"submission.measurements"}
 
 
@@ -248,7 +248,7 @@ def test_one_round(tree, tmp_path):
     with tarfile.open(Path(__file__).with_name("logs") / "genuine.tar.xz") as archive:
         archive.extractall(tmp_path / "old", filter="data")
     old = tmp_path / "old/6.0.6/Server-PerformanceOnly-llama2-70b"
-    target = place(tree, "results/sys/llama2-70b-99/Server/performance/run_1")
+    target = place(tree, "results/sys/llama2-70b-99.9/Server/performance/run_1")
     for name in LOGS[:2]:
         shutil.copy(old / name, target / name)
     shutil.rmtree(tmp_path / "old")
@@ -378,7 +378,7 @@ def test_many_files_in_parallel_with_progress(tree, tmp_path):
     vendor = root / "closed/Vendor"
     results = vendor / "results/sys"
     for number in range(40):
-        shutil.copytree(results / "llama2-70b-99", results / f"resnet50-{number}", copy_function=os.link)
+        shutil.copytree(results / "llama2-70b-99.9", results / f"resnet50-{number}", copy_function=os.link)
     for number in range(2_000):
         write(vendor / "code" / f"part_{number % 20}" / f"{number}.py", "\n")
     seen: list[tuple[int, int]] = []

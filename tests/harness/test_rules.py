@@ -7,7 +7,7 @@ from megatoken.harness.benchmarks import LatencyLimits
 from megatoken.harness.client_limit import ClientLimit
 from megatoken.harness.latencies import Latencies, latencies
 from megatoken.harness.loadgen_log import LoadGenLog
-from megatoken.harness.rules import ROUNDS, Observed, UnmetRule, judge, send_lag_limit_seconds, unmet_rules
+from megatoken.harness.rules import ROUNDS, Observed, Shortfall, doubts, judge, send_lag_limit_seconds, unmet_rules
 from megatoken.results import SampleRow, Verdict
 from megatoken.results.statistics import Samples
 from megatoken.results.tables import to_table
@@ -30,7 +30,7 @@ GOOD = {
 
 def unmet(
     errors: tuple[str, ...] = (), mode: str = "performance", data_set_rows: int = 24_576, **changes: Any
-) -> list[UnmetRule]:
+) -> list[Shortfall]:
     return unmet_rules(V51, LoadGenLog({**GOOD, **changes}, list(errors)), Observed("offline", mode, data_set_rows))
 
 
@@ -72,7 +72,7 @@ def test_a_log_that_meets_everything() -> None:
             "VALID",
             "LoadGen says Increase expected QPS.",
         ),
-        ({"result_validity": "INVALID"}, "LOADGEN_INVALID", "INVALID", "VALID", "no reason given"),
+        ({"result_validity": "INVALID"}, "LOADGEN_INVALID", "INVALID", "VALID", "LoadGen says no reason"),
         ({"errors": ("Number of tokens", "b")}, "LOADGEN_ERRORS", 2, 0, "2 errors, the first: Number of tokens"),
     ],
 )
@@ -142,7 +142,7 @@ WELL = {
 }
 
 
-def unmet_served(observed: dict[str, Any] | None = None, **changes: Any) -> list[UnmetRule]:
+def unmet_served(observed: dict[str, Any] | None = None, **changes: Any) -> list[Shortfall]:
     return unmet_rules(V51, LoadGenLog({**SERVED, **changes}, []), Observed(**{**WELL, **(observed or {})}))
 
 
@@ -188,11 +188,6 @@ def test_a_server_log_that_meets_everything() -> None:
             "300 queries; a p99 needs 459",
         ),
         ({}, {"requested_server_ttft_latency": 3_000_000_000}, "LATENCY_LIMITS", 3.0, 2.0, "a TTFT of 3000 ms"),
-        ({"latencies": replace(OWN, ttft_p99_seconds=0.9)}, {}, "LOADGEN_DISAGREES", 0.9, 1.5, "900 ms by our records"),
-        ({"latencies": replace(OWN, tpot_p99_seconds=0.1)}, {}, "LOADGEN_DISAGREES", 0.1, 0.15, "150 ms to LoadGen"),
-        ({"send_lag_p99_seconds": 0.2}, {}, "SEND_LAG", 0.2, 0.1, "p99 200 ms after they were due"),
-        ({"samples_per_second": 501.0}, {}, "CLIENT_LIMIT", 501.0, 500.0, "more than 50% of the 1000"),
-        ({"wall_clock_step_seconds": -0.5}, {}, "WALL_CLOCK", -0.5, 0.01, "was set by -0.5 s during the run"),
         (
             {"last_due_seconds": 80.0},
             {"effective_min_duration_ms": 80_000},
@@ -215,6 +210,50 @@ def test_each_rule_of_latencies_has_its_code_and_its_numbers(
     (rule,) = unmet_served(observed, **changes)
     assert (rule["code"], rule["found"], rule["required"]) == (code, found, required)
     assert message in rule["message"]
+
+
+@pytest.mark.parametrize(
+    ("observed", "code", "found", "required", "message"),
+    [
+        ({"latencies": replace(OWN, ttft_p99_seconds=0.9)}, "LOADGEN_DISAGREES", 0.9, 1.5, "900 ms by our records"),
+        ({"latencies": replace(OWN, tpot_p99_seconds=0.1)}, "LOADGEN_DISAGREES", 0.1, 0.15, "150 ms to LoadGen"),
+        ({"send_lag_p99_seconds": 0.2}, "SEND_LAG", 0.2, 0.1, "p99 200 ms after they were due"),
+        ({"samples_per_second": 501.0}, "CLIENT_LIMIT", 501.0, 500.0, "more than 50% of the 1000"),
+        ({"wall_clock_step_seconds": -0.5}, "WALL_CLOCK", -0.5, 0.01, "was set by -0.5 s during the run"),
+    ],
+)
+def test_a_doubt_is_no_rule_of_mlperf_and_yet_speaks_against_a_claim(
+    observed: dict[str, Any], code: str, found: float, required: float, message: str
+) -> None:
+    log, seen = LoadGenLog(SERVED, []), Observed(**{**WELL, **observed})
+    assert unmet_rules(V51, log, seen) == []
+    (doubt,) = doubts(log, seen)
+    assert (doubt["code"], doubt["found"], doubt["required"]) == (code, found, required)
+    assert message in doubt["message"]
+    assert judge(claimed=True, unmet=[], failed_samples=0, samples=9, doubts=[doubt]) == (Verdict.INVALID, [doubt])
+    assert judge(claimed=False, unmet=[], failed_samples=0, samples=9, doubts=[doubt]) == (Verdict.MEASURED, [])
+    assert doubts(log, Observed(**WELL)) == doubts(log, replace(seen, mode="accuracy")) == []
+
+
+def test_loadgens_own_reason_is_quoted_where_only_early_stopping_failed() -> None:
+    """As LoadGen 6.0.17 logged 64 queries of its Server scenario: its own reason is empty then."""
+    text = (
+        " * Run unsuccessful.  * Processed 64 queries.  * Would need to run at least 395 more queries,  with the run "
+    )
+    log = {
+        "result_validity": "INVALID",
+        "result_invalid_reason": "",
+        "early_stopping_met": False,
+        "early_stopping_ttft_result": " * Run successful.",
+        "early_stopping_tpot_result": f"{text}being successful if every additional  query were under latency.",
+    }
+    (_, rule) = unmet_served({"latencies": replace(OWN, allowed_over=-1)}, **log)
+    assert rule["code"] == "LOADGEN_INVALID"
+    assert rule["message"] == (
+        "LoadGen says Early stopping satisfied: NO; TPOT Early Stopping Result: Run unsuccessful. "
+        "Processed 64 queries. Would need to run at least 395 more queries, "
+        "with the run being successful if every additional query were under latency."
+    )
 
 
 def test_single_stream_needs_enough_queries_and_no_whole_passes() -> None:

@@ -1,6 +1,7 @@
 """Server, Interactive and SingleStream: real LoadGen, real run folders, a queue in real time or the engine."""
 
 import json
+import re
 import signal
 import time
 from dataclasses import replace
@@ -45,13 +46,13 @@ def run(tmp_path: Path, data_set: Dataset, servers: int, service_seconds: float,
 
 
 def codes(run: Run) -> set[str]:
-    return {rule["code"] for rule in (*run.reasons, *run.rules_unmet)}
+    return {rule["code"] for rule in (*run.reasons, *run.rules_unmet, *run.doubts)}
 
 
 def test_server_latencies_count_from_when_samples_were_due(tmp_path: Path, data_set: Dataset) -> None:
     finished = run(tmp_path, data_set, 50, 0.02, scenario="server", rate=300.0, samples=600)
     assert finished.verdict is Verdict.MEASURED
-    assert codes(finished) == {"MIN_DURATION", "DATA_SET_SIZE"}
+    assert {rule["code"] for rule in finished.rules_unmet} == {"MIN_DURATION", "DATA_SET_SIZE"}
     rows = finished.requests.sort_by("sample_id").to_pylist()
     schedule = PoissonSchedule(SEED, 300.0)
     assert [row["scheduled_seconds"] for row in rows] == pytest.approx(
@@ -112,6 +113,11 @@ def test_a_duration_is_filled_and_few_queries_show_no_percentile(tmp_path: Path,
     assert codes(finished) >= {"EARLY_STOPPING", "LOADGEN_INVALID"}
     (rule,) = [rule for rule in finished.rules_unmet if rule["code"] == "EARLY_STOPPING"]
     assert rule["message"] == f"{len(finished.requests)} queries; a p99 needs 459"
+    (rule,) = [rule for rule in finished.rules_unmet if rule["code"] == "LOADGEN_INVALID"]
+    summary = (finished.path / "mlperf" / "mlperf_log_summary.txt").read_text()
+    (needed,) = re.findall(r"\* (Would need to run at least \d+ more queries)", summary)
+    assert rule["message"].startswith("LoadGen says Early stopping satisfied: NO; TPOT Early Stopping Result: Run uns")
+    assert needed in rule["message"]
 
 
 def test_a_claim_that_is_met_is_valid(tmp_path: Path, data_set: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +173,7 @@ def test_a_sender_that_is_late_is_seen_and_speaks_against_the_run(tmp_path: Path
         text, err = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0, err
     finished = read_run(Path(json.loads(text)["path"]))
-    assert "SEND_LAG" in codes(finished)
+    assert "SEND_LAG" in {doubt["code"] for doubt in finished.doubts}
     assert finished.result["send_lag_seconds"]["p99"] > 0.5
     lag = finished.requests["sent_seconds"].to_numpy() - finished.requests["scheduled_seconds"].to_numpy()
     assert np.median(lag) < 0.1

@@ -42,6 +42,16 @@ def test_one_table_then_verdict_rules_and_folder(make_run, unmet):
     ]
 
 
+def test_a_doubt_about_the_measurement_is_no_rule_of_mlperf(make_run, unmet):
+    path = make_run(rules_unmet=unmet[:1], doubts=[{"code": "SEND_LAG", "message": "samples were sent late"}])
+    assert shown(path, 80).splitlines()[-5:-1] == [
+        "MLPerf rules not met:",
+        "  MIN_DURATION ran 20 s of 600 s",
+        "Doubts about the measurement:",
+        "  SEND_LAG samples were sent late",
+    ]
+
+
 def test_reasons_follow_the_verdict(make_run):
     text = shown(make_run("INVALID", reasons=[{"code": "SEEDS", "message": "seeds [1] are not those of v5.1"}]), 80)
     assert "INVALID: a sample failed, answers are too inaccurate, or an MLPerf rule that it claims is not met\n" in text

@@ -35,6 +35,13 @@ def test_the_page_says_what_the_folder_says(make_run, unmet):
     assert table_rows(root, "Machine and versions")["hostname"] == ["host"]
 
 
+def test_doubts_about_the_measurement_have_a_heading_of_their_own(make_run):
+    text = words(page_of(make_run(doubts=[{"code": "SEND_LAG", "message": "samples were sent late"}])))
+    for told in ("Doubts about the measurement:", "SEND_LAG", "samples were sent late"):
+        assert told in text
+    assert "MLPerf rules not met" not in text
+
+
 def test_the_page_says_what_ran_on_what_and_what_to_know_about_it(make_run):
     path = make_run(
         notes=["random weights: the speed is real & the text is not"],

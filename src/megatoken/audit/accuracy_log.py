@@ -32,6 +32,7 @@ class AccuracyLog:
 
     size_bytes: int = 0
     records: int = 0
+    lines: int = 0
     truncated: bool = False  # by MLPerf's tool, as a submission's must be
     complete: bool = False  # starts and ends like LoadGen's
     sequence_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [records]
@@ -54,6 +55,7 @@ def read_accuracy_log(path: Path) -> AccuracyLog:
             opened = closed = False
             gap = False
             for number, line in _lines(file, log):
+                log.lines = number
                 if number > MOST_LINES:
                     raise UnreadableError(f"holds more than {MOST_LINES:,} lines, which no accuracy log does")
                 text = line.strip()

@@ -14,7 +14,7 @@ from megatoken.audit.checks.cross import check_accuracy_evidence, check_layout, 
 from megatoken.audit.checks.endpoints import check_endpoint
 from megatoken.audit.checks.nodes import check_nodes, process_steps
 from megatoken.audit.checks.power import power_of
-from megatoken.audit.checks.run_folder import check_run_folder, run_folders_in
+from megatoken.audit.checks.run_folder import check_run_folder, interruptions, owner, run_folders_in
 from megatoken.audit.checks.submission import Submission, check_names, check_submission, submissions_in
 from megatoken.audit.checks.systems import check_configurations, check_system, check_versions_elsewhere
 from megatoken.audit.claim_facts import node_rows
@@ -22,19 +22,21 @@ from megatoken.audit.discovery import Tree, runs_in, walk
 from megatoken.audit.documents import accuracy_results_in, configurations_in, systems_in
 from megatoken.audit.endpoints import ACCURACY, endpoint_results_in
 from megatoken.audit.evidence import Evidence, Role, Run, System, Where
-from megatoken.audit.examine import Job
+from megatoken.audit.examine import ABANDONED, Job
 from megatoken.audit.facts import known_round
 from megatoken.audit.finding import Finding, Ledger, Observation, Severity
 from megatoken.audit.parallel import Progress, examine_all
 from megatoken.audit.reading import Damage, UnreadableError, display, read_text
 from megatoken.audit.view import RunFiles, observe
 from megatoken.errors import ExitCode, UsageError
+from megatoken.results import Verdict
 from megatoken.results.aggregation import Aggregate, aggregate, now
 from megatoken.results.files import plain
 
 SCHEMA_VERSION = 1
 MOST_README_BYTES = 2**20
 MOST_READMES = 50
+MOST_INTERRUPTED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,8 @@ def read_evidence(path: Path) -> Evidence:
 def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | None, workers: int | None) -> Audit:
     files = runs_in(tree)
     endpoints, endpoint_damages = endpoint_results_in(tree)
-    if not files and not endpoints and not endpoint_damages:
+    run_folders = run_folders_in(tree)
+    if not files and not endpoints and not endpoint_damages and not run_folders:
         raise UsageError(
             f"{path}: no LoadGen logs below it; expected files named mlperf_log_detail.txt and mlperf_log_summary.txt"
         )
@@ -126,8 +129,15 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     systems, damages = systems_in(tree)
     ledger.add(_damaged("system.readable", damages))
     ledger.add(_damaged("endpoint.readable", endpoint_damages))
+    rules_claimed = bool(submissions or claimed)
+    interrupted = interruptions(tree, run_folders)
+
+    def ended_early(run: RunFiles) -> bool:
+        folder = owner(run.folder, set(run_folders))
+        return folder in interrupted if folder is not None else ABANDONED in run.others and not rules_claimed
+
     jobs = [
-        Job(str(tree.root), run, _system_path(run, systems), claimed, bool(submissions or claimed)) for run in files
+        Job(str(tree.root), run, _system_path(run, systems), claimed, rules_claimed, ended_early(run)) for run in files
     ]
     runs = []
     lines: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}  # alike in all runs of one kind, and large
@@ -137,8 +147,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         ledger.add(examined.observations)
     for result in endpoints:
         runs.append(replace(result.run, system=_system_path(result.files, systems)))
-        ledger.add(check_endpoint(tree, result, claimed, bool(submissions or claimed)))
-    run_folders = run_folders_in(tree)
+        ledger.add(check_endpoint(tree, result, claimed, rules_claimed))
     configurations = () if submissions else tuple(configurations_in(tree))
     power, power_observations = power_of(tree, runs)
     ledger.add(power_observations)
@@ -160,9 +169,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     scored = {
         path.removesuffix(f"/accuracy/{ACCURACY}") for path in tree.files if path.endswith(f"/accuracy/{ACCURACY}")
     }
-    ledger.add(
-        check_accuracy_evidence(evidence, claimed=bool(submissions or claimed), scored=set(map(display, scored)))
-    )
+    ledger.add(check_accuracy_evidence(evidence, claimed=rules_claimed, scored=set(map(display, scored))))
     for system in systems:
         ledger.add(check_system(system, bool(submissions)))
     ledger.add(check_configurations(configurations, evidence.performance_runs))
@@ -173,7 +180,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         ledger.add(check_versions_elsewhere(systems, _readmes(tree)))
         together = _together(evidence)
         ledger.add(check_nodes(evidence, evidence.performance_runs, together))
-    return Audit(evidence, ledger.findings(), together, _notes(tree, evidence, len(files), len(endpoints)))
+    return Audit(evidence, ledger.findings(), together, _notes(tree, evidence, interrupted, len(files), len(endpoints)))
 
 
 def _kind(runs: Sequence[Run], submission: bool, run_folders: Sequence[str]) -> str:
@@ -256,10 +263,17 @@ def _damaged(check: str, damages: Sequence[tuple[str, Damage]]) -> Iterator[Obse
         yield observe(check, False, "a JSON object with each key once", damage.what, where)
 
 
-def _notes(tree: Tree, evidence: Evidence, logs: int, endpoints: int) -> tuple[str, ...]:
-    notes = [f"{_many(len(tree.files), 'file')}, {_many(logs, 'set')} of LoadGen's logs"]
-    if endpoints:
-        notes[0] += f", {_many(endpoints, 'result')} of MLPerf Endpoints"
+def _notes(
+    tree: Tree, evidence: Evidence, interrupted: Mapping[str, str], logs: int, endpoints: int
+) -> tuple[str, ...]:
+    whole_runs = [
+        folder for folder in interrupted if owner(folder.rpartition("/")[0], interrupted.keys() - {folder}) is None
+    ]
+    notes = [f"{display(folder)}: {interrupted[folder]}".removeprefix(": ") for folder in whole_runs[:MOST_INTERRUPTED]]
+    if len(whole_runs) > MOST_INTERRUPTED:
+        notes.append(f"{_many(len(whole_runs) - MOST_INTERRUPTED, 'more run')} {Verdict.INTERRUPTED}")
+    counted = f"{_many(len(tree.files), 'file')}, {_many(logs, 'set')} of LoadGen's logs"
+    notes.append(counted + (f", {_many(endpoints, 'result')} of MLPerf Endpoints" if endpoints else ""))
     if evidence.kind != "submission":
         notes.append("no MLPerf submission: rules that a run does not meet are notes unless a round is claimed")
     return tuple(notes)

@@ -13,12 +13,16 @@ class Check(NamedTuple):
 
 
 CHECKS: dict[str, Check] = {
+    "run_folder.interrupted": Check(
+        "The run came to its end",
+        "An interrupted run has no result, and lacks what LoadGen writes at the end; neither is held against it.",
+    ),
     "log.examined": Check("The run could be examined", "What cannot be read can be neither trusted nor refuted."),
     "log.present": Check(
         "Detail log and summary are there", "The detail log is the result; the summary is for people."
     ),
     "log.abandoned": Check(
-        "The run came to its end",
+        "LoadGen's test came to its end",
         "The run was interrupted and LoadGen ended before its samples were answered; what its files say is no result.",
     ),
     "log.readable": Check(
@@ -121,6 +125,7 @@ CHECKS: dict[str, Check] = {
         "Official seeds", "Each round publishes three seeds, so that nobody can choose easy samples or a kind order."
     ),
     "rules.one_round": Check("One round", "Results of different rounds were made under different rules and seeds."),
+    "rules.benchmark": Check("The round has the benchmark", "Each round has its own list, limits and targets."),
     "rules.data_set": Check("The whole data set", "A smaller data set is another benchmark."),
     "rules.sample_count": Check("Enough rows in the library", "A smaller library lets caches answer."),
     "rules.equal_issue": Check("Every row equally often", "Answers differ in length; unequal issue changes the work."),

@@ -22,6 +22,7 @@ from megatoken.audit.reading import UnreadableError, display
 from megatoken.audit.summary_log import read_summary_log
 from megatoken.audit.view import RunFiles, RunView, observe
 
+ABANDONED = "ABANDONED.txt"  # beside the logs of a run of megatoken that was interrupted
 CHECKS = (
     check_lines,
     check_build,
@@ -42,6 +43,7 @@ class Job:
     system: str | None  # path of the description of its machine
     round: str | None
     rules_claimed: bool
+    interrupted: bool = False  # its run folder says that the run did not come to its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +94,10 @@ def _examine(job: Job) -> Examined:
     except UnreadableError as error:
         observations.append(_unreadable(shown_files.accuracy, error))
     observations += _presence(job, shown_files)
-    observations += _abandoned(shown_files)
+    observations += _abandoned(job, shown_files)
     if detail is None:
         if accuracy is not None and shown_files.accuracy is not None and "TEST06" in shown_files.folder.split("/"):
-            benchmark = benchmark_of(job.files.benchmark, None) if job.files.benchmark else None
+            benchmark = benchmark_of(job.files.benchmark, None, job.round) if job.files.benchmark else None
             observations += check_test06(accuracy, shown_files.accuracy, job.files.scenario, benchmark, job.round)
         return Examined(_run(shown_files, job, RunFigures(), None, accuracy), tuple(observations))
     figures = run_figures(detail)
@@ -103,7 +105,7 @@ def _examine(job: Job) -> Examined:
     if role is Role.PERFORMANCE and figures.mode == "AccuracyOnly":
         role = Role.ACCURACY
     shown_files = replace(shown_files, role=role)
-    benchmark = benchmark_of(job.files.benchmark, figures.data_set_rows)
+    benchmark = benchmark_of(job.files.benchmark, figures.data_set_rows, job.round)
     view = RunView(
         files=shown_files,
         detail=detail,
@@ -113,6 +115,7 @@ def _examine(job: Job) -> Examined:
         benchmark=benchmark,
         round=job.round,
         rules_claimed=job.rules_claimed,
+        interrupted=job.interrupted,
     )
     for check in CHECKS:
         try:
@@ -137,17 +140,18 @@ def _presence(job: Job, files: RunFiles) -> list[Observation]:
             "a detail log and a summary",
             f"no {' and no '.join(missing)}" if missing else "both",
             (Where(files.folder),),
-            Severity.FAIL if job.rules_claimed else Severity.WARN,
+            Severity.UNKNOWN if job.interrupted else Severity.FAIL if job.rules_claimed else Severity.WARN,
         )
     ]
 
 
-def _abandoned(files: RunFiles) -> list[Observation]:
-    if "ABANDONED.txt" not in files.others:
+def _abandoned(job: Job, files: RunFiles) -> list[Observation]:
+    if ABANDONED not in files.others:
         return []
-    found = "ABANDONED.txt: the run was interrupted before all its samples were answered"
-    where = (Where(f"{files.folder}/ABANDONED.txt".lstrip("/")),)
-    return [observe("log.abandoned", False, "a run that came to its end", found, where)]
+    found = f"{ABANDONED}: the run was interrupted before all its samples were answered"
+    where = (Where(f"{files.folder}/{ABANDONED}".lstrip("/")),)
+    severity = Severity.UNKNOWN if job.interrupted else Severity.FAIL
+    return [observe("log.abandoned", False, "a run that came to its end", found, where, severity)]
 
 
 def _unreadable(path: str | None, error: UnreadableError) -> Observation:

@@ -13,6 +13,7 @@ from typing import Any
 from megatoken.errors import UsageError
 
 DEFAULT_ROUND = "v5.1"
+_TARGETS = ("-99", "-99.9")  # of accuracy: one model, two benchmarks
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,19 @@ def round_seeds() -> dict[str, tuple[int, int, int]]:
     }
 
 
+def ruled_rounds() -> tuple[str, ...]:
+    """Rounds whose rules are known for at least one benchmark; of older ones the seeds are."""
+    return tuple(name for name in round_seeds() if any(name in entry.rounds for entry in benchmarks().values()))
+
+
 def known_round(name: str) -> str:
-    """``name`` as the tables spell it; UsageError lists the known ones."""
+    """``name`` as the tables spell it; UsageError, which lists the known ones, if its rules are not known."""
     wanted = name.strip().lower()
     wanted = wanted if wanted.startswith("v") else f"v{wanted}"
-    if wanted not in round_seeds():
-        raise UsageError(f"--round {name}: not a known MLPerf Inference round; known: {', '.join(round_seeds())}")
+    if wanted not in ruled_rounds():
+        only_seeds = "a round of which only the seeds are known here, not the rules"
+        what = only_seeds if wanted in round_seeds() else "not a known MLPerf Inference round"
+        raise UsageError(f"--round {name}: {what}; known: {', '.join(ruled_rounds())}")
     return wanted
 
 
@@ -79,16 +87,19 @@ def benchmarks() -> dict[str, Benchmark]:
     return {name: _benchmark(name, entry) for name, entry in rules()["benchmarks"].items()}
 
 
-def benchmark_of(name: str | None, data_set_rows: int | None) -> Benchmark | None:
-    """The benchmark a folder is named after, else the only family with that many rows."""
+def benchmark_of(name: str | None, data_set_rows: int | None, round: str | None = None) -> Benchmark | None:
+    """The benchmark a folder is named after, else the only family with that many rows; of several one of ``round``."""
     table = benchmarks()
     if name is not None:
         wanted = name.lower().replace("llama3_1", "llama3.1").replace("-interactive", "")
-        for candidate in (wanted, f"{wanted}-99"):
-            if candidate in table:
-                return table[candidate]
-        return None
-    return next((entry for entry in table.values() if entry.rows == data_set_rows), None)
+        found = (
+            [table[wanted]]
+            if wanted in table
+            else [table[f"{wanted}{end}"] for end in _TARGETS if wanted + end in table]
+        )
+    else:
+        found = [entry for entry in table.values() if entry.rows == data_set_rows]
+    return next((entry for entry in found if round in entry.rounds), found[0] if found else None)
 
 
 @cache

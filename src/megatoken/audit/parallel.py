@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-import signal
+import subprocess
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
 
 from megatoken.audit.examine import Examined, Job, blank_run, examine, not_examined
 from megatoken.audit.reading import display
 
 FEW_RUNS = 24
 SMALL_BYTES = 64 * 2**20
-CHUNK = 8
+WAITING_JOBS = 2  # of a worker: one in hand, one to go on with
+MOST_AHEAD = 2_000  # runs examined before one that takes long; they wait for it in memory
 
 Progress = Callable[[int, int], None]  # done, of how many; of 0: how many is not known yet
 
@@ -31,39 +34,122 @@ def examine_all(
     """
     workers = workers or _cores()
     size = sum(job.files.size_bytes for job in jobs)
-    alone = workers < 2 or len(jobs) < 2 or (len(jobs) < FEW_RUNS and size < SMALL_BYTES)
-    results = map(examine, jobs) if alone else _in_processes(jobs, workers)
-    for done, result in enumerate(results, 1):
+    if workers >= 2 and len(jobs) >= 2 and (len(jobs) >= FEW_RUNS or size >= SMALL_BYTES):
+        yield from _in_processes(jobs, min(workers, len(jobs)), progress)
+        return
+    for done, job in enumerate(jobs, 1):
+        examined = examine(job)
         if progress:
             progress(done, len(jobs))
-        yield result
+        yield examined
 
 
-def _in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Examined]:
-    """Spawned, not forked: a progress display has threads. A worker that dies costs the runs it had, not the audit."""
-    done = 0
-    chunk = CHUNK if len(jobs) > 4 * CHUNK * workers else 1
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_ignore_interrupts) as pool:
+class _Worker:
+    """A process that examines what it is sent. It has a session of its own: Ctrl-C is for us, who end it."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = Pipe()
+        self.started = False
+        self.jobs: deque[int] = deque()
+        command = [sys.executable, "-P", "-m", "megatoken.audit.worker", str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        theirs.close()
+
+    def kill(self) -> None:
+        """Ends it, whatever it does."""
+        self._process.kill()
+        self._process.wait()
+        self.connection.close()
+
+
+class _Pool:
+    """Jobs, the processes that work on them, and what these have said that nobody has asked for yet."""
+
+    def __init__(self, jobs: Sequence[Job], progress: Progress | None) -> None:
+        self._jobs = jobs
+        self._progress = progress
+        self._todo = deque(range(len(jobs)))
+        self._done: dict[int, Examined] = {}
+        self._given = 0
+        self.workers: list[_Worker] = []
+
+    def add_worker(self) -> None:
+        """One more, if the system has room for it."""
+        with suppress(OSError):
+            self.workers.append(_Worker())
+
+    def in_order(self) -> Iterator[Examined]:
+        """What was seen of each job."""
+        while self._given < len(self._jobs):
+            while self._given not in self._done:
+                if not self.workers:  # none could start
+                    self._finish(index := self._todo.popleft(), examine(self._jobs[index]))
+                    continue
+                ready = wait([worker.connection for worker in self.workers])
+                for worker in [worker for worker in self.workers if worker.connection in ready]:
+                    self._hear(worker)
+            self._given += 1
+            yield self._done.pop(self._given - 1)
+            for worker in self.workers:
+                self._send(worker)
+
+    def _hear(self, worker: _Worker) -> None:
         try:
-            for result in pool.map(examine, jobs, chunksize=chunk):
-                done += 1
-                yield result
-        except BrokenProcessPool:
-            pass
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    if done == 0:  # no worker could start, as under an interpreter that reads its program from a pipe
-        yield from map(examine, jobs)
-        return
-    for job in jobs[done:]:
-        observation = not_examined(display(job.files.folder), "the process that read it died; is there enough memory?")
-        yield Examined(blank_run(job), (observation,))
+            examined = worker.connection.recv()
+        except (EOFError, OSError):
+            self._bury(worker)
+            return
+        if worker.started:
+            self._finish(worker.jobs.popleft(), examined)
+        worker.started = True
+        self._send(worker)
+
+    def _bury(self, worker: _Worker) -> None:
+        """A worker that dies costs the run that it had in hand, and no other."""
+        self.workers.remove(worker)
+        worker.kill()
+        if worker.started and worker.jobs:
+            job = self._jobs[index := worker.jobs.popleft()]
+            cause = "the process that read it died; is there enough memory?"
+            self._finish(index, Examined(blank_run(job), (not_examined(display(job.files.folder), cause),)))
+            self.add_worker()
+        self._todo.extendleft(reversed(worker.jobs))
+
+    def _finish(self, index: int, examined: Examined) -> None:
+        self._done[index] = examined
+        if self._progress:
+            self._progress(self._given + len(self._done), len(self._jobs))
+
+    def _send(self, worker: _Worker) -> None:
+        while (
+            worker.started
+            and len(worker.jobs) < WAITING_JOBS
+            and self._todo
+            and self._todo[0] < self._given + MOST_AHEAD
+        ):
+            worker.jobs.append(self._todo.popleft())
+            with suppress(OSError):  # that it has died is heard next
+                worker.connection.send(self._jobs[worker.jobs[-1]])
+
+
+def _in_processes(jobs: Sequence[Job], count: int, progress: Progress | None) -> Iterator[Examined]:
+    pool = _Pool(jobs, progress)
+    try:
+        for _ in range(count):
+            pool.add_worker()
+        yield from pool.in_order()
+    finally:
+        for worker in pool.workers:
+            worker.kill()
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -43,6 +43,7 @@ class RunView:
     benchmark: Benchmark | None
     round: str | None  # whose rules are to be applied
     rules_claimed: bool  # a submission, or a round was asked for: unmet rules weigh
+    interrupted: bool  # whoever made the run says that it did not come to its end
 
     @property
     def detail_path(self) -> str:
@@ -68,6 +69,11 @@ class RunView:
     def is_performance(self) -> bool:
         """Whether the run measured performance."""
         return self.figures.mode == "PerformanceOnly"
+
+    @property
+    def absent(self) -> Severity:
+        """How much it weighs that what LoadGen writes at the end is not there: nothing in a run that had no end."""
+        return Severity.UNKNOWN if self.interrupted else Severity.FAIL
 
     @property
     def unmet(self) -> Severity:

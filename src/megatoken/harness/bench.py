@@ -20,7 +20,7 @@ from megatoken.harness.loadgen_plan import library_to_data_set, run_benchmark, r
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
 from megatoken.harness.result_facts import asked_facts, latency_facts, loadgen_facts
-from megatoken.harness.rules import Observed, judge, send_lag_limit_seconds, unmet_rules
+from megatoken.harness.rules import Observed, doubts, judge, send_lag_limit_seconds, unmet_rules
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.harness.stop import StopSignals
 from megatoken.harness.text_stages import TextStages
@@ -148,16 +148,16 @@ class Bench:
             samples_per_second=settings.offered_rate if limits else None,
             wall_clock_step_seconds=measurement.wall_clock.largest_seconds,
         )
-        unmet = unmet_rules(run_round(config), log, observed)
-        accuracy = self._score(folder)
-        verdict, reasons = judge(
-            config.rules is not None, unmet, measurement.failed, measurement.issued, accuracy.get("reasons", ())
-        )
+        unmet, doubtful = unmet_rules(run_round(config), log, observed), doubts(log, observed)
+        inaccurate = (accuracy := self._score(folder)).get("reasons", ())
+        claimed = config.rules is not None
+        verdict, reasons = judge(claimed, unmet, measurement.failed, measurement.issued, inaccurate, doubtful)
         folder.finish(
             {
                 "verdict": verdict,
                 "reasons": reasons,
-                "rules_unmet": [] if config.rules else unmet,
+                "rules_unmet": [] if claimed else unmet,
+                "doubts": [] if claimed else doubtful,
                 "ended_at": datetime.now(UTC).isoformat(),
                 "wall_clock_step_seconds": measurement.wall_clock.largest_seconds,
                 "send_lag_limit_seconds": None if config.scenario == "offline" else send_lag_limit_seconds(limits),

@@ -124,7 +124,7 @@ class _Prober:
 
 def _broken(run: Run, full_length: bool) -> tuple[str, ...]:
     """What speaks against a run whatever its watch says: the client, failures, and at full length the limits."""
-    codes = {reason["code"] for reason in (*run.reasons, *run.rules_unmet)}
+    codes = {reason["code"] for reason in (*run.reasons, *run.rules_unmet, *run.doubts)}
     wanted = FAILURE_CODES | {"LOADGEN_INVALID"} if full_length else FAILURE_CODES
     broken = sorted(codes & wanted)
     verdict = run.result.get("latency_verdict")  # none where no sample was completed

@@ -1,4 +1,4 @@
-"""What an MLPerf round demands of a run's log, what a log does not meet of it, and the verdict."""
+"""What an MLPerf round demands of a run's log, what a log does not meet of it, other doubts, and the verdict."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ SHORTEST_SEND_LAG_LIMIT_SECONDS = 0.01
 SEND_LAG_SHARE = 0.05  # of the limit on the time to first token
 WALL_CLOCK_STEP_SECONDS = 0.01
 AGREEMENT_SHARE = 0.05  # of the limit on TTFT, and of a percentile, by which LoadGen's and our own may differ
+# As LoadGen's summary names them.
+_CONSTRAINTS = {
+    "result_perf_constraints_met": "Performance constraints satisfied",
+    "result_min_duration_met": "Min duration satisfied",
+    "result_min_queries_met": "Min queries satisfied",
+    "early_stopping_met": "Early stopping satisfied",
+}
+_EARLY_STOPPING = {
+    "early_stopping_ttft_result": "TTFT Early Stopping Result",
+    "early_stopping_tpot_result": "TPOT Early Stopping Result",
+    "early_stopping_result": "Early Stopping Result",
+}
+_STOPPED_WELL = "Run successful."
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +61,8 @@ ROUNDS = {
 DEFAULT_ROUND = "v5.1"  # its seeds are used, and its rules listed, when none are claimed
 
 
-class UnmetRule(Reason):
-    """A rule the log does not meet, with the number found and the number required."""
+class Shortfall(Reason):
+    """A rule that is not met, or a doubt about the measurement, with the number found and the number required."""
 
     found: float | str
     required: float | str
@@ -84,13 +97,24 @@ class Observed:
     wall_clock_step_seconds: float = 0.0
 
 
-def unmet_rules(round_: Round, log: LoadGenLog, observed: Observed) -> list[UnmetRule]:
+def unmet_rules(round_: Round, log: LoadGenLog, observed: Observed) -> list[Shortfall]:
     """Every rule of ``round_`` that a complete LoadGen log fails, judged by what it says, not by what was asked for."""
     return list(_unmet(round_, log, observed))
 
 
+def doubts(log: LoadGenLog, observed: Observed) -> list[Shortfall]:
+    """What no round asks for and yet makes the numbers doubtful: a client in the way, a clock that was set, LoadGen's
+    percentiles and ours apart."""
+    return list(_doubts(log, observed))
+
+
 def judge(
-    claimed: bool, unmet: Sequence[UnmetRule], failed_samples: int, samples: int, inaccurate: Sequence[Reason] = ()
+    claimed: bool,
+    unmet: Sequence[Shortfall],
+    failed_samples: int,
+    samples: int,
+    inaccurate: Sequence[Reason] = (),
+    doubts: Sequence[Shortfall] = (),
 ) -> tuple[Verdict, list[Reason]]:
     """The verdict on a run that came to its end, and its reasons.
 
@@ -100,13 +124,14 @@ def judge(
         failed_samples: samples that ended with an error; no run with one is healthy.
         samples: samples issued.
         inaccurate: scores of the answers that are too low; no run with one is healthy either.
+        doubts: about the measurement; a number that claims rules must be free of them.
     """
     reasons: list[Reason] = []
     if failed_samples:
         reasons.append(Reason(code="FAILED_SAMPLES", message=f"{failed_samples:,} of {samples:,} samples failed"))
     reasons.extend(inaccurate)
     if claimed:
-        reasons.extend(unmet)
+        reasons.extend((*unmet, *doubts))
     if reasons:
         return Verdict.INVALID, reasons
     return (Verdict.VALID if claimed else Verdict.MEASURED), []
@@ -117,47 +142,46 @@ def send_lag_limit_seconds(limits: LatencyLimits | None) -> float:
     return max(SHORTEST_SEND_LAG_LIMIT_SECONDS, SEND_LAG_SHARE * limits.ttft_seconds if limits else 0.0)
 
 
-def _unmet(round_: Round, log: LoadGenLog, observed: Observed) -> Iterator[UnmetRule]:
+def _unmet(round_: Round, log: LoadGenLog, observed: Observed) -> Iterator[Shortfall]:
     if observed.mode == "performance":
         yield from _duration_and_samples(round_, log, observed)
         yield from _seeds(round_, log)
         yield from _equal_issue(log, observed)
         yield from _latencies(log, observed)
         if log.values["result_validity"] != "VALID":
-            cause = " ".join(str(log.values.get("result_invalid_reason", "")).split()) or "no reason given"
-            yield _rule("LOADGEN_INVALID", log.values["result_validity"], "VALID", f"LoadGen says {cause}")
-        yield from _client(observed)
+            message = f"LoadGen says {_loadgens_words(log)}"
+            yield _shortfall("LOADGEN_INVALID", log.values["result_validity"], "VALID", message)
     rows = min(log.values["qsl_reported_total_count"], observed.data_set_rows)
     if rows != round_.data_set_rows:
         message = f"drew from {rows:,} rows; MLPerf's data set has {round_.data_set_rows:,}"
-        yield _rule("DATA_SET_SIZE", rows, round_.data_set_rows, message)
+        yield _shortfall("DATA_SET_SIZE", rows, round_.data_set_rows, message)
     if log.errors:
         message = f"LoadGen logged {len(log.errors):,} error{'s'[: len(log.errors) > 1]}, the first: {log.errors[0]}"
-        yield _rule("LOADGEN_ERRORS", len(log.errors), 0, message)
+        yield _shortfall("LOADGEN_ERRORS", len(log.errors), 0, message)
 
 
-def _duration_and_samples(round_: Round, log: LoadGenLog, observed: Observed) -> Iterator[UnmetRule]:
+def _duration_and_samples(round_: Round, log: LoadGenLog, observed: Observed) -> Iterator[Shortfall]:
     values, required = log.values, round_.min_duration_seconds
     offline = observed.scenario == "offline"
     ran = values["result_max_latency_ns"] / 1e9 if offline else observed.last_due_seconds
     asked = values["effective_min_duration_ms"] / 1e3
     if ran < required and (offline or not (asked >= required and values["result_min_duration_met"])):
-        yield _rule("MIN_DURATION", ran, required, f"ran {ran:.4g} s of {required:g} s")
+        yield _shortfall("MIN_DURATION", ran, required, f"ran {ran:.4g} s of {required:g} s")
     elif asked < required:
         message = f"LoadGen was asked to run for {asked:g} s of {required:g} s"
-        yield _rule("MIN_DURATION", asked, required, message)
+        yield _shortfall("MIN_DURATION", asked, required, message)
     if offline and (samples := values["effective_samples_per_query"]) < round_.min_samples:
         message = f"issued {samples:,} of {round_.min_samples:,} samples"
-        yield _rule("MIN_SAMPLES", samples, round_.min_samples, message)
+        yield _shortfall("MIN_SAMPLES", samples, round_.min_samples, message)
 
 
-def _seeds(round_: Round, log: LoadGenLog) -> Iterator[UnmetRule]:
+def _seeds(round_: Round, log: LoadGenLog) -> Iterator[Shortfall]:
     seeds = Seeds(*(log.values[f"effective_{name}_rng_seed"] for name in ("qsl", "sample_index", "schedule")))
     if seeds != round_.seeds:
-        yield _rule("SEEDS", str(seeds), str(round_.seeds), f"the seeds are not those of round {round_.name}")
+        yield _shortfall("SEEDS", str(seeds), str(round_.seeds), f"the seeds are not those of round {round_.name}")
 
 
-def _equal_issue(log: LoadGenLog, observed: Observed) -> Iterator[UnmetRule]:
+def _equal_issue(log: LoadGenLog, observed: Observed) -> Iterator[Shortfall]:
     """Whole passes over the data set; SingleStream ends when its time is over, in the middle of one."""
     values = log.values
     rows = min(values["qsl_reported_performance_count"], observed.data_set_rows)
@@ -165,10 +189,10 @@ def _equal_issue(log: LoadGenLog, observed: Observed) -> Iterator[UnmetRule]:
     whole = observed.scenario == "singlestream" or issued % rows == 0
     if not values["effective_sample_concatenate_permutation"] or not whole:
         message = f"issued {issued:,} samples of {rows:,} rows, not every row equally often"
-        yield _rule("EQUAL_ISSUE", issued, -(-issued // rows) * rows, message)
+        yield _shortfall("EQUAL_ISSUE", issued, -(-issued // rows) * rows, message)
 
 
-def _latencies(log: LoadGenLog, observed: Observed) -> Iterator[UnmetRule]:
+def _latencies(log: LoadGenLog, observed: Observed) -> Iterator[Shortfall]:
     values = log.values
     if observed.limits is not None:
         for name, key, limit in (
@@ -177,31 +201,56 @@ def _latencies(log: LoadGenLog, observed: Observed) -> Iterator[UnmetRule]:
         ):
             found = values[key] / 1e9
             if found >= limit:
-                yield _rule(
+                yield _shortfall(
                     f"{name}_LIMIT", found, limit, f"p99 {name} is {found * 1e3:.4g} ms, the limit {limit * 1e3:g} ms"
                 )
             asked = values[f"requested_server_{name.lower()}_latency"] / 1e9
             if asked > limit:
                 message = f"LoadGen was asked for a {name} of {asked * 1e3:g} ms, the limit is {limit * 1e3:g} ms"
-                yield _rule("LATENCY_LIMITS", asked, limit, message)
+                yield _shortfall("LATENCY_LIMITS", asked, limit, message)
     if observed.scenario != "offline" and not values["early_stopping_met"]:
         yield _early_stopping(values["result_query_count"], observed)
-    if observed.latencies is not None and observed.limits is not None:
-        yield from _disagreement(log, observed.latencies, observed.limits)
 
 
-def _early_stopping(queries: int, observed: Observed) -> UnmetRule:
+def _early_stopping(queries: int, observed: Observed) -> Shortfall:
     own = observed.latencies
     if own is None:
-        return _rule("EARLY_STOPPING", queries, 64, f"{queries:,} queries; a p90 needs 64")
+        return _shortfall("EARLY_STOPPING", queries, 64, f"{queries:,} queries; a p90 needs 64")
     if own.allowed_over < 0:
-        return _rule("EARLY_STOPPING", queries, own.needed, f"{queries:,} queries; a p99 needs {own.needed}")
+        return _shortfall("EARLY_STOPPING", queries, own.needed, f"{queries:,} queries; a p99 needs {own.needed}")
     over = max(own.ttft_over, own.tpot_over)
     message = f"{over:,} of {queries:,} queries over a limit; early stopping allows {own.allowed_over:,}"
-    return _rule("EARLY_STOPPING", over, own.allowed_over, message)
+    return _shortfall("EARLY_STOPPING", over, own.allowed_over, message)
 
 
-def _disagreement(log: LoadGenLog, own: Latencies, limits: LatencyLimits) -> Iterator[UnmetRule]:
+def _loadgens_words(log: LoadGenLog) -> str:
+    """Why it calls a run INVALID, as its summary prints it: what is not satisfied, its reason, its early stopping.
+
+    Where early stopping alone fails, LoadGen leaves its reason empty and says all in the text of early stopping.
+    """
+    values = log.values
+    words = [f"{label}: NO" for key, label in _CONSTRAINTS.items() if values.get(key) is False]
+    words.append(_one_line(values.get("result_invalid_reason")))
+    if values.get("early_stopping_met") is False:
+        for key, name in _EARLY_STOPPING.items():
+            text = _one_line(values.get(key))
+            if text and text != _STOPPED_WELL:
+                words.append(f"{name}: {text}")
+    return "; ".join(filter(None, words)) or "no reason"
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text or "").replace("*", " ").split())
+
+
+def _doubts(log: LoadGenLog, observed: Observed) -> Iterator[Shortfall]:
+    if observed.mode == "performance":
+        if observed.latencies is not None and observed.limits is not None:
+            yield from _disagreement(log, observed.latencies, observed.limits)
+        yield from _client(observed)
+
+
+def _disagreement(log: LoadGenLog, own: Latencies, limits: LatencyLimits) -> Iterator[Shortfall]:
     """LoadGen's 99th percentiles and ours are of the same samples; it is told of tokens after they were seen."""
     later = AGREEMENT_SHARE * limits.ttft_seconds
     per_token = later / max(1.0, own.tokens_after_first)
@@ -212,14 +261,14 @@ def _disagreement(log: LoadGenLog, own: Latencies, limits: LatencyLimits) -> Ite
         theirs = log.values[key] / 1e9
         if abs(theirs - found) > tolerance + AGREEMENT_SHARE * theirs:
             message = f"p99 {name} is {theirs * 1e3:.4g} ms to LoadGen, {found * 1e3:.4g} ms by our records"
-            yield _rule("LOADGEN_DISAGREES", found, theirs, message)
+            yield _shortfall("LOADGEN_DISAGREES", found, theirs, message)
 
 
-def _client(observed: Observed) -> Iterator[UnmetRule]:
+def _client(observed: Observed) -> Iterator[Shortfall]:
     lag, most = observed.send_lag_p99_seconds, send_lag_limit_seconds(observed.limits)
     if lag is not None and lag > most:
         message = f"samples were sent late: p99 {lag * 1e3:.4g} ms after they were due, the limit is {most * 1e3:g} ms"
-        yield _rule("SEND_LAG", lag, most, message)
+        yield _shortfall("SEND_LAG", lag, most, message)
     if observed.client is not None and observed.samples_per_second is not None:
         alone = observed.client.samples_per_second
         if observed.samples_per_second > CLIENT_SHARE * alone:
@@ -227,12 +276,12 @@ def _client(observed: Observed) -> Iterator[UnmetRule]:
                 f"{observed.samples_per_second:.4g} samples/s is more than {CLIENT_SHARE:.0%} of the {alone:.4g} "
                 "that the client can do alone"
             )
-            yield _rule("CLIENT_LIMIT", observed.samples_per_second, CLIENT_SHARE * alone, message)
+            yield _shortfall("CLIENT_LIMIT", observed.samples_per_second, CLIENT_SHARE * alone, message)
     step = observed.wall_clock_step_seconds
     if abs(step) > WALL_CLOCK_STEP_SECONDS:
         message = f"the wall clock, by which LoadGen times, was set by {step:+.4g} s during the run"
-        yield _rule("WALL_CLOCK", step, WALL_CLOCK_STEP_SECONDS, message)
+        yield _shortfall("WALL_CLOCK", step, WALL_CLOCK_STEP_SECONDS, message)
 
 
-def _rule(code: str, found: float | str, required: float | str, message: str) -> UnmetRule:
-    return UnmetRule(code=code, message=message, found=found, required=required)
+def _shortfall(code: str, found: float | str, required: float | str, message: str) -> Shortfall:
+    return Shortfall(code=code, message=message, found=found, required=required)

@@ -96,10 +96,14 @@ def lines(run: Run, *, starred: bool) -> Iterator[Text]:
         yield Text(f"LoadGen's own word: {run.result['loadgen_validity']}")
     for reason in run.reasons:
         yield Text.assemble("  ", (reason["code"], "bold"), f" {reason['message']}")
-    if run.rules_unmet:
-        yield Text("MLPerf rules not met:")
-    for rule in run.rules_unmet:
-        yield Text.assemble("  ", (rule["code"], "bold"), f" {rule['message']}")
+    for title, shortfalls in (
+        ("MLPerf rules not met:", run.rules_unmet),
+        ("Doubts about the measurement:", run.doubts),
+    ):
+        if shortfalls:
+            yield Text(title)
+        for shortfall in shortfalls:
+            yield Text.assemble("  ", (shortfall["code"], "bold"), f" {shortfall['message']}")
     for note in run.result.get("notes") or ():
         yield Text(f"Note: {note}")
     yield Text(f"Run folder: {run.path}")

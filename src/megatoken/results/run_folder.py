@@ -293,6 +293,7 @@ class Run:
     verdict: Verdict
     reasons: list[Reason]
     rules_unmet: list[Reason]
+    doubts: list[Reason]  # about the measurement, of a run that claimed no rules
     result: dict[str, Any]
     config: dict[str, Any]
     environment: dict[str, Any]
@@ -334,6 +335,7 @@ def read_run(path: Path) -> Run:
         verdict=Verdict(result["verdict"]),
         reasons=result["reasons"],
         rules_unmet=result["rules_unmet"],
+        doubts=result.get("doubts", []),
         result=result,
         config=contents[CONFIG],
         environment=contents[ENVIRONMENT],
@@ -360,7 +362,7 @@ def _checked_result(value: Any) -> dict[str, Any]:
     if version != SCHEMA_VERSION:
         raise ValueError(f"schema_version {version!r}, this megatoken reads {SCHEMA_VERSION}")
     Verdict(result["verdict"])
-    for reason in (*result["reasons"], *result["rules_unmet"]):
+    for reason in (*result["reasons"], *result["rules_unmet"], *result.get("doubts", [])):
         _mapping(reason)["code"], reason["message"]
     return result
 

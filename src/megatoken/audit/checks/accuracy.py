@@ -36,6 +36,7 @@ def check_accuracy(run: RunView) -> Iterator[Observation]:
         if spoiled
         else ("no end" if not log.complete and not cut else f"{log.records:,} records"),
         bad or where,
+        run.absent if not spoiled or [damage.line for damage in log.damages] == [log.lines] else Severity.FAIL,
     )
     if run.is_performance and run.files.role is not Role.COMPLIANCE:
         expected_records = run.detail.number("effective_accuracy_log_sampling_target") or run.detail.number(
@@ -133,6 +134,7 @@ def _accuracy_run(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> I
             f"{asked:,} records, one for each row",
             f"{log.records:,} records of {distinct:,} rows" + ("" if in_range else ", some beyond the data set"),
             where,
+            run.absent if distinct == log.records < asked and in_range else Severity.FAIL,
         )
 
 

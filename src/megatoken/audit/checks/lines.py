@@ -59,8 +59,11 @@ _WHOLE = re.compile(
 def check_lines(run: RunView) -> Iterator[Observation]:
     """Everything that shows without reading a meaning into the values."""
     log = run.detail
+    torn_end = log.cut_off and [damage.line for damage in log.damages] == [log.lines]
     if not log.first:
-        yield observe("log.readable", False, "LoadGen's entries", _damage_text(log) or "no entry at all", run.at())
+        severity = run.absent if torn_end or not log.size_bytes else Severity.FAIL
+        found = _damage_text(log) or "no entry at all"
+        yield observe("log.readable", False, "LoadGen's entries", found, run.at(), severity)
         return
     yield observe(
         "log.readable",
@@ -68,6 +71,7 @@ def check_lines(run: RunView) -> Iterator[Observation]:
         "nothing but LoadGen's entries",
         _damage_text(log) or f"{log.lines:,} lines",
         _places(run, [damage.line for damage in log.damages]) or run.at(),
+        run.absent if torn_end else Severity.FAIL,
     )
     yield observe(
         "log.spelling",
@@ -211,7 +215,8 @@ def _presence(run: RunView) -> Iterator[Observation]:
         if None in (log.get("effective_scenario"), log.get("effective_test_mode")):
             found = f"it says no scenario or no mode; its last line is {shown(log.order[-1].key if log.order else '')}"
             place = (Where(run.detail_path, log.lines),)
-            yield observe("log.whole", False, "a log that runs to its last line, num_errors", found, place)
+            expected_end = "a log that runs to its last line, num_errors"
+            yield observe("log.whole", False, expected_end, found, place, run.absent)
         found = f"scenario {shown(log.get('effective_scenario'))}, mode {shown(log.get('effective_test_mode'))}"
         yield observe("log.lines", None, "a performance or an accuracy run", found, run.at("effective_test_mode"))
         return
@@ -230,6 +235,7 @@ def _presence(run: RunView) -> Iterator[Observation]:
         f"a log that runs to its last line, {keys[-1]}",
         f"the last line{' has no end and' if log.cut_off else ''} is {shown(last)}",
         (Where(run.detail_path, log.lines),),
+        run.absent,
     )
     if ends not in log.first:  # a log that was cut off lacks all that follows; saying so once is enough
         missing = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatoken.audit.evidence import Role
-from megatoken.audit.facts import round_seeds, rules
+from megatoken.audit.facts import benchmarks, round_seeds, ruled_rounds, rules
 from megatoken.audit.figures import whole
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import RunView, observe
@@ -42,6 +42,8 @@ def _any_run(run: RunView) -> Iterator[Observation]:
         if run.files.folder.endswith(("/accuracy", "/run_1")):
             mode = run.figures.mode
             yield observe("rules.mode", mode == wanted, wanted, shown(mode), run.at("effective_test_mode"), run.unmet)
+    if run.rules_claimed:
+        yield _benchmark(run)
     total = whole(log, "qsl_reported_total_count")
     if run.benchmark is not None:
         rows = run.benchmark.accuracy_rows if run.is_accuracy else run.benchmark.rows
@@ -61,6 +63,25 @@ def _any_run(run: RunView) -> Iterator[Observation]:
         yield observe(
             "rules.network", "Network SUT" in name, "a SUT name with 'Network SUT'", shown(name), run.at("sut_name")
         )
+
+
+def _benchmark(run: RunView) -> Observation:
+    """The round has the benchmark; unknown where the numbers of one of them are not."""
+    round_ = run.round or run.figures.round
+    named = run.files.benchmark or (run.benchmark.name if run.benchmark else None)
+    mine = [name for name, entry in benchmarks().items() if round_ in entry.rounds]
+    found = shown(named or "no benchmark named")
+    known = run.benchmark is not None and round_ in ruled_rounds()
+    if not known:
+        found += f": its rules in {round_ or 'this round'} are not known here, and not all were applied"
+    return observe(
+        "rules.benchmark",
+        run.benchmark is not None and run.benchmark.name in mine if known else None,
+        f"a benchmark of {round_}: {', '.join(mine)}" if mine else "a benchmark of a known round",
+        found,
+        run.at("qsl_reported_total_count"),
+        run.unmet,
+    )
 
 
 def _seeds(run: RunView) -> Observation:

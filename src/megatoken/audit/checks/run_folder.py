@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from megatoken.audit.checks.run_verdict import check_configured, check_verdict
@@ -11,14 +11,16 @@ from megatoken.audit.detail_log import DetailLog, read_detail_log
 from megatoken.audit.discovery import Tree, below, natural
 from megatoken.audit.evidence import Run, Where
 from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.reading import UnreadableError, display
+from megatoken.audit.reading import UnreadableError, display, read_json_object
 from megatoken.audit.view import observe
 from megatoken.errors import MegatokenError
+from megatoken.results import Run as RunFolder
 from megatoken.results import Verdict, read_run, summarise
 from megatoken.results.run_folder import MLPERF, REQUESTS, RESULT
 
 FINISHED = (Verdict.MEASURED, Verdict.VALID, Verdict.INVALID)
 SAME = 1e-9  # relative; the same arithmetic on the same rows
+MOST_UNWRITTEN_SECONDS = 30  # rows of the series that a killed process may have written since the metrics
 LOGGED = 1e-4  # LoadGen's clock runs until it has been told of the last sample, and its rates have six digits
 # Fields of result.json by the key of LoadGen's log that they repeat; of several keys the first that the log has.
 _FROM_LOG: dict[str, tuple[str, ...]] = {
@@ -48,6 +50,30 @@ def run_folders_in(tree: Tree) -> list[str]:
     return sorted((name.rstrip("/") for name in names if f"{name}{REQUESTS}" in tree.files), key=natural)
 
 
+def owner(path: str, folders: Set[str]) -> str | None:
+    """The innermost of ``folders`` that is or holds ``path``."""
+    while path and path not in folders:
+        path = path.rpartition("/")[0]
+    return path if path in folders else None
+
+
+def interruptions(tree: Tree, folders: Iterable[str]) -> dict[str, str]:
+    """Those of the run folders that say INTERRUPTED, and why, in their own words."""
+    found: dict[str, str] = {}
+    for folder in folders:
+        try:
+            result, _, _ = read_json_object(tree.path(below(folder, RESULT)))
+        except UnreadableError:
+            continue  # run_folder.whole says why
+        if result.get("verdict") == Verdict.INTERRUPTED:
+            reasons = result.get("reasons")
+            told = [reason for reason in reasons if isinstance(reason, dict)] if isinstance(reasons, list) else []
+            why = "; ".join(f"{reason.get('code')} {reason.get('message')}" for reason in told)
+            why = why.removeprefix(f"{Verdict.INTERRUPTED} ")
+            found[folder] = f"{Verdict.INTERRUPTED}: {shown(why or 'no reason given')}"
+    return found
+
+
 def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Observation]:
     """One run folder.
 
@@ -58,12 +84,10 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
     """
     prefix = f"{display(path)}/" if path else ""
     where = (Where(prefix + RESULT), Where(prefix + REQUESTS))
-    logged = next((run for run in runs if f"{run.path}/".startswith(prefix)), None)
+    logged = next((run for run in runs if run.path == display(below(path, MLPERF))), None)
     try:
         folder = read_run(tree.path(path))
-        again = summarise(
-            folder.requests, folder.series, scenario=folder.result["scenario"], finished=folder.verdict in FINISHED
-        )
+        again = _metrics(folder)
     except MegatokenError as error:
         yield observe("run_folder.whole", False, "a whole run folder", shown(str(error)), where)
         return
@@ -72,15 +96,18 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         yield observe("run_folder.whole", False, "rows and numbers that can be computed with", found, where)
         return
     yield observe("run_folder.whole", True, "a whole run folder", f"{len(folder.requests):,} rows", where)
+    if why := interruptions(tree, [path]).get(path):
+        probe = owner(path.rpartition("/")[0], set(run_folders_in(tree)) - {path}) is not None
+        severity = Severity.NOTE if probe else Severity.UNKNOWN  # a search ends probes whose answer is clear
+        done = f"{why}; samples that had ended: {len(folder.requests):,}"
+        yield Observation("run_folder.interrupted", severity, "a run that came to its end", done, where[:1])
     result = folder.result
-    absent = sorted(again.keys() - result.keys())
-    differing = sorted(name for name, value in again.items() if name in result and not _same(result[name], value))
-    unlike = [*(f"{name} {result[name]}" for name in differing), *(f"no {name}" for name in absent)]
+    differing = _differing(result, again)
+    unlike = [f"{name} {result[name]}" if name in result else f"no {name}" for name in differing]
     yield observe(
         "run_folder.metrics",
         not unlike,
-        shown("; ".join(f"{name} {again[name]}" for name in (*differing, *absent)))
-        or "the numbers that its raw rows give",
+        shown("; ".join(f"{name} {again[name]}" for name in differing)) or "the numbers that its raw rows give",
         shown("; ".join(unlike)) or f"{len(again)} metrics compared, all agree",
         where,
     )
@@ -96,6 +123,29 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         return
     yield from _against_log(result, logged, log, where)
     yield from check_verdict(folder, log, (*where, logged.where("result_validity")))
+
+
+def _metrics(folder: RunFolder) -> dict[str, Any]:
+    """What follows from the raw rows.
+
+    A process that was killed may have written rows after it last wrote the metrics; those are of the rows before.
+    """
+    scenario, finished = folder.result["scenario"], folder.verdict in FINISHED
+    metrics = summarise(folder.requests, folder.series, scenario=scenario, finished=finished)
+    if folder.verdict is not Verdict.INTERRUPTED or not _differing(folder.result, metrics):
+        return metrics
+    ended = [folder.result.get(f"samples_{how}") for how in ("completed", "failed", "cancelled")]
+    requests = folder.requests.slice(0, sum(count for count in ended if isinstance(count, int)))
+    for unwritten in range(min(len(folder.series), MOST_UNWRITTEN_SECONDS) + 1):
+        series = folder.series.slice(0, len(folder.series) - unwritten)
+        earlier = summarise(requests, series, scenario=scenario, finished=finished)
+        if not _differing(folder.result, earlier):
+            return earlier
+    return metrics
+
+
+def _differing(result: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
+    return sorted(name for name, value in metrics.items() if name not in result or not _same(result[name], value))
 
 
 def _detail_log(tree: Tree, path: str) -> DetailLog | None:

@@ -162,6 +162,7 @@ def _structure(run: RunView, log: SummaryLog) -> Iterator[Observation]:
         "every line that LoadGen prints, once, and no other",
         shown("; ".join(problems)) or f"{log.lines} lines",
         tuple(places) or (Where(path),),
+        Severity.FAIL if strange or doubled else run.absent,
     )
 
 
@@ -201,6 +202,7 @@ def _counts(run: RunView, log: SummaryLog) -> Observation:
         f"{detail.warning_count:,} warnings and {detail.error_count:,} errors, as in the detail log",
         "; ".join(problems) or "the same",
         tuple(places) or (Where(path, log.lines or None),),
+        Severity.FAIL if places else run.absent,
     )
 
 

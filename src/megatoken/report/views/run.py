@@ -106,6 +106,8 @@ def _summary(run: Run) -> Iterator[Block]:
         yield _points("", run.reasons)
     if run.rules_unmet:
         yield _points("MLPerf rules not met:", run.rules_unmet)
+    if run.doubts:
+        yield _points("Doubts about the measurement:", run.doubts)
     notes = result.get("notes") or ()
     if notes:
         yield Points("Notes:", tuple(("", str(note)) for note in notes))
