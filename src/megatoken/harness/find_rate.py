@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from datetime import UTC, datetime
 from pathlib import Path
 
 from megatoken.errors import UsageError
 from megatoken.harness.bench import Bench
-from megatoken.harness.benchmarks import PERCENTILE
 from megatoken.harness.loadgen import TestSettings
 from megatoken.harness.loadgen_plan import plan_test, run_limits
-from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder
+from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder, too_few
 from megatoken.harness.rate_search import Try
 from megatoken.harness.schedule import PoissonSchedule
 from megatoken.harness.stop import StopSignals
 from megatoken.results import Run, RunFolder, Verdict, read_run
-from megatoken.results.early_stopping import queries_needed
 
 PROBES = "probes"
 MLPERF_SECONDS = 600.0  # what LoadGen takes where it is not told
@@ -36,15 +33,11 @@ def find_rate(bench: Bench, first_rate: float) -> Path:
     limits = run_limits(config)
     assert limits is not None
     settings = plan_test(config, len(bench.data_set.requests), first_rate)
-    samples, seconds = full_length(settings)
-    if samples < (needed := queries_needed(0, PERCENTILE)):
-        raise UsageError(
-            f"{samples:,} samples come due in {seconds:.0f} s at {first_rate:.3g} samples/s, but only {needed} or more "
-            f"show a p99; give --min-duration {math.ceil(1.5 * seconds * needed / samples)} or a faster target"
-        )
-    folder = bench.create_folder(config, settings, config.out)
-    words = f"megatoken: stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
-    with StopSignals(words) as stop:
+    if (why := too_few(first_rate, *full_length(settings))) is not None:
+        raise UsageError(why)
+    with StopSignals() as stop:
+        folder = bench.create_folder(config, settings, config.out)
+        stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
         try:
             prober = _Prober(bench, folder, stop)
             goal = Goal(limits, prober.full_length, settings.seeds.schedule, config.probe_seconds)
@@ -77,7 +70,7 @@ def _finish(folder: RunFolder, finder: RateFinder, confirmed: str | None, stop: 
     if stop.received:
         folder.interrupt(f"{stop.received} after {len(finder.probes)} probes")
         return
-    reason = {"code": "NO_VALID_RATE", "message": f"none of the {len(finder.probes)} rates tried keeps the limits"}
+    reason = {"code": "NO_VALID_RATE", "message": finder.outcome}
     folder.finish({"verdict": Verdict.INVALID, "reasons": [reason], "ended_at": datetime.now(UTC).isoformat()})
 
 
@@ -99,6 +92,8 @@ class _Prober:
 
     def measure(self, tried: Try, probe: Probe) -> Outcome | None:
         """Runs one; None after a signal."""
+        if self._stop.received:
+            return None
         if self._count:
             self._folder.add_facts({"rate_search": self.finder.facts()})
         self._count += 1

@@ -67,8 +67,9 @@ def run_scenario(
         return find_rate(bench, offered)
     if config.repeat > 1:
         return repeat(bench, settings)
-    folder = bench.create_folder(config, settings, config.out)
-    with StopSignals(f"megatoken: stopped at once; {folder.path} says INTERRUPTED and keeps what was done") as stop:
+    with StopSignals() as stop:
+        folder = bench.create_folder(config, settings, config.out)
+        stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
         bench.run(config, settings, folder, stop)
     return folder.path
 
