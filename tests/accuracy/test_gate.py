@@ -59,7 +59,7 @@ def test_sound_weights_pass_and_their_scores_stand_in_the_result(
     reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, stdout, err = run_as_reference(reference, "run", *QUICK, "--out", tmp_path)
-    assert (code, "scoring the answers" in err) == (0, True)
+    assert (code, "judging the answers" in err) == (0, True)
     (path,) = tmp_path.iterdir()
     run = read_run(path)
     assert (run.verdict, run.reasons) == (Verdict.MEASURED, [])

@@ -43,7 +43,7 @@ def find_rate(bench: Bench, first_rate: float) -> Path:
             goal = Goal(limits, prober.full_length, settings.seeds.schedule, config.probe_seconds)
             finder = RateFinder(goal, first_rate, prober.measure, bench.progress.note)
             prober.finder = finder
-            _finish(folder, finder, finder.run(), stop)
+            _finish(folder, finder, None if stop.received else finder.run(), stop)
         except BaseException as error:
             folder.interrupt(f"{type(error).__name__}: {error}")
             raise
@@ -92,8 +92,6 @@ class _Prober:
 
     def measure(self, tried: Try, probe: Probe) -> Outcome | None:
         """Runs one; None after a signal."""
-        if self._stop.received:
-            return None
         if self._count:
             self._folder.add_facts({"rate_search": self.finder.facts()})
         self._count += 1

@@ -55,7 +55,9 @@ def with_target_step(config: RunConfig) -> RunConfig:
 
 def seconds_to_fill(config: RunConfig, rows: int) -> float:
     """How long the samples of an Offline run have to last; 0 where their number does not follow from a duration."""
-    if config.mode == "accuracy" or (config.samples is not None and not _counted_by_loadgen(config, rows)):
+    if config.compliance is not None or config.mode == "accuracy":
+        return 0.0
+    if config.samples is not None and not _counted_by_loadgen(config, rows):
         return 0.0
     return _duration_seconds(config)
 
@@ -70,14 +72,17 @@ def learning_seconds(config: RunConfig, rows: int) -> float:
 def plan_test(config: RunConfig, rows: int, rate: float) -> TestSettings:
     """What to ask of LoadGen for ``config`` on a data set of ``rows`` rows.
 
-    Claimed rules that nothing cuts short leave count and duration to LoadGen, in whole passes over the data set. All
-    else issues an exact number of samples, each a row of the library once; ``library_to_data_set`` says which.
+    A compliance test says itself how many samples it wants. Claimed rules that nothing cuts short leave count and
+    duration to LoadGen, in whole passes over the data set. All else issues an exact number of samples, each a row of
+    the library once; ``library_to_data_set`` says which.
 
     Args:
         config: of the run.
         rows: of the data set.
         rate: samples per second: expected (Offline), to be offered (Server, Interactive), one at a time (SingleStream).
     """
+    if config.compliance is not None:
+        return _settings(config, rows, None, None, rate)
     if _counted_by_loadgen(config, rows):
         rate = {"offline": DURATION_MARGIN, "singlestream": DURATION_MARGIN / 2}.get(config.scenario, 1.0) * rate
         return _settings(config, rows, config.samples, config.min_duration_seconds, rate)
@@ -151,6 +156,7 @@ def _settings(
         seeds=ROUNDS[config.rules or DEFAULT_ROUND].seeds,
         ttft_limit_seconds=config.ttft_limit_seconds if has_limits else None,
         tpot_limit_seconds=config.tpot_limit_seconds if has_limits else None,
+        compliance=config.compliance,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatoken.accuracy.gate import AccuracyGate
+from megatoken.accuracy.gate import Gate
 from megatoken.config import RunConfig
 from megatoken.datasets.requests import Dataset
 from megatoken.harness.bench import Bench
@@ -29,7 +29,7 @@ def run_scenario(
     facts: Mapping[str, Any],
     progress: Progress,
     tokenizer: Codec | None = None,
-    gate: AccuracyGate | None = None,
+    gate: Gate | None = None,
 ) -> Path:
     """Warms up, measures and judges.
 
