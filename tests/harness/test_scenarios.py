@@ -161,6 +161,8 @@ def test_the_users_limits_are_loadgens_and_the_rules_name_the_benchmarks(tmp_pat
 def test_a_duration_is_filled_and_few_queries_show_no_percentile(tmp_path: Path, data_set: Dataset) -> None:
     finished = run(tmp_path, data_set, 50, 0.02, scenario="server", rate=100.0, min_duration_seconds=1.5)
     assert finished.requests["scheduled_seconds"].to_numpy().max() >= 1.5
+    asked = {key: finished.config[key] for key in ("rate", "samples", "min_duration_seconds")}
+    assert asked == {"rate": 100.0, "samples": len(finished.requests), "min_duration_seconds": 1.5}
     assert 100 < len(finished.requests) < 220
     assert codes(finished) >= {"EARLY_STOPPING", "LOADGEN_INVALID"}
     (rule,) = [rule for rule in finished.rules_unmet if rule["code"] == "EARLY_STOPPING"]
@@ -290,8 +292,10 @@ def test_repeats_say_what_they_have_in_common(tmp_path: Path, data_set: Dataset)
     rates = [one.result["output_tokens_per_second"] for one in runs]
     found = repeats["metrics"]["output_tokens_per_second"]
     assert found["values"] == rates
-    margin = 4.302652729911275 * np.std(rates, ddof=1) / np.sqrt(3)  # t(0.975; 2), from tables
-    assert (found["low"], found["high"]) == pytest.approx((np.mean(rates) - margin, np.mean(rates) + margin), rel=1e-6)
+    logs = np.log(rates)
+    margin = 4.302652729911275 * np.std(logs, ddof=1) / np.sqrt(3)  # t(0.975; 2), from tables
+    ends = np.exp([logs.mean() - margin, logs.mean() + margin])
+    assert (found["low"], found["high"]) == pytest.approx(tuple(ends), rel=1e-6)
     first, second = (one.requests.sort_by("sample_id")["sample_index"].to_pylist() for one in runs[:2])
     assert first == second  # the seeds are the same
     assert "same seeds" in repeats["seeds_note"]

@@ -11,7 +11,7 @@ import typer
 
 from megatoken.cli.flags import FLAGS
 from megatoken.cli.streams import standard_output
-from megatoken.errors import ExitCode, UsageError
+from megatoken.errors import ExitCode
 
 if TYPE_CHECKING:
     from megatoken.harness.prepare import Prepared
@@ -122,8 +122,6 @@ def _measure(prepared: Prepared, quiet: bool) -> Path:
     progress.stage(f"loading {prepared.model.name} in {prepared.config.precision}")
     try:
         engine = build_engine(prepared.config)
-        if prepared.config.text and engine.tokenizer is None:
-            raise UsageError(f"text: {prepared.model.name} has no tokenizer.json; add it to the model's folder")
         config, target = resolve(prepared.config, engine.memory_plan), InProcessTarget(engine)
         facts, tokenizer = prepared.facts(), engine.tokenizer
         return run_scenario(config, prepared.data_set, target, facts, progress, tokenizer, prepared.gate)

@@ -16,7 +16,7 @@ from megatoken.harness.client_limit import ClientLimit
 from megatoken.harness.latencies import latencies, percentile
 from megatoken.harness.loadgen import LoadGenTest, TestSettings
 from megatoken.harness.loadgen_log import LoadGenLog
-from megatoken.harness.loadgen_plan import library_to_data_set, run_benchmark, run_limits, run_round
+from megatoken.harness.loadgen_plan import library_to_data_set, resolve_test, run_benchmark, run_limits, run_round
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
 from megatoken.harness.result_facts import asked_facts, latency_facts, loadgen_facts
@@ -63,7 +63,7 @@ class Bench:
         return RunFolder.create(
             out,
             name or run_name(datetime.now(UTC), config.scenario, config.model),
-            config.model_dump(mode="json"),
+            resolve_test(config, settings).model_dump(mode="json"),
             take_inventory(),
             scenario=config.scenario,
             facts={

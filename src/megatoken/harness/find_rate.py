@@ -7,16 +7,13 @@ from pathlib import Path
 
 from megatoken.errors import UsageError
 from megatoken.harness.bench import Bench
-from megatoken.harness.loadgen import TestSettings
-from megatoken.harness.loadgen_plan import plan_test, run_limits
+from megatoken.harness.loadgen_plan import MLPERF_SECONDS, full_length, plan_test, run_limits
 from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder, too_few
 from megatoken.harness.rate_search import Try
-from megatoken.harness.schedule import PoissonSchedule
 from megatoken.harness.stop import StopSignals
 from megatoken.results import Run, RunFolder, Verdict, read_run
 
 PROBES = "probes"
-MLPERF_SECONDS = 600.0  # what LoadGen takes where it is not told
 FAILURE_CODES = {"LOADGEN_ERRORS", "FAILED_SAMPLES", "SEND_LAG", "CLIENT_LIMIT", "WALL_CLOCK", "LOADGEN_DISAGREES"}
 
 
@@ -50,15 +47,6 @@ def find_rate(bench: Bench, first_rate: float) -> Path:
         finally:
             bench.progress.clear()
     return folder.path
-
-
-def full_length(settings: TestSettings) -> tuple[int, float]:
-    """Samples that LoadGen's Server scenario will issue, and when the last is due, in seconds."""
-    schedule = PoissonSchedule(settings.seeds.schedule, settings.offered_rate)
-    seconds = MLPERF_SECONDS if settings.min_duration_seconds is None else settings.min_duration_seconds
-    passes = -(-max(settings.samples or 1, schedule.queries_until(seconds)) // settings.library_rows)
-    samples = passes * settings.library_rows
-    return samples, schedule.due_ns(samples - 1) / 1e9
 
 
 def _finish(folder: RunFolder, finder: RateFinder, confirmed: str | None, stop: StopSignals) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from megatoken.harness.rules import DEFAULT_ROUND, ROUNDS, Round, round_of
 from megatoken.harness.schedule import PoissonSchedule
 
 DEFAULT_DURATION_SECONDS = 15.0
+MLPERF_SECONDS = 600.0  # what LoadGen takes where it is not told
 DURATION_MARGIN = 1.2  # a run that ends before the duration asked for is lost, a longer one only takes longer
 LOADGEN_MARGIN = 1.1  # LoadGen's own, on top
 TARGET_STEP_SHARE = 0.95  # of the limit on the time per output token
@@ -94,6 +96,32 @@ def plan_test(config: RunConfig, rows: int, rate: float) -> TestSettings:
     )
 
 
+def full_length(settings: TestSettings) -> tuple[int, float]:
+    """Samples that LoadGen's Server scenario will issue, and when the last is due, in seconds."""
+    schedule = PoissonSchedule(settings.seeds.schedule, settings.offered_rate)
+    seconds = MLPERF_SECONDS if settings.min_duration_seconds is None else settings.min_duration_seconds
+    passes = -(-max(settings.samples or 1, schedule.queries_until(seconds)) // settings.library_rows)
+    samples = passes * settings.library_rows
+    return samples, schedule.due_ns(samples - 1) / 1e9
+
+
+def resolve_test(config: RunConfig, settings: TestSettings) -> RunConfig:
+    """``config`` with what was asked of LoadGen in place of what it left open; running that again asks for the same.
+
+    Samples stay open where LoadGen counts them, and where they are as many as end within the duration (SingleStream).
+    """
+    changes: dict[str, object] = {}
+    if config.scenario in OFFERED_SHARES:
+        changes["rate"] = settings.offered_rate
+    if config.compliance is None:
+        seconds = settings.min_duration_seconds
+        changes["min_duration_seconds"] = run_round(config).min_duration_seconds if seconds is None else seconds
+        exact = settings.samples is not None and not (config.scenario == "singlestream" and seconds)
+        if exact and not config.find_rate:
+            changes["samples"] = settings.library_rows if config.samples is None else config.samples
+    return config.model_copy(update=changes)
+
+
 def library_to_data_set(mode: str, library_rows: int, rows: int) -> NDArray[np.int64]:
     """The data set row behind each row of LoadGen's library [library_rows].
 
@@ -119,7 +147,10 @@ def _plan_offline(config: RunConfig, rows: int, rate: float) -> TestSettings:
 def _plan_server(config: RunConfig, rows: int, rate: float) -> TestSettings:
     """One pass over a library of as many rows as come due, so that the last one is due when the duration is over."""
     if config.samples is not None:
-        return _settings(config, config.samples, config.samples, 0.0, rate)
+        settings = _settings(config, config.samples, config.samples, config.min_duration_seconds or 0.0, rate)
+        arrivals = PoissonSchedule(settings.seeds.schedule, settings.offered_rate)
+        filled = arrivals.due_ns(config.samples - 1) >= (settings.min_duration_seconds or 0.0) * 1e9
+        return settings if filled else replace(settings, min_duration_seconds=0.0)  # else LoadGen would issue more
     seconds = _duration_seconds(config)
     settings = _settings(config, rows, rows, seconds, rate)
     if not seconds:

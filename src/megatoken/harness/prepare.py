@@ -6,7 +6,8 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,7 +31,8 @@ from megatoken.engine.memory import MemoryPlan, plan_memory
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, StorageError, UsageError
 from megatoken.hardware.inventory import cpu
-from megatoken.harness.loadgen_plan import run_benchmark, run_round, with_target_step
+from megatoken.harness.loadgen_plan import full_length, plan_test, run_benchmark, run_round, with_target_step
+from megatoken.harness.rate_finder import too_few
 
 THREADS_PER_CORE = 4  # more only wait for each other, and a typing error of two digits hangs the machine
 REFERENCE_NOTE = (
@@ -96,14 +98,22 @@ def prepare(config: RunConfig) -> Prepared:
     Raises:
         CheckpointError, CapacityError, DatasetError: whatever cannot be used, with its place.
         StorageError: ``config.out`` cannot be written.
-        UsageError: the answers are to be scored, and what that needs is not installed; rules of a round that does not
-            have the benchmark.
+        UsageError: something that the run needs is not installed or not there; rules of a round that does not have the
+            benchmark; a search so short that it can find nothing.
     """
     check_round(config)
+    if find_spec("mlperf_loadgen") is None:
+        raise UsageError("LoadGen is not installed, which every run needs: pip install mlcommons-loadgen")
     check_writable(config.out)
     config = with_target_step(config)
     source, memory = open_and_plan(config)
+    if config.text and _tokenizer(config.model) is None:
+        raise UsageError(f"text: {source.config.name} has no tokenizer.json; add it to the model's folder")
     data_set = _load_data_set(config, source.config, memory)
+    if config.find_rate and config.rate is not None:
+        length = full_length(plan_test(config, len(data_set.requests), config.rate))
+        if (why := too_few(config.rate, *length)) is not None:
+            raise UsageError(why)
     notes = list(data_set.notes)
     if _prompts(config) is None:
         notes.append("prompts are random tokens of the data set's lengths")
@@ -128,10 +138,11 @@ def prepare(config: RunConfig) -> Prepared:
             warnings.append(f"cannot be VALID: the data set has {rows:,} rows, MLPerf's {rows_required:,}")
         beside = "model and data set" if scored and scored.targets else "model, data set and accuracy"
         notes.append(f"the verdict judges LoadGen's log by the rules; {beside} are not part of it")
-        embedded = round_of_build(installed := version("mlcommons-loadgen"))
+        installed = _loadgen_version()
+        embedded = round_of_build(installed)
         if embedded != config.rules:
-            whose = f"those of {embedded}" if embedded else "seeds that are not known here"
-            notes.append(f"LoadGen {installed} brings {whose}; it was given the seeds of {config.rules} instead")
+            whose = f"the seeds of {embedded}" if embedded else "seeds that are not known here"
+            notes.append(f"LoadGen {installed} brings {whose}; it was given those of {config.rules} instead")
     gate: Gate | None = scored
     if config.compliance is not None:
         notes.append(f"compliance test {config.compliance}: few samples whose answers are logged, no measure of speed")
@@ -210,6 +221,13 @@ def check_writable(folder: Path) -> None:
             raise StorageError(
                 f"{folder}: cannot write in {nearest} ({reason}); choose another folder with --out"
             ) from error
+
+
+def _loadgen_version() -> str:
+    try:
+        return version("mlcommons-loadgen")
+    except PackageNotFoundError:  # built by hand
+        return "of unknown version"
 
 
 def encoder(model: str) -> Callable[[str], list[int]] | None:

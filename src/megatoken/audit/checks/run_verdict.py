@@ -24,7 +24,6 @@ from megatoken.results.run_folder import CONFIG, RESULT
 from megatoken.results.statistics import Samples
 
 CONFIGURED = ("scenario", "mode", "rules", "precision")  # what result.json says as config.yaml does
-REFERENCE = {"reference": ("reference_model",)}  # the model that ships, and the folder it ships in
 SHORTEST_SEND_LAG_LIMIT_SECONDS, SEND_LAG_SHARE = 0.01, 0.05  # of the limit on the time to first token
 CLIENT_SHARE = 0.5
 WALL_CLOCK_STEP_SECONDS = 0.01
@@ -93,7 +92,7 @@ def check_configured(folder: Run, prefix: str) -> Iterator[Observation]:
     linked = False
     if name in ("", ".."):
         unknown.append("model")
-    elif ran not in (name, *REFERENCE.get(str(model), ())):
+    elif ran != name:
         linked = not differing and "/" in str(model)  # a link may lead to a directory of another name
         differing.append(f"model {ran}, configured {model}")
     if "random_weights" not in config or not isinstance(result.get("weights"), str):
