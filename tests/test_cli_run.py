@@ -72,6 +72,7 @@ def test_a_run_prints_one_json_document_that_is_the_result_and_the_folder(tmp_pa
     config, plan = load_run_config(folder / "config.yaml", {}), document["memory_plan"]
     for size in ("device", "max_rows", "max_sequences", "max_length", "page_size"):
         assert getattr(config.engine, size) == plan[size]
+    assert (config.samples, config.min_duration_seconds) == (7, 0.0)
     assert config.engine.cache_tokens == plan["pages"] * plan["page_size"]
     assert (config.engine.threads, config.engine.overlap) == (1, document["target"]["steps_in_flight"] == 2)
     assert document["output_tokens"] == 4 * 3 + 8 * 2 + 12 * 2  # rows repeat when more samples are asked for
@@ -156,6 +157,16 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
         ("--engine.max_length 1", "the longest sequence has 1 token, but a prompt and its answer have at least 2"),
         ("--engine.page_size 1 --engine.cache_tokens 1", "the longest sequence has 1 token"),
         ("--engine.threads 99999", "engine.threads is 99,999, but this process may use "),
+        ("--engine.device cuda", "device cuda: no NVIDIA GPU that this PyTorch can use"),
+        ("--text", "text: tiny has no tokenizer.json; add it to the model's folder"),
+        (
+            "--scenario server --find-rate --rate 20 --min-duration 5",
+            "111 samples come due in 5.08 s at 20 samples/s, but only 459 or more show a p99; give --min-duration 32",
+        ),
+        (
+            "--rules v6.1 --benchmark llama3.1-405b",
+            "--rules v6.1: that round has no llama3.1-405b; rounds that have it: v5.1, v6.0",
+        ),
         ("--out=", "--out: must be a path, got ''"),
         ("--out /proc/foo", "/proc/foo: cannot write in /proc (No such file or directory)"),
         (
@@ -180,7 +191,7 @@ def test_a_dry_run_refuses_what_the_run_would(
     write_lines(tmp_path / "file", "not a folder")
     (tmp_path / "dangling").symlink_to("nowhere")
     words = arguments.format(tmp=tmp_path).split()
-    code, stdout, err = call_here(monkeypatch, capsys, "run", "--dry-run", *words)
+    code, stdout, err = call_here(monkeypatch, capsys, "run", "--dry-run", "--model", "tiny", *words)
     assert (code, stdout, err.count("\n")) == (2, "", 1)
     assert message.format(tmp=tmp_path) in err
     assert list(work.iterdir()) == []
@@ -245,7 +256,7 @@ def test_a_switch_takes_a_value_or_none(
         ("--lengths {tmp}/zero.csv", "zero.csv, line 2: output_tokens is '0'"),
         ("--prompts a.jsonl --lengths b.csv", "give prompts or lengths, not both"),
         ("--scenario batch", "--scenario: must be 'offline', 'server', 'interactive' or 'singlestream', got 'batch'"),
-        ("--rules v9.9", "--rules: must be 'v5.1', got 'v9.9'"),
+        ("--rules v9.9", "--rules: must be 'v5.1', 'v6.0' or 'v6.1', got 'v9.9'"),
         ("--samples 0", "--samples: must be at least 1, got '0'"),
         ("--smaples 4", "--smaples: unknown flag; did you mean --samples?"),
         ("--engine.max_row=4", "--engine.max_row: unknown flag; did you mean --engine.max_rows?"),

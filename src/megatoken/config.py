@@ -31,6 +31,7 @@ def _separated(value: Any) -> Any:
     return value.split(",") if isinstance(value, str) else value
 
 
+RoundName = Literal["v5.1", "v6.0", "v6.1"]  # whose seeds and rules are known: data/loadgen_rules.json
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 Rate = Annotated[float, Field(gt=0)]
@@ -77,7 +78,10 @@ class RunConfig(_Section):
         default="offline", description="how load arrives"
     )
     mode: Literal["performance", "accuracy"] = Field(default="performance", description="accuracy logs every token id")
-    rules: Literal["v5.1"] | None = Field(default=None, description="MLPerf round whose rules the run claims")
+    compliance: Literal["TEST06"] | None = Field(
+        default=None, description="MLPerf compliance test to run in place of a measurement"
+    )
+    rules: RoundName | None = Field(default=None, description="MLPerf round whose rules the run claims")
     benchmark: Literal["llama2-70b", "llama3.1-405b", "llama3.1-8b", "llama3.1-8b-edge", "deepseek-r1"] | None = Field(
         default=None, description="MLPerf benchmark to be held against; null: by the model's name, else llama2-70b"
     )
@@ -306,6 +310,9 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
             refuse(key, "not together with find_rate")
         if config.mode == "accuracy":
             refuse("find_rate", "accuracy mode has no rate to find; give --mode performance")
+    if config.compliance is not None:
+        for key in ("mode", "samples", "min_duration_seconds", "find_rate", "repeat"):
+            refuse(key, f"not together with compliance: {config.compliance} says itself what is run")
 
 
 def _nested(settings: Mapping[str, _Setting]) -> dict[str, Any]:

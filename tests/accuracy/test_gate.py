@@ -59,11 +59,11 @@ def test_sound_weights_pass_and_their_scores_stand_in_the_result(
     reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, stdout, err = run_as_reference(reference, "run", *QUICK, "--out", tmp_path)
-    assert (code, "scoring the answers" in err) == (0, True)
+    assert (code, "judging the answers" in err) == (0, True)
     (path,) = tmp_path.iterdir()
     run = read_run(path)
     assert (run.verdict, run.reasons) == (Verdict.MEASURED, [])
-    assert (run.config["model"], run.config["prompts"], run.result["model"]) == ("reference", None, "reference_model")
+    assert (run.config["model"], run.config["prompts"], run.result["model"]) == ("reference", None, "reference")
     assert run.result["samples_completed"] == ROWS
     scores = run.result["accuracy"]
     assert set(scores["metrics"]) == {"exact_match", "rouge1", "rouge2", "rougeL"}

@@ -1,6 +1,7 @@
 """What LoadGen is asked for in the scenarios with latencies, held against LoadGen's own rules of counting."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,9 +10,16 @@ from hypothesis import strategies as st
 
 from megatoken.config import RunConfig
 from megatoken.harness.benchmarks import BENCHMARKS, benchmark, benchmark_of_model
-from megatoken.harness.find_rate import full_length
 from megatoken.harness.loadgen import TestSettings
-from megatoken.harness.loadgen_plan import learning_seconds, plan_test, run_limits, run_round, with_target_step
+from megatoken.harness.loadgen_plan import (
+    full_length,
+    learning_seconds,
+    plan_test,
+    resolve_test,
+    run_limits,
+    run_round,
+    with_target_step,
+)
 from megatoken.harness.schedule import PoissonSchedule
 
 servers = st.sampled_from(["server", "interactive"])
@@ -70,6 +78,41 @@ def test_claimed_rules_leave_the_counting_to_loadgen() -> None:
     assert stream.samples is None
     assert stream.rate == pytest.approx(0.6)  # LoadGen doubles it
     assert plan_test(RunConfig(scenario="server", rules="v5.1", samples=7), 24_576, 1.0).samples == 7
+
+
+configurations = st.fixed_dictionaries(
+    {"scenario": st.sampled_from(["offline", "server", "interactive", "singlestream"])},
+    optional={
+        "samples": st.integers(1, 40_000),
+        "min_duration_seconds": st.floats(0, 900).map(lambda seconds: round(seconds, 3)),
+        "mode": st.sampled_from(["performance", "accuracy"]),
+        "rules": st.sampled_from(["v5.1", "v6.0", "v6.1"]),
+        "compliance": st.just("TEST06"),
+    },
+)
+
+
+@hypothesis_settings(deadline=None)
+@given(configurations, rows_of_data, rates)
+def test_what_a_run_folder_says_was_run_asks_for_the_same_again(
+    given: dict[str, object], rows: int, rate: float
+) -> None:
+    if "compliance" in given:
+        given = {key: given[key] for key in given.keys() - {"samples", "min_duration_seconds", "mode"}}
+    config = RunConfig(**given)
+    settings = plan_test(config, rows, rate)
+    resolved = resolve_test(config, settings)
+    again = plan_test(resolved, rows, resolved.rate or rate)
+    assert again.user_conf() == (
+        settings.user_conf()
+        if settings.min_duration_seconds is not None or config.compliance
+        else replace(settings, min_duration_seconds=600.0).user_conf()  # which is what LoadGen takes by itself
+    )
+    assert (again.library_rows, again.seeds) == (settings.library_rows, settings.seeds)
+    arrives = config.scenario in ("server", "interactive")
+    assert (resolved.rate is not None) is arrives
+    assert (resolved.min_duration_seconds is None) is (config.compliance is not None)
+    assert resolve_test(resolved, again) == resolved
 
 
 def test_no_duration_is_one_pass() -> None:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queueing import Batching, Serve, Simulated, queue_of, replay
+from queueing import Batching, Serve, Simulated, queue_of, replay, rows_of
 
 from megatoken.harness.benchmarks import LatencyLimits
-from megatoken.harness.rate_finder import Goal, RateFinder
-from megatoken.harness.rate_search import RESOLUTION, RateSearch, Verdict
+from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder
+from megatoken.harness.rate_search import MOST_FULL_LENGTHS, MOST_PROBES, RESOLUTION, RateSearch, Try, Verdict
 from megatoken.harness.saturation import SaturationWatch
 from megatoken.harness.schedule import PoissonSchedule
 from megatoken.results import SampleRow
@@ -64,6 +64,43 @@ def test_a_target_that_keeps_its_limits_at_no_rate_is_given_up() -> None:
     assert finder.found is None
     assert all(probe["valid"] is False for probe in finder.probes)
     assert len(finder.probes) <= 40
+
+
+def test_a_length_that_can_show_no_percentile_is_told_and_not_tried() -> None:
+    target = Simulated(queue_of(10, 0.1), LatencyLimits(0.1, 1.0), SEED, full_seconds=2.0)  # serves 100 samples/s
+    finder = search(target, SEED, 300.0)
+    assert finder.found is None
+    assert all(target.full_length(probe["samples_per_second"])[0] >= 459 for probe in finder.probes)
+    assert 1 <= len(finder.probes) <= 4
+    assert "only 459 or more show a p99; give --min-duration " in finder.outcome
+    assert finder.facts()["outcome"] == finder.outcome
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.floats(2.0, 600.0), st.floats(1.0, 1.3), st.floats(0.1, 30.0), st.floats(0.0, 1.5), st.integers(0, 2**32))
+def test_a_search_ends_within_its_number_of_probes_whatever_becomes_of_them(
+    full_seconds: float, growth: float, life: float, late: float, seed: int
+) -> None:
+    """Lives that grow from probe to probe made it repeat one probe again and again."""
+    draws = np.random.default_rng(seed)
+    limits, lives, tried_rates = LatencyLimits(1000.0, 1.0), life, []
+
+    def measure(tried: Try, probe: Probe) -> Outcome:
+        nonlocal lives
+        lives *= growth
+        tried_rates.append(tried.rate)
+        assert len(tried_rates) <= MOST_PROBES + MOST_FULL_LENGTHS
+        seconds = probe.seconds or full_seconds
+        due = np.linspace(0.0, seconds, 50 if draws.random() > 0.02 else 0)
+        first = due + np.where(draws.random(len(due)) < late * draws.random(), 2000.0, 0.01)
+        probe.watch.add_samples(rows_of(due, first, due + lives, np.full(len(due), 2)))
+        return Outcome("x", None, ("LATENCIES",) if probe.seconds is None and draws.random() < late else ())
+
+    goal = Goal(limits, lambda rate: (max(1, round(rate * full_seconds)), full_seconds), SEED)
+    finder = RateFinder(goal, 500.0, measure, lambda words: None)
+    finder.run()
+    assert finder.found is None or finder.found in tried_rates
+    assert finder.outcome
 
 
 def arrivals(rate: float, seconds: float, seed: int = SEED) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Server, Interactive and SingleStream: real LoadGen, real run folders, a queue in real time or the engine."""
 
 import json
+import os
 import re
 import signal
 import time
@@ -17,6 +18,7 @@ from queueing import QueueingTarget, Simulated, queue_of
 
 from cli_support import call as call_command
 from cli_support import make_checkpoint
+from megatoken.audit import Severity, audit
 from megatoken.config import RunConfig
 from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.requests import Dataset
@@ -26,8 +28,11 @@ from megatoken.harness.clock import WallClockSteps
 from megatoken.harness.progress import Progress
 from megatoken.harness.run import run_scenario
 from megatoken.harness.schedule import PoissonSchedule
-from megatoken.results import Run, Verdict, read_run
+from megatoken.report.metrics import metric_rows
+from megatoken.report.words import number
+from megatoken.results import Run, RunFolder, Verdict, read_run
 from megatoken.results.repeats import interval, read_repeats
+from megatoken.targets import SampleEvent
 
 SEED = rules.ROUNDS["v5.1"].seeds.schedule
 
@@ -83,6 +88,54 @@ def test_server_latencies_count_from_when_samples_were_due(tmp_path: Path, data_
     assert sum(seconds or 0 for seconds in loop.values()) == pytest.approx(result["duration_seconds"], rel=0.2)
 
 
+class Lingering(QueueingTarget):
+    """Keeps the end of one early sample back."""
+
+    kept: SampleEvent | None = None
+
+    def poll(self, timeout_seconds: float) -> list[SampleEvent]:
+        events = super().poll(timeout_seconds)
+        for event in events:
+            if event.sample_id == 5 and event.finish_reason:
+                self.kept = event
+        now_ns = time.monotonic_ns()
+        if self.kept is not None and now_ns > self.kept.time_ns + 3_000_000_000:
+            events.append(replace(self.kept, time_ns=now_ns))
+            self.kept = None
+        return [event for event in events if event is not self.kept]
+
+
+def test_the_headline_is_loadgens_rate_and_the_drain_has_a_name_of_its_own(tmp_path: Path, data_set: Dataset) -> None:
+    config = RunConfig(out=tmp_path / "runs", warm_up_seconds=0.05, scenario="server", rate=300.0, samples=500)
+    target = Lingering(50, 0.02)
+    finished = read_run(run_scenario(config, data_set, target, {"model": "queue"}, Progress(quiet=True)))
+    result = finished.result
+    assert result["duration_seconds"] > 3.0
+    assert result["rated_seconds"] < 2.5
+    assert result["output_tokens_per_second"] == pytest.approx(result["loadgen_output_tokens_per_second"], rel=0.03)
+    assert result["samples_per_second"] == pytest.approx(result["loadgen_samples_per_second"], rel=0.03)
+    assert result["whole_run_output_tokens_per_second"] < 0.8 * result["output_tokens_per_second"]
+    shown = {row.label: row.value for row in metric_rows(finished)}
+    assert shown["Output, with the drain"] == number(result["whole_run_output_tokens_per_second"])
+
+
+@pytest.mark.parametrize("scenario", ["server", "interactive", "singlestream", "offline"])
+def test_one_sample_is_a_run_that_shows_little(tmp_path: Path, data_set: Dataset, scenario: str) -> None:
+    """LoadGen divides 0 by 0 and logs -nan."""
+    rate = {"rate": 5.0} if scenario in ("server", "interactive") else {}
+    finished = run(tmp_path, data_set, 2, 0.02, scenario=scenario, samples=1, **rate)
+    assert finished.verdict is Verdict.MEASURED
+    assert len(finished.requests) == 1
+    assert finished.result["output_tokens_per_second"] > 0
+    log = (finished.path / "mlperf" / "mlperf_log_detail.txt").read_text()
+    assert finished.result["loadgen_scheduled_samples_per_second"] is None
+    assert ("nan" in log) is bool(rate)
+    assert ("EARLY_STOPPING" in codes(finished)) is (scenario != "offline")
+    assert finished.result["loadgen_validity"] == ("VALID" if scenario == "offline" else "INVALID")
+    findings = {found.id: found.severity for found in audit(finished.path).findings}
+    assert findings["run_folder.loadgen"] is Severity.PASS
+
+
 def test_a_rate_beyond_the_capacity_is_over_its_limits(tmp_path: Path, data_set: Dataset) -> None:
     config = {"scenario": "interactive", "rate": 300.0, "samples": 900, "benchmark": "llama3.1-8b"}
     finished = run(tmp_path, data_set, 4, 0.02, **config)  # serves 200 samples/s
@@ -109,6 +162,8 @@ def test_the_users_limits_are_loadgens_and_the_rules_name_the_benchmarks(tmp_pat
 def test_a_duration_is_filled_and_few_queries_show_no_percentile(tmp_path: Path, data_set: Dataset) -> None:
     finished = run(tmp_path, data_set, 50, 0.02, scenario="server", rate=100.0, min_duration_seconds=1.5)
     assert finished.requests["scheduled_seconds"].to_numpy().max() >= 1.5
+    asked = {key: finished.config[key] for key in ("rate", "samples", "min_duration_seconds")}
+    assert asked == {"rate": 100.0, "samples": len(finished.requests), "min_duration_seconds": 1.5}
     assert 100 < len(finished.requests) < 220
     assert codes(finished) >= {"EARLY_STOPPING", "LOADGEN_INVALID"}
     (rule,) = [rule for rule in finished.rules_unmet if rule["code"] == "EARLY_STOPPING"]
@@ -180,6 +235,27 @@ def test_a_sender_that_is_late_is_seen_and_speaks_against_the_run(tmp_path: Path
     assert finished.result["ttft_seconds"]["p99"] > 0.5  # nothing of it is hidden
 
 
+@pytest.mark.parametrize("more", [{}, {"find_rate": True, "min_duration_seconds": 12.0}, {"repeat": 2}])
+def test_a_signal_while_the_folder_is_being_made_ends_the_run_like_any_other(
+    tmp_path: Path, data_set: Dataset, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    create = RunFolder.create.__func__  # type: ignore[attr-defined]
+
+    def interrupted(*arguments: Any, **named: Any) -> RunFolder:
+        folder: RunFolder = create(RunFolder, *arguments, **named)
+        monkeypatch.undo()
+        os.kill(os.getpid(), signal.SIGINT)
+        return folder
+
+    monkeypatch.setattr(RunFolder, "create", interrupted)
+    config = RunConfig(out=tmp_path / "runs", warm_up_seconds=0.05, scenario="server", rate=60.0, **more)
+    path = run_scenario(config, data_set, QueueingTarget(50, 0.02), {"model": "queue"}, Progress(quiet=True))
+    folder = path / "001" if "repeat" in more else path
+    assert read_run(folder).verdict is Verdict.INTERRUPTED
+    assert read_run(folder).reasons[0]["message"].startswith("SIGINT after ")
+    assert "repeat" not in more or [one.name for one in path.iterdir() if one.is_dir()] == ["001"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("search", [False, True])
 def test_a_signal_ends_a_long_run_at_once_and_leaves_nothing_running(
@@ -222,8 +298,10 @@ def test_repeats_say_what_they_have_in_common(tmp_path: Path, data_set: Dataset)
     rates = [one.result["output_tokens_per_second"] for one in runs]
     found = repeats["metrics"]["output_tokens_per_second"]
     assert found["values"] == rates
-    margin = 4.302652729911275 * np.std(rates, ddof=1) / np.sqrt(3)  # t(0.975; 2), from tables
-    assert (found["low"], found["high"]) == pytest.approx((np.mean(rates) - margin, np.mean(rates) + margin), rel=1e-6)
+    logs = np.log(rates)
+    margin = 4.302652729911275 * np.std(logs, ddof=1) / np.sqrt(3)  # t(0.975; 2), from tables
+    ends = np.exp([logs.mean() - margin, logs.mean() + margin])
+    assert (found["low"], found["high"]) == pytest.approx(tuple(ends), rel=1e-6)
     first, second = (one.requests.sort_by("sample_id")["sample_index"].to_pylist() for one in runs[:2])
     assert first == second  # the seeds are the same
     assert "same seeds" in repeats["seeds_note"]

@@ -16,13 +16,15 @@ import signal, sys, time
 from megatoken.harness import stop
 
 stop.GRACE_SECONDS = float(sys.argv[1])
-with stop.StopSignals("stopped at once") as signals:
+with stop.StopSignals() as signals:
+    signals.parting_words = "stopped at once; a folder keeps what was done"
     print("ready", flush=True)
     while not signals.received:
         time.sleep(0.01)
     time.sleep(1)  # what a step still takes
 print(signals.received)
 """
+PARTING = "megatoken: stopped at once; a folder keeps what was done"
 
 
 def outcome(*numbers: signal.Signals, grace_seconds: float = 100.0, ignored: bool = False) -> tuple[int, str, str]:
@@ -51,12 +53,12 @@ def test_one_signal_is_a_question(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_one_ends_the_process(second: signal.Signals) -> None:
-    assert outcome(signal.SIGHUP, second) == (130, "", "stopped at once")
+    assert outcome(signal.SIGHUP, second) == (130, "", PARTING)
 
 
 def test_the_end_of_the_grace_ends_the_process() -> None:
-    assert outcome(signal.SIGHUP, grace_seconds=0.3) == (130, "", "stopped at once")
-    assert outcome(signal.SIGTERM, signal.SIGHUP, grace_seconds=0.3) == (130, "", "stopped at once")
+    assert outcome(signal.SIGHUP, grace_seconds=0.3) == (130, "", PARTING)
+    assert outcome(signal.SIGTERM, signal.SIGHUP, grace_seconds=0.3) == (130, "", PARTING)
 
 
 def test_a_terminal_that_closes_may_say_so_twice() -> None:

@@ -63,7 +63,7 @@ def test_plan_of_a_run_that_broke_it_uses_its_goodput(make_run, assumptions):
     plan = plan_capacity(from_run(run, assumptions), load_profiles(), assumptions)
     assert plan.result("Rate within the service level").value is None
     assert plan.result("Latency-bound rate").value == pytest.approx(run.result["output_tokens_per_second"] * 0.9)
-    assert plan.result("Goodput").value == pytest.approx(900 / run.result["duration_seconds"])
+    assert plan.result("Goodput").value == pytest.approx(900 / run.result["rated_seconds"])
     assert plan.result("Latency-bound rate").state == "estimate"
     share = next(one for one in plan.inputs if one.name == "goodput_share")
     assert "no measured bound" in share.source

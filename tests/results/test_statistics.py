@@ -86,6 +86,27 @@ def test_latencies_count_from_the_scheduled_time():
     assert "scheduled" in result["latency_origin"]
 
 
+def test_what_arrives_by_itself_is_rated_to_the_completion_of_the_sample_issued_last():
+    rows = [
+        row(number, last - 1, last, 5, scheduled_seconds=float(number)) for number, last in enumerate((10.0, 3.0, 4.0))
+    ]
+    for scenario in ("server", "interactive"):
+        result = summarise(requests(*rows), series(), scenario=scenario)
+        assert (result["rated_seconds"], result["duration_seconds"]) == (4.0, 10.0)
+        assert result["output_tokens_per_second"] == 15 / 4
+        assert result["processed_tokens_per_second"] == (15 + 30) / 4
+        assert result["samples_per_second"] == 2 / 4
+        assert result["whole_run_output_tokens_per_second"] == 15 / 10
+    cut_off = summarise(requests(*rows), series(), scenario="server", finished=False)
+    failed = summarise(
+        requests(*rows[:2], row(2, None, None, 0, error="x", scheduled_seconds=2.0)), series(), scenario="server"
+    )
+    at_once = summarise(requests(*rows), series(), scenario="offline")
+    for result in (cut_off, failed, at_once):
+        assert result["rated_seconds"] == 10.0
+        assert result["output_tokens_per_second"] == result["whole_run_output_tokens_per_second"]
+
+
 def test_nothing_done_is_null_and_never_a_division():
     for rows in ((), (row(0, None, None, 0, finish_reason=None, error="x"),)):
         result = json.loads(to_json(summarise(requests(*rows), series(), scenario="offline")))

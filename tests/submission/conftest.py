@@ -36,13 +36,14 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Make:
         if key not in made:
             out = str(tmp_path_factory.mktemp("runs"))
             mode = "accuracy" if role == "accuracy" else "performance"
-            if scenario == "offline" and role != "compliance" and options.keys() <= {"seeds"}:
-                run = making.make("offline", out=out, mode=mode, facts={**making.MODEL, "notes": []}, **options)
+            kind = {"mode": mode, "test06": role == "compliance", **options}
+            if scenario == "offline" and options.keys() <= {"seeds"}:
+                run = making.make("offline", out=out, facts={**making.MODEL, "notes": []}, **kind)
             else:
-                run = making.make(
-                    "direct", out=out, scenario=scenario, mode=mode, test06=role == "compliance", **options
-                )
-            made[key] = {"accuracy": evaluate, "compliance": verify}.get(role, lambda one: one)(run)
+                run = making.make("direct", out=out, scenario=scenario, **kind)
+                if role == "compliance":
+                    verify(run)
+            made[key] = evaluate(run) if role == "accuracy" else run
         return made[key]
 
     return original

@@ -319,6 +319,14 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     )
 
 
+def test_a_compliance_test_that_failed_is_refused(copies: Make, tmp_path: Path) -> None:
+    runs = all_runs(copies, ("offline",))
+    reason = {"code": "COMPLIANCE", "message": "3 of 100 answers go on after an end token"}
+    rewrite(runs[2], verdict="INVALID", reasons=[reason])
+    [line] = refusals(runs, tmp_path / "tree")
+    assert line.startswith(f"{runs[2]}: INVALID (COMPLIANCE); repeat the run with --rules v5.1 --compliance TEST06")
+
+
 @pytest.mark.parametrize("role", ["performance", "accuracy", "compliance"])
 def test_seeds_of_another_round(originals: Make, tmp_path: Path, role: str) -> None:
     run = originals("server", role, seeds=SEEDS["v6.0"])
@@ -344,8 +352,8 @@ def test_limits_of_another_scenario(copies: Make, originals: Make, tmp_path: Pat
 def test_runs_that_are_missing_or_not_evaluated(copies: Make, tmp_path: Path) -> None:
     performance, accuracy, compliance = runs = all_runs(copies, ("offline",))
     assert refusals(runs[:1], tmp_path / "tree") == (
-        "Offline: no accuracy run among the run folders; make one and name it too",
-        "Offline: no TEST06 run among the run folders; make one and name it too",
+        "Offline: no accuracy run among the run folders; make one (megatoken run --mode accuracy) and name it too",
+        "Offline: no TEST06 run among the run folders; make one (megatoken run --compliance TEST06) and name it too",
     )
     assert refusals(runs[1:], tmp_path / "tree")[0].startswith("Offline: no performance run")
     [line] = refusals([performance, *runs], tmp_path / "tree")
@@ -357,7 +365,12 @@ def test_runs_that_are_missing_or_not_evaluated(copies: Make, tmp_path: Path) ->
         f"{compliance}: no compliance/TEST06/verify_accuracy.txt; make it: megatoken verify TEST06 {compliance}",
     )
     verify(compliance)
+    told = compliance / "compliance/TEST06/verify_accuracy.txt"
+    told.write_text(told.read_text().replace("verification complete", "verification failed"))
     evaluate(accuracy)
+    [line] = refusals(runs, tmp_path / "tree")
+    assert line == f"{told}: the test is not passed; megatoken verify TEST06 {compliance} says why"
+    verify(compliance)
     log = accuracy / "mlperf/mlperf_log_accuracy.json"
     log.write_text(log.read_text().replace("0000", "0001", 1))
     [line] = refusals(runs, tmp_path / "tree")

@@ -17,6 +17,7 @@ from megatoken.accuracy.answers import Answer, Answers
 from megatoken.results.files import write_text
 
 TEST06_RECORDS = 100  # accuracy_log_sampling_target of its audit.config
+TEST06_SEED = 720381539243781796  # accuracy_log_rng_seed of the same
 TEST07_LEAST = 60.698  # exact_match of gpt-oss-120b over all answers
 TEST07_ROWS = 990
 TEST09_MEAN_TOKENS = (1150.38, 1406.02)  # of gpt-oss-120b: 1,278.20, plus and minus 10 %

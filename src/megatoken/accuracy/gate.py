@@ -1,20 +1,47 @@
-"""The accuracy that a run must have to be healthy: of the reference model, nearly what it has in fp32."""
+"""What the answers of a run must be for it to be healthy.
+
+Of the reference model nearly as accurate as in fp32; in a compliance test as the test wants them, and more.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from megatoken.accuracy.answers import find_log
+from megatoken.accuracy.answers import find_log, read_answers
+from megatoken.accuracy.compliance import check_test06
 from megatoken.accuracy.decoding import AnswerDecoder
-from megatoken.accuracy.judge import Judged, judge_log
+from megatoken.accuracy.judge import judge_log
 from megatoken.accuracy.scores import check_installed
 from megatoken.accuracy.targets import FOLDER, Targets, of_baseline
+from megatoken.accuracy.verify import cut_samples, write_result
 from megatoken.datasets.references import HELD_OUT, References, load_references
 from megatoken.engine.config import REFERENCE, model_folder
+from megatoken.results import Reason
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 BASELINE = model_folder(REFERENCE) / "baseline.json"
 SHARE = 0.99  # of every score of the baseline
+FACTS = ("metrics", "tokens_per_sample", "targets")  # of accuracy.json, that result.json has too
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a gate adds to ``result.json``, and what it holds against the run."""
+
+    facts: Mapping[str, Any]
+    reasons: Sequence[Reason]
+
+
+class Gate(Protocol):
+    """What is asked about the answers before a run has a verdict."""
+
+    def judge(self, run_folder: Path, requests: pa.Table) -> Judgement:
+        """Judges the answers in LoadGen's log; ``requests`` is the table of all samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +58,14 @@ class AccuracyGate:
     decoder: AnswerDecoder
     targets: Targets | None
 
-    def judge(self, run_folder: Path) -> Judged:
+    def judge(self, run_folder: Path, requests: pa.Table) -> Judgement:
         """Scores the answers in LoadGen's accuracy log; ``accuracy.txt`` and ``accuracy.json`` go into the run folder.
 
         Raises:
             UsageError: The log is not that of the rows expected.
             StorageError: The results cannot be written.
         """
-        return judge_log(
+        judged = judge_log(
             find_log(run_folder),
             run_folder / FOLDER,
             self.references,
@@ -46,7 +73,38 @@ class AccuracyGate:
             self.targets,
             partial=self.targets is None,
             processes=1,  # they would outlive a run that a signal ends at once
+        ).document
+        return Judgement({"accuracy": {name: judged[name] for name in FACTS}}, judged["reasons"])
+
+
+@dataclass(frozen=True, slots=True)
+class ComplianceGate:
+    """TEST06: what MLPerf's own check asks for, and ours, which is about the model's end tokens.
+
+    Attributes:
+        offline: The scenario reports no first tokens.
+        end_token_ids: Of the model.
+    """
+
+    offline: bool
+    end_token_ids: Sequence[int]
+
+    def judge(self, run_folder: Path, requests: pa.Table) -> Judgement:
+        """Checks the answers; the file that a submission carries goes into the run folder.
+
+        Raises:
+            UsageError: The log holds no answers.
+            StorageError: The file cannot be written.
+        """
+        result = check_test06(
+            read_answers(find_log(run_folder)),
+            offline=self.offline,
+            end_token_ids=self.end_token_ids,
+            cut_samples=cut_samples(requests),
         )
+        write_result(result, run_folder)
+        told = {name: getattr(result, name) for name in ("test", "passed", "sound", "findings")}
+        return Judgement({"compliance": told}, [Reason(code="COMPLIANCE", message=one) for one in result.findings])
 
 
 def reference_gate(content_hash: str, rows: int) -> AccuracyGate | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatoken.accuracy.answers import find_log, read_answers
 from megatoken.accuracy.compliance import ComplianceResult, check_test06, check_test07, check_test09
@@ -15,6 +16,9 @@ from megatoken.audit.reading import UnreadableError
 from megatoken.engine.config import model_folder
 from megatoken.errors import UsageError
 from megatoken.results import Run
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 FOLDER = "compliance"  # of a run folder
 DETAIL = "mlperf_log_detail.txt"
@@ -46,11 +50,25 @@ def verify(
             read_answers(log),
             offline=_scenario(log) == "Offline",
             end_token_ids=_end_token_ids(run, model, end_tokens, log),
-            cut_samples=None if run is None else _cut_samples(run),
+            cut_samples=None if run is None else cut_samples(run.requests),
         )
-    folder = log.parent if run is None else run.path / FOLDER / test
+    if run is not None:
+        return result, write_result(result, run.path)
+    make_folder(log.parent)
+    return result, result.write(log.parent)
+
+
+def write_result(result: ComplianceResult, run_folder: Path) -> Path:
+    """Writes the file that a submission carries into a run folder. Raises StorageError."""
+    folder = run_folder / FOLDER / result.test
     make_folder(folder)
-    return result, result.write(folder)
+    return result.write(folder)
+
+
+def cut_samples(requests: pa.Table) -> set[int]:
+    """Numbers of the samples whose answers ended at their limit."""
+    samples, reasons = (requests[name].to_pylist() for name in ("sample_id", "finish_reason"))
+    return {sample for sample, reason in zip(samples, reasons, strict=True) if reason == "length"}
 
 
 def _scenario(log: Path) -> str:
@@ -77,11 +95,6 @@ def _end_token_ids(run: Run | None, model: Path | None, given: str | None, log: 
     from megatoken.engine.checkpoint import read_config  # PyTorch with it, which takes a while
 
     return read_config(model).end_token_ids
-
-
-def _cut_samples(run: Run) -> set[int]:
-    samples, reasons = (run.requests[name].to_pylist() for name in ("sample_id", "finish_reason"))
-    return {sample for sample, reason in zip(samples, reasons, strict=True) if reason == "length"}
 
 
 def _exact_match(path: Path) -> tuple[float, int]:

@@ -16,7 +16,7 @@ from megatoken.audit.checks.summary import check_summary
 from megatoken.audit.detail_log import DetailLog, read_detail_log
 from megatoken.audit.evidence import Role, Run, RunFigures, Where
 from megatoken.audit.facts import benchmark_of
-from megatoken.audit.figures import run_figures
+from megatoken.audit.figures import run_figures, samples_answers
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.reading import UnreadableError, display
 from megatoken.audit.summary_log import read_summary_log
@@ -104,6 +104,8 @@ def _examine(job: Job) -> Examined:
     role = job.files.role
     if role is Role.PERFORMANCE and figures.mode == "AccuracyOnly":
         role = Role.ACCURACY
+    if role is Role.PERFORMANCE and job.files.division is None and samples_answers(detail):
+        role = Role.COMPLIANCE  # where no folder says what the run is
     shown_files = replace(shown_files, role=role)
     benchmark = benchmark_of(job.files.benchmark, figures.data_set_rows, job.round)
     view = RunView(

@@ -111,6 +111,14 @@ def builds() -> tuple[Build, ...]:
     )
 
 
+@cache
+def round_of_build(version: str) -> str | None:
+    """The round whose seeds the package mlcommons-loadgen of that version embeds; None if that is not known."""
+    of_seed = {seeds[0]: name for name, seeds in round_seeds().items()}
+    builds = _table("loadgen_builds.json")["builds"]
+    return next((of_seed.get(int(entry["seeds"])) for entry in builds if entry["version"] == version), None)
+
+
 def source_lines(source: str, sha1: str) -> Mapping[str, list[int]] | None:
     """For each key that this version of a source file logs, the source lines that do; None: version unknown."""
     lines: Mapping[str, Mapping[str, list[int]]] = _table("loadgen_builds.json")["source_lines"]

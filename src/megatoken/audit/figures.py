@@ -116,6 +116,13 @@ def _tokens(log: DetailLog, offline: bool, samples: int | None, max_latency_ns: 
     return rate * seconds if rate is not None and seconds is not None else None
 
 
+def samples_answers(log: DetailLog) -> bool:
+    """Whether answers of a performance run were logged, as compliance tests ask for."""
+    return bool(
+        whole(log, "effective_accuracy_log_sampling_target") or log.number("effective_accuracy_log_probability")
+    )
+
+
 def _latencies(log: DetailLog, ends: str, percentile: str) -> Mapping[str, float]:
     values: dict[str, float] = {}
     for name in ("min", "mean", "max"):

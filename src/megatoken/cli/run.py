@@ -11,7 +11,7 @@ import typer
 
 from megatoken.cli.flags import FLAGS
 from megatoken.cli.streams import standard_output
-from megatoken.errors import ExitCode, UsageError
+from megatoken.errors import ExitCode
 
 if TYPE_CHECKING:
     from megatoken.harness.prepare import Prepared
@@ -31,8 +31,11 @@ def run(
     min_duration: Annotated[str | None, typer.Option(metavar="SECONDS", help="Shortest duration of the run.")] = None,
     rate: Annotated[str | None, typer.Option(metavar="SAMPLES/S", help="Rate offered in server, interactive.")] = None,
     find_rate: Annotated[bool, typer.Option("--find-rate", help="Search the highest valid rate, confirm it.")] = False,
+    compliance: Annotated[str | None, typer.Option(metavar="TEST06", help="Run MLPerf's compliance test.")] = None,
     repeat: Annotated[str | None, typer.Option(metavar="N", help="Runs of the same.")] = None,
-    rules: Annotated[str | None, typer.Option(metavar="v5.1", help="MLPerf round whose rules the run claims.")] = None,
+    rules: Annotated[
+        str | None, typer.Option(metavar="v5.1|v6.0|v6.1", help="MLPerf round whose rules are claimed.")
+    ] = None,
     out: Annotated[str | None, typer.Option(metavar="DIR", help="Folder that receives the run folder.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan and write nothing.")] = False,
     json_only: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
@@ -52,6 +55,7 @@ def run(
         "min-duration": min_duration,
         "rate": rate,
         "find-rate": find_rate or None,
+        "compliance": compliance,
         "repeat": repeat,
         "rules": rules,
         "out": out,
@@ -118,8 +122,6 @@ def _measure(prepared: Prepared, quiet: bool) -> Path:
     progress.stage(f"loading {prepared.model.name} in {prepared.config.precision}")
     try:
         engine = build_engine(prepared.config)
-        if prepared.config.text and engine.tokenizer is None:
-            raise UsageError(f"text: {prepared.model.name} has no tokenizer.json; add it to the model's folder")
         config, target = resolve(prepared.config, engine.memory_plan), InProcessTarget(engine)
         facts, tokenizer = prepared.facts(), engine.tokenizer
         return run_scenario(config, prepared.data_set, target, facts, progress, tokenizer, prepared.gate)

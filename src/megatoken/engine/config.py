@@ -63,7 +63,7 @@ class ModelConfig:
         Args:
             values: The parsed file. Rotary keys are read as transformers 5 writes them (``rope_parameters``) and as
                 older releases did (``rope_theta`` with ``rope_scaling``).
-            source: Path of the file, for messages; its folder names the model.
+            source: Path of the file, for messages; its folder names the model, but for that of ``reference``.
 
         Raises:
             CheckpointError: A key is missing, of the wrong type, contradicts another or asks for something this
@@ -89,7 +89,7 @@ class ModelConfig:
         llama, qwen3 = architecture == "LlamaForCausalLM", architecture == "Qwen3ForCausalLM"
         attention_bias = (llama or qwen3) and keys.boolean("attention_bias")
         return cls(
-            name=source.parent.resolve().name,
+            name=_name(source.parent.resolve()),
             hidden_size=hidden_size,
             intermediate_size=keys.integer("intermediate_size"),
             layers=keys.integer("num_hidden_layers", largest=_LARGEST_LAYERS),
@@ -202,7 +202,7 @@ SHAPES: dict[str, ModelConfig] = {
 }
 
 REFERENCE = "reference"  # the trained model that ships with the package
-_REFERENCE_FOLDER = Path(__file__).parents[1] / "data" / "reference_model"
+_REFERENCE_FOLDER = Path(__file__).resolve().parents[1] / "data" / "reference_model"
 
 
 def model_folder(model: str | Path) -> Path:
@@ -211,6 +211,11 @@ def model_folder(model: str | Path) -> Path:
     A folder of the name ``reference`` is ``./reference`` or a ``Path``.
     """
     return _REFERENCE_FOLDER if model == REFERENCE else Path(model)
+
+
+def _name(folder: Path) -> str:
+    """What the model in a folder is called: as its user calls it."""
+    return REFERENCE if folder == _REFERENCE_FOLDER else folder.name
 
 
 def end_token_ids(values: Mapping[str, object], source: Path) -> tuple[int, ...]:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatoken.accuracy.gate import AccuracyGate
+from megatoken.accuracy.gate import Gate, Judgement
 from megatoken.config import RunConfig
 from megatoken.datasets.requests import Dataset
 from megatoken.hardware.inventory import peak_memory_bytes, take_inventory
@@ -16,7 +16,7 @@ from megatoken.harness.client_limit import ClientLimit
 from megatoken.harness.latencies import latencies, percentile
 from megatoken.harness.loadgen import LoadGenTest, TestSettings
 from megatoken.harness.loadgen_log import LoadGenLog
-from megatoken.harness.loadgen_plan import library_to_data_set, run_benchmark, run_limits, run_round
+from megatoken.harness.loadgen_plan import library_to_data_set, resolve_test, run_benchmark, run_limits, run_round
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
 from megatoken.harness.result_facts import asked_facts, latency_facts, loadgen_facts
@@ -28,8 +28,10 @@ from megatoken.results import RunFolder, SampleRow, run_name
 from megatoken.results.statistics import Samples
 from megatoken.targets import Target
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 WATCH_SECONDS = 0.25
-ACCURACY_FIELDS = ("metrics", "tokens_per_sample", "targets")  # of accuracy.json, that result.json has too
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +56,14 @@ class Bench:
     progress: Progress
     text: TextStages | None
     client: ClientLimit | None
-    gate: AccuracyGate | None
+    gate: Gate | None
 
     def create_folder(self, config: RunConfig, settings: TestSettings, out: Path, name: str | None = None) -> RunFolder:
         """A run folder for one test, which says INTERRUPTED until there is a verdict."""
         return RunFolder.create(
             out,
             name or run_name(datetime.now(UTC), config.scenario, config.model),
-            config.model_dump(mode="json"),
+            resolve_test(config, settings).model_dump(mode="json"),
             take_inventory(),
             scenario=config.scenario,
             facts={
@@ -132,13 +134,14 @@ class Bench:
         measurement: Measurement,
         log: LoadGenLog,
     ) -> None:
-        samples = Samples.of(folder.end_recording())
+        requests = folder.end_recording()
+        samples = Samples.of(requests)
         benchmark_limits, limits = run_benchmark(config).limits.get(config.scenario), run_limits(config)
         own = latencies(samples, limits) if limits else None
         lag = samples.sent - samples.scheduled
         observed = Observed(
             scenario=config.scenario,
-            mode=config.mode,
+            mode="compliance" if config.compliance else config.mode,
             data_set_rows=len(self.data_set.requests),
             last_due_seconds=float(samples.scheduled.max()),
             limits=benchmark_limits,
@@ -149,9 +152,9 @@ class Bench:
             wall_clock_step_seconds=measurement.wall_clock.largest_seconds,
         )
         unmet, doubtful = unmet_rules(run_round(config), log, observed), doubts(log, observed)
-        inaccurate = (accuracy := self._score(folder)).get("reasons", ())
+        judged = self._judge_answers(folder, requests)
         claimed = config.rules is not None
-        verdict, reasons = judge(claimed, unmet, measurement.failed, measurement.issued, inaccurate, doubtful)
+        verdict, reasons = judge(claimed, unmet, measurement.failed, measurement.issued, judged.reasons, doubtful)
         folder.finish(
             {
                 "verdict": verdict,
@@ -164,16 +167,15 @@ class Bench:
                 **loadgen_facts(config.scenario, log),
                 **({"latency_verdict": latency_facts(own, limits, log)} if own and limits else {}),
                 **({"output_characters": self.text.characters} if self.text else {}),
-                **({"accuracy": {name: accuracy[name] for name in ACCURACY_FIELDS}} if accuracy else {}),
+                **judged.facts,
             }
         )
 
-    def _score(self, folder: RunFolder) -> Mapping[str, Any]:
-        """The content of ``accuracy.json``; empty where the answers are held against nothing."""
+    def _judge_answers(self, folder: RunFolder, requests: pa.Table) -> Judgement:
         if self.gate is None:
-            return {}
-        self.progress.stage("scoring the answers")
-        return self.gate.judge(folder.path).document
+            return Judgement({}, ())
+        self.progress.stage("judging the answers")
+        return self.gate.judge(folder.path, requests)
 
 
 class _Watched:

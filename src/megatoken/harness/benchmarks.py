@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 PERCENTILE = 0.99  # of the limits
 _ACCURACY_TARGET = re.compile(r"-99(?:\.9)?$")
@@ -33,11 +34,13 @@ class Benchmark:
         name: As submission folders spell it, without the accuracy target: ``llama3.1-8b``.
         rows: Of its data set, and fewest samples of an Offline run.
         limits: By scenario; empty where it has none.
+        rounds: That have it.
     """
 
     name: str
     rows: int
     limits: Mapping[str, LatencyLimits]
+    rounds: tuple[str, ...]
 
     def loadgen_model(self, scenario: str) -> str:
         """LoadGen's name, by which it finds limits and token metrics; an unknown one would switch them off."""
@@ -68,13 +71,21 @@ def benchmark_of_model(model: str, scenario: str) -> Benchmark:
 
 @cache
 def _benchmarks() -> dict[str, Benchmark]:
-    text = files("megatoken").joinpath("data", "loadgen_rules.json").read_text(encoding="utf-8")
-    table = {}
-    for folder, entry in json.loads(text)["benchmarks"].items():
+    table: dict[str, Benchmark] = {}
+    for folder, entry in rules_table()["benchmarks"].items():
         name = _ACCURACY_TARGET.sub("", folder)
         limits = {
             scenario.lower(): LatencyLimits(limit["ttft_ms"] / 1000, limit["tpot_ms"] / 1000)
             for scenario, limit in entry["limits"].items()
         }
-        table[name] = Benchmark(name, entry["rows"], limits)
+        before = table[name].rounds if name in table else ()
+        table[name] = Benchmark(name, entry["rows"], limits, tuple(dict.fromkeys((*before, *entry["rounds"]))))
+    return table
+
+
+@cache
+def rules_table() -> dict[str, Any]:
+    """``data/loadgen_rules.json``."""
+    text = files("megatoken").joinpath("data", "loadgen_rules.json").read_text(encoding="utf-8")
+    table: dict[str, Any] = json.loads(text)
     return table

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from datetime import UTC, datetime
 from pathlib import Path
 
 from megatoken.errors import UsageError
 from megatoken.harness.bench import Bench
-from megatoken.harness.benchmarks import PERCENTILE
-from megatoken.harness.loadgen import TestSettings
-from megatoken.harness.loadgen_plan import plan_test, run_limits
-from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder
+from megatoken.harness.loadgen_plan import MLPERF_SECONDS, full_length, plan_test, run_limits
+from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder, too_few
 from megatoken.harness.rate_search import Try
-from megatoken.harness.schedule import PoissonSchedule
 from megatoken.harness.stop import StopSignals
 from megatoken.results import Run, RunFolder, Verdict, read_run
-from megatoken.results.early_stopping import queries_needed
 
 PROBES = "probes"
-MLPERF_SECONDS = 600.0  # what LoadGen takes where it is not told
 FAILURE_CODES = {"LOADGEN_ERRORS", "FAILED_SAMPLES", "SEND_LAG", "CLIENT_LIMIT", "WALL_CLOCK", "LOADGEN_DISAGREES"}
 
 
@@ -36,36 +30,23 @@ def find_rate(bench: Bench, first_rate: float) -> Path:
     limits = run_limits(config)
     assert limits is not None
     settings = plan_test(config, len(bench.data_set.requests), first_rate)
-    samples, seconds = full_length(settings)
-    if samples < (needed := queries_needed(0, PERCENTILE)):
-        raise UsageError(
-            f"{samples:,} samples come due in {seconds:.0f} s at {first_rate:.3g} samples/s, but only {needed} or more "
-            f"show a p99; give --min-duration {math.ceil(1.5 * seconds * needed / samples)} or a faster target"
-        )
-    folder = bench.create_folder(config, settings, config.out)
-    words = f"megatoken: stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
-    with StopSignals(words) as stop:
+    if (why := too_few(first_rate, *full_length(settings))) is not None:
+        raise UsageError(why)
+    with StopSignals() as stop:
+        folder = bench.create_folder(config, settings, config.out)
+        stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
         try:
             prober = _Prober(bench, folder, stop)
             goal = Goal(limits, prober.full_length, settings.seeds.schedule, config.probe_seconds)
             finder = RateFinder(goal, first_rate, prober.measure, bench.progress.note)
             prober.finder = finder
-            _finish(folder, finder, finder.run(), stop)
+            _finish(folder, finder, None if stop.received else finder.run(), stop)
         except BaseException as error:
             folder.interrupt(f"{type(error).__name__}: {error}")
             raise
         finally:
             bench.progress.clear()
     return folder.path
-
-
-def full_length(settings: TestSettings) -> tuple[int, float]:
-    """Samples that LoadGen's Server scenario will issue, and when the last is due, in seconds."""
-    schedule = PoissonSchedule(settings.seeds.schedule, settings.offered_rate)
-    seconds = MLPERF_SECONDS if settings.min_duration_seconds is None else settings.min_duration_seconds
-    passes = -(-max(settings.samples or 1, schedule.queries_until(seconds)) // settings.library_rows)
-    samples = passes * settings.library_rows
-    return samples, schedule.due_ns(samples - 1) / 1e9
 
 
 def _finish(folder: RunFolder, finder: RateFinder, confirmed: str | None, stop: StopSignals) -> None:
@@ -77,7 +58,7 @@ def _finish(folder: RunFolder, finder: RateFinder, confirmed: str | None, stop: 
     if stop.received:
         folder.interrupt(f"{stop.received} after {len(finder.probes)} probes")
         return
-    reason = {"code": "NO_VALID_RATE", "message": f"none of the {len(finder.probes)} rates tried keeps the limits"}
+    reason = {"code": "NO_VALID_RATE", "message": finder.outcome}
     folder.finish({"verdict": Verdict.INVALID, "reasons": [reason], "ended_at": datetime.now(UTC).isoformat()})
 
 

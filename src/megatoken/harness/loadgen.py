@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal, Never, Self
 
+from megatoken.accuracy.compliance import TEST06_RECORDS, TEST06_SEED
 from megatoken.errors import MegatokenError, StorageError
 from megatoken.harness.loadgen_log import LoadGenLog
 from megatoken.harness.loadgen_wire import (
@@ -43,6 +44,7 @@ LOADGEN_SCENARIOS: dict[str, str] = {
     "singlestream": "SingleStream",
 }
 ABANDONED = "ABANDONED.txt"
+AUDIT_CONFIG = "audit.config"
 PIPE_BYTES = 2**20  # an engine may be busy with one step while thousands of samples come due
 
 
@@ -62,7 +64,8 @@ class TestSettings:
     In performance mode LoadGen draws whole passes over its library. Offline issues max(samples, 1.1 x
     min_duration_seconds x rate) at once, rounded up to passes; Server the first whole passes that have ``samples`` and
     whose last sample is due at ``min_duration_seconds`` or later; SingleStream ends once it has issued ``samples`` and
-    the duration is over. In accuracy mode every row of the library is issued once.
+    the duration is over. In accuracy mode every row of the library is issued once. The compliance test TEST06 draws
+    ``TEST06_RECORDS`` samples of the library, whatever ``samples`` and ``min_duration_seconds`` are, keeping their ids.
 
     Attributes:
         scenario: Interactive is Server under another model name.
@@ -75,6 +78,7 @@ class TestSettings:
         seeds: of order and arrivals.
         ttft_limit_seconds: instead of the benchmark's limit; whole milliseconds.
         tpot_limit_seconds: likewise.
+        compliance: test to run.
     """
 
     __test__ = False  # no test of pytest's
@@ -89,6 +93,12 @@ class TestSettings:
     seeds: Seeds
     ttft_limit_seconds: float | None = None
     tpot_limit_seconds: float | None = None
+    compliance: Literal["TEST06"] | None = None
+
+    @property
+    def keeps_token_ids(self) -> bool:
+        """Whether LoadGen logs the answers."""
+        return self.mode == "accuracy" or self.compliance is not None
 
     @property
     def offered_rate(self) -> float:
@@ -112,6 +122,18 @@ class TestSettings:
         lines.append(f"*.*.performance_sample_count_override = {self.library_rows}")
         return "\n".join(lines) + "\n"
 
+    def audit_config(self) -> str:
+        """The text of TEST06's audit.config, which overrides all else (compliance/TEST06 of mlcommons/inference)."""
+        overrides = {
+            "mode": 2,  # performance
+            "accuracy_log_rng_seed": TEST06_SEED,
+            "accuracy_log_sampling_target": TEST06_RECORDS,
+            "min_query_count": TEST06_RECORDS,
+            "min_duration": 0,
+            "sample_concatenate_permutation": 0,  # no equal issue
+        }
+        return "".join(f"*.*.{key} = {value}\n" for key, value in overrides.items())
+
 
 class LoadGenTest:
     """One running test. All methods are for one thread, the one that drives the target."""
@@ -131,8 +153,13 @@ class LoadGenTest:
         """Starts LoadGen; its first samples may be due at once."""
         user_conf = self._directory / "user.conf"
         write_text(user_conf, self._settings.user_conf())
+        audit_config = None
+        if self._settings.compliance is not None:
+            audit_config = self._directory / AUDIT_CONFIG
+            write_text(audit_config, self._settings.audit_config())
         settings = {
             "user_conf": str(user_conf),
+            "audit_config": str(audit_config) if audit_config else None,
             "directory": str(self._directory),
             "model": self._settings.model,
             "scenario": LOADGEN_SCENARIOS[self._settings.scenario],
@@ -227,7 +254,7 @@ class LoadGenTest:
         Args:
             sample: its number.
             output_tokens: how many tokens were generated. LoadGen logs an error below 2, and the run cannot be valid.
-            token_ids: the tokens; LoadGen keeps them in accuracy mode only.
+            token_ids: the tokens; LoadGen keeps them only where the settings say so.
         """
         self._outstanding.remove(sample)
         self._completions.append(Completion(sample, output_tokens, token_ids))

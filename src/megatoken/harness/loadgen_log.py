@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 from megatoken.errors import StorageError
 
 _LOG_PREFIX = ":::MLLOG "
+_NO_NUMBER = re.compile(r'(?<="value": )-?(?:nan|inf)(?=, "time_ms": )')  # of one query: how C++ prints 0 / 0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadGenLog:
-    """mlperf_log_detail.txt: the first value of every key, and the text of every error."""
+    """mlperf_log_detail.txt: the first value of every key, None where it is no number, and the text of every error."""
 
     values: dict[str, Any]
     errors: list[str]
@@ -28,7 +30,7 @@ class LoadGenLog:
         try:
             with path.open(encoding="utf-8") as lines:
                 for line in lines:
-                    entry = json.loads(line.removeprefix(_LOG_PREFIX))
+                    entry = json.loads(_NO_NUMBER.sub("null", line.removeprefix(_LOG_PREFIX), count=1))
                     values.setdefault(entry["key"], entry["value"])
                     if entry["metadata"]["is_error"]:
                         errors.append(str(entry["value"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from megatoken.harness.rules import DEFAULT_ROUND, ROUNDS, Round, round_of
 from megatoken.harness.schedule import PoissonSchedule
 
 DEFAULT_DURATION_SECONDS = 15.0
+MLPERF_SECONDS = 600.0  # what LoadGen takes where it is not told
 DURATION_MARGIN = 1.2  # a run that ends before the duration asked for is lost, a longer one only takes longer
 LOADGEN_MARGIN = 1.1  # LoadGen's own, on top
 TARGET_STEP_SHARE = 0.95  # of the limit on the time per output token
@@ -55,7 +57,9 @@ def with_target_step(config: RunConfig) -> RunConfig:
 
 def seconds_to_fill(config: RunConfig, rows: int) -> float:
     """How long the samples of an Offline run have to last; 0 where their number does not follow from a duration."""
-    if config.mode == "accuracy" or (config.samples is not None and not _counted_by_loadgen(config, rows)):
+    if config.compliance is not None or config.mode == "accuracy":
+        return 0.0
+    if config.samples is not None and not _counted_by_loadgen(config, rows):
         return 0.0
     return _duration_seconds(config)
 
@@ -70,14 +74,17 @@ def learning_seconds(config: RunConfig, rows: int) -> float:
 def plan_test(config: RunConfig, rows: int, rate: float) -> TestSettings:
     """What to ask of LoadGen for ``config`` on a data set of ``rows`` rows.
 
-    Claimed rules that nothing cuts short leave count and duration to LoadGen, in whole passes over the data set. All
-    else issues an exact number of samples, each a row of the library once; ``library_to_data_set`` says which.
+    A compliance test says itself how many samples it wants. Claimed rules that nothing cuts short leave count and
+    duration to LoadGen, in whole passes over the data set. All else issues an exact number of samples, each a row of
+    the library once; ``library_to_data_set`` says which.
 
     Args:
         config: of the run.
         rows: of the data set.
         rate: samples per second: expected (Offline), to be offered (Server, Interactive), one at a time (SingleStream).
     """
+    if config.compliance is not None:
+        return _settings(config, rows, None, None, rate)
     if _counted_by_loadgen(config, rows):
         rate = {"offline": DURATION_MARGIN, "singlestream": DURATION_MARGIN / 2}.get(config.scenario, 1.0) * rate
         return _settings(config, rows, config.samples, config.min_duration_seconds, rate)
@@ -87,6 +94,32 @@ def plan_test(config: RunConfig, rows: int, rate: float) -> TestSettings:
     return {"offline": _plan_offline, "singlestream": _plan_single_stream}.get(config.scenario, _plan_server)(
         config, rows, rate
     )
+
+
+def full_length(settings: TestSettings) -> tuple[int, float]:
+    """Samples that LoadGen's Server scenario will issue, and when the last is due, in seconds."""
+    schedule = PoissonSchedule(settings.seeds.schedule, settings.offered_rate)
+    seconds = MLPERF_SECONDS if settings.min_duration_seconds is None else settings.min_duration_seconds
+    passes = -(-max(settings.samples or 1, schedule.queries_until(seconds)) // settings.library_rows)
+    samples = passes * settings.library_rows
+    return samples, schedule.due_ns(samples - 1) / 1e9
+
+
+def resolve_test(config: RunConfig, settings: TestSettings) -> RunConfig:
+    """``config`` with what was asked of LoadGen in place of what it left open; running that again asks for the same.
+
+    Samples stay open where LoadGen counts them, and where they are as many as end within the duration (SingleStream).
+    """
+    changes: dict[str, object] = {}
+    if config.scenario in OFFERED_SHARES:
+        changes["rate"] = settings.offered_rate
+    if config.compliance is None:
+        seconds = settings.min_duration_seconds
+        changes["min_duration_seconds"] = run_round(config).min_duration_seconds if seconds is None else seconds
+        exact = settings.samples is not None and not (config.scenario == "singlestream" and seconds)
+        if exact and not config.find_rate:
+            changes["samples"] = settings.library_rows if config.samples is None else config.samples
+    return config.model_copy(update=changes)
 
 
 def library_to_data_set(mode: str, library_rows: int, rows: int) -> NDArray[np.int64]:
@@ -114,7 +147,10 @@ def _plan_offline(config: RunConfig, rows: int, rate: float) -> TestSettings:
 def _plan_server(config: RunConfig, rows: int, rate: float) -> TestSettings:
     """One pass over a library of as many rows as come due, so that the last one is due when the duration is over."""
     if config.samples is not None:
-        return _settings(config, config.samples, config.samples, 0.0, rate)
+        settings = _settings(config, config.samples, config.samples, config.min_duration_seconds or 0.0, rate)
+        arrivals = PoissonSchedule(settings.seeds.schedule, settings.offered_rate)
+        filled = arrivals.due_ns(config.samples - 1) >= (settings.min_duration_seconds or 0.0) * 1e9
+        return settings if filled else replace(settings, min_duration_seconds=0.0)  # else LoadGen would issue more
     seconds = _duration_seconds(config)
     settings = _settings(config, rows, rows, seconds, rate)
     if not seconds:
@@ -151,6 +187,7 @@ def _settings(
         seeds=ROUNDS[config.rules or DEFAULT_ROUND].seeds,
         ttft_limit_seconds=config.ttft_limit_seconds if has_limits else None,
         tpot_limit_seconds=config.tpot_limit_seconds if has_limits else None,
+        compliance=config.compliance,
     )
 
 

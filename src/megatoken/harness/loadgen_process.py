@@ -76,7 +76,7 @@ def run(settings: dict[str, Any], source: Connection, sink: Connection) -> None:
 
     Args:
         settings: ``user_conf``, ``directory``, ``model``, ``scenario`` (LoadGen's names), ``accuracy``, ``seeds``,
-            ``library_rows``.
+            ``library_rows``, ``audit_config`` (of a compliance test, else None).
         source: messages of ``pack_answers``.
         sink: messages of ``pack_issued`` and the kinds beside it.
     """
@@ -109,8 +109,9 @@ def run(settings: dict[str, Any], source: Connection, sink: Connection) -> None:
     sut = lg.ConstructFastSUT(issue, lambda: sink.send_bytes(ALL_ISSUED))
     library = lg.ConstructQSL(rows, rows, lambda _: None, lambda _: None)
     threading.Thread(target=answers.pass_on, name="answers", daemon=True).start()
-    # An audit.config in the working directory would override the settings: name one that cannot exist.
-    lg.StartTestWithLogSettings(sut, library, test, logs, settings["user_conf"] + "/audit")
+    # An audit.config in the working directory would override the settings. Without a test, name one that cannot exist.
+    audit_config = settings["audit_config"] or settings["user_conf"] + "/audit"
+    lg.StartTestWithLogSettings(sut, library, test, logs, audit_config)
     lg.DestroyQSL(library)
     lg.DestroyFastSUT(sut)
 

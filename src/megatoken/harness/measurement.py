@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.accuracy.compliance import TEST06_RECORDS
 from megatoken.datasets.requests import Dataset
 from megatoken.errors import CapacityError, RequestError
 from megatoken.hardware.inventory import peak_memory_bytes
@@ -122,13 +123,13 @@ class Measurement:
         self._record = record
         self._progress = progress
         self._text = text
-        self._keep_ids = settings.mode == "accuracy" or text is not None
+        self._keep_ids = settings.keeps_token_ids or text is not None
         self._offline = settings.scenario == "offline"
         self._streams = not self._offline  # LoadGen asks for first tokens
         self._schedule = None
         if LOADGEN_SCENARIOS[settings.scenario] == "Server":
             self._schedule = PoissonSchedule(settings.seeds.schedule, settings.offered_rate)
-        self._planned = settings.library_rows
+        self._planned = TEST06_RECORDS if settings.compliance else settings.library_rows
         self._node = socket.gethostname()
         self._open: dict[int, _Sample] = {}
         self._queue: deque[_Query] = deque()  # issued, not yet given to the target

@@ -6,14 +6,17 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import yaml
 
-from megatoken.accuracy.gate import SHARE, AccuracyGate, reference_gate
-from megatoken.config import RunConfig
+from megatoken.accuracy.gate import SHARE, AccuracyGate, ComplianceGate, Gate, reference_gate
+from megatoken.audit.facts import round_of_build
+from megatoken.config import RoundName, RunConfig
 from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.mlperf import load_mlperf
 from megatoken.datasets.prompts import load_prompts
@@ -25,9 +28,10 @@ from megatoken.engine.checkpoint import Checkpoint, RandomWeights, open_model
 from megatoken.engine.config import REFERENCE, ModelConfig, model_folder
 from megatoken.engine.memory import MemoryPlan, plan_memory
 from megatoken.engine.tokenizer import Tokenizer
-from megatoken.errors import CapacityError, StorageError
+from megatoken.errors import CapacityError, StorageError, UsageError
 from megatoken.hardware.inventory import cpu
-from megatoken.harness.loadgen_plan import run_round, with_target_step
+from megatoken.harness.loadgen_plan import full_length, plan_test, run_benchmark, run_round, with_target_step
+from megatoken.harness.rate_finder import too_few
 
 THREADS_PER_CORE = 4  # more only wait for each other, and a typing error of two digits hangs the machine
 REFERENCE_NOTE = (
@@ -51,7 +55,7 @@ class Prepared:
     weights: str
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
-    gate: AccuracyGate | None
+    gate: Gate | None
 
     def facts(self) -> dict[str, Any]:
         """The part of ``result.json`` that is known before the run."""
@@ -93,12 +97,22 @@ def prepare(config: RunConfig) -> Prepared:
     Raises:
         CheckpointError, CapacityError, DatasetError: whatever cannot be used, with its place.
         StorageError: ``config.out`` cannot be written.
-        UsageError: the answers are to be scored, and what that needs is not installed.
+        UsageError: something that the run needs is not installed or not there; rules of a round that does not have the
+            benchmark; a search so short that it can find nothing.
     """
+    check_round(config)
+    if find_spec("mlperf_loadgen") is None:
+        raise UsageError("LoadGen is not installed, which every run needs: pip install mlcommons-loadgen")
     check_writable(config.out)
     config = with_target_step(config)
     source, memory = open_and_plan(config)
+    if config.text and _tokenizer(config.model) is None:
+        raise UsageError(f"text: {source.config.name} has no tokenizer.json; add it to the model's folder")
     data_set = _load_data_set(config, source.config, memory)
+    if config.find_rate and config.rate is not None:
+        length = full_length(plan_test(config, len(data_set.requests), config.rate))
+        if (why := too_few(config.rate, *length)) is not None:
+            raise UsageError(why)
     notes = list(data_set.notes)
     if _prompts(config) is None:
         notes.append("prompts are random tokens of the data set's lengths")
@@ -107,12 +121,12 @@ def prepare(config: RunConfig) -> Prepared:
     else:
         weights = f"random, seed {config.seed}"
         notes.append("random weights: the speed is real, the text is not")
-    gate = None
+    scored: AccuracyGate | None = None
     if _is_reference(config):
         notes.append(REFERENCE_NOTE)
         if config.mode == "accuracy":
-            gate = reference_gate(data_set.content_hash, config.samples or len(data_set.requests))
-            if gate is not None and gate.targets is not None:
+            scored = reference_gate(data_set.content_hash, config.samples or len(data_set.requests))
+            if scored is not None and scored.targets is not None:
                 notes.append(f"every score of the answers must reach {SHARE:.0%} of the model's own in fp32")
             else:
                 notes.append("accuracy is not judged: that takes every row of the held-out set, once")
@@ -121,9 +135,26 @@ def prepare(config: RunConfig) -> Prepared:
         rows, rows_required = len(data_set.requests), run_round(config).data_set_rows
         if rows != rows_required:
             warnings.append(f"cannot be VALID: the data set has {rows:,} rows, MLPerf's {rows_required:,}")
-        beside = "model and data set" if gate and gate.targets else "model, data set and accuracy"
+        beside = "model and data set" if scored and scored.targets else "model, data set and accuracy"
         notes.append(f"the verdict judges LoadGen's log by the rules; {beside} are not part of it")
+        installed = _loadgen_version()
+        embedded = round_of_build(installed)
+        if embedded != config.rules:
+            whose = f"the seeds of {embedded}" if embedded else "seeds that are not known here"
+            notes.append(f"LoadGen {installed} brings {whose}; it was given those of {config.rules} instead")
+    gate: Gate | None = scored
+    if config.compliance is not None:
+        notes.append(f"compliance test {config.compliance}: few samples whose answers are logged, no measure of speed")
+        gate = ComplianceGate(config.scenario == "offline", source.config.end_token_ids)
     return Prepared(config, source.config, memory, data_set, weights, tuple(warnings), tuple(notes), gate)
+
+
+def check_round(config: RunConfig) -> None:
+    """Refuses a claim of rules that the round does not have for the benchmark. Raises UsageError."""
+    benchmark = run_benchmark(config)
+    if config.rules is not None and config.rules not in benchmark.rounds:
+        known = ", ".join(name for name in get_args(RoundName) if name in benchmark.rounds)
+        raise UsageError(f"--rules {config.rules}: that round has no {benchmark.name}; rounds that have it: {known}")
 
 
 def build_engine(config: RunConfig) -> Engine:
@@ -189,6 +220,13 @@ def check_writable(folder: Path) -> None:
             raise StorageError(
                 f"{folder}: cannot write in {nearest} ({reason}); choose another folder with --out"
             ) from error
+
+
+def _loadgen_version() -> str:
+    try:
+        return version("mlcommons-loadgen")
+    except PackageNotFoundError:  # built by hand
+        return "of unknown version"
 
 
 def encoder(model: str) -> Callable[[str], list[int]] | None:

@@ -10,14 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatoken.harness.benchmarks import LatencyLimits
+from megatoken.harness.benchmarks import PERCENTILE, LatencyLimits
 from megatoken.harness.rate_search import RESOLUTION, RateSearch, Try, Verdict
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.harness.schedule import PoissonSchedule
+from megatoken.results.early_stopping import queries_needed
 
 PROBE_SAMPLES = 1000  # chance leaves a 99th percentile of fewer wide
 SHORTEST_PROBE_SECONDS = 5.0
 LIVES_OF_A_PROBE = 3.0  # of the median sample: the load is at its height only after one
+LONGER = 2.0  # times, at least, that a probe which was too short is repeated for: a queue that grows adds to lives too
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,23 @@ class Goal:
     probe_seconds: float | None = None
 
 
+def too_few(rate: float, samples: int, seconds: float) -> str | None:
+    """Why a run of ``samples`` in ``seconds`` can show no 99th percentile, with the mend; None if it can."""
+    needed = queries_needed(0, PERCENTILE)
+    if samples >= needed:
+        return None
+    return (
+        f"{samples:,} samples come due in {seconds:.3g} s at {rate:.3g} samples/s, but only {needed} or more "
+        f"show a p99; give --min-duration {math.ceil(1.5 * seconds * needed / samples)} or a faster target"
+    )
+
+
 class RateFinder:
-    """Searches; ``run`` returns when the rate is found, given up, or ``measure`` has no outcome: it was interrupted."""
+    """Searches; ``run`` returns when the rate is found, given up, or ``measure`` has no outcome: it was interrupted.
+
+    Attributes:
+        probes: what became of each try, ready for ``result.json``.
+    """
 
     def __init__(
         self,
@@ -85,12 +102,19 @@ class RateFinder:
         self._search = RateSearch(first_rate)
         self._arrivals = PoissonSchedule(goal.schedule_seed, 1.0)
         self._life_seconds = 0.0
+        self._shortest_probe_seconds = SHORTEST_PROBE_SECONDS
+        self._too_few: str | None = None
         self.probes: list[dict[str, Any]] = []
 
     @property
     def found(self) -> float | None:
         """The confirmed rate in samples per second."""
         return self._search.found
+
+    @property
+    def outcome(self) -> str:
+        """How the search stands, in words; without a rate found, why there is none."""
+        return self._search.outcome + (f": {self._too_few}" if self._too_few else "")
 
     def facts(self) -> dict[str, Any]:
         """Everything tried so far, ready for ``result.json``."""
@@ -99,6 +123,7 @@ class RateFinder:
             "samples_per_second": self.found,
             "resolution": RESOLUTION,
             "too_high_samples_per_second": too_high if math.isfinite(too_high) else None,
+            "outcome": self.outcome,
             "probes": self.probes,
         }
 
@@ -106,6 +131,9 @@ class RateFinder:
         """Probes and confirms; the name of the run at full length of the rate found, None without one."""
         confirmed = None
         while (tried := self._search.next()) is not None:
+            self._too_few = too_few(tried.rate, *self._goal.full_length(tried.rate))
+            if self._too_few is not None:
+                break
             probe = self._plan(tried)
             outcome = self._measure(tried, probe)
             if outcome is None:
@@ -132,7 +160,7 @@ class RateFinder:
     def _probe_seconds(self, rate: float) -> float:
         if self._goal.probe_seconds is not None:
             return self._goal.probe_seconds
-        return max(SHORTEST_PROBE_SECONDS, PROBE_SAMPLES / rate, LIVES_OF_A_PROBE * self._life_seconds)
+        return max(self._shortest_probe_seconds, PROBE_SAMPLES / rate, LIVES_OF_A_PROBE * self._life_seconds)
 
     def _judge(self, tried: Try, probe: Probe, outcome: Outcome) -> None:
         if outcome.saturation is not None:
@@ -145,6 +173,8 @@ class RateFinder:
             result = probe.watch.result()
             self._life_seconds = result.life_seconds
             if probe.seconds < min(self._probe_seconds(tried.rate), self._goal.full_length(tried.rate)[1]):
+                self._shortest_probe_seconds = LONGER * probe.seconds
+                self._search.note_undecided()
                 self._note(tried, outcome, None, f"too short for samples that live {result.life_seconds:.1f} s")
                 return
             valid = result.valid

@@ -12,7 +12,7 @@ FULL_STEP_UP = 0.04  # a valid run costs its whole length, one at too high a rat
 FULL_STEPS_DOWN = ((0.6, 0.02), (0.3, 0.03), (0.1, 0.05), (0.0, 0.08))  # by the share of its length that a run lasted
 LARGEST_STEP_DOWN = 0.3
 PATIENCE = 2  # runs of full length at too high a rate, after which steps down grow by half each time
-MOST_PROBES = 30
+MOST_PROBES = 30  # undecided ones included
 MOST_FULL_LENGTHS = 10
 
 
@@ -44,7 +44,8 @@ class Verdict:
 class RateSearch:
     """Narrows a bracket with probes, then with runs of full length until the rest is within the resolution.
 
-    ``found`` is the highest rate that was valid at full length, ``too_high`` the lowest that surely is not.
+    It ends after at most ``MOST_PROBES`` probes and ``MOST_FULL_LENGTHS`` runs of full length. ``found`` is the highest
+    rate that was valid at full length, ``too_high`` the lowest that surely is not.
     """
 
     def __init__(self, first_rate: float) -> None:
@@ -68,6 +69,20 @@ class RateSearch:
         if not self._likely:
             return None
         return Try(math.sqrt(self._likely * min(self._unlikely, self._likely * (1 + COARSE))), full_length=True)
+
+    @property
+    def outcome(self) -> str:
+        """How the search stands, in words."""
+        tries = f"{self._probes} probes and {self._full_lengths} runs of full length"
+        if self.found is None:
+            return f"none of the rates tried kept the limits, in {tries}"
+        if self.too_high <= self.found * (1 + RESOLUTION):
+            return f"within {RESOLUTION:.0%} of the lowest rate that is too high, in {tries}"
+        return f"the highest rate that was valid; how far it is from one that is not was still open after {tries}"
+
+    def note_undecided(self) -> None:
+        """Counts a probe that showed nothing."""
+        self._probes += 1
 
     def note(self, tried: Try, verdict: Verdict) -> None:
         """Takes what a try showed."""

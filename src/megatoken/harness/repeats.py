@@ -22,12 +22,12 @@ def repeat(bench: Bench, settings: TestSettings) -> Path:
     config = bench.config
     name = run_name(datetime.now(UTC), config.scenario, config.model)
     parent = config.out / f"{name}-repeats"
-    words = f"megatoken: stopped at once; the run at hand in {parent} says INTERRUPTED and keeps what was done"
     runs: list[Run] = []
-    with StopSignals(words) as stop:
-        while len(runs) < config.repeat and not stop.received:
+    with StopSignals() as stop:
+        while not runs or (len(runs) < config.repeat and not stop.received):
             bench.progress.note(f"run {len(runs) + 1} of {config.repeat}")
             folder = bench.create_folder(config, settings, parent, f"{len(runs) + 1:03}")
+            stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
             bench.run(config, settings, folder, stop)
             runs.append(read_run(folder.path))
             write_text(parent / REPEATS, to_json(summarise_repeats(runs, config.repeat)))

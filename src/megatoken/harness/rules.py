@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import get_args
 
-from megatoken.harness.benchmarks import Benchmark, LatencyLimits, benchmark
+from megatoken.config import RoundName
+from megatoken.harness.benchmarks import DEFAULT_BENCHMARK, Benchmark, LatencyLimits, benchmark, rules_table
 from megatoken.harness.client_limit import ClientLimit
 from megatoken.harness.latencies import Latencies
 from megatoken.harness.loadgen import Seeds
@@ -44,21 +46,17 @@ class Round:
 
 
 def round_of(name: str, of: Benchmark) -> Round:
-    """What the round ``name``, one of ``ROUNDS``, demands of a benchmark."""
-    general = ROUNDS[name]
-    return Round(name, general.seeds, general.min_duration_seconds, of.rows, of.rows)
+    """What the round ``name``, one of ``ROUNDS``, demands of a benchmark that it has."""
+    return replace(ROUNDS[name], data_set_rows=of.rows, min_samples=of.rows)
 
 
-ROUNDS = {
-    "v5.1": Round(
-        name="v5.1",
-        seeds=Seeds(qsl=1780908523862526354, sample_index=14771362308971278857, schedule=18209322760996052031),
-        min_duration_seconds=600.0,
-        data_set_rows=benchmark("llama2-70b").rows,
-        min_samples=benchmark("llama2-70b").rows,
-    )
-}
-DEFAULT_ROUND = "v5.1"  # its seeds are used, and its rules listed, when none are claimed
+def _round(name: str) -> Round:
+    table, rows = rules_table(), benchmark(DEFAULT_BENCHMARK).rows
+    return Round(name, Seeds(**table["rounds"][name]["seeds"]), table["min_duration_ms"] / 1000, rows, rows)
+
+
+ROUNDS = {name: _round(name) for name in get_args(RoundName)}
+DEFAULT_ROUND: RoundName = "v5.1"  # its seeds are used, and its rules listed, when none are claimed
 
 
 class Shortfall(Reason):
@@ -74,7 +72,7 @@ class Observed:
 
     Attributes:
         scenario: of the run.
-        mode: performance or accuracy.
+        mode: performance, accuracy, or compliance: a test that measures no speed.
         data_set_rows: of which LoadGen's library repeats some if it has more rows, and leaves some out if fewer.
         last_due_seconds: when the last sample was due.
         limits: of the benchmark in this scenario; None where it has none.
@@ -123,7 +121,7 @@ def judge(
         unmet: the rules its log does not meet.
         failed_samples: samples that ended with an error; no run with one is healthy.
         samples: samples issued.
-        inaccurate: scores of the answers that are too low; no run with one is healthy either.
+        inaccurate: what a gate holds against the answers; no run with a reason of it is healthy either.
         doubts: about the measurement; a number that claims rules must be free of them.
     """
     reasons: list[Reason] = []
@@ -151,6 +149,8 @@ def _unmet(round_: Round, log: LoadGenLog, observed: Observed) -> Iterator[Short
         if log.values["result_validity"] != "VALID":
             message = f"LoadGen says {_loadgens_words(log)}"
             yield _shortfall("LOADGEN_INVALID", log.values["result_validity"], "VALID", message)
+    elif observed.mode == "compliance":
+        yield from _seeds(round_, log)
     rows = min(log.values["qsl_reported_total_count"], observed.data_set_rows)
     if rows != round_.data_set_rows:
         message = f"drew from {rows:,} rows; MLPerf's data set has {round_.data_set_rows:,}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatoken.accuracy.gate import AccuracyGate
+from megatoken.accuracy.gate import Gate
 from megatoken.config import RunConfig
 from megatoken.datasets.requests import Dataset
 from megatoken.harness.bench import Bench
@@ -29,7 +29,7 @@ def run_scenario(
     facts: Mapping[str, Any],
     progress: Progress,
     tokenizer: Codec | None = None,
-    gate: AccuracyGate | None = None,
+    gate: Gate | None = None,
 ) -> Path:
     """Warms up, measures and judges.
 
@@ -67,8 +67,9 @@ def run_scenario(
         return find_rate(bench, offered)
     if config.repeat > 1:
         return repeat(bench, settings)
-    folder = bench.create_folder(config, settings, config.out)
-    with StopSignals(f"megatoken: stopped at once; {folder.path} says INTERRUPTED and keeps what was done") as stop:
+    with StopSignals() as stop:
+        folder = bench.create_folder(config, settings, config.out)
+        stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
         bench.run(config, settings, folder, stop)
     return folder.path
 

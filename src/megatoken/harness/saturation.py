@@ -122,6 +122,8 @@ class SaturationWatch:
         """Of a probe whose samples have all ended."""
         ended = self._ended()
         life = self._life(ended)
+        if not len(ended):
+            return ProbeResult(life, 0, 0, self._allowed_share)
         due, first, tpot = ended[ended[:, 0] >= min(life, ended[:, 0].max() / 2), :3].T
         over = max((first - due > self._limits.ttft_seconds).sum(), (tpot > self._limits.tpot_seconds).sum())
         return ProbeResult(life, len(due), int(over), self._allowed_share)

@@ -24,12 +24,17 @@ class StopSignals:
     thread does that, for the main thread may be inside one long step, where Python runs no signal handler. So what must
     survive has to be on the disk already. SIGHUP is never the second one: when a terminal closes, its shell and the
     kernel send one each, and nobody has lost patience.
+
+    Attributes:
+        received: name of the first signal.
+        parting_words: written to stderr when the process is ended at once; the context is entered before there is
+            anything on the disk, so that no signal comes between the two.
     """
 
-    def __init__(self, parting_words: str) -> None:
-        """Prepares the context; ``parting_words`` is written to stderr when the process is ended at once."""
+    def __init__(self) -> None:
+        """Prepares the context."""
         self.received: str | None = None
-        self._parting_words = parting_words
+        self.parting_words = "stopped at once; nothing was written"
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -65,7 +70,7 @@ class StopSignals:
             if number != signal.SIGHUP:
                 break
         with suppress(OSError):
-            os.write(2, f"\n{self._parting_words}\n".encode())
+            os.write(2, f"\nmegatoken: {self.parting_words}\n".encode())
         os._exit(ExitCode.INTERRUPTED)
 
     def _next_signal(self) -> int | None:

@@ -46,17 +46,18 @@ class Verdict:
 
 def judge_run(run: Run, level: ServiceLevel) -> Verdict:
     """How ``run``, which completed a sample, stands to ``level``."""
-    return judge(Samples.of(run.requests), level, offline=run.result.get("scenario") == "offline")
+    result = run.result
+    seconds = result["output_tokens"] / result["output_tokens_per_second"]
+    return judge(Samples.of(run.requests), level, offline=result.get("scenario") == "offline", seconds=seconds)
 
 
-def judge(samples: Samples, level: ServiceLevel, *, offline: bool) -> Verdict:
-    """How samples stand to ``level``; at least one must be completed.
+def judge(samples: Samples, level: ServiceLevel, *, offline: bool, seconds: float) -> Verdict:
+    """How samples stand to ``level``; at least one must be completed. ``seconds``: what rates divide by.
 
     In Offline all samples are due at once, so their time to first token is a wait in a queue that no user stands in: it
     is not judged, and a run that keeps the other limit is not said to keep the level.
     """
     done = samples.only(samples.completed)
-    seconds = float(done.last.max() - samples.scheduled.min())
     ttft = done.first - done.scheduled
     tpot = np.divide(
         done.last - done.first, done.output_tokens - 1, out=np.zeros(len(done)), where=done.output_tokens > 1

@@ -140,7 +140,7 @@ def from_number(
 def from_run(
     run: Run, assumptions: Assumptions, *, accelerators: int | None = None, accelerator: str | None = None
 ) -> Throughput:
-    """The rate over the whole of a run, from its first scheduled time to its last completion.
+    """The rate of a run, as its scenario is rated.
 
     Args:
         run: a run folder as read.
@@ -176,7 +176,7 @@ def from_run(
         output_tokens_per_request=result["output_tokens"] / result["samples_completed"],
         scenario=result.get("scenario"),
         inputs=(
-            Input("rate", rate, "output tokens/s, whole run", "measured", source),
+            Input("rate", rate, "output tokens/s", "measured", source),
             Input(MIX, mix, "input tokens / output token", "measured", source),
         ),
         state="measured",

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatoken.report.words import ABSENT, is_number, number, precise
 from megatoken.results import Run, Verdict
-from megatoken.results.statistics import STAGES
+from megatoken.results.statistics import ARRIVING, STAGES
 
 PERCENTILES = ("p50", "p90", "p95", "p99")
 SCORES = {"exact_match": "Exact match", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
@@ -36,9 +36,14 @@ def metric_rows(run: Run) -> list[MetricRow]:
     """Every metric to be shown, headline first; what is zero or unknown without being worth a word is left out."""
     result = run.result
     offline = result.get("scenario") == "offline"
-    arrives = result.get("scenario") in ("server", "interactive")
+    arrives = result.get("scenario") in ARRIVING
     rows = [
         _single(result, "Output tokens", "tokens/s", "output_tokens_per_second"),
+        *(
+            [_single(result, "Output, with the drain", "tokens/s", "whole_run_output_tokens_per_second")]
+            if arrives
+            else []
+        ),
         _single(result, "Output, steady window", "tokens/s", "steady_output_tokens_per_second"),
         _single(result, "Input + output tokens", "tokens/s", "processed_tokens_per_second"),
         _single(result, "Samples", "samples/s", "samples_per_second"),

@@ -1,4 +1,4 @@
-"""Equal runs together: their verdicts, and the interval that the mean of each metric lies in."""
+"""Equal runs together: their verdicts, and the interval that the geometric mean of each metric lies in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from megatoken.results.run_folder import Run, Verdict
 
 REPEATS = "repeats.json"
 SCHEMA_VERSION = 1
-INTERVAL_FORMULA = "mean ± t(1 - (1 - confidence) / 2; n - 1) · s / √n, s the standard deviation with n - 1"
+INTERVAL_FORMULA = (
+    "exp(m ± t(1 - (1 - confidence) / 2; n - 1) · s / √n), m and s the mean and the standard deviation (with n - 1) of"
+    " the logarithms, exp(m) the geometric mean: a rate differs by factors, and no end of the interval is below zero"
+)
 SEEDS_NOTE = (
     "Every repeat has the same seeds: LoadGen issues the same samples in the same order at the same times, random"
     " weights and prompts are the same, and draws of tokens differ only where a sample has no seed of its own. So the"
@@ -33,7 +36,7 @@ _WORST = (Verdict.INTERRUPTED, Verdict.INVALID, Verdict.DEGRADED, Verdict.MEASUR
 
 
 def summarise_repeats(runs: Sequence[Run], wanted: int) -> dict[str, Any]:
-    """The document of ``repeats.json``: verdicts, and mean and interval of every metric that all healthy runs have.
+    """The document of ``repeats.json``: verdicts, and interval of every metric that all healthy runs have.
 
     Percentiles are listed, not averaged: the mean of p99s is the p99 of nothing.
     """
@@ -63,19 +66,21 @@ def _values(runs: Sequence[Run], name: str) -> list[float]:
 
 
 def interval(values: Sequence[float]) -> dict[str, Any]:
-    """Mean of ``values``, their standard deviation, and by ``INTERVAL_FORMULA`` where the mean lies; None for one."""
-    mean = statistics.fmean(values)
+    """Mean and geometric mean of ``values``, and by ``INTERVAL_FORMULA`` where the latter lies.
+
+    None for what cannot be told: the interval of one value, logarithms of what is not above zero.
+    """
+    told: dict[str, Any] = {"values": list(values), "mean": statistics.fmean(values)}
+    if min(values) <= 0:
+        return {**told, "geometric_mean": None, "low": None, "high": None}
+    logarithms = [math.log(value) for value in values]
+    centre = statistics.fmean(logarithms)
+    told["geometric_mean"] = math.exp(centre)
     if len(values) < 2:
-        return {"values": list(values), "mean": mean, "standard_deviation": None, "low": None, "high": None}
-    deviation = statistics.stdev(values)
+        return {**told, "low": None, "high": None}
+    deviation = statistics.stdev(logarithms)
     margin = student_t(0.5 + CONFIDENCE / 2, len(values) - 1) * deviation / math.sqrt(len(values))
-    return {
-        "values": list(values),
-        "mean": mean,
-        "standard_deviation": deviation,
-        "low": mean - margin,
-        "high": mean + margin,
-    }
+    return {**told, "low": math.exp(centre - margin), "high": math.exp(centre + margin)}
 
 
 def worst_verdict(runs: Sequence[Run]) -> Verdict:
@@ -103,8 +108,9 @@ def describe_repeats(repeats: Mapping[str, Any]) -> Iterator[str]:
     """The document in lines for a person."""
     yield f"{len(repeats['runs'])} of {repeats['runs_wanted']} runs: {', '.join(repeats['verdicts'])}"
     for name, found in repeats["metrics"].items():
+        shown = found["mean"] if found["geometric_mean"] is None else found["geometric_mean"]
         within = "" if found["low"] is None else f", {found['low']:.5g} .. {found['high']:.5g}"
-        yield f"{name}: {found['mean']:.5g}{within}"
+        yield f"{name}: {shown:.5g}{within}"
     for name, found in repeats.get("percentiles", {}).items():
         yield f"{name} of each run: {', '.join(f'{value:.5g}' for value in found['values'])}"
     yield f"{repeats['confidence']:.0%} confidence: {repeats['interval_formula']}"

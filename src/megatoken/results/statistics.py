@@ -19,6 +19,7 @@ STEADY_SHARE = 0.9
 SHORTEST_STEADY_SECONDS = 2.0
 SHORTEST_STEADY_LIVES = 3.0
 
+ARRIVING = ("server", "interactive")  # scenarios whose samples are due at times that no answer decides
 STAGES = ("tokenise", "queue", "prefill", "decode", "detokenise")
 
 Floats = NDArray[np.float64]
@@ -28,7 +29,9 @@ def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: 
     """All metrics of a run, under the names ``result.json`` gives them; what cannot be known is None.
 
     Only completed samples count as work done: those that stopped or reached their length without an error. Rates divide
-    by ``duration_seconds``, from the first scheduled time to the last completion: LoadGen's own rule for Offline.
+    by ``rated_seconds``, as LoadGen's do (results.cc): from the first scheduled time to the last completion, or, where
+    samples arrive by themselves, to the completion of the one issued last. What is still being answered then is the
+    drain; ``whole_run_output_tokens_per_second`` has it in its time too.
 
     Args:
         requests: table of ``SampleRow``.
@@ -42,15 +45,22 @@ def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: 
     start = float(samples.scheduled.min()) if len(samples) else 0.0
     end = float(done.last.max()) if len(done) else start
     duration = end - start
+    rated = _rated_seconds(samples, start, scenario) if finished else None
+    counted = len(done)
+    if rated is None:
+        rated = duration
+    else:  # LoadGen: the last one opens an interval that nothing closes
+        counted -= 1
     input_tokens, output_tokens = int(done.input_tokens.sum()), int(done.output_tokens.sum())
     steady = steady_window(done.first, done.last, series) if finished else None
     several = done.only(done.output_tokens >= 2)
     joules, watts = energy(series)
     return {
-        "output_tokens_per_second": _rate(output_tokens, duration),
+        "output_tokens_per_second": _rate(output_tokens, rated),
+        "whole_run_output_tokens_per_second": _rate(output_tokens, duration),
         "steady_output_tokens_per_second": tokens_per_second_within(series, *steady) if steady else None,
-        "processed_tokens_per_second": _rate(input_tokens + output_tokens, duration),
-        "samples_per_second": _rate(len(done), duration),
+        "processed_tokens_per_second": _rate(input_tokens + output_tokens, rated),
+        "samples_per_second": _rate(counted, rated),
         "ttft_seconds": percentiles(done.first - done.scheduled),
         "tpot_seconds": percentiles((several.last - several.first) / (several.output_tokens - 1)),
         "latency_seconds": percentiles(done.last - done.scheduled),
@@ -60,6 +70,7 @@ def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: 
         "stages": stages(samples),
         "percentile_method": PERCENTILE_METHOD,
         "duration_seconds": duration,
+        "rated_seconds": rated,
         "steady_window_seconds": list(steady) if steady else None,
         "energy_joules": joules,
         "energy_joules_per_output_token": joules / output_tokens if joules and output_tokens else None,
@@ -73,6 +84,14 @@ def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: 
         "preemptions": int(totals_over_time(series, ["preemptions"])[1][-1]) if len(series) else None,
         "nodes": _nodes(requests["node"], samples, start),
     }
+
+
+def _rated_seconds(samples: Samples, start: float, scenario: str) -> float | None:
+    """From ``start`` to the completion of the sample issued last; None where LoadGen rates by the last completion."""
+    if scenario not in ARRIVING or not samples.completed.any():
+        return None
+    latest = int(np.argmax(samples.scheduled))
+    return float(samples.last[latest]) - start if samples.completed[latest] else None
 
 
 def latency_origin(scenario: str) -> str:

@@ -14,7 +14,7 @@ from megatoken.audit.discovery import SCENARIOS, runs_in, walk
 from megatoken.audit.evidence import Role
 from megatoken.audit.examine import Job, examine
 from megatoken.audit.facts import Benchmark
-from megatoken.audit.figures import run_figures, whole
+from megatoken.audit.figures import run_figures, samples_answers
 from megatoken.audit.finding import Severity
 from megatoken.audit.reading import UnreadableError
 from megatoken.errors import UsageError
@@ -109,7 +109,8 @@ def missing_runs(runs: Sequence[SubmittedRun], benchmark: Benchmark, division: s
         for role, what in needed.items():
             found = [run for run in mine if run.role is role]
             if not found:
-                yield f"{scenario}: no {what} among the run folders; make one and name it too"
+                how = {Role.ACCURACY: "--mode accuracy", Role.COMPLIANCE: "--compliance TEST06"}.get(role, "--rules")
+                yield f"{scenario}: no {what} among the run folders; make one (megatoken run {how}) and name it too"
             elif len(found) > 1:
                 yield f"{scenario}: {len(found)} times a {what} ({', '.join(str(run.path) for run in found)}); give one"
     for run in runs:
@@ -147,8 +148,7 @@ def _role(log: DetailLog) -> Role:
     """What LoadGen was asked for: compliance tests are performance runs that log some of their answers."""
     if log.text("effective_test_mode") == "AccuracyOnly":
         return Role.ACCURACY
-    sampled = whole(log, "effective_accuracy_log_sampling_target") or log.number("effective_accuracy_log_probability")
-    return Role.COMPLIANCE if sampled else Role.PERFORMANCE
+    return Role.COMPLIANCE if samples_answers(log) else Role.PERFORMANCE
 
 
 def _unfinished(run: Run, role: Role, round_: str) -> str | None:
@@ -162,8 +162,9 @@ def _unfinished(run: Run, role: Role, round_: str) -> str | None:
         return f"{run.result['samples_failed']:,} samples failed; repeat the run"
     if role is Role.PERFORMANCE and run.verdict is Verdict.MEASURED:
         return f"MEASURED: it claims no rules; repeat the run with --rules {round_}"
-    if role is not Role.COMPLIANCE and run.verdict is Verdict.INVALID:
-        return f"INVALID ({codes}); repeat the run with --rules {round_} and nothing that cuts it short"
+    if run.verdict is Verdict.INVALID:
+        test = " --compliance TEST06" if role is Role.COMPLIANCE else ""
+        return f"INVALID ({codes}); repeat the run with --rules {round_}{test} and nothing that cuts it short"
     return None
 
 
@@ -225,6 +226,8 @@ def _unevaluated(run: SubmittedRun, benchmark: Benchmark) -> Iterator[str]:
             file = run.verified(test)
             if not file.is_file():
                 yield f"{run.path}: no {file.relative_to(run.path)}; make it: megatoken verify {test} {run.path}"
+            elif not file.read_text(encoding="utf-8", errors="replace").endswith(f"{test} verification complete\n"):
+                yield f"{file}: the test is not passed; megatoken verify {test} {run.path} says why"
 
 
 def _other_limits(run: SubmittedRun, benchmark: Benchmark) -> Iterator[str]:

@@ -42,7 +42,8 @@ from megatoken.results.statistics import (
 TONES = {Verdict.VALID: "good", Verdict.INVALID: "bad", Verdict.MEASURED: "plain"}
 DEFINITIONS = {
     "Output tokens per second": "Output tokens of the completed samples over the time from the start of the run to the"
-    " last completion. Samples that failed or were cancelled count nothing.",
+    " last completion; in Server and Interactive, as LoadGen rates them, to the completion of the sample issued last."
+    " With the drain: to the last completion there too. Samples that failed or were cancelled count nothing.",
     "Steady window": f"From the first to the last moment at which at least {STEADY_SHARE * 100:g} % of the peak"
     " number of samples were generating; a sample generates from its first token to its last. It ends at the latest"
     " when no sample waits any more. Ramp and tail are left out. Not stated when shorter than"

@@ -1,0 +1,82 @@
+"""``megatoken run --compliance TEST06``: the whole way, with the model that ships and the real LoadGen."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli_support import call
+from megatoken.accuracy.compliance import TEST06_RECORDS
+from megatoken.audit import Severity, audit
+
+
+def compliance_run(tmp_path: Path, *flags: object) -> tuple[int, Path]:
+    code, out, err = call(
+        *("run", "--compliance", "TEST06", "--warm-up", 0.3, "--json", "--engine.threads", 1),
+        *("--out", tmp_path / "runs", *flags),
+    )
+    assert err == ""
+    return code, Path(json.loads(out)["run_folder"])
+
+
+@pytest.mark.parametrize(("scenario", "round_"), [("offline", "v6.0"), ("server", None), ("singlestream", None)])
+def test_the_model_that_ships_passes(tmp_path: Path, scenario: str, round_: str | None) -> None:
+    code, run = compliance_run(tmp_path, "--scenario", scenario, *(("--rules", round_) if round_ else ()))
+    result = json.loads((run / "result.json").read_text())
+    assert result["compliance"] == {"test": "TEST06", "passed": True, "sound": True, "findings": []}
+    assert result["samples_completed"] == TEST06_RECORDS
+    against = result["reasons"] if round_ else result["rules_unmet"]
+    assert [rule["code"] for rule in against] == ["DATA_SET_SIZE"]  # of 2,048 rows; nothing about speed
+    assert (code, result["verdict"]) == ((3, "INVALID") if round_ else (0, "MEASURED"))
+    answers = json.loads((run / "mlperf/mlperf_log_accuracy.json").read_text())
+    assert len(answers) == TEST06_RECORDS
+    assert all(len(answer["data"]) == 8 * answer["token_count"] for answer in answers)
+    assert all(("token_data" in answer) is (scenario != "offline") for answer in answers)
+    file = run / "compliance/TEST06/verify_accuracy.txt"
+    first = "Skipped" if scenario == "offline" else "True"
+    lines = [f"First token check pass: {first}", "EOS check pass: True", "Sample length check pass: True"]
+    assert file.read_text().splitlines() == [*lines, "TEST06 verification complete"]
+    grave = [finding.id for finding in audit(run).findings if finding.severity in (Severity.FAIL, Severity.WARN)]
+    assert grave == []
+    before = file.read_text()
+    file.unlink()
+    assert call("verify", "TEST06", run)[0] == 0
+    assert file.read_text() == before
+
+
+def test_answers_without_an_end_prove_nothing(tmp_path: Path) -> None:
+    """Random weights whose answers are forced to their lengths: MLPerf's own check passes, ours does not."""
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("input_tokens,output_tokens\n" + "".join(f"{20 + i},{2 + i % 3}\n" for i in range(40)))
+    code, run = compliance_run(tmp_path, "--model", "tiny", "--lengths", lengths)
+    result = json.loads((run / "result.json").read_text())
+    assert (code, result["verdict"]) == (3, "INVALID")
+    [reason] = result["reasons"]
+    assert reason["code"] == "COMPLIANCE"
+    assert "no answer has an end token of the model" in reason["message"]
+    assert (result["compliance"]["passed"], result["compliance"]["sound"]) == (True, False)
+    assert "verification complete" in (run / "compliance/TEST06/verify_accuracy.txt").read_text()
+    assert call("verify", "TEST06", run, "--end-tokens", "2")[0] == 3
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--mode", "accuracy"),
+        ("--samples", 5),
+        ("--min-duration", 5),
+        ("--repeat", 2),
+        ("--scenario", "server", "--find-rate"),
+    ],
+)
+def test_what_the_test_decides_itself_is_refused(tmp_path: Path, flags: tuple[object, ...]) -> None:
+    code, _, err = call("run", "--compliance", "TEST06", *flags, "--out", tmp_path / "runs")
+    assert code == 2
+    flag = next(flag for flag in reversed(flags) if str(flag).startswith("--"))
+    assert f"{flag}: not together with compliance: TEST06 says itself what is run" in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_no_other_test_is_run(tmp_path: Path) -> None:
+    code, _, err = call("run", "--compliance", "TEST07", "--out", tmp_path / "runs")
+    assert (code, err) == (2, "megatoken: --compliance: must be 'TEST06', got 'TEST07'\n")

@@ -1,0 +1,49 @@
+"""The rounds whose rules a run may claim: those whose seeds and numbers are known, each as the tables have it."""
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from megatoken.audit.facts import benchmarks, round_of_build, round_seeds, rules
+from megatoken.config import RoundName, RunConfig
+from megatoken.errors import UsageError
+from megatoken.harness import prepare as preparing
+from megatoken.harness.benchmarks import BENCHMARKS
+from megatoken.harness.loadgen_plan import plan_test, run_round
+from megatoken.harness.prepare import prepare
+
+
+@pytest.mark.parametrize("name", get_args(RoundName))
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_a_round_has_its_seeds_and_the_benchmarks_numbers(tmp_path: Path, name: str, benchmark: str) -> None:
+    config = RunConfig(model="tiny", rules=name, benchmark=benchmark, out=tmp_path)
+    variants = [one for one in benchmarks().values() if one.name.removesuffix("-99.9").removesuffix("-99") == benchmark]
+    if not any(name in variant.rounds for variant in variants):
+        with pytest.raises(UsageError, match=f"--rules {name}: that round has no {benchmark}; rounds that have it: v"):
+            prepare(config)
+        return
+    round_ = run_round(config)
+    assert (round_.name, round_.data_set_rows, round_.min_samples) == (name, variants[0].rows, variants[0].rows)
+    assert round_.min_duration_seconds == rules()["min_duration_ms"] / 1000
+    seeds = plan_test(config, 10, 1.0).seeds
+    assert (seeds.qsl, seeds.sample_index, seeds.schedule) == round_seeds()[name]
+
+
+def test_rounds_of_which_something_is_not_known_are_not_offered() -> None:
+    assert set(get_args(RoundName)) <= set(round_seeds())
+    assert not {"v4.1", "v5.0"} & set(get_args(RoundName))  # seeds are known, limits are not
+
+
+def test_a_loadgen_of_another_round_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = version("mlcommons-loadgen")
+    own = round_of_build(installed)
+    assert own in get_args(RoundName)
+    for name in get_args(RoundName):
+        told = [note for note in prepare(RunConfig(model="tiny", rules=name, out=tmp_path)).notes if "LoadGen " in note]
+        expected = f"LoadGen {installed} brings the seeds of {own}; it was given those of {name} instead"
+        assert (expected in told) is (name != own)
+    monkeypatch.setattr(preparing, "version", lambda package: "99.0")
+    notes = prepare(RunConfig(model="tiny", rules="v6.1", out=tmp_path)).notes
+    assert "LoadGen 99.0 brings seeds that are not known here; it was given those of v6.1 instead" in notes
