@@ -21,6 +21,7 @@ Two facts follow from the rules and keep the code short:
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -105,15 +106,17 @@ class Scheduler:
         self._max_length = max_length
         self._pages = PageAllocator(num_pages)
         self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # by ticket, oldest first
-        self._residents = np.empty(0, dtype=np.int32)  # slots, oldest first; replaced, never written in place
-        self._half_done = False  # the newest resident has computed only a part of what it knew when it was admitted
+        # By resident, oldest first; replaced, never written in place. All but a half-done one have computed what they
+        # know but for the newest token, and hold the pages of what they have computed.
+        self._residents = np.empty(0, dtype=np.int32)  # slots
+        self._known = np.empty(0, dtype=np.int32)
+        self._length = np.empty(0, dtype=np.int32)  # prompt_tokens + max_tokens
+        self._half_done = False  # the newest resident has computed only a part of what it knew when it was admitted,
+        self._half_done_computed = 0  # so many tokens, but holds the pages of all
+        self._pages_at_limits = 0  # that the residents hold if all take all of their lengths
         self._free_slots = list(range(max_sequences))[::-1]
-        self._ticket = np.zeros(max_sequences, dtype=np.int64)  # this and the next four: by slot
-        self._known = np.zeros(max_sequences, dtype=np.int32)
-        self._computed = np.zeros(max_sequences, dtype=np.int32)
-        self._length = np.zeros(max_sequences, dtype=np.int32)  # prompt_tokens + max_tokens
-        self._held = np.zeros(max_sequences, dtype=np.int32)  # pages
-        self._prompt = np.zeros(max_sequences, dtype=np.int32)
+        self._ticket = np.zeros(max_sequences, dtype=np.int64)  # by slot
+        self._prompt = np.zeros(max_sequences, dtype=np.int32)  # by slot
         self._answered_tokens = self._answer_limits = (
             PRIOR_TOKENS  # of all whole answers: what they took and might have
         )
@@ -186,11 +189,11 @@ class Scheduler:
         """
         if self._waiting.pop(ticket, None) is not None:
             return True
-        gone = self._ticket[self._residents] == ticket
-        if not gone.any():
+        gone = np.flatnonzero(self._ticket.take(self._residents) == ticket)
+        if not len(gone):
             return False
         if answered:
-            self._learn(self._residents[gone])
+            self._learn(gone)
         self._remove(gone)
         return True
 
@@ -202,7 +205,8 @@ class Scheduler:
     @property
     def cached_tokens(self) -> int:
         """Tokens whose keys are in the cache, of all residents."""
-        return int(self._computed[self._residents].sum())
+        decodes = self.decodes
+        return int(self._known[:decodes].sum()) - decodes + self._half_done * self._half_done_computed
 
     def plan(self, prompt_rows: int | None = None, most_sequences: int | None = None) -> StepPlan | None:
         """Plans the next step as if every token sampled so far were there.
@@ -215,33 +219,39 @@ class Scheduler:
         Returns:
             The step, its pages already written to ``page_table``; None when nothing waits or is resident.
         """
-        short = self._pages_for(self._known[self._residents]) - self._held[self._residents]
-        preempted = self._preempt(short)
-        decodes = self.decodes
+        computed = self._known[: self.decodes] - np.int32(1)
+        full = np.flatnonzero(computed // self._page_size * self._page_size == computed)  # each lacks a page
+        preempted: tuple[int, ...] = ()
+        if len(full) > self._pages.free:
+            preempted, full = self._preempt(full)
+        decodes, half_done = self.decodes, int(self._half_done)
         max_rows = self._max_rows
         if prompt_rows is not None:
-            max_rows = min(max_rows, decodes + max(prompt_rows, int(self._half_done), int(not decodes)))
+            max_rows = min(max_rows, decodes + max(prompt_rows, half_done, int(not decodes)))
         if self._waiting and not preempted:
-            self._admit(self._pages.free - int(short.sum()), max_rows, most_sequences)
-        slot = self._residents
+            self._admit(self._pages.free - len(full), max_rows, most_sequences)
+        slot, known = self._residents, self._known
         if not len(slot):
             return None
 
-        start, known = self._computed[slot], self._known[slot]
+        start = known - np.int32(1)
+        start[decodes:] = 0
+        if half_done:
+            start[decodes] = self._half_done_computed
         count = known - start
-        excess = int(count.sum()) - max_rows
+        excess = decodes + int(count[decodes:].sum()) - max_rows
         self._half_done = excess > 0
+        sample = np.ones(len(slot), dtype=np.bool_)
         if self._half_done:
             count[-1] -= excess
-        end = start + count
-        sample = end == known
-        page_slot, page_index, page = self._give_pages(slot, self._pages_for(known) - self._held[slot])
-        known += sample
-        self._computed[slot], self._known[slot] = end, known
+            sample[-1] = False
+            self._half_done_computed = int(start[-1] + count[-1])
+        page_slot, page_index, page = self._give_pages(full, decodes + half_done)
+        self._known = known + sample
         plan = StepPlan(
             step=self._step,
             slot=slot,
-            ticket=self._ticket[slot],
+            ticket=self._ticket.take(slot),
             start=start,
             count=count,
             sample=sample,
@@ -252,99 +262,134 @@ class Scheduler:
             page=page,
         )
         self._step += 1
-        done = known == self._length[slot]
-        if done.any():
-            self._learn(slot[done])
+        done = np.flatnonzero(self._known == self._length)
+        if len(done):
+            self._learn(done)
             self._remove(done)
         return plan
 
     def _pages_for(self, tokens: Tokens) -> Tokens:
         return -(-tokens // self._page_size)
 
-    def _preempt(self, short: NDArray[np.int32]) -> tuple[int, ...]:
-        """Pushes the newest residents back to the queue until the others get the ``short`` pages they lack.
+    def _preempt(self, full: NDArray[np.intp]) -> tuple[tuple[int, ...], NDArray[np.intp]]:
+        """Pushes the newest residents back to the queue until the others get a page for each that is ``full``.
 
         The oldest is never reached: alone it fits, which ``add`` made sure of.
+
+        Returns:
+            Tickets of those pushed back, newest first; those of ``full`` that stay.
         """
-        lacking, free, keep = int(short.sum()), self._pages.free, self.resident
+        lacking, free, keep = len(full), self._pages.free, self.resident
+        held = self._held(np.arange(keep))
         preempted: list[int] = []
         while lacking > free:
             keep -= 1
             slot = self._residents[keep]
-            lacking -= int(short[keep])
-            free += int(self._held[slot])
-            ticket = int(self._ticket[slot])
-            self._waiting[ticket] = _Waiting(int(self._prompt[slot]), int(self._known[slot]), int(self._length[slot]))
+            lacking = int(np.searchsorted(full, keep))
+            free += int(held[keep])
+            ticket, known = int(self._ticket[slot]), int(self._known[keep])
+            self._waiting[ticket] = _Waiting(int(self._prompt[slot]), known, int(self._length[keep]))
             self._waiting.move_to_end(ticket, last=False)
-            self._recomputed_tokens += int(self._computed[slot])
+            self._recomputed_tokens += self._half_done_computed if keep == self.decodes else known - 1
             preempted.append(ticket)
-        if preempted:
-            self._preemptions += len(preempted)
-            self._remove(np.arange(self.resident) >= keep)
-        return tuple(preempted)
+        self._preemptions += len(preempted)
+        self._remove(np.arange(keep, self.resident))
+        return tuple(preempted), full[:lacking]
 
     def _admit(self, spare_pages: int, max_rows: int, most_sequences: int | None) -> None:
         """Makes waiting requests resident, oldest first, while a row, a slot and the pages for all they know are left.
 
         The pages are given whole in the same plan, so a half-done prompt never lacks any.
         """
-        spare_rows = max_rows - int((self._known[self._residents] - self._computed[self._residents]).sum())
+        spare_rows = max_rows - self.decodes
+        if self._half_done:
+            spare_rows -= int(self._known[-1]) - self._half_done_computed
         spare_slots = len(self._free_slots)
         if most_sequences is not None:
             spare_slots = min(spare_slots, most_sequences - self.resident)
-        if spare_rows <= 0 or spare_slots <= 0:
-            return
-        resident, limits = self._residents, self._answer_limits
-        prompt, known, length = (
-            column[resident].astype(np.int64) for column in (self._prompt, self._known, self._length)
-        )
-        # Residents count with what they have so far: short answers are the first to end, and would seem to be all.
-        taken = min(self._answered_tokens + int((known - prompt).sum()), limits)
-        end = prompt + (length - prompt) * taken // limits - 1  # nothing attends to the last token
-        forecast = PageForecast(known, np.maximum(known, end), self._page_size, self._num_pages)
-        admitted: list[tuple[int, int, int, int]] = []
+        admitted: list[tuple[int, _Waiting]] = []
+        bears: Callable[[_Waiting], bool] | None = None
         while self._waiting and spare_rows > 0 and len(admitted) < spare_slots:
             ticket, request = next(iter(self._waiting.items()))
             spare_rows -= request.known
             spare_pages -= self._pages_for(request.known)
-            own_end = request.prompt + (request.length - request.prompt) * taken // limits - 1
-            if spare_pages < 0 or not forecast.admit(request.known, max(request.known, own_end)):
-                break  # never where nothing is resident: alone it fits, which ``add`` made sure of
+            if spare_pages < 0:
+                break
+            pages_at_limits = self._pages_at_limits + self._pages_for(request.length - 1)
+            if pages_at_limits > self._num_pages:  # otherwise the cache bears them whatever they take
+                bears = bears or self._forecast([request for _, request in admitted])
+                if not bears(request):
+                    break  # never where nothing is resident: alone it fits, which ``add`` made sure of
             del self._waiting[ticket]
-            admitted.append((ticket, *request))
+            self._pages_at_limits = pages_at_limits
+            admitted.append((ticket, request))
         if not admitted:
             return
         slot = np.array([self._free_slots.pop() for _ in admitted], dtype=np.int32)
-        columns = np.array(admitted, dtype=np.int64).T
-        self._ticket[slot], self._prompt[slot], self._known[slot], self._length[slot] = columns
-        self._computed[slot] = 0
+        prompt, known, length = np.array([request for _, request in admitted], dtype=np.int32).T
+        self._ticket[slot], self._prompt[slot] = [ticket for ticket, _ in admitted], prompt
         self._residents = np.concatenate((self._residents, slot))
+        self._known = np.concatenate((self._known, known))
+        self._length = np.concatenate((self._length, length))
+
+    def _forecast(self, admitted: Iterable[_Waiting]) -> Callable[[_Waiting], bool]:
+        """Whether the cache will bear one more until all have ended, beside the residents and what was ``admitted``.
+
+        Whoever it will bear counts from then on.
+        """
+        limits = self._answer_limits
+        known, length = self._known.astype(np.int64), self._length.astype(np.int64)
+        prompt = self._prompt.take(self._residents).astype(np.int64)
+        # Residents count with what they have so far: short answers are the first to end, and would seem to be all.
+        taken = min(self._answered_tokens + int((known - prompt).sum()), limits)
+        end = prompt + (length - prompt) * taken // limits - 1  # nothing attends to the last token
+        forecast = PageForecast(known, np.maximum(known, end), self._page_size, self._num_pages)
+
+        def bears(request: _Waiting) -> bool:
+            end = request.prompt + (request.length - request.prompt) * taken // limits - 1
+            return forecast.admit(request.known, max(request.known, end))
+
+        for request in admitted:
+            bears(request)
+        return bears
 
     def _give_pages(
-        self, slot: NDArray[np.int32], more: NDArray[np.int32]
+        self, full: NDArray[np.intp], first_admitted: int
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        """Gives each slot ``more`` pages; returns slot, index in its row of the table, and page of each."""
-        page = self._pages.allocate(int(more.sum()))
-        page_slot, index = _enumerate(slot, more)
-        page_index = index + self._held[page_slot]
+        """Gives one page to each resident in ``full``, and to those just admitted all that they need.
+
+        Returns:
+            Slot, index in its row of the table, and page of each.
+        """
+        admitted = self._residents[first_admitted:]
+        more_slot, more_index = _enumerate(admitted, self._pages_for(self._known[first_admitted:]))
+        page_slot = np.concatenate((self._residents[full], more_slot))
+        page_index = np.concatenate(((self._known[full] - np.int32(1)) // np.int32(self._page_size), more_index))
+        page = self._pages.allocate(len(page_slot))
         self.page_table[page_slot, page_index] = page
-        self._held[slot] += more
         return page_slot, page_index, page
 
-    def _learn(self, slot: NDArray[np.int32]) -> None:
-        """Notes how much of their limits whole answers took."""
-        prompt = self._prompt[slot]
-        self._answered_tokens += int((self._known[slot] - prompt).sum())
-        self._answer_limits += int((self._length[slot] - prompt).sum())
+    def _held(self, residents: NDArray[np.intp]) -> NDArray[np.int32]:
+        """Pages of these residents."""
+        half_done = residents >= self.decodes  # holds the pages of all it knows
+        return self._pages_for(self._known[residents] - np.int32(1) + half_done)
 
-    def _remove(self, gone: NDArray[np.bool_]) -> None:
-        """Takes the residents marked in ``gone`` ``[resident]`` out of their slots and frees their pages."""
-        slot = self._residents[gone]
-        self._pages.release(self.page_table[_enumerate(slot, self._held[slot])])
-        self._held[slot] = 0
+    def _learn(self, ended: NDArray[np.intp]) -> None:
+        """Notes how much of their limits the whole answers of these residents took."""
+        prompts = int(self._prompt[self._residents[ended]].sum())
+        self._answered_tokens += int(self._known[ended].sum()) - prompts
+        self._answer_limits += int(self._length[ended].sum()) - prompts
+
+    def _remove(self, gone: NDArray[np.intp]) -> None:
+        """Takes these residents, given in order, out of their slots and frees their pages."""
+        slot, held = self._residents[gone], self._held(gone)
+        self._pages.release(self.page_table[_enumerate(slot, held)])
+        self._pages_at_limits -= int(self._pages_for(self._length[gone] - np.int32(1)).sum())
         self._free_slots.extend(slot.tolist())
-        self._half_done = self._half_done and not gone[-1]
-        self._residents = self._residents[~gone]
+        self._half_done = self._half_done and int(gone[-1]) != self.resident - 1
+        kept = np.ones(self.resident, dtype=np.bool_)
+        kept[gone] = False
+        self._residents, self._known, self._length = self._residents[kept], self._known[kept], self._length[kept]
 
 
 def _enumerate(slot: NDArray[np.int32], count: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
