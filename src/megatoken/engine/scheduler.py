@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +31,6 @@ from numpy.typing import NDArray
 from megatoken.engine.page_forecast import PageForecast
 from megatoken.engine.pages import PageAllocator
 from megatoken.errors import CapacityError
-
-Tokens = TypeVar("Tokens", int, NDArray[np.int32])
 
 PRIOR_TOKENS = 4096
 """Weight, in tokens of answers, of the assumption that an answer takes all of its limit."""
@@ -102,6 +100,7 @@ class Scheduler:
         self.page_table = np.zeros((max_sequences, -(-max_length // page_size)), dtype=np.int32)
         self._max_rows = max_rows
         self._page_size = page_size
+        self._page_indices = np.arange(self.page_table.shape[1], dtype=np.int32)
         self._num_pages = num_pages
         self._max_length = max_length
         self._pages = PageAllocator(num_pages)
@@ -116,7 +115,7 @@ class Scheduler:
         self._pages_at_limits = 0  # that the residents hold if all take all of their lengths
         self._free_slots = list(range(max_sequences))[::-1]
         self._ticket = np.zeros(max_sequences, dtype=np.int64)  # by slot
-        self._prompt = np.zeros(max_sequences, dtype=np.int32)  # by slot
+        self._prompt = [0] * max_sequences  # by slot
         self._answered_tokens = self._answer_limits = (
             PRIOR_TOKENS  # of all whole answers: what they took and might have
         )
@@ -189,12 +188,10 @@ class Scheduler:
         """
         if self._waiting.pop(ticket, None) is not None:
             return True
-        gone = np.flatnonzero(self._ticket.take(self._residents) == ticket)
+        gone = (self._ticket.take(self._residents) == ticket).nonzero()[0]
         if not len(gone):
             return False
-        if answered:
-            self._learn(gone)
-        self._remove(gone)
+        self._remove(gone, answered=answered)
         return True
 
     @property
@@ -220,7 +217,7 @@ class Scheduler:
             The step, its pages already written to ``page_table``; None when nothing waits or is resident.
         """
         computed = self._known[: self.decodes] - np.int32(1)
-        full = np.flatnonzero(computed // self._page_size * self._page_size == computed)  # each lacks a page
+        full = (computed // self._page_size * self._page_size == computed).nonzero()[0]  # each lacks a page
         preempted: tuple[int, ...] = ()
         if len(full) > self._pages.free:
             preempted, full = self._preempt(full)
@@ -241,13 +238,14 @@ class Scheduler:
         count = known - start
         excess = decodes + int(count[decodes:].sum()) - max_rows
         self._half_done = excess > 0
+        page_slot, page_index, page = self._give_pages(full, decodes + half_done)
         sample = np.ones(len(slot), dtype=np.bool_)
+        self._known = known + np.int32(1)
         if self._half_done:
             count[-1] -= excess
             sample[-1] = False
+            self._known[-1] -= 1
             self._half_done_computed = int(start[-1] + count[-1])
-        page_slot, page_index, page = self._give_pages(full, decodes + half_done)
-        self._known = known + sample
         plan = StepPlan(
             step=self._step,
             slot=slot,
@@ -262,13 +260,12 @@ class Scheduler:
             page=page,
         )
         self._step += 1
-        done = np.flatnonzero(self._known == self._length)
+        done = (self._known == self._length).nonzero()[0]
         if len(done):
-            self._learn(done)
-            self._remove(done)
+            self._remove(done, answered=True)
         return plan
 
-    def _pages_for(self, tokens: Tokens) -> Tokens:
+    def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
 
     def _preempt(self, full: NDArray[np.intp]) -> tuple[tuple[int, ...], NDArray[np.intp]]:
@@ -280,20 +277,19 @@ class Scheduler:
             Tickets of those pushed back, newest first; those of ``full`` that stay.
         """
         lacking, free, keep = len(full), self._pages.free, self.resident
-        held = self._held(np.arange(keep))
         preempted: list[int] = []
         while lacking > free:
             keep -= 1
             slot = self._residents[keep]
             lacking = int(np.searchsorted(full, keep))
-            free += int(held[keep])
             ticket, known = int(self._ticket[slot]), int(self._known[keep])
-            self._waiting[ticket] = _Waiting(int(self._prompt[slot]), known, int(self._length[keep]))
+            free += self._held(keep, known)
+            self._waiting[ticket] = _Waiting(self._prompt[slot], known, int(self._length[keep]))
             self._waiting.move_to_end(ticket, last=False)
             self._recomputed_tokens += self._half_done_computed if keep == self.decodes else known - 1
             preempted.append(ticket)
         self._preemptions += len(preempted)
-        self._remove(np.arange(keep, self.resident))
+        self._remove(np.arange(keep, self.resident), answered=False)
         return tuple(preempted), full[:lacking]
 
     def _admit(self, spare_pages: int, max_rows: int, most_sequences: int | None) -> None:
@@ -307,7 +303,8 @@ class Scheduler:
         spare_slots = len(self._free_slots)
         if most_sequences is not None:
             spare_slots = min(spare_slots, most_sequences - self.resident)
-        admitted: list[tuple[int, _Waiting]] = []
+        admitted: list[_Waiting] = []
+        slots: list[int] = []
         bears: Callable[[_Waiting], bool] | None = None
         while self._waiting and spare_rows > 0 and len(admitted) < spare_slots:
             ticket, request = next(iter(self._waiting.items()))
@@ -317,20 +314,20 @@ class Scheduler:
                 break
             pages_at_limits = self._pages_at_limits + self._pages_for(request.length - 1)
             if pages_at_limits > self._num_pages:  # otherwise the cache bears them whatever they take
-                bears = bears or self._forecast([request for _, request in admitted])
+                bears = bears or self._forecast(admitted)
                 if not bears(request):
                     break  # never where nothing is resident: alone it fits, which ``add`` made sure of
             del self._waiting[ticket]
             self._pages_at_limits = pages_at_limits
-            admitted.append((ticket, request))
-        if not admitted:
-            return
-        slot = np.array([self._free_slots.pop() for _ in admitted], dtype=np.int32)
-        prompt, known, length = np.array([request for _, request in admitted], dtype=np.int32).T
-        self._ticket[slot], self._prompt[slot] = [ticket for ticket, _ in admitted], prompt
-        self._residents = np.concatenate((self._residents, slot))
-        self._known = np.concatenate((self._known, known))
-        self._length = np.concatenate((self._length, length))
+            slot = self._free_slots.pop()
+            self._ticket[slot], self._prompt[slot] = ticket, request.prompt
+            slots.append(slot)
+            admitted.append(request)
+        if admitted:
+            _, known, length = zip(*admitted, strict=True)
+            self._residents = np.concatenate((self._residents, np.array(slots, dtype=np.int32)))
+            self._known = np.concatenate((self._known, np.array(known, dtype=np.int32)))
+            self._length = np.concatenate((self._length, np.array(length, dtype=np.int32)))
 
     def _forecast(self, admitted: Iterable[_Waiting]) -> Callable[[_Waiting], bool]:
         """Whether the cache will bear one more until all have ended, beside the residents and what was ``admitted``.
@@ -339,7 +336,7 @@ class Scheduler:
         """
         limits = self._answer_limits
         known, length = self._known.astype(np.int64), self._length.astype(np.int64)
-        prompt = self._prompt.take(self._residents).astype(np.int64)
+        prompt = np.array([self._prompt[slot] for slot in self._residents.tolist()], dtype=np.int64)
         # Residents count with what they have so far: short answers are the first to end, and would seem to be all.
         taken = min(self._answered_tokens + int((known - prompt).sum()), limits)
         end = prompt + (length - prompt) * taken // limits - 1  # nothing attends to the last token
@@ -362,38 +359,37 @@ class Scheduler:
             Slot, index in its row of the table, and page of each.
         """
         admitted = self._residents[first_admitted:]
-        more_slot, more_index = _enumerate(admitted, self._pages_for(self._known[first_admitted:]))
-        page_slot = np.concatenate((self._residents[full], more_slot))
-        page_index = np.concatenate(((self._known[full] - np.int32(1)) // np.int32(self._page_size), more_index))
+        pages = [self._pages_for(known) for known in self._known[first_admitted:].tolist()]
+        page_slot = np.concatenate((self._residents[full], admitted.repeat(pages)))
+        last_index = (self._known[full] - np.int32(1)) // np.int32(self._page_size)
+        page_index = np.concatenate([last_index, *(self._page_indices[:count] for count in pages)])
         page = self._pages.allocate(len(page_slot))
         self.page_table[page_slot, page_index] = page
         return page_slot, page_index, page
 
-    def _held(self, residents: NDArray[np.intp]) -> NDArray[np.int32]:
-        """Pages of these residents."""
-        half_done = residents >= self.decodes  # holds the pages of all it knows
-        return self._pages_for(self._known[residents] - np.int32(1) + half_done)
+    def _held(self, resident: int, known: int) -> int:
+        """Pages of a resident that knows so many tokens."""
+        half_done = resident == self.decodes  # holds the pages of all it knows
+        return self._pages_for(known if half_done else known - 1)
 
-    def _learn(self, ended: NDArray[np.intp]) -> None:
-        """Notes how much of their limits the whole answers of these residents took."""
-        prompts = int(self._prompt[self._residents[ended]].sum())
-        self._answered_tokens += int(self._known[ended].sum()) - prompts
-        self._answer_limits += int(self._length[ended].sum()) - prompts
+    def _remove(self, gone: NDArray[np.intp], *, answered: bool) -> None:
+        """Takes these residents, in order, out of their slots and frees their pages.
 
-    def _remove(self, gone: NDArray[np.intp]) -> None:
-        """Takes these residents, given in order, out of their slots and frees their pages."""
-        slot, held = self._residents[gone], self._held(gone)
-        self._pages.release(self.page_table[_enumerate(slot, held)])
-        self._pages_at_limits -= int(self._pages_for(self._length[gone] - np.int32(1)).sum())
-        self._free_slots.extend(slot.tolist())
+        Args:
+            gone: their places among the residents.
+            answered: their answers are whole: how much of their limits they took is noted.
+        """
+        pages = []
+        columns = (gone, self._residents[gone], self._known[gone], self._length[gone])
+        for place, slot, known, length in zip(*(column.tolist() for column in columns), strict=True):
+            pages.append(self.page_table[slot, : self._held(place, known)])
+            self._pages_at_limits -= self._pages_for(length - 1)
+            self._free_slots.append(slot)
+            if answered:
+                self._answered_tokens += known - self._prompt[slot]
+                self._answer_limits += length - self._prompt[slot]
+        self._pages.release(np.concatenate(pages))
         self._half_done = self._half_done and int(gone[-1]) != self.resident - 1
         kept = np.ones(self.resident, dtype=np.bool_)
         kept[gone] = False
         self._residents, self._known, self._length = self._residents[kept], self._known[kept], self._length[kept]
-
-
-def _enumerate(slot: NDArray[np.int32], count: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Repeats each slot ``count`` times, beside 0 .. count - 1."""
-    repeated = np.repeat(slot, count)
-    first = np.repeat(np.cumsum(count, dtype=np.int32) - count, count)
-    return repeated, np.arange(repeated.size, dtype=np.int32) - first
