@@ -126,7 +126,7 @@ def weights(gemm: Any) -> list[Fit]:
         for rows in (64, 256, 512):
             operations = 2.0 * rows * elements
             reading = elements / (share * H200.memory_bytes_per_second)
-            seconds = math.pow((operations / full) ** exponent + reading**exponent, 1 / exponent)
+            seconds: float = ((operations / full) ** exponent + reading**exponent) ** (1 / exponent)
             errors.append(abs(seconds * rates[rows] / operations - 1))
         return max(errors)
 

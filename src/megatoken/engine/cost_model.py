@@ -24,6 +24,8 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from megatoken.engine.config import ModelConfig, Precision, sharded
 from megatoken.engine.gpus import Gpu
 from megatoken.engine.memory import ACTIVATION_BYTES, LINEAR_BYTES, bytes_per_token
@@ -76,7 +78,7 @@ _HEAD_PRECISION: Precision = "bf16"
 
 
 class StepCost(NamedTuple):
-    """One step: seconds of it and of its parts. Clock and power are None where no law of them is known."""
+    """One step: seconds of it and of its parts. Clock and power are NaN where no law of them is known."""
 
     seconds: float
     products: float
@@ -87,8 +89,8 @@ class StepCost(NamedTuple):
     gaps: float
     all_reduce: float
     stack: float
-    clock_mhz: float | None
-    watts: float | None
+    clock_mhz: float
+    watts: float
 
 
 class CostModel:
@@ -165,10 +167,10 @@ class CostModel:
 
     def step(self, plan: StepPlan) -> StepCost:
         """The cost of a planned step."""
-        decodes = plan.decodes
-        chunks = list(zip(plan.start[decodes:].tolist(), plan.count[decodes:].tolist(), strict=True))
-        cached_tokens = int(plan.start[:decodes].sum()) + decodes
-        samples = len(plan.sample) - 1 + int(plan.sample[-1])  # at most the newest has a part of its prompt left
+        decodes, start = plan.decodes, plan.start
+        chunks = zip(start[decodes:].tolist(), plan.count[decodes:].tolist(), strict=True)
+        cached_tokens = int(np.add.reduce(start[:decodes])) + decodes
+        samples = len(plan.sample) - (not plan.sample[-1])  # at most the newest has a part of its prompt left
         return self.step_of(decodes, cached_tokens, chunks, samples)
 
     def step_of(
@@ -202,7 +204,7 @@ class CostModel:
         stack = sequences * self._seconds_per_sequence
         head_seconds = samples * self._head_seconds
 
-        clock, watts = 1.0, None  # the clock as a share of the highest
+        clock, watts = 1.0, math.nan  # the clock as a share of the highest
         if self._limit_watts is not None:
             moved = (
                 self._weights_bytes
@@ -236,7 +238,7 @@ class CostModel:
             gaps,
             all_reduce,
             stack,
-            None if watts is None else clock * HIGHEST_CLOCK_MHZ,
+            clock * HIGHEST_CLOCK_MHZ if self._limit_watts is not None else math.nan,
             watts,
         )
 

@@ -32,6 +32,7 @@ from megatoken.engine.page_forecast import PageForecast
 from megatoken.engine.pages import PageAllocator
 from megatoken.errors import CapacityError
 
+_ONE = np.int32(1)
 PRIOR_TOKENS = 4096
 """Weight, in tokens of answers, of the assumption that an answer takes all of its limit."""
 
@@ -216,11 +217,12 @@ class Scheduler:
         Returns:
             The step, its pages already written to ``page_table``; None when nothing waits or is resident.
         """
-        computed = self._known[: self.decodes] - np.int32(1)
-        full = (computed // self._page_size * self._page_size == computed).nonzero()[0]  # each lacks a page
+        computed = self._known - _ONE
+        full = self._full(computed)
         preempted: tuple[int, ...] = ()
         if len(full) > self._pages.free:
             preempted, full = self._preempt(full)
+            computed = self._known - _ONE
         decodes, half_done = self.decodes, int(self._half_done)
         max_rows = self._max_rows
         if prompt_rows is not None:
@@ -228,19 +230,20 @@ class Scheduler:
         if self._waiting and not preempted:
             self._admit(self._pages.free - len(full), max_rows, most_sequences)
         slot, known = self._residents, self._known
-        if not len(slot):
+        residents = len(slot)
+        if not residents:
             return None
 
-        start = known - np.int32(1)
-        start[decodes:] = 0
+        start = np.zeros(residents, dtype=np.int32)
+        start[:decodes] = computed[:decodes]
         if half_done:
             start[decodes] = self._half_done_computed
         count = known - start
-        excess = decodes + int(count[decodes:].sum()) - max_rows
+        excess = decodes + sum(count[decodes:].tolist()) - max_rows
         self._half_done = excess > 0
-        page_slot, page_index, page = self._give_pages(full, decodes + half_done)
-        sample = np.ones(len(slot), dtype=np.bool_)
-        self._known = known + np.int32(1)
+        page_slot, page_index, page = self._give_pages(full, computed, decodes + half_done)
+        sample = np.ones(residents, dtype=np.bool_)
+        self._known = known + _ONE
         if self._half_done:
             count[-1] -= excess
             sample[-1] = False
@@ -303,28 +306,29 @@ class Scheduler:
         spare_slots = len(self._free_slots)
         if most_sequences is not None:
             spare_slots = min(spare_slots, most_sequences - self.resident)
-        admitted: list[_Waiting] = []
         slots: list[int] = []
+        admitted: list[_Waiting] = []
         bears: Callable[[_Waiting], bool] | None = None
         while self._waiting and spare_rows > 0 and len(admitted) < spare_slots:
-            ticket, request = next(iter(self._waiting.items()))
+            ticket, request = self._waiting.popitem(last=False)
             spare_rows -= request.known
             spare_pages -= self._pages_for(request.known)
-            if spare_pages < 0:
-                break
             pages_at_limits = self._pages_at_limits + self._pages_for(request.length - 1)
-            if pages_at_limits > self._num_pages:  # otherwise the cache bears them whatever they take
+            fits = spare_pages >= 0
+            if fits and pages_at_limits > self._num_pages:  # otherwise the cache bears them whatever they take
                 bears = bears or self._forecast(admitted)
-                if not bears(request):
-                    break  # never where nothing is resident: alone it fits, which ``add`` made sure of
-            del self._waiting[ticket]
+                fits = bears(request)  # true where nothing is resident: alone it fits, which ``add`` made sure of
+            if not fits:
+                self._waiting[ticket] = request
+                self._waiting.move_to_end(ticket, last=False)
+                break
             self._pages_at_limits = pages_at_limits
             slot = self._free_slots.pop()
             self._ticket[slot], self._prompt[slot] = ticket, request.prompt
             slots.append(slot)
             admitted.append(request)
         if admitted:
-            _, known, length = zip(*admitted, strict=True)
+            known, length = [request.known for request in admitted], [request.length for request in admitted]
             self._residents = np.concatenate((self._residents, np.array(slots, dtype=np.int32)))
             self._known = np.concatenate((self._known, np.array(known, dtype=np.int32)))
             self._length = np.concatenate((self._length, np.array(length, dtype=np.int32)))
@@ -351,9 +355,9 @@ class Scheduler:
         return bears
 
     def _give_pages(
-        self, full: NDArray[np.intp], first_admitted: int
+        self, full: NDArray[np.intp], computed: NDArray[np.int32], first_admitted: int
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        """Gives one page to each resident in ``full``, and to those just admitted all that they need.
+        """Gives a page to each resident in ``full``, of those that have ``computed``, and to those just admitted all.
 
         Returns:
             Slot, index in its row of the table, and page of each.
@@ -361,11 +365,21 @@ class Scheduler:
         admitted = self._residents[first_admitted:]
         pages = [self._pages_for(known) for known in self._known[first_admitted:].tolist()]
         page_slot = np.concatenate((self._residents[full], admitted.repeat(pages)))
-        last_index = (self._known[full] - np.int32(1)) // np.int32(self._page_size)
-        page_index = np.concatenate([last_index, *(self._page_indices[:count] for count in pages)])
+        page_index = np.concatenate(
+            [computed[full] // self._page_size, *[self._page_indices[:count] for count in pages]]
+        )
         page = self._pages.allocate(len(page_slot))
         self.page_table[page_slot, page_index] = page
         return page_slot, page_index, page
+
+    def _full(self, computed: NDArray[np.int32]) -> NDArray[np.intp]:
+        """Those decoding residents, of which each has ``computed`` so much, that lack a page for their next row."""
+        computed = computed[: self.decodes]
+        size = self._page_size
+        # Of a power of two the lowest bits are the remainder, and five times as fast.
+        in_last_page = computed % size if size & (size - 1) else computed & (size - 1)
+        full: NDArray[np.intp] = (in_last_page == 0).nonzero()[0]
+        return full
 
     def _held(self, resident: int, known: int) -> int:
         """Pages of a resident that knows so many tokens."""
@@ -379,16 +393,19 @@ class Scheduler:
             gone: their places among the residents.
             answered: their answers are whole: how much of their limits they took is noted.
         """
-        pages = []
-        columns = (gone, self._residents[gone], self._known[gone], self._length[gone])
-        for place, slot, known, length in zip(*(column.tolist() for column in columns), strict=True):
-            pages.append(self.page_table[slot, : self._held(place, known)])
-            self._pages_at_limits -= self._pages_for(length - 1)
-            self._free_slots.append(slot)
-            if answered:
-                self._answered_tokens += known - self._prompt[slot]
-                self._answer_limits += length - self._prompt[slot]
+        slots, lengths = self._residents[gone].tolist(), self._length[gone].tolist()
+        knowns = self._known[gone].tolist()
+        pages = [
+            self.page_table[slot, : self._held(place, known)]
+            for place, slot, known in zip(gone.tolist(), slots, knowns, strict=True)
+        ]
         self._pages.release(np.concatenate(pages))
+        self._pages_at_limits -= sum([self._pages_for(length - 1) for length in lengths])
+        self._free_slots += slots
+        if answered:
+            prompts = sum([self._prompt[slot] for slot in slots])
+            self._answered_tokens += sum(knowns) - prompts
+            self._answer_limits += sum(lengths) - prompts
         self._half_done = self._half_done and int(gone[-1]) != self.resident - 1
         kept = np.ones(self.resident, dtype=np.bool_)
         kept[gone] = False
