@@ -122,7 +122,7 @@ def weights(gemm: Any) -> list[Fit]:
     full = float(np.mean([rates[rows] for rows in FULL_RATE_ROWS]))
 
     def worst(share: float, exponent: float) -> float:
-        errors = []
+        errors: list[float] = []
         for rows in (64, 256, 512):
             operations = 2.0 * rows * elements
             reading = elements / (share * H200.memory_bytes_per_second)

@@ -166,7 +166,7 @@ class Scheduler:
         request = f"a prompt of {prompt_tokens} tokens and {max_tokens} new ones"
         if length > self._max_length:
             raise CapacityError(f"{request} exceed the longest sequence of {self._max_length} tokens; lower max_tokens")
-        pages = self._pages_for(length - 1)  # nothing attends to the last token
+        pages = -(-(length - 1) // self._page_size)  # nothing attends to the last token
         if pages > self._num_pages:
             raise CapacityError(
                 f"{request} need {pages} pages of {self._page_size} tokens, the cache has {self._num_pages}; "
@@ -268,9 +268,6 @@ class Scheduler:
             self._remove(done, answered=True)
         return plan
 
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self._page_size)
-
     def _preempt(self, full: NDArray[np.intp]) -> tuple[tuple[int, ...], NDArray[np.intp]]:
         """Pushes the newest residents back to the queue until the others get a page for each that is ``full``.
 
@@ -286,7 +283,7 @@ class Scheduler:
             slot = self._residents[keep]
             lacking = int(np.searchsorted(full, keep))
             ticket, known = int(self._ticket[slot]), int(self._known[keep])
-            free += self._held(keep, known)
+            free += self._held([keep], [known])[0]
             self._waiting[ticket] = _Waiting(self._prompt[slot], known, int(self._length[keep]))
             self._waiting.move_to_end(ticket, last=False)
             self._recomputed_tokens += self._half_done_computed if keep == self.decodes else known - 1
@@ -300,7 +297,7 @@ class Scheduler:
 
         The pages are given whole in the same plan, so a half-done prompt never lacks any.
         """
-        spare_rows = max_rows - self.decodes
+        size, spare_rows = self._page_size, max_rows - self.decodes
         if self._half_done:
             spare_rows -= int(self._known[-1]) - self._half_done_computed
         spare_slots = len(self._free_slots)
@@ -312,8 +309,8 @@ class Scheduler:
         while self._waiting and spare_rows > 0 and len(admitted) < spare_slots:
             ticket, request = self._waiting.popitem(last=False)
             spare_rows -= request.known
-            spare_pages -= self._pages_for(request.known)
-            pages_at_limits = self._pages_at_limits + self._pages_for(request.length - 1)
+            spare_pages -= -(-request.known // size)
+            pages_at_limits = self._pages_at_limits - (1 - request.length) // size
             fits = spare_pages >= 0
             if fits and pages_at_limits > self._num_pages:  # otherwise the cache bears them whatever they take
                 bears = bears or self._forecast(admitted)
@@ -363,7 +360,7 @@ class Scheduler:
             Slot, index in its row of the table, and page of each.
         """
         admitted = self._residents[first_admitted:]
-        pages = [self._pages_for(known) for known in self._known[first_admitted:].tolist()]
+        pages = [-(-known // self._page_size) for known in self._known[first_admitted:].tolist()]
         page_slot = np.concatenate((self._residents[full], admitted.repeat(pages)))
         page_index = np.concatenate(
             [computed[full] // self._page_size, *[self._page_indices[:count] for count in pages]]
@@ -381,10 +378,10 @@ class Scheduler:
         full: NDArray[np.intp] = (in_last_page == 0).nonzero()[0]
         return full
 
-    def _held(self, resident: int, known: int) -> int:
-        """Pages of a resident that knows so many tokens."""
-        half_done = resident == self.decodes  # holds the pages of all it knows
-        return self._pages_for(known if half_done else known - 1)
+    def _held(self, residents: list[int], known: list[int]) -> list[int]:
+        """Pages of these residents, which know so many tokens."""
+        half_done, size = self.decodes, self._page_size  # a half-done one, the newest, holds the pages of all it knows
+        return [-(-(tokens - (one != half_done)) // size) for one, tokens in zip(residents, known, strict=True)]
 
     def _remove(self, gone: NDArray[np.intp], *, answered: bool) -> None:
         """Takes these residents, in order, out of their slots and frees their pages.
@@ -394,13 +391,10 @@ class Scheduler:
             answered: their answers are whole: how much of their limits they took is noted.
         """
         slots, lengths = self._residents[gone].tolist(), self._length[gone].tolist()
-        knowns = self._known[gone].tolist()
-        pages = [
-            self.page_table[slot, : self._held(place, known)]
-            for place, slot, known in zip(gone.tolist(), slots, knowns, strict=True)
-        ]
-        self._pages.release(np.concatenate(pages))
-        self._pages_at_limits -= sum([self._pages_for(length - 1) for length in lengths])
+        knowns, size = self._known[gone].tolist(), self._page_size
+        held = zip(slots, self._held(gone.tolist(), knowns), strict=True)
+        self._pages.release(np.concatenate([self.page_table[slot, :pages] for slot, pages in held]))
+        self._pages_at_limits -= sum([-(-(length - 1) // size) for length in lengths])
         self._free_slots += slots
         if answered:
             prompts = sum([self._prompt[slot] for slot in slots])
