@@ -117,7 +117,7 @@ def test_weight_bytes_are_those_of_the_packed_weights(tmp_path: Path) -> None:
                 tensors += [layer.input_norm_D, layer.post_norm_D]
                 tensors += layer.qk_norms_E or ()
             stored = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            assert weight_bytes(source.config, precision, CPU) == stored
+            assert weight_bytes(source.config, precision, "cpu") == stored
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])

@@ -177,7 +177,7 @@ def test_weight_bytes(quantized: Quantized) -> None:
     for file in quantized.directory.glob("*.safetensors"):
         stored += sum(tensor.nbytes for name, tensor in load_file(file).items() if not name.endswith("_scale"))
     source = Checkpoint.open(quantized.directory)
-    assert weight_bytes(source.config, "fp8", CUDA) == stored
+    assert weight_bytes(source.config, "fp8", "cuda") == stored
     for precision in ("bf16", "fp8"):
         weights = load_weights(source, cpu, precision, 16, CPU)
         tensors = [weights.embedding_VD, weights.norm_D, weights.head.packed]
@@ -186,7 +186,7 @@ def test_weight_bytes(quantized: Quantized) -> None:
             tensors += [linear.packed for linear in linears]
             tensors += [linear.bias for linear in linears if linear.bias is not None]
             tensors += [layer.input_norm_D, layer.post_norm_D, *(layer.qk_norms_E or ())]
-        assert weight_bytes(source.config, precision, CPU) == sum(tensor.nbytes for tensor in tensors)
+        assert weight_bytes(source.config, precision, "cpu") == sum(tensor.nbytes for tensor in tensors)
 
 
 # Number formats

@@ -66,11 +66,6 @@ def cache_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     return torch.float8_e4m3fn if precision == "fp8" and device.type == "cuda" else ACTIVATION_DTYPE[precision]
 
 
-def bytes_per_token(config: ModelConfig, precision: Precision, device: torch.device) -> int:
-    """Cache bytes of one token over all layers."""
-    return 2 * config.layers * config.kv_heads * config.head_dim * cache_dtype(precision, device).itemsize
-
-
 def allocate_cache(
     config: ModelConfig,
     precision: Precision,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeGuard
 
-from megatoken.errors import CheckpointError
+from megatoken.errors import CapacityError, CheckpointError
 
-Precision = Literal["fp32", "bf16", "fp8"]
+Precision = Literal["fp32", "bf16", "fp8", "fp4"]
+"""Of weights and linear inputs. fp4 (e2m1 with a scale for 16 values) can be simulated only."""
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -200,6 +201,28 @@ SHAPES: dict[str, ModelConfig] = {
         _llama31("llama3.1-405b", 16_384, 53_248, 126, 128),
     )
 }
+
+
+def sharded(model: ModelConfig, ranks: int) -> ModelConfig:
+    """What one of ``ranks`` holds and computes.
+
+    Raises:
+        CapacityError: heads or features cannot be shared out evenly.
+    """
+    for name in ("heads", "kv_heads", "intermediate_size"):
+        count = getattr(model, name)
+        if count % ranks:
+            raise CapacityError(
+                f"tensor_parallel {ranks} does not divide the {count:,} {name} of {model.name}; "
+                f"take a divisor of {math.gcd(model.heads, model.kv_heads, model.intermediate_size)}"
+            )
+    return replace(
+        model,
+        heads=model.heads // ranks,
+        kv_heads=model.kv_heads // ranks,
+        intermediate_size=model.intermediate_size // ranks,
+    )
+
 
 REFERENCE = "reference"  # the trained model that ships with the package
 _REFERENCE_FOLDER = Path(__file__).resolve().parents[1] / "data" / "reference_model"

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,16 @@ from megatoken.engine.follower import specification
 from megatoken.engine.memory import MemoryPlan, plan_memory
 from megatoken.engine.ops import NO_TOKEN
 from megatoken.engine.parallel import Followers, RankWeights
-from megatoken.engine.request import Completion, FinishReason, Request, Sampling, TokenEvent
+from megatoken.engine.request import (
+    Completion,
+    Counters,
+    FinishReason,
+    Request,
+    Sampling,
+    TokenEvent,
+    check_request,
+    token_ids,
+)
 from megatoken.engine.runner import Runner, SampledIds
 from megatoken.engine.scheduler import Scheduler, StepPlan
 from megatoken.engine.step_time import StepTime
@@ -37,23 +45,6 @@ class _Active:
     max_tokens: int
     stop_ids: frozenset[int]
     sampling: Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """The engine at one moment; ``rows``, ``preemptions``, ``recomputed_tokens`` and ``steps`` count from the start."""
-
-    in_flight: int
-    waiting: int
-    resident: int
-    rows: int
-    last_step_rows: int
-    row_budget: int
-    pages_free: int
-    pages: int
-    preemptions: int
-    recomputed_tokens: int
-    steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +131,7 @@ class Engine:
         """
         if not isinstance(request, Request):
             raise RequestError(f"expected a Request, got {reprlib.repr(request)}; write Request(prompt, max_tokens)")
-        prompt = self.encode(request.prompt) if isinstance(request.prompt, str) else _token_ids(request.prompt)
+        prompt = self.encode(request.prompt) if isinstance(request.prompt, str) else token_ids(request.prompt)
         check_request(prompt, request, self.model_config.vocabulary_size)
         stop_ids = frozenset(request.stop_token_ids)
         if not request.ignore_end_token:
@@ -154,6 +145,13 @@ class Engine:
         self._active[ticket] = _Active(prompt, [], request.max_tokens, stop_ids, sampling)
         self._drawing += request.sampling.temperature > 0
         return ticket
+
+    @property
+    def gpu_uuid(self) -> str | None:
+        """Of the GPU that this process uses, as its driver names it; None without one."""
+        if self.device.type != "cuda":
+            return None
+        return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``.
@@ -340,36 +338,3 @@ class Engine:
 
     def _forget(self, ticket: int) -> None:
         self._drawing -= self._active.pop(ticket).sampling.temperature > 0
-
-
-def _token_ids(prompt: Sequence[int]) -> list[int]:
-    """The ids as plain integers, whatever sequence of whatever integer type holds them."""
-    try:
-        return [index(token) for token in prompt]
-    except TypeError as error:
-        raise RequestError(f"the prompt must be text or token ids, not {reprlib.repr(prompt)}") from error
-
-
-def check_request(prompt: Sequence[int], request: Request, vocabulary_size: int) -> None:
-    """Refuse what can never be served.
-
-    Raises:
-        RequestError: says which field and why.
-    """
-    if not prompt:
-        raise RequestError("the prompt is empty; give at least one token")
-    lowest, highest = min(prompt), max(prompt)
-    if lowest < 0 or highest >= vocabulary_size:
-        wrong = lowest if lowest < 0 else highest
-        raise RequestError(f"prompt token id {wrong} is outside the vocabulary of {vocabulary_size:,}")
-    if not isinstance(request.max_tokens, int):
-        raise RequestError(f"max_tokens is {request.max_tokens!r}; it must be a whole number")
-    if request.max_tokens < 1:
-        raise RequestError(f"max_tokens is {request.max_tokens}; it must be at least 1")
-    sampling = request.sampling
-    if not 0 <= sampling.temperature < float("inf"):
-        raise RequestError(f"temperature is {sampling.temperature}; it must be finite and not negative")
-    if sampling.top_k < 0:
-        raise RequestError(f"top_k is {sampling.top_k}; it must be 0 (all) or more")
-    if not 0 < sampling.top_p <= 1:
-        raise RequestError(f"top_p is {sampling.top_p}; it must be above 0 and at most 1")

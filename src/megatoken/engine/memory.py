@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from megatoken.engine.cache import ACTIVATION_DTYPE, bytes_per_token
-from megatoken.engine.config import EngineConfig, ModelConfig, Precision
-from megatoken.engine.device import available_memory_bytes, choose_device
-from megatoken.engine.ops import PARTIAL_RESULTS
-from megatoken.engine.parallel import sharded
+from megatoken.engine.config import EngineConfig, ModelConfig, Precision, sharded
 from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES
-from megatoken.engine.sampling import BLOCK_ROWS
 from megatoken.errors import CapacityError, ConfigError
+
+ACTIVATION_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2, "fp4": 2}
+LINEAR_BYTES: dict[Precision, float] = {"fp32": 4, "bf16": 2, "fp8": 1, "fp4": 0.5 + 1 / 16}
+"""Of a weight of the layers' linears on a GPU; an fp4 one has its share of a scale."""
+PARTIAL_RESULTS = 8192
+"""Sequences times pieces that a GPU's decode attention may cut them into: bounds its scratch memory."""
+BLOCK_ROWS = 16
+"""Rows whose next token is drawn at a time, which bounds the copies of their logits."""
 
 PROCESS_BYTES = 300_000_000
 """Python, PyTorch and the command's other libraries, measured 224 to 260 MB, before the first weight."""
@@ -70,32 +71,57 @@ class MemoryPlan:
         ]
 
 
-def weight_bytes(model: ModelConfig, precision: Precision, device: torch.device) -> int:
-    """Bytes of the packed weights.
+def weight_bytes(model: ModelConfig, precision: Precision, device: str) -> int:
+    """Bytes of the packed weights on a device, "cpu" or "cuda".
 
     On the CPU the packed head of a tied model is a copy of its embedding, and fp8 values are held in bf16.
     """
-    parameters, item = model.parameters, ACTIVATION_DTYPE[precision].itemsize
-    if device.type == "cpu":
+    parameters, item = model.parameters, ACTIVATION_BYTES[precision]
+    if device == "cpu":
         return (parameters + (model.vocabulary_size * model.hidden_size if model.tied_embeddings else 0)) * item
-    return parameters * item - (model.linear_parameters if precision == "fp8" else 0)
+    return parameters * item - round(model.linear_parameters * (item - LINEAR_BYTES[precision]))
+
+
+def bytes_per_token(model: ModelConfig, precision: Precision, device: str) -> int:
+    """Cache bytes of one token over all layers. On the CPU an fp8 cache holds e4m3 values in bf16 storage."""
+    item = 1 if device == "cuda" and precision in ("fp8", "fp4") else ACTIVATION_BYTES[precision]
+    return 2 * model.layers * model.kv_heads * model.head_dim * item
 
 
 def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
-    """Derive every size.
+    """Derive every size of an engine on this machine.
 
     Raises:
         ConfigError: an unknown precision, or a size below 1.
         CapacityError: model, context and cache cannot fit, with the numbers.
     """
-    _check(config)
-    model = sharded(model, config.tensor_parallel)
+    import torch  # a simulated engine plans without it
+
+    from megatoken.engine.cache import ACTIVATION_DTYPE
+    from megatoken.engine.device import available_memory_bytes, choose_device
+
+    if config.precision not in ACTIVATION_DTYPE:
+        raise ConfigError(f"precision is {config.precision}; take one of {', '.join(ACTIVATION_DTYPE)}")
+    check_sizes(config)
+    sharded(model, config.tensor_parallel)
     device, _ = choose_device(config)
-    on_gpu = device.type == "cuda"
-    if on_gpu and config.tensor_parallel > torch.cuda.device_count():
+    if device.type == "cuda" and config.tensor_parallel > torch.cuda.device_count():
         raise CapacityError(
             f"tensor_parallel {config.tensor_parallel} needs as many GPUs, and {torch.cuda.device_count()} are here"
         )
+    return plan_memory_of(model, config, device.type, available_memory_bytes(device))
+
+
+def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, available: int) -> MemoryPlan:
+    """Derive every size of an engine on a device, "cpu" or "cuda", that has ``available`` bytes left: a GPU for a rank.
+
+    Raises:
+        ConfigError: a size below 1.
+        CapacityError: model, context and cache cannot fit, with the numbers.
+    """
+    check_sizes(config)
+    model = sharded(model, config.tensor_parallel)
+    on_gpu = device == "cuda"
     page_size = config.page_size or DEFAULT_PAGE_SIZE
     if on_gpu:
         _check_gpu_shapes(model, page_size)
@@ -113,7 +139,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
                 "raise it or lower page_size"
             )
         max_length = min(max_length, pages * page_size)
-    default_rows = DEFAULT_MAX_ROWS[device.type]
+    default_rows = DEFAULT_MAX_ROWS[device]
     weights = weight_bytes(model, config.precision, device)
     if on_gpu and model.parameters > LARGE_MODEL_PARAMETERS:
         default_rows = LARGE_MODEL_ROWS_ON_GPU
@@ -129,7 +155,6 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
     loading = max(model.vocabulary_size, 2 * model.intermediate_size) * model.hidden_size * (10 if on_gpu else 4)
     process = GPU_LIBRARY_BYTES if on_gpu else PROCESS_BYTES
 
-    available = available_memory_bytes(device)
     if config.memory_bytes is not None:
         available = min(available, config.memory_bytes)
     if not on_gpu:
@@ -143,7 +168,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
         pages = max(min(max_sequences * sequence_pages, taken), min(sequence_pages, fitting), 1)
     workspace = max(step + pages * step_page, loading - (pages + 1) * page)
     plan = MemoryPlan(
-        device=device.type,
+        device=device,
         weights_bytes=weights,
         cache_bytes=(pages + 1) * page,
         workspace_bytes=workspace,
@@ -174,7 +199,7 @@ def _cpu_step_bytes(
     model: ModelConfig, precision: Precision, page_size: int, max_rows: int, max_sequences: int, max_length: int
 ) -> tuple[int, int]:
     """What the tensors of one step take at most: bytes in any case, and bytes for each page of the cache."""
-    item = ACTIVATION_DTYPE[precision].itemsize
+    item = ACTIVATION_BYTES[precision]
     heads, queries, keys = model.heads, model.heads * model.head_dim, model.kv_heads * model.head_dim
     sampled = min(max_sequences, max_rows)
     row = item * (4 * model.hidden_size + 3 * (queries + 2 * keys) + 2 * model.intermediate_size)
@@ -197,9 +222,10 @@ def _gpu_step_bytes(
     """The same on a GPU, where nothing grows with the pages of the cache and two steps are on their way at a time."""
     hidden, feed_forward = model.hidden_size, model.intermediate_size
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    sampled = max_sequences
+    sampled, item = max_sequences, ACTIVATION_BYTES[precision]
     row = 2 * (4 * hidden + 2 * (queries + 2 * keys) + 2 * queries + 3 * feed_forward)
-    if precision == "fp8":  # while its scales are being found, inputs of linears are there in bf16, fp32 and e4m3
+    if LINEAR_BYTES[precision] < item:
+        # While its scales are being found, inputs of linears are there in bf16, fp32 and e4m3.
         row += 8 * max(feed_forward, queries, hidden)
     logits = sampled * model.vocabulary_size * 2 + BLOCK_ROWS * model.vocabulary_size * 96
     partial = max(PARTIAL_RESULTS, sampled) * model.heads * (model.head_dim + 2) * 4
@@ -223,9 +249,8 @@ def _check_gpu_shapes(model: ModelConfig, page_size: int) -> None:
         )
 
 
-def _check(config: EngineConfig) -> None:
-    if config.precision not in ACTIVATION_DTYPE:
-        raise ConfigError(f"precision is {config.precision}; take one of {', '.join(ACTIVATION_DTYPE)}")
+def check_sizes(config: EngineConfig) -> None:
+    """Refuses a size below 1."""
     for name in (
         *("max_rows", "max_sequences", "max_length", "page_size", "cache_tokens", "memory_bytes", "threads"),
         "tensor_parallel",

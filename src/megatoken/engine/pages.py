@@ -46,9 +46,10 @@ class PageAllocator:
             raise ValueError(
                 f"cannot release pages {ordered[0]}..{ordered[-1]}: the cache has {self._stack.size} pages"
             )
-        twice = np.concatenate((ordered[1:][ordered[1:] == ordered[:-1]], ordered[self._is_free[ordered]]))
-        if twice.size:
-            raise ValueError(f"page {twice[0]} is released twice")
+        twice = self._is_free[ordered]
+        twice[1:] |= ordered[1:] == ordered[:-1]
+        if twice.any():
+            raise ValueError(f"page {ordered[twice][0]} is released twice")
         self._is_free[pages] = True
         self._stack[self._free : self._free + pages.size] = pages
         self._free += pages.size

@@ -30,10 +30,10 @@ import torch.distributed
 from torch import Tensor
 
 from megatoken.engine.batch import StepArrays
-from megatoken.engine.config import ModelConfig
+from megatoken.engine.config import sharded
 from megatoken.engine.model import Fp8Source, WeightSource
 from megatoken.engine.quant import Fp8Weight
-from megatoken.errors import CapacityError, MegatokenError
+from megatoken.errors import MegatokenError
 
 _c10d: Any = torch.distributed  # groups made by hand: the module's own are global
 
@@ -42,27 +42,6 @@ _CUT_BY_COLUMNS = ("o_proj", "down_proj")
 _FIELDS = [field.name for field in dataclasses.fields(StepArrays) if field.name != "decodes"]
 _LAST_WORDS_SECONDS = 1.0  # between the end of a rank's sockets and that of its process
 _AS_LONG_AS_IT_TAKES = datetime.timedelta(days=30)  # an idle engine sends no steps; a rank that dies closes its sockets
-
-
-def sharded(model: ModelConfig, ranks: int) -> ModelConfig:
-    """What one of ``ranks`` holds and computes.
-
-    Raises:
-        CapacityError: heads or features cannot be shared out evenly.
-    """
-    for name in ("heads", "kv_heads", "intermediate_size"):
-        count = getattr(model, name)
-        if count % ranks:
-            raise CapacityError(
-                f"tensor_parallel {ranks} does not divide the {count:,} {name} of {model.name}; "
-                f"take a divisor of {math.gcd(model.heads, model.kv_heads, model.intermediate_size)}"
-            )
-    return dataclasses.replace(
-        model,
-        heads=model.heads // ranks,
-        kv_heads=model.kv_heads // ranks,
-        intermediate_size=model.intermediate_size // ranks,
-    )
 
 
 class RankWeights:

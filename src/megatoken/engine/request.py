@@ -1,10 +1,14 @@
-"""What a user asks of the engine and what comes back; the only objects that users and scheduler share."""
+"""What a user asks of an engine and what comes back, and what every engine refuses."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import index
+
+from megatoken.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +65,57 @@ class TokenEvent:
     ticket: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """The engine at one moment; ``rows``, ``preemptions``, ``recomputed_tokens`` and ``steps`` count from the start."""
+
+    in_flight: int
+    waiting: int
+    resident: int
+    rows: int
+    last_step_rows: int
+    row_budget: int
+    pages_free: int
+    pages: int
+    preemptions: int
+    recomputed_tokens: int
+    steps: int
+
+
+def token_ids(prompt: Sequence[int]) -> list[int]:
+    """The ids as plain integers, whatever sequence of whatever integer type holds them.
+
+    Raises:
+        RequestError: it holds something else.
+    """
+    try:
+        return [index(token) for token in prompt]
+    except TypeError as error:
+        raise RequestError(f"the prompt must be text or token ids, not {reprlib.repr(prompt)}") from error
+
+
+def check_request(prompt: Sequence[int], request: Request, vocabulary_size: int) -> None:
+    """Refuse what can never be served.
+
+    Raises:
+        RequestError: says which field and why.
+    """
+    if not prompt:
+        raise RequestError("the prompt is empty; give at least one token")
+    lowest, highest = min(prompt), max(prompt)
+    if lowest < 0 or highest >= vocabulary_size:
+        wrong = lowest if lowest < 0 else highest
+        raise RequestError(f"prompt token id {wrong} is outside the vocabulary of {vocabulary_size:,}")
+    if not isinstance(request.max_tokens, int):
+        raise RequestError(f"max_tokens is {request.max_tokens!r}; it must be a whole number")
+    if request.max_tokens < 1:
+        raise RequestError(f"max_tokens is {request.max_tokens}; it must be at least 1")
+    sampling = request.sampling
+    if not 0 <= sampling.temperature < float("inf"):
+        raise RequestError(f"temperature is {sampling.temperature}; it must be finite and not negative")
+    if sampling.top_k < 0:
+        raise RequestError(f"top_k is {sampling.top_k}; it must be 0 (all) or more")
+    if not 0 < sampling.top_p <= 1:
+        raise RequestError(f"top_p is {sampling.top_p}; it must be above 0 and at most 1")

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatoken.engine.memory import BLOCK_ROWS
 from megatoken.engine.ops import NO_TOKEN
 from megatoken.engine.request import Sampling
 
-BLOCK_ROWS = 16
 """Rows drawn at a time: bounds the float64 copies of a vocabulary."""
 
 

@@ -21,8 +21,9 @@ Two facts follow from the rules and keep the code short:
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +32,7 @@ from megatoken.engine.page_forecast import PageForecast
 from megatoken.engine.pages import PageAllocator
 from megatoken.errors import CapacityError
 
-Tokens = TypeVar("Tokens", int, NDArray[np.int32])
-
+_ONE = np.int32(1)
 PRIOR_TOKENS = 4096
 """Weight, in tokens of answers, of the assumption that an answer takes all of its limit."""
 
@@ -101,19 +101,22 @@ class Scheduler:
         self.page_table = np.zeros((max_sequences, -(-max_length // page_size)), dtype=np.int32)
         self._max_rows = max_rows
         self._page_size = page_size
+        self._page_indices = np.arange(self.page_table.shape[1], dtype=np.int32)
         self._num_pages = num_pages
         self._max_length = max_length
         self._pages = PageAllocator(num_pages)
         self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # by ticket, oldest first
-        self._residents = np.empty(0, dtype=np.int32)  # slots, oldest first; replaced, never written in place
-        self._half_done = False  # the newest resident has computed only a part of what it knew when it was admitted
+        # By resident, oldest first; replaced, never written in place. All but a half-done one have computed what they
+        # know but for the newest token, and hold the pages of what they have computed.
+        self._residents = np.empty(0, dtype=np.int32)  # slots
+        self._known = np.empty(0, dtype=np.int32)
+        self._length = np.empty(0, dtype=np.int32)  # prompt_tokens + max_tokens
+        self._half_done = False  # the newest resident has computed only a part of what it knew when it was admitted,
+        self._half_done_computed = 0  # so many tokens, but holds the pages of all
+        self._pages_at_limits = 0  # that the residents hold if all take all of their lengths
         self._free_slots = list(range(max_sequences))[::-1]
-        self._ticket = np.zeros(max_sequences, dtype=np.int64)  # this and the next four: by slot
-        self._known = np.zeros(max_sequences, dtype=np.int32)
-        self._computed = np.zeros(max_sequences, dtype=np.int32)
-        self._length = np.zeros(max_sequences, dtype=np.int32)  # prompt_tokens + max_tokens
-        self._held = np.zeros(max_sequences, dtype=np.int32)  # pages
-        self._prompt = np.zeros(max_sequences, dtype=np.int32)
+        self._ticket = np.zeros(max_sequences, dtype=np.int64)  # by slot
+        self._prompt = [0] * max_sequences  # by slot
         self._answered_tokens = self._answer_limits = (
             PRIOR_TOKENS  # of all whole answers: what they took and might have
         )
@@ -163,7 +166,7 @@ class Scheduler:
         request = f"a prompt of {prompt_tokens} tokens and {max_tokens} new ones"
         if length > self._max_length:
             raise CapacityError(f"{request} exceed the longest sequence of {self._max_length} tokens; lower max_tokens")
-        pages = self._pages_for(length - 1)  # nothing attends to the last token
+        pages = -(-(length - 1) // self._page_size)  # nothing attends to the last token
         if pages > self._num_pages:
             raise CapacityError(
                 f"{request} need {pages} pages of {self._page_size} tokens, the cache has {self._num_pages}; "
@@ -186,12 +189,10 @@ class Scheduler:
         """
         if self._waiting.pop(ticket, None) is not None:
             return True
-        gone = self._ticket[self._residents] == ticket
-        if not gone.any():
+        gone = (self._ticket.take(self._residents) == ticket).nonzero()[0]
+        if not len(gone):
             return False
-        if answered:
-            self._learn(self._residents[gone])
-        self._remove(gone)
+        self._remove(gone, answered=answered)
         return True
 
     @property
@@ -202,7 +203,8 @@ class Scheduler:
     @property
     def cached_tokens(self) -> int:
         """Tokens whose keys are in the cache, of all residents."""
-        return int(self._computed[self._residents].sum())
+        decodes = self.decodes
+        return int(self._known[:decodes].sum()) - decodes + self._half_done * self._half_done_computed
 
     def plan(self, prompt_rows: int | None = None, most_sequences: int | None = None) -> StepPlan | None:
         """Plans the next step as if every token sampled so far were there.
@@ -215,33 +217,42 @@ class Scheduler:
         Returns:
             The step, its pages already written to ``page_table``; None when nothing waits or is resident.
         """
-        short = self._pages_for(self._known[self._residents]) - self._held[self._residents]
-        preempted = self._preempt(short)
-        decodes = self.decodes
+        computed = self._known - _ONE
+        full = self._full(computed)
+        preempted: tuple[int, ...] = ()
+        if len(full) > self._pages.free:
+            preempted, full = self._preempt(full)
+            computed = self._known - _ONE
+        decodes, half_done = self.decodes, int(self._half_done)
         max_rows = self._max_rows
         if prompt_rows is not None:
-            max_rows = min(max_rows, decodes + max(prompt_rows, int(self._half_done), int(not decodes)))
+            max_rows = min(max_rows, decodes + max(prompt_rows, half_done, int(not decodes)))
         if self._waiting and not preempted:
-            self._admit(self._pages.free - int(short.sum()), max_rows, most_sequences)
-        slot = self._residents
-        if not len(slot):
+            self._admit(self._pages.free - len(full), max_rows, most_sequences)
+        slot, known = self._residents, self._known
+        residents = len(slot)
+        if not residents:
             return None
 
-        start, known = self._computed[slot], self._known[slot]
+        start = np.zeros(residents, dtype=np.int32)
+        start[:decodes] = computed[:decodes]
+        if half_done:
+            start[decodes] = self._half_done_computed
         count = known - start
-        excess = int(count.sum()) - max_rows
+        excess = decodes + sum(count[decodes:].tolist()) - max_rows
         self._half_done = excess > 0
+        page_slot, page_index, page = self._give_pages(full, computed, decodes + half_done)
+        sample = np.ones(residents, dtype=np.bool_)
+        self._known = known + _ONE
         if self._half_done:
             count[-1] -= excess
-        end = start + count
-        sample = end == known
-        page_slot, page_index, page = self._give_pages(slot, self._pages_for(known) - self._held[slot])
-        known += sample
-        self._computed[slot], self._known[slot] = end, known
+            sample[-1] = False
+            self._known[-1] -= 1
+            self._half_done_computed = int(start[-1] + count[-1])
         plan = StepPlan(
             step=self._step,
             slot=slot,
-            ticket=self._ticket[slot],
+            ticket=self._ticket.take(slot),
             start=start,
             count=count,
             sample=sample,
@@ -252,103 +263,144 @@ class Scheduler:
             page=page,
         )
         self._step += 1
-        done = known == self._length[slot]
-        if done.any():
-            self._learn(slot[done])
-            self._remove(done)
+        done = (self._known == self._length).nonzero()[0]
+        if len(done):
+            self._remove(done, answered=True)
         return plan
 
-    def _pages_for(self, tokens: Tokens) -> Tokens:
-        return -(-tokens // self._page_size)
-
-    def _preempt(self, short: NDArray[np.int32]) -> tuple[int, ...]:
-        """Pushes the newest residents back to the queue until the others get the ``short`` pages they lack.
+    def _preempt(self, full: NDArray[np.intp]) -> tuple[tuple[int, ...], NDArray[np.intp]]:
+        """Pushes the newest residents back to the queue until the others get a page for each that is ``full``.
 
         The oldest is never reached: alone it fits, which ``add`` made sure of.
+
+        Returns:
+            Tickets of those pushed back, newest first; those of ``full`` that stay.
         """
-        lacking, free, keep = int(short.sum()), self._pages.free, self.resident
+        lacking, free, keep = len(full), self._pages.free, self.resident
         preempted: list[int] = []
         while lacking > free:
             keep -= 1
             slot = self._residents[keep]
-            lacking -= int(short[keep])
-            free += int(self._held[slot])
-            ticket = int(self._ticket[slot])
-            self._waiting[ticket] = _Waiting(int(self._prompt[slot]), int(self._known[slot]), int(self._length[slot]))
+            lacking = int(np.searchsorted(full, keep))
+            ticket, known = int(self._ticket[slot]), int(self._known[keep])
+            free += self._held([keep], [known])[0]
+            self._waiting[ticket] = _Waiting(self._prompt[slot], known, int(self._length[keep]))
             self._waiting.move_to_end(ticket, last=False)
-            self._recomputed_tokens += int(self._computed[slot])
+            self._recomputed_tokens += self._half_done_computed if keep == self.decodes else known - 1
             preempted.append(ticket)
-        if preempted:
-            self._preemptions += len(preempted)
-            self._remove(np.arange(self.resident) >= keep)
-        return tuple(preempted)
+        self._preemptions += len(preempted)
+        self._remove(np.arange(keep, self.resident), answered=False)
+        return tuple(preempted), full[:lacking]
 
     def _admit(self, spare_pages: int, max_rows: int, most_sequences: int | None) -> None:
         """Makes waiting requests resident, oldest first, while a row, a slot and the pages for all they know are left.
 
         The pages are given whole in the same plan, so a half-done prompt never lacks any.
         """
-        spare_rows = max_rows - int((self._known[self._residents] - self._computed[self._residents]).sum())
+        size, spare_rows = self._page_size, max_rows - self.decodes
+        if self._half_done:
+            spare_rows -= int(self._known[-1]) - self._half_done_computed
         spare_slots = len(self._free_slots)
         if most_sequences is not None:
             spare_slots = min(spare_slots, most_sequences - self.resident)
-        if spare_rows <= 0 or spare_slots <= 0:
-            return
-        resident, limits = self._residents, self._answer_limits
-        prompt, known, length = (
-            column[resident].astype(np.int64) for column in (self._prompt, self._known, self._length)
-        )
+        slots: list[int] = []
+        admitted: list[_Waiting] = []
+        bears: Callable[[_Waiting], bool] | None = None
+        while self._waiting and spare_rows > 0 and len(admitted) < spare_slots:
+            ticket, request = self._waiting.popitem(last=False)
+            spare_rows -= request.known
+            spare_pages -= -(-request.known // size)
+            pages_at_limits = self._pages_at_limits - (1 - request.length) // size
+            fits = spare_pages >= 0
+            if fits and pages_at_limits > self._num_pages:  # otherwise the cache bears them whatever they take
+                bears = bears or self._forecast(admitted)
+                fits = bears(request)  # true where nothing is resident: alone it fits, which ``add`` made sure of
+            if not fits:
+                self._waiting[ticket] = request
+                self._waiting.move_to_end(ticket, last=False)
+                break
+            self._pages_at_limits = pages_at_limits
+            slot = self._free_slots.pop()
+            self._ticket[slot], self._prompt[slot] = ticket, request.prompt
+            slots.append(slot)
+            admitted.append(request)
+        if admitted:
+            known, length = [request.known for request in admitted], [request.length for request in admitted]
+            self._residents = np.concatenate((self._residents, np.array(slots, dtype=np.int32)))
+            self._known = np.concatenate((self._known, np.array(known, dtype=np.int32)))
+            self._length = np.concatenate((self._length, np.array(length, dtype=np.int32)))
+
+    def _forecast(self, admitted: Iterable[_Waiting]) -> Callable[[_Waiting], bool]:
+        """Whether the cache will bear one more until all have ended, beside the residents and what was ``admitted``.
+
+        Whoever it will bear counts from then on.
+        """
+        limits = self._answer_limits
+        known, length = self._known.astype(np.int64), self._length.astype(np.int64)
+        prompt = np.array([self._prompt[slot] for slot in self._residents.tolist()], dtype=np.int64)
         # Residents count with what they have so far: short answers are the first to end, and would seem to be all.
         taken = min(self._answered_tokens + int((known - prompt).sum()), limits)
         end = prompt + (length - prompt) * taken // limits - 1  # nothing attends to the last token
         forecast = PageForecast(known, np.maximum(known, end), self._page_size, self._num_pages)
-        admitted: list[tuple[int, int, int, int]] = []
-        while self._waiting and spare_rows > 0 and len(admitted) < spare_slots:
-            ticket, request = next(iter(self._waiting.items()))
-            spare_rows -= request.known
-            spare_pages -= self._pages_for(request.known)
-            own_end = request.prompt + (request.length - request.prompt) * taken // limits - 1
-            if spare_pages < 0 or not forecast.admit(request.known, max(request.known, own_end)):
-                break  # never where nothing is resident: alone it fits, which ``add`` made sure of
-            del self._waiting[ticket]
-            admitted.append((ticket, *request))
-        if not admitted:
-            return
-        slot = np.array([self._free_slots.pop() for _ in admitted], dtype=np.int32)
-        columns = np.array(admitted, dtype=np.int64).T
-        self._ticket[slot], self._prompt[slot], self._known[slot], self._length[slot] = columns
-        self._computed[slot] = 0
-        self._residents = np.concatenate((self._residents, slot))
+
+        def bears(request: _Waiting) -> bool:
+            end = request.prompt + (request.length - request.prompt) * taken // limits - 1
+            return forecast.admit(request.known, max(request.known, end))
+
+        for request in admitted:
+            bears(request)
+        return bears
 
     def _give_pages(
-        self, slot: NDArray[np.int32], more: NDArray[np.int32]
+        self, full: NDArray[np.intp], computed: NDArray[np.int32], first_admitted: int
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        """Gives each slot ``more`` pages; returns slot, index in its row of the table, and page of each."""
-        page = self._pages.allocate(int(more.sum()))
-        page_slot, index = _enumerate(slot, more)
-        page_index = index + self._held[page_slot]
+        """Gives a page to each resident in ``full``, of those that have ``computed``, and to those just admitted all.
+
+        Returns:
+            Slot, index in its row of the table, and page of each.
+        """
+        admitted = self._residents[first_admitted:]
+        pages = [-(-known // self._page_size) for known in self._known[first_admitted:].tolist()]
+        page_slot = np.concatenate((self._residents[full], admitted.repeat(pages)))
+        page_index = np.concatenate(
+            [computed[full] // self._page_size, *[self._page_indices[:count] for count in pages]]
+        )
+        page = self._pages.allocate(len(page_slot))
         self.page_table[page_slot, page_index] = page
-        self._held[slot] += more
         return page_slot, page_index, page
 
-    def _learn(self, slot: NDArray[np.int32]) -> None:
-        """Notes how much of their limits whole answers took."""
-        prompt = self._prompt[slot]
-        self._answered_tokens += int((self._known[slot] - prompt).sum())
-        self._answer_limits += int((self._length[slot] - prompt).sum())
+    def _full(self, computed: NDArray[np.int32]) -> NDArray[np.intp]:
+        """Those decoding residents, of which each has ``computed`` so much, that lack a page for their next row."""
+        computed = computed[: self.decodes]
+        size = self._page_size
+        # Of a power of two the lowest bits are the remainder, and five times as fast.
+        in_last_page = computed % size if size & (size - 1) else computed & (size - 1)
+        full: NDArray[np.intp] = (in_last_page == 0).nonzero()[0]
+        return full
 
-    def _remove(self, gone: NDArray[np.bool_]) -> None:
-        """Takes the residents marked in ``gone`` ``[resident]`` out of their slots and frees their pages."""
-        slot = self._residents[gone]
-        self._pages.release(self.page_table[_enumerate(slot, self._held[slot])])
-        self._held[slot] = 0
-        self._free_slots.extend(slot.tolist())
-        self._half_done = self._half_done and not gone[-1]
-        self._residents = self._residents[~gone]
+    def _held(self, residents: list[int], known: list[int]) -> list[int]:
+        """Pages of these residents, which know so many tokens."""
+        half_done, size = self.decodes, self._page_size  # a half-done one, the newest, holds the pages of all it knows
+        return [-(-(tokens - (one != half_done)) // size) for one, tokens in zip(residents, known, strict=True)]
 
+    def _remove(self, gone: NDArray[np.intp], *, answered: bool) -> None:
+        """Takes these residents, in order, out of their slots and frees their pages.
 
-def _enumerate(slot: NDArray[np.int32], count: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Repeats each slot ``count`` times, beside 0 .. count - 1."""
-    repeated = np.repeat(slot, count)
-    first = np.repeat(np.cumsum(count, dtype=np.int32) - count, count)
-    return repeated, np.arange(repeated.size, dtype=np.int32) - first
+        Args:
+            gone: their places among the residents.
+            answered: their answers are whole: how much of their limits they took is noted.
+        """
+        slots, lengths = self._residents[gone].tolist(), self._length[gone].tolist()
+        knowns, size = self._known[gone].tolist(), self._page_size
+        held = zip(slots, self._held(gone.tolist(), knowns), strict=True)
+        self._pages.release(np.concatenate([self.page_table[slot, :pages] for slot, pages in held]))
+        self._pages_at_limits -= sum([-(-(length - 1) // size) for length in lengths])
+        self._free_slots += slots
+        if answered:
+            prompts = sum([self._prompt[slot] for slot in slots])
+            self._answered_tokens += sum(knowns) - prompts
+            self._answer_limits += sum(lengths) - prompts
+        self._half_done = self._half_done and int(gone[-1]) != self.resident - 1
+        kept = np.ones(self.resident, dtype=np.bool_)
+        kept[gone] = False
+        self._residents, self._known, self._length = self._residents[kept], self._known[kept], self._length[kept]

@@ -5,24 +5,23 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from megatoken.engine import Engine
 from megatoken.engine.request import Request
 from megatoken.hardware.telemetry import GpuTelemetry, Telemetry
 from megatoken.targets import SampleEvent, TargetCounters
+
+if TYPE_CHECKING:
+    from megatoken.engine import Engine
+    from megatoken.engine.simulated import SimulatedEngine
 
 
 class InProcessTarget:
     """Drives ``engine``; nobody else may submit to it meanwhile."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine | SimulatedEngine) -> None:
         self._engine = engine
-        self._sensors = None
-        if engine.device.type == "cuda":
-            self._sensors = GpuTelemetry.open(f"GPU-{torch.cuda.get_device_properties(engine.device).uuid}")
+        self._sensors = GpuTelemetry.open(engine.gpu_uuid) if engine.gpu_uuid else None
         self._samples: dict[int, int] = {}  # ticket -> sample id
         self._unstarted: deque[int] = deque()  # tickets that were never in a step, oldest first
         self._started_ns: dict[int, int] = {}  # ticket -> until its first event

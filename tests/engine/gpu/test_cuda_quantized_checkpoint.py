@@ -112,7 +112,7 @@ def test_linears_have_the_scales_of_the_checkpoint(quantized: Quantized) -> None
     weights = engine._runner._weights
     tensors += [weights.embedding_VD, weights.norm_D, weights.head.weight]
     tensors += [norm for layer in weights.layers for norm in (layer.input_norm_D, layer.post_norm_D)]
-    assert sum(tensor.nbytes for tensor in tensors) == weight_bytes(engine.model_config, "fp8", engine.device)
+    assert sum(tensor.nbytes for tensor in tensors) == weight_bytes(engine.model_config, "fp8", engine.device.type)
 
 
 @pytest.mark.parametrize("layout", ["modelopt cache", "compressed cache"])

@@ -21,9 +21,6 @@ from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import ModelConfig, Precision
 from megatoken.engine.quant import Fp8Weight
 
-PARTIAL_RESULTS = 8192
-"""Sequences times pieces that a GPU's decode attention may cut them into: bounds its scratch memory."""
-
 NO_TOKEN = -1
 """The id of a row whose logits are no numbers."""
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatoken.engine.ops import PARTIAL_RESULTS
+from megatoken.engine.memory import PARTIAL_RESULTS
 from megatoken.engine.quant import E4M3_MAX
 
 MAX_SPLITS = 32

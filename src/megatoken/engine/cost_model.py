@@ -1,0 +1,297 @@
+"""How long one step takes on a GPU that need not be here: its data sheet, times what a measured GPU achieves of it.
+
+Everything was measured on one H200 with this engine: its products, its attention and the anatomy of its steps
+(``h200-gemm.json``, ``h200-attention.json`` and ``h200-*-steps*.json`` in ``benchmarks/results``). From these files
+``benchmarks/fit_cost_model.py`` finds the constants again and says how well they fit. ``docs/simulation.md`` says how
+well whole runs are met that nothing was fitted to.
+
+A step's time is that of its parts, one after the other:
+
+- products of the layers: operations at a share of the data sheet that falls with the clock, not below the time in which
+  the weights are read;
+- attention: of decodes the bytes of cached keys and values, of prompts operations;
+- what is elementwise: bytes;
+- the head, for the rows that sample; a gap between launches; sums over the ranks of tensor parallelism.
+
+A Hopper GPU under such load is limited by its power: its clock is the highest at which what the step computes and moves
+stays within the limit. No such law is known for other GPUs; their products take the share of the data sheet that an
+H200's take at the clock it settles at, and where the rate of large fp4 products is published, that rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from megatoken.engine.config import ModelConfig, Precision, sharded
+from megatoken.engine.gpus import Gpu
+from megatoken.engine.memory import ACTIVATION_BYTES, LINEAR_BYTES, bytes_per_token
+from megatoken.engine.scheduler import StepPlan
+from megatoken.errors import ConfigError
+
+CLOCK_LIMITED = ("H100", "H200")
+"""The GPUs whose clock is computed. An H100 is an H200 with other memory, but was not measured."""
+HIGHEST_CLOCK_MHZ = 1980.0
+
+PRODUCT_SHARE: dict[Precision, float] = {"fp8": 0.947, "bf16": 0.984}
+"""Of the data sheet, by products of endless depth at the highest clock, which their power never lets them have. fp8:
+the step of llama2-70b; bf16: sustained products."""
+DEPTH_OVERHEAD = 607.0
+"""Elements: a product over depth K takes as long as one over so many more would at full rate. Fitted to bursts of
+products of depth 8,192 and 28,672."""
+WEIGHTS_SHARE, WEIGHTS_EXPONENT = 0.83, 3.25
+"""Of the bandwidth, by products that only read their weights; and how sharply the time goes over to that of operations:
+(a^p + b^p)^(1/p). Fitted to bursts at 64, 256 and 512 rows."""
+DECODE_SHARE, DECODE_TAIL_SECONDS = 0.716, 17.1e-6
+"""Of the bandwidth, by decode attention; and what a layer's takes more, at the highest clock. From two steps."""
+CHUNK_SHARE, CHUNK_TILE = 0.245, 128
+"""Of bf16 operations at the highest clock, by prompt attention that computes whole tiles of so many rows."""
+ELEMENTWISE_SHARE = 0.861
+"""Of the bandwidth, by norms, activation, rotation and cache writes. From two steps."""
+GAP_SECONDS = 27.3e-6
+"""Between the kernels of a layer, with the copies of ids. From two steps."""
+ALL_REDUCE_SECONDS, LINK_SHARE = 19e-6, 0.787
+"""A sum over ranks: what it takes at least, and its share of the link. Four H200, 16 KB and 1 GB; no step of several
+ranks was measured."""
+
+IDLE_WATTS = 100.0
+"""Assumed: an H200 that computes nothing at a high clock. Between 80 and 150 no rate changes by more than 0.3 %."""
+FITTED_CLOCK_MHZ = 1500.0
+WATTS_PER_OPERATION: dict[Precision, float] = {"fp8": 0.447e-12, "bf16": 0.819e-12}
+"""Watts per operation/s at ``FITTED_CLOCK_MHZ``; grows with the square of the clock. Fitted, with the next, to
+sustained products, two steps and the clock of the 500/2000 run."""
+WATTS_PER_BYTE = 105e-12
+"""Watts per byte/s read or written."""
+LIMIT_SHARE = 0.989
+"""Of the power limit, that a run draws on average."""
+
+SUSTAINED_SHARE: dict[Precision, float] = {"fp8": 0.715, "bf16": 0.727}
+"""Of the data sheet, by products of endless depth at the clock they settle at in a step of an H200."""
+SUSTAINED_FP4_SHARE = 0.568
+"""The same of fp4: mean of what is published for GB200 and GB300."""
+PUBLISHED_DEPTH = 16_384
+
+_HEAD_PRECISION: Precision = "bf16"
+
+
+class StepCost(NamedTuple):
+    """One step: seconds of it and of its parts. Clock and power are NaN where no law of them is known."""
+
+    seconds: float
+    products: float
+    decode_attention: float
+    chunk_attention: float
+    elementwise: float
+    head: float
+    gaps: float
+    all_reduce: float
+    stack: float
+    clock_mhz: float
+    watts: float
+
+
+class CostModel:
+    """Prices steps of one model on one kind of GPU.
+
+    Attributes:
+        basis: where the rate of products is from, in a few words.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        precision: Precision,
+        gpu: Gpu,
+        *,
+        ranks: int = 1,
+        seconds_per_sequence: float = 0.0,
+    ) -> None:
+        """Derives what does not change from step to step.
+
+        Args:
+            model: whole, however many ``ranks`` share it.
+            precision: of the layers' products; keys and values are fp8 with fp8 and fp4, otherwise as it.
+            gpu: what it runs on.
+            ranks: GPUs that share each layer.
+            seconds_per_sequence: what the serving software adds to a step for each of its sequences. None of this
+                engine's was seen: the GPU never waits for it.
+
+        Raises:
+            ConfigError: the GPU has no such products, or no link to other ranks is known.
+            CapacityError: ``ranks`` cannot share the model.
+        """
+        if precision not in gpu.operations_per_second or "bf16" not in gpu.operations_per_second:
+            known = ", ".join(gpu.operations_per_second)
+            raise ConfigError(f"{gpu.name} is not known to multiply in {precision}; take one of {known}")
+        if ranks > 1 and gpu.link_bytes_per_second is None:
+            raise ConfigError(f"the link between GPUs is not known of {gpu.name}, so it cannot be simulated on {ranks}")
+        m = sharded(model, ranks)
+        self._layers, self._seconds_per_sequence = model.layers, seconds_per_sequence
+        D, F, V, L = m.hidden_size, m.intermediate_size, m.vocabulary_size, m.layers
+        queries, keys = m.heads * m.head_dim, m.kv_heads * m.head_dim
+        item, cache_item = LINEAR_BYTES[precision], bytes_per_token(m, precision, "cuda") // (2 * L * keys)
+        # A row has a part in every product but for the last layer's after qkv, which only rows that sample have.
+        qkv, others = [(D, queries + 2 * keys)], [(queries, D), (D, 2 * F), (F, D)]
+        in_every_row = [(depth, width, L) for depth, width in qkv] + [(depth, width, L - 1) for depth, width in others]
+        in_samples = [(depth, width, 1) for depth, width in others]
+        rate, head_rate, self.basis = _product_rates(gpu, precision)
+        self._row, self._sample = _Rows(in_every_row, rate, item), _Rows(in_samples, rate, item)
+        self._weights_bytes = m.linear_parameters * item
+        self._weights_seconds = self._weights_bytes / (WEIGHTS_SHARE * gpu.memory_bytes_per_second)
+
+        bandwidth = gpu.memory_bytes_per_second
+        self._cached_token_bytes = 2.0 * L * keys * cache_item
+        self._decode_bytes = L * queries * (2.0 + item)
+        self._decode_rate = DECODE_SHARE * bandwidth
+        self._pair_operations = 4.0 * L * queries
+        self._chunk_rate = CHUNK_SHARE * gpu.operations_per_second["bf16"]
+        norms, activation = 2 * L * D * (6 + item), F * (4 + item)
+        rotation = L * (2.0 * (queries + 2 * keys) + 2 * queries + 2 * keys * cache_item)
+        self._row_bytes = norms + (L - 1) * activation + rotation
+        self._sample_bytes = activation + 8 * D
+        self._elementwise_rate = ELEMENTWISE_SHARE * bandwidth
+        head_depth = D + DEPTH_OVERHEAD
+        self._head_operations, self._head_seconds = 2.0 * D * V, 2.0 * head_depth * V / head_rate
+        self._head_bytes = ACTIVATION_BYTES["bf16"] * float(D * V)
+        self._head_bytes_seconds = self._head_bytes / (WEIGHTS_SHARE * bandwidth)
+        self._sums = 2 * L if ranks > 1 else 0
+        self._row_sum_seconds = 0.0
+        if ranks > 1 and gpu.link_bytes_per_second is not None:
+            link = LINK_SHARE * gpu.link_bytes_per_second
+            self._row_sum_seconds = 2 * (ranks - 1) / ranks * ACTIVATION_BYTES[precision] * D / link
+        self._limit_watts = LIMIT_SHARE * gpu.power_limit_watts if gpu.name in CLOCK_LIMITED else None
+        self._watts_per_operation = WATTS_PER_OPERATION.get(precision, 0.0)
+
+    def step(self, plan: StepPlan) -> StepCost:
+        """The cost of a planned step."""
+        decodes, start = plan.decodes, plan.start
+        chunks = zip(start[decodes:].tolist(), plan.count[decodes:].tolist(), strict=True)
+        cached_tokens = int(np.add.reduce(start[:decodes])) + decodes
+        samples = len(plan.sample) - (not plan.sample[-1])  # at most the newest has a part of its prompt left
+        return self.step_of(decodes, cached_tokens, chunks, samples)
+
+    def step_of(
+        self, decodes: int, cached_tokens: float, chunks: Iterable[tuple[int, int]], samples: float
+    ) -> StepCost:
+        """The cost of a step.
+
+        Args:
+            decodes: sequences with one row each.
+            cached_tokens: keys that they see, summed.
+            chunks: first position and rows of each piece of a prompt.
+            samples: rows that yield a token.
+        """
+        rows, pairs, sequences = float(decodes), 0.0, decodes
+        for start, count in chunks:
+            tiles = -(-count // CHUNK_TILE)
+            rows += count
+            sequences += 1
+            pairs += CHUNK_TILE * tiles * (start + CHUNK_TILE * (tiles + 1) / 2)
+        operations = rows * self._row.operations + samples * self._sample.operations
+        product_seconds = rows * self._row.seconds + samples * self._sample.seconds
+        decode_bytes = cached_tokens * self._cached_token_bytes + decodes * self._decode_bytes
+        decode_seconds = decode_bytes / self._decode_rate
+        tail_seconds = self._layers * DECODE_TAIL_SECONDS if decodes else 0.0
+        chunk_operations = pairs * self._pair_operations
+        chunk_seconds = chunk_operations / self._chunk_rate
+        elementwise_bytes = rows * self._row_bytes + samples * self._sample_bytes
+        elementwise = elementwise_bytes / self._elementwise_rate
+        gaps = self._layers * GAP_SECONDS
+        all_reduce = self._sums * ALL_REDUCE_SECONDS + self._sums * rows * self._row_sum_seconds
+        stack = sequences * self._seconds_per_sequence
+        head_seconds = samples * self._head_seconds
+
+        clock, watts = 1.0, math.nan  # the clock as a share of the highest
+        if self._limit_watts is not None:
+            moved = (
+                self._weights_bytes
+                + rows * self._row.bytes
+                + samples * self._sample.bytes
+                + decode_bytes
+                + elementwise_bytes
+                + self._head_bytes
+            )
+            energy_of_bytes = moved * WATTS_PER_BYTE
+            at_full_clock = (HIGHEST_CLOCK_MHZ / FITTED_CLOCK_MHZ) ** 2 * (
+                operations * self._watts_per_operation
+                + (chunk_operations + samples * self._head_operations) * WATTS_PER_OPERATION["bf16"]
+            )
+            fixed = decode_seconds + elementwise + gaps + all_reduce + stack
+            by_clock = chunk_seconds + tail_seconds
+            clock = self._clock(product_seconds, by_clock, head_seconds, fixed, energy_of_bytes, at_full_clock)
+        products = self._products(product_seconds / clock)
+        head = max(head_seconds / clock, self._head_bytes_seconds) if samples else 0.0
+        decode_attention, chunk_attention = decode_seconds + tail_seconds / clock, chunk_seconds / clock
+        seconds = products + decode_attention + chunk_attention + elementwise + head + gaps + all_reduce + stack
+        if self._limit_watts is not None:
+            watts = IDLE_WATTS + (at_full_clock * clock * clock + energy_of_bytes) / seconds
+        return StepCost(
+            seconds,
+            products,
+            decode_attention,
+            chunk_attention,
+            elementwise,
+            head,
+            gaps,
+            all_reduce,
+            stack,
+            clock * HIGHEST_CLOCK_MHZ if self._limit_watts is not None else math.nan,
+            watts,
+        )
+
+    def _products(self, seconds: float) -> float:
+        longer, shorter = seconds, self._weights_seconds
+        if longer < shorter:
+            longer, shorter = shorter, longer
+        return longer * math.pow(1 + math.pow(shorter / longer, WEIGHTS_EXPONENT), 1 / WEIGHTS_EXPONENT)
+
+    def _clock(
+        self, products: float, by_clock: float, head: float, fixed: float, energy_of_bytes: float, at_full_clock: float
+    ) -> float:
+        """The highest clock, as a share, at which the step stays within the power limit: by Newton's method.
+
+        Time falls with the clock and the energy of operations grows with its square, so the margin falls all the way
+        and has one root; two steps from the clock of most runs find it to 0.1 %.
+        """
+        assert self._limit_watts is not None
+        spare_watts = self._limit_watts - IDLE_WATTS
+        clock = FITTED_CLOCK_MHZ / HIGHEST_CLOCK_MHZ
+        for _ in range(2):
+            slowed = products / clock
+            in_products, others = self._products(slowed), (by_clock + head) / clock
+            margin = spare_watts * (in_products + others + fixed) - energy_of_bytes - at_full_clock * clock * clock
+            # d/df (a^p + m^p)^(1/p) with a = c / f is -(a/g)^p g / f.
+            slope = in_products * math.pow(slowed / in_products, WEIGHTS_EXPONENT) + others
+            clock += margin / (spare_watts * slope / clock + 2 * at_full_clock * clock)
+            clock = min(max(clock, 0.5), 1.0)
+        return clock
+
+
+class _Rows:
+    """What one row costs in linears given as (depth, width, how often)."""
+
+    def __init__(self, linears: list[tuple[int, int, int]], rate: float, item: float) -> None:
+        self.operations = sum(2.0 * depth * width * often for depth, width, often in linears)
+        self.seconds = sum(2.0 * (depth + DEPTH_OVERHEAD) * width * often for depth, width, often in linears) / rate
+        self.bytes = sum((depth * item + 2.0 * width) * often for depth, width, often in linears)
+
+
+def _product_rates(gpu: Gpu, precision: Precision) -> tuple[float, float, str]:
+    """Operations/s of products of endless depth, of the layers and of the head; and what that rests on.
+
+    At the highest clock of a GPU whose clock is computed, at the one it settles at of any other.
+    """
+    peak, head_peak = gpu.operations_per_second[precision], gpu.operations_per_second[_HEAD_PRECISION]
+    if gpu.name in CLOCK_LIMITED:
+        basis = "measured" if gpu.name == "H200" else "measured on an H200"
+        return PRODUCT_SHARE[precision] * peak, PRODUCT_SHARE[_HEAD_PRECISION] * head_peak, basis
+    head_rate = SUSTAINED_SHARE[_HEAD_PRECISION] * head_peak
+    if precision != "fp4":
+        return SUSTAINED_SHARE[precision] * peak, head_rate, "data sheet, at the share of it that an H200 reaches"
+    published = gpu.published_fp4_operations_per_second
+    if published is not None:
+        return published * (1 + DEPTH_OVERHEAD / PUBLISHED_DEPTH), head_rate, "published rate of large products"
+    return SUSTAINED_FP4_SHARE * peak, head_rate, "data sheet, at the share of it that others are published to reach"

@@ -1,0 +1,230 @@
+"""A rack in virtual time: each node has a queue from which its replicas pull. Real schedulers, priced steps, no tokens.
+
+Offline: everything waits from the start, nobody takes anything from the queue after ``seconds``, and what was taken is
+finished. Nodes know nothing of each other, so they are simulated on all cores.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import chain, repeat
+from multiprocessing import get_context
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatoken.engine.config import EngineConfig, ModelConfig
+from megatoken.engine.cost_model import StepCost
+from megatoken.engine.simulated import Simulation, plan_simulation
+from megatoken.errors import UsageError
+
+KEPT_WAITING = 64
+"""Requests that a replica has waiting: more than a step admits of common lengths, so that no step lacks any."""
+PRICED_IN_PARTS = 16
+"""Every so many steps one is kept with its parts, for the mean of them."""
+
+Progress = Callable[[int, int], None]  # nodes done, of how many
+
+
+@dataclass(frozen=True, slots=True)
+class Rack:
+    """What is simulated.
+
+    Attributes:
+        seconds_per_sequence: see ``CostModel``.
+    """
+
+    model: ModelConfig
+    config: EngineConfig
+    gpu: str
+    nodes: int = 1
+    replicas_per_node: int = 1
+    seconds_per_sequence: float = 0.0
+
+    @property
+    def gpus_per_node(self) -> int:
+        """A replica has as many GPUs as ranks."""
+        return self.replicas_per_node * self.config.tensor_parallel
+
+    def simulation(self) -> Simulation:
+        """Sizes and prices of a replica. Raises as ``plan_simulation``."""
+        return plan_simulation(self.model, self.config, self.gpu, seconds_per_sequence=self.seconds_per_sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRun:
+    """What one node did; times are seconds since its start.
+
+    Attributes:
+        seconds: when its last step ended.
+        progress: [N, 2] time and output tokens until then, rising.
+        completion_seconds: [samples] when each sample was complete, sorted.
+        parts: mean step and its parts.
+    """
+
+    output_tokens: int
+    input_tokens: int
+    samples: int
+    seconds: float
+    steps: int
+    preemptions: int
+    mean_sequences: float
+    mean_rows: float
+    progress: NDArray[np.float64]
+    completion_seconds: NDArray[np.float32]
+    parts: StepCost
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        """Over all its time, ramp and drain included."""
+        return self.output_tokens / self.seconds
+
+
+def simulate_rack(
+    rack: Rack,
+    lengths: NDArray[np.int64],
+    *,
+    seconds: float,
+    seed: int = 0,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> list[NodeRun]:
+    """Runs every node of a rack.
+
+    Args:
+        rack: the hardware and what runs on it.
+        lengths: ``[N, 2]`` prompt and answer tokens of the requests; each node goes through all of them again and
+            again, each time in another order.
+        seconds: of virtual time, after which nothing new is begun.
+        seed: of the orders.
+        workers: processes; by default one for each core this process may use.
+        progress: told after each node.
+
+    Raises:
+        UsageError: a size that is none, or a request that no replica could ever serve.
+        CheckpointError, ConfigError, CapacityError: as ``plan_simulation``.
+    """
+    if min(rack.nodes, rack.replicas_per_node) < 1 or not 0 < seconds < 1e9:
+        raise UsageError("a rack has nodes, a node replicas, and a run some seconds: give numbers above 0")
+    memory = rack.simulation().memory
+    longest = int(lengths.sum(axis=1).max())
+    if lengths.min() < 1 or longest > memory.max_length:
+        raise UsageError(
+            f"the longest request has {longest:,} tokens; an engine with these settings takes {memory.max_length:,}, "
+            "prompts and answers of at least one; change the lengths or engine.max_length"
+        )
+    tasks = [(rack, lengths, seconds, seed + node) for node in range(rack.nodes)]
+    workers = min(workers or _cores(), len(tasks))
+    runs = []
+    for run in _in_processes(tasks, workers) if workers > 1 else map(_simulate_node, tasks):
+        runs.append(run)
+        if progress:
+            progress(len(runs), len(tasks))
+    return runs
+
+
+_Task = tuple[Rack, NDArray[np.int64], float, int]
+
+
+def _in_processes(tasks: Sequence[_Task], workers: int) -> Iterator[NodeRun]:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker) as pool:
+        try:
+            yield from pool.map(_simulate_node, tasks)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()  # nothing here refers to itself, and a collection walks what waits
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _simulate_node(task: _Task) -> NodeRun:
+    rack, lengths, seconds, seed = task
+    simulation = rack.simulation()
+    queue = _endless(lengths, seed)
+    replicas = [_Replica(simulation, queue, seconds) for _ in range(rack.replicas_per_node)]
+    due = [(0.0, number) for number in range(len(replicas))]
+    while due:  # whose step ends first pulls first
+        now, number = due[0]
+        ended = replicas[number].step(now)
+        if ended is None:
+            heapq.heappop(due)
+        else:
+            heapq.heapreplace(due, (ended, number))
+    return _together(replicas)
+
+
+def _endless(lengths: NDArray[np.int64], seed: int) -> Iterator[list[int]]:
+    draw = np.random.default_rng(seed)
+    return chain.from_iterable(lengths[draw.permutation(len(lengths))].tolist() for _ in repeat(None))
+
+
+class _Replica:
+    """One engine on a time line of its own: what it does by step."""
+
+    def __init__(self, simulation: Simulation, queue: Iterator[list[int]], seconds: float) -> None:
+        self._scheduler, self._costs = simulation.scheduler(), simulation.costs
+        self._queue, self._until = queue, seconds
+        self.preemptions = self.samples = self.input_tokens = self.rows = self.sequences = 0
+        self.times: list[float] = []  # by step: its end, tokens it made, samples complete by then
+        self.tokens: list[int] = []
+        self.completed: list[int] = []
+        self.parts: list[StepCost] = []
+
+    def step(self, now: float) -> float | None:
+        """Begins a step at ``now``; returns when it ends, None when nothing is left."""
+        scheduler = self._scheduler
+        if now < self._until:
+            for _ in range(KEPT_WAITING - scheduler.waiting):
+                prompt, answer = next(self._queue)
+                scheduler.add(self.samples, prompt, answer)
+                self.samples += 1
+                self.input_tokens += prompt
+        plan = scheduler.plan()
+        if plan is None:
+            self.preemptions = scheduler.preemptions
+            return None
+        cost = self._costs.step(plan)
+        end = now + cost.seconds
+        sequences = len(plan.sample)
+        if not len(self.times) % PRICED_IN_PARTS:
+            self.parts.append(cost)
+            self.sequences += sequences
+            self.rows += int(plan.count.sum())
+        self.times.append(end)
+        self.tokens.append(sequences - 1 + int(plan.sample[-1]))
+        self.completed.append(self.samples - scheduler.waiting - scheduler.resident)
+        return end
+
+
+def _together(replicas: Sequence[_Replica]) -> NodeRun:
+    times = np.concatenate([replica.times for replica in replicas])
+    order = np.argsort(times)
+    tokens = np.cumsum(np.concatenate([replica.tokens for replica in replicas])[order])
+    completions = [np.repeat(replica.times, np.diff(replica.completed, prepend=0)) for replica in replicas]
+    parts = [cost for replica in replicas for cost in replica.parts]
+    return NodeRun(
+        output_tokens=int(tokens[-1]),
+        input_tokens=sum(replica.input_tokens for replica in replicas),
+        samples=sum(replica.samples for replica in replicas),
+        seconds=float(times[order[-1]]),
+        steps=len(times),
+        preemptions=sum(replica.preemptions for replica in replicas),
+        mean_sequences=sum(replica.sequences for replica in replicas) / len(parts),
+        mean_rows=sum(replica.rows for replica in replicas) / len(parts),
+        progress=np.stack((times[order], tokens), axis=1),
+        completion_seconds=np.sort(np.concatenate(completions)).astype(np.float32),
+        parts=StepCost(*(float(np.mean(column)) for column in zip(*parts, strict=True))),
+    )
