@@ -63,6 +63,27 @@ class EngineSection(_Section):
     )
 
 
+class RackSection(_Section):
+    """How ``megatoken run`` uses several machines or GPUs through Ray. Null cluster: the engine in this process."""
+
+    cluster: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="Ray cluster: auto, or host:port; null: no rack, one engine in this process"
+    )
+    count: Literal["one_sut", "per_node"] = Field(
+        default="one_sut", description="one LoadGen for all nodes, or one for each, added up"
+    )
+    replicas: Count | None = Field(
+        default=None, le=100_000, description="copies of the model; null: one a GPU, without GPUs one a node"
+    )
+    tensor_parallel: Count = Field(default=1, le=1024, description="GPUs of one copy")
+    dead_after_seconds: Rate = Field(
+        default=8.0, ge=0.5, lt=1e6, description="silence, or length of one step, after which a replica counts as lost"
+    )
+    reconnect_seconds: Seconds = Field(default=30.0, description="how long a lost replica may come back by itself")
+    wait_seconds: Seconds = Field(default=60.0, description="how long a rack that lost every replica waits for one")
+    replace: bool = Field(default=True, description="start what was lost anew, and replicas on nodes that join")
+
+
 class RunConfig(_Section):
     """Everything that decides what ``megatoken run`` does; the resolved one is written to the run folder."""
 
@@ -103,6 +124,7 @@ class RunConfig(_Section):
     warm_up_seconds: Seconds = Field(default=3.0, description="time spent estimating the rate, not counted")
     out: GivenPath = Field(default=Path("runs"), description="folder that receives the run folder")
     engine: EngineSection = EngineSection()
+    rack: RackSection = RackSection()
 
     def engine_config(self) -> EngineConfig:
         """The engine's part, in the engine's own type."""
@@ -138,18 +160,22 @@ class _Setting:
     place: str  # "run.yaml:3" or "--samples"
 
 
-def load_run_config(path: Path | None, flags: Mapping[str, str | bool | None]) -> RunConfig:
+def load_run_config(
+    path: Path | None, flags: Mapping[str, str | bool | None], rack: str | None = None
+) -> RunConfig:
     """The schema's defaults, overridden by a YAML file, overridden by flags.
 
     Args:
         path: YAML file, or None.
         flags: value by flag name without dashes (``engine.max_rows``, ``min-duration``), as typed on the command line;
             None: not given.
+        rack: value of ``--rack``: ``auto``, host:port, or a YAML file of the keys of the section ``rack``, whose
+            ``cluster`` is ``auto`` if it names none.
 
     Raises:
         ConfigError: an unknown key (with the nearest right one), a bad value or an unreadable file, with its place.
     """
-    settings = (_read_yaml(path) if path is not None else {}) | _from_flags(flags)
+    settings = (_read_yaml(path) if path is not None else {}) | _rack_settings(rack) | _from_flags(flags)
     inputs = [
         settings[key].place for key in ("prompts", "lengths") if key in settings and settings[key].value is not None
     ]
@@ -214,14 +240,14 @@ _DEMANDS = {  # pydantic's types of errors, for values as they are typed
 }
 
 
-def _read_yaml(path: Path) -> dict[str, _Setting]:
+def _read_yaml(path: Path, section: str = "") -> dict[str, _Setting]:
     try:
         with open_input(path) as file:
             text = file.read().decode()
         root = yaml.SafeLoader(text).get_single_node()
-        return {} if root is None else dict(_settings(root, str(path)))
+        return {} if root is None else dict(_settings(root, str(path), section))
     except OSError as error:
-        mend = "give a YAML file, or a model with --model"
+        mend = "give auto, host:port or a YAML file" if section else "give a YAML file, or a model with --model"
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}; {mend}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
@@ -234,7 +260,7 @@ def _read_yaml(path: Path) -> dict[str, _Setting]:
         raise ConfigError(f"{path}: nested too deeply; see megatoken run --help for the keys") from None
 
 
-def _settings(root: yaml.Node, file: str) -> Iterator[tuple[str, _Setting]]:
+def _settings(root: yaml.Node, file: str, section: str) -> Iterator[tuple[str, _Setting]]:
     seen: set[str] = set()
 
     def walk(node: yaml.Node, section: str) -> Iterator[tuple[str, _Setting]]:
@@ -259,7 +285,7 @@ def _settings(root: yaml.Node, file: str) -> Iterator[tuple[str, _Setting]]:
                 mend = f"did you mean {meant}?" if meant else "see megatoken run --help"
                 raise ConfigError(f"{place}: unknown key '{key}'; {mend}")
 
-    yield from walk(root, "")
+    yield from walk(root, section)
 
 
 def _as_typed(node: yaml.Node, place: str) -> str | None:
@@ -273,6 +299,14 @@ def _as_typed(node: yaml.Node, place: str) -> str | None:
 
 def _is_null(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and node.style is None and node.tag == _NULL
+
+
+def _rack_settings(rack: str | None) -> dict[str, _Setting]:
+    if rack is None:
+        return {}
+    if rack == "auto" or (":" in rack and not Path(rack).exists()):
+        return {"rack.cluster": _Setting(rack, "--rack")}
+    return {"rack.cluster": _Setting("auto", "--rack")} | _read_yaml(Path(rack), "rack")
 
 
 def _from_flags(flags: Mapping[str, str | bool | None]) -> dict[str, _Setting]:

@@ -24,9 +24,9 @@ from megatoken.harness.rules import Observed, judge, send_lag_limit_seconds, unm
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.harness.stop import StopSignals
 from megatoken.harness.text_stages import TextStages
-from megatoken.results import RunFolder, SampleRow, run_name
+from megatoken.results import Reason, RunFolder, SampleRow, Verdict, run_name
 from megatoken.results.statistics import Samples
-from megatoken.targets import Target
+from megatoken.targets import Outcome, Target
 
 WATCH_SECONDS = 0.25
 ACCURACY_FIELDS = ("metrics", "tokens_per_sample", "targets")  # of accuracy.json, that result.json has too
@@ -99,7 +99,7 @@ class Bench:
                 if not stop.received and saturation is None:
                     self._conclude(config, settings, folder, measurement, test.finish())
                     return None
-                folder.add_facts({"peak_memory_bytes": peak_memory_bytes()})
+                folder.add_facts({"peak_memory_bytes": peak_memory_bytes(), **self._outcome(measurement).facts})
                 if saturation is not None:
                     folder.interrupt(saturation.message, saturation.code)
                 else:
@@ -123,6 +123,9 @@ class Bench:
                 looked, saturation = now, watch.look(now, *measurement.unended())
         measurement.note_state()
         return saturation
+
+    def _outcome(self, measurement: Measurement) -> Outcome:
+        return self.target.outcome(measurement.start_ns)
 
     def _conclude(
         self,
@@ -153,6 +156,10 @@ class Bench:
         verdict, reasons = judge(
             config.rules is not None, unmet, measurement.failed, measurement.issued, accuracy.get("reasons", ())
         )
+        outcome = self._outcome(measurement)
+        if outcome.lost is not None:
+            verdict = verdict if verdict is Verdict.INVALID else Verdict.DEGRADED
+            reasons = [*reasons, Reason(code="LOST_REPLICAS", message=outcome.lost)]
         folder.finish(
             {
                 "verdict": verdict,
@@ -161,6 +168,7 @@ class Bench:
                 "ended_at": datetime.now(UTC).isoformat(),
                 "wall_clock_step_seconds": measurement.wall_clock.largest_seconds,
                 "send_lag_limit_seconds": None if config.scenario == "offline" else send_lag_limit_seconds(limits),
+                **outcome.facts,
                 **loadgen_facts(config.scenario, log),
                 **({"latency_verdict": latency_facts(own, limits, log)} if own and limits else {}),
                 **({"output_characters": self.text.characters} if self.text else {}),
