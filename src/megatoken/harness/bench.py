@@ -26,7 +26,7 @@ from megatoken.harness.stop import StopSignals
 from megatoken.harness.text_stages import TextStages
 from megatoken.results import Reason, RunFolder, SampleRow, Verdict, run_name
 from megatoken.results.statistics import Samples
-from megatoken.targets import Outcome, Target
+from megatoken.targets import Target
 
 WATCH_SECONDS = 0.25
 ACCURACY_FIELDS = ("metrics", "tokens_per_sample", "targets")  # of accuracy.json, that result.json has too
@@ -99,7 +99,7 @@ class Bench:
                 if not stop.received and saturation is None:
                     self._conclude(config, settings, folder, measurement, test.finish())
                     return None
-                folder.add_facts({"peak_memory_bytes": peak_memory_bytes(), **self._outcome(measurement).facts})
+                folder.add_facts({"peak_memory_bytes": peak_memory_bytes()})
                 if saturation is not None:
                     folder.interrupt(saturation.message, saturation.code)
                 else:
@@ -123,9 +123,6 @@ class Bench:
                 looked, saturation = now, watch.look(now, *measurement.unended())
         measurement.note_state()
         return saturation
-
-    def _outcome(self, measurement: Measurement) -> Outcome:
-        return self.target.outcome(measurement.start_ns)
 
     def _conclude(
         self,
@@ -156,7 +153,7 @@ class Bench:
         verdict, reasons = judge(
             config.rules is not None, unmet, measurement.failed, measurement.issued, accuracy.get("reasons", ())
         )
-        outcome = self._outcome(measurement)
+        outcome = self.target.outcome(measurement.start_ns)
         if outcome.lost is not None:
             verdict = verdict if verdict is Verdict.INVALID else Verdict.DEGRADED
             reasons = [*reasons, Reason(code="LOST_REPLICAS", message=outcome.lost)]

@@ -209,7 +209,9 @@ class Measurement:
         self._pace = PACE_SHARE * pace + (1 - PACE_SHARE) * self._pace if self._pace else pace
         self._noted_ns, self._noted_output_tokens, self._noted_done_tokens = now_ns, output_tokens, done_tokens
         self.wall_clock.look()
-        self._record.add_facts({"peak_memory_bytes": peak_memory_bytes(), "loop_seconds": self._loop_seconds(now_ns)})
+        happened = self._target.outcome(self._start_ns).facts
+        memory, loop = peak_memory_bytes(), self._loop_seconds(now_ns)
+        self._record.add_facts({"peak_memory_bytes": memory, "loop_seconds": loop, **happened})
         left_seconds, share = self._left(now_ns)
         self._progress.running(self._seconds(now_ns), left_seconds, share, rate, counters)
 

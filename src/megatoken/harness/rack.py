@@ -39,8 +39,17 @@ class Rack:
             for place in slot.places:
                 entry = nodes.setdefault(
                     place.node,
-                    {"node": place.node, "address": slot.node.address, "replicas": 0, "gpus": 0, **_machine(facts)},
+                    {
+                        "node": place.node,
+                        "address": slot.node.address,
+                        "replicas": 0,
+                        "gpus": 0,
+                        "process_ids": [],
+                        **_machine(facts),
+                    },
                 )
+                if facts["process_id"] not in entry["process_ids"]:
+                    entry["process_ids"].append(facts["process_id"])
                 entry["replicas"] += 1
                 entry["gpus"] += slot.gpus * slot.ranks
         return list(nodes.values())

@@ -41,6 +41,7 @@ REPORT_SECONDS = 0.25  # between reports where nobody waits for a single token
 STREAM_SECONDS = 0.004  # the least between reports where somebody does
 IDLE_SECONDS = 0.05
 LEAST_PREFETCH, MOST_PREFETCH = 8, 1024
+ROWS_PER_PREFETCH = 32  # of the row budget: prompts at least that long are admitted for two steps before more are there
 PREFETCH_DECAY = 0.95
 CONNECT_SECONDS = 2.0
 RECONNECT_PAUSE_SECONDS = 0.2
@@ -107,6 +108,7 @@ class Replica(threading.Thread):
         self._answers: dict[int, _Answer] = {}  # by the engine's ticket
         self._unstarted: deque[int] = deque()  # tickets of the engine that were never in a step, oldest first
         self._output_tokens = self._decoded_tokens = 0
+        self._answering = 0  # samples that have a first token and no last: a row each in the next step
         self._computed_ns = 0
         self._step_began_ns = 0  # 0: none runs
         self._drain = threading.Event()
@@ -114,7 +116,7 @@ class Replica(threading.Thread):
         self._over = False
         self._tell = lambda: None
         self.failure: BaseException | None = None
-        self._prefetch = LEAST_PREFETCH
+        self._prefetch = max(LEAST_PREFETCH, engine.counters().row_budget // ROWS_PER_PREFETCH)
         self._asked = 0  # samples asked for and not yet received
         self._admitted = self._admitted_when_asked = 0
         self._before = (0, 0, 0, 0, 0)  # totals when the driver connected
@@ -218,6 +220,7 @@ class Replica(threading.Thread):
 
     def _step(self) -> None:
         self._step_began_ns = began_ns = time.monotonic_ns()
+        self._decoded_tokens += self._answering
         events = self._engine.step()
         now_ns = time.monotonic_ns()
         self._step_began_ns = 0
@@ -235,14 +238,14 @@ class Replica(threading.Thread):
             if event.token_ids and not answer.first_ns:
                 answer.first_ns = now_ns
                 first.append((answer.ticket, event.token_ids[0], now_ns, answer.started_ns))
-            else:
-                self._decoded_tokens += len(event.token_ids)
+                self._answering += 1
             if event.finish_reason is not None:
                 reason = FINISH_REASONS.index(event.finish_reason)
                 times = (answer.first_ns, now_ns, answer.started_ns)
                 done.append((answer.ticket, answer.tokens, len(answer.ids), reason, *times))
                 ids += answer.ids
                 del self._answers[event.ticket]
+                self._answering -= 1
             self._output_tokens += len(event.token_ids)
         with self._lock:
             if self._streams:
@@ -268,6 +271,7 @@ class Replica(threading.Thread):
             self._engine.step()
         self._answers.clear()
         self._unstarted.clear()
+        self._answering = 0
         self.take_news()
         self._drain.clear()
         self._drained.set()
