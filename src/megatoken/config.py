@@ -6,6 +6,7 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -160,9 +161,7 @@ class _Setting:
     place: str  # "run.yaml:3" or "--samples"
 
 
-def load_run_config(
-    path: Path | None, flags: Mapping[str, str | bool | None], rack: str | None = None
-) -> RunConfig:
+def load_run_config(path: Path | None, flags: Mapping[str, str | bool | None], rack: str | None = None) -> RunConfig:
     """The schema's defaults, overridden by a YAML file, overridden by flags.
 
     Args:
@@ -328,12 +327,18 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
     """Refuses settings that exclude each other, at the place of the first."""
 
     def refuse(key: str, why: str) -> None:
-        if key in settings and getattr(config, key) != KEYS[key].default:
+        if key in settings and attrgetter(key)(config) != KEYS[key].default:
             raise ConfigError(f"{settings[key].place}: {why}")
 
     if config.scenario not in ("server", "interactive"):
         for key in ("rate", "find_rate", "ttft_limit_seconds", "tpot_limit_seconds", "probe_seconds"):
             refuse(key, f"only the scenarios server and interactive have it; this is {config.scenario}")
+    if config.rack.count == "per_node":
+        for key in ("find_rate", "repeat", "text"):
+            refuse(key, "not together with rack.count per_node: every node has a LoadGen of its own")
+    if config.rack.cluster is None:
+        for key in ("rack.count", "rack.replicas", "rack.tensor_parallel"):
+            refuse(key, "only a rack has it; give --rack auto")
     if config.find_rate:
         for key in ("repeat", "samples"):
             refuse(key, "not together with find_rate")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from conftest import SILENCE_SECONDS, Nodes, gone, workers_of
 
-from megatoken.results import Run, Verdict
+from conftest import SILENCE_SECONDS, Nodes, gone, workers_of
+from megatoken.results import Run, Verdict, read_run
 
 SAMPLES = 240
 
@@ -85,8 +86,9 @@ def test_a_replica_that_hangs_is_lost_and_may_come_back(two_nodes: Nodes, drive:
 
 def test_a_node_that_dies_and_comes_back(two_nodes: Nodes, drive: Any) -> None:
     driver = drive(two_nodes.address, "--samples", str(2 * SAMPLES))
-    driver.wait_for_samples(20)
+    worker = workers_of(driver.wait_for_samples(20))["beta"]
     two_nodes.kill_raylet("beta")
+    os.kill(worker, signal.SIGKILL)
     two_nodes.add("beta")
     code, output, messages = driver.end()
     assert code == 4, (output, messages)
@@ -124,9 +126,49 @@ def test_what_does_not_fit_is_refused(two_nodes: Nodes, drive: Any, flags: tuple
 
 
 def test_a_second_driver_is_refused(two_nodes: Nodes, drive: Any) -> None:
-    first = drive(two_nodes.address, "--samples", str(SAMPLES))
+    first = drive(two_nodes.address, "--samples", "100000")
     first.wait_for_samples(1)
     second = drive(two_nodes.address, out="second")
     code, _, messages = second.end()
     assert code == 2 and f"process {first.process.pid}" in messages and "2 of 2 CPUs in use" in messages, messages
-    assert first.end()[0] == 0
+    first.process.send_signal(signal.SIGINT)
+    assert first.end()[0] == 130
+
+
+def test_a_loadgen_on_every_node(two_nodes: Nodes, drive: Any) -> None:
+    driver = drive(two_nodes.address, "--rack.count", "per_node", "--samples", "30")
+    code, output, messages = driver.end()
+    assert code == 0, (output, messages)
+    run = driver.run()
+    assert run.verdict is Verdict.MEASURED
+    assert run.requests["node"].to_pylist().count("alpha") == run.requests["node"].to_pylist().count("beta") == 30
+    assert len(set(run.requests["sample_id"].to_pylist())) == 60
+    for node in ("alpha", "beta"):
+        own = read_run(driver.folder() / "nodes" / node)
+        assert own.result["samples_completed"] == 30
+        assert (own.path / "mlperf" / "mlperf_log_summary.txt").is_file()
+    together = run.result["aggregate"]
+    rates = [node["output_tokens_per_second"] for node in run.result["nodes"]]
+    assert together["sum_of_rates_tokens_per_second"] == pytest.approx(sum(rates), rel=0.05)
+    assert together["makespan"]["output_tokens"] == run.result["output_tokens"]
+    assert together["common_window"]["seconds"] > 0
+    assert run.result["rack"]["start_spread_seconds"] < 1.0
+    assert [offset["node"] for offset in run.result["rack"]["clock_offsets"]] == ["alpha", "beta"]
+
+
+def test_a_node_lost_with_its_loadgen(two_nodes: Nodes, drive: Any) -> None:
+    driver = drive(two_nodes.address, "--rack.count", "per_node", "--samples", "60")
+    victims: list[int] = []
+    while not victims:
+        assert driver.process.poll() is None, driver.end()
+        victims = [process.pid for process in psutil.process_iter() if process.name().startswith("ray::NodeDriver.run")]
+        time.sleep(0.1)
+    time.sleep(3)
+    os.kill(max(victims), signal.SIGKILL)
+    code, output, messages = driver.end()
+    assert code == 4, (output, messages)
+    run = driver.run()
+    assert run.verdict is Verdict.DEGRADED
+    assert run.result["rack"]["share_left"] == 0.5
+    assert len(run.requests) == 60
+    assert len(run.result["nodes"]) == 1

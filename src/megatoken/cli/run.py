@@ -127,9 +127,7 @@ def _run_here(config: RunConfig, dry_run: bool, quiet: bool) -> tuple[Prepared, 
             raise UsageError(_no_tokenizer(prepared))
         config, target = resolve(prepared.config, engine.memory_plan), InProcessTarget(engine)
         facts, tokenizer = prepared.facts(), engine.tokenizer
-        return prepared, run_scenario(
-            config, prepared.data_set, target, facts, progress, tokenizer, prepared.gate
-        )
+        return prepared, run_scenario(config, prepared.data_set, target, facts, progress, tokenizer, prepared.gate)
     finally:
         progress.clear()
 
@@ -152,6 +150,10 @@ def _run_on_rack(config: RunConfig, dry_run: bool, quiet: bool) -> tuple[Prepare
                 return prepared, None
             for warning in prepared.warnings:
                 progress.note(f"warning: {warning}")
+            if config.rack.count == "per_node":
+                from megatoken.harness.per_node import run_per_node
+
+                return prepared, run_per_node(rack, prepared, progress)
             with rack.target(progress) as target:
                 config = resolve(prepared.config, rack.memory)
                 return prepared, run_scenario(

@@ -22,7 +22,7 @@ from megatoken.harness.progress import Progress
 from megatoken.harness.result_facts import asked_facts, latency_facts, loadgen_facts
 from megatoken.harness.rules import Observed, judge, send_lag_limit_seconds, unmet_rules
 from megatoken.harness.saturation import Saturation, SaturationWatch
-from megatoken.harness.stop import StopSignals
+from megatoken.harness.stop import Stop
 from megatoken.harness.text_stages import TextStages
 from megatoken.results import Reason, RunFolder, SampleRow, Verdict, run_name
 from megatoken.results.statistics import Samples
@@ -79,10 +79,19 @@ class Bench:
         config: RunConfig,
         settings: TestSettings,
         folder: RunFolder,
-        stop: StopSignals,
+        stop: Stop,
         watch: SaturationWatch | None = None,
+        start_wall_ns: int | None = None,
     ) -> Saturation | None:
         """Runs one test to its end, a signal, or the insight that the rate is too high; the folder has the verdict.
+
+        Args:
+            config: what to run.
+            settings: what to ask of LoadGen.
+            folder: that records it.
+            stop: asked between steps.
+            watch: sees every sample, and may end the test.
+            start_wall_ns: when LoadGen starts (``time.time_ns()``); None: at once.
 
         Returns:
             Why ``watch`` ended the test early, if it did.
@@ -90,7 +99,7 @@ class Bench:
         rows = len(self.data_set.requests)
         library = library_to_data_set(config.mode, settings.library_rows, rows)
         try:
-            with LoadGenTest(settings, folder.mlperf_directory) as test:
+            with LoadGenTest(settings, folder.mlperf_directory, start_wall_ns) as test:
                 record = _Watched(folder, watch) if watch else folder
                 measurement = Measurement(
                     test, settings, library, self.data_set, self.target, record, self.progress, self.text
@@ -114,7 +123,7 @@ class Bench:
         finally:
             self.progress.clear()
 
-    def _drive(self, measurement: Measurement, stop: StopSignals, watch: SaturationWatch | None) -> Saturation | None:
+    def _drive(self, measurement: Measurement, stop: Stop, watch: SaturationWatch | None) -> Saturation | None:
         looked = 0.0
         saturation = None
         while not measurement.over and not stop.received and saturation is None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from megatoken.config import RunConfig
@@ -54,6 +57,15 @@ class Rack:
                 entry["gpus"] += slot.gpus * slot.ranks
         return list(nodes.values())
 
+    def facts(self) -> dict[str, Any]:
+        """Fields of ``result.json`` that stay the same, once the model is loaded."""
+        first = self.found[0]
+        return {
+            "memory_plan": first["memory_plan"],
+            "target": {**first["target"], "count": self.config.rack.count, "ray": version("ray")},
+            "rack_nodes": self.nodes(),
+        }
+
     @contextmanager
     def target(self, progress: Progress) -> Iterator[RackTarget]:
         """Loads the model everywhere and connects; ends the replicas afterwards."""
@@ -70,13 +82,7 @@ class Rack:
         )
         try:
             cluster.serve(hub, key, lambda nodes: _slots(config, nodes, self.memory.device), config.rack.replace)
-            first = self.found[0]
-            facts = {
-                "memory_plan": first["memory_plan"],
-                "target": {**first["target"], "count": config.rack.count, "ray": _ray_version()},
-                "rack_nodes": self.nodes(),
-            }
-            yield RackTarget(hub, facts, streams=streams)
+            yield RackTarget(hub, self.facts(), streams=streams)
         finally:
             hub.close()
 
@@ -88,20 +94,26 @@ def open_rack(config: RunConfig, progress: Progress) -> Iterator[Rack]:
     Raises:
         UsageError: what does not fit together, with the numbers.
     """
-    assert config.rack.cluster is not None
     source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
     check_ranks(source.config, config.rack.tensor_parallel)
     progress.stage("looking for the rack's nodes")
+    # Ray prints messages of its daemons on standard output, which belongs to the command's result.
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        yield from _hold(config, source.content_hash, progress)
+
+
+def _hold(config: RunConfig, content_hash: str, progress: Progress) -> Iterator[Rack]:
+    assert config.rack.cluster is not None
     cluster = Cluster(config.rack.cluster, note=progress.note)
     try:
         nodes = cluster.nodes()
         slots = _slots(config, nodes, config.engine.device)
         progress.stage(f"opening {config.model} in {len(slots)} processes on {len(nodes)} nodes")
         found = cluster.start(slots, _spec(config))
-        if found[0]["content_hash"] != source.content_hash:
+        if found[0]["content_hash"] != content_hash:
             raise UsageError(
                 f"the nodes' checkpoint {found[0]['content_hash'][:12]} is not the driver's, "
-                f"{source.content_hash[:12]}; copy the same files to every machine"
+                f"{content_hash[:12]}; copy the same files to every machine"
             )
         plans = [MemoryPlan(**facts["memory_plan"]) for facts in found]
         yield Rack(config, cluster, slots, min(plans, key=lambda plan: plan.max_length), found)
@@ -132,10 +144,7 @@ def _spec(config: RunConfig) -> WorkerSpec:
 
 def _machine(facts: dict[str, Any]) -> dict[str, Any]:
     inventory = facts["inventory"]
-    return {"version": facts["version"], "machine": {key: inventory[key] for key in ("hostname", "cpu", "memory", "gpus")}}
-
-
-def _ray_version() -> str:
-    from importlib.metadata import version
-
-    return version("ray")
+    return {
+        "version": facts["version"],
+        "machine": {key: inventory[key] for key in ("hostname", "cpu", "memory", "gpus")},
+    }

@@ -89,11 +89,11 @@ class _WarmUp:
                 break
             steps.append(self._poll())
             previous, ended = ended, time.monotonic()
-            if computed is not None:  # what the replicas took, told with what they did, late or early
-                computed, before = self._computed_seconds(), computed
-                step_seconds.append((computed or 0.0) - before)
-            else:
-                step_seconds.append(ended - previous)
+            seconds_taken, before = ended - previous, computed
+            computed = self._computed_seconds()
+            if computed is not None and before is not None:  # by the replicas, told with what they did, late or early
+                seconds_taken = computed - before
+            step_seconds.append(seconds_taken)
         return _fit(np.asarray(steps, np.float64), np.asarray(step_seconds))
 
     def answer_tokens(self, learning_seconds: float) -> float:

@@ -1,3 +1,5 @@
-"""Replicas on nodes through Ray: placement, one shared queue, heartbeats, clocks. Ray starts and ends processes; samples
-and answers go over connections of our own (``wire``), so that what is lost is known soon and costs little to carry.
+"""Replicas on nodes through Ray: placement, one shared queue, heartbeats, clocks.
+
+Ray starts and ends processes. Samples and answers go over connections of our own (``wire``), so that a loss is known
+soon and carrying them costs little.
 """

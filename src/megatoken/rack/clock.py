@@ -1,4 +1,4 @@
-"""How far another machine's clocks are from ours, after Cristian (1989): the quickest of many round trips tells best."""
+"""How far another machine's clocks are from ours, after Cristian (1989): the quickest of many round trips wins."""
 
 from __future__ import annotations
 

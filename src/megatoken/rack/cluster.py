@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -83,11 +83,12 @@ class Cluster:
             import ray
         except ImportError:
             raise UsageError(MISSING) from None
-        self._ray = ray
+        self._ray: Any = ray
         self.is_local = found is None
         _connect(ray, found, local_cpus)
-        self.host = ray.util.get_node_ip_address()
+        self.host: str = self._ray.util.get_node_ip_address()
         self._processes: dict[int, Process] = {}
+        self._beside: list[Any] = []
         self._next = 0
         self._hub: Hub | None = None
         self._over = threading.Event()
@@ -168,6 +169,46 @@ class Cluster:
         self._thread = threading.Thread(target=self._watch, name="rack-cluster", daemon=True)
         self._thread.start()
 
+    def serve_at(self, addresses: Mapping[str, tuple[str, int]], key: bytes) -> None:
+        """Has every process serve the driver of its own node; nothing is watched or replaced.
+
+        Args:
+            addresses: of those drivers, by name of the node.
+            key: that they know.
+        """
+        for process in self._processes.values():
+            host, port = addresses[process.slot.places[0].node]
+            process.stage = "serving"
+            process.answer = process.actor.serve.remote(host, port, key, process.number)
+
+    def numbers(self) -> dict[int, Slot]:
+        """Every process by its number."""
+        return {process.number: process.slot for process in self._processes.values()}
+
+    def start_beside(self, actor: type, node: Node, *arguments: object) -> Any:
+        """An actor on a node that takes nothing of Ray's count; ``ask`` calls it, two calls may be on their way."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        strategy = NodeAffinitySchedulingStrategy(node.ray_id, soft=False)
+        options = {"num_cpus": 0, "max_concurrency": 3, "scheduling_strategy": strategy}
+        handle: Any = self._ray.remote(actor).options(**options).remote(*arguments)
+        self._beside.append(handle)
+        return handle
+
+    def ask(self, reference: Any, timeout_seconds: float) -> Any:
+        """What a call answers.
+
+        Raises:
+            TimeoutError: it has not answered yet.
+            MegatokenError: the process is gone, or failed.
+        """
+        try:
+            return self._ray.get(reference, timeout=timeout_seconds)
+        except self._ray.exceptions.GetTimeoutError:
+            raise TimeoutError from None
+        except self._ray.exceptions.RayError as error:
+            raise MegatokenError(_cause(error)) from None
+
     def close(self) -> None:
         """Ends all processes; a local cluster too."""
         self._over.set()
@@ -176,7 +217,8 @@ class Cluster:
         with suppress(Exception):  # what Ray no longer reaches is gone, or ends by itself
             for process in self._processes.values():
                 self._end(process)
-            self._ray.kill(self._lease)
+            for actor in (*self._beside, self._lease):
+                self._ray.kill(actor)
         with suppress(Exception):
             self._ray.shutdown()
 

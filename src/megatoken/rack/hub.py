@@ -2,8 +2,8 @@
 
 Each time a sample is given to a replica it gets a ticket, and answers name tickets. A replica that is lost loses its
 tickets and its samples go back to the head of the queue, so whatever it may still say is about tickets that nobody
-knows: every sample ends exactly once. A thread does all reading and judges silence, so that a driver busy with something
-else mistakes its own delay for nobody's death.
+knows: every sample ends exactly once. A thread does all reading and judges silence, so that a driver busy with other
+things mistakes its own delay for nobody's death.
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ class _Peer:
 class Hub:
     """All workers of a run. ``submit``, ``take`` and the rest are for the thread that drives the target."""
 
-    def __init__(
-        self, host: str, key: bytes, *, streams: bool, dead_after_seconds: float, wait_seconds: float
-    ) -> None:
+    def __init__(self, host: str, key: bytes, *, streams: bool, dead_after_seconds: float, wait_seconds: float) -> None:
         """Listens on ``host`` and starts the thread.
 
         Args:
@@ -437,15 +435,13 @@ class Hub:
             return min(arrived_ns, their_ns - offset_ns) if their_ns else None
 
         events = []
-        for ticket, token, first_ns, started_ns in report.first.tolist():
+        for ticket, token, started_ns in report.first.tolist():
             held = self._tickets.get(ticket)
             if held is None:
                 self._late += 1
                 continue
             sample, replica = held
-            events.append(
-                Event(sample, (token,), None, arrived_ns, arrived_ns, ours(started_ns), 1, replica.place)
-            )
+            events.append(Event(sample, (token,), None, arrived_ns, arrived_ns, ours(started_ns), 1, replica.place))
         ids, begin = report.ids, 0
         for ticket, tokens, count, reason, first_ns, last_ns, started_ns in report.done.tolist():
             begin += count

@@ -1,7 +1,7 @@
 """What driver and workers say to each other: frames of plain arrays over TCP. Nothing is unpickled.
 
-A frame is the length of its body, a kind and the body. Numbers are little-endian. Before the first frame both sides show
-that they know the run's key (HMAC-SHA256 over the other's nonce). Content is not encrypted.
+A frame is the length of its body, a kind and the body. Numbers are little-endian. Before the first frame both sides
+show that they know the run's key (HMAC-SHA256 over the other's nonce). Content is not encrypted.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ STATE = np.dtype(
         ("temperature_celsius", "<f8"),
     ]
 )
-FIRST = np.dtype([("ticket", "<i8"), ("token", "<i4"), ("first_ns", "<i8"), ("started_ns", "<i8")])
+FIRST = np.dtype([("ticket", "<i8"), ("token", "<i4"), ("started_ns", "<i8")])
 DONE = np.dtype(
     [
         ("ticket", "<i8"),

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -49,6 +49,27 @@ REFUSALS = 3  # of connections, after which the driver is gone for good
 FINISH_REASONS = tuple(FinishReason)
 
 
+class Counters(Protocol):
+    """The part of ``engine.loop.Counters`` that a replica tells of."""
+
+    @property
+    def in_flight(self) -> int: ...  # noqa: D102
+    @property
+    def waiting(self) -> int: ...  # noqa: D102
+    @property
+    def rows(self) -> int: ...  # noqa: D102
+    @property
+    def last_step_rows(self) -> int: ...  # noqa: D102
+    @property
+    def row_budget(self) -> int: ...  # noqa: D102
+    @property
+    def pages_free(self) -> int: ...  # noqa: D102
+    @property
+    def pages(self) -> int: ...  # noqa: D102
+    @property
+    def preemptions(self) -> int: ...  # noqa: D102
+
+
 class ReplicaEngine(Protocol):
     """What a replica needs of an engine."""
 
@@ -65,8 +86,8 @@ class ReplicaEngine(Protocol):
     def cancel(self, ticket: int) -> None:
         """Ends a request."""
 
-    def counters(self) -> Any:
-        """``engine.loop.Counters``."""
+    def counters(self) -> Counters:
+        """Where it stands."""
 
 
 class _Answer:
@@ -101,7 +122,7 @@ class Replica(threading.Thread):
         self._inbox: deque[tuple[int, Request]] = deque()
         self._wake = threading.Event()
         self._lock = threading.Lock()  # what came out
-        self._first: list[tuple[int, int, int, int]] = []
+        self._first: list[tuple[int, int, int]] = []
         self._done: list[tuple[int, int, int, int, int, int, int]] = []
         self._ids: list[int] = []
         self._failures: list[tuple[int, str]] = []
@@ -114,14 +135,14 @@ class Replica(threading.Thread):
         self._drain = threading.Event()
         self._drained = threading.Event()
         self._over = False
-        self._tell = lambda: None
+        self._tell: Callable[[], None] = _nobody
         self.failure: BaseException | None = None
         self._prefetch = max(LEAST_PREFETCH, engine.counters().row_budget // ROWS_PER_PREFETCH)
         self._asked = 0  # samples asked for and not yet received
         self._admitted = self._admitted_when_asked = 0
-        self._before = (0, 0, 0, 0, 0)  # totals when the driver connected
+        self._totals = self._before = (0, 0, 0, 0, 0)  # after the last step; when the driver connected
 
-    def on_news(self, tell: Any) -> None:
+    def on_news(self, tell: Callable[[], None]) -> None:
         """Has ``tell`` called when the driver ought to hear of something at once."""
         self._tell = tell
 
@@ -162,13 +183,13 @@ class Replica(threading.Thread):
 
     def start_counting(self) -> None:
         """Has totals count from now on: the driver that has connected adds up its connections."""
-        self._before = self._totals()
+        self._before = self._totals
 
     def state(self, wanted: int) -> tuple[Any, ...]:
         """A row of ``wire.STATE``."""
         counters, telemetry = self._engine.counters(), self._sensors.read() if self._sensors else Telemetry()
         began = self._step_began_ns
-        *totals, computed_ns = (now - then for now, then in zip(self._totals(), self._before, strict=True))
+        *totals, computed_ns = (now - then for now, then in zip(self._totals, self._before, strict=True))
         return (
             wanted,
             counters.in_flight + len(self._inbox),
@@ -237,7 +258,7 @@ class Replica(threading.Thread):
                 answer.ids += event.token_ids
             if event.token_ids and not answer.first_ns:
                 answer.first_ns = now_ns
-                first.append((answer.ticket, event.token_ids[0], now_ns, answer.started_ns))
+                first.append((answer.ticket, event.token_ids[0], answer.started_ns))
                 self._answering += 1
             if event.finish_reason is not None:
                 reason = FINISH_REASONS.index(event.finish_reason)
@@ -247,6 +268,9 @@ class Replica(threading.Thread):
                 del self._answers[event.ticket]
                 self._answering -= 1
             self._output_tokens += len(event.token_ids)
+        counters = self._engine.counters()
+        tokens = (counters.rows, self._output_tokens, self._decoded_tokens)
+        self._totals = (counters.preemptions, *tokens, self._computed_ns)
         with self._lock:
             if self._streams:
                 self._first += first
@@ -254,10 +278,6 @@ class Replica(threading.Thread):
             self._ids += ids
         if (self._streams and (first or done)) or self._missing(waiting) >= self._prefetch // 2:
             self._tell()
-
-    def _totals(self) -> tuple[int, int, int, int, int]:
-        counters = self._engine.counters()
-        return (counters.preemptions, counters.rows, self._output_tokens, self._decoded_tokens, self._computed_ns)
 
     def _missing(self, waiting: int) -> int:
         """Samples short of the prefetch, those asked for counted as if they were here."""
@@ -373,12 +393,12 @@ class Worker:
             now = time.monotonic()
             if now - heard > self._dead_after_seconds:
                 raise WireError("the driver has fallen silent")
-            writers = [channel.socket] if channel.pending else []
+            writers = [channel.socket.fileno()] if channel.pending else []
             wait = max(0.0, reported + (STREAM_SECONDS if pressing else REPORT_SECONDS) - now)
-            readable, writable, _ = select.select([channel.socket, self._wake_reader], writers, [], wait)
+            readable, writable, _ = select.select([channel.socket.fileno(), self._wake_reader], writers, [], wait)
             if writable:
                 channel.flush()
-            if channel.socket in readable:
+            if channel.socket.fileno() in readable:
                 heard = time.monotonic()
                 for kind, body in channel.receive():
                     if kind == Kind.CLOSE:
@@ -437,6 +457,10 @@ class Worker:
             os.write(self._wake_writer, b"\0")
 
 
+def _nobody() -> None:
+    """Hears the news until somebody is there for them."""
+
+
 def _connect(address: tuple[str, int], key: bytes) -> socket.socket:
     connection = socket.create_connection(address, CONNECT_SECONDS)
     try:
@@ -449,4 +473,3 @@ def _connect(address: tuple[str, int], key: bytes) -> socket.socket:
 
 def _readings(telemetry: Telemetry) -> tuple[float | None, float | None, float | None]:
     return telemetry.power_watts, telemetry.clock_mhz, telemetry.temperature_celsius
-

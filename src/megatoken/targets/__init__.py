@@ -19,8 +19,8 @@ class SampleEvent:
 
     A target that tells of a sample only at its end, or of its first token and its end, sets ``output_tokens`` on the
     last event: all tokens of the sample. ``token_ids`` are then all of them, or none if nobody wants them, and
-    ``first_ns`` is when the first was seen, if no event said so. ``node`` and ``replica`` are where it was computed; None
-    is this machine.
+    ``first_ns`` is when the first was seen, if no event said so. ``node`` and ``replica`` say where it was computed;
+    None is this machine. ``error`` is set on the only event of a sample that was refused after all.
     """
 
     sample_id: int

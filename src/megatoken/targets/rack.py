@@ -82,7 +82,9 @@ class RackTarget:
                 in_flight=int(state["in_flight"]),
                 waiting=int(state["waiting"]),
                 preemptions=int(state["preemptions"]),
-                telemetry=Telemetry(*(_told(state[name]) for name in ("power_watts", "clock_mhz", "temperature_celsius"))),
+                telemetry=Telemetry(
+                    *(_told(state[name]) for name in ("power_watts", "clock_mhz", "temperature_celsius"))
+                ),
             )
             for place, state in self._hub.states()
         ]
