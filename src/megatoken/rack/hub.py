@@ -42,6 +42,7 @@ from megatoken.rack.worker import FINISH_REASONS
 PING_SECONDS = 1.0
 FIRST_PINGS = 16  # right after a connection is made, one after the other
 LOOK_SECONDS = 0.25
+LONGEST_ROUND_SECONDS = 1.0
 HANDSHAKE_SECONDS = 5.0
 MOST_HANDSHAKES = 64  # at a time
 LOW_QUEUE = 256  # samples below which whoever fills the queue is woken
@@ -292,6 +293,9 @@ class Hub:
         self._thread.join()
         for peer in self._peers.values():
             peer.channel.close()
+        with suppress(Empty):
+            while True:
+                self._arrived.get_nowait()[0].close()
         self._listener.close()
         self._selector.close()
         self._wake_reader.close()
@@ -319,9 +323,14 @@ class Hub:
 
     def _run(self) -> None:
         try:
-            looked = 0.0
+            looked, woke = 0.0, time.monotonic()
             while not self._over:
                 ready = self._selector.select(LOOK_SECONDS)
+                woke, before = time.monotonic(), woke
+                if woke - before > LONGEST_ROUND_SECONDS:  # this process was stopped: nobody could be heard
+                    with self._lock:
+                        for peer in self._peers.values():
+                            peer.heard += woke - before
                 for key, mask in ready:
                     if key.fileobj is self._listener:
                         self._accept()
@@ -485,11 +494,13 @@ class Hub:
 
     def _lose(self, peer: _Peer, cause: str) -> None:
         """Takes a worker out; what it held goes to the head of the queue, oldest first."""
-        if self._peers.pop(peer.number, None) is None or self._over:
+        if self._peers.pop(peer.number, None) is None:
             return
         with suppress(KeyError, ValueError):
             self._selector.unregister(peer.channel.socket)
         peer.channel.close()
+        if self._over:
+            return
         now_ns = time.monotonic_ns()
         left = sum(len(other.replicas) for other in self._peers.values())
         returned: list[int] = []

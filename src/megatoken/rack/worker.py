@@ -44,6 +44,7 @@ LEAST_PREFETCH, MOST_PREFETCH = 8, 1024
 ROWS_PER_PREFETCH = 32  # of the row budget: prompts at least that long are admitted for two steps before more are there
 PREFETCH_DECAY = 0.95
 CONNECT_SECONDS = 2.0
+LONGEST_ROUND_SECONDS = 1.0
 RECONNECT_PAUSE_SECONDS = 0.2
 REFUSALS = 3  # of connections, after which the driver is gone for good
 FINISH_REASONS = tuple(FinishReason)
@@ -184,6 +185,11 @@ class Replica(threading.Thread):
     def start_counting(self) -> None:
         """Has totals count from now on: the driver that has connected adds up its connections."""
         self._before = self._totals
+
+    def excuse(self, seconds: float) -> None:
+        """Takes time off the step that runs: the process was stopped for so long."""
+        if self._step_began_ns:
+            self._step_began_ns += round(seconds * 1e9)
 
     def state(self, wanted: int) -> tuple[Any, ...]:
         """A row of ``wire.STATE``."""
@@ -386,11 +392,15 @@ class Worker:
         for replica in self._replicas:
             replica.start_counting()
         channel.send(Kind.HELLO, NUMBER.pack(self._number))
-        heard = time.monotonic()
+        heard = now = time.monotonic()
         reported, pressing = 0.0, False
         cancelling: bytes | None = None
         while True:
-            now = time.monotonic()
+            now, before = time.monotonic(), now
+            if now - before > LONGEST_ROUND_SECONDS:  # this process was stopped, and with it whatever it waits for
+                heard += now - before
+                for replica in self._replicas:
+                    replica.excuse(now - before)
             if now - heard > self._dead_after_seconds:
                 raise WireError("the driver has fallen silent")
             writers = [channel.socket.fileno()] if channel.pending else []
@@ -419,10 +429,10 @@ class Worker:
                 if cancelling is not None and all(replica.cancelled for replica in self._replicas):
                     channel.send(Kind.CANCELLED, cancelling)
                     cancelling = None
-            now = time.monotonic()
             due = STREAM_SECONDS if pressing else REPORT_SECONDS
-            if now - reported >= due and cancelling is None and not channel.pending:
-                reported, pressing = now, False
+            now_after = time.monotonic()
+            if now_after - reported >= due and cancelling is None and not channel.pending:
+                reported, pressing = now_after, False
                 channel.send(Kind.REPORT, self._report())
 
     def _report(self) -> bytes:
