@@ -154,7 +154,11 @@ def test_the_driver_keeps_a_core() -> None:
 
 
 def test_nodes_of_one_name_are_told_apart() -> None:
-    assert [one.name for one in name_nodes([node("a", 1), node("a", 2), node("b")])] == ["a", "a-2", "b"]
+    known: dict[str, str] = {}
+    first, second, other = node("a", 1), node("a", 2), node("b")
+    assert [one.name for one in name_nodes([first, second, other], known)] == ["a", "a-2", "b"]
+    assert [one.name for one in name_nodes([second, other], known)] == ["a-2", "b"]
+    assert [one.name for one in name_nodes([second, node("a", 3)], known)] == ["a", "a-2"]
 
 
 def test_ranks_must_divide_the_heads() -> None:
@@ -242,9 +246,9 @@ def test_what_a_lost_worker_held_is_done_by_others(rig: Rig) -> None:
     rig.add(1)
     target = RackTarget(rig.hub, {}, streams=rig.streams)
     began_ns = time.monotonic_ns()
-    for number in range(60):
+    for number in range(400):
         target.submit(number, Request([3, 5, number], 20, ignore_end_token=True))
-    last = run_to_the_end(target, 60, {5: lambda: rig.hub.forget(1, "taken out")})
+    last = run_to_the_end(target, 400, {5: lambda: rig.hub.forget(1, "taken out")})
     assert all(event.output_tokens == 20 for event in last.values())
     outcome = target.outcome(began_ns)
     assert outcome.lost is not None and "1 of 2 replicas left at the least (50.0%), 1 at the end" in outcome.lost

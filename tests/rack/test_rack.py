@@ -74,7 +74,7 @@ def test_a_replica_that_hangs_is_lost_and_may_come_back(two_nodes: Nodes, drive:
     victim = psutil.Process(workers_of(driver.wait_for_samples(20))["alpha"])
     victim.suspend()
     try:
-        while not driver.run().result["rack"]["lost"]:
+        while not driver.run().result.get("rack", {}).get("lost"):
             driver.wait_for_samples(0)
     finally:
         victim.resume()
@@ -95,9 +95,11 @@ def test_a_node_that_dies_and_comes_back(two_nodes: Nodes, drive: Any) -> None:
     two_nodes.kill_raylet("beta")
     os.kill(worker, signal.SIGKILL)
     two_nodes.add("beta")
-    while not (joined := driver.run().result["rack"]["joined"]):
+    while not (joined := driver.run().result.get("rack", {}).get("joined")):
         driver.wait_for_samples(0)
-    while max(_ends_on("beta", driver.run())) < joined[0]["at_seconds"]:
+    again = joined[0]["node"]  # another name where Ray has not yet noticed that the first is gone
+    assert again in ("beta", "beta-2")
+    while max(_ends_on(again, driver.run()), default=0.0) < joined[0]["at_seconds"]:
         driver.wait_for_samples(0)
     driver.process.send_signal(signal.SIGINT)
     code, output, messages = driver.end()
@@ -105,7 +107,7 @@ def test_a_node_that_dies_and_comes_back(two_nodes: Nodes, drive: Any) -> None:
     run = driver.run()
     assert len(set(run.requests["sample_id"].to_pylist())) == len(run.requests)
     assert [lost["node"] for lost in run.result["rack"]["lost"]] == ["beta"]
-    assert [joined["node"] for joined in run.result["rack"]["joined"]] == ["beta"]
+    assert run.result["rack"]["replicas_at_end"] == 2
 
 
 def test_replicas_do_not_outlive_their_driver(two_nodes: Nodes, drive: Any) -> None:

@@ -88,6 +88,7 @@ class Cluster:
         _connect(ray, found, local_cpus)
         self.host: str = self._ray.util.get_node_ip_address()
         self._processes: dict[int, Process] = {}
+        self._names: dict[str, str] = {}  # of nodes, by Ray's id
         self._beside: list[Any] = []
         self._next = 0
         self._hub: Hub | None = None
@@ -112,7 +113,7 @@ class Cluster:
             name = given if given and given != address else entry["NodeManagerHostname"]
             gpus, cpus = int(resources.get("GPU", 0)), float(resources.get("CPU", 0))
             found.append(Node(name, entry["NodeID"], address, gpus, cpus, entry["NodeID"] == own))
-        return name_nodes(found)
+        return name_nodes(found, self._names)
 
     def start(self, slots: Sequence[Slot], spec: WorkerSpec) -> list[dict[str, Any]]:
         """Starts a process for each slot and has it open the model; what each found, in the order of the slots.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 
 from megatoken.engine.config import ModelConfig
 from megatoken.errors import CapacityError, UsageError
@@ -64,15 +65,20 @@ class Wanted:
     threads: int | None = None
 
 
-def name_nodes(found: Sequence[Node]) -> list[Node]:
-    """The nodes under names of their own, in the order of names: equal ones get numbers."""
-    counts, named = Counter[str](), []
+def name_nodes(found: Sequence[Node], known: dict[str, str]) -> list[Node]:
+    """The nodes under names of their own, in the order of names: of equal ones, later ones get numbers.
+
+    Args:
+        found: the nodes that are there, under the names they give themselves.
+        known: names by Ray's id, kept from call to call: a node keeps its name, one that is gone leaves it to others.
+    """
+    for gone in known.keys() - {node.ray_id for node in found}:
+        del known[gone]
     for node in sorted(found, key=lambda one: (one.name, one.address, one.ray_id)):
-        counts[node.name] += 1
-        number = counts[node.name]
-        name = node.name if number == 1 else f"{node.name}-{number}"
-        named.append(Node(name, node.ray_id, node.address, node.gpus, node.cpus, node.is_driver))
-    return named
+        if node.ray_id not in known:
+            names = (node.name if number == 1 else f"{node.name}-{number}" for number in count(1))
+            known[node.ray_id] = next(name for name in names if name not in known.values())
+    return sorted((replace(node, name=known[node.ray_id]) for node in found), key=lambda one: one.name)
 
 
 def check_ranks(model: ModelConfig, ranks: int) -> None:
