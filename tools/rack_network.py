@@ -55,11 +55,13 @@ class Network:
     processes: dict[str, subprocess.Popen[bytes]]
 
     def environment(self) -> dict[str, str]:
+        """Of everything that runs here."""
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64, "RAY_USAGE_STATS_ENABLED": "0"}
         sources = str(Path(__file__).parents[1] / "src")
         return {**os.environ, **token, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1"}
 
     def inside(self, node: str, *command: str, preload: str = "") -> list[str]:
+        """A command line that runs another one on a node."""
         prefix = ["env", f"LD_PRELOAD={preload}"] if preload else []
         return ["ip", "netns", "exec", name_of(node), *prefix, *command]
 

@@ -87,11 +87,11 @@ def check_ranks(model: ModelConfig, ranks: int) -> None:
     Raises:
         UsageError: with the numbers.
     """
-    for what, count in (("attention heads", model.heads), ("key heads", model.kv_heads)):
-        if count % ranks:
+    for what, heads in (("attention heads", model.heads), ("key heads", model.kv_heads)):
+        if heads % ranks:
             divisors = ", ".join(str(one) for one in range(1, model.kv_heads + 1) if model.kv_heads % one == 0)
             raise UsageError(
-                f"rack.tensor_parallel is {ranks}, which does not divide the {count} {what} of {model.name}; "
+                f"rack.tensor_parallel is {ranks}, which does not divide the {heads} {what} of {model.name}; "
                 f"take one of {divisors}"
             )
     if ranks > 1:
