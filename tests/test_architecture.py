@@ -17,6 +17,7 @@ ORDER = [
     "audit",
     "report",
     "targets",
+    "rack",
     "datasets",
     "planning",
     "config",

@@ -6,6 +6,7 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -65,6 +66,27 @@ class EngineSection(_Section):
     )
 
 
+class RackSection(_Section):
+    """How ``megatoken run`` uses several machines or GPUs through Ray. Null cluster: the engine in this process."""
+
+    cluster: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="Ray cluster: auto, or host:port; null: no rack, one engine in this process"
+    )
+    count: Literal["one_sut", "per_node"] = Field(
+        default="one_sut", description="one LoadGen for all nodes, or one for each, added up"
+    )
+    replicas: Count | None = Field(
+        default=None, le=100_000, description="copies of the model; null: one a GPU, without GPUs one a node"
+    )
+    tensor_parallel: Count = Field(default=1, le=1024, description="GPUs of one copy")
+    dead_after_seconds: Rate = Field(
+        default=8.0, ge=0.5, lt=1e6, description="silence, or length of one step, after which a replica counts as lost"
+    )
+    reconnect_seconds: Seconds = Field(default=30.0, description="how long a lost replica may come back by itself")
+    wait_seconds: Seconds = Field(default=60.0, description="how long a rack that lost every replica waits for one")
+    replace: bool = Field(default=True, description="start what was lost anew, and replicas on nodes that join")
+
+
 class RunConfig(_Section):
     """Everything that decides what ``megatoken run`` does; the resolved one is written to the run folder."""
 
@@ -108,6 +130,7 @@ class RunConfig(_Section):
     warm_up_seconds: Seconds = Field(default=3.0, description="time spent estimating the rate, not counted")
     out: GivenPath = Field(default=Path("runs"), description="folder that receives the run folder")
     engine: EngineSection = EngineSection()
+    rack: RackSection = RackSection()
 
     def engine_config(self) -> EngineConfig:
         """The engine's part, in the engine's own type."""
@@ -143,18 +166,20 @@ class _Setting:
     place: str  # "run.yaml:3" or "--samples"
 
 
-def load_run_config(path: Path | None, flags: Mapping[str, str | bool | None]) -> RunConfig:
+def load_run_config(path: Path | None, flags: Mapping[str, str | bool | None], rack: str | None = None) -> RunConfig:
     """The schema's defaults, overridden by a YAML file, overridden by flags.
 
     Args:
         path: YAML file, or None.
         flags: value by flag name without dashes (``engine.max_rows``, ``min-duration``), as typed on the command line;
             None: not given.
+        rack: value of ``--rack``: ``auto``, host:port, or a YAML file of the keys of the section ``rack``, whose
+            ``cluster`` is ``auto`` if it names none.
 
     Raises:
         ConfigError: an unknown key (with the nearest right one), a bad value or an unreadable file, with its place.
     """
-    settings = (_read_yaml(path) if path is not None else {}) | _from_flags(flags)
+    settings = (_read_yaml(path) if path is not None else {}) | _rack_settings(rack) | _from_flags(flags)
     inputs = [
         settings[key].place for key in ("prompts", "lengths") if key in settings and settings[key].value is not None
     ]
@@ -219,14 +244,14 @@ _DEMANDS = {  # pydantic's types of errors, for values as they are typed
 }
 
 
-def _read_yaml(path: Path) -> dict[str, _Setting]:
+def _read_yaml(path: Path, section: str = "") -> dict[str, _Setting]:
     try:
         with open_input(path) as file:
             text = file.read().decode()
         root = yaml.SafeLoader(text).get_single_node()
-        return {} if root is None else dict(_settings(root, str(path)))
+        return {} if root is None else dict(_settings(root, str(path), section))
     except OSError as error:
-        mend = "give a YAML file, or a model with --model"
+        mend = "give auto, host:port or a YAML file" if section else "give a YAML file, or a model with --model"
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}; {mend}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
@@ -239,7 +264,7 @@ def _read_yaml(path: Path) -> dict[str, _Setting]:
         raise ConfigError(f"{path}: nested too deeply; see megatoken run --help for the keys") from None
 
 
-def _settings(root: yaml.Node, file: str) -> Iterator[tuple[str, _Setting]]:
+def _settings(root: yaml.Node, file: str, section: str) -> Iterator[tuple[str, _Setting]]:
     seen: set[str] = set()
 
     def walk(node: yaml.Node, section: str) -> Iterator[tuple[str, _Setting]]:
@@ -264,7 +289,7 @@ def _settings(root: yaml.Node, file: str) -> Iterator[tuple[str, _Setting]]:
                 mend = f"did you mean {meant}?" if meant else "see megatoken run --help"
                 raise ConfigError(f"{place}: unknown key '{key}'; {mend}")
 
-    yield from walk(root, "")
+    yield from walk(root, section)
 
 
 def _as_typed(node: yaml.Node, place: str) -> str | None:
@@ -278,6 +303,14 @@ def _as_typed(node: yaml.Node, place: str) -> str | None:
 
 def _is_null(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and node.style is None and node.tag == _NULL
+
+
+def _rack_settings(rack: str | None) -> dict[str, _Setting]:
+    if rack is None:
+        return {}
+    if rack == "auto" or (":" in rack and not Path(rack).exists()):
+        return {"rack.cluster": _Setting(rack, "--rack")}
+    return {"rack.cluster": _Setting("auto", "--rack")} | _read_yaml(Path(rack), "rack")
 
 
 def _from_flags(flags: Mapping[str, str | bool | None]) -> dict[str, _Setting]:
@@ -299,12 +332,18 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
     """Refuses settings that exclude each other, at the place of the first."""
 
     def refuse(key: str, why: str) -> None:
-        if key in settings and getattr(config, key) != KEYS[key].default:
+        if key in settings and attrgetter(key)(config) != KEYS[key].default:
             raise ConfigError(f"{settings[key].place}: {why}")
 
     if config.scenario not in ("server", "interactive"):
         for key in ("rate", "find_rate", "ttft_limit_seconds", "tpot_limit_seconds", "probe_seconds"):
             refuse(key, f"only the scenarios server and interactive have it; this is {config.scenario}")
+    if config.rack.count == "per_node":
+        for key in ("find_rate", "repeat", "text"):
+            refuse(key, "not together with rack.count per_node: every node has a LoadGen of its own")
+    if config.rack.cluster is None:
+        for key in ("rack.count", "rack.replicas", "rack.tensor_parallel"):
+            refuse(key, "only a rack has it; give --rack auto")
     if config.find_rate:
         for key in ("repeat", "samples"):
             refuse(key, "not together with find_rate")

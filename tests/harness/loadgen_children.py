@@ -23,7 +23,7 @@ from megatoken.hardware.telemetry import Telemetry
 from megatoken.harness import benchmarks, rules, stop
 from megatoken.harness.progress import Progress
 from megatoken.harness.run import run_scenario
-from megatoken.targets import SampleEvent, TargetCounters
+from megatoken.targets import Outcome, ReplicaState, SampleEvent, TargetCounters
 
 TIMEOUT_SECONDS = 200  # only a hang takes this long, however busy the machine
 
@@ -73,7 +73,7 @@ class PacedTarget:
         self._crash_at_sample = crash_at_sample
         self._hang_at_sample = hang_at_sample
         self._queue: deque[tuple[int, Request]] = deque()
-        self._processed = 0
+        self._processed = self._output_tokens = 0
 
     def facts(self) -> dict[str, Any]:
         return {"memory_plan": {"pages": 9}}
@@ -94,6 +94,7 @@ class PacedTarget:
                 time.sleep(1000)
             self._processed += len(request.prompt) + request.max_tokens - 1
             now_ns = time.monotonic_ns()
+            self._output_tokens += request.max_tokens
             events.append(SampleEvent(sample_id, tuple(range(request.max_tokens - 1)), None, now_ns))
             events.append(SampleEvent(sample_id, (7,), "length", now_ns + 1))
         return events
@@ -111,8 +112,11 @@ class PacedTarget:
             processed_tokens=self._processed,
         )
 
-    def telemetry(self) -> Telemetry:
-        return Telemetry(power_watts=250.0)
+    def replicas(self) -> list[ReplicaState]:
+        return [ReplicaState.only(self.counters(), self._output_tokens, Telemetry(power_watts=250.0))]
+
+    def outcome(self, since_ns: int) -> Outcome:
+        return Outcome({}, None)
 
     def cancel_all(self) -> None:
         self._queue.clear()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken import targets
 from megatoken.engine.request import Request
 from megatoken.hardware.telemetry import Telemetry
 from megatoken.harness.benchmarks import LatencyLimits
@@ -20,7 +21,7 @@ from megatoken.harness.schedule import PoissonSchedule
 from megatoken.results import SampleRow
 from megatoken.results.statistics import Samples
 from megatoken.results.tables import to_table
-from megatoken.targets import SampleEvent, TargetCounters
+from megatoken.targets import ReplicaState, SampleEvent, TargetCounters
 
 Floats = NDArray[np.float64]
 Serve = Callable[[Floats], tuple[Floats, Floats, NDArray[np.int64]]]  # due -> first token, last token, tokens
@@ -196,8 +197,11 @@ class QueueingTarget:
         waiting = sum(start > time.monotonic_ns() for start, _, _ in self._coming) if len(self._coming) < 2000 else 2000
         return TargetCounters(len(self._coming), waiting, 0, 0, 0, 0, 0, self._processed)
 
-    def telemetry(self) -> Telemetry:
-        return Telemetry()
+    def replicas(self) -> list[ReplicaState]:
+        return [ReplicaState.only(self.counters(), self._processed, Telemetry())]
+
+    def outcome(self, since_ns: int) -> targets.Outcome:
+        return targets.Outcome({}, None)
 
     def cancel_all(self) -> None:
         self._coming.clear()

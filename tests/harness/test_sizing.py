@@ -18,7 +18,7 @@ from megatoken.hardware.telemetry import Telemetry
 from megatoken.harness import sizing
 from megatoken.harness.loadgen_plan import library_to_data_set, plan_test, seconds_to_fill
 from megatoken.harness.sizing import estimate_rate
-from megatoken.targets import SampleEvent, TargetCounters
+from megatoken.targets import Outcome, ReplicaState, SampleEvent, TargetCounters
 
 rows_of_data = st.integers(1, 30_000)
 rates = st.floats(1e-3, 1e5)
@@ -164,8 +164,11 @@ class ChunkedEngine:
         waiting = len(self._waiting)
         return TargetCounters(waiting + len(self._answering), waiting, 0, self._budget, 0, 0, 0, self._processed)
 
-    def telemetry(self) -> Telemetry:
-        return Telemetry()
+    def replicas(self) -> list[ReplicaState]:
+        return [ReplicaState.only(self.counters(), self._processed, Telemetry())]
+
+    def outcome(self, since_ns: int) -> Outcome:
+        return Outcome({}, None)
 
     def cancel_all(self) -> None:
         self._waiting.clear()

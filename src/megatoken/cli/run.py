@@ -14,6 +14,7 @@ from megatoken.cli.streams import standard_output
 from megatoken.errors import ExitCode
 
 if TYPE_CHECKING:
+    from megatoken.config import RunConfig
     from megatoken.harness.prepare import Prepared
 
 
@@ -35,6 +36,9 @@ def run(
     repeat: Annotated[str | None, typer.Option(metavar="N", help="Runs of the same.")] = None,
     rules: Annotated[
         str | None, typer.Option(metavar="v5.1|v6.0|v6.1", help="MLPerf round whose rules are claimed.")
+    ] = None,
+    rack: Annotated[
+        str | None, typer.Option(metavar="CONFIG|auto", help="Use all nodes of a Ray cluster; its keys in a file.")
     ] = None,
     out: Annotated[str | None, typer.Option(metavar="DIR", help="Folder that receives the run folder.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan and write nothing.")] = False,
@@ -60,12 +64,10 @@ def run(
         "rules": rules,
         "out": out,
     }
-    config = load_run_config(config_file, declared | ctx.meta[FLAGS])
+    config = load_run_config(config_file, declared | ctx.meta[FLAGS], rack)
     try:
-        from megatoken.harness.prepare import prepare  # PyTorch with it, which takes a while
-
-        prepared = prepare(config)
-        path = None if dry_run else _measure(prepared, quiet=json_only)
+        run_it = _run_here if config.rack.cluster is None else _run_on_rack
+        prepared, path = run_it(config, dry_run, json_only)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted before the measurement began; nothing was written") from None
     if path is None:
@@ -109,13 +111,16 @@ def _show_repeats(path: Path, repeats: Mapping[str, Any], notes: Iterable[str], 
     return Verdict(repeats["verdict"]).exit_code
 
 
-def _measure(prepared: Prepared, quiet: bool) -> Path:
-    """Loads the weights and runs the measurement; returns the run folder."""
-    from megatoken.harness.prepare import build_engine, resolve
+def _run_here(config: RunConfig, dry_run: bool, quiet: bool) -> tuple[Prepared, Path | None]:
+    """Checks everything, then loads the weights and measures; the run folder, or None of a dry run."""
+    from megatoken.harness.prepare import build_engine, prepare, resolve  # PyTorch with it, which takes a while
     from megatoken.harness.progress import Progress
     from megatoken.harness.run import run_scenario
     from megatoken.targets.in_process import InProcessTarget
 
+    prepared = prepare(config)
+    if dry_run:
+        return prepared, None
     progress = Progress(quiet)
     for warning in prepared.warnings:
         progress.note(f"warning: {warning}")
@@ -124,6 +129,35 @@ def _measure(prepared: Prepared, quiet: bool) -> Path:
         engine = build_engine(prepared.config)
         config, target = resolve(prepared.config, engine.memory_plan), InProcessTarget(engine)
         facts, tokenizer = prepared.facts(), engine.tokenizer
-        return run_scenario(config, prepared.data_set, target, facts, progress, tokenizer, prepared.gate)
+        return prepared, run_scenario(config, prepared.data_set, target, facts, progress, tokenizer, prepared.gate)
+    finally:
+        progress.clear()
+
+
+def _run_on_rack(config: RunConfig, dry_run: bool, quiet: bool) -> tuple[Prepared, Path | None]:
+    """The same on the nodes of a Ray cluster."""
+    from megatoken.harness.prepare import prepare, resolve, tokenizer_of
+    from megatoken.harness.progress import Progress
+    from megatoken.harness.rack import open_rack
+    from megatoken.harness.run import run_scenario
+
+    progress = Progress(quiet)
+    try:
+        with open_rack(config, progress) as rack:
+            prepared = prepare(config, rack.memory)
+            tokenizer = tokenizer_of(config.model) if config.text else None
+            if dry_run:
+                return prepared, None
+            for warning in prepared.warnings:
+                progress.note(f"warning: {warning}")
+            if config.rack.count == "per_node":
+                from megatoken.harness.per_node import run_per_node
+
+                return prepared, run_per_node(rack, prepared, progress)
+            with rack.target(progress) as target:
+                config = resolve(prepared.config, rack.memory)
+                return prepared, run_scenario(
+                    config, prepared.data_set, target, prepared.facts(), progress, tokenizer, prepared.gate
+                )
     finally:
         progress.clear()

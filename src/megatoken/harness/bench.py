@@ -22,9 +22,9 @@ from megatoken.harness.progress import Progress
 from megatoken.harness.result_facts import asked_facts, latency_facts, loadgen_facts
 from megatoken.harness.rules import Observed, doubts, judge, send_lag_limit_seconds, unmet_rules
 from megatoken.harness.saturation import Saturation, SaturationWatch
-from megatoken.harness.stop import StopSignals
+from megatoken.harness.stop import Stop
 from megatoken.harness.text_stages import TextStages
-from megatoken.results import RunFolder, SampleRow, run_name
+from megatoken.results import Reason, RunFolder, SampleRow, Verdict, run_name
 from megatoken.results.statistics import Samples
 from megatoken.targets import Target
 
@@ -81,10 +81,19 @@ class Bench:
         config: RunConfig,
         settings: TestSettings,
         folder: RunFolder,
-        stop: StopSignals,
+        stop: Stop,
         watch: SaturationWatch | None = None,
+        start_wall_ns: int | None = None,
     ) -> Saturation | None:
         """Runs one test to its end, a signal, or the insight that the rate is too high; the folder has the verdict.
+
+        Args:
+            config: what to run.
+            settings: what to ask of LoadGen.
+            folder: that records it.
+            stop: asked between steps.
+            watch: sees every sample, and may end the test.
+            start_wall_ns: when LoadGen starts (``time.time_ns()``); None: at once.
 
         Returns:
             Why ``watch`` ended the test early, if it did.
@@ -92,7 +101,7 @@ class Bench:
         rows = len(self.data_set.requests)
         library = library_to_data_set(config.mode, settings.library_rows, rows)
         try:
-            with LoadGenTest(settings, folder.mlperf_directory) as test:
+            with LoadGenTest(settings, folder.mlperf_directory, start_wall_ns) as test:
                 record = _Watched(folder, watch) if watch else folder
                 measurement = Measurement(
                     test, settings, library, self.data_set, self.target, record, self.progress, self.text
@@ -116,7 +125,7 @@ class Bench:
         finally:
             self.progress.clear()
 
-    def _drive(self, measurement: Measurement, stop: StopSignals, watch: SaturationWatch | None) -> Saturation | None:
+    def _drive(self, measurement: Measurement, stop: Stop, watch: SaturationWatch | None) -> Saturation | None:
         looked = 0.0
         saturation = None
         while not measurement.over and not stop.received and saturation is None:
@@ -155,6 +164,10 @@ class Bench:
         judged = self._judge_answers(folder, requests)
         claimed = config.rules is not None
         verdict, reasons = judge(claimed, unmet, measurement.failed, measurement.issued, judged.reasons, doubtful)
+        outcome = self.target.outcome(measurement.start_ns)
+        if outcome.lost is not None:
+            verdict = verdict if verdict is Verdict.INVALID else Verdict.DEGRADED
+            reasons = [*reasons, Reason(code="LOST_REPLICAS", message=outcome.lost)]
         folder.finish(
             {
                 "verdict": verdict,
@@ -164,6 +177,7 @@ class Bench:
                 "ended_at": datetime.now(UTC).isoformat(),
                 "wall_clock_step_seconds": measurement.wall_clock.largest_seconds,
                 "send_lag_limit_seconds": None if config.scenario == "offline" else send_lag_limit_seconds(limits),
+                **outcome.facts,
                 **loadgen_facts(config.scenario, log),
                 **({"latency_verdict": latency_facts(own, limits, log)} if own and limits else {}),
                 **({"output_characters": self.text.characters} if self.text else {}),

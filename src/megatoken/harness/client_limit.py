@@ -13,12 +13,11 @@ import numpy as np
 
 from megatoken.datasets.requests import Dataset
 from megatoken.engine.request import Request
-from megatoken.hardware.telemetry import Telemetry
 from megatoken.harness.loadgen import LoadGenTest, TestSettings
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
 from megatoken.results import SampleRow, SeriesRow
-from megatoken.targets import SampleEvent, TargetCounters
+from megatoken.targets import Outcome, ReplicaState, SampleEvent, TargetCounters
 
 SAMPLES = 20_000
 OFFERED_RATE = 1e6  # far beyond reach, so that every sample is due at once
@@ -88,9 +87,13 @@ class InstantTarget:
         """Nothing waits."""
         return TargetCounters(len(self._submitted), 0, 0, 0, 0, 0, 0, 0)
 
-    def telemetry(self) -> Telemetry:
-        """No sensors."""
-        return Telemetry()
+    def replicas(self) -> list[ReplicaState]:
+        """None of its own."""
+        return []
+
+    def outcome(self, since_ns: int) -> Outcome:
+        """Nothing can be lost."""
+        return Outcome({}, None)
 
     def cancel_all(self) -> None:
         """Drops what was submitted."""

@@ -138,9 +138,16 @@ class TestSettings:
 class LoadGenTest:
     """One running test. All methods are for one thread, the one that drives the target."""
 
-    def __init__(self, settings: TestSettings, directory: Path) -> None:
-        """Prepares the test; LoadGen will write its logs, and this the user.conf, into ``directory``."""
+    def __init__(self, settings: TestSettings, directory: Path, start_wall_ns: int | None = None) -> None:
+        """Prepares the test.
+
+        Args:
+            settings: what LoadGen is asked for.
+            directory: where LoadGen will write its logs, and this the user.conf.
+            start_wall_ns: the moment of the wall clock (``time.time_ns()``) to start at; None: at once.
+        """
         self._settings = settings
+        self._start_wall_ns = start_wall_ns
         self._directory = directory
         self._issued = 0
         self._all_issued = False
@@ -166,6 +173,7 @@ class LoadGenTest:
             "accuracy": self._settings.mode == "accuracy",
             "seeds": [self._settings.seeds.qsl, self._settings.seeds.sample_index, self._settings.seeds.schedule],
             "library_rows": self._settings.library_rows,
+            "start_wall_ns": self._start_wall_ns,
         }
         their_source, sink = _pipe()
         source, their_sink = _pipe()

@@ -76,7 +76,7 @@ def run(settings: dict[str, Any], source: Connection, sink: Connection) -> None:
 
     Args:
         settings: ``user_conf``, ``directory``, ``model``, ``scenario`` (LoadGen's names), ``accuracy``, ``seeds``,
-            ``library_rows``, ``audit_config`` (of a compliance test, else None).
+            ``library_rows``, ``start_wall_ns`` (null: at once), ``audit_config`` (of a compliance test, else null).
         source: messages of ``pack_answers``.
         sink: messages of ``pack_issued`` and the kinds beside it.
     """
@@ -109,6 +109,8 @@ def run(settings: dict[str, Any], source: Connection, sink: Connection) -> None:
     sut = lg.ConstructFastSUT(issue, lambda: sink.send_bytes(ALL_ISSUED))
     library = lg.ConstructQSL(rows, rows, lambda _: None, lambda _: None)
     threading.Thread(target=answers.pass_on, name="answers", daemon=True).start()
+    if settings["start_wall_ns"] is not None:
+        time.sleep(max(0, settings["start_wall_ns"] - time.time_ns()) / 1e9)
     # An audit.config in the working directory would override the settings. Without a test, name one that cannot exist.
     audit_config = settings["audit_config"] or settings["user_conf"] + "/audit"
     lg.StartTestWithLogSettings(sut, library, test, logs, audit_config)

@@ -28,7 +28,7 @@ from megatoken.harness.progress import Progress
 from megatoken.harness.schedule import PoissonSchedule
 from megatoken.harness.text_stages import TextStages
 from megatoken.results import SampleRow, SeriesRow
-from megatoken.targets import SampleEvent, Target
+from megatoken.targets import ReplicaState, SampleEvent, Target
 
 SERIES_PERIOD_NS = 1_000_000_000
 PACE_SHARE = 0.3  # weight of the last second in what the time left is reckoned with
@@ -138,8 +138,7 @@ class Measurement:
         self._noted_output_tokens = self._noted_done_tokens = 0
         self._pace = 0.0  # tokens a second of prompts and answers, lately
         self.failed = 0
-        self._before = target.counters()
-        target.telemetry()  # power is a mean since the reading before
+        self._before = {(one.node, one.replica): one for one in target.replicas()}  # and power is a mean from now on
         self.wall_clock = WallClockSteps()
         issued: list[Issued] = []
         while not issued:
@@ -162,6 +161,11 @@ class Measurement:
     def ended(self) -> int:
         """Samples done or failed."""
         return self._test.issued - self._test.outstanding
+
+    @property
+    def start_ns(self) -> int:
+        """When the first sample was due."""
+        return self._start_ns
 
     def elapsed_seconds(self) -> float:
         """Since the start of the test."""
@@ -193,36 +197,45 @@ class Measurement:
 
     def note_state(self) -> None:
         """Adds a row to the time series, notes the memory and refreshes the live line."""
-        counters, telemetry, now_ns = self._target.counters(), self._target.telemetry(), time.monotonic_ns()
+        counters, replicas, now_ns = self._target.counters(), self._target.replicas(), time.monotonic_ns()
+        rows = [self._series_row(replica, now_ns) for replica in replicas]
+        for row in rows:
+            self._record.add_series(row)
+        # What replicas say is ahead of the events of a target that tells of samples at their end.
+        output_tokens = sum(row.output_tokens for row in rows) if rows else self._output_tokens
+        done_tokens = self._input_tokens + self._output_tokens
         since_seconds = (now_ns - self._noted_ns) / 1e9
-        output_tokens, done_tokens = self._output_tokens, self._input_tokens + self._output_tokens
         rate = (output_tokens - self._noted_output_tokens) / since_seconds
         pace = (done_tokens - self._noted_done_tokens) / since_seconds
         self._pace = PACE_SHARE * pace + (1 - PACE_SHARE) * self._pace if self._pace else pace
         self._noted_ns, self._noted_output_tokens, self._noted_done_tokens = now_ns, output_tokens, done_tokens
         self.wall_clock.look()
-        self._record.add_series(
-            SeriesRow(
-                elapsed_seconds=self._seconds(now_ns),
-                node=self._node,
-                replica=0,
-                output_tokens=output_tokens,
-                processed_tokens=counters.processed_tokens - self._before.processed_tokens,
-                rows=counters.rows,
-                row_budget=counters.row_budget,
-                pages_free=counters.pages_free,
-                pages=counters.pages,
-                in_flight=counters.in_flight,
-                waiting=counters.waiting,
-                preemptions=counters.preemptions - self._before.preemptions,
-                power_watts=telemetry.power_watts,
-                clock_mhz=telemetry.clock_mhz,
-                temperature_celsius=telemetry.temperature_celsius,
-            )
-        )
-        self._record.add_facts({"peak_memory_bytes": peak_memory_bytes(), "loop_seconds": self._loop_seconds(now_ns)})
+        happened = self._target.outcome(self._start_ns).facts
+        memory, loop = peak_memory_bytes(), self._loop_seconds(now_ns)
+        self._record.add_facts({"peak_memory_bytes": memory, "loop_seconds": loop, **happened})
         left_seconds, share = self._left(now_ns)
         self._progress.running(self._seconds(now_ns), left_seconds, share, rate, counters)
+
+    def _series_row(self, replica: ReplicaState, now_ns: int) -> SeriesRow:
+        before = self._before.get((replica.node, replica.replica))
+        telemetry = replica.telemetry
+        return SeriesRow(
+            elapsed_seconds=self._seconds(now_ns),
+            node=replica.node or self._node,
+            replica=replica.replica,
+            output_tokens=replica.output_tokens - (before.output_tokens if before else 0),
+            processed_tokens=replica.processed_tokens - (before.processed_tokens if before else 0),
+            rows=replica.rows,
+            row_budget=replica.row_budget,
+            pages_free=replica.pages_free,
+            pages=replica.pages,
+            in_flight=replica.in_flight,
+            waiting=replica.waiting,
+            preemptions=replica.preemptions - (before.preemptions if before else 0),
+            power_watts=telemetry.power_watts,
+            clock_mhz=telemetry.clock_mhz,
+            temperature_celsius=telemetry.temperature_celsius,
+        )
 
     def _left(self, now_ns: int) -> tuple[float, float]:
         """Seconds to go, and the share that is done."""
@@ -302,20 +315,34 @@ class Measurement:
 
     def _take(self, event: SampleEvent) -> SampleRow | None:
         sample = self._open[event.sample_id]
-        if sample.first_ns is None and event.token_ids:
-            sample.first_ns, sample.started_ns = event.time_ns, event.started_ns
+        if event.error is not None:
+            self.failed += 1
+            return self._end(event.sample_id, finish_reason=None, last_ns=None, error=event.error)
+        first_ns = event.first_ns or (event.time_ns if event.token_ids else None)
+        if sample.first_ns is None and first_ns is not None:
+            sample.first_ns, sample.started_ns = first_ns, event.started_ns
             self._input_tokens += sample.input_tokens
             if self._streams:
                 self._test.first_token(event.sample_id, event.token_ids[0])
-        sample.output_tokens += len(event.token_ids)
-        self._output_tokens += len(event.token_ids)
+        new_tokens = len(event.token_ids) if event.output_tokens is None else event.output_tokens - sample.output_tokens
+        sample.output_tokens += new_tokens
+        self._output_tokens += new_tokens
         if self._keep_ids:
+            if event.output_tokens is not None:
+                sample.token_ids.clear()
             sample.token_ids.extend(event.token_ids)
         if event.finish_reason is None:
             return None
-        return self._end(event.sample_id, event.finish_reason, event.time_ns)
+        return self._end(event.sample_id, event.finish_reason, event.time_ns, place=(event.node, event.replica))
 
-    def _end(self, number: int, finish_reason: str | None, last_ns: int | None, error: str | None = None) -> SampleRow:
+    def _end(
+        self,
+        number: int,
+        finish_reason: str | None,
+        last_ns: int | None,
+        error: str | None = None,
+        place: tuple[str | None, int] = (None, 0),
+    ) -> SampleRow:
         sample = self._open.pop(number)
         detokenise_ns = None
         if self._text and error is None:
@@ -333,7 +360,8 @@ class Measurement:
             input_tokens=sample.input_tokens,
             output_tokens=sample.output_tokens,
             finish_reason=finish_reason,
-            node=self._node,
+            node=place[0] or self._node,
+            replica=place[1],
             error=error,
             submitted_seconds=self._optional_seconds(sample.submitted_ns),
             started_seconds=self._optional_seconds(sample.started_ns),

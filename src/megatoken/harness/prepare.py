@@ -91,8 +91,12 @@ class Prepared:
         return yaml.safe_dump(config, sort_keys=False) + "\n".join(f"# {line}" for line in comments)
 
 
-def prepare(config: RunConfig) -> Prepared:
+def prepare(config: RunConfig, memory: MemoryPlan | None = None) -> Prepared:
     """Opens model and data set and holds one against the other.
+
+    Args:
+        config: what to run.
+        memory: the plan of the machines that compute, where that is not this one.
 
     Raises:
         CheckpointError, CapacityError, DatasetError: whatever cannot be used, with its place.
@@ -105,8 +109,12 @@ def prepare(config: RunConfig) -> Prepared:
         raise UsageError("LoadGen is not installed, which every run needs: pip install mlcommons-loadgen")
     check_writable(config.out)
     config = with_target_step(config)
-    source, memory = open_and_plan(config)
-    if config.text and _tokenizer(config.model) is None:
+    if memory is None:
+        source, memory = open_and_plan(config)
+    else:
+        source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
+        _check_longest(memory)
+    if config.text and tokenizer_of(config.model) is None:
         raise UsageError(f"text: {source.config.name} has no tokenizer.json; add it to the model's folder")
     data_set = _load_data_set(config, source.config, memory)
     if config.find_rate and config.rate is not None:
@@ -193,12 +201,16 @@ def open_and_plan(config: RunConfig) -> tuple[Checkpoint | RandomWeights, Memory
         )
     source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
     memory = plan_memory(source.config, config.engine_config())
+    _check_longest(memory)
+    return source, memory
+
+
+def _check_longest(memory: MemoryPlan) -> None:
     if memory.max_length < 2:
         raise CapacityError(
             f"the longest sequence has {memory.max_length} token, but a prompt and its answer have at least 2; "
             "raise engine.max_length or engine.cache_tokens"
         )
-    return source, memory
 
 
 def check_writable(folder: Path) -> None:
@@ -231,11 +243,12 @@ def _loadgen_version() -> str:
 
 def encoder(model: str) -> Callable[[str], list[int]] | None:
     """Text to token ids with the tokenizer of a checkpoint directory; None without one."""
-    tokenizer = _tokenizer(model)
+    tokenizer = tokenizer_of(model)
     return tokenizer.encode if tokenizer else None
 
 
-def _tokenizer(model: str) -> Tokenizer | None:
+def tokenizer_of(model: str) -> Tokenizer | None:
+    """The tokenizer of a checkpoint directory; None without one."""
     file = model_folder(model) / "tokenizer.json"
     return Tokenizer(file) if file.is_file() else None
 
@@ -257,7 +270,7 @@ def _load_data_set(config: RunConfig, model: ModelConfig, memory: MemoryPlan) ->
     if prompts is None:
         return load_lengths(config.lengths, vocabulary_size=vocabulary_size, max_length=max_length, seed=config.seed)
     if prompts.suffix.lower() in SUFFIXES:
-        tokenizer = _tokenizer(config.model)
+        tokenizer = tokenizer_of(config.model)
         decode = tokenizer.decode if tokenizer else None
         return load_mlperf(prompts, vocabulary_size=vocabulary_size, max_length=max_length, decode=decode)
     return load_prompts(

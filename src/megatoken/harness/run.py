@@ -13,6 +13,7 @@ from megatoken.datasets.requests import Dataset
 from megatoken.harness.bench import Bench
 from megatoken.harness.client_limit import measure_client_limit
 from megatoken.harness.find_rate import find_rate
+from megatoken.harness.loadgen import TestSettings
 from megatoken.harness.loadgen_plan import OFFERED_SHARES, learning_seconds, plan_test, run_limits
 from megatoken.harness.progress import Progress
 from megatoken.harness.repeats import repeat
@@ -48,6 +49,32 @@ def run_scenario(
     Raises:
         StorageError: the run folder cannot be written; what is there says INTERRUPTED.
     """
+    bench, settings, offered = make_bench(config, data_set, target, facts, progress, tokenizer, gate)
+    if config.find_rate:
+        return find_rate(bench, offered)
+    if config.repeat > 1:
+        return repeat(bench, settings)
+    with StopSignals() as stop:
+        folder = bench.create_folder(config, settings, config.out)
+        stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
+        bench.run(config, settings, folder, stop)
+    return folder.path
+
+
+def make_bench(
+    config: RunConfig,
+    data_set: Dataset,
+    target: Target,
+    facts: Mapping[str, Any],
+    progress: Progress,
+    tokenizer: Codec | None = None,
+    gate: Gate | None = None,
+) -> tuple[Bench, TestSettings, float]:
+    """Warms up and plans, as ``run_scenario`` does.
+
+    Returns:
+        What all tests share, what to ask of LoadGen, and samples per second to be offered.
+    """
     gc.collect()
     gc.freeze()  # a collection during the run walks what the run has made, not every module
     text = None
@@ -63,15 +90,7 @@ def run_scenario(
         client = measure_client_limit(settings, data_set)
     facts = {**facts, "estimated_samples_per_second": rate}
     bench = Bench(config, data_set, target, facts, progress, text, client, gate)
-    if config.find_rate:
-        return find_rate(bench, offered)
-    if config.repeat > 1:
-        return repeat(bench, settings)
-    with StopSignals() as stop:
-        folder = bench.create_folder(config, settings, config.out)
-        stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
-        bench.run(config, settings, folder, stop)
-    return folder.path
+    return bench, settings, offered
 
 
 def _warm_up(config: RunConfig, data_set: Dataset, target: Target, progress: Progress) -> float:

@@ -27,8 +27,9 @@ def estimate_rate(target: Target, data_set: Dataset, seconds: float, learning_se
     warm_up = _WarmUp(target, data_set)
     prompt_price, answer_price = warm_up.prices(seconds)
     answer_tokens = warm_up.answer_tokens(learning_seconds)
+    replicas = target.counters().replicas
     target.cancel_all()
-    return float(1 / (prompt_price * data_set.input_tokens.mean() + answer_price * answer_tokens))
+    return float(replicas / (prompt_price * data_set.input_tokens.mean() + answer_price * answer_tokens))
 
 
 def estimate_latency(target: Target, data_set: Dataset, seconds: float) -> float:
@@ -75,19 +76,24 @@ class _WarmUp:
         Steps with different shares of the two tell their prices apart. So new samples keep coming in the first half of
         the time only.
         """
-        self._submit()
+        self._fill()
         self._poll()  # not counted: it pays for what is compiled or touched once
         steps: list[tuple[int, int]] = []  # tokens of prompts, tokens of answers
         step_seconds: list[float] = []
         began = ended = time.monotonic()
+        computed = self._computed_seconds()
         while ended - began < seconds or not np.any(steps):
             if ended - began <= seconds / 2:
-                self._submit()
+                self._fill()
             if not self._target.counters().in_flight:
                 break
             steps.append(self._poll())
             previous, ended = ended, time.monotonic()
-            step_seconds.append(ended - previous)
+            seconds_taken, before = ended - previous, computed
+            computed = self._computed_seconds()
+            if computed is not None and before is not None:  # by the replicas, told with what they did, late or early
+                seconds_taken = computed - before
+            step_seconds.append(seconds_taken)
         return _fit(np.asarray(steps, np.float64), np.asarray(step_seconds))
 
     def answer_tokens(self, learning_seconds: float) -> float:
@@ -126,18 +132,28 @@ class _WarmUp:
         ended = np.array([sample in self._ended for sample in samples], np.bool_)
         return tokens, np.where(ended, tokens, limits), limits
 
-    def _submit(self, queue: int = WARM_UP_QUEUE) -> None:
+    def _computed_seconds(self) -> float | None:
+        return self._target.counters().computed_seconds
+
+    def _fill(self) -> None:
+        self._submit(WARM_UP_QUEUE * self._target.counters().replicas)
+
+    def _submit(self, queue: int) -> None:
         for sample, row in itertools.islice(self._samples, max(0, queue - self._target.counters().waiting)):
             self._target.submit(sample, self._data_set.requests[row])
             self._rows[sample] = row
 
     def _poll(self) -> tuple[int, int]:
         """Polls once; tokens of prompts and of answers that were computed."""
-        before = self._target.counters().processed_tokens
+        before = self._target.counters()
         events = self._target.poll(timeout_seconds=0.1)
         answers = sum(event.sample_id in self._answered for event in events)
         for event in events:
-            self._answered[event.sample_id] = self._answered.get(event.sample_id, 0) + len(event.token_ids)
+            tokens = self._answered.get(event.sample_id, 0) + len(event.token_ids)
+            self._answered[event.sample_id] = tokens if event.output_tokens is None else event.output_tokens
             if event.finish_reason is not None:
                 self._ended.add(event.sample_id)
-        return self._target.counters().processed_tokens - before - answers, answers
+        after = self._target.counters()
+        if after.decoded_tokens is not None and before.decoded_tokens is not None:
+            answers = after.decoded_tokens - before.decoded_tokens
+        return after.processed_tokens - before.processed_tokens - answers, answers

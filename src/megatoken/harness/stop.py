@@ -9,12 +9,18 @@ import threading
 import time
 from contextlib import suppress
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from megatoken.errors import ExitCode
 from megatoken.signals import handle_stop_signals
 
 GRACE_SECONDS = 3.0
+
+
+class Stop(Protocol):
+    """Whether somebody wants the run to end."""
+
+    received: str | None
 
 
 class StopSignals:

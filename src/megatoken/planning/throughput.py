@@ -158,8 +158,7 @@ def from_run(
     if not rate:
         raise UsageError(f"{run.path}: no sample was completed, so there is no rate to plan with")
     nodes = len(result.get("nodes") or [None])
-    per_node = run_accelerators(run)
-    used = per_node * nodes if per_node else accelerators
+    used = run_accelerators(run) or accelerators
     if accelerators not in (None, used):
         raise UsageError(f"{run.path}: the run used {used} accelerators, not {accelerators}")
     source = f"{run.path} ({run.verdict})"

@@ -45,6 +45,7 @@ def metric_rows(run: Run) -> list[MetricRow]:
             else []
         ),
         _single(result, "Output, steady window", "tokens/s", "steady_output_tokens_per_second"),
+        *_together(result.get("aggregate")),
         _single(result, "Input + output tokens", "tokens/s", "processed_tokens_per_second"),
         _single(result, "Samples", "samples/s", "samples_per_second"),
         _latency(result, "Time per output token", "tpot_seconds"),
@@ -78,6 +79,17 @@ def _single(result: dict[str, Any], label: str, unit: str, name: str, factor: fl
     if factor != 1 and isinstance(value, int | float):
         value = value * factor
     return MetricRow(label, unit, number(value))
+
+
+def _together(aggregate: Any) -> list[MetricRow]:
+    """The other two rates of several nodes; the first is that over the time from the first start to the last end."""
+    if not isinstance(aggregate, Mapping):
+        return []
+    window = aggregate.get("common_window")
+    rows = [_single(dict(aggregate), "Sum of node rates", "tokens/s", "sum_of_rates_tokens_per_second")]
+    if isinstance(window, Mapping):
+        rows.append(_single(dict(window), "While all nodes ran", "tokens/s", "output_tokens_per_second"))
+    return rows
 
 
 def _stages(stages: Any) -> list[MetricRow]:

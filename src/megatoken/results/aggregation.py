@@ -190,6 +190,12 @@ def aggregate(
     )
 
 
+def aggregate_fields(result: Aggregate) -> dict[str, Any]:
+    """The part of an aggregate that stands in a run's own ``result.json``, which says the rest itself."""
+    document = plain(asdict(result))
+    return {name: value for name, value in document.items() if name not in ("title", "inputs", "workload", "nodes")}
+
+
 def spreads(rates: Sequence[float]) -> tuple[Spread, ...]:
     """The distance from slowest to fastest by each definition in use, as shares."""
     low, high = min(rates), max(rates)

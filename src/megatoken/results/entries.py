@@ -118,7 +118,7 @@ def run_entry(runs: Sequence[Run], name: str) -> Entry:
         model=first.result.get("model"),
         precision=first.result.get("precision"),
         accelerator=gpus[0].get("name") if accelerators else None,
-        accelerators=accelerators * nodes if accelerators else None,
+        accelerators=accelerators,
         nodes=nodes,
         verdict=", ".join(verdicts),
         repeats=tuple(rates) if len(rates) > 1 else (),

@@ -76,7 +76,7 @@ def run_node_rows(run: Run) -> list[NodeRow]:
                 duration_seconds=node["duration_seconds"],
                 output_tokens=node["output_tokens"],
                 samples=node["samples_completed"],
-                accelerators=run_accelerators(run),
+                accelerators=run_accelerators(run, node["node"]),
                 started_seconds=None if started is None else started + origin,
                 progress=progress(own.first - origin, own.last - origin, own.output_tokens),
                 scenario=result.get("scenario"),
@@ -89,10 +89,15 @@ def run_node_rows(run: Run) -> list[NodeRow]:
     return rows
 
 
-def run_accelerators(run: Run) -> int | None:
-    """GPUs that one node of the run used: one for the engine in its process; None where its CPUs computed."""
+def run_accelerators(run: Run, node: str | None = None) -> int | None:
+    """GPUs that one node of the run used, or all of them; None where CPUs computed."""
+    gpus = {entry.get("node"): entry.get("gpus") or 0 for entry in run.result.get("rack_nodes") or []}
+    if gpus:
+        return (sum(gpus.values()) if node is None else gpus.get(node, 0)) or None
     device = (run.config.get("engine") or {}).get("device", "cpu")
-    return 1 if device == "cuda" or (device == "auto" and run.environment.get("gpus")) else None
+    if device == "cuda" or (device == "auto" and run.environment.get("gpus")):
+        return 1 if node is not None else len(run.result.get("nodes", [])) or 1
+    return None
 
 
 def progress(first: Floats, last: Floats, output_tokens: Floats) -> tuple[tuple[float, float], ...]:

@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict
 import yaml
 
 from megatoken.errors import ExitCode, StorageError, UsageError
+from megatoken.results.aggregation import aggregate, aggregate_fields
 from megatoken.results.files import plain, redact, storage_error, to_json, write_atomically, write_text
+from megatoken.results.nodes import run_node_rows
 from megatoken.results.statistics import summarise
 from megatoken.results.tables import SampleRow, SeriesRow, append, read_parquet, to_table, write_parquet
 
@@ -173,6 +175,12 @@ class RunFolder:
         with self._handover:
             self._new_series.append(row)
 
+    def add_tables(self, requests: pa.Table, series: pa.Table) -> None:
+        """Record what others have recorded: tables of ``SampleRow`` and of ``SeriesRow``."""
+        self._raise_failure()
+        self._stop_thread()
+        self._requests, self._series = append(self._requests, requests), append(self._series, series)
+
     def end_recording(self) -> pa.Table:
         """Record nothing more; the table of all samples, from which a verdict can be reached.
 
@@ -282,7 +290,20 @@ class RunFolder:
         head = {"schema_version": SCHEMA_VERSION, "verdict": verdict, "reasons": reasons, "rules_unmet": []}
         finished = verdict is not Verdict.INTERRUPTED
         summary = summarise(self._requests, self._series, scenario=self._scenario, finished=finished)
-        write_text(self.path / RESULT, to_json({**head, **self._facts, **summary, **more}))
+        result = {**head, **self._facts, **summary, **more}
+        if finished and len(summary["nodes"]) > 1 and "aggregate" not in result:
+            result["aggregate"] = self._aggregate(verdict, result)
+        write_text(self.path / RESULT, to_json(result))
+
+    def _aggregate(self, verdict: Verdict, result: dict[str, Any]) -> dict[str, Any] | None:
+        """What the nodes did together, by the three rules; None where one of them did nothing."""
+        run = Run(self.path, verdict, [], [], [], result, {}, {}, self._requests, self._series)
+        try:
+            return aggregate_fields(
+                aggregate(run_node_rows(run), observations=["one driver, by whose clock all is timed"])
+            )
+        except UsageError:
+            return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class SeriesRow(NamedTuple):
 
 TEXT_COLUMNS = ("node", "finish_reason", "error")
 INT32_COLUMNS = ("replica", "input_tokens", "rows", "row_budget", "in_flight", "waiting")
+DURATIONS = ("tokenise_seconds", "detokenise_seconds")
 REAL_SUFFIXES = ("_seconds", "_watts", "_mhz", "_celsius")
 
 
@@ -98,6 +99,33 @@ def append(table: pa.Table, more: pa.Table) -> pa.Table:
     import pyarrow as pa
 
     return pa.concat_tables([table, more]).combine_chunks()
+
+
+def joined_runs(runs: Sequence[tuple[pa.Table, pa.Table, float]]) -> tuple[pa.Table, pa.Table]:
+    """Requests and series of several runs as of one: times moved by each run's start, sample ids made distinct.
+
+    Args:
+        runs: requests, series and seconds from the common start to the run's own.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    moments = [name for name in SampleRow._fields if name.endswith("_seconds") and name not in DURATIONS]
+    all_requests, all_series, first_id = [], [], 0
+    for requests, series, start in runs:
+        changed = {name: pc.add(requests[name], start) for name in moments}
+        changed["sample_id"] = pc.add(requests["sample_id"], first_id)
+        first_id += len(requests)
+        all_requests.append(_with_columns(requests, changed))
+        all_series.append(_with_columns(series, {"elapsed_seconds": pc.add(series["elapsed_seconds"], start)}))
+    series = pa.concat_tables(all_series).sort_by("elapsed_seconds")
+    return pa.concat_tables(all_requests), series
+
+
+def _with_columns(table: pa.Table, columns: dict[str, Any]) -> pa.Table:
+    for name, column in columns.items():
+        table = table.set_column(table.column_names.index(name), table.schema.field(name), column)
+    return table
 
 
 def write_parquet(table: pa.Table, path: Path) -> None:

@@ -16,6 +16,11 @@ class SampleEvent:
 
     ``finish_reason`` is set on the last event of a sample and only there. ``started_ns`` is when the target began to
     compute the sample, on its first event; None from a target that cannot tell.
+
+    A target that tells of a sample only at its end, or of its first token and its end, sets ``output_tokens`` on the
+    last event: all tokens of the sample. ``token_ids`` are then all of them, or none if nobody wants them, and
+    ``first_ns`` is when the first was seen, if no event said so. ``node`` and ``replica`` say where it was computed;
+    None is this machine. ``error`` is set on the only event of a sample that was refused after all.
     """
 
     sample_id: int
@@ -23,11 +28,21 @@ class SampleEvent:
     finish_reason: str | None
     time_ns: int
     started_ns: int | None = None
+    first_ns: int | None = None
+    output_tokens: int | None = None
+    node: str | None = None
+    replica: int = 0
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TargetCounters:
-    """State of a target now; ``preemptions`` and ``processed_tokens`` only ever grow."""
+    """State of a target now; ``preemptions`` and ``processed_tokens`` only ever grow.
+
+    A target whose events come later than its work says what that work was: ``decoded_tokens``, those of the processed
+    tokens that were answers being read back, and ``computed_seconds``, how long all ``replicas`` together took for the
+    processed tokens.
+    """
 
     in_flight: int
     waiting: int
@@ -37,6 +52,58 @@ class TargetCounters:
     pages: int
     preemptions: int
     processed_tokens: int
+    replicas: int = 1
+    decoded_tokens: int | None = None
+    computed_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """One replica at one moment: token and preemption counts are totals, all others levels."""
+
+    node: str | None  # None: this machine
+    replica: int
+    output_tokens: int
+    processed_tokens: int
+    rows: int
+    row_budget: int
+    pages_free: int
+    pages: int
+    in_flight: int
+    waiting: int
+    preemptions: int
+    telemetry: Telemetry
+
+    @classmethod
+    def only(cls, counters: TargetCounters, output_tokens: int, telemetry: Telemetry) -> ReplicaState:
+        """The one replica of a target that has no other."""
+        return cls(
+            node=None,
+            replica=0,
+            output_tokens=output_tokens,
+            processed_tokens=counters.processed_tokens,
+            rows=counters.rows,
+            row_budget=counters.row_budget,
+            pages_free=counters.pages_free,
+            pages=counters.pages,
+            in_flight=counters.in_flight,
+            waiting=counters.waiting,
+            preemptions=counters.preemptions,
+            telemetry=telemetry,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a target during a test.
+
+    Attributes:
+        facts: fields of ``result.json``.
+        lost: what was lost of it, in one sentence; None where nothing was.
+    """
+
+    facts: Mapping[str, Any]
+    lost: str | None
 
 
 class Target(Protocol):
@@ -49,13 +116,19 @@ class Target(Protocol):
         """Queues a sample. Raises RequestError or CapacityError if it can never be served."""
 
     def poll(self, timeout_seconds: float) -> list[SampleEvent]:
-        """Waits for tokens, at most about this long; an in-process engine runs one step instead."""
+        """Waits for tokens, at most about this long; an in-process engine runs one step instead.
+
+        Raises MegatokenError when nothing is left that could serve.
+        """
 
     def counters(self) -> TargetCounters:
         """The state after the last poll."""
 
-    def telemetry(self) -> Telemetry:
-        """Power, clock and temperature of what serves, since the last call; asked about once a second."""
+    def replicas(self) -> list[ReplicaState]:
+        """Each replica on its own, with power since the last call; asked about once a second."""
+
+    def outcome(self, since_ns: int) -> Outcome:
+        """What became of the target since that moment (``time.monotonic_ns()``)."""
 
     def cancel_all(self) -> None:
         """Drops every sample in flight; no event follows for any of them."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatoken.engine.request import Request
 from megatoken.hardware.telemetry import GpuTelemetry, Telemetry
-from megatoken.targets import SampleEvent, TargetCounters
+from megatoken.targets import Outcome, ReplicaState, SampleEvent, TargetCounters
 
 if TYPE_CHECKING:
     from megatoken.engine import Engine
@@ -25,6 +25,7 @@ class InProcessTarget:
         self._samples: dict[int, int] = {}  # ticket -> sample id
         self._unstarted: deque[int] = deque()  # tickets that were never in a step, oldest first
         self._started_ns: dict[int, int] = {}  # ticket -> until its first event
+        self._output_tokens = 0
 
     def facts(self) -> dict[str, Any]:
         """The sizes the engine took, and what it runs with."""
@@ -42,6 +43,7 @@ class InProcessTarget:
         events = self._engine.step()
         now_ns = time.monotonic_ns()
         self._note_started(began_ns)
+        self._output_tokens += sum(len(event.token_ids) for event in events)
         return [
             SampleEvent(
                 self._samples[event.ticket] if event.finish_reason is None else self._samples.pop(event.ticket),
@@ -67,9 +69,14 @@ class InProcessTarget:
             processed_tokens=counters.rows,
         )
 
-    def telemetry(self) -> Telemetry:
-        """The GPU's sensors; of a CPU nothing is known."""
-        return self._sensors.read() if self._sensors else Telemetry()
+    def replicas(self) -> list[ReplicaState]:
+        """The engine's state now, and its GPU's sensors; of a CPU nothing is known."""
+        telemetry = self._sensors.read() if self._sensors else Telemetry()
+        return [ReplicaState.only(self.counters(), self._output_tokens, telemetry)]
+
+    def outcome(self, since_ns: int) -> Outcome:
+        """An engine in this process is lost only together with it."""
+        return Outcome({}, None)
 
     def cancel_all(self) -> None:
         """Drops every sample in flight and steps until the engine has nothing left to tell of them."""

@@ -246,6 +246,15 @@ def _nodes(run: Run) -> Iterator[Block]:
         mean = sum(dot.value for dot in dots) / len(dots)
         yield dot_chart("Rate of each node", "output tokens/s", dots, [("mean", mean)])
     yield records_table("Nodes", nodes)
+    rack = run.result.get("rack")
+    if isinstance(rack, Mapping):
+        for caption, name in (
+            ("Replicas lost", "lost"),
+            ("Replicas that joined", "joined"),
+            ("Offsets of the nodes' clocks from the driver's", "clock_offsets"),
+        ):
+            if records := rack.get(name):
+                yield records_table(caption, records)
 
 
 def _offline(run: Run) -> bool:

@@ -1,0 +1,307 @@
+"""A LoadGen of its own for every node, all started at the same moment, added up by the three stated rules.
+
+On each node a process drives the replicas there as a rack of one node. The driver of the whole only measures clocks,
+names the moment and puts together what comes back.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megatoken.config import RunConfig
+from megatoken.engine.memory import MemoryPlan
+from megatoken.errors import MegatokenError, UsageError
+from megatoken.hardware.inventory import take_inventory
+from megatoken.harness.prepare import Prepared, prepare, resolve
+from megatoken.harness.progress import Progress
+from megatoken.harness.rack import Rack
+from megatoken.harness.result_facts import asked_facts
+from megatoken.harness.run import make_bench
+from megatoken.harness.stop import StopSignals
+from megatoken.rack.clock import ClockOffset, OffsetEstimate
+from megatoken.rack.cluster import new_key
+from megatoken.rack.hub import Hub, Place
+from megatoken.results import Reason, Run, RunFolder, Verdict, read_run, run_name
+from megatoken.results.aggregation import aggregate, aggregate_fields
+from megatoken.results.nodes import run_node_rows
+from megatoken.results.tables import joined_runs
+from megatoken.targets.rack import RackTarget
+
+CLOCK_ROUNDS = 32
+HEAD_START_SECONDS = 3.0  # for LoadGen's processes to be there when the moment comes
+WARM_UP_PATIENCE = 20.0  # times the time that a warm-up should take
+NODES = "nodes"
+
+
+class NodeDriver:
+    """What runs on a node: the harness for the replicas there. ``stop`` may be called while ``run`` runs."""
+
+    def __init__(self, config: str, node: str) -> None:
+        """Keeps the configuration, which is JSON, and the name of the node."""
+        self._config = RunConfig.model_validate_json(config)
+        self._node = node
+        self.received: str | None = None
+
+    def listen(self, host: str, key: bytes, workers: Mapping[int, Sequence[int]]) -> tuple[str, int]:
+        """Waits for the processes with these numbers, which have these replicas; the address to reach it at."""
+        rack, streams = self._config.rack, self._config.scenario != "offline"
+        limits = {"dead_after_seconds": rack.dead_after_seconds, "wait_seconds": rack.wait_seconds}
+        self._hub = Hub(host, key, streams=streams, **limits)
+        self._workers = set(workers)
+        for number, replicas in workers.items():
+            self._hub.expect(number, [Place(self._node, replica) for replica in replicas])
+        return self._hub.address
+
+    def clocks(self) -> tuple[int, int]:
+        """Monotonic time and wall clock, both in ns."""
+        return time.monotonic_ns(), time.time_ns()
+
+    def warm_up(self, facts: str, memory: str) -> str:
+        """Loads the data set, warms up and plans; what is planned, as JSON, or an error."""
+        try:
+            deadline = time.monotonic() + self._config.rack.wait_seconds
+            while self._workers - self._hub.connected():
+                if time.monotonic() > deadline:
+                    raise MegatokenError("replicas of this node did not connect")
+                time.sleep(0.05)
+            plan = MemoryPlan(**json.loads(memory))
+            prepared = prepare(self._config, plan)
+            target = RackTarget(self._hub, json.loads(facts), streams=self._config.scenario != "offline")
+            config, progress = resolve(prepared.config, plan), Progress(quiet=True)
+            self._bench, self._settings, _ = make_bench(
+                config, prepared.data_set, target, prepared.facts(), progress, gate=prepared.gate
+            )
+        except MegatokenError as error:
+            return json.dumps({"error": str(error)})
+        return json.dumps({"samples_per_second": self._bench.facts["estimated_samples_per_second"]})
+
+    def run(self, start_wall_ns: int) -> bytes:
+        """Runs the test from that moment of this node's wall clock; the run folder as a tar file."""
+        with tempfile.TemporaryDirectory(prefix="megatoken-node-") as out:
+            folder = self._bench.create_folder(self._config, self._settings, Path(out))
+            self._bench.run(self._bench.config, self._settings, folder, self, start_wall_ns=start_wall_ns)
+            packed = io.BytesIO()
+            with tarfile.open(fileobj=packed, mode="w") as archive:
+                archive.add(folder.path, arcname=".")
+            self._hub.close()
+            return packed.getvalue()
+
+    def stop(self, why: str) -> None:
+        """Ends the test early."""
+        self.received = why
+
+
+@dataclass(slots=True)
+class _Node:
+    """A node on its way."""
+
+    name: str
+    driver: Any
+    clock: OffsetEstimate
+    answer: Any = None
+    run: Run | None = None
+    lost: str | None = None
+
+
+def run_per_node(rack: Rack, prepared: Prepared, progress: Progress) -> Path:
+    """Measures every node with a LoadGen of its own.
+
+    Returns:
+        The run folder; ``nodes/<node>/`` is each node's own.
+
+    Raises:
+        MegatokenError: a node failed before the start.
+    """
+    nodes = _start(rack, progress)
+    progress.stage("warming up on every node")
+    patience = WARM_UP_PATIENCE * (rack.config.warm_up_seconds + rack.config.rack.wait_seconds)
+    facts, memory = json.dumps(rack.facts()), json.dumps(asdict(rack.memory))
+    warmed = [node.driver.warm_up.remote(facts, memory) for node in nodes]
+    for node, reference in zip(nodes, warmed, strict=True):
+        answer = json.loads(rack.cluster.ask(reference, patience))
+        if "error" in answer:
+            raise UsageError(f"{node.name}: {answer['error']}")
+    with StopSignals() as stop:
+        folder = _create_folder(rack, prepared)
+        stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED"
+        try:
+            _measure_clocks(rack, nodes)
+            start_ns = time.time_ns() + round(HEAD_START_SECONDS * 1e9)
+            progress.stage(f"measuring {len(nodes)} nodes, each with a LoadGen of its own")
+            for node in nodes:
+                offset = node.clock.offset()
+                ahead_ns = round(offset.wall_seconds * 1e9) if offset else 0
+                node.answer = node.driver.run.remote(start_ns + ahead_ns)
+            _collect(rack, nodes, folder, stop)
+            _conclude(rack, nodes, folder, stop)
+        except BaseException as error:
+            folder.interrupt(f"{type(error).__name__}: {error}")
+            raise
+    return folder.path
+
+
+def _start(rack: Rack, progress: Progress) -> list[_Node]:
+    progress.stage(f"loading {rack.config.model} on {len(rack.slots)} replicas")
+    rack.found = rack.cluster.load()
+    config, key = rack.config.model_dump_json(), new_key()
+    slots = rack.cluster.numbers()
+    nodes, listening = [], {}
+    for name in dict.fromkeys(slot.places[0].node for slot in slots.values()):
+        own = {number: slot for number, slot in slots.items() if slot.places[0].node == name}
+        machine = next(iter(own.values())).node
+        driver = rack.cluster.start_beside(NodeDriver, machine, config, name)
+        numbers = {number: [place.replica for place in slot.places] for number, slot in own.items()}
+        listening[name] = driver.listen.remote(machine.address, key, numbers)
+        nodes.append(_Node(name, driver, OffsetEstimate()))
+    addresses = {name: rack.cluster.ask(reference, WARM_UP_PATIENCE) for name, reference in listening.items()}
+    rack.cluster.serve_at(addresses, key)
+    return nodes
+
+
+def _create_folder(rack: Rack, prepared: Prepared) -> RunFolder:
+    config = resolve(prepared.config, rack.memory)
+    from megatoken.harness.loadgen_plan import plan_test
+
+    settings = plan_test(config, len(prepared.data_set.requests), config.rate or 1.0)
+    asked = {**asked_facts(config, settings), "offered_samples_per_second": None}
+    return RunFolder.create(
+        config.out,
+        run_name(datetime.now(UTC), config.scenario, config.model),
+        config.model_dump(mode="json"),
+        take_inventory(),
+        scenario=config.scenario,
+        facts={**prepared.facts(), **rack.facts(), "mode": config.mode, "rules": config.rules, **asked},
+    )
+
+
+def _measure_clocks(rack: Rack, nodes: Sequence[_Node]) -> None:
+    for node in nodes:
+        for _ in range(CLOCK_ROUNDS):
+            sent_ns = time.monotonic_ns()
+            monotonic_ns, wall_ns = rack.cluster.ask(node.driver.clocks.remote(), rack.config.rack.wait_seconds)
+            node.clock.note(sent_ns, time.monotonic_ns(), time.time_ns(), monotonic_ns, wall_ns)
+
+
+def _collect(rack: Rack, nodes: Sequence[_Node], folder: RunFolder, stop: StopSignals) -> None:
+    """Waits for every node that lives; one that no longer answers is lost, its replicas and its samples with it."""
+    waiting = list(nodes)
+    told = False
+    while waiting:
+        if stop.received and not told:
+            told = True
+            for node in waiting:
+                node.driver.stop.remote(stop.received)
+        for node in list(waiting):
+            try:
+                _unpack(rack.cluster.ask(node.answer, 0.2), folder.path / NODES / node.name)
+                node.run = read_run(folder.path / NODES / node.name)
+            except TimeoutError:
+                try:
+                    rack.cluster.ask(node.driver.clocks.remote(), rack.config.rack.dead_after_seconds)
+                    continue
+                except TimeoutError:
+                    node.lost = f"silent for {rack.config.rack.dead_after_seconds:g} s"
+                except MegatokenError as error:
+                    node.lost = str(error)
+            except MegatokenError as error:
+                node.lost = str(error)
+            waiting.remove(node)
+
+
+def _conclude(rack: Rack, nodes: Sequence[_Node], folder: RunFolder, stop: StopSignals) -> None:
+    offsets = {node.name: node.clock.offset() for node in nodes}
+    runs = {node.name: node.run for node in nodes if node.run is not None}
+    starts = {name: _started(run, offsets[name]) for name, run in runs.items()}
+    first = min(starts.values(), default=0.0)
+    if runs:
+        requests, series = joined_runs([(run.requests, run.series, starts[name] - first) for name, run in runs.items()])
+        folder.add_tables(requests, series)
+    shutil.rmtree(folder.mlperf_directory, ignore_errors=True)  # each node has its own
+    lost = [node for node in nodes if node.lost is not None]
+    replicas = {entry["node"]: entry["replicas"] for entry in rack.nodes()}
+    left = sum(run.result["rack"]["replicas_least"] for run in runs.values())
+    planned = sum(replicas.values())
+    facts = {
+        "started_at": datetime.fromtimestamp(first, UTC).isoformat() if runs else None,
+        "rack": {
+            "replicas": planned,
+            "replicas_least": left,
+            "replicas_at_end": sum(run.result["rack"]["replicas_at_end"] for run in runs.values()),
+            "share_left": left / planned,
+            "lost": [
+                *({"node": node.name, "replica": None, "cause": node.lost} for node in lost),
+                *(loss for run in runs.values() for loss in run.result["rack"]["lost"]),
+            ],
+            "joined": [joined for run in runs.values() for joined in run.result["rack"]["joined"]],
+            "clock_offsets": [{"node": name, **asdict(offset)} for name, offset in offsets.items() if offset],
+            "start_spread_seconds": max(starts.values(), default=0.0) - first,
+        },
+        "node_verdicts": {node.name: node.run.verdict if node.run else None for node in nodes},
+        "ended_at": datetime.now(UTC).isoformat(),
+    }
+    folder.add_facts(facts)
+    if stop.received or not runs:
+        folder.interrupt(
+            stop.received or f"every node was lost: {'; '.join(f'{one.name}: {one.lost}' for one in lost)}"
+        )
+        return
+    verdict, reasons = _verdict(nodes, left, planned)
+    rows = [
+        replace(row, started_seconds=starts[name], source=f"{NODES}/{name}")
+        for name, run in runs.items()
+        for row in run_node_rows(run)
+    ]
+    unmet = [
+        Reason(code=rule["code"], message=f"{name}: {rule['message']}")
+        for name, run in runs.items()
+        for rule in run.rules_unmet
+    ]
+    known = [offset for offset in offsets.values() if offset is not None]
+    worst = max((offset.uncertainty_seconds for offset in known), default=0.0)
+    seen = f"starts on the driver's clock; the nodes' offsets are known within {worst * 1e3:.3g} ms"
+    try:
+        together = aggregate_fields(aggregate(rows, observations=[seen]))
+    except UsageError:
+        together = None  # a node completed nothing
+    folder.finish({"verdict": verdict, "reasons": reasons, "rules_unmet": unmet, "aggregate": together})
+
+
+def _verdict(nodes: Sequence[_Node], left: int, planned: int) -> tuple[Verdict, list[Reason]]:
+    reasons = [
+        Reason(code=reason["code"], message=f"{node.name}: {reason['message']}")
+        for node in nodes
+        if node.run is not None
+        for reason in node.run.reasons
+    ]
+    verdicts = {node.run.verdict for node in nodes if node.run is not None}
+    if left < planned:
+        names = "; ".join(f"{node.name} ({node.lost})" for node in nodes if node.lost)
+        message = f"{left} of {planned} replicas left ({left / planned:.1%})" + (f"; lost: {names}" if names else "")
+        reasons.insert(0, Reason(code="LOST_REPLICAS", message=message))
+    if Verdict.INVALID in verdicts:
+        return Verdict.INVALID, reasons
+    if Verdict.INTERRUPTED in verdicts or left < planned:
+        return Verdict.DEGRADED, reasons
+    return (Verdict.VALID if verdicts == {Verdict.VALID} else Verdict.MEASURED), reasons
+
+
+def _started(run: Run, offset: ClockOffset | None) -> float:
+    """Unix time of a node's start by the driver's clock."""
+    started = datetime.fromisoformat(run.result["started_at"]).timestamp()
+    return started - (offset.wall_seconds if offset else 0.0)
+
+
+def _unpack(packed: bytes, into: Path) -> None:
+    into.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        archive.extractall(into, filter="data")

@@ -1,0 +1,139 @@
+"""What Ray starts on a node: a process that opens the model, says what it found, loads it and serves the driver.
+
+Answers are JSON text. An error the user can mend is an answer too, so that it reaches the driver in its own words.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+
+from megatoken import __version__
+from megatoken.errors import MegatokenError
+
+DRIVER_FIRST = 5  # added to the niceness of what computes on the driver's own machine: dispatch comes first
+LEAVE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What the processes of a rack compute and how they talk; the same for all of them, plain values only.
+
+    Attributes:
+        model: checkpoint directory, named shape, or the model that ships.
+        random_weights: take only the model's shape.
+        seed: of random weights.
+        engine: fields of ``EngineConfig``.
+        streams: whether first tokens are told at once.
+        keep_ids: whether answers are told as ids.
+        dead_after_seconds: silence after which the other side counts as gone.
+        reconnect_seconds: how long a worker looks for a driver that is out of reach.
+        driver_host: name of the driver's machine.
+    """
+
+    model: str
+    random_weights: bool
+    seed: int
+    engine: dict[str, Any]
+    streams: bool
+    keep_ids: bool
+    dead_after_seconds: float
+    reconnect_seconds: float
+    driver_host: str
+
+
+class WorkerActor:
+    """The process of one worker. Methods are called in the order in which they stand here."""
+
+    def __init__(self, spec: str, engines: int, threads: int | None, neighbours: int) -> None:
+        """Keeps the order.
+
+        Args:
+            spec: a ``WorkerSpec`` as JSON.
+            engines: replicas in this process.
+            threads: CPU threads of one engine; None leaves it to the engine.
+            neighbours: replicas that share this node's main memory; 1 where each has a GPU's.
+        """
+        self._spec = WorkerSpec(**json.loads(spec))
+        self._count = engines
+        engine = self._spec.engine
+        if threads is not None and engine.get("threads") is None:
+            engine["threads"] = threads
+        if neighbours > 1 and engine.get("memory_bytes") is None:
+            engine["memory_bytes"] = psutil.virtual_memory().available // neighbours
+        if socket.gethostname() == self._spec.driver_host:
+            os.nice(DRIVER_FIRST)
+
+    def inspect(self) -> str:
+        """What this node would serve: version, checkpoint, memory plan. Reads no weights."""
+        return _answer(self._inspect)
+
+    def load(self) -> str:
+        """Loads the weights; what the engines run on."""
+        return _answer(self._load)
+
+    def serve(self, host: str, port: int, key: bytes, number: int) -> None:
+        """Serves the driver until it is gone; then this process ends."""
+        from megatoken.rack.worker import Worker
+
+        spec = self._spec
+        try:
+            worker = Worker(
+                self._engines,
+                number,
+                streams=spec.streams,
+                keep_ids=spec.keep_ids,
+                dead_after_seconds=spec.dead_after_seconds,
+                reconnect_seconds=spec.reconnect_seconds,
+                gpus=self._gpus,
+            )
+            worker.serve((host, port), key)
+        finally:  # whether or not Ray still reaches this process
+            threading.Timer(LEAVE_SECONDS, os._exit, (0,)).start()
+
+    def _inspect(self) -> dict[str, Any]:
+        from megatoken.engine.checkpoint import open_model
+        from megatoken.engine.config import EngineConfig
+        from megatoken.engine.memory import plan_memory
+        from megatoken.hardware.inventory import take_inventory
+
+        spec = self._spec
+        source = open_model(spec.model, random_weights=spec.random_weights, seed=spec.seed)
+        return {
+            "version": __version__,
+            "content_hash": source.content_hash,
+            "memory_plan": asdict(plan_memory(source.config, EngineConfig(**spec.engine))),
+            "process_id": os.getpid(),
+            "inventory": take_inventory(),
+        }
+
+    def _load(self) -> dict[str, Any]:
+        import torch
+
+        from megatoken.engine import Engine
+        from megatoken.engine.config import EngineConfig
+
+        spec = self._spec
+        self._engines = [
+            Engine(spec.model, EngineConfig(**spec.engine), random_weights=spec.random_weights, seed=spec.seed)
+            for _ in range(self._count)
+        ]
+        self._gpus = [
+            f"GPU-{torch.cuda.get_device_properties(engine.device).uuid}" if engine.device.type == "cuda" else None
+            for engine in self._engines
+        ]
+        return {"memory_plan": asdict(self._engines[0].memory_plan), "target": self._engines[0].describe()}
+
+
+def _answer(question: Callable[[], dict[str, Any]]) -> str:
+    try:
+        return json.dumps(question())
+    except MegatokenError as error:
+        return json.dumps({"error": str(error), "exit_code": int(error.exit_code)})

@@ -1,0 +1,63 @@
+"""How far another machine's clocks are from ours, after Cristian (1989): the quickest of many round trips wins."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+ROUNDS_KEPT = 60
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """What the other side's clocks show beyond ours, in seconds; each lies within ``uncertainty_seconds`` of the truth.
+
+    The truth is assumed to lie within the quickest round trip: half of it to either side of its middle.
+    """
+
+    wall_seconds: float
+    monotonic_seconds: float
+    uncertainty_seconds: float
+    rounds: int
+
+
+class OffsetEstimate:
+    """Offsets from the latest round trips, so that clocks that drift are followed."""
+
+    def __init__(self) -> None:
+        self._rounds: deque[tuple[int, int, int]] = deque(maxlen=ROUNDS_KEPT)  # round trip, monotonic, wall, all ns
+        self._count = 0
+        self._best = (0, 0, 0)
+
+    @property
+    def monotonic_ns(self) -> int:
+        """What the other monotonic clock shows beyond ours; 0 before the first round."""
+        return self._best[1]
+
+    @property
+    def rounds(self) -> int:
+        """Round trips so far."""
+        return self._count
+
+    def note(self, sent_ns: int, received_ns: int, wall_ns: int, their_monotonic_ns: int, their_wall_ns: int) -> None:
+        """Takes one round trip.
+
+        Args:
+            sent_ns: our monotonic time when the question left.
+            received_ns: the same when the answer came.
+            wall_ns: our wall clock when the answer came.
+            their_monotonic_ns: theirs when they answered.
+            their_wall_ns: likewise.
+        """
+        trip = received_ns - sent_ns
+        middle = sent_ns + trip // 2
+        self._rounds.append((trip, their_monotonic_ns - middle, their_wall_ns - (wall_ns - trip // 2)))
+        self._count += 1
+        self._best = min(self._rounds)
+
+    def offset(self) -> ClockOffset | None:
+        """The best estimate; None before the first round."""
+        if not self._count:
+            return None
+        trip, monotonic, wall = self._best
+        return ClockOffset(wall / 1e9, monotonic / 1e9, trip / 2e9, self._count)

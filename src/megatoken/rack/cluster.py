@@ -1,0 +1,469 @@
+"""Ray: finds or starts a cluster, starts one process for each slot, sees which end, starts others in their place."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatoken import __version__
+from megatoken.errors import MegatokenError, UsageError
+from megatoken.rack.actor import WorkerActor, WorkerSpec
+from megatoken.rack.hub import Hub
+from megatoken.rack.placement import Node, Slot, name_nodes
+from megatoken.rack.wire import KEY_BYTES
+
+NAMESPACE = "megatoken"
+LEASE = "megatoken-driver"
+PLACE_SECONDS = 60.0  # for Ray to find the room that it said there is
+WATCH_SECONDS = 1.0
+REACH_SECONDS = 2.0
+LOCAL_STORE_BYTES = 80 * 2**20  # the least that Ray takes: samples do not go through its object store
+ADDRESS_FILE = Path("/tmp/ray/ray_current_cluster")  # where `ray start` leaves the address
+MISSING = "a rack needs Ray; install it with: pip install 'megatoken[rack]'"
+
+
+@dataclass(slots=True)
+class Process:
+    """One process of the rack on its way: placed, opening the model, loading, serving."""
+
+    number: int
+    slot: Slot
+    group: Any
+    actor: Any
+    stage: str
+    answer: Any  # Ray's reference to what the stage answers
+    facts: dict[str, Any] = field(default_factory=dict)
+    lost_at: float | None = None
+
+
+class Lease:
+    """Held by the one driver of a cluster: a name in Ray can be taken once."""
+
+    def __init__(self, holder: str) -> None:
+        """Keeps who holds it."""
+        self._holder = holder
+
+    def holder(self) -> str:
+        """Who holds it."""
+        return self._holder
+
+
+class Cluster:
+    """A driver's hold on a Ray cluster. After ``start`` a thread watches it."""
+
+    def __init__(self, address: str, *, note: Callable[[str], None], local_cpus: int | None = None) -> None:
+        """Connects; ``auto`` without a cluster starts a local one that listens on 127.0.0.1 only.
+
+        Args:
+            address: ``auto`` or host:port.
+            note: where to say what happened meanwhile.
+            local_cpus: of a local cluster; None: as many as there are.
+
+        Raises:
+            UsageError: Ray is missing, no cluster answers, or another driver holds this one.
+        """
+        self._note = note
+        found = _find(address)
+        environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        if found is None:  # has Ray take the loopback address; read when it is imported, inherited by what it starts
+            environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        for name, value in environment.items():
+            os.environ.setdefault(name, value)
+        try:
+            import ray
+        except ImportError:
+            raise UsageError(MISSING) from None
+        self._ray: Any = ray
+        self.is_local = found is None
+        _connect(ray, found, local_cpus)
+        self.host: str = self._ray.util.get_node_ip_address()
+        self._processes: dict[int, Process] = {}
+        self._names: dict[str, str] = {}  # of nodes, by Ray's id
+        self._beside: list[Any] = []
+        self._next = 0
+        self._hub: Hub | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        try:
+            self._take_lease()
+        except BaseException:
+            ray.shutdown()
+            raise
+
+    def nodes(self) -> list[Node]:
+        """Machines that are alive, under their names."""
+        own = self._ray.get_runtime_context().get_node_id()
+        found = []
+        for entry in self._ray.nodes():
+            if not entry["Alive"]:
+                continue
+            address, resources = entry["NodeManagerAddress"], entry["Resources"]
+            given = entry.get("NodeName")
+            name = given if given and given != address else entry["NodeManagerHostname"]
+            gpus, cpus = int(resources.get("GPU", 0)), float(resources.get("CPU", 0))
+            found.append(Node(name, entry["NodeID"], address, gpus, cpus, entry["NodeID"] == own))
+        return name_nodes(found, self._names)
+
+    def start(self, slots: Sequence[Slot], spec: WorkerSpec) -> list[dict[str, Any]]:
+        """Starts a process for each slot and has it open the model; what each found, in the order of the slots.
+
+        Raises:
+            MegatokenError: no room, a process that ended, or what a process says of the model.
+            UsageError: nodes with different versions or checkpoints.
+        """
+        self._spec = spec
+        with self._lock:
+            for slot in slots:
+                self._create(slot)
+            processes = list(self._processes.values())
+        for process in processes:
+            process.facts = self._answer_of(process)
+        _check_alike(processes)
+        return [process.facts for process in processes]
+
+    def load(self) -> list[dict[str, Any]]:
+        """Has every process load the weights; what their engines run on."""
+        processes = list(self._processes.values())
+        for process in processes:
+            process.stage, process.answer = "loading", process.actor.load.remote()
+        for process in processes:
+            process.facts |= self._answer_of(process)
+        return [process.facts for process in processes]
+
+    def serve(self, hub: Hub, key: bytes, replan: Callable[[Sequence[Node]], Sequence[Slot]], replace: bool) -> None:
+        """Connects every process to ``hub``, waits until all are, and watches from now on.
+
+        Args:
+            hub: of this run.
+            key: that it knows.
+            replan: the slots that the nodes there are now ought to have.
+            replace: whether what is lost is started anew.
+
+        Raises:
+            MegatokenError: a process did not connect.
+        """
+        self._hub, self._key, self._replan, self._replace = hub, key, replan, replace
+        hub.on_loss = self._note_loss
+        numbers = set(self._processes)
+        for process in self._processes.values():
+            self._serve(process)
+        deadline = time.monotonic() + PLACE_SECONDS
+        while missing := numbers - hub.connected():
+            if time.monotonic() > deadline:
+                names = ", ".join(sorted({self._processes[number].slot.node.name for number in missing}))
+                raise MegatokenError(
+                    f"{len(missing)} of {len(numbers)} processes did not reach the driver at "
+                    f"{hub.address[0]}:{hub.address[1]} within {PLACE_SECONDS:g} s ({names}); is a firewall between?"
+                )
+            time.sleep(0.05)
+        self._thread = threading.Thread(target=self._watch, name="rack-cluster", daemon=True)
+        self._thread.start()
+
+    def serve_at(self, addresses: Mapping[str, tuple[str, int]], key: bytes) -> None:
+        """Has every process serve the driver of its own node; nothing is watched or replaced.
+
+        Args:
+            addresses: of those drivers, by name of the node.
+            key: that they know.
+        """
+        for process in self._processes.values():
+            host, port = addresses[process.slot.places[0].node]
+            process.stage = "serving"
+            process.answer = process.actor.serve.remote(host, port, key, process.number)
+
+    def numbers(self) -> dict[int, Slot]:
+        """Every process by its number."""
+        return {process.number: process.slot for process in self._processes.values()}
+
+    def start_beside(self, actor: type, node: Node, *arguments: object) -> Any:
+        """An actor on a node that takes nothing of Ray's count; ``ask`` calls it, two calls may be on their way."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        strategy = NodeAffinitySchedulingStrategy(node.ray_id, soft=False)
+        options = {"num_cpus": 0, "max_concurrency": 3, "scheduling_strategy": strategy}
+        handle: Any = self._ray.remote(actor).options(**options).remote(*arguments)
+        self._beside.append(handle)
+        return handle
+
+    def ask(self, reference: Any, timeout_seconds: float) -> Any:
+        """What a call answers.
+
+        Raises:
+            TimeoutError: it has not answered yet.
+            MegatokenError: the process is gone, or failed.
+        """
+        try:
+            return self._ray.get(reference, timeout=timeout_seconds)
+        except self._ray.exceptions.GetTimeoutError:
+            raise TimeoutError from None
+        except self._ray.exceptions.RayError as error:
+            raise MegatokenError(_cause(error)) from None
+
+    def close(self) -> None:
+        """Ends all processes; a local cluster too."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        with suppress(Exception):  # what Ray no longer reaches is gone, or ends by itself
+            for process in self._processes.values():
+                self._end(process)
+            for actor in (*self._beside, self._lease):
+                self._ray.kill(actor)
+        with suppress(Exception):
+            self._ray.shutdown()
+
+    def _take_lease(self) -> None:
+        ray = self._ray
+        holder = f"{socket.gethostname()}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        lease = ray.remote(num_cpus=0)(Lease)
+        try:
+            self._lease = lease.options(name=LEASE).remote(holder)
+            ray.get(self._lease.holder.remote(), timeout=PLACE_SECONDS)
+        except ValueError:  # the name is taken
+            other = "a driver that does not answer"
+            with suppress(Exception):
+                other = ray.get(ray.get_actor(LEASE).holder.remote(), timeout=REACH_SECONDS)
+            resources, free = ray.cluster_resources(), ray.available_resources()
+            held = ", ".join(
+                f"{resources[unit] - free.get(unit, 0):g} of {resources[unit]:g} {unit}s"
+                for unit in ("GPU", "CPU")
+                if unit in resources
+            )
+            raise UsageError(
+                f"another driver runs on this cluster ({other}; {held} in use); wait for it, or end it"
+            ) from None
+
+    def _create(self, slot: Slot) -> Process:
+        ray = self._ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundles = slot.bundles
+        labels = [{"ray.io/node-id": slot.node.ray_id}] * len(bundles)
+        group = placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=labels)
+        actor = (
+            ray.remote(WorkerActor)
+            .options(
+                num_cpus=slot.cpus,
+                num_gpus=slot.gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+            )
+            .remote(json.dumps(asdict(self._spec)), len(slot.places), slot.threads, slot.neighbours)
+        )
+        process = Process(self._next, slot, group, actor, "opening", actor.inspect.remote())
+        self._next += 1
+        self._processes[process.number] = process
+        return process
+
+    def _answer_of(self, process: Process) -> dict[str, Any]:
+        """Waits for the answer of a stage; patient only where something is on its way."""
+        ray, name = self._ray, process.slot.node.name
+        placed_by = time.monotonic() + PLACE_SECONDS
+        placed = False
+        while True:
+            done, _ = ray.wait([process.answer], timeout=WATCH_SECONDS)
+            if done:
+                break
+            placed = placed or process.group.wait(0)
+            if not placed and time.monotonic() > placed_by:
+                free = ray.available_resources()
+                raise MegatokenError(
+                    f"{name}: no room for {process.slot.bundles} within {PLACE_SECONDS:g} s; the cluster has "
+                    f"{free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs free; does something else run on it?"
+                )
+        try:
+            return _checked(ray.get(process.answer), name)
+        except ray.exceptions.RayError as error:
+            raise MegatokenError(f"{name}: {_cause(error)} while {process.stage} the model") from None
+
+    def _serve(self, process: Process) -> None:
+        if self._hub is None:
+            return
+        self._hub.expect(process.number, process.slot.places)
+        host, port = self._hub.address
+        process.stage, process.lost_at = "serving", None
+        process.answer = process.actor.serve.remote(host, port, self._key, process.number)
+
+    def _note_loss(self, worker: int) -> None:
+        process = self._processes.get(worker)
+        if process is not None:
+            process.lost_at = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._over.wait(WATCH_SECONDS):
+            try:
+                self._look()
+            except Exception as error:  # Ray's head may be out of reach for a while; what serves goes on serving
+                self._note(f"Ray: {_cause(error)}")
+
+    def _look(self) -> None:
+        """One round: what ended, what came to its next stage, what is missing."""
+        if self._hub is None:
+            return
+        nodes = self.nodes()
+        alive, connected = {node.ray_id for node in nodes}, self._hub.connected()
+        for process in list(self._processes.values()):
+            if process.number in connected:
+                process.lost_at = None
+            elif process.slot.node.ray_id not in alive:
+                self._drop(process, "its node left the cluster")
+            elif process.lost_at is not None and time.monotonic() - process.lost_at > self._spec.reconnect_seconds:
+                self._drop(process, "it did not come back")
+            else:
+                self._advance(process)
+        if self._replace:
+            taken = {process.slot.places for process in self._processes.values()}
+            for slot in self._replan(nodes):
+                if slot.places not in taken:
+                    self._create(slot)
+
+    def _advance(self, process: Process) -> None:
+        if process.stage == "refused":
+            return
+        done, _ = self._ray.wait([process.answer], timeout=0)
+        if not done:
+            return
+        name = process.slot.node.name
+        try:
+            answer = self._ray.get(process.answer)
+            if process.stage == "serving":
+                self._drop(process, "its process ended")
+                return
+            process.facts |= _checked(answer, name)
+        except Exception as error:
+            self._drop(process, _cause(error))
+            return
+        if process.stage == "opening":
+            try:
+                _check_alike([process, *(one for one in self._processes.values() if one.stage == "serving")])
+            except UsageError as error:
+                self._note(f"{name} may not join: {error}")
+                self._end(process)
+                process.stage = "refused"  # its place stays taken, so that it is not asked again and again
+                return
+            process.stage, process.answer = "loading", process.actor.load.remote()
+        elif process.stage == "loading":
+            self._serve(process)
+
+    def _drop(self, process: Process, cause: str) -> None:
+        if self._hub is not None:
+            self._hub.forget(process.number, cause)
+        self._end(process)
+        del self._processes[process.number]
+
+    def _end(self, process: Process) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        with suppress(Exception):
+            self._ray.kill(process.actor)
+        with suppress(Exception):
+            remove_placement_group(process.group)
+
+
+def new_key() -> bytes:
+    """A key for one run."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def _find(address: str) -> str | None:
+    """The cluster to connect to; None where ``auto`` finds none.
+
+    Raises:
+        UsageError: the address does not answer.
+    """
+    asked = address if address != "auto" else os.environ.get("RAY_ADDRESS")
+    if asked in (None, "auto"):
+        try:
+            asked = ADDRESS_FILE.read_text().strip()
+        except OSError:
+            return None
+        return asked if _answers(asked) else None  # what a cluster that was killed has left behind
+    if asked == "local":
+        return None
+    assert asked is not None
+    if not _answers(asked):
+        raise UsageError(f"no Ray cluster answers at {asked}; start one with: ray start --head, or give --rack auto")
+    return asked
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS):
+            return True
+    except (OSError, ValueError, OverflowError):
+        return False
+
+
+def _connect(ray: Any, address: str | None, local_cpus: int | None) -> None:
+    import logging
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    quiet = {"log_to_driver": False, "configure_logging": False, "namespace": NAMESPACE}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        if address is not None:
+            ray.init(address=address, **quiet)
+        else:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                num_cpus=local_cpus,
+                object_store_memory=LOCAL_STORE_BYTES,
+                **quiet,
+            )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = address or "this machine"
+        raise UsageError(f"Ray cannot be used at {where}: {_cause(error)}") from None
+    finally:  # Ray takes them over; they belong to the command
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def _checked(answer: str, name: str) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(answer)
+    if "error" in facts:
+        kind = UsageError if facts["exit_code"] == UsageError.exit_code else MegatokenError
+        raise kind(f"{name}: {facts['error']}")
+    return facts
+
+
+def _check_alike(processes: Sequence[Process]) -> None:
+    """Refuses nodes that would not compute the same.
+
+    Raises:
+        UsageError: names what differs, and where.
+    """
+    for key, what, mend in (
+        ("version", "megatoken", "install the same version everywhere"),
+        ("content_hash", "checkpoint", "copy the same files to every node"),
+    ):
+        found: dict[str, str] = {}
+        for process in processes:
+            found.setdefault(str(process.facts[key]), process.slot.node.name)
+        if key == "version":
+            found.setdefault(__version__, "the driver")
+        if len(found) > 1:
+            shown = ", ".join(f"{value[:12]} on {name}" for value, name in found.items())
+            raise UsageError(f"nodes differ in {what}: {shown}; {mend}")
+
+
+def _cause(error: BaseException) -> str:
+    """One line out of what Ray says."""
+    name = type(error).__name__
+    if "ActorDied" in name or "WorkerCrashed" in name:
+        return "its process was killed or crashed"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{name}: {lines[-1][:200] if lines else 'no reason given'}"

@@ -1,0 +1,536 @@
+"""The driver's side: one queue from which replicas pull, what every replica holds, who has fallen silent.
+
+Each time a sample is given to a replica it gets a ticket, and answers name tickets. A replica that is lost loses its
+tickets and its samples go back to the head of the queue, so whatever it may still say is about tickets that nobody
+knows: every sample ends exactly once. A thread does all reading and judges silence, so that a driver busy with other
+things mistakes its own delay for nobody's death.
+"""
+
+from __future__ import annotations
+
+import math
+import selectors
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatoken.errors import MegatokenError
+from megatoken.rack.clock import ClockOffset, OffsetEstimate
+from megatoken.rack.wire import (
+    NUMBER,
+    PING,
+    PONG,
+    STATE,
+    Channel,
+    Kind,
+    WireError,
+    authenticate,
+    pack_submit,
+    unpack_report,
+)
+from megatoken.rack.worker import FINISH_REASONS
+
+PING_SECONDS = 1.0
+FIRST_PINGS = 16  # right after a connection is made, one after the other
+LOOK_SECONDS = 0.25
+LONGEST_ROUND_SECONDS = 1.0
+HANDSHAKE_SECONDS = 5.0
+MOST_HANDSHAKES = 64  # at a time
+LOW_QUEUE = 256  # samples below which whoever fills the queue is woken
+
+_SUMMED = ("processed_tokens", "output_tokens", "decoded_tokens", "preemptions", "computed_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A replica's place in the rack: its node, and its number there."""
+
+    node: str
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """News of one sample, as ``targets.SampleEvent`` has them; times are this process's monotonic clock's."""
+
+    sample_id: int
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    time_ns: int
+    first_ns: int | None
+    started_ns: int | None
+    output_tokens: int
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A replica that was lost: when, why, and how many samples went back to the queue."""
+
+    place: Place
+    time_ns: int
+    cause: str
+    samples_returned: int
+    left: int  # replicas that served then
+
+
+@dataclass(slots=True)
+class ReplicaRecord:
+    """A replica as the driver knows it."""
+
+    place: Place
+    channel_place: int
+    state: NDArray[Any]
+    tickets: dict[int, int] = field(default_factory=dict)  # ticket -> sample, oldest first
+    wanted: int = 0
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A worker that is connected."""
+
+    number: int
+    channel: Channel
+    replicas: list[ReplicaRecord]
+    heard: float
+    clock: OffsetEstimate = field(default_factory=OffsetEstimate)
+    pinged: float = 0.0
+    cancelled: int = -1
+
+
+class Hub:
+    """All workers of a run. ``submit``, ``take`` and the rest are for the thread that drives the target."""
+
+    def __init__(self, host: str, key: bytes, *, streams: bool, dead_after_seconds: float, wait_seconds: float) -> None:
+        """Listens on ``host`` and starts the thread.
+
+        Args:
+            host: address of this machine that the workers reach.
+            key: that they know too.
+            streams: whether events are timed by their arrival here, as whoever waits for tokens sees them.
+            dead_after_seconds: silence, or length of a step, after which a replica counts as lost.
+            wait_seconds: how long a rack without any replica waits for one.
+        """
+        self._key, self._streams = key, streams
+        self._dead_after_seconds, self._wait_seconds = dead_after_seconds, wait_seconds
+        self._listener = socket.create_server((host, 0), backlog=256)
+        self._listener.setblocking(False)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._expected: dict[int, list[Place]] = {}  # by worker
+        self._lock = threading.RLock()
+        self._peers: dict[int, _Peer] = {}
+        self._queue: deque[int] = deque()
+        self._requests: dict[int, bytes] = {}  # of every sample that has not ended
+        self._tickets: dict[int, tuple[int, ReplicaRecord]] = {}
+        self._next_ticket = 0
+        self._gone: dict[Place, NDArray[Any]] = {}  # totals of replicas that were lost, by place
+        self._events: SimpleQueue[list[Event]] = SimpleQueue()
+        self._failures: list[tuple[int, str]] = []
+        self._cancelling = 0
+        self._late = 0
+        self._empty_since: float | None = time.monotonic()
+        self.losses: list[Loss] = []
+        self.joins: list[tuple[Place, int]] = []
+        self.clocks: dict[str, ClockOffset] = {}
+        self._served: set[Place] = set()
+        self._handshakes = 0
+        self._error: BaseException | None = None
+        self._over = False
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_writer.setblocking(False)
+        self._wake_reader.setblocking(False)
+        self._arrived: SimpleQueue[tuple[socket.socket, int]] = SimpleQueue()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self.on_loss: Callable[[int], None] = lambda worker: None
+        self._thread = threading.Thread(target=self._run, name="rack-hub", daemon=True)
+        self._thread.start()
+
+    def expect(self, worker: int, places: Sequence[Place]) -> None:
+        """Lets the worker of that number connect, which has replicas at ``places``."""
+        with self._lock:
+            self._expected[worker] = list(places)
+
+    def forget(self, worker: int, cause: str) -> None:
+        """Ends what is connected under that number, and lets nobody connect under it any more."""
+        with self._lock:
+            self._expected.pop(worker, None)
+            if (peer := self._peers.get(worker)) is not None:
+                self._lose(peer, cause)
+
+    def connected(self) -> set[int]:
+        """Numbers of the workers that serve now."""
+        with self._lock:
+            return set(self._peers)
+
+    def submit(self, sample_id: int, request: bytes) -> None:
+        """Queues a sample."""
+        with self._lock:
+            self._requests[sample_id] = request
+            self._queue.append(sample_id)
+
+    def dispatch(self) -> None:
+        """Gives what is queued to the replicas that want samples, to those first that hold least."""
+        with self._lock:
+            hungry = [(peer, one) for peer in self._peers.values() for one in peer.replicas if one.wanted > 0]
+            while self._queue and hungry:
+                hungry.sort(key=lambda entry: len(entry[1].tickets))
+                share = max(1, len(self._queue) // len(hungry))
+                for peer, replica in hungry:
+                    count = min(share, replica.wanted, len(self._queue))
+                    if count:
+                        self._give(peer, replica, count)
+                hungry = [entry for entry in hungry if entry[1].wanted > 0 and entry[0].number in self._peers]
+
+    def take(self, timeout_seconds: float) -> list[Event]:
+        """News since the last call; waits for some, or for a queue that runs low, at most that long.
+
+        Raises:
+            MegatokenError: no replica has been there for too long.
+        """
+        events: list[Event] = []
+        with suppress(Empty):
+            events += self._events.get(timeout=timeout_seconds)
+            while True:
+                events += self._events.get_nowait()
+        if self._error is not None:
+            raise self._error
+        empty = self._empty_since
+        if empty is not None and self._requests and time.monotonic() - empty > self._wait_seconds:
+            last = f"; the last was lost: {self.losses[-1].cause}" if self.losses else ""
+            raise MegatokenError(
+                f"no replica has served for {self._wait_seconds:g} s, {len(self._requests):,} samples wait{last}"
+            )
+        return events
+
+    def take_failures(self) -> list[tuple[int, str]]:
+        """Samples that an engine refused, and why."""
+        with self._lock:
+            failures, self._failures = self._failures, []
+        return failures
+
+    @property
+    def unended(self) -> int:
+        """Samples submitted and not ended."""
+        return len(self._requests)
+
+    @property
+    def waiting(self) -> int:
+        """Samples that no replica holds."""
+        return len(self._queue)
+
+    @property
+    def late_answers(self) -> int:
+        """Answers that came under tickets of replicas thought lost, and were dropped."""
+        return self._late
+
+    def states(self) -> list[tuple[Place, NDArray[Any]]]:
+        """Every replica that served at any time, with its ``wire.STATE`` row: totals over all its lives, levels now."""
+        with self._lock:
+            live = {one.place: one.state for peer in self._peers.values() for one in peer.replicas}
+            rows = []
+            for place in sorted(self._served, key=lambda one: (one.node, one.replica)):
+                state, gone = live.get(place), self._gone.get(place)
+                if state is None:
+                    state = np.zeros((), STATE)
+                    for name in ("power_watts", "clock_mhz", "temperature_celsius"):
+                        state[name] = math.nan
+                elif gone is not None:
+                    state = state.copy()
+                if gone is not None:
+                    for name in _SUMMED:
+                        state[name] += gone[name]
+                rows.append((place, state))
+            return rows
+
+    def live(self) -> list[Place]:
+        """Replicas that serve now."""
+        with self._lock:
+            return [one.place for peer in self._peers.values() for one in peer.replicas]
+
+    def cancel_all(self) -> None:
+        """Drops every sample and waits until the replicas hold none."""
+        with self._lock:
+            self._queue.clear()
+            self._requests.clear()
+            self._tickets.clear()
+            self._failures.clear()
+            self._cancelling += 1
+            number = self._cancelling
+            for peer in list(self._peers.values()):
+                for replica in peer.replicas:
+                    replica.tickets.clear()
+                    replica.wanted = 0
+                self._send(peer, Kind.CANCEL, NUMBER.pack(number))
+        while True:
+            with self._lock:  # who joins meanwhile holds nothing
+                if all(peer.cancelled >= number for peer in self._peers.values()):
+                    break
+            time.sleep(0.01)
+        with suppress(Empty):
+            while True:
+                self._events.get_nowait()
+
+    def close(self) -> None:
+        """Tells every worker to end, and ends the thread."""
+        with self._lock:
+            self._expected.clear()
+            for peer in list(self._peers.values()):
+                with suppress(WireError):
+                    peer.channel.send(Kind.CLOSE)
+        self._over = True
+        self._wake()
+        self._thread.join()
+        for peer in self._peers.values():
+            peer.channel.close()
+        with suppress(Empty):
+            while True:
+                self._arrived.get_nowait()[0].close()
+        self._listener.close()
+        self._selector.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def _give(self, peer: _Peer, replica: ReplicaRecord, count: int) -> None:
+        samples = [self._queue.popleft() for _ in range(count)]
+        tickets = range(self._next_ticket, self._next_ticket + count)
+        self._next_ticket += count
+        for ticket, sample in zip(tickets, samples, strict=True):
+            self._tickets[ticket] = (sample, replica)
+            replica.tickets[ticket] = sample
+        replica.wanted -= count
+        requests = [self._requests[sample] for sample in samples]
+        self._send(peer, Kind.SUBMIT, pack_submit(replica.channel_place, tickets, requests))
+
+    def _send(self, peer: _Peer, kind: Kind, body: bytes) -> None:
+        try:
+            peer.channel.send(kind, body)
+        except WireError as error:
+            self._lose(peer, str(error))
+            return
+        if peer.channel.pending:
+            self._wake()
+
+    def _run(self) -> None:
+        try:
+            looked, woke = 0.0, time.monotonic()
+            while not self._over:
+                ready = self._selector.select(LOOK_SECONDS)
+                woke, before = time.monotonic(), woke
+                if woke - before > LONGEST_ROUND_SECONDS:  # this process was stopped: nobody could be heard
+                    with self._lock:
+                        for peer in self._peers.values():
+                            peer.heard += woke - before
+                for key, mask in ready:
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fileobj is self._wake_reader:
+                        with suppress(BlockingIOError):
+                            self._wake_reader.recv(4096)
+                        self._welcome()
+                    else:
+                        self._serve(key.data, mask)
+                now = time.monotonic()
+                if now - looked >= LOOK_SECONDS:
+                    looked = now
+                    self._look(now)
+                self._watch_writes()
+        except BaseException as error:
+            self._error = error
+            self._events.put([])
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError):
+            connection, _ = self._listener.accept()
+            if self._handshakes >= MOST_HANDSHAKES:
+                connection.close()
+                return
+            self._handshakes += 1
+            threading.Thread(target=self._greet, args=(connection,), name="rack-greeting", daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        """Lets in who knows the key and has a number that is expected; on a thread of its own, for it waits."""
+        try:
+            authenticate(connection, self._key, HANDSHAKE_SECONDS, driver=True)
+            connection.settimeout(HANDSHAKE_SECONDS)
+            hello = b""
+            while len(hello) < 5 + NUMBER.size:
+                piece = connection.recv(5 + NUMBER.size - len(hello))
+                if not piece:
+                    raise WireError("closed")
+                hello += piece
+            self._arrived.put((connection, NUMBER.unpack_from(hello, 5)[0]))
+            self._wake()
+        except (OSError, WireError):
+            connection.close()
+        finally:
+            self._handshakes -= 1
+
+    def _welcome(self) -> None:
+        with suppress(Empty):
+            while True:
+                connection, number = self._arrived.get_nowait()
+                with self._lock:
+                    places = self._expected.get(number)
+                    if places is None:
+                        connection.close()
+                        continue
+                    if (before := self._peers.get(number)) is not None:
+                        self._lose(before, "its worker connected anew")
+                    now_ns = time.monotonic_ns()
+                    replicas = [
+                        ReplicaRecord(place, channel_place, np.zeros((), STATE))
+                        for channel_place, place in enumerate(places)
+                    ]
+                    peer = _Peer(number, Channel(connection), replicas, time.monotonic(), cancelled=self._cancelling)
+                    self._peers[number] = peer
+                    self._served.update(places)
+                    self.joins += [(place, now_ns) for place in places]
+                    self._empty_since = None
+                    self._selector.register(connection, selectors.EVENT_READ, peer)
+                    self._ping(peer)
+
+    def _serve(self, peer: _Peer, mask: int) -> None:
+        with self._lock:
+            if self._peers.get(peer.number) is not peer:
+                return
+            try:
+                if mask & selectors.EVENT_WRITE:
+                    peer.channel.flush()
+                frames = peer.channel.receive() if mask & selectors.EVENT_READ else []
+            except WireError as error:
+                self._lose(peer, str(error))
+                return
+            if frames:
+                peer.heard = time.monotonic()
+            for kind, body in frames:
+                if kind == Kind.REPORT:
+                    self._note(peer, body)
+                elif kind == Kind.PONG:
+                    now_ns = time.monotonic_ns()
+                    sent_ns, monotonic_ns, wall_ns = PONG.unpack(body)
+                    peer.clock.note(sent_ns, now_ns, time.time_ns(), monotonic_ns, wall_ns)
+                    if peer.clock.rounds < FIRST_PINGS:
+                        self._ping(peer)
+                elif kind == Kind.CANCELLED:
+                    peer.cancelled = NUMBER.unpack(body)[0]
+                elif kind == Kind.FAILED:
+                    self._lose(peer, body.decode(errors="replace"))
+                    return
+            if self._queue:
+                self.dispatch()
+                if len(self._queue) < LOW_QUEUE:
+                    self._events.put([])
+
+    def _note(self, peer: _Peer, body: bytes) -> None:
+        report = unpack_report(body)
+        arrived_ns = time.monotonic_ns()
+        offset_ns = peer.clock.monotonic_ns
+        for replica, state in zip(peer.replicas, report.states, strict=True):
+            replica.state = state
+            replica.wanted += int(state["wanted"])
+
+        def ours(their_ns: int) -> int | None:
+            return min(arrived_ns, their_ns - offset_ns) if their_ns else None
+
+        events = []
+        for ticket, token, started_ns in report.first.tolist():
+            held = self._tickets.get(ticket)
+            if held is None:
+                self._late += 1
+                continue
+            sample, replica = held
+            events.append(Event(sample, (token,), None, arrived_ns, arrived_ns, ours(started_ns), 1, replica.place))
+        ids, begin = report.ids, 0
+        for ticket, tokens, count, reason, first_ns, last_ns, started_ns in report.done.tolist():
+            begin += count
+            held = self._tickets.pop(ticket, None)
+            if held is None:
+                self._late += 1
+                continue
+            sample, replica = held
+            del replica.tickets[ticket], self._requests[sample]
+            times = (arrived_ns, None) if self._streams else (ours(last_ns) or arrived_ns, ours(first_ns))
+            own = tuple(ids[begin - count : begin].tolist())
+            reason = FINISH_REASONS[reason].value
+            events.append(Event(sample, own, reason, *times, ours(started_ns), tokens, replica.place))
+        for ticket, why in report.failures:
+            held = self._tickets.pop(ticket, None)
+            if held is not None:
+                del held[1].tickets[ticket], self._requests[held[0]]
+                self._failures.append((held[0], why))
+        if events or report.failures:
+            self._events.put(events)
+
+    def _ping(self, peer: _Peer) -> None:
+        peer.pinged = time.monotonic()
+        self._send(peer, Kind.PING, PING.pack(time.monotonic_ns()))
+
+    def _look(self, now: float) -> None:
+        """Judges silence, and asks every clock once a second."""
+        with self._lock:
+            for peer in list(self._peers.values()):
+                silent = now - peer.heard
+                step = max((float(one.state["step_seconds"]) for one in peer.replicas), default=0.0)
+                if silent > self._dead_after_seconds:
+                    self._lose(peer, f"silent for {silent:.1f} s")
+                elif step > self._dead_after_seconds:
+                    self._lose(peer, f"in one step for {step:.1f} s")
+                elif now - peer.pinged >= PING_SECONDS:
+                    self._ping(peer)
+                if (offset := peer.clock.offset()) is not None:
+                    for node in {one.place.node for one in peer.replicas}:
+                        self.clocks[node] = offset
+
+    def _lose(self, peer: _Peer, cause: str) -> None:
+        """Takes a worker out; what it held goes to the head of the queue, oldest first."""
+        if self._peers.pop(peer.number, None) is None:
+            return
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(peer.channel.socket)
+        peer.channel.close()
+        if self._over:
+            return
+        now_ns = time.monotonic_ns()
+        left = sum(len(other.replicas) for other in self._peers.values())
+        returned: list[int] = []
+        for replica in peer.replicas:
+            for ticket in replica.tickets:
+                del self._tickets[ticket]
+            returned += replica.tickets.values()
+            self.losses.append(Loss(replica.place, now_ns, cause, len(replica.tickets), left))
+            gone = self._gone.setdefault(replica.place, np.zeros((), STATE))
+            for name in _SUMMED:
+                gone[name] += replica.state[name]
+        self._queue.extendleft(sorted(returned, reverse=True))
+        if not self._peers:
+            self._empty_since = time.monotonic()
+        self._events.put([])
+        self.on_loss(peer.number)
+
+    def _watch_writes(self) -> None:
+        with self._lock:
+            for peer in self._peers.values():
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.channel.pending else 0)
+                if self._selector.get_key(peer.channel.socket).events != wanted:
+                    self._selector.modify(peer.channel.socket, wanted, peer)
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError, OSError):
+            self._wake_writer.send(b"\0")
+
+
+def losses_by_cause(losses: Sequence[Loss]) -> str:
+    """One line: how many replicas were lost on which node, and why."""
+    counts = Counter((loss.place.node, loss.cause) for loss in losses)
+    return "; ".join(f"{count} on {node} ({cause})" for (node, cause), count in counts.items())

@@ -1,0 +1,157 @@
+"""Which replicas go where: nodes as Ray knows them -> slots, each a process with its replicas. Pure functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from megatoken.engine.config import ModelConfig
+from megatoken.errors import CapacityError, UsageError
+from megatoken.rack.hub import Place
+
+SIMULATED_CPUS = 0.01  # of Ray's count, which is about room for processes, not time
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine of the cluster: what it is called here, Ray's id of it, and what Ray may hand out there."""
+
+    name: str
+    ray_id: str
+    address: str
+    gpus: int
+    cpus: float
+    is_driver: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One process to be started: on which node, for which replicas, with what of the node.
+
+    ``ranks`` bundles of ``gpus`` and ``cpus`` each are packed onto the node (STRICT_PACK).
+    """
+
+    node: Node
+    places: tuple[Place, ...]
+    ranks: int
+    gpus: int
+    cpus: float
+    threads: int | None
+    neighbours: int
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """What each rank takes, in Ray's words."""
+        bundle = {"CPU": self.cpus} | ({"GPU": float(self.gpus)} if self.gpus else {})
+        return [dict(bundle) for _ in range(self.ranks)]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a user asks of a rack.
+
+    Attributes:
+        replicas: copies of the model; None: as many as there are GPUs for, without GPUs one a node.
+        tensor_parallel: GPUs of one copy.
+        on_gpus: whether the engines compute on GPUs.
+        threads: CPU threads of an engine, where the user says.
+    """
+
+    replicas: int | None
+    tensor_parallel: int
+    on_gpus: bool
+    threads: int | None = None
+
+
+def name_nodes(found: Sequence[Node], known: dict[str, str]) -> list[Node]:
+    """The nodes under names of their own, in the order of names: of equal ones, later ones get numbers.
+
+    Args:
+        found: the nodes that are there, under the names they give themselves.
+        known: names by Ray's id, kept from call to call: a node keeps its name, one that is gone leaves it to others.
+    """
+    for gone in known.keys() - {node.ray_id for node in found}:
+        del known[gone]
+    for node in sorted(found, key=lambda one: (one.name, one.address, one.ray_id)):
+        if node.ray_id not in known:
+            names = (node.name if number == 1 else f"{node.name}-{number}" for number in count(1))
+            known[node.ray_id] = next(name for name in names if name not in known.values())
+    return sorted((replace(node, name=known[node.ray_id]) for node in found), key=lambda one: one.name)
+
+
+def check_ranks(model: ModelConfig, ranks: int) -> None:
+    """Refuses a tensor-parallel group that the model cannot be cut into, or the engine cannot compute.
+
+    Raises:
+        UsageError: with the numbers.
+    """
+    for what, heads in (("attention heads", model.heads), ("key heads", model.kv_heads)):
+        if heads % ranks:
+            divisors = ", ".join(str(one) for one in range(1, model.kv_heads + 1) if model.kv_heads % one == 0)
+            raise UsageError(
+                f"rack.tensor_parallel is {ranks}, which does not divide the {heads} {what} of {model.name}; "
+                f"take one of {divisors}"
+            )
+    if ranks > 1:
+        raise UsageError(f"rack.tensor_parallel is {ranks}: an engine computes on one GPU; leave it at 1")
+
+
+def place_replicas(nodes: Sequence[Node], wanted: Wanted) -> list[Slot]:
+    """One slot for each replica, nodes filled evenly.
+
+    Raises:
+        CapacityError: more replicas than the nodes hold, with the numbers.
+    """
+    room = {node.name: _room(node, wanted) for node in nodes}
+    total = sum(room.values())
+    replicas = wanted.replicas
+    if replicas is None:
+        replicas = total if wanted.on_gpus else sum(1 for count in room.values() if count)
+    if replicas > total or not replicas:
+        unit = "GPUs" if wanted.on_gpus else "CPU cores"
+        have = {node.name: node.gpus if wanted.on_gpus else _cpus(node) for node in nodes}
+        held = ", ".join(f"{name} {count:g}" for name, count in have.items())
+        raise CapacityError(
+            f"{replicas:,} replicas of {wanted.tensor_parallel} {unit} need {replicas * wanted.tensor_parallel:,}; "
+            f"the cluster has {sum(have.values()):g} ({held}); take at most {total:,} with rack.replicas"
+        )
+    shares = Counter[str]()
+    while replicas:
+        for node in nodes:
+            if replicas and shares[node.name] < room[node.name]:
+                shares[node.name] += 1
+                replicas -= 1
+    return [slot for node in nodes for slot in _slots(node, shares[node.name], wanted)]
+
+
+def place_simulated(node: Node, nodes: int, gpus_per_node: int) -> list[Slot]:
+    """As many processes on one machine as nodes are simulated, each with the engines of its GPUs."""
+    slots = []
+    for number in range(nodes):
+        name = f"node-{number + 1:0{len(str(nodes))}}"
+        places = tuple(Place(name, gpu) for gpu in range(gpus_per_node))
+        slots.append(Slot(node, places, 1, 0, SIMULATED_CPUS, None, 1))
+    return slots
+
+
+def _cpus(node: Node) -> float:
+    """Cores for replicas: of the driver's machine one less, if there is more than one, for the driver never waits."""
+    return max(1.0, node.cpus - 1) if node.is_driver and node.cpus >= 1 else node.cpus
+
+
+def _room(node: Node, wanted: Wanted) -> int:
+    return node.gpus // wanted.tensor_parallel if wanted.on_gpus else int(_cpus(node))
+
+
+def _slots(node: Node, replicas: int, wanted: Wanted) -> list[Slot]:
+    slots = []
+    for number in range(replicas):
+        cpus, threads, neighbours = min(1.0, node.cpus / max(1, node.gpus)), wanted.threads, 1
+        if not wanted.on_gpus:
+            cpus = float(int(_cpus(node) / replicas))
+            threads, neighbours = wanted.threads or int(cpus), replicas
+        places = (Place(node.name, number),)
+        slots.append(Slot(node, places, wanted.tensor_parallel, int(wanted.on_gpus), cpus, threads, neighbours))
+    return slots

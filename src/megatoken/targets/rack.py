@@ -1,0 +1,149 @@
+"""A rack as a target: samples go to one queue, replicas on all nodes pull from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from megatoken.engine.request import Request
+from megatoken.hardware.telemetry import Telemetry
+from megatoken.rack.hub import Event, Hub, Place, losses_by_cause
+from megatoken.rack.wire import pack_request
+from megatoken.targets import Outcome, ReplicaState, SampleEvent, TargetCounters
+
+
+class RackTarget:
+    """Drives the replicas that are connected to ``hub``."""
+
+    def __init__(self, hub: Hub, facts: Mapping[str, Any], *, streams: bool) -> None:
+        """Takes a hub whose replicas are connected.
+
+        Args:
+            hub: nobody else may submit to it meanwhile.
+            facts: fields of ``result.json`` that stay the same.
+            streams: whether first tokens come as events of their own.
+        """
+        self._hub = hub
+        self._facts = facts
+        self._streams = streams
+        self._planned = len(hub.live())
+
+    def facts(self) -> Mapping[str, Any]:
+        """What the replicas run with and on."""
+        return self._facts
+
+    def submit(self, sample_id: int, request: Request) -> None:
+        """Queues a sample. Raises RequestError if its prompt is text."""
+        self._hub.submit(sample_id, pack_request(request))
+
+    def poll(self, timeout_seconds: float) -> list[SampleEvent]:
+        """Hands out what is queued, then waits for news. Raises MegatokenError when no replica is left for too long."""
+        self._hub.dispatch()
+        events = [self._event(event) for event in self._hub.take(timeout_seconds)]
+        for sample_id, why in self._hub.take_failures():
+            events.append(SampleEvent(sample_id, (), None, 0, error=why))
+        return events
+
+    def counters(self) -> TargetCounters:
+        """All replicas together; ``waiting`` counts what is in the shared queue."""
+        states = [state for _, state in self._hub.states()]
+
+        def total(name: str) -> int:
+            return sum(int(state[name]) for state in states)
+
+        return TargetCounters(
+            in_flight=self._hub.unended,
+            waiting=self._hub.waiting,
+            rows=total("rows"),
+            row_budget=total("row_budget"),
+            pages_free=total("pages_free"),
+            pages=total("pages"),
+            preemptions=total("preemptions"),
+            processed_tokens=total("processed_tokens"),
+            replicas=max(1, len(self._hub.live())),
+            decoded_tokens=total("decoded_tokens"),
+            computed_seconds=sum(float(state["computed_seconds"]) for state in states),
+        )
+
+    def replicas(self) -> list[ReplicaState]:
+        """Every replica as it last reported."""
+        return [
+            ReplicaState(
+                node=place.node,
+                replica=place.replica,
+                output_tokens=int(state["output_tokens"]),
+                processed_tokens=int(state["processed_tokens"]),
+                rows=int(state["rows"]),
+                row_budget=int(state["row_budget"]),
+                pages_free=int(state["pages_free"]),
+                pages=int(state["pages"]),
+                in_flight=int(state["in_flight"]),
+                waiting=int(state["waiting"]),
+                preemptions=int(state["preemptions"]),
+                telemetry=Telemetry(
+                    *(_told(state[name]) for name in ("power_watts", "clock_mhz", "temperature_celsius"))
+                ),
+            )
+            for place, state in self._hub.states()
+        ]
+
+    def outcome(self, since_ns: int) -> Outcome:
+        """What was lost and what joined since then, and how far every node's clocks are from ours."""
+        hub = self._hub
+        losses = [loss for loss in hub.losses if loss.time_ns >= since_ns]
+        joins = [(place, time_ns) for place, time_ns in hub.joins if time_ns >= since_ns]
+        serving = len(hub.live())
+        least = min([loss.left for loss in losses] + [serving])
+        facts = {
+            "replicas": self._planned,
+            "replicas_least": least,
+            "replicas_at_end": serving,
+            "share_left": least / self._planned,
+            "lost": [
+                {
+                    **asdict(loss.place),
+                    "at_seconds": (loss.time_ns - since_ns) / 1e9,
+                    "cause": loss.cause,
+                    "samples_returned": loss.samples_returned,
+                }
+                for loss in losses
+            ],
+            "joined": [{**asdict(place), "at_seconds": (time_ns - since_ns) / 1e9} for place, time_ns in joins],
+            "late_answers": hub.late_answers,
+            "clock_offsets": [{"node": node, **asdict(offset)} for node, offset in sorted(hub.clocks.items())],
+        }
+        lost = None
+        if least < self._planned:
+            lost = f"{least} of {self._planned} replicas left at the least ({least / self._planned:.1%})"
+            lost += f", {serving} at the end"
+            lost += f"; lost: {losses_by_cause(losses)}" if losses else "; the others were lost before"
+        return Outcome({"rack": facts}, lost)
+
+    def cancel_all(self) -> None:
+        """Drops every sample, here and on the replicas."""
+        self._hub.cancel_all()
+
+    def close(self) -> None:
+        """Ends the replicas."""
+        self._hub.close()
+
+    def _event(self, event: Event) -> SampleEvent:
+        place: Place = event.place
+        return SampleEvent(
+            event.sample_id,
+            event.token_ids,
+            event.finish_reason,
+            event.time_ns,
+            event.started_ns,
+            event.first_ns,
+            event.output_tokens if event.finish_reason is not None else None,
+            place.node,
+            place.replica,
+        )
+
+
+def _told(value: Any) -> float | None:
+    number = float(value)
+    return None if math.isnan(number) else number

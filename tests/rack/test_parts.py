@@ -1,0 +1,278 @@
+"""Parts of the rack that need no Ray: frames, clocks, placement, and a hub with real workers."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatoken.engine import Engine, EngineConfig
+from megatoken.engine.config import SHAPES
+from megatoken.engine.request import Request, Sampling
+from megatoken.errors import CapacityError, MegatokenError, RequestError, UsageError
+from megatoken.rack.clock import OffsetEstimate
+from megatoken.rack.hub import Hub, Place
+from megatoken.rack.placement import Node, Wanted, check_ranks, name_nodes, place_replicas
+from megatoken.rack.wire import (
+    DONE,
+    FIRST,
+    STATE,
+    Channel,
+    Kind,
+    Report,
+    WireError,
+    authenticate,
+    pack_report,
+    pack_request,
+    pack_submit,
+    unpack_report,
+    unpack_submit,
+)
+from megatoken.rack.worker import Worker
+from megatoken.targets.rack import RackTarget
+
+KEY = bytes(range(32))
+CONFIG = EngineConfig(precision="fp32", device="cpu", max_length=64, cache_tokens=1024)
+
+
+def test_requests_survive_the_wire() -> None:
+    requests = [
+        Request([1, 2, 3], 7),
+        Request([5], 2, Sampling(0.5, 3, 0.25, 2**40), (9, 8), ignore_end_token=True),
+    ]
+    body = pack_submit(3, [10**12, 4], [pack_request(request) for request in requests])
+    assert unpack_submit(body) == (3, [(10**12, requests[0]), (4, requests[1])])
+    with pytest.raises(RequestError, match="not text"):
+        pack_request(Request("words"))
+
+
+def test_reports_survive_the_wire() -> None:
+    states, first, done = np.zeros(2, STATE), np.zeros(1, FIRST), np.zeros(2, DONE)
+    states["wanted"], first["ticket"], done["ids"] = (5, 6), 2**40, (1, 2)
+    report = Report(states, first, done, np.array([7, 8, 9], np.int32), [(3, "too long: ä"), (4, "")])
+    back = unpack_report(pack_report(report))
+    for one, other in zip(report[:4], back[:4], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert back.failures == report.failures
+
+
+def test_frames_come_whole_however_they_are_cut() -> None:
+    left, right = socket.socketpair()
+    one, other = Channel(left), Channel(right)
+    large = bytes(3_000_000)  # more than the connection takes at once
+    one.send(Kind.PING, b"abc")
+    one.send(Kind.SUBMIT, large)
+    assert one.pending
+    frames = []
+    while len(frames) < 2:
+        one.flush()
+        frames += other.receive()
+    assert frames == [(Kind.PING, b"abc"), (Kind.SUBMIT, large)]
+    assert not one.pending
+    left.close()
+    with pytest.raises(WireError, match="closed"):
+        other.receive()
+    right.close()
+
+
+def test_a_frame_of_nobody_is_refused() -> None:
+    left, right = socket.socketpair()
+    left.sendall(b"\xff\xff\xff\xff\x02")
+    with pytest.raises(WireError, match="none of ours"):
+        Channel(right).receive()
+    left.close()
+    right.close()
+
+
+@pytest.mark.parametrize("key", [KEY, bytes(32)])
+def test_only_who_knows_the_key_is_let_in(key: bytes) -> None:
+    left, right = socket.socketpair()
+    outcomes: list[Any] = []
+
+    def answer() -> None:
+        try:
+            authenticate(right, key, 2, driver=False)
+            outcomes.append(None)
+        except WireError as error:
+            outcomes.append(error)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        if key == KEY:
+            authenticate(left, KEY, 2, driver=True)
+        else:
+            with pytest.raises(WireError, match="does not know this run's key"):
+                authenticate(left, KEY, 2, driver=True)
+    finally:
+        left.close()
+        thread.join()
+        right.close()
+    assert (outcomes == [None]) == (key == KEY)
+
+
+def test_offsets_come_from_the_quickest_round() -> None:
+    estimate = OffsetEstimate()
+    assert estimate.offset() is None
+    ahead = 3_000_000_000  # of their wall clock
+    for sent, there, back in ((0, 200_000_000, 10_000_000), (10**9, 1_000_000, 3_000_000), (2 * 10**9, 10**8, 10**8)):
+        their_monotonic = sent + there + 500
+        received = sent + there + back
+        estimate.note(sent, received, 10**18 + received, their_monotonic, 10**18 + sent + there + ahead)
+    offset = estimate.offset()
+    assert offset is not None and offset.rounds == 3
+    assert offset.uncertainty_seconds == 0.002
+    assert offset.wall_seconds == pytest.approx(3.0, abs=0.002)
+    assert abs(offset.monotonic_seconds) <= 0.002
+
+
+def node(name: str, gpus: int = 0, cpus: float = 4, is_driver: bool = False) -> Node:
+    return Node(name, f"id-{name}-{gpus}-{cpus}", "10.0.0.1", gpus, cpus, is_driver)
+
+
+def test_replicas_fill_the_nodes_evenly() -> None:
+    nodes = [node("a", 4), node("b", 4), node("c", 0)]
+    slots = place_replicas(nodes, Wanted(None, 1, on_gpus=True))
+    assert [place for slot in slots for place in slot.places] == [Place(n, i) for n in "ab" for i in range(4)]
+    assert all(slot.bundles == [{"CPU": 1.0, "GPU": 1.0}] for slot in slots)
+    three = place_replicas(nodes, Wanted(3, 1, on_gpus=True))
+    assert [slot.places[0] for slot in three] == [Place("a", 0), Place("a", 1), Place("b", 0)]
+    with pytest.raises(CapacityError, match=r"9 replicas of 1 GPUs need 9; the cluster has 8 \(a 4, b 4, c 0\)"):
+        place_replicas(nodes, Wanted(9, 1, on_gpus=True))
+
+
+def test_the_driver_keeps_a_core() -> None:
+    slots = place_replicas([node("a", cpus=4, is_driver=True), node("b", cpus=4)], Wanted(None, 1, on_gpus=False))
+    assert [(slot.places[0].node, slot.threads) for slot in slots] == [("a", 3), ("b", 4)]
+    (alone,) = place_replicas([node("a", cpus=1, is_driver=True)], Wanted(None, 1, on_gpus=False))
+    assert alone.threads == 1
+
+
+def test_nodes_of_one_name_are_told_apart() -> None:
+    known: dict[str, str] = {}
+    first, second, other = node("a", 1), node("a", 2), node("b")
+    assert [one.name for one in name_nodes([first, second, other], known)] == ["a", "a-2", "b"]
+    assert [one.name for one in name_nodes([second, other], known)] == ["a-2", "b"]
+    assert [one.name for one in name_nodes([second, node("a", 3)], known)] == ["a", "a-2"]
+
+
+def test_ranks_must_divide_the_heads() -> None:
+    check_ranks(SHAPES["tiny"], 1)
+    with pytest.raises(UsageError, match="does not divide the 8 attention heads of tiny; take one of 1, 2, 4"):
+        check_ranks(SHAPES["tiny"], 3)
+    with pytest.raises(UsageError, match="does not divide the 4 key heads"):
+        check_ranks(SHAPES["tiny"], 8)
+
+
+class Rig:
+    """A hub and workers in threads of this process, each with a real engine."""
+
+    def __init__(self, streams: bool) -> None:
+        self.hub = Hub("127.0.0.1", KEY, streams=streams, dead_after_seconds=10.0, wait_seconds=2.0)
+        self.streams = streams
+        self.threads: list[threading.Thread] = []
+        self.workers: list[Worker] = []
+
+    def add(self, number: int) -> Worker:
+        limits = {"dead_after_seconds": 10.0, "reconnect_seconds": 2.0}
+        worker = Worker([Engine("tiny", CONFIG)], number, streams=self.streams, keep_ids=True, **limits)
+        self.hub.expect(number, [Place(f"n{number}", 0)])
+        thread = threading.Thread(target=worker.serve, args=(self.hub.address, KEY), daemon=True)
+        thread.start()
+        self.threads.append(thread)
+        self.workers.append(worker)
+        deadline = time.monotonic() + 30
+        while number not in self.hub.connected():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return worker
+
+    def close(self) -> None:
+        self.hub.close()
+        for worker, thread in zip(self.workers, self.threads, strict=True):
+            thread.join(30)
+            worker.close()
+
+
+@pytest.fixture(params=[False, True], ids=["offline", "streams"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(request.param)
+    yield rig
+    rig.close()
+
+
+def run_to_the_end(target: RackTarget, samples: int, at: dict[int, Any] | None = None) -> dict[int, Any]:
+    """The last event of every sample; calls ``at[n]`` once n samples have ended."""
+    last: dict[int, Any] = {}
+    deadline = time.monotonic() + 60
+    while len(last) < samples:
+        assert time.monotonic() < deadline
+        for event in target.poll(0.1):
+            assert event.sample_id not in last, "ended twice"
+            if event.finish_reason is not None or event.error is not None:
+                last[event.sample_id] = event
+        for count in [count for count in (at or {}) if len(last) >= count]:
+            at.pop(count)()  # type: ignore[union-attr]
+    return last
+
+
+def test_answers_are_those_of_the_engine(rig: Rig) -> None:
+    rig.add(0)
+    rig.add(1)
+    target = RackTarget(rig.hub, {}, streams=rig.streams)
+    requests = [Request([3 + n, 5, 7], 4 + n % 5, ignore_end_token=True) for n in range(40)]
+    for number, request in enumerate(requests):
+        target.submit(number, request)
+    assert target.counters().in_flight == 40
+    last = run_to_the_end(target, 40)
+    expected = [tuple(completion.token_ids) for completion in Engine("tiny", CONFIG).generate(requests)]
+    assert [last[number].token_ids for number in range(40)] == expected
+    assert [last[number].output_tokens for number in range(40)] == [len(ids) for ids in expected]
+    assert {event.node for event in last.values()} == {"n0", "n1"}
+    counters = target.counters()
+    assert (counters.in_flight, counters.waiting) == (0, 0)
+    refused = Request([10**6], 4)
+    target.submit(99, refused)
+    assert "vocabulary" in run_to_the_end(target, 1)[99].error
+
+
+def test_what_a_lost_worker_held_is_done_by_others(rig: Rig) -> None:
+    rig.add(0)
+    rig.add(1)
+    target = RackTarget(rig.hub, {}, streams=rig.streams)
+    began_ns = time.monotonic_ns()
+    for number in range(400):
+        target.submit(number, Request([3, 5, number], 20, ignore_end_token=True))
+    last = run_to_the_end(target, 400, {5: lambda: rig.hub.forget(1, "taken out")})
+    assert all(event.output_tokens == 20 for event in last.values())
+    outcome = target.outcome(began_ns)
+    assert outcome.lost is not None and "1 of 2 replicas left at the least (50.0%), 1 at the end" in outcome.lost
+    (lost,) = outcome.facts["rack"]["lost"]
+    assert (lost["node"], lost["cause"]) == ("n1", "taken out") and lost["samples_returned"] > 0
+    assert target.outcome(time.monotonic_ns()).lost is not None  # still one short
+
+
+def test_cancelled_samples_never_answer(rig: Rig) -> None:
+    rig.add(0)
+    target = RackTarget(rig.hub, {}, streams=rig.streams)
+    for number in range(30):
+        target.submit(number, Request([3, 5], 30, ignore_end_token=True))
+    target.poll(0.1)
+    target.cancel_all()
+    assert target.counters().in_flight == 0
+    target.submit(7, Request([3], 3, ignore_end_token=True))
+    assert set(run_to_the_end(target, 1)) == {7}
+
+
+def test_a_rack_without_replicas_gives_up(rig: Rig) -> None:
+    rig.add(0)
+    target = RackTarget(rig.hub, {}, streams=rig.streams)
+    target.submit(0, Request([3], 50, ignore_end_token=True))
+    rig.hub.forget(0, "taken out")
+    with pytest.raises(MegatokenError, match=r"no replica has served for 2 s, 1 samples wait; .* taken out"):
+        run_to_the_end(target, 1)
