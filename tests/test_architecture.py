@@ -25,6 +25,7 @@ ORDER = [
     "engine",
     "signals",
     "input_files",
+    "yaml_core",
     "errors",
     "__init__",
 ]
