@@ -24,6 +24,7 @@ from megatoken.planning.pricing import price
 from megatoken.planning.reference_rows import efficiency_table, tdp_watts, uplift_table
 from megatoken.planning.throughput import Throughput, check_positive, choose
 from megatoken.planning.workloads import Profile, profiles_document
+from megatoken.results.numerals import exact, precise
 
 if TYPE_CHECKING:
     from megatoken.results import Run
@@ -88,7 +89,7 @@ def power_of(throughput: Throughput, energy: RunEnergy | None = None) -> Power:
     tdp = find_tdp(name, tdp_watts())
     if tdp is None:
         raise UsageError(f"the TDP of '{name}' is not known; give watts (--watts), or one of {', '.join(tdp_watts())}")
-    source = f"{count} x {tdp:g} W by data sheet (gpu_specs.csv): accelerators only, not measured"
+    source = f"{count:,} x {exact(tdp)} W by data sheet (gpu_specs.csv): accelerators only, not measured"
     return Power(nameplate_watts(count, tdp), "accelerators", "nameplate", source)
 
 
@@ -153,14 +154,15 @@ def plan_energy(
                 f"Tokens per joule, {_words(power.boundary)}",
                 tokens_per_joule(rate, power.watts),
                 "output tokens/J",
-                f"{rate:,.1f} output tokens/s / {power.watts:,.1f} W ({power.state}); the same as tokens/s per watt",
+                f"{precise(rate)} output tokens/s / {precise(power.watts)} W ({power.state});"
+                " the same as tokens/s per watt",
                 found[0].state,
             ),
             Result(
                 "Tokens per joule, site",
                 tokens_per_joule(rate, site.watts),
                 "output tokens/J",
-                f"{rate:,.1f} output tokens/s / {site.watts:,.1f} W",
+                f"{precise(rate)} output tokens/s / {precise(site.watts)} W",
                 site.state,
             ),
             Result("Power of the site", site.watts / 1e3, "kW", " x ".join(["power", *names[:-1]]), site.state),

@@ -29,8 +29,8 @@ from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, has_
 from megatoken.report.views.aggregate import MANY_NODES
 from megatoken.report.views.common import records_table
 from megatoken.report.views.over_time import time_figures
-from megatoken.report.words import number, precise
 from megatoken.results import Reason, Run, Verdict
+from megatoken.results.numerals import number, precise
 from megatoken.results.statistics import (
     PERCENTILE_METHOD,
     SHORTEST_STEADY_LIVES,
