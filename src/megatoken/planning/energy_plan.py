@@ -11,12 +11,10 @@ from megatoken.planning.assumptions import Assumptions
 from megatoken.planning.capacity import Prices
 from megatoken.planning.energy import (
     JOULES_PER_KWH,
-    RunEnergy,
     find_tdp,
     joules_per_token,
     kwh_per_million_tokens,
     nameplate_watts,
-    run_energy,
     tokens_per_joule,
 )
 from megatoken.planning.figures import STATES, Input, Plan, Result, State, Table, weakest
@@ -24,6 +22,7 @@ from megatoken.planning.pricing import price
 from megatoken.planning.reference_rows import efficiency_table, tdp_watts, uplift_table
 from megatoken.planning.throughput import Throughput, check_positive, choose
 from megatoken.planning.workloads import Profile, profiles_document
+from megatoken.results.energy import RunEnergy, energy_together, run_energy
 from megatoken.results.numerals import exact, precise
 
 if TYPE_CHECKING:
@@ -93,10 +92,9 @@ def power_of(throughput: Throughput, energy: RunEnergy | None = None) -> Power:
     return Power(nameplate_watts(count, tdp), "accelerators", "nameplate", source)
 
 
-def energy_of(run: Run) -> RunEnergy:
-    """Energy of a run folder, if it recorded power."""
-    columns = ["elapsed_seconds", "node", "replica", "output_tokens", "power_watts"]
-    return run_energy(run.series.select(columns).to_pylist())
+def energy_of(runs: Sequence[Run]) -> RunEnergy:
+    """Energy of a run, or of its repeats together, if they recorded power."""
+    return energy_together([run_energy(run.series) for run in runs])
 
 
 def levels(throughput: Throughput, power: Power, assumptions: Assumptions) -> tuple[Level, ...]:

@@ -13,7 +13,7 @@ from megatoken.report.curves import Between, Line, Mark, level, rate, time_chart
 from megatoken.report.scales import Floats
 from megatoken.results import Run
 from megatoken.results.numerals import number
-from megatoken.results.statistics import totals_over_time
+from megatoken.results.series import totals_over_time
 
 if TYPE_CHECKING:
     import pyarrow as pa
