@@ -25,7 +25,7 @@ from megatoken.harness.prepare import build_engine, prepare
 from megatoken.harness.progress import Progress
 from megatoken.harness.run import run_scenario
 from megatoken.results import Run, read_run
-from megatoken.results.statistics import totals_over_time
+from megatoken.results.series import totals_over_time
 from megatoken.targets.in_process import InProcessTarget
 
 BOUND_SECONDS = 10.0

@@ -26,6 +26,7 @@ ORDER = [
     "engine",
     "signals",
     "input_files",
+    "yaml_core",
     "errors",
     "__init__",
 ]

@@ -18,6 +18,7 @@ from megatoken.engine.config import REFERENCE, EngineConfig, Precision
 from megatoken.engine.request import Sampling
 from megatoken.errors import ConfigError
 from megatoken.input_files import open_input
+from megatoken.yaml_core import CoreLoader
 
 FLAG_ALIASES = {name: f"{name}_seconds" for name in ("min_duration", "warm_up", "probe", "ttft_limit", "tpot_limit")}
 
@@ -225,7 +226,7 @@ def _leaves(section: type[_Section], prefix: str = "") -> Iterator[tuple[str, Ke
 KEYS = dict(_leaves(RunConfig))
 _SECTIONS = {key.rpartition(".")[0] for key in KEYS} - {""}
 _NULL = "tag:yaml.org,2002:null"
-_PLAIN_KINDS = ("bool", "int", "float", "str", "timestamp", "value", "merge")
+_PLAIN_KINDS = ("bool", "int", "float", "str")
 _PLAIN_TAGS = {_NULL, *(f"tag:yaml.org,2002:{kind}" for kind in _PLAIN_KINDS)}
 _DEMANDS = {  # pydantic's types of errors, for values as they are typed
     "bool_parsing": "must be true or false",
@@ -248,7 +249,7 @@ def _read_yaml(path: Path, section: str = "") -> dict[str, _Setting]:
     try:
         with open_input(path) as file:
             text = file.read().decode()
-        root = yaml.SafeLoader(text).get_single_node()
+        root = CoreLoader(text).get_single_node()
         return {} if root is None else dict(_settings(root, str(path), section))
     except OSError as error:
         mend = "give auto, host:port or a YAML file" if section else "give a YAML file, or a model with --model"
@@ -293,7 +294,7 @@ def _settings(root: yaml.Node, file: str, section: str) -> Iterator[tuple[str, _
 
 
 def _as_typed(node: yaml.Node, place: str) -> str | None:
-    """The letters of a value. As with a flag the key says what they mean: YAML 1.1 takes 010 for 8, 1:30 for 90."""
+    """The letters of a value. As with a flag the key says what they mean."""
     if not isinstance(node, yaml.ScalarNode):
         raise ConfigError(f"{place}: must be one value, not a list or mapping")
     if node.tag not in _PLAIN_TAGS:

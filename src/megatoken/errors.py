@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from enum import IntEnum
+from pathlib import Path
 
 
 class ExitCode(IntEnum):
@@ -56,3 +59,15 @@ class StorageError(MegatokenError):
     """The run folder cannot be written: no space, no permission."""
 
     exit_code = ExitCode.USAGE
+
+
+def how_to_install(extra: str) -> str:
+    """What to type to get an extra of this package, ``report`` for one: in a clone into the clone's own environment."""
+    package = Path(__file__).resolve().parent
+    clone = package.parents[1]
+    if package.parent.name != "src" or not (clone / "pyproject.toml").is_file():
+        return f"install it with: pip install 'megatoken[{extra}]'"
+    own = Path(sys.prefix) == clone / ".venv"
+    pip = ".venv/bin/pip" if own else f"{shlex.quote(sys.executable)} -m pip"
+    there = "" if Path.cwd() == clone else f"cd {shlex.quote(str(clone))} && "
+    return f"install it with: {there}{pip} install -e '.[{extra}]'"

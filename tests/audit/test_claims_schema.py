@@ -34,7 +34,7 @@ GOOD = "- {id: a, text: t, value: 1.5, unit: x, formula: 3 / 2}"
             "claim a: ratio: of: unknown key 'valu'; did you mean value?",
         ),
         (GOOD.replace("id: a, ", ""), "claim 1: id: is missing"),
-        (GOOD.replace("value: 1.5", "value: '1,100,948.3'"), "is a text; write the number without quotes and commas"),
+        (GOOD.replace("value: 1.5", "value: '1,100,948.3'"), "is a text; write the number without quotes, commas"),
         (GOOD.replace("value: 1.5", "value: .nan"), "claim a: value"),
         (GOOD.replace("unit: x", "scope: galaxy"), "claim a: scope: input should be 'gpu', 'node' or 'rack'"),
         (GOOD.replace("formula: 3 / 2", ""), "says nothing to recompute"),

@@ -1,4 +1,4 @@
-"""Energy: of runs over their own tokens, at every boundary, by data sheet when nothing was measured."""
+"""Energy: at every boundary, by data sheet when nothing was measured."""
 
 import pytest
 from hypothesis import given
@@ -20,22 +20,11 @@ from megatoken.planning.energy import (
     joules_per_token,
     kwh_per_million_tokens,
     power_at,
-    run_energy,
     tokens_per_joule,
 )
 from megatoken.planning.reference_rows import tdp_watts
 
 POSITIVE = st.floats(1e-3, 1e9)
-
-
-def series(watts, *, node="host", replica=0, tokens=100, start=0.0, step=1.0):
-    return [
-        {
-            "elapsed_seconds": start + at * step, "node": node, "replica": replica,
-            "output_tokens": tokens * at, "power_watts": value,
-        }
-        for at, value in enumerate(watts)
-    ]  # fmt: skip
 
 
 @given(POSITIVE, POSITIVE)
@@ -49,36 +38,6 @@ def test_power_rises_with_use_between_idle_and_full(one, other, full, idle):
     low, high = (power_at(share, full, idle) for share in sorted((one, other)))
     assert low <= high * (1 + 1e-12)
     assert full * idle * (1 - 1e-12) <= low and high <= full * (1 + 1e-12)
-
-
-@given(st.lists(st.floats(1, 2000), min_size=2, max_size=50))
-def test_energy_is_the_sum_over_the_time_between_rows(watts):
-    found = run_energy(series(watts))
-    assert found.joules == pytest.approx(sum(watts[1:]))  # each row is the mean since the one before
-    assert found.output_tokens == 100 * (len(watts) - 1)
-    assert min(watts[1:]) * (1 - 1e-9) <= found.mean_watts <= max(watts[1:]) * (1 + 1e-9)
-
-
-def test_replicas_add_up_in_any_order():
-    rows = series([500] * 11) + series([700] * 11, node="other") + series([300] * 11, replica=1)
-    found = run_energy(rows[::-1])
-    assert (found.joules, found.output_tokens, found.seconds) == (15_000, 3000, 10)
-    assert found.mean_watts == 1500
-
-
-@pytest.mark.parametrize(
-    ("rows", "why"),
-    [
-        ([], "no series"),
-        (series([100]), "fewer than two"),
-        (series([100, None, 100]), "no power"),
-        (series([100, 100], step=3.5), "3.5 s"),
-        (series([100, 100], tokens=0), "no tokens"),
-    ],
-)
-def test_energy_that_is_not_known(rows, why):
-    found = run_energy(rows)
-    assert found.joules is None and found.mean_watts is None and why in found.why
 
 
 @pytest.mark.parametrize(
@@ -95,7 +54,7 @@ def test_tdp_by_any_usual_name(name, watts):
 
 def test_a_measured_run_is_set_against_its_own_tokens(make_run, assumptions):
     run = make_run(watts=400.0, gpus=("NVIDIA H200",))
-    energy = energy_of(run)
+    energy = energy_of([run])
     throughput = from_run(run, assumptions)
     power = power_of(throughput, energy)
     plan = plan_energy(throughput, power, assumptions, energy=energy)
@@ -107,7 +66,7 @@ def test_a_measured_run_is_set_against_its_own_tokens(make_run, assumptions):
 
 def test_a_run_without_power_falls_back_to_the_data_sheet_and_says_so(make_run, assumptions):
     run = make_run(gpus=("NVIDIA H200",))
-    energy, throughput = energy_of(run), from_run(run, assumptions)
+    energy, throughput = energy_of([run]), from_run(run, assumptions)
     plan = plan_energy(throughput, power_of(throughput, energy), assumptions, energy=energy)
     assert plan.results[0].value == pytest.approx(run.result["output_tokens_per_second"] / 700)
     assert plan.results[0].state == "nameplate"

@@ -1,9 +1,15 @@
 """Pages of what the commands really make: the published values stand on them."""
 
+import io
+import re
+
+import pytest
 from pages import parsed, table_rows, words
+from rich.console import Console
 
 from megatoken.audit import audit
 from megatoken.planning import commands
+from megatoken.report import show
 from megatoken.report.documents import checked
 from megatoken.report.page import page
 from megatoken.report.views import document_view
@@ -79,3 +85,34 @@ def test_the_audit_of_the_published_logs_fits_a_page_with_its_acceptance_values(
     for value in ("1,100,948.3", "62,803.9", "57,599.1", "61,163.8", "62,111.7", "8.287 %", "3.052 %", "1,030,087.6"):
         assert value in text
     assert len([path for path in root.iter("path") if path.get("class") == "dot apart"]) == 5
+
+
+@pytest.mark.parametrize("tokens_per_second", [0.02, 1_100_948.3, 3e9])
+@pytest.mark.parametrize("users", [2_000_000, 12_345_678.9])
+def test_no_number_has_an_exponent(tokens_per_second, users):
+    small = commands.Rate(tokens_per_second=tokens_per_second, per="rack", accelerators=72, accelerator="GB300")
+    qa = commands.Common(profile=["simple_qa"])
+    demand = commands.FleetFlags(
+        demand=users * tokens_per_second / 1e6, unit="users", curve="office_day", accelerators_per_node=4
+    )
+    plans = [
+        commands.capacity(small, commands.Common()),
+        commands.fleet(small, qa, demand),
+        commands.energy(small, commands.Common(), commands.PowerFlags()),
+        commands.cost(small, commands.Common(), commands.PowerFlags()),
+    ]
+    comparison = compare([accelerator_entry(name, "llama2-70b-99", "Offline") for name in ("H100", "GB200")])
+    for document in (*(plan.to_document() for plan in plans), comparison.to_document()):
+        printed = io.StringIO()
+        show(document, Console(file=printed, width=200))
+        for text in (printed.getvalue(), words(parsed(page(document_view(checked(document)))))):
+            assert not re.findall(r"\S*\d[eE][-+]\d+\S*", text)
+
+
+def test_two_million_users_are_written_out():
+    plan = commands.fleet(
+        RACK,
+        commands.Common(profile=["simple_qa"]),
+        commands.FleetFlags(demand=2e6, unit="users", curve="office_day", accelerators_per_node=4),
+    )
+    assert plan.title == "Fleet for a peak of 2,000,000 users"

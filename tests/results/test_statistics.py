@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from megatoken.results import SampleRow, SeriesRow, summarise
 from megatoken.results.files import to_json
+from megatoken.results.series import tokens_per_second_within, totals_over_time
 from megatoken.results.statistics import (
     percentiles,
     samples_needed,
     steady_window,
-    tokens_per_second_within,
-    totals_over_time,
 )
 from megatoken.results.tables import append, read_parquet, schema, to_table, write_parquet
 
@@ -61,20 +60,6 @@ def test_rates_and_latencies_of_a_run_done_by_hand():
 
 def moment(seconds: float, replica: int, watts: float | None) -> SeriesRow:
     return SeriesRow(seconds, "here", replica, 0, 0, 0, 0, 0, 0, 0, 0, 0, power_watts=watts)
-
-
-def test_energy_is_power_over_the_time_since_the_row_before():
-    rows = [moment(1.0, 0, 100.0), moment(3.0, 0, 400.0), moment(2.0, 1, 50.0), moment(4.0, 1, 150.0)]
-    result = summarise(requests(row(0, 1.0, 4.0, 5)), series(*rows), scenario="offline")
-    assert result["energy_joules"] == 100 + 800 + 100 + 300
-    assert result["energy_joules_per_output_token"] == 1300 / 5
-    assert result["power_watts"] == 900 / 3 + 400 / 4
-
-
-@pytest.mark.parametrize("rows", [[], [moment(1.0, 0, None)], [moment(1.0, 0, 5.0), moment(1.0, 1, None)]])
-def test_energy_that_nobody_measured_is_not_known(rows: list[SeriesRow]):
-    result = summarise(requests(row(0, 1.0, 4.0, 5)), series(*rows), scenario="offline")
-    assert result["energy_joules"] is result["energy_joules_per_output_token"] is result["power_watts"] is None
 
 
 def test_latencies_count_from_the_scheduled_time():

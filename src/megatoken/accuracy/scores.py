@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatoken.datasets.references import Scoring
-from megatoken.errors import UsageError
+from megatoken.errors import UsageError, how_to_install
 
 _UUID = re.compile(r"\w{8}-\w{4}-\w{4}-\w{4}-\w{12}")
 _ANSWER = "Answer: "
@@ -143,4 +143,4 @@ def _scorer(kinds: tuple[str, ...]) -> Any:
 
 
 def _not_installed() -> UsageError:
-    return UsageError("scores need rouge-score and NLTK; install them with: pip install 'megatoken[accuracy]'")
+    return UsageError(f"scores need rouge-score and NLTK, which are not installed; {how_to_install('accuracy')}")

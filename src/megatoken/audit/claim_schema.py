@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from megatoken.errors import UsageError
+from megatoken.yaml_core import CoreLoader
 
 LARGEST_FILE_BYTES = 1_000_000
 IDENTIFIER = r"^[A-Za-z][A-Za-z0-9_.-]*$"
@@ -108,7 +109,7 @@ class Claim(Strict):
     @model_validator(mode="after")
     def _something_to_recompute(self) -> Self:
         if isinstance(self.value, str) and re.fullmatch(r"[\d.,_]*\d", self.value):
-            raise ValueError(f"value {self.value!r} is a text; write the number without quotes and commas")
+            raise ValueError(f"value {self.value!r} is a text; write the number without quotes, commas and underscores")
         if self.formula is not None and self.ratio is not None:
             raise ValueError("has both formula and ratio; give one of them")
         if self.formula == {}:
@@ -193,7 +194,7 @@ def load_claims(path: Path) -> ClaimsFile:
         raise UsageError(f"{path}: {_explain(error, content)}") from error
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(CoreLoader):
     """Safe YAML without anchors (they can blow up) and without a key that comes twice."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:

@@ -8,10 +8,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict
 
 from megatoken.errors import DatasetError
+from megatoken.yaml_core import load_yaml
 
 FOLDER = Path("datasets")
 
@@ -53,7 +53,7 @@ class MlperfDataSet(BaseModel):
 def catalog() -> Mapping[str, MlperfDataSet]:
     """The data sets by name."""
     text = files("megatoken").joinpath("data", "mlperf_datasets.yaml").read_text(encoding="utf-8")
-    entries = yaml.safe_load(text)["data_sets"]
+    entries = load_yaml(text)["data_sets"]
     return {name: MlperfDataSet(name=name, **entry) for name, entry in entries.items()}
 
 

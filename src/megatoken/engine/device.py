@@ -11,7 +11,7 @@ import torch
 
 from megatoken.engine.config import EngineConfig, Precision
 from megatoken.engine.ops import Ops
-from megatoken.errors import CapacityError
+from megatoken.errors import CapacityError, how_to_install
 
 # Loading leaves holes between tensors of different sizes, 3.5 GB of them in a 70B model; segments that can grow have
 # none. PyTorch reads this when it first allocates.
@@ -40,7 +40,7 @@ def gpu_obstacle(precision: Precision) -> str | None:
     if not torch.cuda.is_available():
         return "no NVIDIA GPU that this PyTorch can use; check nvidia-smi and install a CUDA build of torch"
     if find_spec("triton") is None:
-        return "Triton is not installed; install megatoken[gpu]"
+        return f"Triton is not installed; {how_to_install('gpu')}"
     if precision not in LOWEST_CAPABILITY:
         return f"the GPU back end has no {precision}; take bf16 or fp8"
     lowest, capability = LOWEST_CAPABILITY[precision], torch.cuda.get_device_capability()

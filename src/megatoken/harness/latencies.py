@@ -54,7 +54,7 @@ def latencies(samples: Samples, limits: LatencyLimits) -> Latencies | None:
     done = samples.only(samples.completed)
     if not len(done):
         return None
-    ttft, tpot = done.first - done.scheduled, times_per_output_token(done)
+    ttft, tpot = done.ttft, np.where(done.output_tokens > 1, done.tpot, 0.0)
     return Latencies(
         queries=len(done),
         ttft_p99_seconds=percentile(ttft),
@@ -65,12 +65,6 @@ def latencies(samples: Samples, limits: LatencyLimits) -> Latencies | None:
         needed=queries_needed(0, PERCENTILE),
         tokens_after_first=float((done.output_tokens - 1).mean()),
     )
-
-
-def times_per_output_token(samples: Samples) -> NDArray[np.float64]:
-    """Seconds [N] of each sample; 0 for one token."""
-    gaps = np.maximum(samples.output_tokens - 1, 1)
-    return np.where(samples.output_tokens > 1, (samples.last - samples.first) / gaps, 0.0)
 
 
 def percentile(values: NDArray[np.float64]) -> float:

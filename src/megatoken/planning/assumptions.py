@@ -16,6 +16,7 @@ from megatoken.config import nearest
 from megatoken.errors import ConfigError
 from megatoken.planning.figures import Input, State
 from megatoken.planning.strict_yaml import Strict, one_line, read_strict
+from megatoken.results.numerals import exact
 
 _Schema = TypeVar("_Schema", bound=Strict)
 
@@ -112,7 +113,7 @@ def load_assumptions(path: Path | None = None, settings: Iterable[str] = ()) -> 
         name, equals, text = setting.partition("=")
         default = _known(entries, name.strip().replace("-", "_"), f"--set {setting}")
         if not equals:
-            raise ConfigError(f"--set {setting}: give a value, as in --set {default.name}={default.value:g}")
+            raise ConfigError(f"--set {setting}: give a value, as in --set {default.name}={default.value:.15g}")
         value, low, high = _numbers(text, setting)
         changed = replace(default, value=value, low=low, high=high, state="given", source="--set")
         entries[default.name] = _checked(changed, f"--set {setting}")
@@ -157,15 +158,16 @@ def _checked(entry: Assumption, place: str) -> Assumption:
         if number is None:
             continue
         if abs(number) > LARGEST_NUMBER:
-            raise ConfigError(f"{place}: {entry.name} is {number:g}, which is no such quantity")
+            raise ConfigError(f"{place}: {entry.name} is {exact(number)}, which is no such quantity")
         if entry.minimum is not None and number < entry.minimum:
-            raise ConfigError(f"{place}: {entry.name} is {number:g}; it must be at least {entry.minimum:g}")
+            raise ConfigError(f"{place}: {entry.name} is {exact(number)}; it must be at least {exact(entry.minimum)}")
         if entry.maximum is not None and number > entry.maximum:
-            raise ConfigError(f"{place}: {entry.name} is {number:g}; it must be at most {entry.maximum:g}")
+            raise ConfigError(f"{place}: {entry.name} is {exact(number)}; it must be at most {exact(entry.maximum)}")
     if (entry.low is None) != (entry.high is None):
         raise ConfigError(f"{place}: {entry.name} has one end of a range; give low and high, or neither")
     if entry.low is not None and entry.high is not None and not entry.low <= entry.value <= entry.high:
         raise ConfigError(
-            f"{place}: {entry.name} is {entry.value:g}, outside its range {entry.low:g} to {entry.high:g}"
+            f"{place}: {entry.name} is {exact(entry.value)}, outside its range"
+            f" {exact(entry.low)} to {exact(entry.high)}"
         )
     return entry

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatoken.errors import UsageError
 from megatoken.planning.figures import State
 from megatoken.planning.workloads import Profile
+from megatoken.results.numerals import precise
 
 LIKE_MIXES = 1.25
 
@@ -90,8 +91,8 @@ def prices_from_two_rates(
     low, high = sorted((first_mix, second_mix))
     if high <= low * LIKE_MIXES:
         raise UsageError(
-            f"the two runs read {first_mix:.3g} and {second_mix:.3g} tokens per token written: too alike to price"
-            f" reading and writing apart; make one of them read at least {LIKE_MIXES:g} times as much"
+            f"the two runs read {precise(first_mix)} and {precise(second_mix)} tokens per token written: too alike to"
+            f" price reading and writing apart; make one of them read at least {LIKE_MIXES:g} times as much"
         )
     prefill = (1 / second_output_tokens_per_second - 1 / first_output_tokens_per_second) / (second_mix - first_mix)
     decode = 1 / first_output_tokens_per_second - first_mix * prefill

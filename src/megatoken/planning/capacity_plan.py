@@ -20,6 +20,7 @@ from megatoken.planning.pricing import Derating, Priced, derating, price
 from megatoken.planning.service_level import Verdict
 from megatoken.planning.throughput import LIMITS, Throughput
 from megatoken.planning.workloads import Profile, profiles_document
+from megatoken.results.numerals import precise
 
 
 def plan_capacity(
@@ -218,7 +219,7 @@ def _results(throughput: Throughput, profiles: Sequence[Profile], priced: Priced
 
 
 def _product(derated: Derating, end: int | None) -> str:
-    return " x ".join(["peak rate", *(f"{step.factor:.4g}" for step in derated.steps[:end])])
+    return " x ".join(["peak rate", *(precise(step.factor) for step in derated.steps[:end])])
 
 
 def _service_level(verdict: Verdict) -> list[Result]:

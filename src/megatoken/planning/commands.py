@@ -165,7 +165,7 @@ def energy(rate: Rate, common: Common, flags: PowerFlags) -> Plan:
     """``megatoken plan energy``. Raises UsageError."""
     assumptions = common.load_assumptions()
     throughput, run = _throughput(rate, assumptions)
-    measured = energy_of(run) if run is not None and flags.watts is None else None
+    measured = energy_of([run]) if run is not None and flags.watts is None else None
     power = _power(throughput, run, flags)
     return plan_energy(throughput, power, assumptions, profiles=common.load_profiles(), energy=measured)
 
@@ -246,7 +246,7 @@ def _power(throughput: Throughput, run: Run | None, flags: PowerFlags) -> Power:
     for flag, value in (("--boundary", flags.boundary), ("--watts-state", flags.state)):
         if value is not None:
             raise UsageError(f"{flag} {value} says nothing alone; give --watts too")
-    return power_of(throughput, energy_of(run) if run is not None else None)
+    return power_of(throughput, energy_of([run]) if run is not None else None)
 
 
 def _choices(*flags: tuple[str, str | None, tuple[str, ...]]) -> None:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from megatoken.planning.energy import power_at
+
 HOURS_PER_YEAR = 8760.0
 HOURS_PER_MONTH = HOURS_PER_YEAR / 12
 BYTES_PER_GIGABYTE = 1e9
@@ -83,8 +85,7 @@ def hourly_lines(inputs: CostInputs) -> dict[str, float]:
     price = inputs.system_price_dollars_per_accelerator * inputs.accelerators
     kept = inputs.residual_value_share
     full_kilowatts = inputs.full_watts / 1e3
-    idle = inputs.idle_power_share
-    machine_kilowatts = full_kilowatts * (idle + (1 - idle) * inputs.utilisation_share)
+    machine_kilowatts = power_at(inputs.utilisation_share, full_kilowatts, inputs.idle_power_share)
     return {
         "amortisation": price * (1 - kept) / (inputs.system_life_years * HOURS_PER_YEAR),
         "capital": price * (1 + kept) / 2 * inputs.cost_of_capital_share_per_year / HOURS_PER_YEAR,

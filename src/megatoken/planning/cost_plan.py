@@ -26,6 +26,7 @@ from megatoken.planning.figures import Input, Plan, Result, Sensitivity, State, 
 from megatoken.planning.pricing import Derating, Priced, derating, price
 from megatoken.planning.throughput import LENGTH, MIX, Throughput, check_positive
 from megatoken.planning.workloads import Profile, profiles_document
+from megatoken.results.numerals import precise
 
 SHORTER_SHARE = 0.3
 PRICE, PRICED = "system_price_dollars_per_accelerator", "GB300"  # the assumption, and what its default is the price of
@@ -153,8 +154,8 @@ def _results(inputs: CostInputs, state: State) -> list[Result]:
             "Output tokens per hour",
             output_tokens_per_hour(inputs) / 1e6,
             "million/h",
-            f"latency-bound rate {inputs.output_tokens_per_second:,.1f}/s x 3,600 x utilisation"
-            f" {inputs.utilisation_share:g}",
+            f"latency-bound rate {precise(inputs.output_tokens_per_second)}/s x 3,600 x utilisation"
+            f" {precise(inputs.utilisation_share)}",
             state,
         ),
         Result(

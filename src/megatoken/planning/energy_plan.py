@@ -11,12 +11,10 @@ from megatoken.planning.assumptions import Assumptions
 from megatoken.planning.capacity import Prices
 from megatoken.planning.energy import (
     JOULES_PER_KWH,
-    RunEnergy,
     find_tdp,
     joules_per_token,
     kwh_per_million_tokens,
     nameplate_watts,
-    run_energy,
     tokens_per_joule,
 )
 from megatoken.planning.figures import STATES, Input, Plan, Result, State, Table, weakest
@@ -24,6 +22,8 @@ from megatoken.planning.pricing import price
 from megatoken.planning.reference_rows import efficiency_table, tdp_watts, uplift_table
 from megatoken.planning.throughput import Throughput, check_positive, choose
 from megatoken.planning.workloads import Profile, profiles_document
+from megatoken.results.energy import RunEnergy, energy_together, run_energy
+from megatoken.results.numerals import exact, precise
 
 if TYPE_CHECKING:
     from megatoken.results import Run
@@ -88,14 +88,13 @@ def power_of(throughput: Throughput, energy: RunEnergy | None = None) -> Power:
     tdp = find_tdp(name, tdp_watts())
     if tdp is None:
         raise UsageError(f"the TDP of '{name}' is not known; give watts (--watts), or one of {', '.join(tdp_watts())}")
-    source = f"{count} x {tdp:g} W by data sheet (gpu_specs.csv): accelerators only, not measured"
+    source = f"{count:,} x {exact(tdp)} W by data sheet (gpu_specs.csv): accelerators only, not measured"
     return Power(nameplate_watts(count, tdp), "accelerators", "nameplate", source)
 
 
-def energy_of(run: Run) -> RunEnergy:
-    """Energy of a run folder, if it recorded power."""
-    columns = ["elapsed_seconds", "node", "replica", "output_tokens", "power_watts"]
-    return run_energy(run.series.select(columns).to_pylist())
+def energy_of(runs: Sequence[Run]) -> RunEnergy:
+    """Energy of a run, or of its repeats together, if they recorded power."""
+    return energy_together([run_energy(run.series) for run in runs])
 
 
 def levels(throughput: Throughput, power: Power, assumptions: Assumptions) -> tuple[Level, ...]:
@@ -153,14 +152,15 @@ def plan_energy(
                 f"Tokens per joule, {_words(power.boundary)}",
                 tokens_per_joule(rate, power.watts),
                 "output tokens/J",
-                f"{rate:,.1f} output tokens/s / {power.watts:,.1f} W ({power.state}); the same as tokens/s per watt",
+                f"{precise(rate)} output tokens/s / {precise(power.watts)} W ({power.state});"
+                " the same as tokens/s per watt",
                 found[0].state,
             ),
             Result(
                 "Tokens per joule, site",
                 tokens_per_joule(rate, site.watts),
                 "output tokens/J",
-                f"{rate:,.1f} output tokens/s / {site.watts:,.1f} W",
+                f"{precise(rate)} output tokens/s / {precise(site.watts)} W",
                 site.state,
             ),
             Result("Power of the site", site.watts / 1e3, "kW", " x ".join(["power", *names[:-1]]), site.state),

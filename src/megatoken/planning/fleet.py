@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from megatoken.errors import UsageError
+from megatoken.results.numerals import precise
 
 ROUNDING = 1e-9  # a demand that a fleet meets but for rounding needs no further node
 MOST_NODES = 1_000_000
@@ -111,7 +112,8 @@ def nodes_for(demand: float, rate_per_node: float) -> int:
     exact = demand / rate_per_node
     if exact > MOST_NODES:
         raise UsageError(
-            f"a demand of {demand:,.0f} needs {exact:,.0f} nodes of {rate_per_node:,.3g} each; check the units of both"
+            f"a demand of {precise(demand)} needs {precise(exact)} nodes of {precise(rate_per_node)} each;"
+            " check the units of both"
         )
     return math.ceil(exact * (1 - ROUNDING))
 

@@ -29,6 +29,7 @@ from megatoken.planning.pricing import CEILING, derating, price
 from megatoken.planning.strict_yaml import LARGEST_FILE_BYTES, Strict
 from megatoken.planning.throughput import LIMITS, Throughput, check_positive
 from megatoken.planning.workloads import Profile, profiles_document
+from megatoken.results.numerals import precise
 
 UNITS = {
     "output-tokens": "output tokens/s",
@@ -143,12 +144,13 @@ def plan_fleet(
         burst_state = weakest((state, second_state))
         tables.append(_policies(need, base, second, spare_domains, domain, burst_state))
         alone = size(need.peak, second).serving_nodes
-        formula_alone = f"ceiling(peak demand / {second.rate_per_node:,.4g} {work_unit} per node)"
+        formula_alone = f"ceiling(peak demand / {precise(second.rate_per_node)} {work_unit} per node)"
         results.append(Result("Burst nodes if the base is lost", alone, "nodes", formula_alone, burst_state))
     if 1 < len(need.levels) <= LONGEST_CURVE_SHOWN:
         tables.append(_curve(demand, need, base))
-    shown = f"{demand.levels[0]:,.6g}" if len(demand.levels) == 1 else f"a peak of {max(demand.levels):,.6g}"
-    demand_inputs = [Input("demand_peak", max(demand.levels), UNITS[demand.unit], "given", "given")]
+    peak = max(demand.levels)
+    shown = precise(peak) if len(demand.levels) == 1 else f"a peak of {precise(peak)}"
+    demand_inputs = [Input("demand_peak", peak, UNITS[demand.unit], "given", "given")]
     demand_inputs += assumptions.inputs(waits)
     if len(demand.levels) > 1:
         demand_inputs.append(
@@ -233,8 +235,8 @@ def _in_work(demand: Curve, profile: Profile | None, assumptions: Assumptions) -
         return demand.levels, ""
     wait = residence_seconds(profile, *(assumptions[name] for name in LIMITS))
     words = (
-        f"A user asks once in {wait + profile.think_seconds:,.1f} s: {wait:,.1f} s of waiting at the latency limits,"
-        f" {profile.think_seconds:g} s of thinking."
+        f"A user asks once in {precise(wait + profile.think_seconds)} s: {precise(wait)} s of waiting at the latency"
+        f" limits, {precise(profile.think_seconds)} s of thinking."
     )
     return tuple(interactions_of_users(level, wait, profile.think_seconds) for level in demand.levels), words
 
@@ -292,7 +294,7 @@ def _class(
 
 
 def _results(need: Demand, base: SupplyClass, sized: Size, domain: str, state: State, ceiling: float) -> list[Result]:
-    per_node = f"{base.rate_per_node:,.4g} {need.unit} per node"
+    per_node = f"{precise(base.rate_per_node)} {need.unit} per node"
     results = [
         Result("Nodes", sized.nodes, "nodes", "nodes that serve + spares", state),
         Result("Nodes that serve", sized.serving_nodes, "nodes", f"ceiling(peak demand / {per_node})", state),

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatoken.results.statistics import Floats, Samples, samples_needed
+from megatoken.results.goodput import goodput
+from megatoken.results.series import Floats
+from megatoken.results.statistics import Samples, samples_needed
 
 if TYPE_CHECKING:
     from megatoken.results import Run
@@ -58,27 +60,23 @@ def judge(samples: Samples, level: ServiceLevel, *, offline: bool, seconds: floa
     is not judged, and a run that keeps the other limit is not said to keep the level.
     """
     done = samples.only(samples.completed)
-    ttft = done.first - done.scheduled
-    tpot = np.divide(
-        done.last - done.first, done.output_tokens - 1, out=np.zeros(len(done)), where=done.output_tokens > 1
+    good = goodput(
+        samples,
+        ttft_seconds=None if offline else level.ttft_seconds,
+        tpot_seconds=level.tpot_seconds,
+        duration_seconds=seconds,
     )
-    good = tpot <= level.tpot_seconds
-    if not offline:
-        good &= ttft <= level.ttft_seconds
-    judged = done.output_tokens > 1
-    ttft_p99, tpot_p99 = None if offline else _p99(ttft), _p99(tpot[judged])
-    good_share = float(good.sum() / len(samples))
-    kept, why = _kept(good_share, len(samples), offline, level)
+    kept, why = _kept(good.share, len(samples), offline, level)
     return Verdict(
         kept=kept,
         why=why,
-        ttft_mean_seconds=None if offline else _mean(ttft),
-        tpot_mean_seconds=_mean(tpot[judged]),
-        ttft_p99_seconds=ttft_p99,
-        tpot_p99_seconds=tpot_p99,
-        good_share=None if offline else good_share,
-        good_requests_per_second=None if offline else float(good.sum() / seconds),
-        good_output_tokens_per_second=None if offline else float(done.output_tokens[good].sum() / seconds),
+        ttft_mean_seconds=None if offline else _mean(done.ttft),
+        tpot_mean_seconds=_mean(done.tpot),
+        ttft_p99_seconds=None if offline else _p99(done.ttft),
+        tpot_p99_seconds=_p99(done.tpot),
+        good_share=None if offline else good.share,
+        good_requests_per_second=None if offline else good.samples_per_second,
+        good_output_tokens_per_second=None if offline else good.output_tokens_per_second,
         bound_output_tokens_per_second=float(done.output_tokens.sum() / seconds) if kept else None,
     )
 

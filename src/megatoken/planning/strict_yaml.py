@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatoken.config import nearest
 from megatoken.errors import ConfigError
+from megatoken.yaml_core import CoreLoader
 
 LARGEST_FILE_BYTES = 1 << 20
 LONGEST_MESSAGE = 400
@@ -62,7 +63,7 @@ def _read(path: Path) -> tuple[Any, dict[Place, int]]:
             raise _refusal(path, None, "cannot be read: it is no regular file")
         if status.st_size > LARGEST_FILE_BYTES:
             raise _refusal(path, None, f"larger than {LARGEST_FILE_BYTES:,} bytes; this is no file of settings")
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        loader = CoreLoader(path.read_text(encoding="utf-8"))
         root = loader.get_single_node()
         lines: dict[Place, int] = {}
         return ({} if root is None else _plain(loader, root, (), lines, path, set())), lines

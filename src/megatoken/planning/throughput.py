@@ -9,6 +9,7 @@ from megatoken.errors import UsageError
 from megatoken.planning.assumptions import LARGEST_NUMBER, Assumptions
 from megatoken.planning.figures import STATES, Input, State
 from megatoken.planning.service_level import ServiceLevel, Verdict, judge_run
+from megatoken.results.numerals import exact, precise
 
 if TYPE_CHECKING:
     from megatoken.results import Run
@@ -61,8 +62,8 @@ class Throughput:
     @property
     def label(self) -> str:
         """What the rate is of, for titles."""
-        count = f", {self.accelerators} accelerators" if self.accelerators and self.accelerators > 1 else ""
-        return f"{self.output_tokens_per_second:,.1f} output tokens/s per {self.scope}{count} ({self.state})"
+        count = f", {self.accelerators:,} accelerators" if self.accelerators and self.accelerators > 1 else ""
+        return f"{precise(self.output_tokens_per_second)} output tokens/s per {self.scope}{count} ({self.state})"
 
 
 def from_number(
@@ -116,7 +117,7 @@ def from_number(
         mix = input_tokens_per_output_token
         if not 0 <= mix <= MOST_INPUT:
             raise UsageError(
-                f"the mix is {mix:g} input tokens per output token; give a number from 0 to {MOST_INPUT:,}"
+                f"the mix is {exact(mix)} input tokens per output token; give a number from 0 to {MOST_INPUT:,}"
             )
         mix_input, notes = Input(MIX, mix, "input tokens / output token", "given", source), []
     rate = tokens_per_second / (1 + mix) if checked_counted == "total" else tokens_per_second

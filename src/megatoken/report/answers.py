@@ -9,7 +9,8 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from megatoken.report.blocks import Column, Table
-from megatoken.report.words import aligned, is_number, label, plain_text
+from megatoken.report.words import aligned, label, plain_text
+from megatoken.results.numerals import is_number
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatoken.report.blocks import Column, Figure, Table
 from megatoken.report.scales import WIDTH, box, rule, shortened, text, tick_text, ticks
-from megatoken.report.words import precise
+from megatoken.results.numerals import precise
 
 ROW, BAR = 40, 12
 DOT_ROW = 17
@@ -90,7 +90,7 @@ def waterfall(title: str, unit: str, steps: Sequence[Bar], total: str) -> Figure
     parts = []
     for row, (step, start, end) in enumerate(zip(steps, reached, reached[1:], strict=False)):
         left, right = ends(start, end)
-        share = f" · {100 * step.value / reached[-1]:.3g} %" if reached[-1] > 0 else ""
+        share = f" · {precise(100 * step.value / reached[-1])} %" if reached[-1] > 0 else ""
         parts += _row(row, step.name, step.state)
         parts += [_bar(row, left, right - left, _style(step.state)), _value(row, right, precise(step.value) + share)]
     left, right = ends(0.0, reached[-1])

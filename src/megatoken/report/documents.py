@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.errors import UsageError
-from megatoken.report.words import clean, is_number
+from megatoken.report.words import clean
 from megatoken.results.files import plain
+from megatoken.results.numerals import is_number
 
 KINDS = ("audit", "aggregate", "comparison", "plan_capacity", "plan_fleet", "plan_energy", "plan_cost")
 SCHEMA_VERSION = 1

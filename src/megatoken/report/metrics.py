@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatoken.report.words import ABSENT, is_number, number, precise
 from megatoken.results import Run, Verdict
+from megatoken.results.numerals import ABSENT, is_number, number, precise
 from megatoken.results.statistics import ARRIVING, STAGES
 
 PERCENTILES = ("p50", "p90", "p95", "p99")

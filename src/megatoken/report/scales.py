@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.report.words import clean
+from megatoken.results.numerals import precise
 
 WIDTH = 400
 LEFT, RIGHT = 48, 16
@@ -33,10 +34,10 @@ def ticks(low: float, top: float) -> list[float]:
 
 def tick_text(value: float) -> str:
     """A short label: thousands and millions as k and M, no trailing zeros."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.5g}{letter}"
-    return f"{value:.4g}"
+    return precise(value)
 
 
 def top_of(columns: Iterable[Floats]) -> float:

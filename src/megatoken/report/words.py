@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
-from typing import Any, TypeGuard
+from typing import Any
 
-ABSENT = "-"
+from megatoken.results.numerals import ABSENT, is_number, precise
+
 LONGEST_TEXT = 2000
-LARGEST = 1e300
 ACRONYMS = {
     **{word: word.upper() for word in ("cpu", "cv", "fp4", "fp8", "gpu", "hbm", "id", "json", "kv", "nic", "pue")},
     **{word: word.upper() for word in ("pp", "qps", "slo", "sut", "tdp", "tp", "tpot", "ttft", "url", "vm")},
@@ -85,53 +83,11 @@ def labelled(key: str, value: Any) -> tuple[str, str, str]:
     return name, unit, plain_text(value)
 
 
-def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether ``value`` is a number that arithmetic can hold; True and False are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
-
-
-def number(value: object) -> str:
-    """Three to four significant digits, thousands apart, no exponent; a dash for what is not a number."""
-    if not is_number(value):
-        return ABSENT
-    if isinstance(value, int) or abs(value) >= 1000 or value == 0:
-        return f"{value:,.0f}"
-    decimals = min(6, max(0, 2 - math.floor(math.log10(abs(value)))))
-    return f"{value:.{decimals}f}"
-
-
-def precise(value: object) -> str:
-    """One decimal from a thousand on, four significant digits below: figures that are compared with published ones."""
-    if not is_number(value):
-        return ABSENT
-    if isinstance(value, int):
-        return f"{value:,}"
-    if abs(value) >= 999.95:
-        return f"{value:,.1f}".removesuffix(".0")
-    return f"{value:.3e}" if 0 < abs(value) < 1e-6 else _trimmed(value)
-
-
-def exact(value: object) -> str:
-    """All digits of a number, as somebody wrote it."""
-    if not is_number(value):
-        return ABSENT
-    if value and not 1e-6 <= abs(value) < 1e15:
-        return f"{value:g}"
-    text = f"{Decimal(repr(value)):,f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
 def aligned(texts: Sequence[Any]) -> list[Any]:
     """A column of ``precise`` texts in which either all thousands have their decimal or none has."""
     if not any("," in text and "." in text for text in texts):
         return list(texts)
     return [f"{text}.0" if "," in text and "." not in text else text for text in texts]
-
-
-def _trimmed(value: float) -> str:
-    decimals = 0 if value == 0 else max(0, 3 - math.floor(math.log10(abs(value))))
-    text = f"{value:.{decimals}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def plain_text(value: Any) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from megatoken.errors import UsageError
 from megatoken.results.aggregation import SCHEMA_VERSION, now
 from megatoken.results.files import plain
+from megatoken.results.numerals import is_number, precise
 from megatoken.results.reference import accelerator_facts
 
 BASES = ("total", "per_gpu", "per_node", "per_rack")
@@ -273,4 +274,4 @@ def _comparable(value: Any) -> Any:
 def _shown(value: Any) -> str:
     if value is None:
         return "not stated"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return precise(value) if is_number(value) else str(value)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatoken.errors import UsageError
 from megatoken.results.comparison import Entry
 from megatoken.results.nodes import run_accelerators
+from megatoken.results.numerals import precise
 from megatoken.results.reference import PublishedResult, accelerator_table, published_results, results_of
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def accelerator_entry(accelerator: str, benchmark: str, scenario: str) -> Entry:
         low, high = (row.output_tokens_per_second / (row.accelerators or 1) for row in (same[-1], same[0]))
         note = (
             f"fastest per accelerator of {len(same)} {same[0].division} rows with {accelerator},"
-            f" which range from {low:,.1f} to {high:,.1f} tokens/s per accelerator"
+            f" which range from {precise(low)} to {precise(high)} tokens/s per accelerator"
         )
         return published_entry(rows[0], note if len(same) > 1 else None)
     elsewhere = [row for row in published_results() if results_of(accelerator, row.benchmark, row.scenario)]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatoken.errors import UsageError
-from megatoken.results.statistics import Floats, Samples
+from megatoken.results.series import Floats
+from megatoken.results.statistics import Samples
 
 if TYPE_CHECKING:
     from megatoken.results.run_folder import Run

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatoken.errors import UsageError
+from megatoken.errors import UsageError, how_to_install
 from megatoken.results.files import plain
 from megatoken.results.run_folder import RESULT, Run, read_run
 
@@ -42,9 +42,7 @@ def query(paths: Sequence[Path], sql: str) -> pa.Table:
     try:
         import duckdb
     except ImportError as error:
-        raise UsageError(
-            "queries need DuckDB, which is not installed; install it with: pip install 'megatoken[report]'"
-        ) from error
+        raise UsageError(f"queries need DuckDB, which is not installed; {how_to_install('report')}") from error
     tables = _tables([read_run(folder) for folder in run_folders(paths)])
     with duckdb.connect(":memory:") as connection:
         for name, table in tables.items():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatoken.results.energy import run_energy
+from megatoken.results.series import Floats, masks, numbers, tokens_per_second_within, totals_over_time
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -21,8 +23,6 @@ SHORTEST_STEADY_LIVES = 3.0
 
 ARRIVING = ("server", "interactive")  # scenarios whose samples are due at times that no answer decides
 STAGES = ("tokenise", "queue", "prefill", "decode", "detokenise")
-
-Floats = NDArray[np.float64]
 
 
 def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: bool = True) -> dict[str, Any]:
@@ -53,16 +53,15 @@ def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: 
         counted -= 1
     input_tokens, output_tokens = int(done.input_tokens.sum()), int(done.output_tokens.sum())
     steady = steady_window(done.first, done.last, series) if finished else None
-    several = done.only(done.output_tokens >= 2)
-    joules, watts = energy(series)
+    energy = run_energy(series)
     return {
         "output_tokens_per_second": _rate(output_tokens, rated),
         "whole_run_output_tokens_per_second": _rate(output_tokens, duration),
         "steady_output_tokens_per_second": tokens_per_second_within(series, *steady) if steady else None,
         "processed_tokens_per_second": _rate(input_tokens + output_tokens, rated),
         "samples_per_second": _rate(counted, rated),
-        "ttft_seconds": percentiles(done.first - done.scheduled),
-        "tpot_seconds": percentiles((several.last - several.first) / (several.output_tokens - 1)),
+        "ttft_seconds": percentiles(done.ttft),
+        "tpot_seconds": percentiles(done.tpot),
         "latency_seconds": percentiles(done.last - done.scheduled),
         "latency_origin": latency_origin(scenario),
         "send_lag_seconds": percentiles(samples.sent - samples.scheduled),
@@ -72,13 +71,13 @@ def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: 
         "duration_seconds": duration,
         "rated_seconds": rated,
         "steady_window_seconds": list(steady) if steady else None,
-        "energy_joules": joules,
-        "energy_joules_per_output_token": joules / output_tokens if joules and output_tokens else None,
-        "power_watts": watts,
+        "energy_joules": energy.joules,
+        "energy_joules_per_output_token": energy.joules_per_output_token,
+        "power_watts": energy.mean_watts,
         "samples_completed": len(done),
         "samples_failed": int(samples.failed.sum()),
         "samples_cancelled": int(samples.cancelled.sum()),
-        "samples_without_tpot": len(done) - len(several),
+        "samples_without_tpot": int((done.output_tokens < 2).sum()),
         "input_tokens": input_tokens,
         "output_tokens": output_tokens,
         "preemptions": int(totals_over_time(series, ["preemptions"])[1][-1]) if len(series) else None,
@@ -190,53 +189,6 @@ def steady_window(first: Floats, last: Floats, series: pa.Table) -> tuple[float,
     return (start, end) if end - start >= shortest else None
 
 
-def tokens_per_second_within(series: pa.Table, start: float, end: float) -> float | None:
-    """Rate of the output tokens that were seen from ``start`` to ``end``, between rows of the series interpolated.
-
-    Not from the samples: a step takes longer the more are generating, so tokens of a sample that outlasts the window
-    are not evenly spaced. None when the series does not reach over the window.
-    """
-    times, tokens = totals_over_time(series, ["output_tokens"])
-    if not len(times) or times[-1] < end:
-        return None
-    times, tokens = np.append(0.0, times), np.append(0.0, tokens)
-    begun, ended = np.interp([start, end], times, tokens)
-    return float((ended - begun) / (end - start))
-
-
-def energy(series: pa.Table) -> tuple[float | None, float | None]:
-    """Joules that all replicas' GPUs took during the run, and their mean power together in watts; None if not known.
-
-    Each row's power holds from the row of its replica before it, or from the start.
-    """
-    elapsed, replica, power = (_numbers(series[name]) for name in ("elapsed_seconds", "replica", "power_watts"))
-    joules = watts = 0.0
-    for node in _masks(series["node"]).values():
-        for number in np.unique(replica[node]):
-            rows = np.flatnonzero(node & (replica == number))
-            seconds = np.diff(elapsed[rows], prepend=0.0)
-            joules += float((power[rows] * seconds).sum())
-            watts += float((power[rows] * seconds).sum() / seconds.sum()) if seconds.sum() > 0 else math.nan
-    known = len(series) > 0 and math.isfinite(joules) and math.isfinite(watts)
-    return (joules, watts) if known else (None, None)
-
-
-def totals_over_time(series: pa.Table, columns: list[str]) -> list[Floats]:
-    """Times of all rows, sorted, then each of ``columns`` summed over the replicas at those times.
-
-    Between two rows of a replica its value is interpolated; after its last row it keeps the last value.
-    """
-    elapsed, replica, *values = (_numbers(series[name]) for name in ("elapsed_seconds", "replica", *columns))
-    times = np.unique(elapsed)
-    totals = [np.zeros(len(times)) for _ in columns]
-    for node in _masks(series["node"]).values():
-        for number in np.unique(replica[node]):
-            rows = np.flatnonzero(node & (replica == number))
-            for total, value in zip(totals, values, strict=True):
-                total += np.interp(times, elapsed[rows], value[rows])
-    return [times, *totals]
-
-
 @dataclass(frozen=True, slots=True)
 class Samples:
     """Columns of the requests table as arrays [N]; float64 with NaN for what is absent."""
@@ -263,18 +215,18 @@ class Samples:
         failed = requests["error"].is_valid().to_numpy()
         reason = requests["finish_reason"]
         cancelled = pc.equal(reason, "cancelled").fill_null(False).to_numpy() & ~failed
-        last = _numbers(requests["last_token_seconds"])
+        last = numbers(requests["last_token_seconds"])
         return cls(
-            scheduled=_numbers(requests["scheduled_seconds"]),
-            sent=_numbers(requests["sent_seconds"]),
-            submitted=_numbers(requests["submitted_seconds"]),
-            started=_numbers(requests["started_seconds"]),
-            first=_numbers(requests["first_token_seconds"]),
+            scheduled=numbers(requests["scheduled_seconds"]),
+            sent=numbers(requests["sent_seconds"]),
+            submitted=numbers(requests["submitted_seconds"]),
+            started=numbers(requests["started_seconds"]),
+            first=numbers(requests["first_token_seconds"]),
             last=last,
-            tokenise=_numbers(requests["tokenise_seconds"]),
-            detokenise=_numbers(requests["detokenise_seconds"]),
-            input_tokens=_numbers(requests["input_tokens"]),
-            output_tokens=_numbers(requests["output_tokens"]),
+            tokenise=numbers(requests["tokenise_seconds"]),
+            detokenise=numbers(requests["detokenise_seconds"]),
+            input_tokens=numbers(requests["input_tokens"]),
+            output_tokens=numbers(requests["output_tokens"]),
             failed=failed,
             cancelled=cancelled,
             completed=reason.is_valid().to_numpy() & ~failed & ~cancelled & np.isfinite(last),
@@ -282,6 +234,18 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.scheduled)
+
+    @property
+    def ttft(self) -> Floats:
+        """Seconds [N] to the first token from when a sample was due; NaN where none came."""
+        return self.first - self.scheduled
+
+    @property
+    def tpot(self) -> Floats:
+        """Seconds [N] per output token after the first: (last - first) / (tokens - 1); NaN for fewer than two."""
+        gaps = self.output_tokens - 1
+        seconds: Floats = np.full(len(self), np.nan)
+        return np.divide(self.last - self.first, gaps, out=seconds, where=gaps > 0)
 
     def only(self, mask: NDArray[np.bool_]) -> Samples:
         """The samples where ``mask`` [N] is true."""
@@ -291,7 +255,7 @@ class Samples:
 def _nodes(column: pa.ChunkedArray, samples: Samples, start: float) -> list[dict[str, Any]]:
     """What each node did, over its own time from the start of the run to its last completion."""
     nodes = []
-    for name, mask in _masks(column).items():
+    for name, mask in masks(column).items():
         done = samples.only(mask & samples.completed)
         end = float(done.last.max()) if len(done) else start
         tokens = int(done.output_tokens.sum())
@@ -305,18 +269,6 @@ def _nodes(column: pa.ChunkedArray, samples: Samples, start: float) -> list[dict
             }
         )
     return nodes
-
-
-def _masks(column: pa.ChunkedArray) -> dict[str, NDArray[np.bool_]]:
-    """For each distinct text of ``column`` [N], in order, where it stands."""
-    import pyarrow.compute as pc
-
-    names = sorted(name for name in column.unique().to_pylist() if name is not None)
-    return {name: pc.equal(column, name).fill_null(False).to_numpy() for name in names}
-
-
-def _numbers(column: pa.ChunkedArray) -> Floats:
-    return np.asarray(column.to_numpy(), dtype=np.float64)
 
 
 def _rate(count: int, seconds: float) -> float | None:

@@ -9,7 +9,8 @@ from megatoken.report.blocks import Badge, Cell, Column, Fold, Section, Table, V
 from megatoken.report.documents import Document
 from megatoken.report.views.aggregate import aggregate_sections, node_figures
 from megatoken.report.views.common import records_table, view
-from megatoken.report.words import exact, is_number, plain_text, precise
+from megatoken.report.words import plain_text
+from megatoken.results.numerals import exact, is_number, precise
 
 KNOWN = ("findings", "counts", "claims", "aggregate", "nodes", "artefacts")
 SEVERITIES = {

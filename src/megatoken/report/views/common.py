@@ -7,7 +7,8 @@ from typing import Any
 
 from megatoken.report.blocks import Badge, Block, Cell, Column, Facts, Points, Section, Table, View, text_of
 from megatoken.report.documents import Document
-from megatoken.report.words import ABSENT, aligned, is_number, labelled, plain_text, sentence
+from megatoken.report.words import aligned, labelled, plain_text, sentence
+from megatoken.results.numerals import ABSENT, is_number
 
 COMMON_KEYS = ("kind", "schema_version", "created_at", "title", "inputs", "notes")
 TONES = {"verified": "good", "measured": "good"}

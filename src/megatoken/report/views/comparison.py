@@ -8,7 +8,8 @@ from megatoken.report.bars import Bar, bar_chart
 from megatoken.report.blocks import Badge, Cell, Column, Figure, Section, Table, View, Words
 from megatoken.report.documents import Document
 from megatoken.report.views.common import records_table, state_cell, view
-from megatoken.report.words import aligned, plain_text, precise
+from megatoken.report.words import aligned, plain_text
+from megatoken.results.numerals import precise
 
 KNOWN = ("rows", "ratios", "software_differences", "interval_method")
 BASES = {

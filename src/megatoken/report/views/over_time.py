@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from megatoken.report.blocks import Figure
 from megatoken.report.curves import Between, Line, Mark, level, rate, time_chart
 from megatoken.report.scales import Floats
-from megatoken.report.words import number
 from megatoken.results import Run
-from megatoken.results.statistics import totals_over_time
+from megatoken.results.numerals import number
+from megatoken.results.series import totals_over_time
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,7 +11,8 @@ from megatoken.report.blocks import Column, Figure, Headline, Section, Table, Vi
 from megatoken.report.curves import Line, line_chart
 from megatoken.report.documents import Document
 from megatoken.report.views.common import given_tables, records_table, state_cell, view
-from megatoken.report.words import is_number, label, plain_text, precise, sentence
+from megatoken.report.words import label, plain_text, sentence
+from megatoken.results.numerals import is_number, precise
 
 KNOWN = ("profiles", "results", "tables", "sensitivities", "waterfall")
 # Tables that are also drawn: what names a bar, its length, how sure it is.

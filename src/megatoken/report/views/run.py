@@ -23,14 +23,14 @@ from megatoken.report.blocks import (
     View,
 )
 from megatoken.report.blocks import Verdict as VerdictBlock
-from megatoken.report.curves import Mark, distribution_chart, line_chart
-from megatoken.report.goodput import YARDSTICKS, goodput, goodput_curve
+from megatoken.report.curves import distribution_chart
 from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, has_unreliable, metric_rows
 from megatoken.report.views.aggregate import MANY_NODES
 from megatoken.report.views.common import records_table
+from megatoken.report.views.goodput import goodput_blocks
 from megatoken.report.views.over_time import time_figures
-from megatoken.report.words import number, precise
 from megatoken.results import Reason, Run, Verdict
+from megatoken.results.numerals import number
 from megatoken.results.statistics import (
     PERCENTILE_METHOD,
     SHORTEST_STEADY_LIVES,
@@ -76,7 +76,7 @@ def run_view(run: Run) -> View:
         Section("What ran, and on what", (Facts("What ran, and on what", subject, folded=False),) if subject else ()),
         Section("Over time", tuple(time_figures(run))),
         Section("Over samples", tuple(_sample_figures(run, samples))),
-        Section("Goodput", tuple(_goodput(run, samples))),
+        Section("Goodput", tuple(goodput_blocks(run, samples))),
         Section("Nodes", tuple(_nodes(run))),
         Section("What the words mean", (Terms(terms),)),
         Section(
@@ -158,82 +158,15 @@ def _sample_figures(run: Run, samples: Samples) -> Iterator[Figure]:
     if len(done) < 2:
         return
     origin = "the query's start" if _offline(run) else "the scheduled time"
-    times = [("first token", done.first - done.scheduled), ("last token", done.last - done.scheduled)]
+    times = [("first token", done.ttft), ("last token", done.last - done.scheduled)]
     yield distribution_chart("First and last token", "s", times, x_label=f"seconds since {origin}")
-    several = done.only(done.output_tokens >= 2)
-    if len(several) > 1:
-        milliseconds = 1000 * (several.last - several.first) / (several.output_tokens - 1)
+    tpot = done.tpot[np.isfinite(done.tpot)]
+    if len(tpot) > 1:
         yield distribution_chart(
-            "Time per output token", "ms", [("samples", milliseconds)], x_label="milliseconds", from_zero=False
+            "Time per output token", "ms", [("samples", 1000 * tpot)], x_label="milliseconds", from_zero=False
         )
     lengths = [("input", done.input_tokens), ("output", done.output_tokens)]
     yield distribution_chart("Lengths of the samples", "tokens", lengths, x_label="tokens")
-
-
-def _goodput(run: Run, samples: Samples) -> Iterator[Block]:
-    duration = run.result.get("duration_seconds")
-    if not duration or not len(samples):
-        return
-    offline = _offline(run)
-    rows = []
-    for limits in YARDSTICKS:
-        good = goodput(samples, limits, duration, queued=offline)
-        first = "not counted" if offline else f"{limits.ttft_seconds:g} s"
-        rows.append(
-            (
-                limits.name,
-                first,
-                f"{1000 * limits.tpot_seconds:g} ms",
-                precise(100 * good.share),
-                precise(good.samples_per_second),
-                precise(good.output_tokens_per_second),
-            )
-        )
-    columns = (
-        Column("Limits"),
-        Column("First token"),
-        Column("Per token"),
-        Column("Good", "%", numeric=True),
-        Column("Goodput", "samples/s", numeric=True),
-        Column("Output", "tokens/s", numeric=True),
-    )
-    note = "Offline: all samples are due at once, so the wait for the first token is no user's and is left out."
-    yield Table("Work within limits", columns, tuple(rows), stacked=True, note=note if offline else "")
-    yield from _goodput_figure(run, samples, duration)
-
-
-def _goodput_figure(run: Run, samples: Samples, duration: float) -> Iterator[Figure]:
-    """How much work is within a limit on the time per output token, for every limit."""
-    waits: list[tuple[str, float | None]] = [("any wait for the first token", None)]
-    if not _offline(run):
-        waits += [(f"first token within {limits.ttft_seconds:g} s", limits.ttft_seconds) for limits in YARDSTICKS]
-    lines = [goodput_curve(name, samples, duration, wait) for name, wait in waits]
-    longest = float(max(line.x[-1] for line in lines))
-    if longest <= 0:
-        return
-    title, unit = "Goodput by limit", "output tokens/s"
-    limits_shown = np.linspace(0, longest, 11)[1:]
-    columns = (Column("Limit", "ms", numeric=True), *(Column(line.name, unit, numeric=True) for line in lines))
-    rows = tuple(
-        (
-            precise(float(limit)),
-            *(precise(float(line.y[np.searchsorted(line.x, limit, side="right") - 1])) for line in lines),
-        )
-        for limit in limits_shown
-    )
-    yield line_chart(
-        title,
-        unit,
-        "limit on the time per output token, ms",
-        lines,
-        Table(f"{title} on the time per output token", columns, rows),
-        x_range=(0.0, longest),
-        marks=[
-            Mark(f"{limits.name}, {1000 * limits.tpot_seconds:g} ms", 1000 * limits.tpot_seconds, upright=True)
-            for limits in YARDSTICKS
-            if 1000 * limits.tpot_seconds <= longest
-        ],
-    )
 
 
 def _nodes(run: Run) -> Iterator[Block]:

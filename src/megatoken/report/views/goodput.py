@@ -1,0 +1,120 @@
+"""Goodput of a run: what is left of it under the limits that a user is promised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatoken.report.blocks import Block, Column, Figure, Table
+from megatoken.report.curves import MAX_POINTS, Line, Mark, line_chart
+from megatoken.results import Run
+from megatoken.results.goodput import goodput, within_limits
+from megatoken.results.numerals import precise
+from megatoken.results.statistics import Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Longest time to first token and time per output token that a user is promised, in seconds."""
+
+    name: str
+    ttft_seconds: float
+    tpot_seconds: float
+
+
+# 99th-percentile limits of MLPerf Inference for llama2-70b (loadgen/mlperf.conf); here a yardstick for any model.
+YARDSTICKS = (
+    Limits("MLPerf Server, llama2-70b", 2.0, 0.2),
+    Limits("MLPerf Interactive, llama2-70b", 0.45, 0.04),
+)
+
+
+def goodput_blocks(run: Run, samples: Samples) -> Iterator[Block]:
+    """The work of a run within the limits of the yardsticks, and within any limit."""
+    duration = run.result.get("duration_seconds")
+    if not duration or not len(samples):
+        return
+    offline = run.result.get("scenario") == "offline"
+    rows = []
+    for limits in YARDSTICKS:
+        good = goodput(
+            samples,
+            ttft_seconds=None if offline else limits.ttft_seconds,
+            tpot_seconds=limits.tpot_seconds,
+            duration_seconds=duration,
+        )
+        first = "not counted" if offline else f"{limits.ttft_seconds:g} s"
+        rows.append(
+            (
+                limits.name,
+                first,
+                f"{1000 * limits.tpot_seconds:g} ms",
+                precise(100 * good.share),
+                precise(good.samples_per_second),
+                precise(good.output_tokens_per_second),
+            )
+        )
+    columns = (
+        Column("Limits"),
+        Column("First token"),
+        Column("Per token"),
+        Column("Good", "%", numeric=True),
+        Column("Goodput", "samples/s", numeric=True),
+        Column("Output", "tokens/s", numeric=True),
+    )
+    note = "Offline: all samples are due at once, so the wait for the first token is no user's and is left out."
+    yield Table("Work within limits", columns, tuple(rows), stacked=True, note=note if offline else "")
+    yield from _goodput_figure(samples, duration, offline=offline)
+
+
+def _goodput_figure(samples: Samples, duration: float, *, offline: bool) -> Iterator[Figure]:
+    """How much work is within a limit on the time per output token, for every limit."""
+    waits: list[tuple[str, float | None]] = [("any wait for the first token", None)]
+    if not offline:
+        waits += [(f"first token within {limits.ttft_seconds:g} s", limits.ttft_seconds) for limits in YARDSTICKS]
+    lines = [goodput_curve(name, samples, duration, wait) for name, wait in waits]
+    longest = float(max(line.x[-1] for line in lines))
+    if longest <= 0:
+        return
+    title, unit = "Goodput by limit", "output tokens/s"
+    limits_shown = np.linspace(0, longest, 11)[1:]
+    columns = (Column("Limit", "ms", numeric=True), *(Column(line.name, unit, numeric=True) for line in lines))
+    rows = tuple(
+        (
+            precise(float(limit)),
+            *(precise(float(line.y[np.searchsorted(line.x, limit, side="right") - 1])) for line in lines),
+        )
+        for limit in limits_shown
+    )
+    yield line_chart(
+        title,
+        unit,
+        "limit on the time per output token, ms",
+        lines,
+        Table(f"{title} on the time per output token", columns, rows),
+        x_range=(0.0, longest),
+        marks=[
+            Mark(f"{limits.name}, {1000 * limits.tpot_seconds:g} ms", 1000 * limits.tpot_seconds, upright=True)
+            for limits in YARDSTICKS
+            if 1000 * limits.tpot_seconds <= longest
+        ],
+    )
+
+
+def goodput_curve(name: str, samples: Samples, duration_seconds: float, ttft_seconds: float | None) -> Line:
+    """Output tokens per second of the samples within each limit on the time per output token, in milliseconds.
+
+    Args:
+        name: of the curve.
+        samples: all of the run, failed ones too.
+        duration_seconds: of the run, above zero.
+        ttft_seconds: limit on the time to first token as well; None: no limit.
+    """
+    kept = samples.only(within_limits(samples, ttft_seconds, None) & np.isfinite(samples.tpot))
+    milliseconds = 1000 * kept.tpot
+    order = np.argsort(milliseconds)
+    rates = np.cumsum(kept.output_tokens[order]) / duration_seconds
+    picked = np.unique(np.linspace(0, max(len(order) - 1, 0), MAX_POINTS).round().astype(int))[: len(order)]
+    return Line(name, np.append(0.0, milliseconds[order][picked]), np.append(0.0, rates[picked]))

@@ -1,0 +1,53 @@
+"""Numbers as people read them: thousands apart, no exponent, as many digits as mean something."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from typing import TypeGuard
+
+ABSENT = "-"
+LARGEST = 1e300
+SMALLEST = 1e-12  # below it nobody counts zeros
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether ``value`` is a number that arithmetic can hold; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def number(value: object) -> str:
+    """Three to four significant digits, thousands apart, no exponent; a dash for what is not a number."""
+    if not is_number(value):
+        return ABSENT
+    if isinstance(value, int) or abs(value) >= 1000 or value == 0:
+        return f"{value:,.0f}"
+    decimals = min(6, max(0, 2 - math.floor(math.log10(abs(value)))))
+    return f"{value:,.{decimals}f}"
+
+
+def precise(value: object) -> str:
+    """One decimal from a thousand on, four significant digits below: figures that are compared with published ones."""
+    if not is_number(value):
+        return ABSENT
+    if isinstance(value, int):
+        return f"{value:,}"
+    if abs(value) >= 999.95:
+        return f"{value:,.1f}".removesuffix(".0")
+    return f"{value:.3e}" if 0 < abs(value) < SMALLEST else _trimmed(value)
+
+
+def exact(value: object) -> str:
+    """All digits of a number, as somebody wrote it."""
+    if not is_number(value):
+        return ABSENT
+    if value and not SMALLEST <= abs(value) < 1e21:
+        return f"{value:g}"
+    text = f"{Decimal(repr(value)):,f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _trimmed(value: float) -> str:
+    decimals = 0 if value == 0 else max(0, 3 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,0 +1,68 @@
+"""The time series of a run as arrays: replicas apart, totals over time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Floats = NDArray[np.float64]
+
+
+def replicas(series: pa.Table) -> Iterator[tuple[str, int, NDArray[np.intp]]]:
+    """Node, number and rows of each replica, in the order of time.
+
+    Args:
+        series: table of ``SeriesRow``.
+    """
+    elapsed, replica = numbers(series["elapsed_seconds"]), numbers(series["replica"])
+    for node, mask in masks(series["node"]).items():
+        for number in np.unique(replica[mask]):
+            rows = np.flatnonzero(mask & (replica == number))
+            yield node, int(number), rows[np.argsort(elapsed[rows], kind="stable")]
+
+
+def tokens_per_second_within(series: pa.Table, start: float, end: float) -> float | None:
+    """Rate of the output tokens that were seen from ``start`` to ``end``, between rows of the series interpolated.
+
+    Not from the samples: a step takes longer the more are generating, so tokens of a sample that outlasts the window
+    are not evenly spaced. None when the series does not reach over the window.
+    """
+    times, tokens = totals_over_time(series, ["output_tokens"])
+    if not len(times) or times[-1] < end:
+        return None
+    times, tokens = np.append(0.0, times), np.append(0.0, tokens)
+    begun, ended = np.interp([start, end], times, tokens)
+    return float((ended - begun) / (end - start))
+
+
+def totals_over_time(series: pa.Table, columns: list[str]) -> list[Floats]:
+    """Times of all rows, sorted, then each of ``columns`` summed over the replicas at those times.
+
+    Between two rows of a replica its value is interpolated; after its last row it keeps the last value.
+    """
+    elapsed, *values = (numbers(series[name]) for name in ("elapsed_seconds", *columns))
+    times = np.unique(elapsed)
+    totals = [np.zeros(len(times)) for _ in columns]
+    for _, _, rows in replicas(series):
+        for total, value in zip(totals, values, strict=True):
+            total += np.interp(times, elapsed[rows], value[rows])
+    return [times, *totals]
+
+
+def masks(column: pa.ChunkedArray) -> dict[str, NDArray[np.bool_]]:
+    """For each distinct text of ``column`` [N], in order, where it stands."""
+    import pyarrow.compute as pc
+
+    names = sorted(name for name in column.unique().to_pylist() if name is not None)
+    return {name: pc.equal(column, name).fill_null(False).to_numpy() for name in names}
+
+
+def numbers(column: pa.ChunkedArray) -> Floats:
+    """A column as float64 [N], NaN for what is absent."""
+    return np.asarray(column.to_numpy(), dtype=np.float64)

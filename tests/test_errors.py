@@ -1,0 +1,57 @@
+"""What errors have in common: how an extra is installed, said the same way by whoever misses it."""
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+import megatoken.errors
+from megatoken.accuracy.scores import check_installed
+from megatoken.errors import UsageError
+from megatoken.results.query import query
+
+ASK = "from megatoken.errors import how_to_install; print(how_to_install('report'))"
+
+
+def package_in(folder: Path) -> Path:
+    """The module alone, installed in ``folder``."""
+    (folder / "megatoken").mkdir(parents=True)
+    (folder / "megatoken" / "__init__.py").touch()
+    (folder / "megatoken" / "errors.py").write_text(Path(megatoken.errors.__file__).read_text())
+    return folder
+
+
+def asked(python: Path | str, path: Path, cwd: Path) -> str:
+    done = subprocess.run(
+        [python, "-c", ASK], cwd=cwd, env={"PYTHONPATH": str(path)}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_in_a_clone_it_is_the_clones_own_environment(tmp_path: Path) -> None:
+    clone = tmp_path / "my clone"
+    source = package_in(clone / "src")
+    (clone / "pyproject.toml").touch()
+    venv.create(clone / ".venv", with_pip=False, symlinks=True)
+    own = clone / ".venv" / "bin" / "python"
+    assert asked(own, source, clone) == "install it with: .venv/bin/pip install -e '.[report]'"
+    elsewhere = f"install it with: cd '{clone}' && .venv/bin/pip install -e '.[report]'"
+    assert asked(own, source, tmp_path) == elsewhere
+    assert asked(sys.executable, source, clone) == f"install it with: {sys.executable} -m pip install -e '.[report]'"
+
+
+def test_elsewhere_it_is_the_package(tmp_path: Path) -> None:
+    installed = package_in(tmp_path / "lib" / "site-packages")
+    assert asked(sys.executable, installed, tmp_path) == "install it with: pip install 'megatoken[report]'"
+
+
+def test_everybody_says_it_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("duckdb", "rouge_score"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr("megatoken.accuracy.scores.find_spec", lambda name: None)
+    for extra, ask in (("report", lambda: query([tmp_path], "select 1")), ("accuracy", check_installed)):
+        with pytest.raises(UsageError) as caught:
+            ask()
+        assert str(caught.value).endswith(f"not installed; {megatoken.errors.how_to_install(extra)}")
