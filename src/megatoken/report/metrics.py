@@ -16,7 +16,7 @@ UNRELIABLE_NOTE = "* too few samples to state this percentile with 99 % confiden
 MEANING = {
     Verdict.MEASURED: "a healthy run that claims no MLPerf rules",
     Verdict.VALID: "meets the MLPerf rules it claims",
-    Verdict.INVALID: "a sample failed, answers are too inaccurate, or an MLPerf rule that it claims is not met",
+    Verdict.INVALID: "a sample failed, answers are not as they must be, or an MLPerf rule that it claims is not met",
     Verdict.DEGRADED: "finished with fewer nodes than it started with",
     Verdict.INTERRUPTED: "ended early; the numbers cover what was done until then",
 }

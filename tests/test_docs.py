@@ -1,0 +1,105 @@
+"""docs/: every flag that a command has, and every field that a run writes, is told."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from cli_support import call, make_checkpoint
+from megatoken.cli.application import app
+from megatoken.config import FLAG_ALIASES, KEYS
+
+DOCS = Path(__file__).parents[1] / "docs"
+sys.path.insert(0, str(Path(__file__).parent / "harness"))
+SHARED = {"audit", "aggregate", "compare", "plan"}  # result documents, whose two flags have a section of their own
+
+
+def commands() -> dict[str, set[str]]:
+    """Flags of every command, by its first word; those that every one has are left out."""
+    found: dict[str, set[str]] = {}
+
+    def walk(command: Any, words: tuple[str, ...]) -> None:
+        for name, inner in getattr(command, "commands", {}).items():
+            walk(inner, (*words, name))
+        if words:
+            flags = {flag for option in command.params for flag in option.opts if flag.startswith("--")}
+            found.setdefault(words[0], set()).update(flags - {"--help"})
+
+    walk(get_command(app), ())
+    return found
+
+
+def section(command: str) -> str:
+    text = (DOCS / "commands.md").read_text()
+    return re.split(r"^## ", text.partition(f"\n## `megatoken {command}`\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_flag_of_a_command_is_in_its_section(command: str) -> None:
+    told = section(command)
+    assert told
+    if command in SHARED:
+        told += (DOCS / "commands.md").read_text().partition("\n## Result documents\n")[2].partition("\n## ")[0]
+    assert {flag for flag in commands()[command] if not re.search(rf"{re.escape(flag)}\b", told)} == set()
+
+
+def test_every_key_of_the_configuration_is_told() -> None:
+    told = section("run")
+    assert {key for key in KEYS if f"`{key}`" not in told} == set()
+    assert {alias for alias in FLAG_ALIASES if f"`--{alias.replace('_', '-')}`" not in told} == set()
+
+
+def names(value: Any) -> Iterator[str]:
+    """Keys at every depth."""
+    if isinstance(value, Mapping):
+        yield from value
+        value = list(value.values())
+    for item in value if isinstance(value, list) else ():
+        yield from names(item)
+
+
+def queueing_runs(folder: Path) -> Iterator[dict[str, Any]]:
+    """Server, a search and SingleStream against a queue."""
+    from queueing import QueueingTarget
+
+    from megatoken.config import RunConfig
+    from megatoken.datasets.lengths import load_lengths
+    from megatoken.harness.progress import Progress
+    from megatoken.harness.run import run_scenario
+    from megatoken.results import read_run
+
+    lengths = folder / "lengths.csv"
+    lengths.write_text("input_tokens,output_tokens\n" + "".join(f"{20 + i},2\n" for i in range(40)))
+    data_set = load_lengths(lengths, vocabulary_size=100, max_length=1000)
+    for settings in (
+        {"scenario": "server", "rate": 300.0, "samples": 460},
+        {"scenario": "server", "rate": 300.0, "find_rate": True, "min_duration_seconds": 2.0},
+        {"scenario": "singlestream", "samples": 2},
+    ):
+        config = RunConfig(out=folder / "runs", warm_up_seconds=0.05, **settings)
+        path = run_scenario(config, data_set, QueueingTarget(4, 0.02), {"model": "queue"}, Progress(quiet=True))
+        yield read_run(path).result
+
+
+def test_every_field_that_a_run_writes_is_told(tmp_path: Path) -> None:
+    model, prompts = make_checkpoint(tmp_path / "model"), tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "a" * (3 + i), "max_tokens": 4}) + "\n" for i in range(5)))
+    written = [*queueing_runs(tmp_path)]
+    shared = ("--warm-up", 0.1, "--engine.threads", 1, "--json", "--out", tmp_path / "runs")
+    for flags in (
+        ("--model", model, "--prompts", prompts, "--text"),
+        ("--model", model, "--prompts", prompts, "--compliance", "TEST06"),
+        ("--mode", "accuracy", "--samples", 2),
+    ):
+        code, out, err = call("run", *flags, *shared)
+        assert code in (0, 3), err
+        written.append(json.loads(out))
+    fields = {name for result in written for name in names(result)} - {"run_folder"}
+    assert {"rate_search", "compliance", "accuracy", "latency_verdict", "output_characters"} <= fields
+    told = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", (DOCS / "run-folder.md").read_text()))))
+    assert fields - told == set()
