@@ -13,7 +13,8 @@ from megatoken.errors import UsageError
 from megatoken.report.words import clean, is_number
 from megatoken.results.files import plain
 
-KINDS = ("audit", "aggregate", "comparison", "plan_capacity", "plan_fleet", "plan_energy", "plan_cost")
+PLANS = ("plan_capacity", "plan_fleet", "plan_energy", "plan_cost", "plan_throughput")
+KINDS = ("audit", "aggregate", "comparison", *PLANS)
 SCHEMA_VERSION = 1
 LARGEST_BYTES = 64 * 2**20
 DEEPEST = 40
