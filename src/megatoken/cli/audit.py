@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatoken.cli.output import Json, Out, deliver
+from megatoken.cli.output import Json, Out, counted, deliver
 
 
 def audit(
@@ -30,28 +27,9 @@ def audit(
     from megatoken.audit.claims import judge, load_claims
 
     files = [load_claims(file) for file in claims or ()]
-    with _progress() as progress:
+    with counted("reading runs", "listing files") as progress:
         result = audited(path, round=mlperf_round, progress=progress)
     answers = [answer.to_document() for file in files for answer in judge(file, result.evidence)]
     result = replace(result, claims=tuple(answers))
     deliver(result.to_document(), json_only=json_only, out=out)
     return result.exit_code
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on standard error while an audit runs, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("listing files", total=None)
-
-        def report(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total or None, description="reading runs" if total else None)
-
-        yield report

@@ -1,9 +1,11 @@
-"""Documents of results, as all commands that make one print and save them."""
+"""Documents of results, as all commands that make one print and save them; and how far they are meanwhile."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,3 +30,27 @@ def deliver(document: Mapping[str, Any], *, json_only: bool, out: Path | None) -
             show(document)
             for path in saved:
                 print(f"Saved: {path}")
+
+
+@contextmanager
+def counted(description: str, before: str = "") -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on standard error, if that is a terminal, moved by (done, of how many; 0: not known yet).
+
+    Args:
+        description: what is counted.
+        before: what is done until it is known how many.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(before or description, total=None)
+
+        def report(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total or None, description=description if total else before)
+
+        yield report

@@ -1,4 +1,7 @@
-"""``megatoken plan capacity|fleet|energy|cost``: four commands on one rate, one set of profiles and assumptions."""
+"""``megatoken plan capacity|fleet|energy|cost``: four commands on one rate, one set of profiles and assumptions.
+
+``megatoken plan throughput`` is the fifth and needs none: it simulates where a rate could come from.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatoken.cli.flags import Command
-from megatoken.cli.output import Json, Out, deliver
+from megatoken.cli.flags import FLAGS, Command, EngineCommand
+from megatoken.cli.output import Json, Out, counted, deliver
 from megatoken.cli.streams import standard_output
 from megatoken.errors import ExitCode, UsageError
 
@@ -169,3 +172,45 @@ def cost(
 
     power = commands.PowerFlags(watts, boundary, watts_state)
     return commands.cost(rate, replace(common, factors=factors or ()), power, rent=rent, second_run=second_run)
+
+
+@app.command(cls=EngineCommand)
+def throughput(
+    ctx: typer.Context,
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="Such as H200 or GB300.")],
+    model: Annotated[str, typer.Option(metavar="SHAPE", help="Named shape.")] = "llama2-70b",
+    precision: Annotated[str, typer.Option(metavar="bf16|fp8|fp4", help="Of the layers' products.")] = "fp8",
+    nodes: Annotated[int, typer.Option(metavar="N", help="Nodes of the rack.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="Of each node; a model copy on each.")] = 1,
+    minutes: Annotated[float, typer.Option(metavar="N", help="Virtual time in which requests are begun.")] = 10.0,
+    lengths: Annotated[Path | None, typer.Option(metavar="FILE", help="CSV of token lengths.")] = None,
+    output_tokens: Annotated[float | None, typer.Option(metavar="N", help="Scale answers to this mean.")] = None,
+    software: Annotated[
+        str, typer.Option(metavar="megatoken|published", help="Whose overhead steps have.")
+    ] = "megatoken",
+    out: Out = None,
+    json_only: Json = False,
+) -> int:
+    """What hardware that is not here would serve, Offline: simulated in virtual time."""
+    import numpy as np
+
+    from megatoken.config import load_run_config
+    from megatoken.datasets.lengths import load_lengths
+    from megatoken.planning.rack_simulation import Rack
+    from megatoken.planning.throughput_plan import plan_throughput, scaled_answers
+
+    config = load_run_config(None, {"precision": precision, **ctx.meta[FLAGS]}).engine_config()
+    rack = Rack.of(model, config, gpu, nodes=nodes, gpus_per_node=gpus_per_node)
+    simulation = rack.simulation()
+    table = load_lengths(
+        lengths, vocabulary_size=simulation.model.vocabulary_size, max_length=simulation.memory.max_length
+    )
+    requests = np.stack((table.input_tokens, table.output_limits), axis=1)
+    if output_tokens is not None:
+        requests = scaled_answers(requests, output_tokens)
+    with counted("simulating nodes") as progress:
+        plan = plan_throughput(
+            rack, requests, seconds=minutes * 60, software=software, lengths_source=table.name, progress=progress
+        )
+    deliver(plan.to_document(), json_only=json_only, out=out)
+    return ExitCode.OK

@@ -203,6 +203,17 @@ SHAPES: dict[str, ModelConfig] = {
 }
 
 
+def find_shape(name: str) -> ModelConfig:
+    """The shape of that name in ``SHAPES``.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if name not in SHAPES:
+        raise CheckpointError(f"{name}: not one of the named shapes {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
 def sharded(model: ModelConfig, ranks: int) -> ModelConfig:
     """What one of ``ranks`` holds and computes.
 

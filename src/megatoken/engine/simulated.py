@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken.engine.config import SHAPES, EngineConfig, ModelConfig
+from megatoken.engine.config import EngineConfig, ModelConfig, find_shape
 from megatoken.engine.cost_model import CostModel
 from megatoken.engine.gpus import Gpu, find_gpu
 from megatoken.engine.memory import MemoryPlan, plan_memory_of
 from megatoken.engine.request import Counters, FinishReason, Request, TokenEvent, check_request, token_ids
 from megatoken.engine.scheduler import Scheduler, StepPlan
 from megatoken.engine.step_time import StepTime
-from megatoken.errors import CheckpointError, RequestError
+from megatoken.errors import RequestError
 
 CONTEXT_BYTES = 150_754_820_096 - 149_557_477_376
 """Of a GPU's memory, that is gone when a process has opened it: an H200's, and what the engine found there."""
@@ -107,9 +107,7 @@ def plan_simulation(
         CapacityError: the model does not fit, with the numbers.
     """
     if isinstance(model, str):
-        if model not in SHAPES:
-            raise CheckpointError(f"{model} is not one of the shapes that can be simulated: {', '.join(SHAPES)}")
-        model = SHAPES[model]
+        model = find_shape(model)
     kind = find_gpu(gpu)
     ranks = config.tensor_parallel
     costs = CostModel(model, config.precision, kind, ranks=ranks, seconds_per_sequence=seconds_per_sequence)

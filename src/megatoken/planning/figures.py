@@ -66,7 +66,7 @@ class Sensitivity:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One plan, whatever it is about; ``kind`` is plan_capacity, plan_fleet, plan_energy or plan_cost.
+    """One plan, whatever it is about; ``kind`` is plan_capacity, plan_fleet, plan_energy, plan_cost or plan_throughput.
 
     The first result is the headline, and what the sensitivities move. A ``waterfall`` has title, unit, total and steps
     of name, value and state.

@@ -12,17 +12,18 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from multiprocessing import get_context
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken.engine.config import EngineConfig, ModelConfig
-from megatoken.engine.cost_model import StepCost
+from megatoken.engine.config import EngineConfig, ModelConfig, find_shape
+from megatoken.engine.cost_model import SECONDS_PER_SEQUENCE, StepCost
 from megatoken.engine.simulated import Simulation, plan_simulation
-from megatoken.errors import UsageError
+from megatoken.errors import MegatokenError, UsageError
 
 KEPT_WAITING = 64
 """Requests that a replica has waiting: more than a step admits of common lengths, so that no step lacks any."""
@@ -47,10 +48,30 @@ class Rack:
     replicas_per_node: int = 1
     seconds_per_sequence: float = 0.0
 
+    @classmethod
+    def of(cls, model: str, config: EngineConfig, gpu: str, *, nodes: int, gpus_per_node: int) -> Rack:
+        """A rack of a named shape, with as many replicas on a node as its GPUs make.
+
+        Raises:
+            UsageError: its GPUs cannot be shared out so.
+            CheckpointError: no such shape.
+        """
+        ranks = config.tensor_parallel
+        if nodes < 1 or gpus_per_node < 1 or gpus_per_node % ranks:
+            raise UsageError(
+                f"{nodes} nodes of {gpus_per_node} GPUs, {ranks} to a replica: give numbers above 0, and GPUs of a node "
+                "that tensor_parallel divides"
+            )
+        return cls(find_shape(model), config, gpu, nodes, gpus_per_node // ranks)
+
     @property
     def gpus_per_node(self) -> int:
         """A replica has as many GPUs as ranks."""
         return self.replicas_per_node * self.config.tensor_parallel
+
+    def with_software(self, software: str) -> Rack:
+        """The same rack under the software of that name in ``SECONDS_PER_SEQUENCE``."""
+        return replace(self, seconds_per_sequence=SECONDS_PER_SEQUENCE[software])
 
     def simulation(self) -> Simulation:
         """Sizes and prices of a replica. Raises as ``plan_simulation``."""
@@ -133,16 +154,21 @@ _Task = tuple[Rack, NDArray[np.int64], float, int]
 
 
 def _in_processes(tasks: Sequence[_Task], workers: int) -> Iterator[NodeRun]:
+    """Spawned, not forked: a progress display has threads."""
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker) as pool:
         try:
             yield from pool.map(_simulate_node, tasks)
+        except BrokenProcessPool:
+            raise MegatokenError(
+                "a process of the simulation ended early; is there enough memory? Simulate fewer nodes or less time"
+            ) from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever interrupts the command ends its workers at once
     gc.disable()  # nothing here refers to itself, and a collection walks what waits
 
 

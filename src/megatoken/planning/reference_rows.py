@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 from functools import cache
-from importlib.resources import files
 
+from megatoken.engine.gpus import gpus
 from megatoken.planning.assumptions import read_shipped
 from megatoken.planning.energy import nameplate_watts, tokens_per_joule, uplift
 from megatoken.planning.figures import State, Table, weakest
@@ -89,9 +88,7 @@ def uplift_table() -> Table:
 @cache
 def tdp_watts() -> dict[str, float]:
     """Watts of every accelerator in ``gpu_specs.csv``, by short name."""
-    text = (files("megatoken") / "data" / "gpu_specs.csv").read_text(encoding="utf-8")
-    rows = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
-    return {row["gpu"]: float(row["tdp_w"]) for row in rows if row["tdp_w"]}
+    return {name: gpu.power_limit_watts for name, gpu in gpus().items()}
 
 
 @cache

@@ -14,7 +14,8 @@ from megatoken.report.words import clean
 from megatoken.results.files import plain
 from megatoken.results.numerals import is_number
 
-KINDS = ("audit", "aggregate", "comparison", "plan_capacity", "plan_fleet", "plan_energy", "plan_cost")
+PLANS = ("plan_capacity", "plan_fleet", "plan_energy", "plan_cost", "plan_throughput")
+KINDS = ("audit", "aggregate", "comparison", *PLANS)
 SCHEMA_VERSION = 1
 LARGEST_BYTES = 64 * 2**20
 DEEPEST = 40

@@ -27,11 +27,12 @@ SUBJECTS = {
     "plan_fleet": "fleet",
     "plan_energy": "energy",
     "plan_cost": "cost",
+    "plan_throughput": "throughput",
 }
 
 
 def plan_view(document: Document) -> View:
-    """The report on ``megatoken plan``: capacity, fleet, energy or cost."""
+    """The report on ``megatoken plan``: capacity, fleet, energy, cost or throughput."""
     results = document.parts("results")
     sections = (
         Section("Results", tuple(_results(results))),

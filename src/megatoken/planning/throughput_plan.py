@@ -1,0 +1,182 @@
+"""``megatoken plan throughput``: what hardware that is not here would serve, by simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatoken.engine.cost_model import SECONDS_PER_SEQUENCE, StepCost
+from megatoken.engine.simulated import Simulation
+from megatoken.errors import UsageError
+from megatoken.planning.figures import Input, Plan, Result, State, Table
+from megatoken.planning.rack_simulation import NodeRun, Progress, Rack, simulate_rack
+from megatoken.planning.throughput import choose
+
+SOFTWARE = tuple(SECONDS_PER_SEQUENCE)
+
+_PARTS = {
+    "products": "products of the layers",
+    "decode_attention": "attention of decodes",
+    "chunk_attention": "attention of prompts",
+    "elementwise": "elementwise",
+    "head": "head",
+    "gaps": "gaps between kernels",
+    "all_reduce": "sums over ranks",
+    "stack": "software, for each sequence",
+}
+_LIMITS = (
+    "Computed, not measured: steps are priced by a model of the hardware, requests are planned by the real scheduler. "
+    "What it was held against, and what it cannot tell: docs/simulation.md."
+)
+_SOURCES = {
+    "megatoken": "this engine: its GPU was never seen to wait for it",
+    "published": "what MLPerf v5.1 5.1-0008 (4 GB200) needs more than this engine would, carried over",
+}
+
+
+def plan_throughput(
+    rack: Rack,
+    lengths: NDArray[np.int64],
+    *,
+    seconds: float,
+    software: str = "megatoken",
+    lengths_source: str = "given",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Plan:
+    """The rate of a rack, Offline.
+
+    Args:
+        rack: the hardware, the model and the engine's settings.
+        lengths: ``[N, 2]`` prompt and answer tokens of the requests.
+        seconds: of virtual time, after which nothing new is begun.
+        software: whose overhead is added to every step, of ``SOFTWARE``.
+        lengths_source: where the lengths are from.
+        seed: of the order of the requests.
+        progress: told after each node.
+
+    Raises:
+        UsageError: as ``simulate_rack``, or software that nobody knows.
+        CheckpointError, ConfigError, CapacityError: as ``plan_simulation``.
+    """
+    choose("software", software, SOFTWARE)
+    rack = rack.with_software(software)
+    simulation = rack.simulation()
+    runs = simulate_rack(rack, lengths, seconds=seconds, seed=seed, progress=progress)
+    parts = StepCost(*(float(np.mean(column)) for column in zip(*(run.parts for run in runs), strict=True)))
+    return Plan(
+        kind="plan_throughput",
+        title=f"{rack.model.name} in {rack.config.precision} on {_hardware(rack)}, simulated",
+        inputs=_inputs(rack, simulation, lengths, seconds, software, lengths_source),
+        results=tuple(_results(rack, runs, parts)),
+        tables=(_step_table(parts), *((_nodes_table(runs),) if len(runs) > 1 else ())),
+        notes=(f"Rate of products: {simulation.costs.basis}.", _LIMITS),
+    )
+
+
+def scaled_answers(lengths: NDArray[np.int64], mean_tokens: float) -> NDArray[np.int64]:
+    """The same requests with answers of another mean length.
+
+    Raises:
+        UsageError: a mean below 1.
+    """
+    if not 1 <= mean_tokens < 1e6:
+        raise UsageError(f"the mean answer is {mean_tokens:g} tokens; give 1 or more")
+    answers = np.maximum(1, np.rint(lengths[:, 1] * (mean_tokens / lengths[:, 1].mean()))).astype(np.int64)
+    return np.stack((lengths[:, 0], answers), axis=1)
+
+
+def _hardware(rack: Rack) -> str:
+    nodes = f"{rack.nodes} nodes of " if rack.nodes > 1 else ""
+    ranks = rack.config.tensor_parallel
+    sharing = f", {ranks} to a replica" if ranks > 1 else ""
+    return f"{nodes}{rack.gpus_per_node} x {rack.gpu}{sharing}"
+
+
+def _inputs(
+    rack: Rack,
+    simulation: Simulation,
+    lengths: NDArray[np.int64],
+    seconds: float,
+    software: str,
+    lengths_source: str,
+) -> tuple[Input, ...]:
+    memory, gpu = simulation.memory, simulation.gpu
+    sheet = "gpu_specs.csv"
+    peak = gpu.operations_per_second[rack.config.precision] / 1e12
+    per_sequence = SECONDS_PER_SEQUENCE[software] * 1e6
+    derived = "memory plan of the engine"
+    mean_input, mean_output = (float(mean) for mean in lengths.mean(axis=0))
+    return (
+        Input("products, data sheet", peak, f"TFLOP/s, {rack.config.precision}", "nameplate", sheet),
+        Input("memory bandwidth", gpu.memory_bytes_per_second / 1e12, "TB/s", "nameplate", sheet),
+        Input("rows in a step", memory.max_rows, "tokens at most", "given", derived),
+        Input("sequences", memory.max_sequences, "at most", "given", derived),
+        Input("cache", memory.cache_tokens, "tokens", "estimate", derived),
+        Input("input tokens", mean_input, "tokens/request, mean", "given", lengths_source),
+        Input("output tokens", mean_output, "tokens/request, mean", "given", lengths_source),
+        Input("software", per_sequence, "us a step and sequence", _software_state(software), _SOURCES[software]),
+        Input("nothing new after", seconds, "s", "given", "virtual time"),
+    )
+
+
+def _software_state(software: str) -> State:
+    return "measured" if software == "megatoken" else "estimate"
+
+
+def _results(rack: Rack, runs: Sequence[NodeRun], parts: StepCost) -> list[Result]:
+    gpus = rack.nodes * rack.gpus_per_node
+    total = math.fsum(run.output_tokens_per_second for run in runs)
+    tokens, longest = sum(run.output_tokens for run in runs), max(run.seconds for run in runs)
+    processed = math.fsum((run.input_tokens + run.output_tokens) / run.seconds for run in runs)
+    steps = sum(run.steps for run in runs)
+
+    def mean(name: str) -> float:
+        return math.fsum(getattr(run, name) * run.steps for run in runs) / steps
+
+    unit = "output tokens/s"
+    results = [
+        Result("Per accelerator", total / gpus, unit, "whole run, ramp and drain included", "estimate"),
+        Result("All nodes", total, unit, "sum of the rates of the nodes", "estimate"),
+        Result("All nodes, makespan", tokens / longest, unit, "all tokens over the longest node's time", "estimate"),
+        Result("Input + output", processed, "tokens/s", "sum of the rates of the nodes", "estimate"),
+        Result("Simulated time", longest, "s", "until the last answer was whole", "given"),
+        Result("Samples", sum(run.samples for run in runs), "samples", "all nodes", "estimate"),
+        Result("Sequences in a step", mean("mean_sequences"), "sequences", "mean of a replica", "estimate"),
+        Result("Rows in a step", mean("mean_rows"), "tokens", "mean of a replica", "estimate"),
+        Result("Step", parts.seconds * 1e3, "ms", "mean of a replica", "estimate"),
+        Result("Preemptions", sum(run.preemptions for run in runs), "sequences", "all nodes", "estimate"),
+    ]
+    if not math.isnan(parts.watts):
+        results.append(Result("Power of an accelerator", parts.watts, "W", "by its clock and load", "estimate"))
+        joules = parts.watts * gpus / total
+        results.append(Result("Energy of an output token", joules, "J", "accelerators only", "estimate"))
+    return results
+
+
+def _step_table(parts: StepCost) -> Table:
+    rows = [
+        {"part": words, "time_ms": seconds * 1e3, "share": seconds / parts.seconds}
+        for name, words in _PARTS.items()
+        if (seconds := getattr(parts, name))
+    ]
+    return Table("step", "Where the time of a mean step goes", tuple(rows))
+
+
+def _nodes_table(runs: Sequence[NodeRun]) -> Table:
+    rows = [
+        {
+            "node": number,
+            "output_tokens_per_second": run.output_tokens_per_second,
+            "duration_seconds": run.seconds,
+            "samples": run.samples,
+            "latency_p50_seconds": float(np.quantile(run.completion_seconds, 0.5)),
+            "latency_p99_seconds": float(np.quantile(run.completion_seconds, 0.99)),
+        }
+        for number, run in enumerate(runs, 1)
+    ]
+    note = "alike but for the order of their requests: real nodes differ by more"
+    return Table("nodes", "Nodes", tuple(rows), note)
