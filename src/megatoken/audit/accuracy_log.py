@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class AccuracyLog:
     """What one accuracy log holds."""
 
     size_bytes: int = 0
+    sha256: str = ""  # of all bytes
     records: int = 0
     lines: int = 0
     truncated: bool = False  # by MLPerf's tool, as a submission's must be
@@ -39,6 +41,7 @@ class AccuracyLog:
     rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [records] of the data set
     data_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [records]
     token_counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [records], -1: not logged
+    first_tokens: int = 0  # records that tell what was reported as first token
     first_token_differs: list[int] = field(default_factory=list)  # lines: token_data is no beginning of data
     damages: list[Damage] = field(default_factory=list)
     damage_count: int = 0
@@ -48,13 +51,14 @@ def read_accuracy_log(path: Path) -> AccuracyLog:
     """Reads an accuracy log of any size. Raises UnreadableError."""
     log = AccuracyLog()
     values = array("q")
+    digest = hashlib.sha256()
     try:
         with open_regular(path) as file:
             if problem := encoding_problem(file.peek(4096) if hasattr(file, "peek") else b""):
                 raise UnreadableError(problem)
             opened = closed = False
             gap = False
-            for number, line in _lines(file, log):
+            for number, line in _lines(file, log, digest.update):
                 log.lines = number
                 if number > MOST_LINES:
                     raise UnreadableError(f"holds more than {MOST_LINES:,} lines, which no accuracy log does")
@@ -73,6 +77,7 @@ def read_accuracy_log(path: Path) -> AccuracyLog:
                     _take(log, number, found, values)
                 else:
                     _damage(log, number, text)
+            log.sha256 = digest.hexdigest()
             log.truncated = gap
             log.complete = opened and closed
     except OSError as error:
@@ -87,6 +92,7 @@ def _take(log: AccuracyLog, number: int, found: re.Match[bytes], values: array[i
     sequence, row, data, first_token, count = found.groups()
     if len(values) < 4 * MOST_RECORDS:
         values.extend((int(sequence), int(row), len(data) // 2, -1 if count is None else int(count)))
+    log.first_tokens += first_token is not None
     if first_token is not None and len(log.first_token_differs) < MOST_LISTED:
         common = min(len(data), len(first_token))
         if data[:common] != first_token[:common]:
@@ -99,15 +105,18 @@ def _damage(log: AccuracyLog, number: int, text: bytes) -> None:
         log.damages.append(Damage(number, text[:80].decode("utf-8", "backslashreplace")))
 
 
-def _lines(file: Any, log: AccuracyLog) -> Iterator[tuple[int, bytes]]:
+def _lines(file: Any, log: AccuracyLog, seen: Callable[[bytes], None]) -> Iterator[tuple[int, bytes]]:
     number = 0
     while line := file.readline(MOST_LINE_BYTES):
         number += 1
+        seen(line)
         log.size_bytes += len(line)
         if len(line) == MOST_LINE_BYTES and not line.endswith(b"\n"):
             _damage(log, number, b"a line too long for any answer")
             while (line := file.readline(MOST_LINE_BYTES)) and not line.endswith(b"\n"):
+                seen(line)
                 log.size_bytes += len(line)
+            seen(line)
             log.size_bytes += len(line)
             continue
         yield number, line

@@ -12,14 +12,14 @@ from typing import Any
 from megatoken.audit.archive import unpacked
 from megatoken.audit.checks.cross import check_accuracy_evidence, check_layout, check_rounds
 from megatoken.audit.checks.endpoints import check_endpoint
-from megatoken.audit.checks.nodes import check_nodes, process_steps
+from megatoken.audit.checks.nodes import check_nodes, check_systems_apart, process_steps
 from megatoken.audit.checks.power import power_of
 from megatoken.audit.checks.run_folder import check_run_folder, interruptions, owner, run_folders_in
 from megatoken.audit.checks.submission import Submission, check_names, check_submission, submissions_in
 from megatoken.audit.checks.systems import check_configurations, check_system, check_versions_elsewhere
 from megatoken.audit.claim_facts import node_rows
 from megatoken.audit.discovery import Tree, runs_in, walk
-from megatoken.audit.documents import accuracy_results_in, configurations_in, systems_in
+from megatoken.audit.documents import accuracy_results_in, configurations_in, systems_in, user_conf_of
 from megatoken.audit.endpoints import ACCURACY, endpoint_results_in
 from megatoken.audit.evidence import Evidence, Role, Run, System, Where
 from megatoken.audit.examine import ABANDONED, Job
@@ -137,7 +137,16 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         return folder in interrupted if folder is not None else ABANDONED in run.others and not rules_claimed
 
     jobs = [
-        Job(str(tree.root), run, _system_path(run, systems), claimed, rules_claimed, ended_early(run)) for run in files
+        Job(
+            str(tree.root),
+            run,
+            _system_path(run, systems),
+            claimed,
+            rules_claimed,
+            user_conf_of(tree, run.folder),
+            ended_early(run),
+        )
+        for run in files
     ]
     runs = []
     lines: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}  # alike in all runs of one kind, and large
@@ -164,6 +173,8 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     ledger.add(_check_tree(tree))
     ledger.add(_check_submissions(tree, submissions, evidence))
     ledger.add(check_rounds(evidence))
+    if submissions:
+        ledger.add(check_systems_apart(evidence.performance_runs))
     if claimed and not submissions:
         ledger.add(check_layout(evidence, tree.files))
     scored = {

@@ -43,7 +43,10 @@ CHECKS: dict[str, Check] = {
         "Lines are spelled as LoadGen spells them", "Another spelling shows that another program wrote the line."
     ),
     "log.line_ends": Check(
-        "Line ends", "A conversion of line ends is harmless, but the file is not as LoadGen wrote it."
+        "Line ends", "A conversion of all line ends is harmless; lines that end otherwise than the rest were put in."
+    ),
+    "log.messages": Check(
+        "LoadGen's messages are those of such a run", "It says how it starts and how it ends; other words were put in."
     ),
     "log.numbers": Check(
         "Numbers are printed as LoadGen prints them",
@@ -53,7 +56,9 @@ CHECKS: dict[str, Check] = {
         "Time stamps fit together",
         "LoadGen stamps lines that it writes at once with one time; others were put in later.",
     ),
-    "log.one_process": Check("One process wrote the log", "Lines of two processes are lines of two runs."),
+    "log.one_process": Check(
+        "One process and one thread wrote the log", "Lines of two are lines of two runs, or were put in later."
+    ),
     "log.source_lines": Check(
         "Lines come from where LoadGen's code writes them",
         "Each line names the place in the code that wrote it; another place means another LoadGen or a made-up line.",
@@ -65,7 +70,9 @@ CHECKS: dict[str, Check] = {
     "build.clean": Check(
         "LoadGen was built unmodified", "Uncommitted changes mean that nobody can rebuild this LoadGen."
     ),
-    "build.commit": Check("Version and git log agree", "Both are taken from one checkout when LoadGen is built."),
+    "build.commit": Check(
+        "Version, commit and git log agree", "All are taken from one checkout when LoadGen is built."
+    ),
     "build.dates": Check("Dates are in order", "A run cannot precede the program that ran it."),
     "settings.effective": Check(
         "Effective settings follow from the requested ones",
@@ -91,6 +98,10 @@ CHECKS: dict[str, Check] = {
         "Token rates agree with each other",
         "LoadGen divides one count of tokens by three times; all must lead back to it.",
     ),
+    "result.first_tokens": Check(
+        "First tokens and the others make up the latencies",
+        "A latency is that of its first token and the time of each one after it; one was changed without the others.",
+    ),
     "result.latencies": Check(
         "Latencies can belong to one set of samples", "Percentiles rise, and they bound the mean; others were changed."
     ),
@@ -114,7 +125,12 @@ CHECKS: dict[str, Check] = {
     "summary.early_stopping": Check(
         "Summary and detail log agree on early stopping", "LoadGen prints both from the same text."
     ),
-    "summary.lines": Check("The summary has every line and no other", "Lines were taken out, put in or repeated."),
+    "summary.reason": Check(
+        "Summary and detail log agree on why the run is INVALID", "LoadGen prints both from the same text."
+    ),
+    "summary.lines": Check(
+        "The summary has every line, in order, and no other", "Lines were taken out, put in, moved or repeated."
+    ),
     "summary.counts": Check(
         "Warnings and errors as counted", "Errors do not make a result INVALID, so their count matters."
     ),
@@ -153,6 +169,9 @@ CHECKS: dict[str, Check] = {
         "It is an empty list in that mode, which proves nothing either way.",
     ),
     "accuracy.log_readable": Check("The accuracy log can be read", "Foreign lines in it were added or damaged."),
+    "accuracy.fields": Check(
+        "All answers are logged alike", "LoadGen logs token counts and first tokens of all or of none."
+    ),
     "accuracy.records": Check("One answer for each row", "Missing or repeated answers change the score."),
     "accuracy.truncated": Check(
         "The accuracy log is truncated", "A submission holds its ends only, with the hash of all."
@@ -171,6 +190,9 @@ CHECKS: dict[str, Check] = {
         "Which rows are asked follows from the seeds; answers to others were chosen.",
     ),
     "accuracy.scores": Check("Scores reach the targets", "The closed division demands them."),
+    "accuracy.scored_log": Check(
+        "accuracy.txt scores the log beside it", "Scores of other answers say nothing about these."
+    ),
     "accuracy.hash": Check(
         "accuracy.txt has the hash of the full log", "It ties the truncated log to the evaluated one."
     ),
@@ -189,6 +211,10 @@ CHECKS: dict[str, Check] = {
     "nodes.makespan": Check("The nodes as one run", "Until the last node is done, a rack is not done."),
     "nodes.slow_group": Check("Slow nodes", "They set the time of any job that waits for all."),
     "configuration.rate": Check("The configured rate is the one that ran", "Another configuration made these logs."),
+    "configuration.user_conf": Check(
+        "LoadGen was asked for what user.conf says",
+        "Another configuration made this log, or the file was changed since.",
+    ),
     "configuration.parallelism": Check(
         "How the model is spread over GPUs",
         "With one GPU per copy nothing crosses the link between GPUs: the rack is many independent machines.",
@@ -228,6 +254,7 @@ CHECKS: dict[str, Check] = {
     "submission.required_scenarios": Check("Required scenarios are there", "One scenario alone can be picked."),
     "submission.code": Check("The code is there", "How to repeat it."),
     "submission.calibration": Check("How quantisation was calibrated is told", "The closed division demands it."),
+    "submission.copies": Check("No run stands for two systems", "One measurement was given out for two."),
     "submission.names": Check("No stray files", "The rules of a submission repository."),
     "power.readings": Check("Power readings cover the run", "Only they make watts a measurement."),
     "power.ranging": Check(

@@ -31,7 +31,7 @@ LIBRARY_SET = "loaded_qsl_set"
 # LoadGen's own spelling of a line (logging.h); anything else was written by something else.
 _LINE = re.compile(
     rb':::MLLOG \{"key": "([^"\\]{1,200})", "value": (.*), "time_ms": (\d+\.\d{6}), "namespace": "mlperf::logging", '
-    rb'"event_type": "(POINT_IN_TIME|INTERVAL_START|INTERVAL_END)", "metadata": \{"is_error": (true|false), '
+    rb'"event_type": "POINT_IN_TIME", "metadata": \{"is_error": (true|false), '
     rb'"is_warning": (true|false), "file": "([^"\\]{1,200})", "line_no": (\d{1,9}), "pid": (\d{1,20}), '
     rb'"tid": (\d{1,20})\}\}\r?\n?',
     re.DOTALL,
@@ -82,7 +82,8 @@ class DetailLog:
     lines: int = 0
     size_bytes: int = 0
     kept_bytes: int = 0
-    carriage_returns: bool = False
+    carriage_returns: int = 0  # lines that end in CR LF
+    carriage_return_lines: list[int] = field(default_factory=list)
     cut_off: bool = False  # the last line has no end
 
     def get(self, key: str) -> Any:
@@ -183,14 +184,16 @@ def _take(log: DetailLog, number: int, line: bytes, state: _State) -> None:
     if found is None:
         _take_other(log, number, line)
         return
-    key, value, time, _, error, warning, source, source_line, process, thread = found.groups()
+    key, value, time, error, warning, source, source_line, process, thread = found.groups()
     name = key.decode("utf-8", "backslashreplace")
     is_error, is_warning = error == b"true", warning == b"true"
     if line.endswith(b"\r\n"):
-        log.carriage_returns = True
+        log.carriage_returns += 1
+        if len(log.carriage_return_lines) < MOST_LISTED:
+            log.carriage_return_lines.append(number)
     if _counts_only(log, name, is_error, is_warning):
         if len(state.bulks) < MOST_BULKS:
-            after = line[found.end(3) : found.start(10) - len(_THREAD)]
+            after = line[found.end(3) : found.start(9) - len(_THREAD)]
             state.bulks[line[:_KEY_BYTES]] = _Bulk(line[: found.start(2)], after, name, is_error, is_warning)
         _count(log, name, is_error, is_warning)
         _note_process(log, process, number)

@@ -11,10 +11,12 @@ from typing import Any
 import yaml
 
 from megatoken.audit.accuracy_log import read_accuracy_scores
-from megatoken.audit.discovery import Tree, natural
+from megatoken.audit.checks.user_conf import user_conf_entries
+from megatoken.audit.discovery import Tree, below, natural
 from megatoken.audit.evidence import AccuracyResult, Configuration, System
 from megatoken.audit.reading import Damage, UnreadableError, display, key_lines, read_json_object, read_text
 
+USER_CONF, USER_CONF_ABOVE = "user.conf", 2
 MOST_CONFIGURATIONS = 2_000
 MOST_CONFIGURATION_BYTES = 2**20
 MOST_YAML_BYTES = 2**16  # its parser is slow
@@ -60,7 +62,7 @@ def configurations_in(tree: Tree) -> list[Configuration]:
         name = parts[-1]
         configured = "configs" in parts[:-1] and name.endswith((".json", ".yaml", ".yml", ".py"))
         most = MOST_YAML_BYTES if name.endswith((".yaml", ".yml")) else MOST_CONFIGURATION_BYTES
-        if not (configured or name == "user.conf") or tree.files[path] > most:
+        if not (configured or name == USER_CONF) or tree.files[path] > most:
             continue
         taken += tree.files[path]
         if taken > MOST_BYTES_IN_ALL:
@@ -73,6 +75,16 @@ def configurations_in(tree: Tree) -> list[Configuration]:
         if len(found) >= MOST_CONFIGURATIONS:
             break
     return [configuration for configuration in found if configuration.values]
+
+
+def user_conf_of(tree: Tree, folder: str) -> str | None:
+    """The user.conf beside the logs in ``folder``, above them in their scenario's folder, or in the measurements."""
+    above = folder.split("/")
+    places = ["/".join(above[: len(above) - up]) for up in range(min(USER_CONF_ABOVE, len(above)) + 1)]
+    if "results" in above:
+        at = len(above) - 1 - above[::-1].index("results")
+        places.append("/".join([*above[:at], "measurements", *above[at + 1 : at + 4]]))
+    return next((path for place in places if (path := below(place, USER_CONF)) in tree.files), None)
 
 
 def accuracy_results_in(tree: Tree) -> list[AccuracyResult]:
@@ -93,7 +105,7 @@ def accuracy_results_in(tree: Tree) -> list[AccuracyResult]:
 
 def _configuration(path: str, name: str, text: str) -> Configuration:
     pairs: list[tuple[str, Any, int]] = []
-    if name == "user.conf":
+    if name == USER_CONF:
         pairs = list(_user_conf(text))
     elif name.endswith(".py"):
         pairs = list(_assignments(text))
@@ -155,13 +167,7 @@ def _assignments(text: str) -> Iterator[tuple[str, Any, int]]:
 
 
 def _user_conf(text: str) -> Iterator[tuple[str, Any, int]]:
-    """``<model>.<scenario>.<key> = <number>``, as LoadGen reads it."""
-    for number, line in enumerate(text.split("\n"), 1):
-        name, _, rest = line[:300].partition("=")
-        parts = name.strip().split(".")
-        value = re.match(r"-?\d{1,18}(?:\.\d{1,18})?$", rest.partition("#")[0].strip())
-        if len(parts) >= 3 and value:
-            scenario, key = parts[-2:]
-            if key == "target_qps":
-                key = {"Offline": "offline_expected_qps", "Server": "server_target_qps"}.get(scenario, key)
-            yield key, float(value[0]) if "." in value[0] else int(value[0]), number
+    for (_, scenario, key), (value, number) in user_conf_entries(text).items():
+        if key == "target_qps":
+            key = {"Offline": "offline_expected_qps", "Server": "server_target_qps"}.get(scenario, key)
+        yield key, float(value) if "." in value else int(value), number

@@ -85,6 +85,9 @@ class Run:
     accuracy: str | None
     accuracy_records: int | None  # entries of the accuracy log; 0 is LoadGen's empty list, None: absent or unreadable
     source_lines: Mapping[str, int] = field(default_factory=dict)  # line of each key in the detail log
+    beginnings: tuple[float, ...] = ()  # when the log's first parts were written, in ms: no two runs have the same
+    accuracy_sha256: str | None = None  # of the accuracy log; None where its middle was cut out, as in submissions
+    accuracy_bytes: int | None = None  # of all answers; likewise
 
     def where(self, key: str | None = None) -> Where:
         """The line of the detail log that holds ``key``; without it, or if there is none, the log or the folder."""

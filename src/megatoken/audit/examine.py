@@ -13,15 +13,17 @@ from megatoken.audit.checks.results import check_results
 from megatoken.audit.checks.rules import check_rules
 from megatoken.audit.checks.settings import check_settings
 from megatoken.audit.checks.summary import check_summary
-from megatoken.audit.detail_log import DetailLog, read_detail_log
+from megatoken.audit.checks.user_conf import check_user_conf
+from megatoken.audit.detail_log import LIBRARY_SET, DetailLog, read_detail_log
 from megatoken.audit.evidence import Role, Run, RunFigures, Where
 from megatoken.audit.facts import benchmark_of
 from megatoken.audit.figures import run_figures, samples_answers
 from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.reading import UnreadableError, display
+from megatoken.audit.reading import UnreadableError, display, read_text
 from megatoken.audit.summary_log import read_summary_log
 from megatoken.audit.view import RunFiles, RunView, observe
 
+BEGINNINGS = ("qsl_name", "effective_scenario", LIBRARY_SET, "generated_query_count")
 ABANDONED = "ABANDONED.txt"  # beside the logs of a run of megatoken that was interrupted
 CHECKS = (
     check_lines,
@@ -31,6 +33,7 @@ CHECKS = (
     check_summary,
     check_rules,
     check_accuracy,
+    check_user_conf,
 )
 
 
@@ -43,6 +46,7 @@ class Job:
     system: str | None  # path of the description of its machine
     round: str | None
     rules_claimed: bool
+    user_conf: str | None = None  # path of the one that speaks for it
     interrupted: bool = False  # its run folder says that the run did not come to its end
 
 
@@ -117,6 +121,7 @@ def _examine(job: Job) -> Examined:
         benchmark=benchmark,
         round=job.round,
         rules_claimed=job.rules_claimed,
+        user_conf=_user_conf(root, job.user_conf),
         interrupted=job.interrupted,
     )
     for check in CHECKS:
@@ -128,6 +133,13 @@ def _examine(job: Job) -> Examined:
     if run.benchmark is None and benchmark is not None:
         run = replace(run, benchmark=benchmark.name)
     return Examined(run, tuple(observations))
+
+
+def _user_conf(root: Path, path: str | None) -> tuple[str, str] | None:
+    try:
+        return None if path is None else (display(path), read_text(root / path)[0])
+    except UnreadableError:
+        return None
 
 
 def _presence(job: Job, files: RunFiles) -> list[Observation]:
@@ -177,6 +189,11 @@ def _displayed(files: RunFiles) -> RunFiles:
     )
 
 
+def _beginnings(log: DetailLog) -> tuple[float, ...]:
+    times = tuple(log.first[key].time_ms for key in BEGINNINGS if key in log.first)
+    return times if len(times) == len(BEGINNINGS) else ()
+
+
 def _run(
     files: RunFiles,
     job: Job,
@@ -199,4 +216,7 @@ def _run(
         accuracy=files.accuracy,
         accuracy_records=accuracy.records if accuracy else None,
         source_lines={key: entry.line for key, entry in detail.first.items()} if detail else {},
+        beginnings=_beginnings(detail) if detail else (),
+        accuracy_sha256=accuracy.sha256 if accuracy and not accuracy.truncated else None,
+        accuracy_bytes=int(accuracy.data_bytes.sum()) if accuracy and not accuracy.truncated else None,
     )

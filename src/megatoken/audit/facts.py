@@ -47,6 +47,7 @@ class Build:
 
     version: str
     commit: str
+    commit_date: str  # ISO 8601, with a time where the release's own logs tell it
     sha1: Mapping[str, str]  # path below loadgen/ -> SHA-1
 
 
@@ -107,7 +108,8 @@ def builds() -> tuple[Build, ...]:
     """Releases of LoadGen whose source hashes are known."""
     table = _table("loadgen_builds.json")
     return tuple(
-        Build(entry["version"], entry["commit"], {**table["base"], **entry["differs"]}) for entry in table["builds"]
+        Build(entry["version"], entry["commit"], entry["commit_date"], {**table["base"], **entry["differs"]})
+        for entry in table["builds"]
     )
 
 

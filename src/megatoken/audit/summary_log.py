@@ -44,6 +44,9 @@ class SummaryLog:
     fields: list[SummaryField] = field(default_factory=list)
     early_stopping: dict[str, tuple[str, int]] = field(default_factory=dict)  # "", TTFT, TPOT: text on one line, line
     headings: list[str] = field(default_factory=list)
+    rulers: int = 0
+    recommendations: tuple[str, int] | None = None  # text on one line, line
+    carriage_returns: int = 0  # lines that end in CR LF
     warns_of_permutation: bool = False
     warnings: tuple[int, int] | None = None  # how many it says there were, and the line that says so
     errors: tuple[int, int] | None = None
@@ -73,6 +76,8 @@ def parse_summary(text: str, damages: list[Damage]) -> SummaryLog:
         stripped = line.strip()
         if stripped:
             log.lines = number
+        log.carriage_returns += line.endswith("\r")
+        log.rulers += stripped == RULER
         if len(line) > LONGEST_LINE:
             _strange(log, number, stripped)
         elif not stripped or stripped == RULER:
@@ -84,8 +89,9 @@ def parse_summary(text: str, damages: list[Damage]) -> SummaryLog:
         elif found := _RESULT_OF_EARLY_STOPPING.fullmatch(stripped):
             block = found.group(1) or ""
             log.early_stopping[block] = ("", number)
-        elif stripped == "Recommendations:":
+        elif stripped == f"{RECOMMENDATIONS}:":
             block = RECOMMENDATIONS
+            log.recommendations = log.recommendations or ("", number)
         elif stripped in PERMUTATION_WARNING:
             log.warns_of_permutation = True
         elif count := _COUNT.fullmatch(stripped):
@@ -117,8 +123,11 @@ def _is_field(line: str) -> bool:
 
 
 def _extend(log: SummaryLog, block: str, text: str, line: int) -> None:
-    """Takes in a line of a block. Recommendations only explain the verdict."""
-    if block != RECOMMENDATIONS:
-        before, first_line = log.early_stopping[block]
-        if len(before) < LONGEST_LINE:
-            log.early_stopping[block] = (f"{before} {text}".strip(), first_line if before else line)
+    """Takes in a line of a block."""
+    before, first_line = (log.recommendations or ("", line)) if block == RECOMMENDATIONS else log.early_stopping[block]
+    if len(before) < LONGEST_LINE:
+        extended = (f"{before} {text}".strip(), first_line if before else line)
+        if block == RECOMMENDATIONS:
+            log.recommendations = extended
+        else:
+            log.early_stopping[block] = extended

@@ -43,6 +43,7 @@ class RunView:
     benchmark: Benchmark | None
     round: str | None  # whose rules are to be applied
     rules_claimed: bool  # a submission, or a round was asked for: unmet rules weigh
+    user_conf: tuple[str, str] | None  # its path and text
     interrupted: bool  # whoever made the run says that it did not come to its end
 
     @property

@@ -174,6 +174,19 @@ def _order(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Iterator
 def _tokens(log: AccuracyLog, where: tuple[Where, ...]) -> Iterator[Observation]:
     """token_count is the number of ids in data; the first token, where logged, is how data begins."""
     counted = log.token_counts >= 0
+    partly = [
+        f"{name} in {count:,}"
+        for name, count in (("token_count", int(counted.sum())), ("token_data", log.first_tokens))
+        if 0 < count < log.records and log.records == len(counted)
+    ]
+    if log.records:
+        yield observe(
+            "accuracy.fields",
+            not partly,
+            "the same fields in every record",
+            f"{', '.join(partly)} of {log.records:,} records" if partly else f"{log.records:,} records",
+            where,
+        )
     if counted.any():
         sizes, counts = log.data_bytes[counted], log.token_counts[counted]
         wrong = min(int((sizes != counts * size).sum()) for size in ID_BYTES)

@@ -15,6 +15,7 @@ from megatoken.audit.view import RunView, observe
 
 GENERATED = "/mlperf_conf.h"  # made from mlperf.conf at build time
 DAY_SECONDS = 86_400
+QUARTER_SECONDS, WIDEST_ZONE_SECONDS = 900, 14 * 3600
 
 
 def check_build(run: RunView) -> Iterator[Observation]:
@@ -35,16 +36,42 @@ def check_build(run: RunView) -> Iterator[Observation]:
             run.unmet if run.rules_claimed else Severity.WARN,
         )
     yield from _dates(run)
-    message = log.text("loadgen_git_log_message")
-    commit = version.partition(" @ ")[2]
-    if message and message != "NA" and re.fullmatch(r"[0-9a-f]{7,40}", commit):
+    yield from _commit(run, version)
+
+
+def _commit(run: RunView, version: str) -> Iterator[Observation]:
+    """Version, commit, its date and the git log are of one checkout."""
+    log = run.detail
+    message = log.text("loadgen_git_log_message") or "NA"
+    name, _, commit = version.partition(" @ ")
+    known = next((build for build in builds() if commit and build.commit == commit[:10]), None)
+    problems = []
+    if known is not None and name != known.version:
+        problems.append(f"version {known.version} at commit {known.commit}, not {shown(name)}")
+    date = log.text("loadgen_git_commit_date")
+    if known is not None and date is not None and not _same_date(date, known.commit_date):
+        problems.append(f"commit {known.commit} of {known.commit_date}, not of {shown(date)}")
+    if message != "NA" and re.fullmatch(r"[0-9a-f]{7,40}", commit) and not message.startswith(commit):
+        problems.append(f"a git log that starts with {commit}, not with {shown(message[:40])}")
+    if known is not None or message != "NA":
         yield observe(
             "build.commit",
-            message.startswith(commit),
-            f"a git log that starts with {commit}, the commit in loadgen_version",
-            shown(message[:60]),
-            run.at("loadgen_version", "loadgen_git_log_message"),
+            not problems,
+            "; ".join(problems) or "version, commit, its date and the git log of one checkout",
+            shown(f"{version}, {date}, {message[:60]}"),
+            run.at("loadgen_version", "loadgen_git_commit_date", "loadgen_git_log_message"),
         )
+
+
+def _same_date(found: str, known: str) -> bool:
+    """A moment, or a day, as far as the known one tells."""
+    try:
+        one, other = datetime.fromisoformat(found), datetime.fromisoformat(known)
+    except ValueError:
+        return False
+    if "T" not in known:
+        return abs((one.date() - other.date()).days) <= 1
+    return one == other if (one.tzinfo is None) is (other.tzinfo is None) else False
 
 
 def _sources(run: RunView, version: str) -> Iterator[Observation]:
@@ -101,10 +128,16 @@ def _dates(run: RunView) -> Iterator[Observation]:
         if (early - late).total_seconds() > DAY_SECONDS
     ]
     keys = [key for pair in wrong for key in pair]
+    local, utc = _iso(log, "loadgen_build_date_local"), _iso(log, "loadgen_build_date_utc")
+    if local is not None and utc is not None:
+        apart = (local - utc).total_seconds()  # a time zone: whole quarters of an hour
+        zone = round(apart / QUARTER_SECONDS) * QUARTER_SECONDS
+        if abs(zone) > WIDEST_ZONE_SECONDS or abs(apart - zone) > 1.0:
+            keys += ["loadgen_build_date_local", "loadgen_build_date_utc"]
     yield observe(
         "build.dates",
-        not wrong if len(known) > 1 else None,
-        "LoadGen committed before it was built, and built before it ran",
+        not keys if len(known) > 1 else None,
+        "LoadGen committed before it was built, built at one moment by both its clocks, and before it ran",
         "; ".join(run.text(key) for key in keys or [key for key, _ in known]) or "no dates",
         run.at(*keys) if keys else run.at("loadgen_build_date_utc"),
     )

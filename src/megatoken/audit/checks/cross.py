@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 
+from megatoken.audit.checks.accuracy import ID_BYTES
 from megatoken.audit.evidence import AccuracyResult, Evidence, Role, Run, Where
 from megatoken.audit.facts import Benchmark, benchmark_of, benchmarks
 from megatoken.audit.finding import Observation, Severity, shown
@@ -41,6 +42,7 @@ def check_accuracy_evidence(
         scored: folders of scenarios whose scores stand in another form than accuracy.txt.
     """
     for result in evidence.accuracy_results:
+        yield from _scored_log(result, evidence)
         yield from _scores(result, evidence)
     performance = evidence.performance_runs
     if not performance:
@@ -127,6 +129,31 @@ def _belongs(path: str, run: str, others: Iterable[str], benchmark: Benchmark | 
         return True
     above = f"{folder}/" if folder else ""
     return f"{run}/".startswith(above) and not any(f"{other}/".startswith(above) for other in others)
+
+
+def _scored_log(result: AccuracyResult, evidence: Evidence) -> Iterator[Observation]:
+    """accuracy.txt against the log that it scores, where that is whole."""
+    folder = result.path.rpartition("/")[0]
+    logs = {folder, f"{folder.removesuffix('accuracy')}mlperf"}  # of a submission, or a run folder of megatoken
+    for run in evidence.runs:
+        if run.path not in logs or run.accuracy_sha256 is None or not run.accuracy_records or not run.accuracy_bytes:
+            continue
+        problems = []
+        if result.hash is not None and result.hash.lower() != run.accuracy_sha256:
+            problems.append(f"hash {shown(result.hash)}, the log has {run.accuracy_sha256}")
+        answers, mean = result.scores.get("gen_num"), result.scores.get("tokens_per_sample")
+        if answers is not None and answers != run.accuracy_records:
+            problems.append(f"{answers:g} answers, the log has {run.accuracy_records:,}")
+        counted = [run.accuracy_bytes / size / run.accuracy_records for size in ID_BYTES]
+        if mean is not None and not any(abs(mean - found) <= 0.05 + 1e-9 * found for found in counted):
+            problems.append(f"{mean:g} tokens per sample, the log has {counted[0]:.1f}")
+        yield observe(
+            "accuracy.scored_log",
+            not problems,
+            "hash, answers and tokens per sample of the log beside it",
+            "; ".join(problems) or "the same",
+            (Where(result.path), Where(run.accuracy or run.path)),
+        )
 
 
 def _scores(result: AccuracyResult, evidence: Evidence) -> Iterator[Observation]:

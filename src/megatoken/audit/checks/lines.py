@@ -46,6 +46,7 @@ _SCENARIO = {
         "multi_stream_samples_per_query",
     ],
 }
+_STARTS = {"PerformanceOnly": "Starting performance mode", "AccuracyOnly": "Starting accuracy mode"}
 # Numbers that C++ prints from a double: six significant digits, no more.
 _DOUBLES = re.compile(
     r"(?:requested|effective)_(?:\w*_qps|\w*_percentile|accuracy_log_probability)|result_\w*(?:per_sec|per_second)|"
@@ -81,21 +82,36 @@ def check_lines(run: RunView) -> Iterator[Observation]:
         _places(run, log.restyled) or run.at(),
     )
     if log.carriage_returns:
-        found = "lines end in CR LF: the file went through a text conversion"
-        yield observe("log.line_ends", False, "LF", found, run.at(), Severity.NOTE)
+        converted = log.carriage_returns >= log.lines - log.cut_off
+        found = f"{log.carriage_returns:,} of {log.lines:,} lines end in CR LF"
+        found += (
+            ": the file went through a text conversion" if converted else ": another program wrote those or the others"
+        )
+        severity = Severity.NOTE if converted else Severity.FAIL
+        yield observe("log.line_ends", False, "LF", found, _places(run, log.carriage_return_lines), severity)
     yield from _presence(run)
     yield from _repeats(run)
+    yield from _messages(run)
     yield from _numbers(run)
     yield from _times(run)
-    processes = log.process_ids
-    yield observe(
-        "log.one_process",
-        len(processes) == 1,
-        "one process id",
-        ", ".join(str(process) for process in processes),
-        tuple(Where(run.detail_path, line) for line in list(processes.values())[:20]),
-    )
+    yield _writer(run)
     yield from _source_positions(run)
+
+
+def _writer(run: RunView) -> Observation:
+    """One process; and the thread that began the test says all but errors, warnings and messages."""
+    log = run.detail
+    processes = log.process_ids
+    threads = {entry.thread_id: entry.line for entry in reversed(log.order) if entry.key != "generic_message"}
+    found = f"process {', '.join(map(str, processes))}; thread {', '.join(map(str, list(threads)[:20]))}"
+    places = sorted({*list(processes.values())[:20], *list(threads.values())[:20]})
+    return observe(
+        "log.one_process",
+        len(processes) == 1 and len(threads) <= 1,
+        "one process, and one of its threads",
+        found,
+        tuple(Where(run.detail_path, line) for line in places) or run.at(),
+    )
 
 
 def expected_keys(log: DetailLog) -> tuple[list[str], list[str]] | None:
@@ -294,6 +310,25 @@ def _repeats(run: RunView) -> Iterator[Observation]:
         "one line of each kind",
         f"{shown(again[0].key)} stands {log.counts[again[0].key]} times" if again else "one",
         tuple(Where(run.detail_path, entry.line) for entry in again) or run.at(),
+    )
+
+
+def _messages(run: RunView) -> Iterator[Observation]:
+    """How it starts and, where one thread issues the queries, that it ended naturally; else an error says why not."""
+    log, scenario, mode = run.detail, run.detail.text("effective_scenario"), run.detail.text("effective_test_mode")
+    ended = "result_validity" in log.first or "power_end" in log.first
+    if mode not in _STARTS or not ended or not is_known_version(log.text("loadgen_version")):
+        return
+    expected = [_STARTS[mode]]
+    if mode == "PerformanceOnly" and scenario in ("Offline", "SingleStream") and not log.error_count:
+        expected.append("Ending naturally: Minimum query count and test duration met.")
+    held = log.messages == expected or (log.error_count > 0 and log.messages[:1] == expected)
+    yield observe(
+        "log.messages",
+        held or (scenario == "MultiStream" and log.messages[:1] == expected),
+        shown("; ".join(expected)),
+        shown("; ".join(log.messages)) or "none",
+        run.at("generic_message"),
     )
 
 

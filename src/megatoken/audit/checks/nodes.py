@@ -137,22 +137,48 @@ def _rate(samples_per_second: float | None) -> str:
 
 
 def _copies(runs: Sequence[Run]) -> Iterator[Observation]:
-    """Two runs never agree to the nanosecond in their longest and mean latency."""
+    """Two runs never agree to the nanosecond in their longest and mean latency, nor in when their logs began."""
     seen: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in runs:
         latencies = run.figures.latency_seconds
         if "max" in latencies and "mean" in latencies:
             seen[run.figures.scenario, latencies["max"], latencies["mean"], latencies.get("p50")].append(run)
     copies = [group for group in seen.values() if len(group) > 1]
+    begun = [group for group in same_beginnings(runs) if group not in copies]
     compared = sum(map(len, seen.values()))
+    problems = [f"{_names([run.node for run in group])} have the same to the nanosecond" for group in copies]
+    problems += [f"{_names([run.node for run in group])} have logs of one run, and other results" for group in begun]
     yield observe(
         "nodes.copies",
-        False if copies else True if compared == len(runs) else None,
+        False if problems else True if compared == len(runs) else None,
         "every node with results of its own",
-        "; ".join(f"{_names([run.node for run in group])} have the same to the nanosecond" for group in copies)
+        "; ".join(problems)
         or (f"{compared} different results" if compared == len(runs) else f"{compared} of {len(runs)} say latencies"),
-        tuple(run.where("result_max_latency_ns") for group in copies for run in group),
+        tuple(run.where("result_max_latency_ns") for group in (*copies, *begun) for run in group),
     )
+
+
+def same_beginnings(runs: Sequence[Run]) -> list[list[Run]]:
+    """Groups of runs whose logs began at the same moments after the start of their process: one run, several times."""
+    seen: dict[tuple[object, ...], list[Run]] = defaultdict(list)
+    for run in runs:
+        if run.beginnings:
+            seen[(run.figures.process_id, *run.beginnings)].append(run)
+    return [group for group in seen.values() if len(group) > 1]
+
+
+def check_systems_apart(runs: Sequence[Run]) -> Iterator[Observation]:
+    """In a submission one run may stand for two benchmarks that differ in their accuracy; for two systems it cannot."""
+    for group in same_beginnings(runs):
+        systems = {f"{run.submitter or ''} {run.node}".strip(): run for run in group}
+        if len(systems) > 1:
+            yield observe(
+                "submission.copies",
+                False,
+                "every system with runs of its own",
+                shown(f"{_names(list(systems))} have logs of one run"),
+                tuple(run.where() for run in systems.values()),
+            )
 
 
 def _names(nodes: Sequence[str]) -> str:

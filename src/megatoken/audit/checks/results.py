@@ -10,13 +10,14 @@ from megatoken.audit.checks.stopping import RANKS, check_early_stopping
 from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.evidence import Where
 from megatoken.audit.figures import completion_seconds, elapsed, logged_start, power_times, whole
-from megatoken.audit.finding import Observation, shown
+from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.shuffle import MOST_ARRIVALS, arrival_seconds
 from megatoken.audit.view import RunView, observe
 
 # Products of two or three numbers of six digits each.
 DIGITS = 6e-6
 PRODUCT = 3e-5
+UNLIKE = 4.0  # times that the mean of the samples may differ from the mean of the tokens
 LATE_SECONDS = 60.0  # LoadGen may take so long to write what it has measured
 _ORDERED = ("min", *RANKS, "max")
 _FLAGS = ("result_perf_constraints_met", "result_min_duration_met", "result_min_queries_met", "early_stopping_met")
@@ -29,6 +30,7 @@ def check_results(run: RunView) -> Iterator[Observation]:
     if run.is_performance and "result_validity" in log.first:
         yield from _rates(run)
         yield from _latencies(run)
+        yield from _first_tokens(run)
         yield from _clock(run)
         yield from _flags(run)
         yield from check_early_stopping(run)
@@ -74,16 +76,36 @@ def _rates(run: RunView) -> Iterator[Observation]:
     elif scenario == "Server":
         yield from _server_rates(run)
     elif scenario == "SingleStream":
-        rate, mean_ns = log.number("result_qps_without_loadgen_overhead"), log.number("result_mean_latency_ns")
-        if rate and mean_ns:
-            yield observe(
-                "result.rate",
-                _close(rate, 1e9 / mean_ns, DIGITS),
-                f"{1e9 / mean_ns:.6g} queries/s: one in the mean latency",
-                f"{rate:g} queries/s",
-                run.at("result_qps_without_loadgen_overhead", "result_mean_latency_ns"),
-            )
+        yield from _stream_rates(run)
     yield from _token_counts(run)
+
+
+def _stream_rates(run: RunView) -> Iterator[Observation]:
+    """One query in the mean latency; with LoadGen's own time between queries a little less, and as the clocks say."""
+    log = run.detail
+    keys = ("result_qps_without_loadgen_overhead", "result_qps_with_loadgen_overhead", "result_mean_latency_ns")
+    alone, with_overhead, mean_ns = (log.number(key) for key in keys)
+    queries, longest_ns = whole(log, "result_query_count"), log.number("result_max_latency_ns")
+    if not alone or not with_overhead or not mean_ns or not queries or longest_ns is None:
+        yield observe("result.rate", None, "a query in the mean latency", "figures missing", run.at(*keys))
+        return
+    problems = []
+    if not _close(alone, 1e9 / mean_ns, DIGITS):
+        problems.append(f"{1e9 / mean_ns:.6g} queries/s without overhead, one in the mean latency")
+    issued = (queries - 1) / with_overhead  # when the last query was issued, after all before it were answered
+    if issued * (1 + DIGITS) < (queries * mean_ns - longest_ns) / 1e9:
+        problems.append(f"the last query issued after {(queries * mean_ns - longest_ns) / 1e9:.6g} s, not {issued:.6g}")
+    begin, end = power_times(log)
+    window = elapsed(begin, end) if begin and end else None
+    if window is not None and not issued * (1 - DIGITS) - 0.01 <= window <= issued + longest_ns / 1e9 + LATE_SECONDS:
+        problems.append(f"a power window of {window:.3f} s, not {issued:.3f} s")
+    yield observe(
+        "result.rate",
+        not problems,
+        shown("; ".join(problems)) or "rates that follow from the mean latency and the clocks",
+        "; ".join(run.text(key) for key in keys),
+        run.at(*keys),
+    )
 
 
 def _server_rates(run: RunView) -> Iterator[Observation]:
@@ -183,6 +205,31 @@ def _latencies(run: RunView) -> Iterator[Observation]:
     )
 
 
+def _first_tokens(run: RunView) -> Iterator[Observation]:
+    """What comes after the first tokens is the tokens after them times what each took, between least and most."""
+    log, figures = run.detail, run.figures
+    samples, tokens = figures.samples_issued, figures.output_tokens
+    if figures.scenario not in ("Server", "SingleStream") or not samples or not tokens or not figures.tpot_seconds:
+        return
+    tables = (figures.latency_seconds, figures.ttft_seconds, figures.tpot_seconds)
+    ends = [figures.tpot_seconds.get(name) for name in ("min", "max")]
+    known = [value for value in (*(table.get("mean") for table in tables), *ends) if value is not None]
+    if len(known) < 5 or tokens <= samples or log.error_count:
+        return
+    latency, ttft, tpot, least, most = known
+    after = (latency - ttft) * samples / (tokens - samples)
+    slack = 2e-9 + PRODUCT * abs(after)  # whole nanoseconds
+    possible = least - slack <= after <= most + slack
+    yield observe(
+        "result.first_tokens",
+        possible and after <= UNLIKE * (tpot + slack) and tpot <= UNLIKE * (after + slack),
+        f"{after * 1e3:.6g} ms a token after the first, by mean latency, mean TTFT and the number of tokens",
+        f"time per output token {tpot * 1e3:.6g} ms on average, from {least * 1e3:.6g} to {most * 1e3:.6g} ms",
+        run.at("result_first_token_mean_latency_ns", "result_mean_latency_ns", "result_time_to_output_token_mean"),
+        Severity.WARN if possible else Severity.FAIL,  # answers of many tokens may be the fast or the slow ones
+    )
+
+
 def disorder(values: Mapping[str, float], unit: str = " s") -> str:
     """The first two of minimum, percentiles and maximum that stand in the wrong order; empty if none do."""
     known = [(name, values[name]) for name in _ORDERED if name in values]
@@ -275,6 +322,10 @@ def _flags(run: RunView) -> Iterator[Observation]:
     if valid != ("VALID" if all(flag is True for flag in flags.values()) else "INVALID"):
         problems.append(f"{shown(valid)} with {', '.join(f'{key} {shown(flag)}' for key, flag in flags.items())}")
         keys += flags
+    unmet = any(flags.get(key) is False for key in _FLAGS if key != "early_stopping_met")
+    if "result_invalid_reason" in log.first and bool((log.text("result_invalid_reason") or "").strip()) is not unmet:
+        problems.append(f"a reason {shown(log.get('result_invalid_reason'))!r} with those constraints")
+        keys.append("result_invalid_reason")
     for key, expected in (
         ("result_min_duration_met", _min_duration_met(run)),
         ("result_min_queries_met", _min_queries_met(run)),

@@ -82,6 +82,8 @@ def _expected_effective(log: DetailLog) -> dict[str, object]:
     override = whole(log, "requested_performance_sample_count_override")
     rows = whole(log, "qsl_reported_performance_count")
     expected["performance_sample_count"] = override or rows
+    if (least := whole(log, "requested_accuracy_sample_count_override")) is not None:
+        expected["accuracy_sample_count"] = least or whole(log, "qsl_reported_total_count")
     min_queries = whole(log, "requested_min_query_count")
     duration = log.get("requested_min_duration_ms")
     samples = whole(log, "effective_samples_per_query")

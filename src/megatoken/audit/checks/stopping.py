@@ -12,31 +12,39 @@ from megatoken.audit.view import RunView, observe
 from megatoken.results import early_stopping
 
 RANKS = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p97": 0.97, "p99": 0.99, "p99.9": 0.999}
+# In the order in which LoadGen judges them; where the first fails it does not come to the second.
+_TEXTS = ("early_stopping_result", "early_stopping_tpot_result", "early_stopping_ttft_result")
+_SUCCESS = "Run successful."
+_ESTIMATE = re.compile(r"Early stopping (\d{1,2}(?:\.\d)?)th percentile estimate: (\d{1,18})")
+_MULTI_STREAM_PERCENTILE = 0.99  # that SingleStream estimates too
 
 
 def check_early_stopping(run: RunView) -> Iterator[Observation]:
-    """Server: whether few enough queries were over the limits; SingleStream: how many the estimate discards."""
+    """Server: whether few enough queries were over the limits; the streams: how many the estimate discards."""
     log, scenario = run.detail, run.figures.scenario
     queries = whole(log, "result_query_count")
     percentile = log.number("effective_target_latency_percentile")
-    if scenario not in ("Server", "SingleStream") or not queries or percentile is None or not 0.5 <= percentile < 1:
+    if (
+        scenario not in ("Server", "SingleStream", "MultiStream")
+        or not queries
+        or percentile is None
+        or not 0.5 <= percentile < 1
+    ):
         return
     if queries > early_stopping.MOST_QUERIES:
         return
-    keys = ("early_stopping_met", "early_stopping_ttft_result", "early_stopping_tpot_result", "early_stopping_result")
+    keys = ["early_stopping_met", *_TEXTS]
     met = log.get("early_stopping_met")
-    expected = (
-        _server_stopping(run, queries, percentile) if scenario == "Server" else _stream_stopping(queries, percentile)
-    )
-    problems = []
+    if scenario == "Server":
+        expected = _server_stopping(run, queries, percentile)
+        problems = [*_server_texts(run, queries, percentile), *_overlatency(run, queries)]
+        keys.append("result_overlatency_query_count")
+    else:  # of MultiStream the text tells of queries, whose latencies are not those of samples
+        expected = _stream_stopping(queries, percentile)
+        problems = list(_stream_texts(run, queries, percentile)) if met is True else []
+        keys += ["early_stopping_latency_ss", "early_stopping_latency_ms"]
     if expected is not None and met is not expected:
-        problems.append(f"early_stopping_met {expected}")
-    if scenario == "SingleStream" and met is True:
-        discarded = max(0, early_stopping.most_over(queries, percentile) - 1)
-        for key in keys[1:]:
-            told = re.search(r"Would discard (\d{1,12})", log.text(key) or "")
-            if told and int(told.group(1)) != discarded:
-                problems.append(f"{discarded} queries discarded, not {told.group(1)}")
+        problems.insert(0, f"early_stopping_met {expected}")
     yield observe(
         "result.early_stopping",
         not problems,
@@ -46,31 +54,8 @@ def check_early_stopping(run: RunView) -> Iterator[Observation]:
     )
 
 
-def _stream_stopping(queries: int, percentile: float) -> bool:
-    return queries >= early_stopping.queries_needed(1, percentile)
-
-
-def _server_stopping(run: RunView, queries: int, percentile: float) -> bool | None:
-    """Whether few enough were over the limits, where the percentiles tell; None where they leave it open."""
-    log = run.detail
-    allowed = early_stopping.most_over(queries, percentile)
-    if log.get("requested_use_token_latencies") is True:
-        limits = [
-            (run.figures.tpot_seconds, log.number("requested_server_tpot_latency")),
-            (run.figures.ttft_seconds, log.number("requested_server_ttft_latency")),
-        ]
-    else:
-        limits = [(run.figures.latency_seconds, log.number("effective_target_latency_ns"))]
-    answers = [_few_over(values, limit, queries, allowed) for values, limit in limits]
-    if any(answer is False for answer in answers):
-        return False
-    return None if any(answer is None for answer in answers) else True
-
-
-def _few_over(values: Mapping[str, float], limit_ns: float | None, queries: int, allowed: int) -> bool | None:
-    if limit_ns is None:
-        return None
-    limit = limit_ns / 1e9
+def places_over(values: Mapping[str, float], limit: float, queries: int) -> tuple[int, int]:
+    """Fewest and most values above ``limit``, by the percentiles of ``queries`` of them; of the same unit."""
     at_most, at_least = queries, 0
     for name, rank in RANKS.items():
         if name in values:
@@ -79,8 +64,107 @@ def _few_over(values: Mapping[str, float], limit_ns: float | None, queries: int,
                 at_most = min(at_most, queries - place - 1)
             else:
                 at_least = max(at_least, queries - place)
-    if "max" in values and values["max"] <= limit:
-        at_most = 0
-    if at_most <= allowed:
-        return True
-    return False if at_least > allowed else None
+    if "max" in values:
+        at_most, at_least = (0, at_least) if values["max"] <= limit else (at_most, max(at_least, 1))
+    if "min" in values and values["min"] > limit:
+        at_least = queries
+    return at_least, at_most
+
+
+def _stream_stopping(queries: int, percentile: float) -> bool:
+    return queries >= early_stopping.queries_needed(1, percentile)
+
+
+def _limits(run: RunView) -> dict[str, tuple[Mapping[str, float], float | None]]:
+    """Latencies in seconds and their limit in ns, by the text that tells of them."""
+    log = run.detail
+    if log.get("requested_use_token_latencies") is not True:
+        return {_TEXTS[0]: (run.figures.latency_seconds, log.number("effective_target_latency_ns"))}
+    return {
+        _TEXTS[1]: (run.figures.tpot_seconds, log.number("requested_server_tpot_latency")),
+        _TEXTS[2]: (run.figures.ttft_seconds, log.number("requested_server_ttft_latency")),
+    }
+
+
+def _server_stopping(run: RunView, queries: int, percentile: float) -> bool | None:
+    """Whether few enough were over the limits, where the percentiles tell; None where they leave it open."""
+    allowed = early_stopping.most_over(queries, percentile)
+    answers: list[bool | None] = []
+    for values, limit_ns in _limits(run).values():
+        at_least, at_most = (0, queries) if limit_ns is None else places_over(values, limit_ns / 1e9, queries)
+        answers.append(True if at_most <= allowed else False if at_least > allowed else None)
+    if any(answer is False for answer in answers):
+        return False
+    return None if any(answer is None for answer in answers) else True
+
+
+def _server_texts(run: RunView, queries: int, percentile: float) -> Iterator[str]:
+    """What LoadGen says of each limit, against its own verdict, the count of queries and the percentiles."""
+    failed = False
+    for key, (values, limit_ns) in _limits(run).items():
+        text = " ".join((run.detail.text(key) or "").replace("*", " ").split())
+        if failed:
+            if text:
+                yield f"no {key} after another limit was not kept"
+            continue
+        failed = text != _SUCCESS
+        if not failed or limit_ns is None:
+            continue
+        told = re.search(r"Processed (\d{1,12}) queries\. Would need to run at least (\d{1,12}) more queries", text)
+        at_least, at_most = places_over(values, limit_ns / 1e9, queries)
+        fewest, most = (early_stopping.queries_needed(over, percentile) - queries for over in (at_least, at_most))
+        if told is None:
+            yield f"{key} {_SUCCESS} or how many queries it would need"
+        elif int(told.group(1)) != queries:
+            yield f"{key} of {queries} queries, not {told.group(1)}"
+        elif not max(1, fewest) <= int(told.group(2)) <= most:
+            yield f"{key} with {max(1, fewest)} to {most} more queries, not {told.group(2)}"
+    if failed is run.detail.get("early_stopping_met"):
+        yield f"early_stopping_met {not failed}, as the text says"
+
+
+def _overlatency(run: RunView, queries: int) -> Iterator[str]:
+    count, limit_ns = (
+        whole(run.detail, "result_overlatency_query_count"),
+        whole(run.detail, "effective_target_latency_ns"),
+    )
+    if count is not None and limit_ns is not None:
+        at_least, at_most = places_over(run.figures.latency_seconds, limit_ns / 1e9, queries)
+        if not at_least <= count <= at_most:
+            yield f"{at_least} to {at_most} queries over {limit_ns} ns, not {count}"
+
+
+def _stream_texts(run: RunView, queries: int, percentile: float) -> Iterator[str]:
+    """The estimates are latencies of one query each, whose place among all is known."""
+    log, scenario = run.detail, run.figures.scenario
+    estimates: list[int] = []
+    for key, (values, _) in _limits(run).items():
+        text = log.text(key) or ""
+        told = re.search(r"Processed at least (\d{1,12}) queries \((\d{1,12})\).*Would discard (\d{1,12})", text)
+        if told is None:
+            continue
+        expected = (early_stopping.queries_needed(1, percentile), queries, _discarded(queries, percentile))
+        if tuple(int(number) for number in told.groups()) != expected:
+            yield f"{key} with at least {expected[0]} of {queries} queries, {expected[2]} discarded"
+        estimates = []
+        for at, (name, number) in zip((percentile, _MULTI_STREAM_PERCENTILE), _ESTIMATE.findall(text), strict=False):
+            estimates.append(int(number))
+            low, high = _bounds(values, queries - 1 - _discarded(queries, at), queries)
+            if scenario == "SingleStream" and not low - 1e-9 <= int(number) / 1e9 <= high + 1e-9:
+                yield f"an estimate of {name} % in {key} between {low:.9g} and {high:.9g} s, not {number} ns"
+    kept = ("early_stopping_latency_ss", "early_stopping_latency_ms")
+    for key, estimate in zip(kept if scenario == "SingleStream" else kept[1:], estimates, strict=False):
+        if whole(log, key) != estimate:  # LoadGen keeps the last: that of the first token
+            yield f"{key} {estimate}"
+
+
+def _discarded(queries: int, percentile: float) -> int:
+    return max(0, early_stopping.most_over(queries, percentile) - 1)
+
+
+def _bounds(values: Mapping[str, float], place: int, queries: int) -> tuple[float, float]:
+    """Between which of the percentiles the value at a place of the sorted must lie."""
+    places = {name: math.floor(queries * rank) for name, rank in RANKS.items()} | {"min": 0, "max": queries - 1}
+    below = [values[name] for name, at in places.items() if name in values and at <= place]
+    above = [values[name] for name, at in places.items() if name in values and at >= place]
+    return max(below, default=0.0), min(above, default=math.inf)

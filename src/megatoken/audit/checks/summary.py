@@ -76,7 +76,31 @@ _LABELS = {
 }
 # Rates of tokens that the detail log has in every scenario but Offline, and the summary in one only.
 _ONLY_IN = {"TPS w/ loadgen overhead": "SingleStream", "Completed tokens per second": "Server"}
-_NOT_IN_DETAIL = ("TPS w/o loadgen overhead", "ttft_latency (ns)", "tpot_latency (ns)")  # the last two: Offline
+_NOT_IN_DETAIL = ("ttft_latency (ns)", "tpot_latency (ns)")  # of Offline
+_PER_NANOSECOND = {"TPS w/o loadgen overhead": "result_token_throughput"}
+_SEE_DETAIL = "See the detailed log for why this may have occurred."
+_RULERS = 2 * len(HEADINGS)
+
+
+def _statistics(noun: str, percentile: str) -> list[str]:
+    return [*(f"{word} {noun}" for word in ("Min", "Max", "Mean")), *(f"{p} {percentile}" for p in PERCENTILES)]
+
+
+# As LoadGen prints them, where it does; its rate of tokens comes twice in the Server scenario.
+_ORDER = [
+    *("SUT name", "Scenario", "Mode", "Samples per second", "Completed samples per second"),
+    *("Tokens per second", "Completed tokens per second", "Tokens per second (inferred)"),
+    *("Completed tokens per second (inferred)", "Result is", "Performance constraints satisfied"),
+    *("Min duration satisfied", "Min queries satisfied", "Early stopping satisfied", "QPS w/ loadgen overhead"),
+    *("QPS w/o loadgen overhead", "Scheduled samples per second"),
+    *_statistics("latency (ns)", "percentile latency (ns)"),
+    *("TPS w/ loadgen overhead", "TPS w/o loadgen overhead", "Completed tokens per second"),
+    *_statistics("First Token latency (ns)", "percentile first token latency (ns)"),
+    *_statistics("Time per Output Token (ns)", "percentile time to output token (ns)"),
+    *("samples_per_query", "target_qps", "target_latency (ns)", "ttft_latency (ns)", "tpot_latency (ns)"),
+    *("max_async_queries", "min_duration (ms)", "max_duration (ms)"),
+    *_PARAMETERS[_PARAMETERS.index("min_query_count") :],
+]
 
 
 def check_summary(run: RunView) -> Iterator[Observation]:
@@ -105,12 +129,13 @@ def _fields(run: RunView, log: SummaryLog) -> Iterator[Observation]:
     labels_of_keys: dict[str, str] = {}
     compared = 0
     for item in log.fields:
-        key = _key(item.label, run.figures.scenario)
+        key = _PER_NANOSECOND.get(item.label) or _key(item.label, run.figures.scenario)
         if key is None or key not in detail.first:
             continue
         labels_of_keys[key] = item.label
         compared += 1
-        if not _agrees(item.value, detail, key):
+        scale = 1e9 if item.label in _PER_NANOSECOND else 1.0
+        if not _agrees(item.value, detail, key, scale):
             wrong.append((item, key))
     places = [Where(path, item.line) for item, _ in wrong]
     yield observe(
@@ -121,33 +146,60 @@ def _fields(run: RunView, log: SummaryLog) -> Iterator[Observation]:
         shown("; ".join(f"{item.label}: {item.value}" for item, _ in wrong)) or f"{compared} fields agree",
         (*places, *(run.at(*(key for _, key in wrong)) if wrong else ())) or (Where(path),),
     )
-    for name, (text, line) in log.early_stopping.items():
+    for name in ("", "TTFT", "TPOT"):
         key = f"early_stopping_{name.lower()}_result" if name else "early_stopping_result"
         told = detail.text(key)
-        if told is not None:
+        if told is not None and run.figures.scenario != "Offline":  # which has none, and prints none
+            text, line = log.early_stopping.get(name, ("not told", log.lines))
             yield observe(
                 "summary.early_stopping",
                 text.split() == told.split(),
-                shown(" ".join(told.split())),
-                shown(text),
+                shown(" ".join(told.split())) or "no text",
+                shown(text) or "no text",
                 (Where(path, line), *run.at(key)),
             )
+    yield from _recommendations(run, log)
+
+
+def _recommendations(run: RunView, log: SummaryLog) -> Iterator[Observation]:
+    """Why the run is INVALID, in both logs; nothing where only early stopping failed."""
+    told = run.detail.text("result_invalid_reason")
+    if told is None and log.recommendations is None:
+        return
+    text, line = log.recommendations or ("", log.lines)
+    said, expected = ("".join(words.replace(_SEE_DETAIL, "").replace("*", "").split()) for words in (text, told or ""))
+    yield observe(
+        "summary.reason",
+        said == expected and (told is None) is (log.recommendations is None),
+        shown(" ".join((told or "").split())) or "no recommendation",
+        shown(text) or "none",
+        (Where(run.files.summary or "", line), *run.at("result_invalid_reason")),
+    )
 
 
 def _structure(run: RunView, log: SummaryLog) -> Iterator[Observation]:
     path = run.files.summary or ""
     unknown = [
-        item for item in log.fields if not _key(item.label, run.figures.scenario) and item.label not in _NOT_IN_DETAIL
+        item
+        for item in log.fields
+        if not _key(item.label, run.figures.scenario) and item.label not in (*_NOT_IN_DETAIL, *_PER_NANOSECOND)
     ]
     strange = [*log.strange, *(Damage(item.line, item.label) for item in unknown)]
     labels = {_usual(item.label) for item in log.fields}
     missing = [heading for heading in HEADINGS if heading not in log.headings]
+    missing += ["rulers"] * (log.rulers < _RULERS)
     missing += [label for label in _expected_labels(run) if label not in labels]
     doubled = sorted({item.label for item in log.fields if _count(log, item.label) > _allowed(item.label, run)})
     warns = version_number(run.detail.text("loadgen_version")) >= LOGS_PADDING
     if warns and run.detail.get("effective_sample_concatenate_permutation") is True and not log.warns_of_permutation:
         missing.append("the warning that sample_concatenate_permutation was set")
     problems = []
+    moved = _moved(run, log)
+    mixed = 0 < log.carriage_returns < log.lines
+    if mixed:
+        problems.append(f"{log.carriage_returns:,} of {log.lines:,} lines end in CR LF, the others in LF")
+    if moved:
+        problems.append(f"{moved.label} where it does not belong")
     if missing:
         problems.append(f"missing: {', '.join(missing)}")
     if strange:
@@ -155,21 +207,37 @@ def _structure(run: RunView, log: SummaryLog) -> Iterator[Observation]:
     if doubled:
         problems.append(f"more than once: {', '.join(doubled)}")
     places = [Where(path, damage.line) for damage in strange[:20]]
-    places += [Where(path, item.line) for item in log.fields if item.label in doubled]
+    places += [Where(path, item.line) for item in log.fields if item.label in doubled or item is moved]
     yield observe(
         "summary.lines",
         not problems,
-        "every line that LoadGen prints, once, and no other",
+        "every line that LoadGen prints, once, in its order, and no other",
         shown("; ".join(problems)) or f"{log.lines} lines",
         tuple(places) or (Where(path),),
-        Severity.FAIL if strange or doubled else run.absent,
+        Severity.FAIL if strange or doubled or moved or mixed else run.absent,
     )
+
+
+def _moved(run: RunView, log: SummaryLog) -> SummaryField | None:
+    """The first field that stands before what LoadGen prints before it; MultiStream prints some latencies twice."""
+    if run.figures.scenario == "MultiStream":
+        return None
+    rank = 0
+    for item in log.fields:
+        places = [place for place, label in enumerate(_ORDER) if label == _usual(item.label)]
+        later = [place for place in places if place >= rank]
+        if places and not later:
+            return item
+        rank = min(later, default=rank)
+    return None
 
 
 def _expected_labels(run: RunView) -> list[str]:
     """Labels whose values stand in the detail log, in every performance summary of this scenario."""
     detail = run.detail
     labels = ["SUT name", "Scenario", "Mode", "Result is"]
+    if run.figures.scenario == "SingleStream":
+        labels += [label for label, key in _PER_NANOSECOND.items() if key in detail.first]
     for label, key in _LABELS.items():
         printed = _ONLY_IN.get(label) in (None, run.figures.scenario)
         if key in detail.first and printed and label not in labels and not label.endswith("_latency (ns)"):
@@ -226,8 +294,8 @@ def _key(label: str, scenario: str | None) -> str | None:
     return None
 
 
-def _agrees(printed: str, detail: DetailLog, key: str) -> bool:
-    """Whether a summary's text shows the value of ``key``: some rates with two decimals, flags as words."""
+def _agrees(printed: str, detail: DetailLog, key: str, scale: float = 1.0) -> bool:
+    """Whether a summary shows the value of ``key`` times ``scale``: some rates with two decimals, flags as words."""
     entry = detail.first[key]
     value = entry.value
     printed = printed.strip()
@@ -235,7 +303,7 @@ def _agrees(printed: str, detail: DetailLog, key: str) -> bool:
         return printed == (("Yes" if value else "NO") if key.endswith("_met") else ("1" if value else "0"))
     if isinstance(value, str):
         return printed == value.strip()
-    if printed == entry.text:
+    if printed == entry.text and scale == 1.0:
         return True
     try:
         number = float(printed)
@@ -243,7 +311,7 @@ def _agrees(printed: str, detail: DetailLog, key: str) -> bool:
         return False
     if not isinstance(value, int | float) or not re.fullmatch(r"-?\d+\.\d\d", printed):
         return False
-    return abs(number - value) <= 0.00501 + 6e-6 * abs(value)
+    return abs(number - value * scale) <= 0.00501 + 6e-6 * abs(value * scale)
 
 
 def _as_printed(detail: DetailLog, key: str) -> str:

@@ -85,6 +85,8 @@ def check_configurations(configurations: Sequence[Configuration], runs: Sequence
 
 
 def _sizing(configuration: Configuration, runs: Sequence[Run]) -> Iterator[Observation]:
+    if configuration.path.rpartition("/")[2] == "user.conf":
+        return  # held against the log of each run, with its other settings
     for key, scenario in (("offline_expected_qps", "Offline"), ("server_target_qps", "Server")):
         wanted = configuration.values.get(key)
         mine = [run for run in runs if run.figures.scenario == scenario and _beside(configuration, run)]
@@ -103,10 +105,8 @@ def _sizing(configuration: Configuration, runs: Sequence[Run]) -> Iterator[Obser
 
 
 def _beside(configuration: Configuration, run: Run) -> bool:
-    """A user.conf speaks for the runs below its folder, a file below configs for all runs of what holds that folder."""
-    folder, _, name = configuration.path.rpartition("/")
-    if name != "user.conf":
-        folder = folder.partition("configs")[0].rstrip("/")
+    """A file below configs speaks for all runs of what holds that folder."""
+    folder = configuration.path.rpartition("/")[0].partition("configs")[0].rstrip("/")
     return not folder or run.path == folder or run.path.startswith(f"{folder}/")
 
 
