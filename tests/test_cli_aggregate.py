@@ -20,7 +20,7 @@ def test_eighteen_published_nodes(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "aggregate.json").read_text())
     assert document["scaling_efficiency"] == pytest.approx(1_100_948.3 / 18 / 62_000)
     assert len(document["stragglers"]["nodes"]) == 5
-    assert "1,100,948" in (tmp_path / "report.html").read_text()
+    assert "1,100,948" in (tmp_path / "aggregate.html").read_text()
     strict = document_of("aggregate", logs, "--straggler-threshold", 0.08)
     assert strict["stragglers"]["nodes"] == []
 
@@ -35,7 +35,11 @@ def test_a_real_run_is_one_node(tmp_path_factory: pytest.TempPathFactory) -> Non
 
 
 def test_repeats_are_no_nodes(tmp_path_factory: pytest.TempPathFactory) -> None:
-    assert "megatoken compare" in refused("aggregate", *two_runs(tmp_path_factory))
+    runs = two_runs(tmp_path_factory)
+    for given in (runs, [runs[0].parent], [runs[0].parent.parent]):
+        why = refused("aggregate", *given)
+        for words in ("2 runs of node", "did not all run at the same time", "megatoken compare", "megatoken report"):
+            assert words in why
 
 
 def test_what_cannot_be_aggregated(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_the_published_logs_and_the_claims_about_them(tmp_path: Path) -> None:
         for line in file.read_text().splitlines()
         if line.startswith("source: ")
     }
-    assert "1,100,948" in (tmp_path / "audit" / "report.html").read_text()
+    assert "1,100,948" in (tmp_path / "audit" / "audit.html").read_text()
 
 
 def test_a_round_that_is_claimed_makes_failures_of_its_rules(tmp_path_factory: pytest.TempPathFactory) -> None:

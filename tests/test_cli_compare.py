@@ -20,7 +20,7 @@ def test_published_rows_by_id_and_by_accelerator(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "comparison.json").read_text())
     assert document["kind"] == "comparison"
     assert [row["state"] for row in document["rows"]] == ["verified", "verified", "no data"]
-    assert (tmp_path / "report.html").read_text().startswith("<!")
+    assert (tmp_path / "comparison.html").read_text().startswith("<!")
 
 
 def test_another_benchmark_and_scenario() -> None:

@@ -18,7 +18,7 @@ def test_the_documents_capacities(tmp_path: Path) -> None:
     (line,) = (line for line in stdout.splitlines() if line.startswith("Document rounded, interactions/s"))
     assert line.split()[-4:] == ["1,690", "440", "440", "110"]
     assert json.loads((tmp_path / "plan_capacity.json").read_text())["kind"] == "plan_capacity"
-    assert "1,690" in (tmp_path / "report.html").read_text()
+    assert "1,690" in (tmp_path / "plan_capacity.html").read_text()
 
 
 def test_twelve_nodes_replaced_by_twelve() -> None:
@@ -75,6 +75,10 @@ def test_all_four_of_a_real_run(tmp_path_factory: pytest.TempPathFactory) -> Non
     for plan in PLANS:
         assert document_of("plan", plan, first, *more[plan])["kind"] == f"plan_{plan}"
     assert "too alike to price" in refused("plan", "capacity", first, "--second-run", second)
+    both = document_of("plan", "capacity", first.parent)["inputs"][0]
+    rates = [json.loads((run / "result.json").read_text())["output_tokens_per_second"] for run in (first, second)]
+    assert both["value"] == pytest.approx(sum(rates) / 2)
+    assert both["low"] < min(rates) <= max(rates) < both["high"]
 
 
 @pytest.mark.parametrize("plan", PLANS)

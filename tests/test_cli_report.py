@@ -28,13 +28,34 @@ def test_pages_of_runs_are_made_anew(tmp_path_factory: pytest.TempPathFactory, t
 
 def test_the_page_of_a_saved_document(tmp_path: Path) -> None:
     assert call("plan", "energy", *RACK, "--out", tmp_path / "plan")[0] == 0
-    saved = (tmp_path / "plan" / "report.html").read_text()
-    (tmp_path / "plan" / "report.html").unlink()
-    assert call("report", tmp_path / "plan")[:2] == (0, f"{tmp_path / 'plan' / 'report.html'}\n")
-    assert (tmp_path / "plan" / "report.html").read_text() == saved
+    saved = (tmp_path / "plan" / "plan_energy.html").read_text()
+    (tmp_path / "plan" / "plan_energy.html").unlink()
+    assert call("report", tmp_path / "plan")[:2] == (0, f"{tmp_path / 'plan' / 'plan_energy.html'}\n")
+    assert (tmp_path / "plan" / "plan_energy.html").read_text() == saved
     elsewhere = tmp_path / "page.html"
     assert call("report", tmp_path / "plan" / "plan_energy.json", "--out", elsewhere)[:2] == (0, f"{elsewhere}\n")
     assert elsewhere.read_text() == saved
+
+
+def test_a_folder_of_equal_runs_has_a_page_on_all_of_them(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(two_runs(tmp_path_factory)[0].parent, tmp_path / "runs"))
+    together = folder / "repeats.html"
+    expected = [*(run / "report.html" for run in sorted(folder.iterdir())), together]
+    code, stdout, err = call("report", folder)
+    assert (code, stdout.splitlines(), err) == (0, [str(page) for page in expected], "")
+    assert "mean of 2 runs, with 95 % confidence" in together.read_text()
+
+
+def test_the_page_of_a_document_lies_beside_it_wherever_the_command_is_called(tmp_path: Path) -> None:
+    assert call("plan", "energy", *RACK, "--out", tmp_path)[0] == 0
+    (tmp_path / "plan_energy.json").rename(tmp_path / "ours.json")
+    assert call("report", tmp_path / "ours.json")[:2] == (0, f"{tmp_path / 'ours.html'}\n")
+    (tmp_path / "ours.html").write_text("my own notes")
+    assert "ours.html: is there and is no page of megatoken" in refused("report", tmp_path / "ours.json")
+    assert (tmp_path / "ours.html").read_text() == "my own notes"
+    assert not Path("report.html").exists()
 
 
 def test_questions_to_many_runs(tmp_path_factory: pytest.TempPathFactory) -> None:

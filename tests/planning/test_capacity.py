@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatoken.errors import UsageError
-from megatoken.planning import from_number, from_run, load_assumptions, load_profiles, parse_factor, plan_capacity
+from megatoken.planning import from_number, from_runs, load_assumptions, load_profiles, parse_factor, plan_capacity
 from megatoken.planning.capacity import (
     Prices,
     in_flight,
@@ -153,8 +153,8 @@ def test_server_rates_are_not_derated_for_latency_twice(assumptions):
 
 
 def test_two_runs_price_by_measurement(assumptions, make_run):
-    reader = from_run(make_run(name="reader", input_tokens=2000, output_tokens=101), assumptions)
-    faster = from_run(make_run(name="writer", input_tokens=200, output_tokens=201), assumptions)
+    reader = from_runs([make_run(name="reader", input_tokens=2000, output_tokens=101)], assumptions)
+    faster = from_runs([make_run(name="writer", input_tokens=200, output_tokens=201)], assumptions)
     priced = price(reader, assumptions, faster)
     assert priced.state == "measured" and priced.range == (priced.prices,)
     assert [one.name for one in priced.inputs] == ["second_rate", "second_benchmark_input_tokens_per_output_token"]

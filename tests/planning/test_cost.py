@@ -12,7 +12,7 @@ from megatoken.planning import (
     Supply,
     System,
     from_number,
-    from_run,
+    from_runs,
     load_assumptions,
     load_profiles,
     plan_cost,
@@ -152,8 +152,25 @@ def test_plan_of_the_rack(rack, assumptions):
         row["line"] for row in plan.table("lines").rows
     }
     assert [row["profile"] for row in plan.table("interactions").rows] == ["simple_qa", "rag", "summarisation", "agent"]
+
+
+def test_a_plan_by_hand_at_half_use_and_at_full():
+    """8 accelerators, 1,000 output tokens/s, 10 kW at the wall; every number worked out on paper."""
+    own = [f"{name}={getattr(PLAIN, name)}" for name in ASSUMED]
+    assumptions = load_assumptions(settings=[*own, "benchmark_output_tokens_per_request=500"])
+    node = from_number(
+        1000.0, scope="node", accelerators=8, scenario="server", input_tokens_per_output_token=1.0,
+        assumptions=assumptions,
+    )  # fmt: skip
+    plan = plan_cost(System(node, power_given(10_000, "wall", "given")), [], assumptions)
+    # Half use: 6.4 + 2.4 + 0.6 + 0.3 + 1 + 2 = 12.7 $/h over 1.8 million tokens; egress 0.02, storage 0.012.
+    assert plan.result("Cost of the system").value == pytest.approx(12.7)
+    assert plan.result("Output tokens per hour").value == pytest.approx(1.8)
+    assert plan.result("Cost per million output tokens").value == pytest.approx(12.7 / 1.8 + 0.032)
+    # Full use: power 1 and cooling 0.5, so 13.3 $/h over 3.6 million tokens; egress and storage as before.
     full = plan.result("The same at the full latency-bound rate").value
-    assert full == pytest.approx(plan.result("Cost of the system").value / (1_100_948.3 * 0.884 * 3600 / 1e6))
+    assert full == pytest.approx(13.3 / 3.6 + 0.032)
+    assert full == pytest.approx(3.726444, abs=1e-6)
 
 
 def test_a_profile_like_the_benchmark_costs_what_the_headline_says(rack, assumptions):
@@ -228,8 +245,8 @@ def test_rented_plans_print_no_price_of_ownership(rack, assumptions):
 def test_cost_of_a_run_without_accelerators(make_run, assumptions):
     run = make_run()
     with pytest.raises(UsageError, match="1 for a machine without"):
-        plan_cost(System(from_run(run, assumptions), None), [], assumptions)
-    throughput = from_run(run, assumptions, accelerators=1)
+        plan_cost(System(from_runs([run], assumptions), None), [], assumptions)
+    throughput = from_runs([run], assumptions, accelerators=1)
     with pytest.raises(UsageError, match="power is not known"):
         plan_cost(System(throughput, None), [], assumptions)
     plan = plan_cost(System(throughput, power_given(250, "wall", "measured")), load_profiles(), assumptions)
@@ -296,7 +313,7 @@ def test_users_are_counted_with_the_limits_they_wait(rack, assumptions):
 
 
 def test_a_run_states_the_length_of_its_own_answers(make_run, assumptions):
-    run = from_run(make_run(), assumptions, accelerators=1)
+    run = from_runs([make_run()], assumptions, accelerators=1)
     plan = plan_cost(System(run, power_given(65, "wall", "given")), [], assumptions)
     [length] = [one for one in plan.inputs if one.name == "benchmark_output_tokens_per_request"]
     assert (length.state, length.value) == ("measured", run.output_tokens_per_request)

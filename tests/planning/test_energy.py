@@ -8,7 +8,7 @@ from megatoken.errors import UsageError
 from megatoken.planning import (
     energy_of,
     from_number,
-    from_run,
+    from_runs,
     load_assumptions,
     load_profiles,
     plan_energy,
@@ -55,7 +55,7 @@ def test_tdp_by_any_usual_name(name, watts):
 def test_a_measured_run_is_set_against_its_own_tokens(make_run, assumptions):
     run = make_run(watts=400.0, gpus=("NVIDIA H200",))
     energy = energy_of([run])
-    throughput = from_run(run, assumptions)
+    throughput = from_runs([run], assumptions)
     power = power_of(throughput, energy)
     plan = plan_energy(throughput, power, assumptions, energy=energy)
     assert (power.watts, power.state, power.boundary) == (400.0, "measured", "accelerators")
@@ -66,7 +66,7 @@ def test_a_measured_run_is_set_against_its_own_tokens(make_run, assumptions):
 
 def test_a_run_without_power_falls_back_to_the_data_sheet_and_says_so(make_run, assumptions):
     run = make_run(gpus=("NVIDIA H200",))
-    energy, throughput = energy_of([run]), from_run(run, assumptions)
+    energy, throughput = energy_of([run]), from_runs([run], assumptions)
     plan = plan_energy(throughput, power_of(throughput, energy), assumptions, energy=energy)
     assert plan.results[0].value == pytest.approx(run.result["output_tokens_per_second"] / 700)
     assert plan.results[0].state == "nameplate"

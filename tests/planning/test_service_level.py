@@ -3,7 +3,7 @@
 import pytest
 
 from megatoken.errors import UsageError
-from megatoken.planning import from_run, load_assumptions, load_profiles, plan_capacity
+from megatoken.planning import from_runs, load_assumptions, load_profiles, plan_capacity
 from megatoken.planning.service_level import ServiceLevel, judge_run
 
 LEVEL = ServiceLevel(ttft_seconds=2.0, tpot_seconds=0.2)
@@ -46,7 +46,7 @@ def test_offline_has_no_time_to_first_token(make_run):
 
 def test_plan_of_a_run_that_kept_the_level(make_run, assumptions):
     run = make_run()
-    plan = plan_capacity(from_run(run, assumptions), load_profiles(), assumptions)
+    plan = plan_capacity(from_runs([run], assumptions), load_profiles(), assumptions)
     rate = run.result["output_tokens_per_second"]
     assert plan.result("Latency-bound rate").value == pytest.approx(rate)
     assert plan.result("Latency-bound rate").state == "measured"
@@ -60,7 +60,7 @@ def test_plan_of_a_run_that_kept_the_level(make_run, assumptions):
 
 def test_plan_of_a_run_that_broke_it_uses_its_goodput(make_run, assumptions):
     run = make_run(slow=100)
-    plan = plan_capacity(from_run(run, assumptions), load_profiles(), assumptions)
+    plan = plan_capacity(from_runs([run], assumptions), load_profiles(), assumptions)
     assert plan.result("Rate within the service level").value is None
     assert plan.result("Latency-bound rate").value == pytest.approx(run.result["output_tokens_per_second"] * 0.9)
     assert plan.result("Goodput").value == pytest.approx(900 / run.result["rated_seconds"])
@@ -72,7 +72,7 @@ def test_plan_of_a_run_that_broke_it_uses_its_goodput(make_run, assumptions):
 
 def test_plan_of_an_offline_run_takes_the_published_share(make_run, assumptions):
     run = make_run(scenario="offline")
-    plan = plan_capacity(from_run(run, assumptions), load_profiles(), assumptions)
+    plan = plan_capacity(from_runs([run], assumptions), load_profiles(), assumptions)
     assert plan.result("Latency-bound rate").value == pytest.approx(run.result["output_tokens_per_second"] * 0.884)
     assert plan.result("Latency-bound rate").state == "estimate"
     inputs = {one.name: one for one in plan.inputs}
@@ -82,28 +82,28 @@ def test_plan_of_an_offline_run_takes_the_published_share(make_run, assumptions)
 def test_a_level_that_nobody_kept_leaves_nothing_to_plan(make_run):
     strict = load_assumptions(settings=["ttft_limit_seconds=0.1"])
     with pytest.raises(UsageError, match="no request kept the service level"):
-        plan_capacity(from_run(make_run(), strict), load_profiles(), strict)
+        plan_capacity(from_runs([make_run()], strict), load_profiles(), strict)
 
 
 def test_what_a_run_says_of_itself(make_run, assumptions):
     run = make_run(gpus=("NVIDIA H200",), verdict="INVALID")
-    throughput = from_run(run, assumptions)
+    throughput = from_runs([run], assumptions)
     assert (throughput.accelerators, throughput.accelerator) == (1, "NVIDIA H200")
     assert throughput.input_tokens_per_output_token == pytest.approx(200 / 101)
     assert throughput.output_tokens_per_request == pytest.approx(101)
     assert any("INVALID" in note for note in throughput.notes)
-    assert from_run(make_run(name="cpu"), assumptions).accelerators is None
+    assert from_runs([make_run(name="cpu")], assumptions).accelerators is None
 
 
 def test_a_run_without_a_completed_sample(make_run, assumptions):
     with pytest.raises(UsageError, match="no sample was completed"):
-        from_run(make_run(samples=5, failed=5), assumptions)
+        from_runs([make_run(samples=5, failed=5)], assumptions)
 
 
 @pytest.mark.parametrize("verdict", ["MEASURED", "INVALID"])
 def test_too_few_requests_are_not_taken_for_a_level_that_was_kept(make_run, assumptions, verdict):
     run = make_run(samples=300, verdict=verdict)
-    plan = plan_capacity(from_run(run, assumptions), load_profiles(), assumptions)
+    plan = plan_capacity(from_runs([run], assumptions), load_profiles(), assumptions)
     bound = plan.result("Latency-bound rate")
     assert bound.value == pytest.approx(run.result["output_tokens_per_second"] * 0.884)
     assert bound.state == "estimate"

@@ -261,7 +261,35 @@ def energy_document() -> dict[str, Any]:
     )
 
 
+def repeats_document() -> dict[str, Any]:
+    """Four runs of one setting, of which one was cut off."""
+    rates = [4405.2, 4398.7, 4411.9]
+    return head(
+        "repeats",
+        "Repeats of server llama2-70b fp8",
+        verdict="INTERRUPTED",
+        verdicts=["VALID", "VALID", "MEASURED", "INTERRUPTED"],
+        runs=["001", "002", "003", "004"],
+        runs_wanted=5,
+        runs_in_the_mean=["001", "002", "003"],
+        metrics={
+            "output_tokens_per_second": {
+                "values": rates, "mean": 4405.3, "geometric_mean": 4405.3, "low": 4388.9, "high": 4421.7
+            },
+            "energy_joules_per_output_token": {
+                "values": [0.15, 0.151, 0.152], "mean": 0.151, "geometric_mean": 0.151, "low": None, "high": None
+            },
+        },
+        percentiles={"loadgen_ttft_p99_seconds": {"values": [1.2, 1.31, 1.25]}},
+        confidence=0.95,
+        interval_formula="mean ± t(1 - (1 - confidence) / 2; n - 1) · s / √n",
+        seeds={"qsl": 1780908523862526354},
+        seeds_note="Every repeat has the same seeds.",
+    )  # fmt: skip
+
+
 DOCUMENTS = {
+    "repeats": repeats_document,
     "audit": audit_document,
     "aggregate": aggregate_document,
     "comparison": comparison_document,

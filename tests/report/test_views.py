@@ -219,7 +219,7 @@ def test_a_folder_shows_its_one_document(tmp_path):
     with pytest.raises(UsageError, match="neither a run folder"):
         write_report(tmp_path)
     saved, report = save_document(cost_document(), tmp_path / "out" / "cost")
-    assert (saved.name, report.name) == ("plan_cost.json", "report.html")
+    assert (saved.name, report.name) == ("plan_cost.json", "plan_cost.html")
     first = report.read_bytes()
     assert json.loads(saved.read_text())["kind"] == "plan_cost"
     assert write_report(saved.parent) == write_report(saved) == report
@@ -246,10 +246,31 @@ def test_a_saved_document_makes_the_same_page(name, tmp_path):
     assert report.read_text(encoding="utf-8") == page(document_view(checked(document)))
 
 
-def test_a_folder_of_runs_is_told_from_a_folder_of_nothing(tmp_path, make_run):
-    runs = make_run().parent
-    with pytest.raises(UsageError, match=r"holds run folders, 1 of them; give one, such as .*, or use --query"):
-        write_report(runs)
+def test_two_plans_in_one_folder_keep_their_pages(tmp_path):
+    pages = [save_document(DOCUMENTS[name](), tmp_path)[1] for name in ("plan_cost", "plan_capacity")]
+    assert [path.name for path in pages] == ["plan_cost.html", "plan_capacity.html"]
+    assert "Cost" in pages[0].read_text() and "Capacity" in pages[1].read_text()
+
+
+def test_what_is_not_ours_is_never_overwritten(tmp_path):
+    saved, page_of_it = save_document(cost_document(), tmp_path)
+    for theirs in (b"<!DOCTYPE html><title>my notes</title>", b"", b"\xff" * 10_000):
+        page_of_it.write_bytes(theirs)
+        for write in (lambda: write_report(saved), lambda: save_document(cost_document(), tmp_path)):
+            with pytest.raises(
+                UsageError, match=r"plan_cost\.html: is there and is no page of megatoken; move it away"
+            ):
+                write()
+        assert page_of_it.read_bytes() == theirs
+    page_of_it.unlink()
+    notes = tmp_path / "notes.html"
+    notes.write_text("mine")
+    with pytest.raises(UsageError, match=r"notes\.html: is there and is no page"):
+        write_report(saved, notes)
+    saved.write_text('{"my": "costs"}')
+    with pytest.raises(UsageError, match=r"plan_cost\.json: is there and is no document of megatoken"):
+        save_document(cost_document(), tmp_path)
+    assert (saved.read_text(), notes.read_text()) == ('{"my": "costs"}', "mine")
 
 
 def test_a_pipe_is_refused_not_waited_for(tmp_path):

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatoken.errors import UsageError
-from megatoken.results import RunFolder, SampleRow, read_run
 from megatoken.results.aggregation import aggregate, spreads
 from megatoken.results.files import plain
 from megatoken.results.nodes import NodeRow, natural, progress, run_node_rows
+from run_folders import run_folder
 
 SPREADS = {
     "(max - min) / min": 0.0904,
@@ -109,6 +109,7 @@ def test_three_rates_of_two_nodes_that_overlap_by_half():
     assert result.overlap_share == pytest.approx(1 / 3)
     assert "not simultaneous: all ran together for 33.3%" in result.sum_label
     assert not result.makespan.conditional
+    assert not any("add up" in note for note in result.notes)
 
 
 def test_nodes_in_turn_have_no_common_window():
@@ -116,6 +117,8 @@ def test_nodes_in_turn_have_no_common_window():
     assert result.common_window.output_tokens_per_second is None
     assert result.common_window.reason == "at no moment were all nodes running"
     assert result.overlap_share == 0
+    assert result.sum_label == "sum of 2 rates of runs that took turns: no two ran at the same time"
+    assert "their rates do not add up" in result.notes[0]
 
 
 def test_the_common_window_counts_what_was_done_in_it():
@@ -142,8 +145,9 @@ def test_one_log_under_two_names_is_named():
         ([], "no node to aggregate"),
         ([node("a", rate=0.0)], "no output tokens"),
         ([node("a", seconds=math.inf)], "no output tokens"),
-        ([node("a"), node("a", 200.0, source="second")], "comes twice"),
-        ([node("a", None), node("a", None, source="second")], "comes twice"),
+        ([node("a"), node("a", 200.0, source="second")], "2 runs of node a did not all run at the same time"),
+        ([node("a", source="one"), node("a", source="one")], "node a comes twice from one"),
+        ([node("a", None), node("a", None, source="second")], "are not shown to have run at the same time"),
         ([node("a", scenario="Offline"), node("b", scenario="Server")], "differ in scenario: Offline"),
     ],
 )
@@ -198,18 +202,16 @@ def test_progress_is_exact_where_tokens_are_evenly_spaced():
     assert (np.diff(tokens) >= 0).all()
 
 
-def run_folder(tmp_path, name: str, host: str, started_at: str, tokens: int = 11):
-    folder = RunFolder.create(
-        tmp_path,
-        name,
-        {"engine": {"device": "cpu"}},
-        {"hostname": host},
-        scenario="offline",
-        facts={"model": "tiny", "precision": "bf16", "started_at": started_at},
-    )
-    folder.add_samples([SampleRow(i, i, 0.0, 0.0, 1.0, 10.0, 5, tokens, "length", host) for i in range(10)])
-    folder.finish({"verdict": "MEASURED", "reasons": []})
-    return read_run(folder.path)
+def test_nodes_on_different_data_sets_are_no_one_result(tmp_path):
+    rows = [
+        row
+        for host in ("a", "b")
+        for row in run_node_rows(
+            run_folder(tmp_path, host, host, "2026-11-20T09:12:33+00:00", data_set="d.csv", data_set_sha256=host * 64)
+        )
+    ]
+    with pytest.raises(UsageError, match=r"differ in data_set: d\.csv \(SHA-256 aaaaaaaaaaaa\)"):
+        aggregate(rows)
 
 
 def test_run_folders_of_two_hosts(tmp_path):
@@ -224,7 +226,8 @@ def test_run_folders_of_two_hosts(tmp_path):
     expected = 10 * 10 + 10 * (1 + 20 * 8 / 9)
     assert result.common_window.output_tokens == pytest.approx(expected, rel=0.01)
     assert result.accelerators is None
-    assert result.workload == {"scenario": "offline", "model": "tiny", "precision": "bf16"}
+    known = {"scenario": "offline", "model": "tiny", "precision": "bf16"}
+    assert result.workload == {**known, "mode": None, "data_set": None}
     assert result.notes == ()
 
 

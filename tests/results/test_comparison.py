@@ -1,18 +1,21 @@
 """Results side by side: the published rows that put the documents' claims in context, and what is not like for like."""
 
 import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from azure import azure_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from test_aggregation import run_folder
 
 from megatoken.errors import UsageError
+from megatoken.results import Verdict, read_run
 from megatoken.results.aggregation import aggregate
 from megatoken.results.comparison import Entry, compare, ratio_interval, ratios, software_differences, student_t
 from megatoken.results.entries import accelerator_entry, aggregate_entry, published_entry, run_entry, split_benchmark
 from megatoken.results.files import plain
+from megatoken.results.machine import Occupation
 from megatoken.results.reference import (
     accelerator_facts,
     model_architectures,
@@ -20,6 +23,7 @@ from megatoken.results.reference import (
     published_results,
     results_of,
 )
+from run_folders import run_folder
 
 
 def entry(submission: str, benchmark: str = "llama2-70b-99", scenario: str = "Offline") -> Entry:
@@ -191,13 +195,16 @@ def test_the_interval_covers_as_often_as_it_says():
     assert 0.92 <= hits / 400 <= 0.98
 
 
+def equal_run(tmp_path, name: str, minute: float, seconds: float = 10.0, **facts):
+    """A run that began so many minutes after nine, with all that tells one test from another."""
+    began = (datetime(2026, 11, 20, 9, tzinfo=UTC) + timedelta(minutes=minute)).isoformat()
+    known = {"mode": "performance", "weights": "w", "data_set": "d.csv", "data_set_sha256": "0" * 64, **facts}
+    return run_folder(tmp_path, name, "host", began, seconds=seconds, **known)
+
+
 def test_two_sets_of_repeats_with_their_interval_and_software(tmp_path):
-    slow = [
-        run_folder(tmp_path, f"a{i}", "host", "2026-11-20T09:00:00+00:00", tokens) for i, tokens in enumerate((10, 11))
-    ]
-    fast = [
-        run_folder(tmp_path, f"b{i}", "host", "2026-11-20T09:00:00+00:00", tokens) for i, tokens in enumerate((20, 22))
-    ]
+    slow = [equal_run(tmp_path, f"a{i}", i, seconds) for i, seconds in enumerate((10.0, 11.0))]
+    fast = [equal_run(tmp_path, f"b{i}", 5 + i, seconds) for i, seconds in enumerate((5.0, 5.5))]
     for run in fast:
         run.environment["packages"] = {"torch": "2.14"}
     for run in slow:
@@ -210,6 +217,111 @@ def test_two_sets_of_repeats_with_their_interval_and_software(tmp_path):
     (difference,) = comparison.software_differences
     assert (difference.key, difference.of_value, difference.to_value) == ("packages.torch", "2.14", "2.13")
     json.dumps(plain(comparison.to_document()), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("facts", "field", "of", "to"),
+    [
+        ({"data_set_sha256": "1" * 64}, "data set", "d.csv (SHA-256 111111111111)", "d.csv (SHA-256 000000000000)"),
+        ({"data_set": "e.csv", "data_set_sha256": None}, "data set", "e.csv", "d.csv (SHA-256 000000000000)"),
+        ({"mode": "accuracy"}, "mode", "accuracy", "performance"),
+        ({"weights": "random, seed 0"}, "weights", "random, seed 0", "w"),
+        ({"scenario": "server"}, "scenario", "server", "offline"),
+        ({"precision": "fp8"}, "precision", "fp8", "bf16"),
+        ({"model": "125m"}, "model", "125m", "tiny"),
+        ({"verdict": "VALID"}, "verdict", "VALID", "MEASURED"),
+        ({"verdict": "INTERRUPTED"}, "verdict", "INTERRUPTED", "MEASURED"),
+        ({"tokens": 12}, "output tokens per sample", "12", "11"),
+    ],
+)
+def test_what_differs_is_not_like_for_like_and_says_why(tmp_path, facts, field, of, to):
+    verdict = facts.pop("verdict", None)
+    one, other = equal_run(tmp_path, "one", 0), equal_run(tmp_path, "other", 1, **facts)
+    if verdict:
+        other = replace(other, verdict=Verdict(verdict))
+    (ratio,) = [found for found in ratios(run_entry([other], "b"), run_entry([one], "a")) if found.basis == "total"]
+    assert not ratio.like_for_like
+    assert [(found.field, found.of, found.to) for found in ratio.differences] == [(field, of, to)]
+
+
+def test_what_is_the_same_under_other_names_is_like_for_like(tmp_path):
+    one, other = equal_run(tmp_path, "one", 0), equal_run(tmp_path, "other", 1, data_set="copy of d.csv")
+    comparison = compare([run_entry([one], "a"), run_entry([other], "b")])
+    assert all(ratio.like_for_like for ratio in comparison.ratios)
+
+
+@pytest.mark.parametrize("verdict", ["INTERRUPTED", "INVALID", "DEGRADED"])
+def test_two_rates_that_are_no_results_are_never_like_for_like(tmp_path, verdict):
+    runs = [replace(equal_run(tmp_path, f"{i}", i), verdict=Verdict(verdict)) for i in range(2)]
+    comparison = compare([run_entry([run], run.path.name) for run in runs])
+    assert {difference.field for ratio in comparison.ratios for difference in ratio.differences} == {"verdict"}
+    assert f"0: {verdict}, so its rate is no result" in comparison.notes
+
+
+def test_runs_at_the_same_time_on_one_machine_are_neither_averaged_nor_compared_in_silence(tmp_path):
+    alone = equal_run(tmp_path, "alone", 5)
+    both = [equal_run(tmp_path, "one", 0), equal_run(tmp_path, "other", 0.05)]
+    comparison = compare([run_entry([alone], "a"), run_entry(both, "b")])
+    (ratio,) = [ratio for ratio in comparison.ratios if ratio.basis == "total"]
+    (found,) = ratio.differences
+    assert (found.field, found.to) == ("machine", "to itself")
+    assert found.of.startswith("shared with ") and found.of.endswith("/other for 7 s and 1 more")
+    assert any("measure them one after the other" in note for note in comparison.notes)
+    against_each_other = compare([run_entry([run], run.path.name) for run in both])
+    assert {one.field for ratio in against_each_other.ratios for one in ratio.differences} == {"machine"}
+
+
+def test_a_run_does_not_disturb_itself_nor_another_machine_or_gpu(tmp_path):
+    one, same = equal_run(tmp_path, "one", 0), Occupation.of(read_run(tmp_path / "one"))
+    first = Occupation.of(one)
+    assert first.seconds_shared_with(same) == 0
+    there = Occupation.of(run_folder(tmp_path, "there", "other host", "2026-11-20T09:00:01+00:00"))
+    assert first.seconds_shared_with(there) == 0
+    later = replace(first, began_seconds=first.began_seconds + 1)
+    cards = [replace(one, gpu=gpu) for one, gpu in ((first, "0"), (later, "1"))]
+    assert cards[0].seconds_shared_with(cards[1]) == 0
+    assert cards[0].seconds_shared_with(replace(later, gpu="0")) == 9
+    assert cards[0].seconds_shared_with(later) == 9  # the CPUs feed the card
+
+
+def test_which_gpu_a_run_had(tmp_path):
+    run = equal_run(tmp_path, "one", 0)
+    gpu = replace(run, config={"engine": {"device": "auto"}}, environment={"hostname": "h", "gpus": [{"name": "H200"}]})
+    assert Occupation.of(gpu).gpu == "0"
+    gpu.environment["variables"] = {"CUDA_VISIBLE_DEVICES": "3,4"}
+    assert Occupation.of(gpu).gpu == "3"
+    assert Occupation.of(run).gpu is None
+    assert Occupation.of(replace(run, environment={})) is None
+
+
+def test_interrupted_repeats_are_left_out_and_said_to_be(tmp_path):
+    runs = [equal_run(tmp_path, f"{i}", i, 10.0 + i) for i in range(3)]
+    runs[2] = replace(runs[2], verdict=Verdict.INTERRUPTED)
+    entry = run_entry(runs, "folder")
+    assert entry.repeats == (11.0, 10.0)
+    assert entry.note == "without 2, which did not come to an end"
+    assert (entry.verdict, entry.paths) == ("MEASURED", tuple(str(run.path) for run in runs[:2]))
+
+
+def test_a_server_runs_rate_is_what_it_was_offered(tmp_path):
+    run = equal_run(tmp_path, "one", 0, scenario="server", ttft_limit_seconds=2.0)
+    entry = run_entry([run], "a")
+    assert "takes --find-rate" in entry.note
+    stricter = replace(entry, name="b", ttft_limit_seconds=0.45)
+    assert {one.field for ratio in ratios(stricter, entry) for one in ratio.differences} == {"ttft limit seconds"}
+
+
+def test_a_short_run_beside_a_long_one_is_noted(tmp_path):
+    short, long = (run_entry([equal_run(tmp_path, f"{s}", s, float(s))], f"{s} s") for s in (3, 30))
+    (note,) = [note for note in compare([short, long]).notes if note.startswith("durations")]
+    assert note.startswith("durations: 3 s 3 s against 30 s 30 s")
+
+
+def test_published_rows_are_of_mlperfs_data_sets_and_valid():
+    row = entry("5.1-0008").to_row()
+    assert row["data_set"] == "open_orca_gpt4_tokenized_llama.sampled_24576.pkl"
+    assert (row["verdict"], row["mode"]) == ("VALID", "performance")
+    assert {published_entry(one).verdict for one in published_results()} == {"VALID"}
 
 
 def test_runs_that_are_no_repeats(tmp_path):

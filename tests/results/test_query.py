@@ -8,7 +8,8 @@ import pytest
 
 from megatoken.errors import UsageError
 from megatoken.results import RunFolder, SampleRow, SeriesRow, read_run
-from megatoken.results.query import query, run_folders
+from megatoken.results.query import query
+from megatoken.results.repeats import REPEATS
 
 duckdb = pytest.importorskip("duckdb", reason="duckdb is not installed")
 
@@ -65,7 +66,7 @@ def test_every_field_of_a_result_and_what_ran_where_can_be_asked_for(runs):
         "s": 1,
     }
     columns = {row["column_name"] for row in query([runs], "describe runs").to_pylist()}
-    assert set(read_run(runs / "a").result) | {"run", "path", "environment", "config"} == columns
+    assert set(read_run(runs / "a").result) | {"run", "path", "repeats", "environment", "config"} == columns
 
 
 def test_the_three_tables_join(runs):
@@ -163,21 +164,31 @@ def test_a_mistake_is_told_in_one_line(runs, sql, complaint):
 
 def test_folders_without_runs_and_damaged_runs_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="empty: no run folder and none directly below it"):
+    with pytest.raises(UsageError, match="empty: no run folder and none below it"):
         query([tmp_path / "empty"], "select 1")
-    with pytest.raises(UsageError, match="absent: no run folder"):
-        run_folders([tmp_path / "absent"])
+    with pytest.raises(UsageError, match="absent: no such folder"):
+        query([tmp_path / "absent"], "select 1")
     (make_run(tmp_path, "b") / "series.parquet").write_bytes(b"junk")
     with pytest.raises(UsageError, match=r"b is not a whole run folder: series\.parquet is damaged"):
         query([tmp_path], "select 1")
 
 
-def test_hidden_drafts_and_loops_of_links_are_left_out(tmp_path):
-    make_run(tmp_path, "a")
-    (tmp_path / "loop").symlink_to(tmp_path)
-    (tmp_path / ".draft.1.tmp").mkdir()
-    (tmp_path / ".draft.1.tmp" / "result.json").write_text("{}")
-    assert [path.name for path in run_folders([tmp_path])] == ["a"]
+def test_every_repeat_is_seen_and_says_what_it_repeats(tmp_path):
+    for folder in ("x-repeats", "y-repeats"):
+        for number in ("001", "002"):
+            make_run(tmp_path / folder, number)
+        (tmp_path / folder / REPEATS).write_text("{}")
+    make_run(tmp_path, "alone")
+    samples = "(select count(*) from requests where requests.run = runs.run)"
+    answer = query([tmp_path], f"select run, repeats, {samples} from runs")
+    assert list(zip(*answer.to_pydict().values(), strict=True)) == [
+        ("alone", None, 40),
+        *((f"{folder}/{number}", folder, 40) for folder in ("x-repeats", "y-repeats") for number in ("001", "002")),
+    ]
+    grouped = query([tmp_path], "select repeats, count(*) from runs group by 1 order by 1 nulls first").to_pydict()
+    assert list(grouped.values()) == [[None, "x-repeats", "y-repeats"], [1, 2, 2]]
+    twice = query([tmp_path, tmp_path / "x-repeats"], "select count(*) from runs").to_pydict()
+    assert list(twice.values()) == [[5]]
 
 
 def test_without_duckdb_the_extra_is_named(runs, monkeypatch):

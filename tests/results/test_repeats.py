@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatoken.results import RunFolder, SampleRow, read_run
-from megatoken.results.repeats import describe_repeats, interval, summarise_repeats
+from megatoken.results import Verdict
+from megatoken.results.repeats import interval, summarise_repeats
+from run_folders import run_folder
+
+MINUTE = "2026-11-20T09:{:02}:00+00:00"
 
 
 def test_no_end_of_an_interval_is_below_zero():
@@ -36,17 +39,40 @@ def test_the_interval_holds_the_geometric_mean(values):
     assert found["geometric_mean"] <= found["high"] * (1 + 1e-9)
 
 
-def test_percentiles_of_runs_are_listed_not_averaged(tmp_path):
-    runs = []
-    for number, p99 in enumerate((0.5, 1.5, 4.0)):
-        folder = RunFolder.create(tmp_path, str(number), {}, {}, scenario="server", facts={"model": "tiny"})
-        folder.add_samples([SampleRow(0, 0, 0.0, 0.0, 0.5, 1.0 + number, 9, 5, "length", "host")])
-        folder.finish({"verdict": "MEASURED", "reasons": [], "loadgen_ttft_p99_seconds": p99})
-        runs.append(read_run(folder.path))
+@pytest.fixture
+def runs(tmp_path):
+    p99s = (0.5, 1.5, 4.0)
+    return [
+        run_folder(
+            tmp_path / "x-repeats", f"00{number}", "host", MINUTE.format(number),
+            seconds=10.0 + number, loadgen_ttft_p99_seconds=p99, notes=["random weights"],
+        )
+        for number, p99 in enumerate(p99s, 1)
+    ]  # fmt: skip
+
+
+def test_percentiles_of_runs_are_listed_not_averaged(runs):
     document = summarise_repeats(runs, 3)
-    assert document["metrics"]["output_tokens_per_second"]["values"] == [5.0, 2.5, 5 / 3]
+    rates = [110 / 11, 110 / 12, 110 / 13]
+    assert document["metrics"]["output_tokens_per_second"]["values"] == pytest.approx(rates)
     assert not [name for name in document["metrics"] if "_p9" in name]
     assert document["percentiles"] == {"loadgen_ttft_p99_seconds": {"values": [0.5, 1.5, 4.0]}}
-    assert "loadgen_ttft_p99_seconds of each run: 0.5, 1.5, 4" in list(describe_repeats(document))
     lacking = [*runs[:2], replace(runs[2], result={**runs[2].result, "loadgen_ttft_p99_seconds": None})]
     assert summarise_repeats(lacking, 3)["percentiles"] == {}
+    assert document["notes"] == ["random weights"]
+    assert document["title"] == "Repeats of offline tiny bf16"
+
+
+def test_a_run_that_was_cut_off_is_listed_and_not_in_the_mean(runs):
+    runs[2] = replace(runs[2], verdict=Verdict.INTERRUPTED)
+    document = summarise_repeats(runs, 4)
+    assert (document["verdict"], document["runs"]) == ("INTERRUPTED", ["001", "002", "003"])
+    assert document["runs_in_the_mean"] == ["001", "002"]
+    assert len(document["metrics"]["output_tokens_per_second"]["values"]) == 2
+    assert document["notes"][-1] == "not in the mean, for they did not come to their end: 003"
+
+
+def test_runs_that_were_in_each_others_way_are_said_to_be(runs, tmp_path):
+    disturbed = [*runs, run_folder(tmp_path / "x-repeats", "004", "host", "2026-11-20T09:03:02+00:00")]
+    (note,) = [note for note in summarise_repeats(disturbed, 4)["notes"] if "at the same time" in note]
+    assert note.startswith("x-repeats/003 and x-repeats/004 ran at the same time on host for 10 s")

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megatoken.errors import ExitCode, StorageError, UsageError
-from megatoken.results import RunFolder, SampleRow, SeriesRow, Verdict, read_run, run_name, save_report, summarise
+from megatoken.results import RunFolder, SampleRow, SeriesRow, Verdict, read_run, run_name, summarise
 
 NAME = "20261120T091233Z-offline-tiny"
 FACTS = {"model": "tiny", "rules_unmet": [{"code": "MIN_DURATION", "message": "ran 20 s of 600 s"}]}
@@ -282,8 +282,3 @@ def test_reading_names_all_that_is_wrong(finished):
 def test_reading_what_is_no_folder(tmp_path):
     with pytest.raises(UsageError, match="no such folder"):
         read_run(tmp_path / "nothing")
-
-
-def test_a_report_can_be_saved(finished):
-    assert save_report(finished, "<p>ü</p>").read_bytes() == "<p>ü</p>".encode()
-    assert names(finished) == FILES | {"report.html"}

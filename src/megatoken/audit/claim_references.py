@@ -14,9 +14,10 @@ from megatoken.errors import UsageError
 from megatoken.results.aggregation import aggregate
 from megatoken.results.comparison import Entry
 from megatoken.results.entries import accelerator_entry, aggregate_entry, published_entry, run_entry
+from megatoken.results.lookup import run_folders
 from megatoken.results.nodes import NodeRow, run_node_rows
 from megatoken.results.reference import SUBMISSION_ID, published_result
-from megatoken.results.run_folder import RESULT, Run, read_run
+from megatoken.results.run_folder import Run, read_run
 
 Reader = Callable[[Path], Evidence]
 
@@ -69,12 +70,10 @@ def comparison_entry(reference: str, read: Reader, *, benchmark: str, scenario: 
 
 
 def _runs(path: Path) -> list[Run]:
-    """The run folder ``path``, or those in it; none if it is no such folder."""
-    if (path / RESULT).is_file():
-        return [read_run(path)]
+    """The run folder ``path``, or those below it; none if there are none."""
     if not path.is_dir():
         raise UsageError(f"{path}: no such folder")
-    return [read_run(folder) for folder in sorted(path.iterdir()) if (folder / RESULT).is_file()]
+    return [read_run(folder) for folder in run_folders(path)]
 
 
 def _log_rows(path: Path, evidence: Evidence) -> list[NodeRow]:

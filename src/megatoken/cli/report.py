@@ -18,9 +18,9 @@ _Answer = TypeVar("_Answer")
 
 
 def report(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Run folders, saved documents, their folders.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Run folders, folders of them, saved documents.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Page to write instead of report.html beside PATH.")
+        Path | None, typer.Option(metavar="FILE.html", help="Page to write instead of the one at PATH.")
     ] = None,
     sql: Annotated[
         str | None, typer.Option("--query", metavar="SQL", help="Answer a SELECT over the run folders instead.")
@@ -28,7 +28,7 @@ def report(
     csv: Annotated[bool, typer.Option("--csv", help="Print the answer as CSV.")] = False,
     json_only: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> int:
-    """Make the page of a run or of a saved result anew, or ask many runs in SQL."""
+    """Make the pages of runs, repeats and saved results anew, or ask many runs in SQL."""
     if sql is not None:
         if out is not None or (csv and json_only):
             raise UsageError("--query prints its answer: give at most one of --csv and --json, and no --out")
@@ -39,12 +39,12 @@ def report(
     if out is not None and len(paths) > 1:
         raise UsageError("--out names one page; give one PATH with it")
 
-    from megatoken.report import write_report
+    from megatoken.report import write_reports
 
     for path in paths:
-        page = write_report(path, out)
-        with standard_output(f"the page is {page}"):
-            print(page)
+        for page in write_reports(path, out):
+            with standard_output(f"the page is {page}"):
+                print(page)
     return ExitCode.OK
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -75,40 +74,25 @@ def run(
             print(json.dumps(prepared.plan(), indent=2) if json_only else prepared.describe())
         return ExitCode.OK
 
-    from megatoken.report import show, write_report
-    from megatoken.results import read_run
-    from megatoken.results.repeats import read_repeats
+    from megatoken.report import read_subject, show, write_reports
+    from megatoken.results import Run, Verdict
 
     kept = f"the run is in {path}"
     with standard_output(kept):
-        if (repeats := read_repeats(path)) is not None:
-            return _show_repeats(path, repeats, prepared.notes, json_only)
-        write_report(path)
-        finished = read_run(path)
-        code = finished.verdict.exit_code
+        for _ in write_reports(path):
+            pass
+        finished = read_subject(path)
+        result = finished.result if isinstance(finished, Run) else finished.values
+        code = Verdict(result["verdict"]).exit_code
         # A terminal that has closed takes no report, but that is not why the run ended.
         with standard_output(kept, ExitCode.INTERRUPTED if code == ExitCode.INTERRUPTED else ExitCode.ERROR):
             if json_only:
-                print(json.dumps({**finished.result, "run_folder": str(path)}, indent=2))
+                print(json.dumps({**result, "run_folder": str(path)}, indent=2))
             else:
                 show(finished)
+                if not isinstance(finished, Run):
+                    print(f"Run folders: {path}")
     return code
-
-
-def _show_repeats(path: Path, repeats: Mapping[str, Any], notes: Iterable[str], json_only: bool) -> int:
-    """Prints what equal runs say together; each has its report in its folder."""
-    from megatoken.report import write_report
-    from megatoken.results import Verdict
-    from megatoken.results.repeats import describe_repeats
-
-    for name in repeats["runs"]:
-        write_report(path / name)
-    if json_only:
-        print(json.dumps({**repeats, "run_folder": str(path)}, indent=2))
-    else:
-        lines = [*describe_repeats(repeats), *(f"Note: {note}" for note in notes), f"Run folders: {path}"]
-        print("\n".join(lines))
-    return Verdict(repeats["verdict"]).exit_code
 
 
 def _run_here(config: RunConfig, dry_run: bool, quiet: bool) -> tuple[Prepared, Path | None]:

@@ -7,7 +7,7 @@ from megatoken.planning.energy_plan import Power, energy_of, plan_energy, power_
 from megatoken.planning.figures import Plan
 from megatoken.planning.fleet_plan import Supply, load_demand, plan_fleet, plan_replacement
 from megatoken.planning.pricing import parse_factor
-from megatoken.planning.throughput import Throughput, from_number, from_run
+from megatoken.planning.throughput import Throughput, from_number, from_runs
 from megatoken.planning.workloads import Profile, lengths_csv, load_profiles
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "Throughput",
     "energy_of",
     "from_number",
-    "from_run",
+    "from_runs",
     "lengths_csv",
     "load_assumptions",
     "load_demand",

@@ -24,7 +24,7 @@ from megatoken.planning.throughput import (
     check_positive,
     choose,
     from_number,
-    from_run,
+    from_runs,
 )
 from megatoken.planning.workloads import Profile, load_profiles
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What all four commands start from: a run folder, or a number with its scope.
+    """What all four commands start from: a run folder or a folder of repeats, or a number with its scope.
 
     ``tokens_per_second`` to ``input_per_output`` are flags of the same name; with a run only ``accelerators`` and
     ``accelerator`` may be given beside it, for what its folder does not say.
@@ -103,12 +103,12 @@ class FleetFlags:
 def capacity(rate: Rate, common: Common, *, second_run: Path | None = None) -> Plan:
     """``megatoken plan capacity``. Raises UsageError."""
     assumptions = common.load_assumptions()
-    throughput, run = _throughput(rate, assumptions)
+    throughput, runs = _throughput(rate, assumptions)
     return plan_capacity(
         throughput,
         common.load_profiles(),
         assumptions,
-        second=_second(second_run, run, assumptions),
+        second=_second(second_run, runs, assumptions),
         factors=[parse_factor(text) for text in common.factors],
     )
 
@@ -164,9 +164,9 @@ def _replacement(flags: FleetFlags, common: Common, supply: Supply) -> Plan:
 def energy(rate: Rate, common: Common, flags: PowerFlags) -> Plan:
     """``megatoken plan energy``. Raises UsageError."""
     assumptions = common.load_assumptions()
-    throughput, run = _throughput(rate, assumptions)
-    measured = energy_of([run]) if run is not None and flags.watts is None else None
-    power = _power(throughput, run, flags)
+    throughput, runs = _throughput(rate, assumptions)
+    measured = energy_of(runs) if runs and flags.watts is None else None
+    power = _power(throughput, runs, flags)
     return plan_energy(throughput, power, assumptions, profiles=common.load_profiles(), energy=measured)
 
 
@@ -178,27 +178,27 @@ def cost(
     if rent is not None:
         _only_one("--rent", "power is the landlord's", ("--watts", flags.watts))
     assumptions = common.load_assumptions()
-    throughput, run = _throughput(rate, assumptions)
-    power = None if rent is not None else _power(throughput, run, flags)
+    throughput, runs = _throughput(rate, assumptions)
+    power = None if rent is not None else _power(throughput, runs, flags)
     factors = [parse_factor(text) for text in common.factors]
-    second = _second(second_run, run, assumptions)
+    second = _second(second_run, runs, assumptions)
     return plan_cost(System(throughput, power, rent, factors), common.load_profiles(), assumptions, second=second)
 
 
 def _throughput(
     rate: Rate, assumptions: Assumptions, number: str = "--tokens-per-second"
-) -> tuple[Throughput, Run | None]:
-    """The rate that ``number`` and its fellow flags give, or that of a run."""
+) -> tuple[Throughput, Sequence[Run]]:
+    """The rate that ``number`` and its fellow flags give, or that of a run or of repeats, which come with it."""
     if rate.run is not None:
         beside = ("tokens_per_second", "per", "counted", "scenario", "state", "source", "input_per_output")
         for name in beside:
             if getattr(rate, name) is not None:
                 flag = name.replace("_", "-")
                 raise UsageError(f"{rate.run}: a run says its own --{flag}; give a run or a number, not both")
-        from megatoken.results import read_run  # pyarrow with it
+        from megatoken.results.repeats import read_repeats_in  # pyarrow with it
 
-        run = read_run(rate.run)
-        return from_run(run, assumptions, accelerators=rate.accelerators, accelerator=rate.accelerator), run
+        runs = read_repeats_in(rate.run)
+        return from_runs(runs, assumptions, accelerators=rate.accelerators, accelerator=rate.accelerator), runs
     if rate.tokens_per_second is None:
         raise UsageError("nothing to plan with: give a run folder, or --tokens-per-second with --per")
     if rate.per is None:
@@ -222,23 +222,23 @@ def _throughput(
         input_tokens_per_output_token=rate.input_per_output,
         assumptions=assumptions,
     )
-    return throughput, None
+    return throughput, ()
 
 
-def _second(path: Path | None, first: Run | None, assumptions: Assumptions) -> Throughput | None:
+def _second(path: Path | None, first: Sequence[Run], assumptions: Assumptions) -> Throughput | None:
     if path is None:
         return None
-    throughput, run = _throughput(Rate(run=path), assumptions)
-    if first is None or run is None:
+    throughput, second = _throughput(Rate(run=path), assumptions)
+    if not first:
         raise UsageError(f"{path}: a second run prices tokens beside a first run, not beside a number")
     for name in ("model", "precision"):
-        one, other = first.result.get(name), run.result.get(name)
+        one, other = first[0].result.get(name), second[0].result.get(name)
         if one != other:
-            raise UsageError(f"{path}: its {name} is {other}, that of {first.path} is {one}; prices need one system")
+            raise UsageError(f"{path}: its {name} is {other}, that of {first[0].path} is {one}; prices need one system")
     return throughput
 
 
-def _power(throughput: Throughput, run: Run | None, flags: PowerFlags) -> Power:
+def _power(throughput: Throughput, runs: Sequence[Run], flags: PowerFlags) -> Power:
     _positive(("--watts", flags.watts))
     _choices(("--boundary", flags.boundary, BOUNDARIES), ("--watts-state", flags.state, STATES))
     if flags.watts is not None:
@@ -246,7 +246,7 @@ def _power(throughput: Throughput, run: Run | None, flags: PowerFlags) -> Power:
     for flag, value in (("--boundary", flags.boundary), ("--watts-state", flags.state)):
         if value is not None:
             raise UsageError(f"{flag} {value} says nothing alone; give --watts too")
-    return power_of(throughput, energy_of([run]) if run is not None else None)
+    return power_of(throughput, energy_of(runs) if runs else None)
 
 
 def _choices(*flags: tuple[str, str | None, tuple[str, ...]]) -> None:

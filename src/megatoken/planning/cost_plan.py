@@ -12,7 +12,6 @@ from megatoken.planning.assumptions import Assumptions
 from megatoken.planning.capacity import Factor
 from megatoken.planning.cost import (
     OWNED_ONLY,
-    SECONDS_PER_HOUR,
     CostInputs,
     dollars_per_million_output_tokens,
     hourly_lines,
@@ -160,9 +159,9 @@ def _results(inputs: CostInputs, state: State) -> list[Result]:
         ),
         Result(
             "The same at the full latency-bound rate",
-            hourly / (inputs.output_tokens_per_second * SECONDS_PER_HOUR / 1e6),
+            dollars_per_million_output_tokens(replace(inputs, utilisation_share=1.0)),
             "$/million output tokens",
-            "system $/h at this utilisation / tokens at full use: what a price without utilisation hides",
+            "all lines at utilisation 1 and full power, egress and storage too: what a price without use hides",
             state,
         ),
     ]

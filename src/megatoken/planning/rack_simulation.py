@@ -59,8 +59,8 @@ class Rack:
         ranks = config.tensor_parallel
         if nodes < 1 or gpus_per_node < 1 or gpus_per_node % ranks:
             raise UsageError(
-                f"{nodes} nodes of {gpus_per_node} GPUs, {ranks} to a replica: give numbers above 0, and GPUs of a node "
-                "that tensor_parallel divides"
+                f"{nodes} nodes of {gpus_per_node} GPUs, {ranks} to a replica: give numbers above 0, and GPUs of a "
+                "node that tensor_parallel divides"
             )
         return cls(find_shape(model), config, gpu, nodes, gpus_per_node // ranks)
 

@@ -81,6 +81,11 @@ def judge(samples: Samples, level: ServiceLevel, *, offline: bool, seconds: floa
     )
 
 
+def how_well_kept(verdict: Verdict) -> tuple[int, float]:
+    """A sorting key: a level that was broken before one that nobody can tell of before one that was kept."""
+    return (0 if verdict.kept is False else 1 if verdict.kept is None else 2, verdict.good_share or 0.0)
+
+
 def _kept(good_share: float, requests: int, offline: bool, level: ServiceLevel) -> tuple[bool | None, str]:
     limits = f"first token within {level.ttft_seconds:g} s, {level.tpot_seconds:g} s per further token"
     if offline:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import LARGEST_NUMBER, Assumptions
 from megatoken.planning.figures import STATES, Input, State
-from megatoken.planning.service_level import ServiceLevel, Verdict, judge_run
+from megatoken.planning.service_level import ServiceLevel, Verdict, how_well_kept, judge_run
+from megatoken.results.machine import contentions, run_accelerators
 from megatoken.results.numerals import exact, precise
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ _Choice = TypeVar("_Choice")
 
 MIX = "benchmark_input_tokens_per_output_token"
 LENGTH = "benchmark_output_tokens_per_request"
+RATE_UNIT = "output tokens/s, whole run"
 LIMITS = ("ttft_limit_seconds", "tpot_limit_seconds")
 MOST_INPUT = 1_000_000
 MOST_ACCELERATORS = 1_000_000_000
@@ -138,53 +141,87 @@ def from_number(
     )
 
 
-def from_run(
-    run: Run, assumptions: Assumptions, *, accelerators: int | None = None, accelerator: str | None = None
+def from_runs(
+    runs: Sequence[Run], assumptions: Assumptions, *, accelerators: int | None = None, accelerator: str | None = None
 ) -> Throughput:
-    """The rate of a run, as its scenario is rated.
+    """The rate of a run, as its scenario is rated; of repeats their geometric mean.
 
     Args:
-        run: a run folder as read.
-        assumptions: for the latency limits that it is held against.
-        accelerators: how many the run used, where its folder does not say (an engine on CPUs).
+        runs: a run folder as read, or the repeats of one test. Those that were interrupted are left out where others
+            came to their end. The service level is that of the run that kept it least.
+        assumptions: for the latency limits that they are held against.
+        accelerators: how many a run used, where its folder does not say (an engine on CPUs).
         accelerator: their name, where its folder does not say.
 
     Raises:
-        UsageError: the run completed nothing, or used another number of accelerators.
+        UsageError: a run completed nothing, or used another number of accelerators.
     """
-    from megatoken.results.nodes import run_accelerators
+    from megatoken.results.repeats import interval, whole_runs
 
-    result = run.result
-    rate = result.get("output_tokens_per_second")
-    if not rate:
-        raise UsageError(f"{run.path}: no sample was completed, so there is no rate to plan with")
-    nodes = len(result.get("nodes") or [None])
-    used = run_accelerators(run) or accelerators
+    whole = whole_runs(runs)
+    for run in whole:
+        if not run.result.get("output_tokens_per_second"):
+            raise UsageError(f"{run.path}: no sample was completed, so there is no rate to plan with")
+    first = whole[0]
+    nodes = len(first.result.get("nodes") or [None])
+    used = run_accelerators(first) or accelerators
     if accelerators not in (None, used):
-        raise UsageError(f"{run.path}: the run used {used} accelerators, not {accelerators}")
-    source = f"{run.path} ({run.verdict})"
-    mix = result["input_tokens"] / result["output_tokens"]
-    notes = [f"{run.path}: {note}" for note in result.get("notes") or ()]
-    if run.verdict not in ("MEASURED", "VALID"):
-        notes.append(f"{run.path} ended {run.verdict}: the plan is no better than that run")
+        raise UsageError(f"{first.path}: the run used {used} accelerators, not {accelerators}")
+    rates = interval([float(run.result["output_tokens_per_second"]) for run in whole])
+    tokens_in, tokens_out, samples = (
+        sum(run.result[name] for run in whole) for name in ("input_tokens", "output_tokens", "samples_completed")
+    )
+    source = f"{first.path} ({first.verdict})" if len(runs) == 1 else _mean_of(whole)
+    mix = tokens_in / tokens_out
+    level = ServiceLevel(*(assumptions[name] for name in LIMITS))
     return Throughput(
-        output_tokens_per_second=rate,
+        output_tokens_per_second=rates["geometric_mean"],
         scope="system" if nodes > 1 else "node",
         accelerators=used,
-        accelerator=_accelerator_name(run) or accelerator,
+        accelerator=_accelerator_name(first) or accelerator,
         input_tokens_per_output_token=mix,
-        output_tokens_per_request=result["output_tokens"] / result["samples_completed"],
-        scenario=result.get("scenario"),
+        output_tokens_per_request=tokens_out / samples,
+        scenario=first.result.get("scenario"),
         inputs=(
-            Input("rate", rate, "output tokens/s", "measured", source),
+            Input("rate", rates["geometric_mean"], RATE_UNIT, "measured", source, rates["low"], rates["high"]),
             Input(MIX, mix, "input tokens / output token", "measured", source),
         ),
         state="measured",
         source=source,
         mix_state="measured",
-        service=judge_run(run, ServiceLevel(*(assumptions[name] for name in LIMITS))),
-        notes=tuple(notes),
+        service=min((judge_run(run, level) for run in whole), key=how_well_kept),
+        notes=tuple(_run_notes(runs, whole, rates)),
     )
+
+
+def _mean_of(runs: Sequence[Run]) -> str:
+    verdicts = ", ".join(dict.fromkeys(run.verdict for run in runs))
+    return f"mean of {len(runs)} repeats in {runs[0].path.parent} ({verdicts})"
+
+
+def _run_notes(runs: Sequence[Run], whole: Sequence[Run], rates: Mapping[str, Any]) -> Iterator[str]:
+    where = runs[0].path if len(runs) == 1 else runs[0].path.parent
+    notes = dict.fromkeys(note for run in runs for note in run.result.get("notes") or ())
+    yield from (f"{where}: {note}" for note in notes)
+    if rates["low"] is not None:
+        swing = 100 * (rates["high"] - rates["mean"]) / rates["mean"]
+        yield (
+            f"The rate is the mean of {len(whole)} repeats; with 95 % confidence it lies between"
+            f" {precise(rates['low'])} and {precise(rates['high'])} output tokens/s (±{precise(swing)} %), and what"
+            " follows from it is no surer."
+        )
+    if left_out := [run.path.name for run in runs if run not in whole]:
+        yield f"Not in the mean, for they did not come to their end: {', '.join(left_out)}"
+    yield from contentions(whole)
+    for run in whole:
+        if run.verdict not in ("MEASURED", "VALID"):
+            yield f"{run.path} ended {run.verdict}: the plan is no better than that run"
+    result = whole[0].result
+    if result.get("scenario") in ("server", "interactive") and "rate_search" not in result:
+        yield (
+            f"A {result['scenario']} run's rate is the load that it was offered, as long as it keeps up; the highest"
+            " that it can serve takes --find-rate."
+        )
 
 
 def _accelerator_name(run: Run) -> str | None:

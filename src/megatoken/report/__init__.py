@@ -2,7 +2,7 @@
 
 from megatoken.report.answers import answer_csv, answer_json, answer_table
 from megatoken.report.console import show, show_table
-from megatoken.report.files import read_subject, save_document, write_report
+from megatoken.report.files import read_subject, save_document, write_report, write_reports
 
 __all__ = [
     "answer_csv",
@@ -13,4 +13,5 @@ __all__ = [
     "show",
     "show_table",
     "write_report",
+    "write_reports",
 ]

@@ -100,10 +100,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """A list of sentences, each behind its code, if it has one."""
+    """A list of sentences, each behind its code, if it has one; a terminal shows the first ``most``, 0: all."""
 
     title: str
     points: tuple[tuple[str, str], ...]
+    most: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,8 +163,10 @@ def _show_block(block: object, console: Console) -> None:
     elif isinstance(block, Points):
         if block.title:
             console.print(Text(clean(block.title)), soft_wrap=True)
-        for code, words in block.points:
+        for code, words in block.points[: block.most or None]:
             console.print(Text(f"  {clean(code)} {clean(words)}" if code else f"  {clean(words)}"), soft_wrap=True)
+        if block.most and (more := len(block.points) - block.most) > 0:
+            console.print(Text(f"  and {more:,} more: all {len(block.points):,} are on the page and in the document"))
     elif isinstance(block, Facts) and not block.folded:
         for name, value in block.facts.items():
             console.print(Text(f"  {clean(name)}: {plain_text(value)}"), soft_wrap=True)

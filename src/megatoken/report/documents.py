@@ -15,7 +15,7 @@ from megatoken.results.files import plain
 from megatoken.results.numerals import is_number
 
 PLANS = ("plan_capacity", "plan_fleet", "plan_energy", "plan_cost", "plan_throughput")
-KINDS = ("audit", "aggregate", "comparison", *PLANS)
+KINDS = ("audit", "aggregate", "comparison", "repeats", *PLANS)
 SCHEMA_VERSION = 1
 LARGEST_BYTES = 64 * 2**20
 DEEPEST = 40
@@ -66,6 +66,15 @@ class Document:
     def parts(self, key: str) -> list[Document]:
         """The objects listed under ``key``."""
         return list(self._parts(key))
+
+    def numbers(self, key: str) -> list[float]:
+        """The numbers listed under ``key``."""
+        value = self.values.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(is_number(item) for item in value):
+            raise self._wrong(key, "a list of numbers")
+        return value
 
     def texts(self, key: str) -> list[str]:
         """The texts listed under ``key``; a single text counts as a list of one."""
@@ -149,11 +158,6 @@ def document_in(folder: Path) -> Path:
         UsageError: there is none, or there are several to choose from.
     """
     found = [path for kind in KINDS if (path := folder / f"{kind}.json").is_file()]
-    runs = sorted(path.parent.name for path in folder.glob("*/result.json"))
-    if not found and runs:
-        raise UsageError(
-            f"{folder}: holds run folders, {len(runs)} of them; give one, such as {folder / runs[0]}, or use --query"
-        )
     if not found:
         raise UsageError(
             f"{folder}: neither a run folder (result.json) nor a folder with a saved document ({KINDS[0]}.json, ...)"

@@ -1,66 +1,137 @@
-"""From a path to a report: what lies there, and where its page goes."""
+"""From a path to reports: what lies there, and where its pages go."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatoken.errors import UsageError
 from megatoken.report.documents import Document, checked, document_in, read_document
 from megatoken.report.page import page
 from megatoken.report.views import document_view, run_view
-from megatoken.results import Run, read_run, save_report
-from megatoken.results.files import storage_error, to_json, write_text
+from megatoken.results import Run, read_run
+from megatoken.results.files import plain, storage_error, to_json, write_text
+from megatoken.results.lookup import run_folders
+from megatoken.results.repeats import REPEATS, are_repeats, read_repeats, summarise_repeats
 from megatoken.results.run_folder import REPORT, RESULT
+
+OURS = b"megatoken</title>"  # near the start of every page
+HEAD_BYTES = 8192
 
 
 def read_subject(path: Path) -> Run | Document:
-    """The run folder or the document at ``path``: a folder with ``result.json`` or one saved document, or the document.
+    """What the report on ``path`` is about: a run folder, a saved document, a folder with one, or repeats together.
 
     Raises:
-        UsageError: neither is there, or it cannot be read.
+        UsageError: none of them is there, or it cannot be read.
     """
-    if path.is_dir():
-        return read_document(document_in(path)) if not (path / RESULT).exists() else read_run(path)
-    return read_document(path)
+    return next(subject for subject, _ in reversed(list(_subjects(path))))
 
 
 def write_report(path: Path, out: Path | None = None) -> Path:
-    """Make the page of a run folder or document anew and return where it is.
+    """Make the page on ``path`` anew, after those of the runs below it, and return where it is.
 
     Args:
-        path: as for ``read_subject``.
-        out: file to write; by default ``report.html`` in the run folder or beside the document.
+        path: as for ``write_reports``.
+        out: file to write; for the one page that ``path`` has, or the one on its repeats together.
 
     Raises:
-        UsageError: ``path`` cannot be read.
-        StorageError: the page cannot be written.
+        UsageError, StorageError: as ``write_reports``.
     """
-    subject = read_subject(path)
-    if isinstance(subject, Run):
-        html = page(run_view(subject))
-        if out is None:
-            return save_report(path, html)
-    else:
-        html = page(document_view(subject))
-    out = out or (path if path.is_dir() else path.parent) / REPORT
-    write_text(out, html)
-    return out
+    *_, last = write_reports(path, out)
+    return last
+
+
+def write_reports(path: Path, out: Path | None = None) -> Iterator[Path]:
+    """Make the pages on ``path`` anew and say where each is.
+
+    Args:
+        path: a run folder, whose page is ``report.html`` in it; a saved document or a folder with one, whose page lies
+            beside it under its name; or a folder with run folders below it: the page of each, and in each folder of
+            repeats one on them together, ``repeats.html``.
+        out: file to write; for the one page that ``path`` has, or the one on its repeats together.
+
+    Raises:
+        UsageError: ``path`` cannot be read, or a file that is no page of ours is in the way.
+        StorageError: a page cannot be written.
+    """
+    subjects = list(_subjects(path))
+    if out is not None:
+        about_all = [one for one in subjects if isinstance(one[0], Document)] if len(subjects) > 1 else subjects
+        if len(about_all) != 1:
+            raise UsageError(f"{path}: holds {len(subjects)} runs, and --out names one page; give one of them with it")
+        subjects = [(about_all[0][0], out)]
+    for subject, place in subjects:
+        _check_replaceable(place)
+        write_text(place, page(run_view(subject) if isinstance(subject, Run) else document_view(subject)))
+        yield place
 
 
 def save_document(document: Mapping[str, Any], folder: Path) -> tuple[Path, Path]:
-    """Put a document into ``folder``, made if missing: ``<kind>.json`` and ``report.html``, whose paths are returned.
+    """Put a document and its page into ``folder``, made if missing: ``<kind>.json`` and ``<kind>.html``.
+
+    Returns:
+        Both paths.
 
     Raises:
-        UsageError: it is no document of a kind known here.
+        UsageError: it is no document of a kind known here, or a file that is no such document or page is in the way.
         StorageError: the disk refuses.
     """
     view = document_view(checked(document))
-    saved, report = folder / f"{document['kind']}.json", folder / REPORT
+    saved = folder / f"{document['kind']}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise storage_error(folder, error) from error
+    if saved.exists():
+        _check_same_kind(saved, document["kind"])
+    _check_replaceable(saved.with_suffix(".html"))
     write_text(saved, to_json(document))
-    write_text(report, page(view))
-    return saved, report
+    write_text(saved.with_suffix(".html"), page(view))
+    return saved, saved.with_suffix(".html")
+
+
+def _subjects(path: Path) -> Iterator[tuple[Run | Document, Path]]:
+    """What ``path`` stands for, and where the page of each belongs."""
+    if (path / RESULT).exists():
+        yield read_run(path), path / REPORT
+        return
+    folders = run_folders(path)
+    if not folders:
+        file = document_in(path) if path.is_dir() else path
+        yield read_document(file), file.with_suffix(".html")
+        return
+    below: dict[Path, list[Run]] = {}
+    for folder in folders:
+        below.setdefault(folder.parent, []).append(read_run(folder))
+    for parent, runs in below.items():
+        yield from ((run, run.path / REPORT) for run in runs)
+        known = read_repeats(parent)
+        if (known or len(runs) > 1) and are_repeats(runs):
+            known = known or {}
+            document = summarise_repeats(runs, known.get("runs_wanted", len(runs)))
+            place = parent / REPEATS
+            yield checked(plain(document), str(place)), place.with_suffix(".html")
+
+
+def _check_replaceable(place: Path) -> None:
+    """Refuses a place where somebody else's file is."""
+    if not place.is_file():
+        return
+    try:
+        with place.open("rb") as file:
+            ours = OURS in file.read(HEAD_BYTES)
+    except OSError as error:
+        raise storage_error(place, error) from error
+    if not ours:
+        raise UsageError(f"{place}: is there and is no page of megatoken; move it away, or name another with --out")
+
+
+def _check_same_kind(saved: Path, kind: str) -> None:
+    try:
+        there = read_document(saved).text("kind")
+    except UsageError:
+        there = ""
+    if there != kind:
+        raise UsageError(f"{saved}: is there and is no document of megatoken; move it away, or name another --out")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatoken.report.blocks import Badge
 from megatoken.results import Run, Verdict
 from megatoken.results.numerals import ABSENT, is_number, number, precise
 from megatoken.results.statistics import ARRIVING, STAGES
@@ -13,6 +14,7 @@ from megatoken.results.statistics import ARRIVING, STAGES
 PERCENTILES = ("p50", "p90", "p95", "p99")
 SCORES = {"exact_match": "Exact match", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 UNRELIABLE_NOTE = "* too few samples to state this percentile with 99 % confidence"
+TONES: dict[str, str] = {Verdict.VALID: "good", Verdict.INVALID: "bad", Verdict.MEASURED: "plain"}
 MEANING = {
     Verdict.MEASURED: "a healthy run that claims no MLPerf rules",
     Verdict.VALID: "meets the MLPerf rules it claims",
@@ -30,6 +32,11 @@ class MetricRow:
     unit: str
     value: str = ""
     percentiles: tuple[str, ...] = ()
+
+
+def verdict_badge(verdict: str) -> Badge:
+    """A verdict's badge; what is neither good nor bad nor usual warns."""
+    return Badge(verdict, TONES.get(verdict, "warn"))
 
 
 def metric_rows(run: Run) -> list[MetricRow]:

@@ -1,6 +1,6 @@
 """The run folder: writing it while the run lasts, reading it years later, and the statistics that it states."""
 
-from megatoken.results.run_folder import Reason, Run, RunFolder, Verdict, read_run, run_name, save_report
+from megatoken.results.run_folder import Reason, Run, RunFolder, Verdict, read_run, run_name
 from megatoken.results.statistics import summarise
 from megatoken.results.tables import SampleRow, SeriesRow
 
@@ -13,6 +13,5 @@ __all__ = [
     "Verdict",
     "read_run",
     "run_name",
-    "save_report",
     "summarise",
 ]

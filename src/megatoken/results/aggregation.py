@@ -17,7 +17,7 @@ import numpy as np
 
 from megatoken.errors import UsageError
 from megatoken.results.files import plain
-from megatoken.results.nodes import WORKLOAD, NodeRow, check_rows, distinct, natural
+from megatoken.results.nodes import WORKLOAD, NodeRow, check_rows, clock, distinct, natural, took_turns
 
 SCHEMA_VERSION = 1
 STRAGGLER_THRESHOLD = 0.03
@@ -169,7 +169,7 @@ def aggregate(
         accelerators=accelerators,
         output_tokens=round(sum(row.tokens for row in rows)),
         sum_of_rates_tokens_per_second=total,
-        sum_label=_sum_label(len(rows), overlap),
+        sum_label=_sum_label(rows, overlap),
         output_tokens_per_second_per_accelerator=total / accelerators if accelerators else None,
         makespan=_makespan(rows, timed),
         common_window=_common_window(rows, timed),
@@ -255,9 +255,12 @@ def _overlap_share(rows: Sequence[NodeRow]) -> float:
     return max(0.0, common) / whole
 
 
-def _sum_label(nodes: int, overlap: float | None) -> str:
+def _sum_label(rows: Sequence[NodeRow], overlap: float | None) -> str:
+    nodes = len(rows)
     if nodes == 1:
         return "rate of one node"
+    if took_turns(rows):
+        return f"sum of {nodes} rates of runs that took turns: no two ran at the same time"
     if overlap is None:
         return f"sum of {nodes} node rates, not shown to be simultaneous"
     if overlap < SIMULTANEOUS_SHARE:
@@ -275,7 +278,7 @@ def _simultaneity(rows: Sequence[NodeRow], overlap: float | None, observations: 
         f" time from the first start to the last end; {SIMULTANEOUS_SHARE:.0%} count as simultaneous"
     )
     times = [
-        f"{row.node}: {_clock(start)} to {_clock(end)}"
+        f"{row.node}: {clock(start)} to {clock(end)}"
         for row, (start, end) in zip(rows, _spans(rows, True), strict=True)
     ]
     return Simultaneity(overlap >= SIMULTANEOUS_SHARE, statement, (*times, *observations))
@@ -314,6 +317,11 @@ def _accelerators(rows: Sequence[NodeRow]) -> int | None:
 
 def _notes(rows: Sequence[NodeRow]) -> list[str]:
     notes = []
+    if took_turns(rows):
+        notes.append(
+            "no two nodes ran at the same time: nothing shows what they give together, and repeats on one machine under"
+            " several names look the same; their rates do not add up (megatoken compare takes repeats)"
+        )
     verdicts = Counter(row.verdict for row in rows if row.verdict)
     if set(verdicts) - {"VALID", "MEASURED"}:
         notes.append("verdicts: " + ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
@@ -340,14 +348,10 @@ def _node_document(row: NodeRow, median: float, stragglers: Stragglers) -> dict[
         "samples": row.samples,
         "duration_seconds": row.duration_seconds,
         "accelerators": row.accelerators,
-        "started_at": None if row.started_seconds is None else _clock(row.started_seconds),
+        "started_at": None if row.started_seconds is None else clock(row.started_seconds),
         "from_median_share": rate / median - 1,
         "group": "slow" if row.node in stragglers.nodes else "rest",
         "fault_domain": row.domain,
         "verdict": row.verdict,
         "source": row.source,
     }
-
-
-def _clock(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,25 @@ import numpy as np
 from megatoken.errors import UsageError
 from megatoken.results.aggregation import SCHEMA_VERSION, now
 from megatoken.results.files import plain
+from megatoken.results.lookup import names_of
+from megatoken.results.machine import Occupation, name_of
+from megatoken.results.nodes import HASH_SHOWN, data_set_of
 from megatoken.results.numerals import is_number, precise
 from megatoken.results.reference import accelerator_facts
 
 BASES = ("total", "per_gpu", "per_node", "per_rack")
 CONFIDENCE = 0.95
 INTERVAL_METHOD = "95 % confidence, Welch's t on the logarithms of the means, from repeats of both"
-MATCHED = ("division", "state", "scenario", "model", "accuracy_target", "precision")
+MATCHED = ("division", "state", "verdict", "scenario", "mode", "model", "accuracy_target", "precision")
+MATCHED_WHERE_KNOWN = ("weights", "ttft_limit_seconds", "tpot_limit_seconds")
+LENGTHS = ("input_tokens_per_sample", "output_tokens_per_sample")
+LENGTHS_TOLERANCE = 0.05  # of the shorter
+UNUSABLE = ("INTERRUPTED", "INVALID", "DEGRADED")  # a rate that is none, whatever it is set beside
+LONGER = 2.0
+HASH = re.compile("[0-9a-f]{64}")
+
+
+_APART = ("software", "occupations", "paths")  # of an entry: not in its row
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +42,7 @@ class Entry:
 
     ``state`` is verified (peer-reviewed), measured (own run), unverified, estimate, projection or claimed.
     ``accelerators`` is None where CPUs computed. ``repeats`` are the rates of equal runs whose mean is the rate.
+    ``occupations`` say when its runs had their machines, ``shared_with`` with what else those were busy meanwhile.
     """
 
     name: str
@@ -44,10 +59,28 @@ class Entry:
     nodes: int | None = None
     racks: int | None = None  # where nothing else says of how many a rate is
     verdict: str | None = None
+    mode: str | None = None  # performance or accuracy
+    weights: str | None = None
+    data_set: str | None = None
+    data_set_sha256: str | None = None
+    input_tokens_per_sample: float | None = None
+    output_tokens_per_sample: float | None = None
+    duration_seconds: float | None = None
+    ttft_limit_seconds: float | None = None
+    tpot_limit_seconds: float | None = None
+    shared_with: str | None = None
+    occupations: tuple[Occupation, ...] = ()
+    paths: tuple[str, ...] = ()  # of run folders
     measured_watts: float | None = None
     repeats: tuple[float, ...] = ()
     software: Mapping[str, str] = field(default_factory=dict)
     note: str | None = None
+
+    def data_set_differs_from(self, other: Entry) -> bool:
+        """By content where both tell it, else by name."""
+        if self.data_set_sha256 and other.data_set_sha256:
+            return self.data_set_sha256 != other.data_set_sha256
+        return self.data_set != other.data_set
 
     @property
     def accelerators_per_node(self) -> float | None:
@@ -86,7 +119,7 @@ class Entry:
         nameplate = facts.tdp_watts * self.accelerators if facts and facts.tdp_watts and self.accelerators else None
         rate, measured = self.output_tokens_per_second, self.measured_watts
         return {
-            **{name: value for name, value in asdict(self).items() if name != "software"},
+            **{name: value for name, value in asdict(self).items() if name not in _APART},
             "per_gpu_tokens_per_second": self.rate("per_gpu"),
             "per_node_tokens_per_second": self.rate("per_node"),
             "per_rack_tokens_per_second": self.rate("per_rack"),
@@ -170,10 +203,11 @@ def compare(entries: Sequence[Entry], *, title: str = "Comparison") -> Compariso
         raise UsageError(
             f"the same result is given twice: {twice}; an accelerator stands for its fastest published row"
         )
+    entries = _contended(_named_shortly(entries))
     baseline, *others = entries
     return Comparison(
         title=title,
-        inputs=tuple(entry.source for entry in entries),
+        inputs=tuple(path for entry in entries for path in entry.paths or (entry.source,)),
         notes=tuple(_notes(entries)),
         rows=tuple(entry.to_row() for entry in entries),
         ratios=tuple(ratio for entry in others for ratio in ratios(entry, baseline)),
@@ -195,13 +229,24 @@ def ratios(of: Entry, to: Entry) -> list[Ratio]:
 
 def differences(of: Entry, to: Entry, basis: str) -> list[Difference]:
     """What keeps a ratio on ``basis`` from comparing like with like; the hardware generation and software do not."""
-    found = [
-        Difference(name.replace("_", " "), _shown(getattr(of, name)), _shown(getattr(to, name)))
-        for name in MATCHED
-        if _comparable(getattr(of, name)) != _comparable(getattr(to, name))
-    ]
+    pairs = {name: (getattr(of, name), getattr(to, name)) for name in (*MATCHED, *MATCHED_WHERE_KNOWN, *LENGTHS)}
+    unlike = [name for name in MATCHED if _comparable(pairs[name][0]) != _comparable(pairs[name][1])]
+    if "verdict" not in unlike and of.verdict in UNUSABLE:
+        unlike.append("verdict")
+    if of.data_set_differs_from(to):
+        pairs["data_set"] = (data_set_of(of.data_set, of.data_set_sha256), data_set_of(to.data_set, to.data_set_sha256))
+        unlike.append("data_set")
+    known = {name: pair for name, pair in pairs.items() if None not in pair}
+    if "model" in unlike:
+        known.pop("weights", None)  # of course
+    unlike += [name for name in MATCHED_WHERE_KNOWN if name in known and known[name][0] != known[name][1]]
+    unlike += [name for name in LENGTHS if name in known and _lengths_differ(*known[name])]
+    found = [Difference(name.replace("_", " "), *map(_shown, pairs[name])) for name in unlike]
+    if of.shared_with or to.shared_with:
+        machines = [f"shared with {one.shared_with}" if one.shared_with else "to itself" for one in (of, to)]
+        found.append(Difference("machine", *machines))
     sizes: dict[str, Callable[[Entry], Any]] = {
-        "total": lambda entry: entry.accelerators or entry.nodes,
+        "total": lambda entry: entry.accelerators or (f"none, {entry.nodes} nodes" if entry.nodes else None),
         "per_node": lambda entry: entry.accelerators_per_node,
         "per_rack": lambda entry: "whole rack" if entry.rack_is_measured else "projection",
     }
@@ -247,6 +292,38 @@ def student_t(probability: float, freedom: float) -> float:
     return math.sqrt(freedom) * math.tan(angle)
 
 
+def _lengths_differ(one: float, other: float) -> bool:
+    return abs(one - other) > LENGTHS_TOLERANCE * min(one, other)
+
+
+def _named_shortly(entries: Sequence[Entry]) -> list[Entry]:
+    """Run folders under as much of their paths as tells each from the others."""
+    measured = [entry.name for entry in entries if entry.paths]
+    short = dict(zip(measured, names_of([Path(name) for name in measured]), strict=True))
+    taken = {entry.name for entry in entries if not entry.paths}
+    return [
+        replace(entry, name=short[entry.name]) if entry.paths and short[entry.name] not in taken else entry
+        for entry in entries
+    ]
+
+
+def _contended(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries, each with what else its machine was busy with."""
+    everything = [occupation for entry in entries for occupation in entry.occupations]
+    found = []
+    for entry in entries:
+        shared = {
+            other.run: seconds
+            for one in entry.occupations
+            for other in everything
+            if (seconds := one.seconds_shared_with(other))
+        }
+        told = [f"{name_of(run)} for {precise(seconds)} s" for run, seconds in shared.items()]
+        more = f" and {len(told) - 1} more" if len(told) > 1 else ""
+        found.append(replace(entry, shared_with=f"{told[0]}{more}") if told else entry)
+    return found
+
+
 def _interval(of: Entry, to: Entry, basis: str) -> tuple[float, float] | None:
     interval = ratio_interval(of.repeats, to.repeats) if of.repeats and to.repeats else None
     if interval is None or not of.output_tokens_per_second or not to.output_tokens_per_second:
@@ -258,6 +335,19 @@ def _interval(of: Entry, to: Entry, basis: str) -> tuple[float, float] | None:
 
 def _notes(entries: Sequence[Entry]) -> list[str]:
     notes = [f"{entry.name}: {entry.note}" for entry in entries if entry.note]
+    notes += [
+        f"{entry.name}: runs at the same time on one machine each had what the other left, so measure them one after"
+        f" the other (shared with {entry.shared_with})"
+        for entry in entries
+        if entry.shared_with
+    ]
+    notes += [
+        f"{entry.name}: {entry.verdict}, so its rate is no result" for entry in entries if entry.verdict in UNUSABLE
+    ]
+    timed = {entry.duration_seconds: entry for entry in entries if entry.duration_seconds}
+    if timed and max(timed) > LONGER * min(timed):
+        ends = [f"{timed[end].name} {precise(end)} s" for end in (min(timed), max(timed))]
+        notes.append(f"durations: {' against '.join(ends)}; start and end of a run weigh more the shorter it is")
     sizes = {entry.accelerators for entry in entries if entry.accelerators}
     if len(sizes) > 1:
         shown = ", ".join(f"{size:,}" for size in sorted(sizes))
@@ -274,4 +364,6 @@ def _comparable(value: Any) -> Any:
 def _shown(value: Any) -> str:
     if value is None:
         return "not stated"
+    if isinstance(value, str) and HASH.fullmatch(value):
+        return f"{value[:HASH_SHOWN]}..."
     return precise(value) if is_number(value) else str(value)

@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from megatoken.errors import UsageError
 from megatoken.results.comparison import Entry
-from megatoken.results.nodes import run_accelerators
+from megatoken.results.machine import Occupation, run_accelerators
 from megatoken.results.numerals import precise
-from megatoken.results.reference import PublishedResult, accelerator_table, published_results, results_of
+from megatoken.results.reference import (
+    PublishedResult,
+    accelerator_table,
+    mlperf_data_set,
+    published_results,
+    results_of,
+)
+from megatoken.results.repeats import check_repeats, whole_runs, worst_verdict
 
 if TYPE_CHECKING:
     from megatoken.results.aggregation import Aggregate
@@ -38,6 +45,9 @@ def published_entry(row: PublishedResult, note: str | None = None) -> Entry:
         accelerator=row.accelerator,
         accelerators=row.accelerators,
         nodes=row.nodes,
+        verdict="VALID",  # nothing else is published
+        mode="performance",
+        data_set=mlperf_data_set(row.benchmark),
         measured_watts=row.measured_watts,
         software=dict(_versions(row.software)),
         note=note,
@@ -91,40 +101,62 @@ def _check_published(flag: str, name: str, known: Collection[str]) -> None:
 def run_entry(runs: Sequence[Run], name: str) -> Entry:
     """Run folders of one setting as one entry: their mean rate, and each rate as a repeat.
 
+    Runs that were interrupted are left out of the mean where others came to their end.
+
     Raises:
         UsageError: no run, a run without a rate, or runs that are no repeats of each other.
     """
     if not runs:
         raise UsageError(f"{name}: no run folder in it")
-    for run in runs:
+    check_repeats(runs, name)
+    whole = whole_runs(runs)
+    for run in whole:
         if not run.result.get("output_tokens_per_second"):
             raise UsageError(f"{run.path}: {run.verdict}, without a rate to compare")
-        for key in ("scenario", "model", "precision"):
-            if run.result.get(key) != runs[0].result.get(key):
-                raise UsageError(
-                    f"{name}: {run.path.name} is no repeat of {runs[0].path.name}: {key} is {run.result.get(key)},"
-                    f" not {runs[0].result.get(key)}"
-                )
-    first = runs[0]
-    rates = [float(run.result["output_tokens_per_second"]) for run in runs]
-    accelerators, nodes = run_accelerators(first), len(first.result.get("nodes", [])) or 1
+    first, result = whole[0], whole[0].result
+    rates = [float(run.result["output_tokens_per_second"]) for run in whole]
+    accelerators, nodes = run_accelerators(first), len(result.get("nodes", [])) or 1
     gpus = first.environment.get("gpus") or [{}]
-    verdicts = sorted({run.verdict.value for run in runs})
+    samples = sum(run.result["samples_completed"] for run in whole)
     return Entry(
         name=name,
-        source=", ".join(str(run.path) for run in runs),
+        source=str(first.path) if len(runs) == 1 else f"{len(whole)} runs: {', '.join(run.path.name for run in whole)}",
         state="measured",
         output_tokens_per_second=statistics.fmean(rates),
-        scenario=first.result.get("scenario"),
-        model=first.result.get("model"),
-        precision=first.result.get("precision"),
+        scenario=result.get("scenario"),
+        model=result.get("model"),
+        precision=result.get("precision"),
         accelerator=gpus[0].get("name") if accelerators else None,
         accelerators=accelerators,
         nodes=nodes,
-        verdict=", ".join(verdicts),
+        verdict=worst_verdict(whole),
+        mode=result.get("mode"),
+        weights=result.get("weights"),
+        data_set=result.get("data_set"),
+        data_set_sha256=result.get("data_set_sha256"),
+        input_tokens_per_sample=sum(run.result["input_tokens"] for run in whole) / samples,
+        output_tokens_per_sample=sum(run.result["output_tokens"] for run in whole) / samples,
+        duration_seconds=statistics.fmean(run.result["duration_seconds"] for run in whole),
+        ttft_limit_seconds=result.get("ttft_limit_seconds"),
+        tpot_limit_seconds=result.get("tpot_limit_seconds"),
+        occupations=tuple(found for run in whole if (found := Occupation.of(run))),
+        paths=tuple(str(run.path) for run in whole),
         repeats=tuple(rates) if len(rates) > 1 else (),
         software=run_software(first),
+        note="; ".join(_run_notes(runs, whole)) or None,
     )
+
+
+def _run_notes(runs: Sequence[Run], whole: Sequence[Run]) -> Iterator[str]:
+    left_out = [run.path.name for run in runs if run not in whole]
+    if left_out:
+        yield f"without {', '.join(left_out)}, which did not come to an end"
+    result = whole[0].result
+    if result.get("scenario") in ("server", "interactive") and "rate_search" not in result:
+        yield (
+            f"a {result['scenario']} run's rate is the load that it was offered, as long as it keeps up; the highest"
+            " that it can serve takes --find-rate"
+        )
 
 
 def aggregate_entry(result: Aggregate, name: str, *, state: str, accelerator: str | None) -> Entry:
@@ -137,11 +169,26 @@ def aggregate_entry(result: Aggregate, name: str, *, state: str, accelerator: st
         scenario=result.workload["scenario"],
         model=result.workload["model"],
         precision=result.workload["precision"],
+        verdict=_verdict(result),
+        mode="performance",
+        output_tokens_per_sample=_tokens_per_sample(result),
+        duration_seconds=result.makespan.seconds,
         accelerator=accelerator,
         accelerators=result.accelerators,
         nodes=len(result.nodes),
         note=result.sum_label if len(result.nodes) > 1 else None,
     )
+
+
+def _verdict(result: Aggregate) -> str | None:
+    """That of all nodes; INVALID if any is."""
+    verdicts = {node["verdict"] for node in result.nodes}
+    return "INVALID" if "INVALID" in verdicts else verdicts.pop() if len(verdicts) == 1 else None
+
+
+def _tokens_per_sample(result: Aggregate) -> float | None:
+    counts = [node["samples"] for node in result.nodes]
+    return None if None in counts or not sum(counts) else result.output_tokens / sum(counts)
 
 
 def run_software(run: Run) -> dict[str, str]:

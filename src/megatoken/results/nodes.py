@@ -6,20 +6,25 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from datetime import UTC, datetime
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatoken.errors import UsageError
+from megatoken.results.machine import name_of, run_accelerators, unix_seconds
+from megatoken.results.numerals import precise
 from megatoken.results.series import Floats
 from megatoken.results.statistics import Samples
 
 if TYPE_CHECKING:
     from megatoken.results.run_folder import Run
 
-WORKLOAD = ("scenario", "model", "precision")
+WORKLOAD = ("scenario", "mode", "model", "precision", "data_set")
 PROGRESS_POINTS = 1001
+HASH_SHOWN = 12  # digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,8 @@ class NodeRow:
     precision: str | None = None
     verdict: str | None = None
     source: str = ""
+    mode: str | None = None  # performance or accuracy
+    data_set: str | None = None  # name and hash of its content
 
     @property
     def tokens(self) -> float:
@@ -62,7 +69,7 @@ class NodeRow:
 def run_node_rows(run: Run) -> list[NodeRow]:
     """The nodes of one run folder; they share its clock."""
     result = run.result
-    started = _unix_seconds(result.get("started_at"))
+    started = unix_seconds(result.get("started_at"))
     samples = Samples.of(run.requests)
     done = samples.completed
     names = np.asarray(run.requests["node"].to_pylist(), dtype=object)
@@ -85,20 +92,16 @@ def run_node_rows(run: Run) -> list[NodeRow]:
                 precision=result.get("precision"),
                 verdict=run.verdict.value,
                 source=str(run.path),
+                mode=result.get("mode"),
+                data_set=data_set_of(result.get("data_set"), result.get("data_set_sha256")),
             )
         )
     return rows
 
 
-def run_accelerators(run: Run, node: str | None = None) -> int | None:
-    """GPUs that one node of the run used, or all of them; None where CPUs computed."""
-    gpus = {entry.get("node"): entry.get("gpus") or 0 for entry in run.result.get("rack_nodes") or []}
-    if gpus:
-        return (sum(gpus.values()) if node is None else gpus.get(node, 0)) or None
-    device = (run.config.get("engine") or {}).get("device", "cpu")
-    if device == "cuda" or (device == "auto" and run.environment.get("gpus")):
-        return 1 if node is not None else len(run.result.get("nodes", [])) or 1
-    return None
+def data_set_of(name: str | None, digest: str | None) -> str | None:
+    """A data set by its name and the start of the hash of its content."""
+    return f"{name} (SHA-256 {digest[:HASH_SHOWN]})" if digest else name
 
 
 def progress(first: Floats, last: Floats, output_tokens: Floats) -> tuple[tuple[float, float], ...]:
@@ -151,19 +154,48 @@ def distinct(rows: Sequence[NodeRow]) -> list[NodeRow]:
     """The rows under names of their own, in natural order: two on one node are two replicas if they ran at once.
 
     Raises:
-        UsageError: a node comes twice and nothing shows that it did both at the same time.
+        UsageError: a node comes twice and did not do both at the same time: those are repeats, or one result twice.
     """
     named = []
     for row in rows:
         twins = [other for other in rows if other is not row and other.node == row.node]
         for twin in twins:
-            if row.source == twin.source or not _overlap(row, twin):
-                raise UsageError(
-                    f"node {row.node} comes twice ({row.source or '-'}, {twin.source or '-'}) and is not shown to have"
-                    " done both at once; repeats of one node are for megatoken compare"
-                )
+            if row.source == twin.source:
+                raise UsageError(f"node {row.node} comes twice from {row.source or 'nowhere'}; give it once")
+            if not _overlap(row, twin):
+                raise _repeats([row, *twins])
         named.append(replace(row, node=f"{row.node} ({row.source})", fault_domain=row.domain) if twins else row)
     return sorted(named, key=lambda row: natural(row.node))
+
+
+def took_turns(rows: Sequence[NodeRow]) -> bool:
+    """Whether the clocks say of all rows, two or more, that no two of them ran at the same time."""
+    timed = all(row.started_seconds is not None for row in rows)
+    return len(rows) > 1 and timed and not any(_overlap(one, other) for one, other in combinations(rows, 2))
+
+
+def clock(seconds: float) -> str:
+    """Unix seconds as a date and time in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _repeats(rows: Sequence[NodeRow]) -> UsageError:
+    """Runs of one node, one after the other, whose rates do not add up."""
+    timed = all(row.started_seconds is not None for row in rows)
+    verb = "did not all run" if timed else "are not shown to have run"
+    shown = ", ".join(f"{name_of(Path(row.source)) if row.source else '-'} {_when(row)}" for row in rows[:3])
+    shown += ", ..." if len(rows) > 3 else ""
+    return UsageError(
+        f"{len(rows)} runs of node {rows[0].node} {verb} at the same time ({shown}): they are repeats, whose rates do"
+        " not add up. Their mean and interval: megatoken report FOLDER; against others: megatoken compare"
+        " FOLDER OTHER; of each node give one run here"
+    )
+
+
+def _when(row: NodeRow) -> str:
+    if row.started_seconds is None:
+        return "at a time that nothing tells"
+    return f"from {clock(row.started_seconds)} for {precise(row.duration_seconds)} s"
 
 
 def natural(name: str) -> list[tuple[bool, int | str]]:
@@ -176,12 +208,3 @@ def _overlap(one: NodeRow, other: NodeRow) -> bool:
         return False
     start = max(one.started_seconds, other.started_seconds)
     return start < min(one.started_seconds + one.duration_seconds, other.started_seconds + other.duration_seconds)
-
-
-def _unix_seconds(text: Any) -> float | None:
-    """Seconds since 1970 of an aware ISO time; None for anything else."""
-    try:
-        moment = datetime.fromisoformat(text)
-    except (TypeError, ValueError):
-        return None
-    return moment.timestamp() if moment.tzinfo else None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatoken.errors import UsageError, how_to_install
 from megatoken.results.files import plain
-from megatoken.results.run_folder import RESULT, Run, read_run
+from megatoken.results.lookup import read_runs
+from megatoken.results.repeats import REPEATS
+from megatoken.results.run_folder import Run
 
 if TYPE_CHECKING:
     import duckdb
@@ -29,11 +31,12 @@ LOCKS = (
 def query(paths: Sequence[Path], sql: str) -> pa.Table:
     """Answer one SELECT over run folders; it can read three tables and nothing else, and change nothing.
 
-    ``runs`` has a row for each folder: ``run``, ``path``, every field of ``result.json``, and ``environment`` and
-    ``config`` as structs. ``requests`` and ``series`` are the Parquet tables of all folders behind a column ``run``.
+    ``runs`` has a row for each folder: ``run``, ``path``, ``repeats`` (the folder of the repeats it is one of), every
+    field of ``result.json``, and ``environment`` and ``config`` as structs. ``requests`` and ``series`` are the Parquet
+    tables of all folders behind a column ``run``.
 
     Args:
-        paths: run folders, or folders that hold run folders.
+        paths: run folders, or folders with run folders below them.
         sql: in DuckDB's dialect.
 
     Raises:
@@ -43,7 +46,8 @@ def query(paths: Sequence[Path], sql: str) -> pa.Table:
         import duckdb
     except ImportError as error:
         raise UsageError(f"queries need DuckDB, which is not installed; {how_to_install('report')}") from error
-    tables = _tables([read_run(folder) for folder in run_folders(paths)])
+    runs = {run.path: run for path in paths for run in read_runs(path)}
+    tables = _tables(list(runs.values()))
     with duckdb.connect(":memory:") as connection:
         for name, table in tables.items():
             connection.register(name, table)
@@ -55,22 +59,6 @@ def query(paths: Sequence[Path], sql: str) -> pa.Table:
             raise KeyboardInterrupt from error
         except duckdb.Error as error:
             raise UsageError(f"query: {_explained(str(error))}") from error
-
-
-def run_folders(paths: Iterable[Path]) -> list[Path]:
-    """The run folders among ``paths`` and directly below them, each once.
-
-    Raises:
-        UsageError: one of them neither is nor holds a run folder.
-    """
-    found: dict[Path, None] = {}
-    for path in paths:
-        below = sorted(path.glob("*/")) if path.is_dir() else []
-        runs = [folder for folder in (path, *below) if (folder / RESULT).is_file() and not folder.name.startswith(".")]
-        if not runs:
-            raise UsageError(f"{path}: no run folder and none directly below it; give runs/ or one of its folders")
-        found |= dict.fromkeys(runs)
-    return list(found)
 
 
 def _answer(connection: duckdb.DuckDBPyConnection, sql: str) -> pa.Table:
@@ -85,10 +73,16 @@ def _answer(connection: duckdb.DuckDBPyConnection, sql: str) -> pa.Table:
 def _tables(runs: Sequence[Run]) -> dict[str, pa.Table]:
     import pyarrow as pa
 
-    uses = Counter(run.path.name for run in runs)
-    names = [plain(run.path.name if uses[run.path.name] == 1 else run.path) for run in runs]
+    names = [plain(name) for name in _names(runs)]
     rows = [
-        {"run": name, "path": plain(run.path), **run.result, "environment": run.environment, "config": run.config}
+        {
+            "run": name,
+            "path": plain(run.path),
+            "repeats": plain(_repeats(run)),
+            **run.result,
+            "environment": run.environment,
+            "config": run.config,
+        }
         for name, run in zip(names, runs, strict=True)
     ]
     keys = dict.fromkeys(key for row in rows for key in row)
@@ -97,6 +91,19 @@ def _tables(runs: Sequence[Run]) -> dict[str, pa.Table]:
         "runs": pa.table({key: _column([row.get(key) for row in rows]) for key in keys}),
         "series": pa.concat_tables(_named(run.series, name) for name, run in zip(names, runs, strict=True)),
     }
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """A run's folder, a repeat's behind that of all of them; the whole path where that is not enough."""
+    names = [f"{folder}/{run.path.name}" if (folder := _repeats(run)) else run.path.name for run in runs]
+    uses = Counter(names)
+    return [name if uses[name] == 1 else str(run.path) for name, run in zip(names, runs, strict=True)]
+
+
+def _repeats(run: Run) -> str | None:
+    """The folder of the repeats that a run is one of."""
+    parent = run.path.absolute().parent
+    return parent.name if (parent / REPEATS).is_file() else None
 
 
 def _named(table: pa.Table, run: str) -> pa.Table:

@@ -10,10 +10,12 @@ from functools import cache
 from importlib.resources import files
 
 from megatoken.errors import UsageError
+from megatoken.yaml_core import load_yaml
 
 RESULTS = "mlperf_v5.1_llm_results.csv"
 ACCELERATORS = "gpu_specs.csv"
 MODELS = "model_facts.csv"
+DATA_SETS = "mlperf_datasets.yaml"
 SUBMISSION_ID = re.compile(r"\d+\.\d+-\d{4}")
 
 
@@ -162,6 +164,14 @@ def accelerator_facts(name: str | None) -> AcceleratorFacts | None:
 def model_architectures() -> dict[str, str]:
     """``dense`` or ``mixture of experts`` by model."""
     return {row["model"]: row["architecture"] for _, row in _rows(MODELS)}
+
+
+@cache
+def mlperf_data_set(benchmark: str) -> str:
+    """The file that holds MLPerf's data set for a benchmark, such as ``llama2-70b-99``."""
+    sets = load_yaml((files("megatoken") / "data" / DATA_SETS).read_text(encoding="utf-8"))["data_sets"]
+    known = {name: entry["file"] for entry in sets.values() for name in entry["benchmarks"]}
+    return str(known.get(benchmark, f"MLPerf's for {benchmark}"))
 
 
 def _rows(name: str) -> Iterator[tuple[int, dict[str, str]]]:

@@ -1,16 +1,20 @@
-"""Equal runs together: their verdicts, and the interval that the geometric mean of each metric lies in."""
+"""Equal runs together: whether they are, their verdicts, and the interval that each metric's geometric mean lies in."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatoken.errors import UsageError
+from megatoken.results.aggregation import now
 from megatoken.results.comparison import CONFIDENCE, student_t
+from megatoken.results.files import plain
+from megatoken.results.lookup import read_runs
+from megatoken.results.machine import contentions
 from megatoken.results.run_folder import Run, Verdict
 
 REPEATS = "repeats.json"
@@ -33,30 +37,98 @@ _METRICS = (
 )
 _PERCENTILES = ("loadgen_ttft_p99_seconds", "loadgen_tpot_p99_seconds", "loadgen_latency_p90_seconds")
 _WORST = (Verdict.INTERRUPTED, Verdict.INVALID, Verdict.DEGRADED, Verdict.MEASURED, Verdict.VALID)
+# What repeats of one test have in common; the rest of a configuration is where it writes, and sizes from free memory.
+_SETTING = (
+    *("scenario", "mode", "rules", "model", "weights", "precision", "data_set_sha256", "offered_samples_per_second"),
+    *("ttft_limit_seconds", "tpot_limit_seconds"),
+)
+
+
+def read_repeats_in(path: Path) -> list[Run]:
+    """The run folder ``path`` alone, or all below it, which must be repeats of one test.
+
+    Raises:
+        UsageError: there is none, one is damaged, or they are of several tests.
+    """
+    runs = read_runs(path)
+    check_repeats(runs, str(path))
+    return runs
+
+
+def check_repeats(runs: Sequence[Run], name: str) -> None:
+    """Refuse runs that are not the same test on the same machine.
+
+    Raises:
+        UsageError: names the first that is not, and in what it differs.
+    """
+    first = _setting(runs[0])
+    for run in runs[1:]:
+        for key, value in _setting(run).items():
+            if value != first[key]:
+                raise UsageError(
+                    f"{name}: {run.path.name} is no repeat of {runs[0].path.name}: {key} is {value}, not {first[key]};"
+                    " give one of them, or a folder of repeats alone"
+                )
+
+
+def are_repeats(runs: Sequence[Run]) -> bool:
+    """Whether all are the same test on the same machine."""
+    return all(_setting(run) == _setting(runs[0]) for run in runs)
+
+
+def _setting(run: Run) -> dict[str, Any]:
+    target = run.result.get("target") or {}
+    return {
+        **{name: run.result.get(name) for name in _SETTING},
+        "device": target.get("device"),
+        "threads": target.get("threads"),
+        "hostname": run.environment.get("hostname"),
+    }
+
+
+def whole_runs(runs: Sequence[Run]) -> list[Run]:
+    """The runs that came to their end; all of them if none did."""
+    return [run for run in runs if run.verdict is not Verdict.INTERRUPTED] or list(runs)
 
 
 def summarise_repeats(runs: Sequence[Run], wanted: int) -> dict[str, Any]:
-    """The document of ``repeats.json``: verdicts, and interval of every metric that all healthy runs have.
+    """The document of ``repeats.json``: verdicts, and interval of every metric that all whole runs have.
 
     Percentiles are listed, not averaged: the mean of p99s is the p99 of nothing.
     """
-    healthy = [run for run in runs if run.verdict is not Verdict.INTERRUPTED]
-    metrics = {name: interval(values) for name in _METRICS if (values := _values(healthy, name))}
-    percentiles = {name: {"values": values} for name in _PERCENTILES if (values := _values(healthy, name))}
+    whole = whole_runs(runs)
+    metrics = {name: interval(values) for name in _METRICS if (values := _values(whole, name))}
+    percentiles = {name: {"values": values} for name in _PERCENTILES if (values := _values(whole, name))}
+    result = runs[0].result
+    subject = (result.get("scenario"), result.get("model"), result.get("precision"))
     return {
         "kind": "repeats",
         "schema_version": SCHEMA_VERSION,
+        "created_at": now(),
+        "title": f"Repeats of {' '.join(str(part) for part in subject if part)}",
+        "inputs": [plain(run.path) for run in runs],
+        "notes": list(_notes(runs, whole)),
         "verdict": worst_verdict(runs),
         "verdicts": [run.verdict for run in runs],
         "runs": [run.path.name for run in runs],
         "runs_wanted": wanted,
+        "runs_in_the_mean": [run.path.name for run in whole],
         "metrics": metrics,
         "percentiles": percentiles,
         "confidence": CONFIDENCE,
         "interval_formula": INTERVAL_FORMULA,
-        "seeds": runs[0].result.get("seeds"),
+        "seeds": result.get("seeds"),
         "seeds_note": SEEDS_NOTE,
     }
+
+
+def _notes(runs: Sequence[Run], whole: Sequence[Run]) -> list[str]:
+    left_out = [run.path.name for run in runs if run not in whole]
+    return [
+        *dict.fromkeys(str(note) for run in runs for note in run.result.get("notes") or ()),
+        *([f"not in the mean, for they did not come to their end: {', '.join(left_out)}"] if left_out else []),
+        *contentions(runs),
+    ]
 
 
 def _values(runs: Sequence[Run], name: str) -> list[float]:
@@ -102,16 +174,3 @@ def read_repeats(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read ({error}); repeat the runs") from error
     return document
-
-
-def describe_repeats(repeats: Mapping[str, Any]) -> Iterator[str]:
-    """The document in lines for a person."""
-    yield f"{len(repeats['runs'])} of {repeats['runs_wanted']} runs: {', '.join(repeats['verdicts'])}"
-    for name, found in repeats["metrics"].items():
-        shown = found["mean"] if found["geometric_mean"] is None else found["geometric_mean"]
-        within = "" if found["low"] is None else f", {found['low']:.5g} .. {found['high']:.5g}"
-        yield f"{name}: {shown:.5g}{within}"
-    for name, found in repeats.get("percentiles", {}).items():
-        yield f"{name} of each run: {', '.join(f'{value:.5g}' for value in found['values'])}"
-    yield f"{repeats['confidence']:.0%} confidence: {repeats['interval_formula']}"
-    yield repeats["seeds_note"]

@@ -365,12 +365,6 @@ def read_run(path: Path) -> Run:
     )
 
 
-def save_report(path: Path, html: str) -> Path:
-    """Put the page ``html`` into the run folder ``path``; StorageError when the disk refuses."""
-    write_text(path / REPORT, html)
-    return path / REPORT
-
-
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TypeError("not a mapping")

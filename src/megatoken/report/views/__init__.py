@@ -8,11 +8,12 @@ from megatoken.report.views.aggregate import aggregate_view
 from megatoken.report.views.audit import audit_view
 from megatoken.report.views.comparison import comparison_view
 from megatoken.report.views.plan import plan_view
+from megatoken.report.views.repeats import repeats_view
 from megatoken.report.views.run import run_view
 
 __all__ = ["document_view", "run_view"]
 
-VIEWS = {"audit": audit_view, "aggregate": aggregate_view, "comparison": comparison_view}
+VIEWS = {"audit": audit_view, "aggregate": aggregate_view, "comparison": comparison_view, "repeats": repeats_view}
 
 
 def document_view(document: Document) -> View:

@@ -16,7 +16,7 @@ FOOTER = "Made by megatoken from the JSON document beside this page; the page ca
 LEGIBLE_ROWS = 500
 WIDE = 6  # columns; beyond them, what is the same in every row is said once
 LONG_TEXT = 60  # letters that need a line of their own on a phone
-FEW = 5  # objects; with more than WIDE columns they stand side by side
+FEW = 5  # objects; with more than WIDE columns they stand side by side; of a plain list a terminal shows no more
 
 
 def view(
@@ -120,7 +120,7 @@ def _inputs(document: Document) -> Iterator[Block]:
     if isinstance(inputs, list) and any(isinstance(item, dict) for item in inputs):
         yield records_table("Inputs", [item.values for item in document.parts("inputs")])
     elif inputs:
-        yield Points("", tuple(("", text) for text in document.texts("inputs")))
+        yield Points("", tuple(("", text) for text in document.texts("inputs")), most=FEW)
 
 
 def _made_at(document: Document) -> str:

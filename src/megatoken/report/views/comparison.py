@@ -20,7 +20,17 @@ BASES = {
 }
 POWER = ("measured_watts", "nameplate_watts", "measured_over_nameplate")
 EFFICIENCY = {"tokens_per_joule_measured": "measured", "tokens_per_joule_nameplate": "nameplate"}
-TWICE = (*(key for _, key in BASES.values()), "per_rack_state", *POWER, *EFFICIENCY, "software", "repeats", "note")
+LONG = ("weights", "data_set_sha256", "shared_with")  # beside every ratio where they matter
+TWICE = (
+    *(key for _, key in BASES.values()),
+    "per_rack_state",
+    *POWER,
+    *EFFICIENCY,
+    "software",
+    "repeats",
+    "note",
+    *LONG,
+)
 
 
 def comparison_view(document: Document) -> View:

@@ -10,7 +10,6 @@ import numpy as np
 
 from megatoken.report.bars import Dot, dot_chart
 from megatoken.report.blocks import (
-    Badge,
     Block,
     Column,
     Facts,
@@ -24,12 +23,12 @@ from megatoken.report.blocks import (
 )
 from megatoken.report.blocks import Verdict as VerdictBlock
 from megatoken.report.curves import distribution_chart
-from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, has_unreliable, metric_rows
+from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, has_unreliable, metric_rows, verdict_badge
 from megatoken.report.views.aggregate import MANY_NODES
 from megatoken.report.views.common import records_table
 from megatoken.report.views.goodput import goodput_blocks
 from megatoken.report.views.over_time import time_figures
-from megatoken.results import Reason, Run, Verdict
+from megatoken.results import Reason, Run
 from megatoken.results.numerals import number
 from megatoken.results.statistics import (
     PERCENTILE_METHOD,
@@ -39,7 +38,6 @@ from megatoken.results.statistics import (
     Samples,
 )
 
-TONES = {Verdict.VALID: "good", Verdict.INVALID: "bad", Verdict.MEASURED: "plain"}
 DEFINITIONS = {
     "Output tokens per second": "Output tokens of the completed samples over the time from the start of the run to the"
     " last completion; in Server and Interactive, as LoadGen rates them, to the completion of the sample issued last."
@@ -102,7 +100,7 @@ def _summary(run: Run) -> Iterator[Block]:
     ]
     rate = number(result.get("output_tokens_per_second"))
     yield Headline(rate, "output tokens/s", " · ".join(fact for fact in facts if fact))
-    yield VerdictBlock((Badge(run.verdict, TONES.get(run.verdict, "warn")),), MEANING[run.verdict])
+    yield VerdictBlock((verdict_badge(run.verdict),), MEANING[run.verdict])
     if run.reasons:
         yield _points("", run.reasons)
     if run.rules_unmet:

@@ -1,0 +1,106 @@
+"""Repeats of one test together: the mean of each metric, where it lies, and what each run had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatoken.report.bars import Dot, dot_chart
+from megatoken.report.blocks import Block, Cell, Column, Figure, Headline, Section, Table, Verdict, View
+from megatoken.report.documents import Document
+from megatoken.report.metrics import MEANING, verdict_badge
+from megatoken.report.views.common import view
+from megatoken.report.words import label
+from megatoken.results.numerals import precise
+
+RATE = "output_tokens_per_second"
+KNOWN = (
+    *("verdict", "verdicts", "runs", "runs_wanted", "runs_in_the_mean", "metrics", "percentiles", "confidence"),
+    *("interval_formula", "seeds", "seeds_note"),
+)
+
+
+def repeats_view(document: Document) -> View:
+    """The report on ``megatoken run --repeat``, or on runs of one setting in one folder."""
+    verdict = document.text("verdict")
+    counted, wanted = len(document.texts("runs")), document.number("runs_wanted")
+    of_wanted = f" of {precise(wanted)} that were wanted" if wanted and wanted != counted else ""
+    meaning = next((words for known, words in MEANING.items() if known == verdict), "nothing known here")
+    summary: tuple[Block, ...] = (
+        *_headline(document),
+        Verdict((verdict_badge(verdict),), f"the worst of {counted} runs{of_wanted}: {meaning}"),
+    )
+    sections = (
+        Section("Numbers", tuple(_metrics(document))),
+        Section("Each run", (*_figures(document), *_runs(document))),
+    )
+    return view(document, "repeats", summary, sections, KNOWN)
+
+
+def _headline(document: Document) -> Iterator[Headline]:
+    rate = document.part("metrics").part(RATE)
+    mean = rate.number("geometric_mean")
+    if mean is None:
+        return
+    runs = f"geometric mean of {len(rate.values.get('values') or ())} runs"
+    low, high = rate.number("low"), rate.number("high")
+    if low is not None and high is not None:
+        runs += f", {_confidence(document)} between {precise(low)} and {precise(high)}"
+    yield Headline(precise(mean), "output tokens/s", runs)
+
+
+def _confidence(document: Document) -> str:
+    return f"with {precise(100 * (document.number('confidence') or 0.0))} % confidence"
+
+
+def _metrics(document: Document) -> Iterator[Table]:
+    metrics = document.part("metrics")
+    rows = []
+    for key in metrics.values:
+        part = metrics.part(key)
+        name, unit = _label(key)
+        numbers = (part.number(field) for field in ("geometric_mean", "low", "high", "mean"))
+        rows.append((name, unit, *map(precise, numbers)))
+    heads = ("Geometric mean", "Low", "High", "Mean")
+    columns = (Column("Metric"), Column("Unit"), *(Column(head, numeric=True) for head in heads))
+    note = f"Low and high {_confidence(document)}: {document.text('interval_formula')}. {document.text('seeds_note')}"
+    if rows:
+        yield Table("Mean of the runs", columns, tuple(rows), note=note)
+
+
+def _figures(document: Document) -> Iterator[Figure]:
+    rate = document.part("metrics").part(RATE)
+    values, names = rate.numbers("values"), _names_in_the_mean(document)
+    mean = rate.number("geometric_mean")
+    if len(values) > 1 and len(values) == len(names) and mean is not None:
+        dots = [Dot(name, value) for name, value in zip(names, values, strict=True)]
+        yield dot_chart("Rate of each run", "output tokens/s", dots, [("geometric mean", mean)])
+
+
+def _runs(document: Document) -> Iterator[Table]:
+    """A row for each run that counts, a column for each metric and percentile; percentiles are never averaged."""
+    names, verdicts = document.texts("runs"), document.texts("verdicts")
+    counted = _names_in_the_mean(document)
+    columns, cells = [Column("Run"), Column("Verdict")], list[dict[str, str]]()
+    for group in ("metrics", "percentiles"):
+        part = document.part(group)
+        for key in part.values:
+            values = part.part(key).numbers("values")
+            if len(values) == len(counted):
+                columns.append(Column(*_label(key), numeric=True))
+                cells.append(dict(zip(counted, map(precise, values), strict=True)))
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (name, verdict_badge(verdict), *(found.get(name, "") for found in cells))
+        for name, verdict in zip(names, verdicts, strict=False)
+    )
+    if rows:
+        yield Table("What each run had", tuple(columns), rows)
+
+
+def _names_in_the_mean(document: Document) -> list[str]:
+    """Of the runs that the values are of; older documents do not tell them apart."""
+    return document.texts("runs_in_the_mean") or document.texts("runs")
+
+
+def _label(key: str) -> tuple[str, str]:
+    name, unit = label(key)
+    return ("Output", unit) if key == RATE else (name, unit)

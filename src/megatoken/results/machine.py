@@ -1,0 +1,91 @@
+"""What a run had of its machine: GPUs, when, and with whom it shared it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatoken.results.numerals import precise
+
+if TYPE_CHECKING:
+    from megatoken.results.run_folder import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Occupation:
+    """One run on its machine; times are Unix seconds, ``gpu`` the one that it computed on, None for the CPUs."""
+
+    run: Path
+    host: str
+    gpu: str | None
+    began_seconds: float
+    ended_seconds: float
+
+    @classmethod
+    def of(cls, run: Run) -> Occupation | None:
+        """That of a run folder; None where it does not say when or on which machine it ran."""
+        host, began = run.environment.get("hostname"), unix_seconds(run.result.get("started_at"))
+        if not host or began is None:
+            return None
+        lasted = max(run.series["elapsed_seconds"].to_pylist(), default=0.0)
+        ended = began + max(lasted, run.result.get("duration_seconds") or 0.0)
+        return cls(run.path, str(host), _gpu(run), began, ended)
+
+    def seconds_shared_with(self, other: Occupation) -> float:
+        """How long both ran on the same processors.
+
+        0 for a run and itself, which a copy of its folder is too, and for runs on two GPUs of one machine.
+        """
+        apart = self.gpu is not None and other.gpu is not None and self.gpu != other.gpu
+        if self.host != other.host or apart or self.began_seconds == other.began_seconds:
+            return 0.0
+        return max(0.0, min(self.ended_seconds, other.ended_seconds) - max(self.began_seconds, other.began_seconds))
+
+
+def name_of(run: Path) -> str:
+    """The last two parts of a run folder's path: one repeat is called as another is."""
+    return "/".join(run.absolute().parts[-2:])
+
+
+def contentions(runs: Sequence[Run]) -> Iterator[str]:
+    """A sentence for every two of ``runs`` that ran at the same time on one machine."""
+    known = [found for run in runs if (found := Occupation.of(run))]
+    for one, other in combinations(known, 2):
+        if shared := one.seconds_shared_with(other):
+            both = f"{name_of(one.run)} and {name_of(other.run)}"
+            yield (
+                f"{both} ran at the same time on {one.host} for {precise(shared)} s, so each had what the other left of"
+                " it: measure them one after the other"
+            )
+
+
+def unix_seconds(text: Any) -> float | None:
+    """Seconds since 1970 of an aware ISO time; None for anything else."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return None
+    return moment.timestamp() if moment.tzinfo else None
+
+
+def run_accelerators(run: Run, node: str | None = None) -> int | None:
+    """GPUs that one node of the run used, or all of them; None where CPUs computed."""
+    gpus = {entry.get("node"): entry.get("gpus") or 0 for entry in run.result.get("rack_nodes") or []}
+    if gpus:
+        return (sum(gpus.values()) if node is None else gpus.get(node, 0)) or None
+    device = (run.config.get("engine") or {}).get("device", "cpu")
+    if device == "cuda" or (device == "auto" and run.environment.get("gpus")):
+        return 1 if node is not None else len(run.result.get("nodes", [])) or 1
+    return None
+
+
+def _gpu(run: Run) -> str | None:
+    """The engine computes on the first GPU that its process may see."""
+    if run_accelerators(run) is None:
+        return None
+    visible = (run.environment.get("variables") or {}).get("CUDA_VISIBLE_DEVICES")
+    return str(visible).split(",")[0].strip() if visible else "0"

@@ -1,0 +1,61 @@
+"""Pages on repeats together, and on folders of runs."""
+
+import pytest
+from pages import parsed, table_rows, words
+
+from megatoken.errors import UsageError
+from megatoken.report import read_subject, write_report, write_reports
+from megatoken.results.files import to_json, write_text
+from megatoken.results.repeats import REPEATS, summarise_repeats
+from run_folders import run_folder
+
+MINUTE = "2026-11-20T09:{:02}:00+00:00"
+
+
+@pytest.fixture
+def runs(tmp_path):
+    p99s = (0.5, 1.5, 4.0)
+    return [
+        run_folder(
+            tmp_path / "x-repeats", f"00{number}", "host", MINUTE.format(number),
+            seconds=10.0 + number, loadgen_ttft_p99_seconds=p99, notes=["random weights"],
+        )
+        for number, p99 in enumerate(p99s, 1)
+    ]  # fmt: skip
+
+
+def test_a_folder_of_repeats_has_a_page_on_all_and_one_on_each(runs, tmp_path):
+    folder = tmp_path / "x-repeats"
+    write_text(folder / REPEATS, to_json(summarise_repeats(runs, 5)))
+    pages = list(write_reports(folder))
+    assert [page.relative_to(folder).as_posix() for page in pages] == [
+        "001/report.html", "002/report.html", "003/report.html", "repeats.html",
+    ]  # fmt: skip
+    root = parsed(pages[-1].read_text())
+    text = words(root)
+    for told in ("9.209", "mean of 3 runs, with 95 % confidence between", "of 5 that were wanted", "MEASURED"):
+        assert told in text
+    assert table_rows(root, "What each run had")["002"] == ["MEASURED", "9.167", "0.8333", "1.5"]
+    assert write_report(folder) == pages[-1]
+    assert write_report(folder, tmp_path / "page.html").read_text() == pages[-1].read_text()
+    assert read_subject(folder).values["runs_wanted"] == 5
+
+
+def test_runs_of_one_setting_are_repeats_without_being_told(runs, tmp_path):
+    pages = list(write_reports(tmp_path))
+    assert pages[-1] == tmp_path / "x-repeats" / "repeats.html"
+    run_folder(tmp_path / "x-repeats", "004", "host", MINUTE.format(10), precision="fp8")
+    pages = list(write_reports(tmp_path))
+    assert [page.name for page in pages] == ["report.html"] * 4
+    with pytest.raises(UsageError, match="holds 4 runs, and --out names one page; give one of them"):
+        write_report(tmp_path, tmp_path / "page.html")
+
+
+def test_repeats_whose_runs_are_gone_are_shown_from_their_document(runs, tmp_path):
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    write_text(moved / REPEATS, to_json(summarise_repeats(runs, 3)))
+    assert write_report(moved) == moved / "repeats.html"
+    old = {key: value for key, value in summarise_repeats(runs, 3).items() if key not in ("title", "runs_in_the_mean")}
+    write_text(moved / REPEATS, to_json(old))
+    assert "What each run had" in write_report(moved).read_text()
