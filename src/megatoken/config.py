@@ -79,7 +79,11 @@ class RackSection(_Section):
     replicas: Count | None = Field(
         default=None, le=100_000, description="copies of the model; null: one a GPU, without GPUs one a node"
     )
-    tensor_parallel: Count = Field(default=1, le=1024, description="GPUs of one copy")
+    simulated_gpu: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="GPU that every replica pretends to be, by a cost model; null: replicas compute"
+    )
+    simulated_nodes: Count = Field(default=18, le=1000, description="nodes to simulate, each a process")
+    simulated_gpus: Count = Field(default=4, le=64, description="GPUs of a simulated node")
     dead_after_seconds: Rate = Field(
         default=8.0, ge=0.5, lt=1e6, description="silence, or length of one step, after which a replica counts as lost"
     )
@@ -343,8 +347,15 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
         for key in ("find_rate", "repeat", "text"):
             refuse(key, "not together with rack.count per_node: every node has a LoadGen of its own")
     if config.rack.cluster is None:
-        for key in ("rack.count", "rack.replicas", "rack.tensor_parallel"):
+        for key in ("rack.count", "rack.replicas", "rack.simulated_gpu"):
             refuse(key, "only a rack has it; give --rack auto")
+    if config.rack.simulated_gpu is not None:
+        for key in ("rules", "rack.replicas", "text"):
+            refuse(key, "not together with rack.simulated_gpu: nothing is computed")
+        if config.mode == "accuracy":
+            refuse("mode", "not together with rack.simulated_gpu: nothing is computed")
+        if config.rack.count == "per_node":
+            refuse("rack.count", "simulated nodes share one machine; leave it at one_sut")
     if config.find_rate:
         for key in ("repeat", "samples"):
             refuse(key, "not together with find_rate")

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from megatoken.engine import Engine, EngineConfig
-from megatoken.engine.config import SHAPES
 from megatoken.engine.request import Request, Sampling
-from megatoken.errors import CapacityError, MegatokenError, RequestError, UsageError
+from megatoken.errors import CapacityError, MegatokenError, RequestError
 from megatoken.rack.clock import OffsetEstimate
 from megatoken.rack.hub import Hub, Place
-from megatoken.rack.placement import Node, Wanted, check_ranks, name_nodes, place_replicas
+from megatoken.rack.placement import Node, Wanted, name_nodes, place_replicas
 from megatoken.rack.wire import (
     DONE,
     FIRST,
@@ -139,9 +138,11 @@ def test_replicas_fill_the_nodes_evenly() -> None:
     nodes = [node("a", 4), node("b", 4), node("c", 0)]
     slots = place_replicas(nodes, Wanted(None, 1, on_gpus=True))
     assert [place for slot in slots for place in slot.places] == [Place(n, i) for n in "ab" for i in range(4)]
-    assert all(slot.bundles == [{"CPU": 1.0, "GPU": 1.0}] for slot in slots)
+    assert all(slot.bundle == {"CPU": 1.0, "GPU": 1.0} for slot in slots)
     three = place_replicas(nodes, Wanted(3, 1, on_gpus=True))
     assert [slot.places[0] for slot in three] == [Place("a", 0), Place("a", 1), Place("b", 0)]
+    (pair,) = place_replicas([node("a", 3)], Wanted(None, 2, on_gpus=True))
+    assert pair.bundle == {"CPU": 2.0, "GPU": 2.0}
     with pytest.raises(CapacityError, match=r"9 replicas of 1 GPUs need 9; the cluster has 8 \(a 4, b 4, c 0\)"):
         place_replicas(nodes, Wanted(9, 1, on_gpus=True))
 
@@ -159,14 +160,6 @@ def test_nodes_of_one_name_are_told_apart() -> None:
     assert [one.name for one in name_nodes([first, second, other], known)] == ["a", "a-2", "b"]
     assert [one.name for one in name_nodes([second, other], known)] == ["a-2", "b"]
     assert [one.name for one in name_nodes([second, node("a", 3)], known)] == ["a", "a-2"]
-
-
-def test_ranks_must_divide_the_heads() -> None:
-    check_ranks(SHAPES["tiny"], 1)
-    with pytest.raises(UsageError, match="does not divide the 8 attention heads of tiny; take one of 1, 2, 4"):
-        check_ranks(SHAPES["tiny"], 3)
-    with pytest.raises(UsageError, match="does not divide the 4 key heads"):
-        check_ranks(SHAPES["tiny"], 8)
 
 
 class Rig:

@@ -125,8 +125,8 @@ def test_replicas_do_not_outlive_their_driver(two_nodes: Nodes, drive: Any) -> N
     ("flags", "words"),
     [
         (("--rack.replicas", "3"), "3 replicas of 1 CPU cores need 3; the cluster has 2 (alpha 1, beta 1, head 0)"),
-        (("--rack.tensor-parallel", "3"), "does not divide the 8 attention heads of tiny"),
-        (("--rack.tensor-parallel", "2"), "an engine computes on one GPU"),
+        (("--engine.tensor-parallel", "3"), "tensor_parallel 3 does not divide the 8 heads of tiny"),
+        (("--engine.tensor-parallel", "2"), "the cluster has 2 (alpha 1, beta 1, head 0)"),
         (("--engine.device", "cuda"), "the cluster has 0"),
     ],
 )

@@ -128,7 +128,11 @@ def prepare(config: RunConfig, memory: MemoryPlan | None = None) -> Prepared:
         weights = source.content_hash
     else:
         weights = f"random, seed {config.seed}"
-        notes.append("random weights: the speed is real, the text is not")
+        notes.append(
+            f"every GPU is a simulated {config.rack.simulated_gpu}: speed and text are made up, by a cost model"
+            if config.rack.simulated_gpu
+            else "random weights: the speed is real, the text is not"
+        )
     scored: AccuracyGate | None = None
     if _is_reference(config):
         notes.append(REFERENCE_NOTE)

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatoken.config import RunConfig
 from megatoken.engine.checkpoint import open_model
-from megatoken.engine.config import REFERENCE, model_folder
+from megatoken.engine.config import REFERENCE, model_folder, sharded
 from megatoken.engine.memory import MemoryPlan
 from megatoken.errors import UsageError
 from megatoken.harness.loadgen_plan import with_target_step
@@ -21,7 +21,7 @@ from megatoken.harness.progress import Progress
 from megatoken.rack.actor import WorkerSpec
 from megatoken.rack.cluster import Cluster, new_key
 from megatoken.rack.hub import Hub
-from megatoken.rack.placement import Node, Slot, Wanted, check_ranks, place_replicas
+from megatoken.rack.placement import Node, Slot, Wanted, place_replicas, place_simulated
 from megatoken.targets.rack import RackTarget
 
 
@@ -54,7 +54,7 @@ class Rack:
                 if facts["process_id"] not in entry["process_ids"]:
                     entry["process_ids"].append(facts["process_id"])
                 entry["replicas"] += 1
-                entry["gpus"] += slot.gpus * slot.ranks
+                entry["gpus"] += slot.gpus
         return list(nodes.values())
 
     def facts(self) -> dict[str, Any]:
@@ -95,14 +95,14 @@ def open_rack(config: RunConfig, progress: Progress) -> Iterator[Rack]:
         UsageError: what does not fit together, with the numbers.
     """
     source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
-    check_ranks(source.config, config.rack.tensor_parallel)
+    sharded(source.config, config.engine.tensor_parallel)
     progress.stage("looking for the rack's nodes")
     # Ray prints messages of its daemons on standard output, which belongs to the command's result.
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
-        yield from _hold(config, source.content_hash, progress)
+        yield from _hold(config, None if config.rack.simulated_gpu else source.content_hash, progress)
 
 
-def _hold(config: RunConfig, content_hash: str, progress: Progress) -> Iterator[Rack]:
+def _hold(config: RunConfig, content_hash: str | None, progress: Progress) -> Iterator[Rack]:
     assert config.rack.cluster is not None
     cluster = Cluster(config.rack.cluster, note=progress.note)
     try:
@@ -110,7 +110,7 @@ def _hold(config: RunConfig, content_hash: str, progress: Progress) -> Iterator[
         slots = _slots(config, nodes, config.engine.device)
         progress.stage(f"opening {config.model} in {len(slots)} processes on {len(nodes)} nodes")
         found = cluster.start(slots, _spec(config))
-        if found[0]["content_hash"] != content_hash:
+        if content_hash is not None and found[0]["content_hash"] != content_hash:
             raise UsageError(
                 f"the nodes' checkpoint {found[0]['content_hash'][:12]} is not the driver's, "
                 f"{content_hash[:12]}; copy the same files to every machine"
@@ -122,9 +122,12 @@ def _hold(config: RunConfig, content_hash: str, progress: Progress) -> Iterator[
 
 
 def _slots(config: RunConfig, nodes: Sequence[Node], device: str) -> list[Slot]:
-    rack = config.rack
+    rack, ranks = config.rack, config.engine.tensor_parallel
+    if rack.simulated_gpu is not None:
+        here = next(node for node in nodes if node.is_driver)
+        return place_simulated(here, rack.simulated_nodes, rack.simulated_gpus // ranks)
     on_gpus = device == "cuda" or (device == "auto" and any(node.gpus for node in nodes))
-    return place_replicas(nodes, Wanted(rack.replicas, rack.tensor_parallel, on_gpus, config.engine.threads))
+    return place_replicas(nodes, Wanted(rack.replicas, ranks, on_gpus, config.engine.threads))
 
 
 def _spec(config: RunConfig) -> WorkerSpec:
@@ -134,6 +137,7 @@ def _spec(config: RunConfig) -> WorkerSpec:
         random_weights=config.random_weights,
         seed=config.seed,
         engine=asdict(with_target_step(config).engine_config()),
+        simulated_gpu=config.rack.simulated_gpu,
         streams=config.scenario != "offline",
         keep_ids=config.mode == "accuracy" or config.text,
         dead_after_seconds=config.rack.dead_after_seconds,

@@ -11,12 +11,16 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from megatoken import __version__
 from megatoken.errors import MegatokenError
+
+if TYPE_CHECKING:
+    from megatoken.engine import Engine
+    from megatoken.engine.simulated import SimulatedEngine
 
 DRIVER_FIRST = 5  # added to the niceness of what computes on the driver's own machine: dispatch comes first
 LEAVE_SECONDS = 2.0
@@ -31,6 +35,7 @@ class WorkerSpec:
         random_weights: take only the model's shape.
         seed: of random weights.
         engine: fields of ``EngineConfig``.
+        simulated_gpu: the GPU that engines pretend to run on; None: they compute.
         streams: whether first tokens are told at once.
         keep_ids: whether answers are told as ids.
         dead_after_seconds: silence after which the other side counts as gone.
@@ -42,6 +47,7 @@ class WorkerSpec:
     random_weights: bool
     seed: int
     engine: dict[str, Any]
+    simulated_gpu: str | None
     streams: bool
     keep_ids: bool
     dead_after_seconds: float
@@ -99,37 +105,40 @@ class WorkerActor:
             threading.Timer(LEAVE_SECONDS, os._exit, (0,)).start()
 
     def _inspect(self) -> dict[str, Any]:
-        from megatoken.engine.checkpoint import open_model
         from megatoken.engine.config import EngineConfig
-        from megatoken.engine.memory import plan_memory
         from megatoken.hardware.inventory import take_inventory
 
-        spec = self._spec
+        spec, config = self._spec, EngineConfig(**self._spec.engine)
+        facts = {"version": __version__, "process_id": os.getpid(), "inventory": take_inventory()}
+        if spec.simulated_gpu is not None:
+            from megatoken.engine.simulated import SimulatedEngine
+
+            engine = SimulatedEngine(spec.model, config, spec.simulated_gpu)
+            return {**facts, "content_hash": engine.content_hash, "memory_plan": asdict(engine.memory_plan)}
+
+        from megatoken.engine.loop import open_model
+        from megatoken.engine.memory import plan_memory
+
         source = open_model(spec.model, random_weights=spec.random_weights, seed=spec.seed)
-        return {
-            "version": __version__,
-            "content_hash": source.content_hash,
-            "memory_plan": asdict(plan_memory(source.config, EngineConfig(**spec.engine))),
-            "process_id": os.getpid(),
-            "inventory": take_inventory(),
-        }
+        plan = plan_memory(source.config, config)
+        return {**facts, "content_hash": source.content_hash, "memory_plan": asdict(plan)}
 
     def _load(self) -> dict[str, Any]:
-        import torch
+        self._engines = [self._engine() for _ in range(self._count)]
+        self._gpus = [engine.gpu_uuid for engine in self._engines]
+        return {"memory_plan": asdict(self._engines[0].memory_plan), "target": self._engines[0].describe()}
 
-        from megatoken.engine import Engine
+    def _engine(self) -> Engine | SimulatedEngine:
         from megatoken.engine.config import EngineConfig
 
-        spec = self._spec
-        self._engines = [
-            Engine(spec.model, EngineConfig(**spec.engine), random_weights=spec.random_weights, seed=spec.seed)
-            for _ in range(self._count)
-        ]
-        self._gpus = [
-            f"GPU-{torch.cuda.get_device_properties(engine.device).uuid}" if engine.device.type == "cuda" else None
-            for engine in self._engines
-        ]
-        return {"memory_plan": asdict(self._engines[0].memory_plan), "target": self._engines[0].describe()}
+        spec, config = self._spec, EngineConfig(**self._spec.engine)
+        if spec.simulated_gpu is not None:
+            from megatoken.engine.simulated import SimulatedEngine
+
+            return SimulatedEngine(spec.model, config, spec.simulated_gpu, stream=spec.streams)
+        from megatoken.engine import Engine
+
+        return Engine(spec.model, config, random_weights=spec.random_weights, seed=spec.seed)
 
 
 def _answer(question: Callable[[], dict[str, Any]]) -> str:

@@ -249,9 +249,8 @@ class Cluster:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundles = slot.bundles
-        labels = [{"ray.io/node-id": slot.node.ray_id}] * len(bundles)
-        group = placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=labels)
+        labels = [{"ray.io/node-id": slot.node.ray_id}]
+        group = placement_group([slot.bundle], strategy="STRICT_PACK", bundle_label_selector=labels)
         actor = (
             ray.remote(WorkerActor)
             .options(
@@ -279,7 +278,7 @@ class Cluster:
             if not placed and time.monotonic() > placed_by:
                 free = ray.available_resources()
                 raise MegatokenError(
-                    f"{name}: no room for {process.slot.bundles} within {PLACE_SECONDS:g} s; the cluster has "
+                    f"{name}: no room for {process.slot.bundle} within {PLACE_SECONDS:g} s; the cluster has "
                     f"{free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs free; does something else run on it?"
                 )
         try:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from megatoken.engine.config import ModelConfig
-from megatoken.errors import CapacityError, UsageError
+from megatoken.errors import CapacityError
 from megatoken.rack.hub import Place
 
 SIMULATED_CPUS = 0.01  # of Ray's count, which is about room for processes, not time
@@ -30,22 +29,20 @@ class Node:
 class Slot:
     """One process to be started: on which node, for which replicas, with what of the node.
 
-    ``ranks`` bundles of ``gpus`` and ``cpus`` each are packed onto the node (STRICT_PACK).
+    Ranks of a tensor-parallel group are processes that the replica's own starts, so one bundle holds what all need.
     """
 
     node: Node
     places: tuple[Place, ...]
-    ranks: int
     gpus: int
     cpus: float
     threads: int | None
     neighbours: int
 
     @property
-    def bundles(self) -> list[dict[str, float]]:
-        """What each rank takes, in Ray's words."""
-        bundle = {"CPU": self.cpus} | ({"GPU": float(self.gpus)} if self.gpus else {})
-        return [dict(bundle) for _ in range(self.ranks)]
+    def bundle(self) -> dict[str, float]:
+        """What it takes, in Ray's words."""
+        return {"CPU": self.cpus} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ class Wanted:
 
     Attributes:
         replicas: copies of the model; None: as many as there are GPUs for, without GPUs one a node.
-        tensor_parallel: GPUs of one copy.
+        tensor_parallel: GPUs, or cores, of one copy.
         on_gpus: whether the engines compute on GPUs.
         threads: CPU threads of an engine, where the user says.
     """
@@ -79,23 +76,6 @@ def name_nodes(found: Sequence[Node], known: dict[str, str]) -> list[Node]:
             names = (node.name if number == 1 else f"{node.name}-{number}" for number in count(1))
             known[node.ray_id] = next(name for name in names if name not in known.values())
     return sorted((replace(node, name=known[node.ray_id]) for node in found), key=lambda one: one.name)
-
-
-def check_ranks(model: ModelConfig, ranks: int) -> None:
-    """Refuses a tensor-parallel group that the model cannot be cut into, or the engine cannot compute.
-
-    Raises:
-        UsageError: with the numbers.
-    """
-    for what, heads in (("attention heads", model.heads), ("key heads", model.kv_heads)):
-        if heads % ranks:
-            divisors = ", ".join(str(one) for one in range(1, model.kv_heads + 1) if model.kv_heads % one == 0)
-            raise UsageError(
-                f"rack.tensor_parallel is {ranks}, which does not divide the {heads} {what} of {model.name}; "
-                f"take one of {divisors}"
-            )
-    if ranks > 1:
-        raise UsageError(f"rack.tensor_parallel is {ranks}: an engine computes on one GPU; leave it at 1")
 
 
 def place_replicas(nodes: Sequence[Node], wanted: Wanted) -> list[Slot]:
@@ -132,7 +112,7 @@ def place_simulated(node: Node, nodes: int, gpus_per_node: int) -> list[Slot]:
     for number in range(nodes):
         name = f"node-{number + 1:0{len(str(nodes))}}"
         places = tuple(Place(name, gpu) for gpu in range(gpus_per_node))
-        slots.append(Slot(node, places, 1, 0, SIMULATED_CPUS, None, 1))
+        slots.append(Slot(node, places, 0, SIMULATED_CPUS, None, 1))
     return slots
 
 
@@ -142,16 +122,17 @@ def _cpus(node: Node) -> float:
 
 
 def _room(node: Node, wanted: Wanted) -> int:
-    return node.gpus // wanted.tensor_parallel if wanted.on_gpus else int(_cpus(node))
+    return int(node.gpus if wanted.on_gpus else _cpus(node)) // wanted.tensor_parallel
 
 
 def _slots(node: Node, replicas: int, wanted: Wanted) -> list[Slot]:
     slots = []
     for number in range(replicas):
-        cpus, threads, neighbours = min(1.0, node.cpus / max(1, node.gpus)), wanted.threads, 1
+        gpus, threads, neighbours = wanted.tensor_parallel * wanted.on_gpus, wanted.threads, 1
+        cpus = min(1.0, node.cpus / max(1, node.gpus)) * gpus
         if not wanted.on_gpus:
             cpus = float(int(_cpus(node) / replicas))
             threads, neighbours = wanted.threads or int(cpus), replicas
         places = (Place(node.name, number),)
-        slots.append(Slot(node, places, wanted.tensor_parallel, int(wanted.on_gpus), cpus, threads, neighbours))
+        slots.append(Slot(node, places, gpus, cpus, threads, neighbours))
     return slots

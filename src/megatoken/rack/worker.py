@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatoken.engine.request import FinishReason, Request, TokenEvent
+from megatoken.engine.request import Counters, FinishReason, Request, TokenEvent
 from megatoken.errors import MegatokenError
 from megatoken.hardware.telemetry import GpuTelemetry, Telemetry
 from megatoken.rack.wire import (
@@ -48,27 +48,6 @@ LONGEST_ROUND_SECONDS = 1.0
 RECONNECT_PAUSE_SECONDS = 0.2
 REFUSALS = 3  # of connections, after which the driver is gone for good
 FINISH_REASONS = tuple(FinishReason)
-
-
-class Counters(Protocol):
-    """The part of ``engine.loop.Counters`` that a replica tells of."""
-
-    @property
-    def in_flight(self) -> int: ...  # noqa: D102
-    @property
-    def waiting(self) -> int: ...  # noqa: D102
-    @property
-    def rows(self) -> int: ...  # noqa: D102
-    @property
-    def last_step_rows(self) -> int: ...  # noqa: D102
-    @property
-    def row_budget(self) -> int: ...  # noqa: D102
-    @property
-    def pages_free(self) -> int: ...  # noqa: D102
-    @property
-    def pages(self) -> int: ...  # noqa: D102
-    @property
-    def preemptions(self) -> int: ...  # noqa: D102
 
 
 class ReplicaEngine(Protocol):
