@@ -59,8 +59,8 @@ class Rack:
         ranks = config.tensor_parallel
         if nodes < 1 or gpus_per_node < 1 or gpus_per_node % ranks:
             raise UsageError(
-                f"{nodes} nodes of {gpus_per_node} GPUs, {ranks} to a replica: give numbers above 0, and GPUs of a "
-                "node that tensor_parallel divides"
+                f"{nodes} nodes of {gpus_per_node} GPUs, {ranks} to a replica: give numbers above 0, and as many GPUs "
+                "to a node as tensor_parallel divides"
             )
         return cls(find_shape(model), config, gpu, nodes, gpus_per_node // ranks)
 
@@ -235,6 +235,14 @@ class _Replica:
         return end
 
 
+def mean_cost(costs: Sequence[StepCost]) -> StepCost:
+    """The mean step: its clock and power are means over time."""
+    *parts, clock, watts = (np.array(column) for column in zip(*costs, strict=True))
+    seconds = parts[0]
+    over_time = (np.average(column, weights=seconds) for column in (clock, watts))
+    return StepCost(*(float(mean) for mean in (*map(np.mean, parts), *over_time)))
+
+
 def _together(replicas: Sequence[_Replica]) -> NodeRun:
     times = np.concatenate([replica.times for replica in replicas])
     order = np.argsort(times)
@@ -252,5 +260,5 @@ def _together(replicas: Sequence[_Replica]) -> NodeRun:
         mean_rows=sum(replica.rows for replica in replicas) / len(parts),
         progress=np.stack((times[order], tokens), axis=1),
         completion_seconds=np.sort(np.concatenate(completions)).astype(np.float32),
-        parts=StepCost(*(float(np.mean(column)) for column in zip(*parts, strict=True))),
+        parts=mean_cost(parts),
     )

@@ -12,7 +12,7 @@ from megatoken.engine.cost_model import SECONDS_PER_SEQUENCE, StepCost
 from megatoken.engine.simulated import Simulation
 from megatoken.errors import UsageError
 from megatoken.planning.figures import Input, Plan, Result, State, Table
-from megatoken.planning.rack_simulation import NodeRun, Progress, Rack, simulate_rack
+from megatoken.planning.rack_simulation import NodeRun, Progress, Rack, mean_cost, simulate_rack
 from megatoken.planning.throughput import choose
 
 SOFTWARE = tuple(SECONDS_PER_SEQUENCE)
@@ -66,7 +66,7 @@ def plan_throughput(
     rack = rack.with_software(software)
     simulation = rack.simulation()
     runs = simulate_rack(rack, lengths, seconds=seconds, seed=seed, progress=progress)
-    parts = StepCost(*(float(np.mean(column)) for column in zip(*(run.parts for run in runs), strict=True)))
+    parts = mean_cost([run.parts for run in runs])
     return Plan(
         kind="plan_throughput",
         title=f"{rack.model.name} in {rack.config.precision} on {_hardware(rack)}, simulated",
