@@ -116,7 +116,7 @@ class WorkerActor:
             engine = SimulatedEngine(spec.model, config, spec.simulated_gpu)
             return {**facts, "content_hash": engine.content_hash, "memory_plan": asdict(engine.memory_plan)}
 
-        from megatoken.engine.loop import open_model
+        from megatoken.engine.checkpoint import open_model
         from megatoken.engine.memory import plan_memory
 
         source = open_model(spec.model, random_weights=spec.random_weights, seed=spec.seed)
