@@ -139,7 +139,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
     assert (code, err) == (0, "")
     for words in ("model: tiny", "  max_rows: 512", "KV cache", "24,576 rows", "random weights"):
         assert words in stdout
-    engine = re.search("(?ms)^engine:.*?^#", stdout)[0]
+    engine = re.search("(?ms)^engine:.*?^rack:", stdout)[0]
     assert re.findall("(\\w+): null", engine) == ["memory_bytes", "target_step_seconds"]  # limits that are none
     shown = write_lines(tmp_path / "shown.yaml", stdout)
     shown_again = call_here(monkeypatch, capsys, "run", "--dry-run", shown)[1]

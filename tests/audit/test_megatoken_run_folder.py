@@ -55,7 +55,7 @@ def test_a_whole_run_folder_passes(run_folder):
     checks = ("whole", "metrics", "configuration", "loadgen", "verdict", "reasons", "tokens")
     assert {f"run_folder.{name}" for name in checks} <= passed
     found = {item.id: item.found for item in result.findings}
-    assert found["run_folder.metrics"] == "25 metrics compared, all agree"
+    assert found["run_folder.metrics"] == "27 metrics compared, all agree"
     assert found["run_folder.configuration"] == "6 of 6 agree"
 
 

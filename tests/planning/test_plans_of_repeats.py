@@ -22,15 +22,15 @@ def test_the_rate_is_the_mean_and_its_interval_is_told(repeats, assumptions):
     throughput = from_runs(repeats, assumptions)
     rates = interval([run.result["output_tokens_per_second"] for run in repeats])
     rate = throughput.inputs[0]
-    assert (rate.value, rate.low, rate.high) == (rates["mean"], rates["low"], rates["high"])
-    assert throughput.output_tokens_per_second == rates["mean"]
+    assert (rate.value, rate.low, rate.high) == (rates["geometric_mean"], rates["low"], rates["high"])
+    assert throughput.output_tokens_per_second == rates["geometric_mean"]
     assert throughput.output_tokens_per_request == pytest.approx((101 + 101 + 111) / 3)
     assert "mean of 3 repeats" in throughput.source and "(MEASURED)" in throughput.source
     (note,) = [note for note in throughput.notes if "95 % confidence" in note]
-    assert f"±{100 * (rates['high'] / rates['mean'] - 1):.4g} %" in note
+    assert f"between {rates['low']:.4g} and {rates['high']:.4g} output tokens/s" in note
     assert sum("random weights" in note for note in throughput.notes) == 1
     plan = plan_capacity(throughput, load_profiles(), assumptions)
-    assert plan.result("Peak rate").value == rates["mean"]
+    assert plan.result("Peak rate").value == rates["geometric_mean"]
 
 
 def test_the_service_level_is_that_of_the_run_that_kept_it_least(repeats, assumptions):
@@ -49,7 +49,7 @@ def test_energy_is_that_of_all_over_the_tokens_of_all(repeats, assumptions):
 
 def test_a_folder_of_repeats_is_planned_with_by_every_command(repeats, tmp_path):
     rate = commands.Rate(run=tmp_path)
-    mean = interval([run.result["output_tokens_per_second"] for run in repeats])["mean"]
+    mean = interval([run.result["output_tokens_per_second"] for run in repeats])["geometric_mean"]
     assert commands.capacity(rate, commands.Common()).result("Peak rate").value == mean
     assert commands.energy(rate, commands.Common(), commands.PowerFlags()).inputs[0].value == mean
     assert commands.cost(rate, commands.Common(), commands.PowerFlags(watts=900.0)).inputs[0].value == mean

@@ -15,8 +15,9 @@ from megatoken.engine import Engine, EngineConfig
 from megatoken.engine.request import Request, Sampling
 from megatoken.errors import CapacityError, MegatokenError, RequestError
 from megatoken.rack.clock import OffsetEstimate
-from megatoken.rack.hub import Hub, Place
+from megatoken.rack.hub import Hub
 from megatoken.rack.placement import Node, Wanted, name_nodes, place_replicas
+from megatoken.rack.records import Place
 from megatoken.rack.wire import (
     DONE,
     FIRST,

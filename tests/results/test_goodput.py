@@ -61,8 +61,8 @@ def test_no_samples_are_no_goodput():
 
 
 def test_a_plan_judges_by_the_same_rule():
-    verdict = judge(SAMPLES, ServiceLevel(**LIMITS), offline=False)
     seconds = 6.0  # from the first that was due to the end of the last that was completed
+    verdict = judge(SAMPLES, ServiceLevel(**LIMITS), offline=False, seconds=seconds)
     good = goodput(SAMPLES, **LIMITS, duration_seconds=seconds)
     assert verdict.good_share == good.share
     assert verdict.good_requests_per_second == pytest.approx(good.samples_per_second)

@@ -30,7 +30,8 @@ from megatoken.harness.run import make_bench
 from megatoken.harness.stop import StopSignals
 from megatoken.rack.clock import ClockOffset, OffsetEstimate
 from megatoken.rack.cluster import new_key
-from megatoken.rack.hub import Hub, Place
+from megatoken.rack.hub import Hub
+from megatoken.rack.records import Place
 from megatoken.results import Reason, Run, RunFolder, Verdict, read_run, run_name
 from megatoken.results.aggregation import aggregate, aggregate_fields
 from megatoken.results.nodes import run_node_rows

@@ -204,11 +204,10 @@ def _run_notes(runs: Sequence[Run], whole: Sequence[Run], rates: Mapping[str, An
     notes = dict.fromkeys(note for run in runs for note in run.result.get("notes") or ())
     yield from (f"{where}: {note}" for note in notes)
     if rates["low"] is not None:
-        swing = 100 * (rates["high"] - rates["mean"]) / rates["mean"]
         yield (
-            f"The rate is the mean of {len(whole)} repeats; with 95 % confidence it lies between"
-            f" {precise(rates['low'])} and {precise(rates['high'])} output tokens/s (±{precise(swing)} %), and what"
-            " follows from it is no surer."
+            f"The rate is the geometric mean of {len(whole)} repeats; with 95 % confidence it lies between"
+            f" {precise(rates['low'])} and {precise(rates['high'])} output tokens/s, and what follows from it is no"
+            " surer."
         )
     if left_out := [run.path.name for run in runs if run not in whole]:
         yield f"Not in the mean, for they did not come to their end: {', '.join(left_out)}"

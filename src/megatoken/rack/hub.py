@@ -13,7 +13,7 @@ import selectors
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from megatoken.errors import MegatokenError
 from megatoken.rack.clock import ClockOffset, OffsetEstimate
+from megatoken.rack.records import Event, Loss, Place, ReplicaRecord
 from megatoken.rack.wire import (
     NUMBER,
     PING,
@@ -48,50 +49,6 @@ MOST_HANDSHAKES = 64  # at a time
 LOW_QUEUE = 256  # samples below which whoever fills the queue is woken
 
 _SUMMED = ("processed_tokens", "output_tokens", "decoded_tokens", "preemptions", "computed_seconds")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A replica's place in the rack: its node, and its number there."""
-
-    node: str
-    replica: int
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """News of one sample, as ``targets.SampleEvent`` has them; times are this process's monotonic clock's."""
-
-    sample_id: int
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    time_ns: int
-    first_ns: int | None
-    started_ns: int | None
-    output_tokens: int
-    place: Place
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """A replica that was lost: when, why, and how many samples went back to the queue."""
-
-    place: Place
-    time_ns: int
-    cause: str
-    samples_returned: int
-    left: int  # replicas that served then
-
-
-@dataclass(slots=True)
-class ReplicaRecord:
-    """A replica as the driver knows it."""
-
-    place: Place
-    channel_place: int
-    state: NDArray[Any]
-    tickets: dict[int, int] = field(default_factory=dict)  # ticket -> sample, oldest first
-    wanted: int = 0
 
 
 @dataclass(slots=True)
@@ -528,9 +485,3 @@ class Hub:
     def _wake(self) -> None:
         with suppress(BlockingIOError, OSError):
             self._wake_writer.send(b"\0")
-
-
-def losses_by_cause(losses: Sequence[Loss]) -> str:
-    """One line: how many replicas were lost on which node, and why."""
-    counts = Counter((loss.place.node, loss.cause) for loss in losses)
-    return "; ".join(f"{count} on {node} ({cause})" for (node, cause), count in counts.items())

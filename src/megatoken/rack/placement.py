@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from megatoken.errors import CapacityError
-from megatoken.rack.hub import Place
+from megatoken.rack.records import Place
 
 SIMULATED_CPUS = 0.01  # of Ray's count, which is about room for processes, not time
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from megatoken.engine.request import Request
 from megatoken.hardware.telemetry import Telemetry
-from megatoken.rack.hub import Event, Hub, Place, losses_by_cause
+from megatoken.rack.hub import Hub
+from megatoken.rack.records import Event, Place, losses_by_cause
 from megatoken.rack.wire import pack_request
 from megatoken.targets import Outcome, ReplicaState, SampleEvent, TargetCounters
 

@@ -1,0 +1,60 @@
+"""What the driver knows of a rack: places, what happened to samples, what every replica holds, what was lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A replica's place in the rack: its node, and its number there."""
+
+    node: str
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """News of one sample, as ``targets.SampleEvent`` has them; times are this process's monotonic clock's."""
+
+    sample_id: int
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    time_ns: int
+    first_ns: int | None
+    started_ns: int | None
+    output_tokens: int
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A replica that was lost: when, why, and how many samples went back to the queue."""
+
+    place: Place
+    time_ns: int
+    cause: str
+    samples_returned: int
+    left: int  # replicas that served then
+
+
+@dataclass(slots=True)
+class ReplicaRecord:
+    """A replica as the driver knows it."""
+
+    place: Place
+    channel_place: int
+    state: NDArray[Any]
+    tickets: dict[int, int] = field(default_factory=dict)  # ticket -> sample, oldest first
+    wanted: int = 0
+
+
+def losses_by_cause(losses: Sequence[Loss]) -> str:
+    """One line: how many replicas were lost on which node, and why."""
+    counts = Counter((loss.place.node, loss.cause) for loss in losses)
+    return "; ".join(f"{count} on {node} ({cause})" for (node, cause), count in counts.items())
