@@ -41,9 +41,7 @@ def _plan(ctx: typer.Context) -> None:
 
 
 def _start(
-    run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="Run folder, folder of repeats; or --tokens-per-second.")
-    ] = None,
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Run folder or repeats; else a number.")] = None,
     tokens_per_second: Annotated[float | None, typer.Option(metavar="N", help="The rate, without a run.")] = None,
     per: Annotated[str | None, typer.Option(metavar="accelerator|node|rack|system", help="Scope of it.")] = None,
     counted: Annotated[str | None, typer.Option(metavar="output|total", help="What it counts; default output.")] = None,
