@@ -4,6 +4,7 @@ import pytest
 
 from megatoken.errors import UsageError
 from megatoken.planning import commands, energy_of, from_runs, load_profiles, plan_capacity, plan_energy, power_of
+from megatoken.results.numerals import precise
 from megatoken.results.repeats import interval, read_repeats_in
 
 GPU = {"gpus": ("NVIDIA H200",), "watts": 400.0}
@@ -27,7 +28,7 @@ def test_the_rate_is_the_mean_and_its_interval_is_told(repeats, assumptions):
     assert throughput.output_tokens_per_request == pytest.approx((101 + 101 + 111) / 3)
     assert "mean of 3 repeats" in throughput.source and "(MEASURED)" in throughput.source
     (note,) = [note for note in throughput.notes if "95 % confidence" in note]
-    assert f"between {rates['low']:.4g} and {rates['high']:.4g} output tokens/s" in note
+    assert f"between {precise(rates['low'])} and {precise(rates['high'])} output tokens/s" in note
     assert sum("random weights" in note for note in throughput.notes) == 1
     plan = plan_capacity(throughput, load_profiles(), assumptions)
     assert plan.result("Peak rate").value == rates["geometric_mean"]
