@@ -8,7 +8,7 @@ from pages import parsed, table_rows, words
 from rich.console import Console
 
 from megatoken.audit import audit
-from megatoken.planning import commands
+from megatoken.planning import commands, load_assumptions
 from megatoken.report import show
 from megatoken.report.documents import checked
 from megatoken.report.page import page
@@ -56,7 +56,10 @@ def test_cost_has_waterfall_tornado_and_only_sourced_assumptions():
     assert captions(root)[0].startswith("Cost of a million output tokens")
     assert captions(root)[1].startswith("What moves it: Cost per million output tokens")
     inputs = table_rows(root, "Inputs")
-    assert all(cells[3] for name, cells in inputs.items() if cells and cells[2] == "! assumed")
+    assumed = [name for name, cells in inputs.items() if cells and cells[3] == "! assumed"]
+    shipped = {f"{name}{' '.join(one.source.split())}" for name, one in load_assumptions().entries.items()}
+    assert len(assumed) > 10 and set(assumed) <= shipped  # each beside its source
+    assert next(cells for name, cells in inputs.items() if name.startswith("pue"))[1] == "1.1 … 1.6"
     assert len(root.findall(".//figure[2]/svg/rect")) == 20  # two ends of the ten widest
 
 
@@ -72,8 +75,8 @@ def test_generations_side_by_side_are_verified_and_divisions_kept_apart():
     chart = next(figure for figure in root.iter("figure") if words(figure.find("figcaption")).startswith("Per GPU"))
     names = [words(text) for text in chart.iter("text") if text.get("class") == "name"]
     assert all(generation in name for generation, name in zip(generations, names, strict=True))
-    open_division = next(cells for name, cells in table_rows(root, "Ratios").items() if name.startswith("5.1-0098"))
-    assert "✕ not like for like" in open_division[0] and "division: open against closed" in open_division[0]
+    (pair, cells), *_ = [row for row in table_rows(root, "Ratios").items() if row[0].startswith("5.1-0098")]
+    assert "✕ not like for like" in cells[0] and "division: open against closed" in pair
 
 
 def test_the_audit_of_the_published_logs_fits_a_page_with_its_acceptance_values():

@@ -299,7 +299,7 @@ def _results(need: Demand, base: SupplyClass, sized: Size, domain: str, state: S
         Result("Nodes", sized.nodes, "nodes", "nodes that serve + spares", state),
         Result("Nodes that serve", sized.serving_nodes, "nodes", f"ceiling(peak demand / {per_node})", state),
         Result("Before rounding up", sized.exact_nodes, "nodes", f"peak demand / {per_node}", state),
-        Result("Spare nodes", sized.spare_nodes, "nodes", f"so that the spare {domain}s may fail", state),
+        Result("Spare nodes", sized.spare_nodes, "nodes", f"{domain}s that may fail without loss (--spare)", state),
         Result("Accelerators", sized.accelerators, "accelerators", "nodes x accelerators per node", state),
     ]
     if sized.racks is not None:

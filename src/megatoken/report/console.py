@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 WIDTH_OF_FULL_TABLE = 80
 MOST_ROWS = 40
 NARROWEST_TEXT = 14
+TALLEST_CELL = 7  # lines
 STYLES = {Verdict.VALID: "bold green", Verdict.INVALID: "bold red", Verdict.MEASURED: "bold cyan"}
 TONES = {"good": "bold green", "bad": "bold red", "warn": "bold yellow", "plain": "bold cyan", "quiet": "bold"}
 
@@ -52,8 +53,8 @@ def show_table(table: Table, console: Console | None = None) -> None:
     from rich.text import Text
 
     console = console or _standard_output()
-    if table.kinds or _least_width(table) > console.width:
-        for indent, line in _records(table):
+    if table.kinds or not _fits(table, console.width):
+        for indent, line in _records(table, console.width):
             _print_line(line, indent, console)
     else:
         console.print(_grid(table))
@@ -238,8 +239,11 @@ def _rich(cell: Cell) -> Text:
     return Text("\n").join(lines)
 
 
-def _records(table: Table) -> Iterator[tuple[int, Text]]:
-    """Each row as indented lines: its first cell, beside it the title in the second where rows have kinds, the rest."""
+def _records(table: Table, width: int) -> Iterator[tuple[int, Text]]:
+    """Each row as indented lines: its first cell, beside it the title in the second where rows have kinds, the rest.
+
+    Where rows have no kinds, short cells of the rest share a line as far as the ``width`` reaches.
+    """
     from rich.text import Text
 
     for row in table.rows:
@@ -253,15 +257,42 @@ def _records(table: Table) -> Iterator[tuple[int, Text]]:
             yield from ((2, line) for line in lines)
             others = others[1:]
         else:
-            yield 0, head
+            title, *lines = head.split()
+            yield 0, title
+            yield from ((2, line) for line in lines)
+        told = []
         for column, cell in zip(table.columns[len(row) - len(others) :], others, strict=True):
             words = " · ".join(filter(None, text_of(cell).splitlines()))
             if words:
-                yield 2, Text(f"{clean(column.name)}: {words}{_unit(column.unit)}")
+                told.append(f"{clean(column.name)}: {words}{_unit(column.unit)}")
+        yield from ((2, Text(line)) for line in (told if table.kinds else _packed(told, width - 2)))
+
+
+def _packed(texts: list[str], width: int) -> Iterator[str]:
+    """Texts on as few lines of ``width`` letters as hold them in their order; a longer one has a line of its own."""
+    line = ""
+    for text in texts:
+        if line and len(line) + len(text) + 2 > width:
+            yield line
+            line = ""
+        line = f"{line}; {text}" if line else text
+    if line:
+        yield line
 
 
 def _unit(unit: str) -> str:
     return f" {clean(unit)}" if unit else ""
+
+
+def _fits(table: Table, width: int) -> bool:
+    """Whether a grid of ``width`` letters can be read: its columns fit, and no cell becomes a tower of short lines."""
+    if _least_width(table) > width:
+        return False
+    texts = [index for index, column in enumerate(table.columns) if not column.numeric]
+    numbers = sum(_column_width(table, index) for index in range(len(table.columns)) if index not in texts)
+    room = width - numbers - 3 * (len(table.columns) - 1)
+    longest = [max((_longest_line(row[index]) for row in table.rows), default=0) for index in texts]
+    return not longest or max(longest) <= TALLEST_CELL * max(room / len(texts), room - sum(sorted(longest)[:-1]))
 
 
 def _least_width(table: Table) -> int:

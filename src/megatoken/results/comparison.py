@@ -30,6 +30,7 @@ LENGTHS = ("input_tokens_per_sample", "output_tokens_per_sample")
 LENGTHS_TOLERANCE = 0.05  # of the shorter
 UNUSABLE = ("INTERRUPTED", "INVALID", "DEGRADED")  # a rate that is none, whatever it is set beside
 LONGER = 2.0
+UNSTATED = "not stated"
 HASH = re.compile("[0-9a-f]{64}")
 
 
@@ -363,7 +364,7 @@ def _comparable(value: Any) -> Any:
 
 def _shown(value: Any) -> str:
     if value is None:
-        return "not stated"
+        return UNSTATED
     if isinstance(value, str) and HASH.fullmatch(value):
         return f"{value[:HASH_SHOWN]}..."
     return precise(value) if is_number(value) else str(value)

@@ -173,6 +173,7 @@ def aggregate_entry(result: Aggregate, name: str, *, state: str, accelerator: st
         mode="performance",
         output_tokens_per_sample=_tokens_per_sample(result),
         duration_seconds=result.makespan.seconds,
+        paths=result.inputs,
         accelerator=accelerator,
         accelerators=result.accelerators,
         nodes=len(result.nodes),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatoken.report.blocks import Badge, Block, Cell, Column, Facts, Points, Section, Table, View, text_of
+from megatoken.report.blocks import Badge, Block, Cell, Column, Facts, Points, Section, Table, View, Words, text_of
 from megatoken.report.documents import Document
 from megatoken.report.words import aligned, labelled, plain_text, sentence
-from megatoken.results.numerals import ABSENT, is_number
+from megatoken.results.numerals import ABSENT, is_number, precise
 
 COMMON_KEYS = ("kind", "schema_version", "created_at", "title", "inputs", "notes")
+INPUT_KEYS = {"name", "value", "unit", "state", "source", "low", "high"}
 TONES = {"verified": "good", "measured": "good"}
 FOOTER = "Made by megatoken from the JSON document beside this page; the page can be made anew from it."
 LEGIBLE_ROWS = 500
@@ -118,9 +119,34 @@ def _inputs(document: Document) -> Iterator[Block]:
     """What went in: names of files, or figures with their states and sources."""
     inputs = document.values.get("inputs")
     if isinstance(inputs, list) and any(isinstance(item, dict) for item in inputs):
-        yield records_table("Inputs", [item.values for item in document.parts("inputs")])
+        parts = document.parts("inputs")
+        if all(part.values.keys() <= INPUT_KEYS for part in parts):
+            yield _figures(parts)
+        else:
+            yield records_table("Inputs", [part.values for part in parts])
     elif inputs:
         yield Points("", tuple(("", text) for text in document.texts("inputs")), most=FEW)
+
+
+def _figures(inputs: list[Document]) -> Table:
+    """Numbers of many kinds below each other, each with its range, how sure it is, and where it is from."""
+    rows = tuple(
+        (
+            (Words(one.text("name"), "strong"), Words(one.text("source"), "quiet")),
+            plain_text(one.values.get("value")),
+            _range(one),
+            one.text("unit"),
+            state_cell(one.text("state")),
+        )
+        for one in inputs
+    )
+    heads = (Column("Value", numeric=True), Column("Range", numeric=True), Column("Unit"), Column("State"))
+    return Table("Inputs", (Column("Input and source"), *heads), rows, stacked=True)
+
+
+def _range(one: Document) -> str:
+    low, high = one.number("low"), one.number("high")
+    return f"{precise(low)} … {precise(high)}" if low is not None and high is not None else ""
 
 
 def _made_at(document: Document) -> str:

@@ -9,6 +9,7 @@ from megatoken.report.blocks import Badge, Cell, Column, Figure, Section, Table,
 from megatoken.report.documents import Document
 from megatoken.report.views.common import records_table, state_cell, view
 from megatoken.report.words import aligned, plain_text
+from megatoken.results.comparison import UNSTATED, Difference
 from megatoken.results.numerals import precise
 
 KNOWN = ("rows", "ratios", "software_differences", "interval_method")
@@ -97,21 +98,40 @@ def _ratios(document: Document) -> Iterator[Table]:
     bases |= dict.fromkeys(basis for found in pairs.values() for basis in found)
     if not pairs:
         return
-    rows = tuple(
-        ((Words(of), Words(f"over {to}", "quiet")), *(_ratio(found.get(basis)) for basis in bases))
-        for (of, to), found in pairs.items()
-    )
+    rows = tuple(_pair(of, to, [found.get(basis) for basis in bases]) for (of, to), found in pairs.items())
     columns = (Column("Ratio of"), *(Column(BASES.get(basis, (basis, ""))[0]) for basis in bases))
     yield Table("Ratios", columns, rows, stacked=True, note=_method(document))
 
 
-def _ratio(ratio: Document | None) -> Cell:
+def _pair(of: str, to: str, ratios: list[Document | None]) -> tuple[Cell, ...]:
+    """What differs on every basis stands once, beside the names; what differs on one stands below its ratio."""
+    differing = [_differences(ratio) for ratio in ratios if ratio is not None]
+    everywhere = [one for one in differing[0] if all(one in others for others in differing)]
+    first = (Words(of), Words(f"over {to}", "quiet"), *(Words(line, "quiet") for line in _told(of, to, everywhere)))
+    return (first, *(_ratio(ratio, of, to, everywhere) for ratio in ratios))
+
+
+def _ratio(ratio: Document | None, of: str, to: str, told: list[Difference]) -> Cell:
     if ratio is None:
         return ""
     alike = Badge("like for like", "good") if ratio.flag("like_for_like") else Badge("not like for like", "bad")
     interval = _interval(ratio)
     value = Words(f"{precise(ratio.number('value'))}×{f' ({interval})' if interval else ''}", "strong")
-    return (value, alike, *(Words(words, "quiet") for words in _differences(ratio)))
+    rest = [one for one in _differences(ratio) if one not in told]
+    return (value, alike, *(Words(line, "quiet") for line in _told(of, to, rest)))
+
+
+def _told(of: str, to: str, differences: list[Difference]) -> Iterator[str]:
+    """A line for each difference; what only one side states, in one."""
+    for one in differences:
+        if UNSTATED not in (one.of, one.to):
+            yield f"{one.field}: {one.of} against {one.to}"
+    for name, fields in (
+        (of, [one.field for one in differences if one.of == UNSTATED]),
+        (to, [one.field for one in differences if one.to == UNSTATED]),
+    ):
+        if fields:
+            yield f"{name} does not state: {', '.join(fields)}"
 
 
 def _interval(ratio: Document) -> str:
@@ -125,9 +145,8 @@ def _method(document: Document) -> str:
     return "No intervals: that takes two repeats or more of both."
 
 
-def _differences(ratio: Document) -> Iterator[str]:
-    for one in ratio.parts("differences"):
-        yield f"{one.text('field')}: {one.text('of')} against {one.text('to')}"
+def _differences(ratio: Document) -> list[Difference]:
+    return [Difference(one.text("field"), one.text("of"), one.text("to")) for one in ratio.parts("differences")]
 
 
 def _software(document: Document, rows: list[Document]) -> Iterator[Table]:
