@@ -2,11 +2,14 @@
 
 import pytest
 from tampering import TAMPERINGS, Tampering
+from tampering_traces import TRACES
 
 from megatoken.audit import Severity, audit
 
+ALL = [*TAMPERINGS, *TRACES]
 
-@pytest.mark.parametrize("tampering", TAMPERINGS, ids=lambda tampering: tampering.name.replace(" ", "-"))
+
+@pytest.mark.parametrize("tampering", ALL, ids=lambda tampering: tampering.name.replace(" ", "-"))
 def test_tampering_is_found_and_named(twin, tampering: Tampering):
     folder = twin(*tampering.kind)
     before = {item.id for item in audit(folder).findings if item.severity in (Severity.FAIL, Severity.WARN)}
@@ -22,5 +25,5 @@ def test_tampering_is_found_and_named(twin, tampering: Tampering):
 
 
 def test_at_least_thirty():
-    assert len({tampering.name for tampering in TAMPERINGS}) == len(TAMPERINGS) >= 60
-    assert len({tampering.found_by for tampering in TAMPERINGS}) >= 30
+    assert len({tampering.name for tampering in ALL}) == len(ALL) >= 100
+    assert len({tampering.found_by for tampering in ALL}) >= 35

@@ -14,6 +14,7 @@ from megatoken.audit.checks.cross import check_accuracy_evidence, check_layout, 
 from megatoken.audit.checks.endpoints import check_endpoint
 from megatoken.audit.checks.nodes import check_nodes, check_systems_apart, process_steps
 from megatoken.audit.checks.power import power_of
+from megatoken.audit.checks.repeats import check_repeats
 from megatoken.audit.checks.run_folder import check_run_folder, interruptions, owner, run_folders_in
 from megatoken.audit.checks.submission import Submission, check_names, check_submission, submissions_in
 from megatoken.audit.checks.systems import check_configurations, check_system, check_versions_elsewhere
@@ -186,6 +187,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     ledger.add(check_configurations(configurations, evidence.performance_runs))
     for folder in run_folders:
         ledger.add(check_run_folder(tree, folder, evidence.runs))
+    ledger.add(check_repeats(tree))
     together = None
     if evidence.kind == "nodes":
         ledger.add(check_versions_elsewhere(systems, _readmes(tree)))

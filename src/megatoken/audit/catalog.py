@@ -285,6 +285,23 @@ CHECKS: dict[str, Check] = {
     "run_folder.configuration": Check(
         "What ran is what was configured", "A number of one model or precision is not that of another."
     ),
+    "run_folder.asked": Check(
+        "What LoadGen was asked for is told as it was",
+        "Seeds, rate and limits decide what a result can be held against.",
+    ),
+    "run_folder.times": Check(
+        "The folder's dates are those of LoadGen's test", "Simultaneity of nodes is shown by them, or not at all."
+    ),
+    "run_folder.duration": Check(
+        "The rows took as long as LoadGen measured", "Rates of the rows are over this time; two clocks saw it."
+    ),
+    "run_folder.latencies": Check(
+        "Latencies follow from the raw rows", "They decide what is valid, and every one can be computed again."
+    ),
+    "run_folder.repeats": Check(
+        "What repeats say together follows from each",
+        "A run that was left out, or another interval, would be believed.",
+    ),
     "run_folder.tokens": Check("Our count is LoadGen's count", "Two counters saw the same samples."),
     "tree.unreadable": Check("Folders that cannot be read", "What lies there was not audited."),
     "tree.links": Check("Links", "Links to folders, and out of the audited folder, are not followed."),

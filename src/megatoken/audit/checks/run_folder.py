@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
-from megatoken.audit.checks.run_verdict import check_configured, check_verdict
+from megatoken.audit.checks.run_latencies import check_duration, check_latencies
+from megatoken.audit.checks.run_verdict import (
+    SEND_LAG_SHARE,
+    SHORTEST_SEND_LAG_LIMIT_SECONDS,
+    check_configured,
+    check_verdict,
+)
 from megatoken.audit.detail_log import DetailLog, read_detail_log
 from megatoken.audit.discovery import Tree, below, natural
 from megatoken.audit.evidence import Run, Where
+from megatoken.audit.figures import elapsed
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.reading import UnreadableError, display, read_json_object
 from megatoken.audit.view import observe
@@ -19,6 +28,8 @@ from megatoken.results import Verdict, read_run, summarise
 from megatoken.results.run_folder import MLPERF, REQUESTS, RESULT
 
 FINISHED = (Verdict.MEASURED, Verdict.VALID, Verdict.INVALID)
+CLOCK_SECONDS = 1.0  # dates are told in whole seconds, and a clock may be set a little
+LATE_SECONDS = 60.0  # between LoadGen's own start and when the run noted it, on a machine that is busy
 SAME = 1e-9  # relative; the same arithmetic on the same rows
 MOST_UNWRITTEN_SECONDS = 30  # rows of the series that a killed process may have written since the metrics
 LOGGED = 1e-4  # LoadGen's clock runs until it has been told of the last sample, and its rates have six digits
@@ -122,6 +133,10 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         yield observe("run_folder.loadgen", False if lost else None, expected, "no log that can be read", where)
         return
     yield from _against_log(result, logged, log, where)
+    yield from _asked(result, log, (*where, logged.where("effective_qsl_rng_seed")))
+    yield _times(result, logged, where)
+    yield from check_duration(folder, log, where)
+    yield from check_latencies(folder, log, where)
     yield from check_verdict(folder, log, (*where, logged.where("result_validity")))
 
 
@@ -164,9 +179,11 @@ def _against_log(
     expected: dict[str, Any] = {}
     for name, keys in (_OFFLINE_FROM_LOG if offline else _FROM_LOG).items():
         expected[name] = _finite(next((log.get(key) for key in keys if key in log.first), None))
-    for name, key in ({} if offline else _SECONDS_FROM_LOG).items():
-        nanoseconds = log.number(key)
+    for name, key in _SECONDS_FROM_LOG.items():
+        nanoseconds = None if offline else log.number(key)
         expected[name] = None if nanoseconds is None else nanoseconds / 1e9
+    if offline:
+        expected |= dict.fromkeys(_FROM_LOG.keys() - _OFFLINE_FROM_LOG.keys())
     differing = [name for name, value in expected.items() if not _same(result.get(name), value)]
     yield observe(
         "run_folder.loadgen",
@@ -191,6 +208,79 @@ def _against_log(
 def _finite(value: Any) -> Any:
     """``value``, None for what C++ prints of 0 / 0: rates of a single query."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _asked(result: Mapping[str, Any], log: DetailLog, where: tuple[Where, ...]) -> Iterator[Observation]:
+    """What result.json says that LoadGen was asked for."""
+    expected: dict[str, Any] = {}
+    if isinstance(seeds := result.get("seeds"), Mapping):
+        expected |= {f"seeds.{name}": log.get(f"effective_{name}_rng_seed") for name in seeds}
+    if result.get("scenario") in ("server", "interactive"):
+        expected["offered_samples_per_second"] = log.number("effective_target_qps")
+        for name in ("ttft", "tpot"):
+            nanoseconds = log.number(f"requested_server_{name}_latency")
+            expected[f"{name}_limit_seconds"] = None if nanoseconds is None else nanoseconds / 1e9
+    else:
+        expected |= dict.fromkeys(("offered_samples_per_second", "ttft_limit_seconds", "tpot_limit_seconds"))
+    if result.get("mode") == "performance":
+        expected["send_lag_limit_seconds"] = _send_lag_limit_seconds(result)
+    told = {name: _at(result, name) for name in expected}
+    wrong = [name for name, value in expected.items() if not _same(told[name], value)]
+    yield observe(
+        "run_folder.asked",
+        not wrong,
+        shown("; ".join(f"{name} {expected[name]}" for name in wrong)) or "seeds, rate and limits of LoadGen's log",
+        shown("; ".join(f"{name} {told[name]}" for name in wrong)) or f"{len(expected)} compared, all agree",
+        where,
+    )
+
+
+def _send_lag_limit_seconds(result: Mapping[str, Any]) -> float | None:
+    if result.get("scenario") == "offline":
+        return None
+    ttft = result.get("ttft_limit_seconds")
+    share = SEND_LAG_SHARE * ttft if isinstance(ttft, int | float) else 0.0
+    return max(SHORTEST_SEND_LAG_LIMIT_SECONDS, share)
+
+
+def _at(result: Mapping[str, Any], name: str) -> Any:
+    value: Any = result
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _times(result: Mapping[str, Any], logged: Run, where: tuple[Where, ...]) -> Observation:
+    """When the folder was made, the query issued and the verdict reached, against LoadGen's own clock."""
+    moments = {name: _moment(result.get(name)) for name in ("created_at", "started_at", "ended_at")}
+    started, ended = moments["started_at"], moments["ended_at"]
+    begun, done = logged.figures.began_at, logged.figures.ended_at
+    problems = [f"{name} is no date" for name, moment in moments.items() if name in result and moment is None]
+    problems += [
+        f"{later} {result.get(later)} before {earlier} {result.get(earlier)}"
+        for (earlier, first), (later, second) in pairwise(moments.items())
+        if first is not None and second is not None and elapsed(second, first) > CLOCK_SECONDS
+    ]
+    if started is not None and begun is not None and abs(elapsed(begun, started)) > LATE_SECONDS:
+        problems.append(f"started_at {result.get('started_at')}, LoadGen's test began {begun.isoformat()}")
+    if ended is not None and done is not None and elapsed(ended, done) > CLOCK_SECONDS:
+        problems.append(f"ended_at {result.get('ended_at')}, LoadGen's test ended {done.isoformat()}")
+    compared = sum(moment is not None for moment in moments.values())
+    return observe(
+        "run_folder.times",
+        not problems if compared else None,
+        "a folder made before LoadGen's test began, and a verdict reached after it ended",
+        shown("; ".join(problems)) or f"{compared} times, in order",
+        (*where, logged.where("power_begin")),
+    )
+
+
+def _moment(text: Any) -> datetime | None:
+    try:
+        moment = datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return None
+    return moment if moment.tzinfo else None
 
 
 def _same(one: Any, other: Any) -> bool:

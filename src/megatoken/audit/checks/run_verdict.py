@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megatoken.audit.checks.run_latencies import disagreement
 from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.discovery import SCENARIOS
 from megatoken.audit.evidence import Where
@@ -23,7 +24,7 @@ from megatoken.results import Run, Verdict
 from megatoken.results.run_folder import CONFIG, RESULT
 from megatoken.results.statistics import Samples
 
-CONFIGURED = ("scenario", "mode", "rules", "precision")  # what result.json says as config.yaml does
+CONFIGURED = ("scenario", "mode", "rules", "precision", "text")  # what result.json says as config.yaml does
 SHORTEST_SEND_LAG_LIMIT_SECONDS, SEND_LAG_SHARE = 0.01, 0.05  # of the limit on the time to first token
 CLIENT_SHARE = 0.5
 WALL_CLOCK_STEP_SECONDS = 0.01
@@ -61,12 +62,13 @@ def check_verdict(folder: Run, log: DetailLog, where: tuple[Where, ...]) -> Iter
         shown(f"{folder.verdict} ({', '.join(stated) or 'no reason'})"),
         where,
     )
-    said = {*stated, *(rule["code"] for rule in folder.rules_unmet)}
+    said = {*stated, *(shortfall["code"] for shortfall in (*folder.rules_unmet, *folder.doubts))}
     lacking = [code for code in (*against, *unmet) if code not in said]
+    grounds = [*dict.fromkeys([*against, *unmet])]
     yield observe(
         "run_folder.reasons",
         not lacking,
-        f"every rule that log and rows do not meet: {', '.join(dict.fromkeys([*against, *unmet])) or 'none'}",
+        f"every rule that log and rows do not meet, and every doubt they raise: {', '.join(grounds) or 'none'}",
         shown(f"not told: {', '.join(dict.fromkeys(lacking))}") if lacking else "all told",
         where,
         Severity.WARN,
@@ -86,6 +88,9 @@ def check_configured(folder: Run, prefix: str) -> Iterator[Observation]:
         for key in CONFIGURED
         if key in config and result.get(key) != config[key]
     ]
+    given = config.get("prompts") or config.get("lengths")
+    if isinstance(given, str) and "data_set" in result and result["data_set"] != PurePath(given).name:
+        differing.append(f"data_set {result['data_set']}, configured {given}")
     unknown = [key for key in CONFIGURED if key not in config]
     model, ran = config.get("model"), result.get("model")
     name = PurePath(model).name if isinstance(model, str) else ""
@@ -107,7 +112,7 @@ def check_configured(folder: Run, prefix: str) -> Iterator[Observation]:
     yield observe(
         "run_folder.configuration",
         False if differing else True if compared else None,
-        "scenario, mode, rules, precision, model and weights as configured",
+        "scenario, mode, rules, precision, data set, model and weights as configured",
         shown("; ".join(differing) or f"{compared} of {len(CONFIGURED) + 2} agree{left}"),
         (Where(prefix + RESULT), Where(prefix + CONFIG)),
         Severity.WARN if linked and len(differing) == 1 else Severity.FAIL,
@@ -120,7 +125,7 @@ def _benchmark(result: Mapping[str, Any]) -> Benchmark | None:
 
 
 def _unmet(folder: Run, log: DetailLog, benchmark: Benchmark) -> Iterator[str]:
-    """Codes of the rules that are not met; what the log does not say is left to the checks of the log."""
+    """Codes of rules not met and of doubts; what the log does not say is left to the checks of the log."""
     scenario = str(folder.result.get("scenario"))
     total = whole(log, "qsl_reported_total_count")
     data_set_rows = folder.result.get("data_set_rows")
@@ -137,6 +142,8 @@ def _unmet(folder: Run, log: DetailLog, benchmark: Benchmark) -> Iterator[str]:
         yield from _latencies(log, scenario, benchmark)
         if log.text("result_validity") != "VALID":
             yield "LOADGEN_INVALID"
+        if scenario in ("server", "interactive") and disagreement(folder, log):
+            yield "LOADGEN_DISAGREES"
         yield from _client(folder, scenario)
     if rows is not None and rows != benchmark.rows:
         yield "DATA_SET_SIZE"

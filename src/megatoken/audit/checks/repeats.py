@@ -1,0 +1,81 @@
+"""Repeats of a run: what ``repeats.json`` says of them, computed again from their run folders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatoken.audit.discovery import Tree, below
+from megatoken.audit.evidence import Where
+from megatoken.audit.finding import Observation, Severity, shown
+from megatoken.audit.reading import UnreadableError, display, read_json_object
+from megatoken.audit.view import observe
+from megatoken.errors import MegatokenError
+from megatoken.results import Run, read_run
+from megatoken.results.files import plain
+from megatoken.results.repeats import REPEATS, summarise_repeats
+from megatoken.results.run_folder import RESULT
+
+COMPARED = ("verdict", "verdicts", "metrics", "percentiles", "confidence", "seeds")
+MOST_REPEATS = 1_000
+
+
+def check_repeats(tree: Tree) -> Iterator[Observation]:
+    """Every repeats.json."""
+    for path in sorted(path for path in tree.files if path.rpartition("/")[2] == REPEATS):
+        yield from _check(tree, path.rpartition("/")[0], (Where(display(path)),))
+
+
+def _check(tree: Tree, folder: str, where: tuple[Where, ...]) -> Iterator[Observation]:
+    expected = "what the run folders beside it say together"
+    try:
+        told, _, _ = read_json_object(tree.path(below(folder, REPEATS)))
+        names = told.get("runs")
+        if not isinstance(names, list) or not 0 < len(names) <= MOST_REPEATS:
+            raise UnreadableError("names no runs")
+        runs = [read_run(tree.path(below(folder, str(name)))) for name in names]
+        again: Mapping[str, Any] = plain(summarise_repeats(runs, len(runs)))
+    except (UnreadableError, MegatokenError) as error:
+        yield observe("run_folder.repeats", False, expected, shown(str(error)), where)
+        return
+    except Exception as error:  # results of no run can break any step of the arithmetic
+        yield observe("run_folder.repeats", False, expected, shown(f"{type(error).__name__}: {error}"), where)
+        return
+    wrong = [name for name in COMPARED if not _same(told.get(name), again[name])]
+    left_out = _left_out(tree, folder, {run.path.name for run in runs})
+    found = [f"other {name}" for name in wrong] + [f"{name} is left out" for name in left_out]
+    yield observe(
+        "run_folder.repeats",
+        not found,
+        expected,
+        shown("; ".join(found)) or f"{len(runs)} runs, all agree",
+        (*where, *(Where(display(below(folder, name))) for name in left_out)),
+        Severity.FAIL if wrong else Severity.WARN,  # a kill can come between a run's end and the writing of this file
+    )
+
+
+def _left_out(tree: Tree, folder: str, told: set[str]) -> list[str]:
+    """Finished runs beside those that are told of."""
+    start = below(folder, "") if folder else ""
+    beside = {path.removeprefix(start).split("/")[0] for path in tree.files if path.startswith(start)}
+    names = sorted(name for name in beside - told if below(folder, f"{name}/{RESULT}") in tree.files)
+    return [name for name in names if _finished(tree, below(folder, name))]
+
+
+def _finished(tree: Tree, folder: str) -> bool:
+    try:
+        run: Run = read_run(tree.path(folder))
+    except MegatokenError:
+        return False
+    return run.verdict != "INTERRUPTED"
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], value) for key, value in other.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12)
+    return bool(one == other)
