@@ -31,6 +31,11 @@ ANSWER_SHAPE, ANSWER_SCALE = 2.565, 114.99 / 1024
 the answers of MLPerf's llama2-70b reference, whose limit is 1,024 tokens."""
 
 
+MOST_CATCHING_UP_SECONDS = 1.0
+"""A machine that simulates many engines is late at times. The engines are not: what is begun late began when the step
+before it ended, unless that is longer ago."""
+
+
 class Clock(Protocol):
     """The time that steps take."""
 
@@ -189,7 +194,8 @@ class SimulatedEngine:
         model: its shape, or the name of one.
         config: as of an engine on a GPU; ``device`` and ``threads`` say nothing here, and precision may be fp4.
         gpu: a name in ``gpu_specs.csv``.
-        clock: ``WallClock()``, the default: a step returns when it would have ended. ``VirtualClock()``: at once.
+        clock: ``WallClock()``, the default: a step returns when it would have ended, or as soon as this machine can.
+            ``VirtualClock()``: at once.
         stream: tell every token after its step. Otherwise of a request its first token, and all others with the last:
             two events instead of one a token, for who drives many engines at once.
         seconds_per_sequence: see ``CostModel``.
@@ -226,6 +232,7 @@ class SimulatedEngine:
         self._launched: deque[_Launched] = deque()
         self._held: list[TokenEvent] = []
         self._free_at = self._clock.now()  # when the last launched step has ended
+        self._idle = True  # since then nobody wanted anything
         self._next_ticket = 0
         self._rows = self._last_step_rows = self._steps = 0
 
@@ -242,6 +249,7 @@ class SimulatedEngine:
         check_request(prompt, request, self.model_config.vocabulary_size)
         ticket = self._next_ticket
         self._scheduler.add(ticket, len(prompt), request.max_tokens)
+        self._idle |= not self._active
         self._next_ticket += 1
         self._active[ticket] = _Active(prompt, request, self.model_config)
         return ticket
@@ -311,7 +319,8 @@ class SimulatedEngine:
 
     def _launch(self, plan: StepPlan) -> None:
         seconds = self._costs.step(plan).seconds
-        self._free_at = max(self._free_at, self._clock.now()) + seconds
+        earliest = self._clock.now() - (0.0 if self._idle else MOST_CATCHING_UP_SECONDS)
+        self._free_at, self._idle = max(self._free_at, earliest) + seconds, False
         known = plan.start + plan.count
         rows = plan.decodes + int(plan.count[plan.decodes :].sum())
         self._last_step_rows, self._rows, self._steps = rows, self._rows + rows, self._steps + 1

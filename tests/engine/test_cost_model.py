@@ -1,0 +1,183 @@
+"""Priced steps against steps and whole runs that were measured on one H200, and against reason."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatoken.engine import EngineConfig
+from megatoken.engine.config import SHAPES
+from megatoken.engine.cost_model import CostModel
+from megatoken.engine.gpus import find_gpu, gpus
+from megatoken.engine.simulated import plan_simulation
+from megatoken.errors import CapacityError, ConfigError
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+LENGTHS = Path(__file__).parents[2] / "src" / "megatoken" / "data" / "llama2_70b_offline_lengths.csv"
+LLAMA_70B, LLAMA_8B = SHAPES["llama2-70b"], SHAPES["llama3.1-8b"]
+RUNS = (  # file, and whether its clock was used to fit the power of bytes; no rate of any was used
+    "h200-llama2-70b-fp8-offline",
+    "h200-llama2-70b-fp8-offline-128-128",
+    "h200-llama2-70b-fp8-offline-500-2000",
+    "h200-llama2-70b-fp8-offline-1000-1000",
+    "h200-llama3.1-8b-fp8-offline-128-128",
+    "h200-llama3.1-8b-fp8-offline-1000-1000",
+)
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def lengths_of(run: dict[str, Any]) -> np.ndarray:
+    if run["lengths"] != "csv":
+        return np.tile([int(part) for part in run["lengths"].split("/")], (run["samples"], 1))
+    rows = np.loadtxt(LENGTHS, delimiter=",", skiprows=2, dtype=int)
+    return rows[np.random.default_rng(1).permutation(run["samples"])]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_whole_runs_of_an_h200(name: str) -> None:
+    run = read(name)
+    sizes = {key: run["memory_plan"][key] for key in ("max_rows", "max_sequences")}
+    simulation = plan_simulation(run["shape"], EngineConfig(precision="fp8", **sizes), "H200")
+    scheduler, costs = simulation.scheduler(), simulation.costs
+    lengths = lengths_of(run)
+    for ticket, (prompt, answer) in enumerate(lengths.tolist()):
+        scheduler.add(ticket, prompt, answer)
+    seconds = clock = residents = 0.0
+    while (plan := scheduler.plan()) is not None:
+        cost = costs.step(plan)
+        seconds += cost.seconds
+        clock += cost.seconds * cost.clock_mhz
+        residents = max(residents, len(plan.slot))
+    rate = lengths[:, 1].sum() / seconds
+    assert rate == pytest.approx(run["output_tokens_per_second"], rel=0.02)
+    if "70b" in name:
+        assert clock / seconds == pytest.approx(run["clock_mhz"], rel=0.03)
+    if run.get("recomputed_tokens") == 0 and "resident_sequences_highest" in run:
+        assert residents == run["resident_sequences_highest"]  # the same scheduler in the same cache
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_memory_plan_is_that_of_the_real_gpu(name: str) -> None:
+    run = read(name)
+    measured = run["memory_plan"]
+    sizes = {key: measured[key] for key in ("max_rows", "max_sequences")}
+    memory = plan_simulation(run["shape"], EngineConfig(precision="fp8", **sizes), "H200").memory
+    assert {key: getattr(memory, key) for key in measured} == measured
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "prompt_rows", "chunks"),
+    [
+        ("h200-llama2-70b-fp8-steps", LLAMA_70B, 664, 4),
+        ("h200-llama3.1-8b-fp8-steps-128-128", LLAMA_8B, 1028, 9),
+    ],
+)
+def test_a_measured_step(name: str, model: Any, prompt_rows: int, chunks: int) -> None:
+    result = read(name)["result"]
+    decodes = round(result["mean_decodes"])
+    assert decodes + prompt_rows == pytest.approx(result["mean_rows"], abs=1)
+    parts = {part["part"]: part for part in result["step"]}
+    costs = CostModel(model, "fp8", find_gpu("H200"))
+    attention = parts["decode attention"]
+    cached = attention["achieved"] * attention["milliseconds"] * 1e6 / costs._cached_token_bytes
+    cost = costs.step_of(decodes, cached, [(0, prompt_rows // chunks)] * chunks, decodes + chunks)
+    assert cost.seconds * 1e3 == pytest.approx(result["step_ms"], rel=0.015)
+    assert cost.clock_mhz == pytest.approx(result["clock_mhz"], rel=0.02)
+    assert cost.watts == pytest.approx(result["power_watts"], rel=0.01)
+    elementwise = sum(parts[part]["milliseconds"] for part in ("norms", "activation", "rotation"))
+    assert cost.elementwise * 1e3 == pytest.approx(elementwise, rel=0.02)
+    assert cost.head * 1e3 == pytest.approx(parts["head"]["milliseconds"], rel=0.15)
+    assert cost.chunk_attention * 1e3 == pytest.approx(parts["chunk attention"]["milliseconds"], rel=0.35)
+
+
+def test_the_parts_are_the_whole() -> None:
+    for gpu, precision in (("H200", "fp8"), ("GB300", "fp4"), ("A100", "bf16")):
+        cost = CostModel(LLAMA_8B, precision, find_gpu(gpu), seconds_per_sequence=1e-5).step_of(
+            100, 5e4, [(0, 300)], 101
+        )
+        assert cost.seconds == pytest.approx(sum(cost[1:9]))
+        assert cost.stack == pytest.approx(101e-5)
+
+
+def test_few_rows_take_as_long_as_reading_the_weights() -> None:
+    costs = CostModel(LLAMA_70B, "fp8", find_gpu("H200"))
+    one = costs.step_of(1, 100, [], 1)
+    assert one.clock_mhz == 1980.0
+    assert one.products == pytest.approx(costs._weights_seconds, rel=0.001)
+    assert costs._weights_seconds > 68.45e9 / 4.8e12
+    assert costs.step_of(64, 6400, [], 64).seconds < 1.1 * one.seconds
+    assert costs.step_of(1024, 102400, [], 1024).seconds > 4 * one.seconds
+
+
+def test_the_clock_stays_within_the_power_limit() -> None:
+    costs = CostModel(LLAMA_70B, "fp8", find_gpu("H200"))
+    for decodes, rows in ((1, 0), (64, 0), (200, 100), (800, 700), (1536, 0), (0, 1536)):
+        chunks = [(0, rows)] if rows else []
+        cost = costs.step_of(decodes, 500 * decodes, chunks, decodes + bool(rows))
+        assert cost.watts <= 0.989 * 700 * 1.003
+        assert cost.clock_mhz == 1980.0 or cost.watts == pytest.approx(0.989 * 700, rel=0.02)
+
+
+def test_more_of_anything_takes_longer() -> None:
+    costs = CostModel(LLAMA_8B, "fp8", find_gpu("H200"))
+    base = costs.step_of(500, 1e5, [(0, 200)], 501).seconds
+    assert costs.step_of(501, 1e5, [(0, 200)], 502).seconds > base
+    assert costs.step_of(500, 2e5, [(0, 200)], 501).seconds > base
+    assert costs.step_of(500, 1e5, [(0, 400)], 501).seconds > base
+    assert costs.step_of(500, 1e5, [(3000, 200)], 501).seconds > base
+
+
+def test_ranks_share_a_step_and_sum_what_they_have() -> None:
+    one = CostModel(LLAMA_70B, "fp8", find_gpu("H200")).step_of(512, 2e5, [(0, 512)], 513)
+    seconds = [one.seconds]
+    for ranks in (2, 4, 8):
+        cost = CostModel(LLAMA_70B, "fp8", find_gpu("H200"), ranks=ranks).step_of(512, 2e5, [(0, 512)], 513)
+        assert cost.all_reduce > 160 * 19e-6
+        assert cost.seconds > one.seconds / ranks
+        seconds.append(cost.seconds)
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_an_all_reduce_takes_what_was_measured() -> None:
+    """Four H200, bf16: 16 KB in 18.7 us, 25 MB in 137 us, 1 GB at 354 GB/s of bus bandwidth."""
+    wide = replace(LLAMA_70B, layers=1, hidden_size=8192)
+    costs = CostModel(wide, "fp8", find_gpu("H200"), ranks=4)
+
+    def seconds(nbytes: float) -> float:
+        return costs.step_of(0, 0, [(0, round(nbytes / 2 / 8192))], 0).all_reduce / 2
+
+    assert seconds(16e3) == pytest.approx(18.7e-6, rel=0.05)
+    assert seconds(25e6) == pytest.approx(137e-6, rel=0.1)
+    assert seconds(1e9) == pytest.approx(1e9 * 1.5 / 354e9, rel=0.02)
+
+
+def test_every_gpu_of_the_table_can_be_simulated() -> None:
+    bases = set()
+    for gpu in gpus().values():
+        for precision in gpu.operations_per_second:
+            costs = CostModel(LLAMA_8B, precision, gpu)
+            assert 0 < costs.step_of(256, 1e5, [(0, 256)], 257).seconds < 1
+            bases.add(costs.basis)
+    assert len(bases) == 5
+    assert find_gpu("gb300") is gpus()["GB300"]
+
+
+def test_what_a_gpu_cannot_do() -> None:
+    with pytest.raises(ConfigError, match="A100 is not known to multiply in fp8; take one of bf16"):
+        CostModel(LLAMA_8B, "fp8", find_gpu("A100"))
+    with pytest.raises(ConfigError, match="did you mean H200"):
+        find_gpu("H2000")
+    with pytest.raises(ConfigError, match="known are"):
+        find_gpu("abacus")
+    with pytest.raises(ConfigError, match="link"):
+        CostModel(LLAMA_8B, "fp8", find_gpu("MI325X"), ranks=2)
+    with pytest.raises(CapacityError, match="does not divide"):
+        CostModel(LLAMA_8B, "fp8", find_gpu("H200"), ranks=3)
