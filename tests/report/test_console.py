@@ -57,7 +57,7 @@ def test_a_doubt_about_the_measurement_is_no_rule_of_mlperf(make_run, unmet):
 
 def test_reasons_follow_the_verdict(make_run):
     text = shown(make_run("INVALID", reasons=[{"code": "SEEDS", "message": "seeds [1] are not those of v5.1"}]), 80)
-    assert "INVALID: a sample failed, answers are not as they must be, or an MLPerf rule that it claims is not" in text
+    assert "INVALID: a sample failed, answers fall short, or an MLPerf rule that it claims is not met\n" in text
     assert "met\n  SEEDS seeds [1] are not those of v5.1\n" in text
 
 

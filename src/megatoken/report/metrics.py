@@ -18,7 +18,7 @@ TONES: dict[str, str] = {Verdict.VALID: "good", Verdict.INVALID: "bad", Verdict.
 MEANING = {
     Verdict.MEASURED: "a healthy run that claims no MLPerf rules",
     Verdict.VALID: "meets the MLPerf rules it claims",
-    Verdict.INVALID: "a sample failed, answers are not as they must be, or an MLPerf rule that it claims is not met",
+    Verdict.INVALID: "a sample failed, answers fall short, or an MLPerf rule that it claims is not met",
     Verdict.DEGRADED: "finished with fewer nodes than it started with",
     Verdict.INTERRUPTED: "ended early; the numbers cover what was done until then",
 }
@@ -72,6 +72,7 @@ def metric_rows(run: Run) -> list[MetricRow]:
         _single(result, "Energy", "J/output token", "energy_joules_per_output_token"),
     ]
     rows += _accuracy(result.get("accuracy") or {})
+    rows += _compliance(result.get("compliance") or {})
     unremarkable = {"Samples failed", "Samples cancelled", "Preemptions", "Peak memory", "Energy", "Offered"}
     return [row for row in rows if not (row.label in unremarkable and row.value in ("0", ABSENT))]
 
@@ -118,6 +119,16 @@ def _accuracy(accuracy: Mapping[str, Any]) -> list[MetricRow]:
     metrics = accuracy.get("metrics") or {}
     return [
         MetricRow(label, "%", precise(metrics[name].get("value"))) for name, label in SCORES.items() if name in metrics
+    ]
+
+
+def _compliance(compliance: Mapping[str, Any]) -> list[MetricRow]:
+    """MLPerf's test, and our own check of the same answers."""
+    parts = {"passed": str(compliance.get("test")), "sound": "Our own check"}
+    return [
+        MetricRow(label, "", "passed" if compliance[key] is True else "not passed")
+        for key, label in parts.items()
+        if key in compliance
     ]
 
 
