@@ -56,7 +56,7 @@ def test_a_whole_run_folder_passes(run_folder):
     assert {f"run_folder.{name}" for name in checks} <= passed
     found = {item.id: item.found for item in result.findings}
     assert found["run_folder.metrics"] == "27 metrics compared, all agree"
-    assert found["run_folder.configuration"] == "6 of 6 agree"
+    assert found["run_folder.configuration"] == "7 of 7 agree"
 
 
 @pytest.mark.parametrize(

@@ -279,7 +279,7 @@ def test_the_in_process_target_drives_it() -> None:
     facts = target.facts()
     assert facts["target"]["device"] == "simulated H200"
     assert facts["memory_plan"]["device"] == "cuda"
-    assert target.telemetry().power_watts is None
+    assert [one.telemetry.power_watts for one in target.replicas()] == [None]
     target.close()
 
 

@@ -29,8 +29,8 @@ from megatoken.harness.progress import Progress
 from megatoken.harness.run import run_scenario
 from megatoken.harness.schedule import PoissonSchedule
 from megatoken.report.metrics import metric_rows
-from megatoken.report.words import number
 from megatoken.results import Run, RunFolder, Verdict, read_run
+from megatoken.results.numerals import number
 from megatoken.results.repeats import interval, read_repeats
 from megatoken.targets import SampleEvent
 

@@ -78,9 +78,9 @@ def offline(
     table |= {name: replace(benchmark, rows=ROWS) for name, benchmark in table.items()}
     settings: dict[str, Any] = {"rules": claimed, "mode": mode, "warm_up_seconds": 0.1, "engine": {"threads": 1}}
     if test06:
-        settings |= {"compliance": "TEST06", "prompts": write_prompts(Path(out) / "prompts.jsonl")}
+        settings |= {"compliance": "TEST06", "prompts": write_prompts(Path(out) / MODEL["data_set"])}
     else:
-        settings |= {"model": "tiny", "lengths": write_lengths(Path(out) / "lengths.csv")}
+        settings |= {"model": "tiny", "lengths": write_lengths(Path(out) / MODEL["data_set"])}
         if mode == "performance":
             settings |= {"samples": 4 * ROWS, "min_duration_seconds": SECONDS}
     prepared = prepare(RunConfig(out=Path(out), **settings))
