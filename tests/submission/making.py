@@ -180,8 +180,15 @@ def direct(
     valid = mode == "accuracy" or test06 or '"result_validity", "value": "VALID"' in log
     said = verdict or ("VALID" if valid else "INVALID")
     reasons = [] if said == "VALID" else [{"code": "LOADGEN_INVALID", "message": "of the test"}]
-    logged = loadgen_facts(scenario, LoadGenLog.read(folder.mlperf_directory, "loadgen_version"))
-    folder.finish({"verdict": said, "reasons": reasons, **logged})
+    read = LoadGenLog.read(folder.mlperf_directory, "loadgen_version")
+    asked: dict[str, Any] = {}
+    if name == "Server":
+        ttft, tpot = (read.values[f"requested_server_{limit}_latency"] / 1e9 for limit in ("ttft", "tpot"))
+        asked = {"offered_samples_per_second": 1500.0, "ttft_limit_seconds": ttft, "tpot_limit_seconds": tpot}
+    if mode == "performance":
+        limit = max(0.01, 0.05 * asked.get("ttft_limit_seconds", 0.0))
+        asked["send_lag_limit_seconds"] = None if name == "Offline" else limit
+    folder.finish({"verdict": said, "reasons": reasons, **asked, **loadgen_facts(scenario, read)})
     return folder.path
 
 
