@@ -123,7 +123,7 @@ class Driver:
             assert time.monotonic() < deadline and self.process.poll() is None, self.process.communicate()
             time.sleep(0.2)
 
-    def end(self, seconds: float = 150) -> tuple[int, str, str]:
+    def end(self, seconds: float = 400) -> tuple[int, str, str]:
         """Exit code, standard output, standard error."""
         output, messages = self.process.communicate(timeout=seconds)
         return self.process.returncode, output, messages

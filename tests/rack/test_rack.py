@@ -14,7 +14,7 @@ import pytest
 from conftest import SILENCE_SECONDS, Nodes, gone, workers_of
 from megatoken.results import Run, Verdict, read_run
 
-SAMPLES = 240
+SAMPLES = 2000  # seconds of work, so that a fault meets a run on its way
 
 
 def assert_each_sample_ended_once(run: Run, samples: int) -> None:
