@@ -102,7 +102,7 @@ class Driver:
     def folder(self) -> Path:
         """The run folder, once it is there."""
         found = [path for path in self.out.glob("*") if not path.name.startswith(".")] if self.out.exists() else []
-        return found[0] if found else Path("/nonexistent")
+        return found[0] if found else self.out / "none yet"
 
     def wait_for_samples(self, samples: int, seconds: float = 120) -> Run:
         """The run as it stands when that many samples have ended."""
