@@ -280,22 +280,27 @@ def gemm_bound_teraflops(engine: Engine, rows: int, seconds: float) -> float:
 
     The engine's own weights and its own call, in the order of a step. The engine must have nothing on its way.
     """
-    from megatoken.engine.ops import cuda
+    from megatoken.engine.ops import cuda, cuda_rows
 
     layers = engine._runner._weights.layers
     products: list[cuda.Linear] = [
         product for layer in layers for product in (layer.qkv, layer.output, layer.gate_up, layer.down)
     ]
-    fp8 = products[0].weight_scale is not None
-    inputs = {
-        width: gaussian_e4m3(rows, width) if fp8 else gaussian(rows, width)
-        for width in {product.weight.shape[1] for product in products}
-    }
+
+    def random_input(width: int) -> Tensor | cuda_rows.ScaledRows:
+        if products[0].weight_scale is None:
+            return gaussian(rows, width)
+        values = gaussian_e4m3(rows, width)
+        if engine.config.fp8_scales == "tensor":
+            return values
+        return cuda_rows.ScaledRows(values, torch.ones(rows, 1, device=values.device))
+
+    inputs = {width: random_input(width) for width in {product.weight.shape[1] for product in products}}
 
     @torch.inference_mode()
     def once() -> None:
         for product in products:
-            cuda.linear(inputs[product.weight.shape[1]], product)
+            engine._ops.linear(inputs[product.weight.shape[1]], product)
 
     passes, elapsed = repeat_for(seconds, once)
     return operations_per_row(engine) * rows * passes / elapsed / 1e12

@@ -97,6 +97,24 @@ def make_checkpoint(folder: Path, tokenizer: bool = True) -> Path:
     return folder
 
 
+def make_overflowing_checkpoint(folder: Path, letter: str) -> Path:
+    """One of ``make_checkpoint`` that computes no numbers after ``letter``, and numbers after every other."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from tokenizers import Tokenizer
+
+    file = make_checkpoint(folder) / "model.safetensors"
+    (token,) = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(letter).ids
+    tensors = load_file(file)
+    embedding = tensors["model.embed_tokens.weight"]
+    embedding[:, 0] = 0  # the one feature that the feed-forward makes too much of
+    embedding[token] = torch.eye(len(embedding[0]))[0]
+    for name in ("gate_proj", "up_proj"):
+        tensors[f"model.layers.0.mlp.{name}.weight"][0, 0] = 1e19
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
 def write_lines(path: Path, *lines: object) -> Path:
     path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
     return path

@@ -47,6 +47,8 @@ def test_a_round_that_is_claimed_makes_failures_of_its_rules(tmp_path_factory: p
     honest = document_of("audit", run)
     assert (honest["kind"], honest["artefact_kind"], honest["counts"]["fail"]) == ("audit", "megatoken_run", 0)
     claimed = document_of("audit", run, "--round", "v5.1", code=3)
+    assert any(note.endswith("rules that a run does not meet weigh as those of v5.1") for note in claimed["notes"])
+    assert any(note.endswith("are notes unless a round is claimed") for note in honest["notes"])
     failed = {finding["id"] for finding in claimed["findings"] if finding["severity"] == "fail"}
     assert "rules.min_duration" in failed
     assert failed <= {finding["id"] for finding in honest["findings"] if finding["severity"] == "note"}
@@ -73,6 +75,15 @@ def test_what_cannot_be_audited(tmp_path: Path) -> None:
     assert "--clams: unknown flag; did you mean --claims?" in refused("audit", paths["empty"], "--clams", "x")
     assert "did you mean 'audit'?" in refused("aduit", tmp_path).lower()
     assert "Missing argument 'PATH'" in refused("audit")
+
+
+def test_a_formula_that_is_wrong_is_named_with_its_file(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    claims = tmp_path / "second.yaml"
+    claims.write_text("title: t\nsource: s\nclaims: [{id: a, text: t, value: 1, formula: nodez}]\n")
+    told = refused("audit", two_runs(tmp_path_factory)[0], "--claims", claims)
+    assert f"{claims}: claim a: formula 'nodez': unknown fact nodez; did you mean nodes?" in told
 
 
 def test_a_path_that_is_no_text(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from cli_support import (
     call,
     call_here,
     make_checkpoint,
+    make_overflowing_checkpoint,
     redirected,
     started,
     wait_until_torch_is_loaded,
@@ -317,6 +318,20 @@ def test_answers_before_a_full_disk_are_kept(model: Path, tmp_path: Path) -> Non
     assert f"{out}.partial: cannot be written (File too large); " in err
     assert err.endswith(f"; 1 of 2 answers are in {out}.partial\n")
     assert json.loads((tmp_path / "out.jsonl.partial").read_text().splitlines()[0])["index"] == 0
+    assert not out.exists()
+
+
+def test_answers_before_a_model_that_computes_no_numbers_are_kept(tmp_path: Path, generate: Here) -> None:
+    model = make_overflowing_checkpoint(tmp_path / "model", "z")
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_lines(prompts, *[{"prompt": letter, "max_tokens": 1} for letter in "abz"])
+    one_by_one = ("--engine.max_sequences", 1, "--engine.max_rows", 1)
+    code, stdout, err = generate("--model", model, "--prompts", prompts, "--out", out, *one_by_one)
+    assert (code, stdout, err.count("\n")) == (1, "", 1)
+    assert "logits after 1 tokens of a request are no numbers" in err
+    assert err.endswith(f"; 2 of 3 answers are in {out}.partial\n")
+    answers = (tmp_path / "out.jsonl.partial").read_text().splitlines()
+    assert [json.loads(answer)["index"] for answer in answers] == [0, 1]
     assert not out.exists()
 
 

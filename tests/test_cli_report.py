@@ -95,6 +95,8 @@ def test_what_has_no_page(tmp_path_factory: pytest.TempPathFactory, tmp_path: Pa
         ((run, "--query", SQL, "--csv", "--json"), "at most one of --csv and --json"),
         ((run, "--query", SQL, "--out", tmp_path / "page.html"), "no --out"),
         ((run, "--out", tmp_path / "absent" / "page.html"), "cannot be written"),
+        ((run, "--out", tmp_path), f"{tmp_path}: not a regular file; name another"),
+        ((run, "--out", "."), ".: not a regular file; name another"),
         ((run, "--querry", SQL), "--querry: unknown flag; did you mean --query?"),
     ):
         assert why in refused("report", *arguments)

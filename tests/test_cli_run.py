@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -26,6 +27,7 @@ from cli_support import (
     call,
     call_here,
     make_checkpoint,
+    make_overflowing_checkpoint,
     redirected,
     started,
     wait_until_torch_is_loaded,
@@ -76,6 +78,7 @@ def test_a_run_prints_one_json_document_that_is_the_result_and_the_folder(tmp_pa
     assert config.engine.cache_tokens == plan["pages"] * plan["page_size"]
     assert (config.engine.threads, config.engine.overlap) == (1, document["target"]["steps_in_flight"] == 2)
     assert document["output_tokens"] == 4 * 3 + 8 * 2 + 12 * 2  # rows repeat when more samples are asked for
+    assert document["core_wait_share"] is None or 0 <= document["core_wait_share"] <= 1
     assert document["loadgen_output_tokens_per_second"] == pytest.approx(document["output_tokens_per_second"], rel=0.2)
     assert {path.name for path in folder.iterdir()} == {
         "config.yaml",
@@ -342,6 +345,32 @@ def test_a_full_disk_is_one_line_and_never_a_result(tmp_path: Path, lengths: Pat
     else:
         assert "LoadGen" in err and "is the disk full?" in err
         assert read_run(next(out.iterdir())).verdict is Verdict.INTERRUPTED
+
+
+def test_an_error_during_the_measurement_names_the_folder(tmp_path: Path) -> None:
+    letters = ["a"] * 40
+    letters[np.random.default_rng(0).permutation(40)[-1]] = "z"  # the last that a warm-up would take
+    model = make_overflowing_checkpoint(tmp_path / "model", "z")
+    lines = [{"prompt": letter, "max_tokens": 2, "ignore_end_token": True} for letter in letters]
+    prompts = write_lines(tmp_path / "in.jsonl", *lines)
+    options = ("--prompts", prompts, "--out", tmp_path / "runs", "--samples", 40, "--warm-up", 0)
+    code, stdout, err = call("run", "--model", model, *options, "--engine.max_sequences", 2)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert (code, stdout) == (1, "")
+    message = err.splitlines()[-1]
+    assert message.startswith("megatoken: logits after 1 tokens of a request are no numbers")
+    assert message.endswith(f"; {folder} says INTERRUPTED and keeps what was done")
+    assert read_run(folder).verdict is Verdict.INTERRUPTED
+
+
+def test_a_run_without_compiled_kernels_says_that_it_is_slower(
+    tmp_path: Path, lengths: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "CXX", "no-such-compiler")
+    code, stdout, err = call("run", "--lengths", lengths, "--samples", 3, "--out", tmp_path, *QUICK)
+    assert code == 0
+    assert "Note: without compiled kernels, so slower than it could be: no compiler no-such-compiler; " in stdout
+    assert "compiling" not in err
 
 
 @contextmanager

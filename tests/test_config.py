@@ -147,7 +147,7 @@ def test_no_library_speaks_to_the_user(key: str, text: str) -> None:
     with suppress(ConfigError):
         load_run_config(None, {key: text})
         return
-    with pytest.raises(ConfigError, match=rf"--{re.escape(key)}: (must|only a rack has it)") as caught:
+    with pytest.raises(ConfigError, match=rf"--{re.escape(key)}: (must|only )") as caught:
         load_run_config(None, {key: text})
     assert not re.search("nput|valid|parse|string|integer", str(caught.value).partition(", got ")[0])
 

@@ -1,18 +1,25 @@
 """Faults of a network that one machine can make: a Ray cluster whose nodes live in network namespaces of their own.
 
-    python tools/rack_network.py [FAULT ...]      # root, `ip netns`; about a minute a fault
+    python tools/rack_network.py [--samples N] [FAULT ...]      # root, `ip netns`, /dev/net/tun, gcc
 
-A head and four nodes, each with an address of its own on one bridge. For each fault a run starts, the fault comes once
+A head and four nodes, each with an address of its own. What they send goes through a switch in a process of ours,
+which loses, delays or drops frames: few kernels have `tc netem`. For each fault a run starts, the fault comes once
 samples have ended, and the run folder is held against what must be true: every sample ended once, the right verdict.
 Prints one line a fault; exit 0 when all held, 77 with the reason where the machine does not allow it.
 """
 
 from __future__ import annotations
 
+import argparse
+import fcntl
+import heapq
 import json
 import os
+import random
+import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -20,8 +27,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatoken.errors import UsageError
 from megatoken.results import Run, read_run
@@ -29,9 +38,13 @@ from megatoken.results import Run, read_run
 SKIPPED = 77
 NETWORK = "10.213.7"
 NODES = ("head", "one", "two", "three", "four")
-DEAD_AFTER_SECONDS = 4.0
-SKEW_SECONDS = 3
-SAMPLES = 400
+NOTICED_SECONDS = 10.0
+PATIENCE_SECONDS = 600.0
+SKEWED, SKEW_SECONDS = "one", 3
+MONOTONIC_SKEW_SECONDS = 1_000_000  # no two machines were started at the same moment
+SAMPLES = 2000  # some minutes on two cores; the fault must meet a run on its way
+FRAME_BYTES = 65_536
+TAP, SET_TAP = struct.pack("16sH22x", b"mt-%d", 0x0002 | 0x1000), 0x400454CA  # IFF_TAP | IFF_NO_PI, TUNSETIFF
 LENGTHS = "input_tokens,output_tokens\n" + "12,40\n20,24\n8,56\n30,32\n" * 25
 SKEW_SOURCE = """
 #define _GNU_SOURCE
@@ -53,6 +66,8 @@ class Network:
 
     folder: Path
     processes: dict[str, subprocess.Popen[bytes]]
+    switch: int  # where to write what the switch is to do
+    skew: tuple[str, ...] = ()  # what runs a command with other clocks
 
     def environment(self) -> dict[str, str]:
         """Of everything that runs here."""
@@ -60,13 +75,12 @@ class Network:
         sources = str(Path(__file__).parents[1] / "src")
         return {**os.environ, **token, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1"}
 
-    def inside(self, node: str, *command: str, preload: str = "") -> list[str]:
+    def inside(self, node: str, *command: str) -> list[str]:
         """A command line that runs another one on a node."""
-        prefix = ["env", f"LD_PRELOAD={preload}"] if preload else []
-        return ["ip", "netns", "exec", name_of(node), *prefix, *command]
+        return ["ip", "netns", "exec", name_of(node), *command]
 
-    def start_ray(self, node: str, preload: str = "") -> None:
-        """Starts Ray on a node; it runs until its process group is killed."""
+    def start_ray(self, node: str) -> None:
+        """Starts Ray on a node, where it runs until all of the node is killed, and waits until it has joined."""
         address = address_of(node)
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={address}"]
         command += [f"--node-name={node}", "--object-store-memory=80000000", "--disable-usage-stats"]
@@ -76,13 +90,19 @@ class Network:
         else:
             command += [f"--address={address_of('head')}:6379", "--num-cpus=1"]
         with (self.folder / f"{node}.log").open("ab") as log:
+            before = log.tell()
             self.processes[node] = subprocess.Popen(
-                self.inside(node, *command, preload=preload),
+                self.inside(node, *(self.skew if node == SKEWED else ()), *command),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
                 env=self.environment(),
             )
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while b"Ray runtime started" not in (self.folder / f"{node}.log").read_bytes()[before:]:
+            if time.monotonic() > deadline or self.processes[node].poll() is not None:
+                raise AssertionError(f"{node}: {(self.folder / f'{node}.log').read_text()[-500:]}")
+            time.sleep(0.5)
 
     def stop_ray(self, node: str) -> None:
         """Kills everything of a node at once, as a power cut does."""
@@ -94,17 +114,60 @@ class Network:
         if node in self.processes:
             self.processes.pop(node).wait()
 
-    def shape(self, node: str, *how: str) -> None:
-        """Has the node's link lose or delay what it sends."""
-        call("tc", "-n", name_of(node), "qdisc", "replace", "dev", "eth0", "root", "netem", *how)
+    def shape(self, node: str, loss: float, delay_seconds: float) -> None:
+        """Has the switch lose a share of what the node sends and is sent, and delay what it sends."""
+        os.write(self.switch, f"{NODES.index(node)} {loss} {delay_seconds}\n".encode())
 
-    def unshape(self, node: str) -> None:
-        """Gives the link back."""
-        call("tc", "-n", name_of(node), "qdisc", "del", "dev", "eth0", "root")
 
-    def link(self, node: str, state: str) -> None:
-        """Takes the node's link ``down`` or ``up``."""
-        call("ip", "-n", name_of(node), "link", "set", "eth0", state)
+def run_switch(ports: list[int], commands: int) -> NoReturn:
+    """Carries Ethernet frames between TAP devices until ``commands`` ends; see ``Network.shape``."""
+    loss, delay_seconds = [0.0] * len(ports), [0.0] * len(ports)
+    known: dict[bytes, int] = {}  # port by address
+    late: list[tuple[float, int, int, bytes]] = []  # when due, order, port, frame
+    order, text = count(), b""
+    while True:
+        wait = max(0.0, late[0][0] - time.monotonic()) if late else None
+        ready, _, _ = select.select([*ports, commands], [], [], wait)
+        while late and late[0][0] <= time.monotonic():
+            _, _, port, frame = heapq.heappop(late)
+            put(ports[port], frame)
+        for source in ready:
+            if source == commands:
+                piece = os.read(commands, 4096)
+                if not piece:
+                    os._exit(0)
+                *lines, text = (text + piece).split(b"\n")
+                for line in lines:
+                    node, share, seconds = line.split()
+                    loss[int(node)], delay_seconds[int(node)] = float(share), float(seconds)
+                continue
+            sender = ports.index(source)
+            with suppress(OSError):  # the device is down
+                frame = os.read(source, FRAME_BYTES)
+                known[frame[6:12]] = sender
+                receivers = [known[frame[:6]]] if frame[:6] in known else range(len(ports))
+                for port in receivers:
+                    if port == sender or random.random() < loss[sender] or random.random() < loss[port]:
+                        continue
+                    if delay_seconds[sender]:
+                        heapq.heappush(late, (time.monotonic() + delay_seconds[sender], next(order), port, frame))
+                    else:
+                        put(ports[port], frame)
+
+
+def put(port: int, frame: bytes) -> None:
+    """Hands a frame to a device; one that is down takes none."""
+    with suppress(OSError):
+        os.write(port, frame)
+
+
+def open_tap(node: str) -> int:
+    """A node's network device, ``eth0`` in its namespace; the descriptor gives and takes frames."""
+    port = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    request = fcntl.ioctl(port, SET_TAP, TAP)
+    device = request[:16].rstrip(b"\0").decode()
+    call("ip", "link", "set", device, "netns", name_of(node), "name", "eth0")
+    return port
 
 
 def name_of(node: str) -> str:
@@ -128,24 +191,29 @@ def call(*command: str) -> None:
 def network() -> Iterator[Network]:
     """The bridge and the namespaces, taken away afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="rack-"))
-    built = Network(folder, {})
+    built = Network(folder, {}, -1)
     try:
-        call("ip", "netns", "add", name_of("bridge"))
-        call("ip", "-n", name_of("bridge"), "link", "add", "bridge0", "type", "bridge")
-        call("ip", "-n", name_of("bridge"), "link", "set", "bridge0", "up")
+        ports = []
         for node in NODES:
             call("ip", "netns", "add", name_of(node))
-            pair = ("link", "add", "eth0", "netns", name_of(node), "type", "veth", "peer", "name", node)
-            call("ip", *pair, "netns", name_of("bridge"))
-            call("ip", "-n", name_of("bridge"), "link", "set", node, "master", "bridge0", "up")
+            ports.append(open_tap(node))
             call("ip", "-n", name_of(node), "address", "add", f"{address_of(node)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 call("ip", "-n", name_of(node), "link", "set", device, "up")
+        commands, built.switch = os.pipe()
+        if not os.fork():
+            os.close(built.switch)
+            run_switch(ports, commands)
+        for port in (*ports, commands):
+            os.close(port)
         yield built
     finally:
         for node in NODES:
             built.stop_ray(node)
-        for node in (*NODES, "bridge"):
+        if built.switch >= 0:
+            os.close(built.switch)
+            os.wait()
+        for node in NODES:
             subprocess.run(["ip", "netns", "del", name_of(node)], capture_output=True, check=False)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -153,14 +221,13 @@ def network() -> Iterator[Network]:
 class Driver:
     """One run on the cluster, from the head's namespace."""
 
-    def __init__(self, net: Network, name: str) -> None:
+    def __init__(self, net: Network, name: str, samples: int) -> None:
         lengths = net.folder / "lengths.csv"
         lengths.write_text(LENGTHS)
         self.out = net.folder / "runs" / name
         command = [sys.executable, "-m", "megatoken", "run", "--rack", f"{address_of('head')}:6379"]
-        command += ["--model", "tiny", "--lengths", str(lengths), "--samples", str(SAMPLES), "--warm-up", "1"]
-        command += ["--engine.max-length", "128", "--rack.dead-after-seconds", str(DEAD_AFTER_SECONDS)]
-        command += ["--out", str(self.out), "--json"]
+        command += ["--model", "tiny", "--lengths", str(lengths), "--samples", str(samples), "--warm-up", "1"]
+        command += ["--engine.max-length", "128", "--engine.max-sequences", "2", "--out", str(self.out), "--json"]
         self.process = subprocess.Popen(
             net.inside("head", *command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=net.environment()
         )
@@ -172,7 +239,7 @@ class Driver:
             return read_run(folders[0]) if folders else None
         return None
 
-    def until(self, true: Callable[[Run], bool], seconds: float = 120) -> Run:
+    def until(self, true: Callable[[Run], bool], seconds: float = PATIENCE_SECONDS) -> Run:
         """Waits until something is true of the run folder."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.process.poll() is None:
@@ -184,72 +251,74 @@ class Driver:
 
     def end(self) -> tuple[int, Run, str]:
         """Exit code, run folder, what was said on standard error."""
-        _, messages = self.process.communicate(timeout=300)
+        _, messages = self.process.communicate(timeout=PATIENCE_SECONDS)
         run = self.run()
         if run is None:
             raise AssertionError(messages.decode(errors="replace")[-500:])
         return self.process.returncode, run, messages.decode(errors="replace")
 
 
-def kill(net: Network, driver: Driver) -> set[int]:
+def skew(net: Network, driver: Driver) -> int:
+    """Nothing else: the clocks of a node are ahead in every run, the wall clock by 3 s, the monotonic one by days."""
+    return 0
+
+
+def loss(net: Network, driver: Driver) -> int:
+    """5 % of what a node sends is lost, and of what it is sent."""
+    net.shape("two", 0.05, 0.0)
+    return 0
+
+
+def latency(net: Network, driver: Driver) -> int:
+    """What a node sends takes 200 ms longer."""
+    net.shape("three", 0.0, 0.2)
+    return 0
+
+
+def cut(net: Network, driver: Driver) -> int:
+    """Nothing comes from a node and nothing gets there until it counts as lost; then it is back."""
+    driver.until(lambda run: len(run.requests) > 20)
+    cut_at = time.time()
+    net.shape("four", 1.0, 0.0)
+    run = driver.until(lambda run: "four" in [entry["node"] for entry in run.result["rack"]["lost"]])
+    net.shape("four", 0.0, 0.0)
+    (lost,) = (entry for entry in run.result["rack"]["lost"] if entry["node"] == "four")
+    noticed = datetime.fromisoformat(run.result["started_at"]).timestamp() + lost["at_seconds"] - cut_at
+    print(f"cut: noticed after {noticed:.1f} s", flush=True)
+    assert noticed < NOTICED_SECONDS, f"noticed after {noticed:.1f} s"
+    return 4
+
+
+def kill(net: Network, driver: Driver) -> int:
     """SIGKILL of everything on a node; the node comes back."""
     driver.until(lambda run: len(run.requests) > 20)
-    net.stop_ray("one")
-    net.start_ray("one")
-    return {4}
+    net.stop_ray("two")
+    net.start_ray("two")
+    return 4
 
 
-def cut(net: Network, driver: Driver) -> set[int]:
-    """The link of a node is down until it counts as lost, then up again."""
-    driver.until(lambda run: len(run.requests) > 20)
-    began = time.monotonic()
-    net.link("two", "down")
-    driver.until(lambda run: bool(run.result.get("rack", {}).get("lost")))
-    noticed = time.monotonic() - began
-    net.link("two", "up")
-    print(f"  link cut noticed after {noticed:.1f} s", file=sys.stderr)
-    assert noticed < 10, f"noticed after {noticed:.1f} s"
-    return {4}
-
-
-def loss(net: Network, driver: Driver) -> set[int]:
-    """5 % of what a node sends is lost."""
-    net.shape("three", "loss", "5%")
-    return {0}
-
-
-def latency(net: Network, driver: Driver) -> set[int]:
-    """What a node sends takes 200 ms longer."""
-    net.shape("four", "delay", "200ms")
-    return {0}
-
-
-def skew(net: Network, driver: Driver) -> set[int]:
-    """The wall clock of a node is ahead by 3 s."""
-    return {0}
-
-
-FAULTS: dict[str, Callable[[Network, Driver], set[int]]] = {
-    "kill": kill,
-    "cut": cut,
+FAULTS: dict[str, Callable[[Network, Driver], int]] = {
+    "skew": skew,
     "loss": loss,
     "latency": latency,
-    "skew": skew,
+    "cut": cut,
+    "kill": kill,
 }
 
 
-def check(name: str, code: int, run: Run, expected: set[int], messages: str) -> str:
+def check(code: int, run: Run, expected: int, samples: int, messages: str) -> str:
     """One line of what was found; AssertionError where it is not what must be."""
     ids = run.requests["sample_id"].to_pylist()
     rack: dict[str, Any] = run.result["rack"]
-    assert sorted(ids) == list(range(SAMPLES)), f"{len(ids)} rows, {len(set(ids))} samples of {SAMPLES}"
-    assert run.result["samples_completed"] == SAMPLES
-    assert code in expected, f"exit {code}, {run.verdict}: {run.reasons} {messages[-300:]}"
+    assert rack["replicas"] == len(NODES) - 1, f"{rack['replicas']} replicas"
+    assert sorted(ids) == list(range(samples)), f"{len(ids)} rows, {len(set(ids))} samples of {samples}"
+    assert run.result["samples_completed"] == samples
+    assert code == expected, f"exit {code}, {run.verdict}: {run.reasons} {messages[-300:]}"
     offsets = {entry["node"]: entry for entry in rack["clock_offsets"]}
-    ahead = {node: offset["wall_seconds"] for node, offset in offsets.items()}
-    for node, seconds in ahead.items():
-        truth = SKEW_SECONDS if (name, node) == ("skew", "one") else 0
-        assert abs(seconds - truth) <= offsets[node]["uncertainty_seconds"] + 0.01, f"{node}: offset {seconds}"
+    for node, offset in offsets.items():
+        for clock, skew_seconds in (("wall", SKEW_SECONDS), ("monotonic", MONOTONIC_SKEW_SECONDS)):
+            off = abs(offset[f"{clock}_seconds"] - skew_seconds * (node == SKEWED))
+            assert off <= offset["uncertainty_seconds"] + 0.01, f"{node}: {clock} clock {off} s off"
     first, last = run.requests["first_token_seconds"].to_pylist(), run.requests["last_token_seconds"].to_pylist()
     assert all(
         0 <= one <= other <= run.result["duration_seconds"] + 1e-6 for one, other in zip(first, last, strict=True)
@@ -263,8 +332,14 @@ def check(name: str, code: int, run: Run, expected: set[int], messages: str) -> 
 
 def main() -> int:
     """Runs the faults named on the command line, or all."""
-    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
-        print("skipped: namespaces need root, `ip` and `tc`", file=sys.stderr)
+    parser = argparse.ArgumentParser(description="Faults of a network, on one machine")
+    parser.add_argument("faults", nargs="*", metavar="FAULT", help=f"{', '.join(FAULTS)}; all if none is named")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"of each run; default: {SAMPLES}")
+    asked = parser.parse_args()
+    if unknown := set(asked.faults) - set(FAULTS):
+        parser.error(f"no such fault: {', '.join(unknown)}; there are {', '.join(FAULTS)}")
+    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("gcc"):
+        print("skipped: namespaces need root, `ip` and gcc", file=sys.stderr)
         return SKIPPED
     failed = False
     try:
@@ -272,32 +347,30 @@ def main() -> int:
             library = net.folder / "skew.so"
             (net.folder / "skew.c").write_text(SKEW_SOURCE % SKEW_SECONDS)
             call("gcc", "-shared", "-fPIC", "-o", str(library), str(net.folder / "skew.c"), "-ldl")
+            clocks = ("unshare", "--time", "--fork", f"--monotonic={MONOTONIC_SKEW_SECONDS}")
+            net.skew = (*clocks, "env", f"LD_PRELOAD={library}")
             for node in NODES:
                 net.start_ray(node)
-                time.sleep(8 if node == "head" else 1)
-            time.sleep(8)
-            for name in sys.argv[1:] or list(FAULTS):
-                if name == "skew":
-                    net.stop_ray("one")
-                    net.start_ray("one", preload=str(library))
-                    time.sleep(12)
-                driver = Driver(net, name)
+            for name in asked.faults or FAULTS:
+                driver = Driver(net, name, asked.samples)
                 try:
                     expected = FAULTS[name](net, driver)
                     code, run, messages = driver.end()
-                    print(f"{name}: held {check(name, code, run, expected, messages)}", flush=True)
+                    print(f"{name}: held {check(code, run, expected, asked.samples, messages)}", flush=True)
                 except (AssertionError, OSError) as error:
                     failed = True
                     print(f"{name}: FAILED {error}", flush=True)
                     driver.process.kill()
                     driver.process.communicate()
-                for node in ("three", "four"):
-                    with suppress(OSError):
-                        net.unshape(node)
+                for node in NODES:
+                    net.shape(node, 0.0, 0.0)
                 time.sleep(3)
     except OSError as error:
         print(f"skipped: {error}", file=sys.stderr)
         return SKIPPED
+    except AssertionError as error:
+        print(f"no cluster: {error}", file=sys.stderr)
+        return 1
     return int(failed)
 
 

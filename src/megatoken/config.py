@@ -61,6 +61,9 @@ class EngineSection(_Section):
     memory_bytes: Count | None = Field(default=None, description="memory the engine may use")
     threads: Count | None = Field(default=None, description="CPU threads")
     tensor_parallel: Count = Field(default=1, description="GPUs that share one copy of the model")
+    fp8_scales: Literal["tensor", "row"] = Field(
+        default="tensor", description="of fp8: one for a linear's weight and one for its inputs, or one for each row"
+    )
     overlap: bool | None = Field(default=None, description="plan the next step while one runs")
     target_step_seconds: Rate | None = Field(
         default=None, lt=1e6, description="longest step, by which prompts wait; null: 95 % of the limit on TPOT, if any"
@@ -390,5 +393,6 @@ def _explain(error: ValidationError, settings: Mapping[str, _Setting]) -> str:
 def _demand(error: ErrorDetails) -> str:
     """What a value must be that pydantic refused."""
     context = error.get("ctx", {}).items()
-    limits = {name: f"{value:,.20g}" if isinstance(value, int | float) else value for name, value in context}
+    forms = {int: ",d", float: ",.15g"}  # of a float no more digits than it was written with
+    limits = {name: format(value, forms.get(type(value), "")) for name, value in context}
     return _DEMANDS[error["type"]].format(**limits)

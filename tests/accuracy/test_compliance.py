@@ -45,6 +45,7 @@ def test_offline_reports_no_first_token(tmp_path: Path) -> None:
         ([1, 7, 8], {}, 1, "1 of 100 answers end with more than one end token"),
         ([7, 7], {}, 1, "1 of 100 answers end with more than one end token"),
         ([1, 2, 7], {"first": [[2]] + [[1]] * 99}, 0, "1 of 100 answers do not begin with the token reported first"),
+        ([1, 2, 7], {"first": [[1, 3]] + [[1]] * 99}, 0, "1 of 100 answers do not begin with the token reported first"),
         ([1, 2, 7], {"first": [[]] + [[1]] * 99}, 0, "1 of 100 answers do not begin with the token reported first"),
         ([1, 2, 7], {"counts": [4] + [3] * 99}, 2, "1 of 100 answers have another number of tokens than was counted"),
     ],

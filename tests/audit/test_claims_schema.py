@@ -121,6 +121,7 @@ def test_formulas(formula, value):
         ("1 / 0", "has no result"),
         ("9.0 ** 99999", "has no result"),
         ("(-8) ** 0.5", "not finite"),
+        ("1e999", "beyond what a float can be"),
         ("1 +", "invalid syntax"),
         ("1" * 501, "longer than"),
         ("(" * 400 + ")" * 400, "longer than"),

@@ -81,7 +81,7 @@ def test_a_whole_run_folder_passes(run_folder):
         ("precision", lambda _: "fp4", "run_folder.configuration"),
         ("weights", lambda _: "random, seed 7", "run_folder.configuration"),
         ("verdict", lambda _: "SPLENDID", "run_folder.whole"),
-        ("scenario", lambda _: 7, "run_folder.metrics"),
+        ("scenario", lambda _: 7, "run_folder.whole"),
     ],
 )
 def test_a_changed_result(run_folder, key, change, expected):

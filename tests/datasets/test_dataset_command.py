@@ -12,7 +12,10 @@ from mlperf_files import TEXTS, make_tokenizer, write_405b, write_cnn, write_ope
 from cli_support import call_here, make_checkpoint, write_lines
 from megatoken.audit.facts import benchmarks
 from megatoken.datasets.catalog import catalog
+from megatoken.datasets.mlperf import load_mlperf
 from megatoken.datasets.profiles import OUTPUT_GAMMA_SHAPE, profile_csv
+from megatoken.datasets.requests import Dataset
+from megatoken.errors import DatasetError
 from megatoken.planning import load_profiles
 
 
@@ -35,6 +38,10 @@ def refusal(result: tuple[int, str, str]) -> str:
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     return err
+
+
+def load(path: Path, **changes: Any) -> Dataset:
+    return load_mlperf(path, vocabulary_size=256, max_length=4096, **changes)
 
 
 # --- list -------------------------------------------------------------------------------------------------------------
@@ -106,6 +113,14 @@ def test_a_file_that_is_not_the_one_that_is_known(run: Any, tmp_path: Path, monk
     assert "o.pkl: the md5 sum is " in refusal(run("check", path))
     assert "p.parquet: the md5 sum is " in refusal(run("check", tmp_path / "p.parquet"))
     assert run("check", converted)[0] == 0
+    for file in (path, tmp_path / "p.parquet"):
+        with pytest.raises(DatasetError, match=f"{file.name}: the md5 sum is .*, or claim no rules$"):
+            load(file, as_published=True)
+        [note] = load(file).notes
+        assert f"{file.name}: the md5 sum is " in note
+    assert load(converted, as_published=True).notes == ()
+    write_openorca(path, tokenizer, TEXTS[:2])
+    assert load(path, as_published=True).notes == (), "a part of it has a sum of its own"
 
 
 def test_a_data_set_against_a_model(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

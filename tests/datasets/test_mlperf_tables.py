@@ -160,7 +160,7 @@ def test_rows_out_of_order_doubled_or_missing(labels: list[object], tmp_path: Pa
     """MLPerf's references look up expected answers by label and prompts by position: they must be the same."""
     path = write_openorca(tmp_path / "o.pkl", tokenizer)
     pd.read_pickle(path).set_axis(labels, axis=0).to_pickle(path)
-    for action in (lambda: load_references(path), lambda: convert(path, tmp_path / "o.parquet")):
+    for action in (lambda: load(path), lambda: load_references(path), lambda: convert(path, tmp_path / "o.parquet")):
         assert "rows are missing, doubled or out of order" in refusal(action, path)
     assert not (tmp_path / "o.parquet").exists()
 
@@ -271,7 +271,9 @@ def test_a_missing_file_of_mlperf_is_answered_with_how_to_get_it(tmp_path: Path)
 def test_a_compressed_file(tmp_path: Path, tokenizer: FastTokenizer) -> None:
     path = write_openorca(tmp_path / "o.pkl", tokenizer)
     path.write_bytes(gzip.compress(path.read_bytes()))
-    assert "unpack it with gunzip" in refusal(lambda: load(path), path)
+    assert refusal(lambda: load(path), path) == ": compressed; unpack it with gunzip"
+    packed = path.rename(tmp_path / "o.pkl.gz")  # as MLCommons names it, and taken for JSON lines
+    assert refusal(lambda: load_references(packed), packed) == ": compressed; unpack it with gunzip"
 
 
 def test_nothing_in_a_pickle_is_executed(tmp_path: Path) -> None:

@@ -57,6 +57,19 @@ def make_checkpoint(
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
+def make_uneven_checkpoint(directory: Path, **changes: object) -> None:
+    """A random Qwen3 whose queries and keys are 2^15 times as large as its values, before their norms undo it.
+
+    Where all three share a scale, it leaves the values a step or two of e4m3.
+    """
+    model = make_checkpoint(directory, "Qwen3", stored=torch.bfloat16, gain=1.0, **changes).bfloat16()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for part in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                part.weight *= 2.0**15
+    model.save_pretrained(directory)
+
+
 def shard_bytes(sizes: Sequence[int], shards: int) -> int:
     """The smallest size of a shard with which tensors of ``sizes`` fit into ``shards``, filled one after the other."""
 

@@ -58,10 +58,11 @@ def test_whole_runs_of_an_h200(name: str) -> None:
         residents = max(residents, len(plan.slot))
     rate = lengths[:, 1].sum() / seconds
     assert rate == pytest.approx(run["output_tokens_per_second"], rel=0.02)
-    if "70b" in name:
+    if "70b" in name and "clock_mhz" in run:  # of the steady window, where a run was long enough to have one
         assert clock / seconds == pytest.approx(run["clock_mhz"], rel=0.03)
     if run.get("recomputed_tokens") == 0 and "resident_sequences_highest" in run:
-        assert residents == run["resident_sequences_highest"]  # the same scheduler in the same cache
+        # The same scheduler in the same cache; the run looked once a second.
+        assert 0.98 * residents <= run["resident_sequences_highest"] <= residents
 
 
 @pytest.mark.parametrize("name", RUNS)

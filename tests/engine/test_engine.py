@@ -14,7 +14,7 @@ from over_admission import expect_short_answers
 from safetensors.torch import load_file, save_file
 
 from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling, TokenEvent
-from megatoken.errors import CapacityError, CheckpointError, MegatokenError, NumericsError, RequestError
+from megatoken.errors import CapacityError, CheckpointError, ConfigError, MegatokenError, NumericsError, RequestError
 
 CANCELLED, LENGTH, STOP = FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.STOP
 BOTH = pytest.mark.parametrize("overlap", [False, True])
@@ -227,6 +227,15 @@ UNACCEPTABLE = [
     (Request([1], sampling=Sampling(1.0, top_p=0.0)), RequestError, "top_p is 0.0"),
     (Request([1], sampling=Sampling(1.0, top_p=1.5)), RequestError, "top_p is 1.5"),
     (Request([1], sampling=Sampling(1.0, top_p=float("nan"))), RequestError, "top_p is nan"),
+    (Request([1], 2.0), RequestError, "max_tokens is 2.0; it must be a whole number"),
+    (Request([1], sampling=None), RequestError, "sampling is None"),
+    (Request([1], sampling=Sampling("1")), RequestError, "temperature is '1'; it must be a number"),
+    (Request([1], sampling=Sampling(1.0, top_k=2.5)), RequestError, "top_k is 2.5; it must be a whole number"),
+    (Request([1], sampling=Sampling(1.0, top_p=None)), RequestError, "top_p is None; it must be a number"),
+    (Request([1], sampling=Sampling(1.0, seed="a")), RequestError, "seed is 'a'; it must be a whole number"),
+    (Request([1], sampling=Sampling(1.0, seed=1.5)), RequestError, "seed is 1.5; it must be a whole number"),
+    (Request([1], stop_token_ids=5), RequestError, "stop_token_ids is 5; it must be a tuple of token ids"),
+    (Request([1], stop_token_ids=("a",)), RequestError, "stop_token_ids is ('a',)"),
     (Request([1] * 70, 11), CapacityError, "70 tokens and 11 new ones exceed the longest sequence of 80 tokens"),
     (Request([1], 2**70), CapacityError, "exceed the longest sequence of 80 tokens"),
 ]
@@ -268,6 +277,8 @@ def test_models_that_cannot_be_opened(tmp_path: Path) -> None:
         Engine(None)  # type: ignore[arg-type]
     with pytest.raises(CapacityError, match="device cuda: no NVIDIA GPU"):
         Engine("tiny", EngineConfig(device="cuda"))
+    with pytest.raises(ConfigError, match="device is gpu; take one of auto, cpu, cuda"):
+        Engine("tiny", EngineConfig(device="gpu"))  # type: ignore[arg-type]
 
 
 # What goes wrong inside a step

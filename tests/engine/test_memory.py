@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.checkpoint import CPU, open_model
 from megatoken.engine.config import SHAPES, ModelConfig
-from megatoken.engine.memory import PROCESS_BYTES, MemoryPlan, plan_memory, weight_bytes
+from megatoken.engine.memory import PROCESS_BYTES, MemoryPlan, plan_memory, plan_memory_of, weight_bytes
 from megatoken.engine.model import load_weights
 from megatoken.engine.ops import cpu
 from megatoken.errors import CapacityError, ConfigError, MegatokenError
@@ -177,6 +177,26 @@ def test_defaults_follow_model_and_machine() -> None:
 def test_no_plan_takes_more_than_the_machine_has() -> None:
     plan = plan_memory(SHAPES["tiny"], EngineConfig(memory_bytes=10**15))
     assert plan.total_bytes <= plan.available_bytes <= psutil.virtual_memory().total
+
+
+def test_half_of_what_is_left_of_a_cpu_s_memory_stays_for_others() -> None:
+    plan = plan_memory_of(SHAPES["125m"], EngineConfig(), "cpu", 2 * 10**9)
+    left = plan.available_bytes - plan.weights_bytes - plan.process_bytes
+    assert 0.3 * left < plan.cache_bytes < 0.5 * left
+
+
+def test_more_memory_is_never_refused_where_less_is_enough() -> None:
+    """Down to a cache of one page; a context that was not asked for shrinks to what the cache holds."""
+    fits: list[MemoryPlan] = []
+    for available in range(330 * 10**6, 420 * 10**6, 50_000):
+        try:
+            fits.append(plan_memory_of(SHAPES["tiny"], EngineConfig(max_sequences=1, max_rows=8), "cpu", available))
+        except CapacityError:
+            assert not fits
+    pages = [plan.pages for plan in fits]
+    assert pages == sorted(pages)
+    assert (pages[0], fits[0].max_length) == (1, 32)
+    assert (pages[-1], fits[-1].max_length) == (64, 2048)
 
 
 def test_the_plan_for_a_person() -> None:

@@ -73,6 +73,19 @@ def test_where_there_is_a_compiler_there_are_kernels() -> None:
     assert native.status() == KERNELS
 
 
+def test_it_is_known_before_whether_they_must_be_built(builds: Callable[[], int], cache: Path) -> None:
+    assert native.must_build()
+    assert not cache.exists()
+    load()
+    assert not native.must_build()
+    assert builds() == 1
+
+
+def test_what_cannot_be_built_need_not_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not native.must_build()
+
+
 @needs_compiler
 def test_only_gcc_will_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> None:
     use_compiler(monkeypatch, tmp_path / "clang++", 'exec g++ -D__clang__ "$@"')

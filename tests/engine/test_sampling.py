@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling
 from megatoken.engine import sampling as sampling_module
+from megatoken.engine.ops import NO_TOKEN
 from megatoken.engine.sampling import sample, uniform
 
 GREEDY = Sampling()
@@ -202,6 +203,20 @@ def test_random_numbers_on_a_boundary(number: float, expected: int, monkeypatch:
     assert draw(logits, [Sampling(1.0, top_k=4, seed=0)], [0]) == [expected]
 
 
+def test_top_p_keeps_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_module, "uniform", lambda seeds, positions: np.full(len(seeds), 1 - 2**-53))
+    logits, samplings = torch.zeros(3, 4), [Sampling(1.0, top_p=share, seed=0) for share in (0.5, 0.5 + 1e-9, 0.75)]
+    assert draw(logits, samplings, [0] * 3) == [1, 2, 2]
+
+
+def test_the_largest_random_number_draws_the_last_token_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its product with any total, which is 1 at least, is below the total."""
+    monkeypatch.setattr(sampling_module, "uniform", lambda seeds, positions: np.full(len(seeds), 1 - 2**-53))
+    logits = some_logits(500, 300)
+    kept = logits.topk(7).indices.amax(-1).tolist()
+    assert draw(logits, [Sampling(1.0, top_k=7, seed=0)] * 500, [0] * 500) == kept
+
+
 def test_extreme_temperatures_and_logits() -> None:
     logits = torch.tensor([[-3e38, 0.0, 3e38, 3e38, 1.0]])
     tied = draw(logits.expand(64, -1), [Sampling(1e-3, seed=seed) for seed in range(64)], [0] * 64)
@@ -283,3 +298,16 @@ def test_first_tokens_of_an_engine_follow_its_logits(directory: Path) -> None:
     assert {completion.finish_reason for completion in completions} == {FinishReason.LENGTH}
     counts = np.bincount([completion.token_ids[0] for completion in completions], minlength=301)
     assert_frequencies(counts, defined_probabilities(logits, sampling))
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.7, seed=1), Sampling(0.7, top_k=3, seed=1), Sampling(0.7, top_p=0.5, seed=1)]
+)
+def test_a_row_without_numbers_stays_marked_and_spoils_no_other(sampling: Sampling) -> None:
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    alone = draw(logits, [sampling] * 5, [3] * 5)
+    spoilt = logits.clone()
+    spoilt[1], spoilt[3, 7] = math.nan, math.inf
+    chosen = torch.tensor([0, NO_TOKEN, 0, NO_TOKEN, 0])
+    sample(spoilt, [sampling] * 5, np.array([3] * 5), chosen)
+    assert chosen.tolist() == [alone[0], NO_TOKEN, alone[2], NO_TOKEN, alone[4]]

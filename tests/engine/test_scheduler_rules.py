@@ -106,6 +106,15 @@ def test_a_prompt_that_fills_its_pages_takes_another_only_to_go_on():
     assert scheduler.plan() is None
 
 
+def test_who_is_admitted_finds_the_pages_of_all_it_knows_free_at_once():
+    """The forecast counts tokens, 24 at the end of the third, which fit; the pages of all prompts are 7 of 6."""
+    scheduler = new_scheduler(max_rows=32, page_size=4, num_pages=6)
+    for ticket, (prompt_tokens, max_tokens) in enumerate([(5, 4), (5, 4), (9, 2)]):
+        scheduler.add(ticket, prompt_tokens, max_tokens)
+    assert rows_of(scheduler.plan()) == [(0, 0, 5), (1, 0, 5)]
+    assert scheduler.free_pages == 2
+
+
 def test_what_can_never_fit_is_refused_with_the_numbers():
     scheduler = new_scheduler(num_pages=4, max_length=20)
     with pytest.raises(CapacityError, match=r"prompt of 15 tokens and 6 new .* longest sequence of 20 tokens"):

@@ -64,6 +64,18 @@ def test_no_limit_is_the_whole_budget() -> None:
     assert scheduler.cached_tokens == 32
 
 
+def test_a_step_without_rows_for_prompts_begins_one_where_nothing_else_is_to_do() -> None:
+    scheduler = Scheduler(max_rows=32, max_sequences=16, page_size=8, num_pages=100, max_length=60)
+    for ticket in range(2):
+        scheduler.add(ticket, 20, 5)
+    for _ in range(20):
+        plan = scheduler.plan(prompt_rows=0)
+        assert plan is not None and plan.count.tolist() == [1]
+    assert (scheduler.decodes, scheduler.waiting) == (1, 1)
+    plan = scheduler.plan(prompt_rows=0)
+    assert plan is not None and (plan.decodes, plan.count.tolist()) == (1, [1])
+
+
 @pytest.fixture
 def engines() -> tuple[Engine, Engine]:
     torch.set_num_threads(1)

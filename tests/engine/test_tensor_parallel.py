@@ -20,7 +20,7 @@ from megatoken.engine import EngineConfig, Sampling
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import SHAPES
 from megatoken.engine.memory import plan_memory
-from megatoken.engine.parallel import RankWeights
+from megatoken.engine.parallel import OWN_ROWS_FROM_BYTES, RankWeights
 from megatoken.engine.quantized_checkpoint import linear_shapes
 from megatoken.errors import CapacityError, ConfigError, MegatokenError
 
@@ -54,6 +54,19 @@ def test_ranks_together_answer_as_one_does(architecture: str, ranks: int, tmp_pa
     assert engine.counters().preemptions > 0
     assert engine.describe()["tensor_parallel"] == ranks
     assert_idle(engine)
+
+
+def test_large_steps_keep_rows_apart_and_answer_the_same(tmp_path: Path) -> None:
+    """Full steps are large enough, those that decode or end a prompt are not."""
+    rows, hidden_size = 4096, 2048
+    assert rows * hidden_size * 4 == OWN_ROWS_FROM_BYTES
+    directory = wide_checkpoint(
+        tmp_path / "model", hidden_size=hidden_size, num_hidden_layers=2, max_position_embeddings=1024
+    )
+    requests = [request(seed, 1 + seed % 3, 700 + seed) for seed in range(6)]
+    sizes = {"max_rows": rows, "max_sequences": 8, "page_size": 32, "cache_tokens": 8192}
+    alone = make_engine(directory, **sizes).generate(requests)
+    assert make_engine(directory, tensor_parallel=2, **sizes).generate(requests) == alone
 
 
 def test_a_rank_holds_its_share_alone(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from megatoken.harness.loadgen_plan import (
     resolve_test,
     run_limits,
     run_round,
+    samples_drawn,
     with_target_step,
 )
 from megatoken.harness.schedule import PoissonSchedule
@@ -53,6 +54,29 @@ def test_a_duration_is_filled_and_not_more(scenario: str, rows: int, rate: float
     schedule = PoissonSchedule(settings.seeds.schedule, settings.offered_rate)
     assert samples == 1 or schedule.due_ns(samples - 2) < seconds * 1e9
     assert full_length(settings)[0] == samples
+
+
+@given(servers, st.integers(500, 30_000), st.floats(1, 100), st.sampled_from(["v5.1", None]))
+def test_whole_passes_are_known_beforehand(scenario: str, rows: int, rate: float, rules: str | None) -> None:
+    settings = plan_test(RunConfig(scenario=scenario, rules=rules), rows, rate)
+    at_length = settings if settings.min_duration_seconds else replace(settings, min_duration_seconds=600.0)
+    assert samples_drawn(settings) == server_samples(at_length)
+
+
+@given(rows_of_data, rates, st.sampled_from(["v5.1", None]))
+def test_what_is_drawn_for_one_sample_after_another_is_known(rows: int, rate: float, rules: str | None) -> None:
+    settings = plan_test(RunConfig(scenario="singlestream", rules=rules), rows, rate)
+    at_length = settings if settings.min_duration_seconds else replace(settings, min_duration_seconds=600.0)
+    assert samples_drawn(settings) == stream_samples(at_length)
+
+
+def test_tests_of_every_row_or_of_a_hundred() -> None:
+    def drawn(**changes: object) -> int:
+        return samples_drawn(plan_test(RunConfig(**changes), 2048, 3.0))
+
+    for scenario in ("server", "singlestream"):
+        assert drawn(scenario=scenario, mode="accuracy", rules="v5.1") == 2048
+        assert drawn(scenario=scenario, compliance="TEST06", rules="v5.1") == 100
 
 
 @given(servers, rows_of_data, rates, st.integers(1, 50_000))

@@ -106,8 +106,9 @@ def test_a_target_that_falls_over_leaves_an_interrupted_run_that_says_why(tmp_pa
     out = tmp_path / "runs"
     options = {"per_poll": 1, "crash_at_sample": 30, "config": {"samples": 90, "warm_up_seconds": 0.0}}
     answer = call("scenario", out=str(out), lengths=str(lengths), **options)
-    assert answer == {"error": "the target fell over"}
-    finished = read_run(next(out.iterdir()))
+    folder = next(out.iterdir())
+    assert answer == {"error": f"the target fell over; {folder} says INTERRUPTED and keeps what was done"}
+    finished = read_run(folder)
     assert finished.verdict is Verdict.INTERRUPTED
     assert "the target fell over" in finished.reasons[0]["message"]
     assert finished.requests.num_rows == 30

@@ -180,6 +180,14 @@ def test_a_server_log_that_meets_everything() -> None:
             "300 of 24,576 queries over a limit; early stopping allows 209",
         ),
         (
+            {"latencies": replace(OWN, ttft_over=300, tpot_over=400)},
+            {"early_stopping_met": False},
+            "EARLY_STOPPING",
+            400,
+            209,
+            "400 of 24,576 queries over a limit; early stopping allows 209",
+        ),
+        (
             {"latencies": replace(OWN, allowed_over=-1)},
             {"early_stopping_met": False, "result_query_count": 300},
             "EARLY_STOPPING",
@@ -233,6 +241,8 @@ def test_a_doubt_is_no_rule_of_mlperf_and_yet_speaks_against_a_claim(
     assert judge(claimed=True, unmet=[], failed_samples=0, samples=9, doubts=[doubt]) == (Verdict.INVALID, [doubt])
     assert judge(claimed=False, unmet=[], failed_samples=0, samples=9, doubts=[doubt]) == (Verdict.MEASURED, [])
     assert doubts(log, Observed(**WELL)) == doubts(log, replace(seen, mode="accuracy")) == []
+    within = replace(OWN, ttft_p99_seconds=1.33)  # 5 % of the limit and 5 % of what LoadGen says
+    assert doubts(log, Observed(**{**WELL, "latencies": within})) == []
 
 
 def test_loadgens_own_reason_is_quoted_where_only_early_stopping_failed() -> None:

@@ -373,6 +373,11 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         (("--scenario", "server", "--find-rate", "--repeat", 3), "--repeat: not together with find_rate"),
         (("--scenario", "server", "--find-rate", "--samples", 3), "--samples: not together with find_rate"),
         (("--scenario", "server", "--rate", 0), "--rate: must be "),
+        (("--scenario", "server", "--ttft-limit", -1), "--ttft-limit: must be at least 0.001, got '-1'"),
+        (
+            ("--scenario", "server", "--find-rate", "--benchmark", "llama3.1-8b-edge"),
+            "--scenario server: llama3.1-8b-edge has no limits for it; take singlestream or offline",
+        ),
         (("--model", "tiny", "--text"), "text: tiny has no tokenizer.json"),
     ):
         code, _, err = call_command("run", *flags, "--out", tmp_path / "runs")

@@ -253,6 +253,23 @@ def test_unknown_answers_never_make_a_run_too_short(
     assert target.counters().in_flight == 0
 
 
+def test_what_chance_made_of_the_answers_seen_is_taken_off(
+    monkeypatch: pytest.MonkeyPatch, open_ended: Dataset
+) -> None:
+    """One answer in five is long. Few or many of them in the warm-up: too low a rate is rare all the same."""
+    clock = Clock()
+    monkeypatch.setattr(sizing, "time", clock)
+    answers = np.array([200, 20, 20, 20, 20] * 200)
+    truth = 1 / (1e-4 * 20 + 1e-3 * answers.mean())
+    shares = []
+    for seed in range(60):
+        order = iter(np.random.default_rng(seed).permutation(answers).tolist())
+        target = ChunkedEngine(clock, 1e-4, 1e-3, answer_tokens=lambda request, order=order: next(order))
+        shares.append(estimate_rate(target, open_ended, 0.5, 1000.0) / truth)
+    assert sum(share < 1 for share in shares) <= 6
+    assert np.median(shares) < 3
+
+
 def test_answers_that_never_end_early_cost_no_more_than_the_learning(
     monkeypatch: pytest.MonkeyPatch, open_ended: Dataset
 ) -> None:

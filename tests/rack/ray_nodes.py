@@ -1,28 +1,26 @@
-"""Raylets for the tests: ``head`` starts a cluster, ``add NAME`` a node with one core; answers are lines of JSON.
+"""A Ray cluster for the tests: the nodes alpha, which is the head and has the drivers, and beta, of one core each.
 
-In a process of its own: Ray keeps threads and handlers in whoever starts it, and all must end when the tests do.
+Prints the head's address and runs until standard input ends. In a process of its own: Ray keeps threads and handlers in
+whoever starts it, and all must end when the tests do.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
+from typing import Any
 
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what Ray prints is no answer
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-cluster = Cluster()
-for line in sys.stdin:
-    word, *names = line.split()
-    if word == "head":
-        cluster.add_node(num_cpus=0, node_name="head", include_dashboard=False, object_store_memory=80 * 2**20)
-        answer = cluster.address
-    else:
-        node = cluster.add_node(num_cpus=1, node_name=names[0], object_store_memory=80 * 2**20)
-        answer = node.all_processes["raylet"][0].process.pid
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
+STORE_BYTES = 80 * 2**20
+
+cluster: Any = Cluster()
+for name in ("alpha", "beta"):
+    head = {"include_dashboard": False} if name == "alpha" else {}
+    cluster.add_node(num_cpus=1, node_name=name, object_store_memory=STORE_BYTES, **head)
+print(cluster.address, file=answers, flush=True)
+sys.stdin.read()
 cluster.shutdown()

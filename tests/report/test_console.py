@@ -12,6 +12,7 @@ from megatoken.report.blocks import Column, Table
 from megatoken.report.documents import checked
 from megatoken.report.page import page
 from megatoken.report.views import document_view
+from megatoken.report.words import sentence
 from megatoken.results import read_run
 
 
@@ -57,7 +58,9 @@ def test_a_doubt_about_the_measurement_is_no_rule_of_mlperf(make_run, unmet):
 
 def test_reasons_follow_the_verdict(make_run):
     text = shown(make_run("INVALID", reasons=[{"code": "SEEDS", "message": "seeds [1] are not those of v5.1"}]), 80)
-    assert "INVALID: a sample failed, answers fall short, or an MLPerf rule that it claims is not met\n" in text
+    assert (
+        "INVALID: a sample failed, answers or a soak fall short, or an MLPerf rule that it claims is not met\n" in text
+    )
     assert "met\n  SEEDS seeds [1] are not those of v5.1\n" in text
 
 
@@ -151,6 +154,13 @@ def test_published_aggregates_are_printed_with_their_formulas():
     assert "1,100,948.3 output tokens/s  sum of 18 node rates, not shown to be simultaneous" in text
     for words in ("62,803.9 tokens/s (ND_GB300_v6_18)", "57,599.1", "61,163.8", "62,111.7", "9.036 %", "3.052 %"):
         assert words in text
+
+
+def test_what_moves_a_cost_is_told_on_the_terminal_too():
+    text = document_shown("plan_cost", 120)
+    for swing in DOCUMENTS["plan_cost"]()["sensitivities"]:
+        assert sentence(swing["input"]) in text.partition("What moves it")[2]
+    assert "\nAt a glance\n" not in document_shown("plan_energy", 120)  # its chart's numbers have a table of their own
 
 
 def test_a_ratio_says_whether_it_compares_like_with_like():

@@ -37,7 +37,9 @@ def test_a_folder_of_repeats_has_a_page_on_all_and_one_on_each(runs, tmp_path):
         assert told in text
     assert table_rows(root, "What each run had")["002"] == ["MEASURED", "9.167", "0.8333", "1.5"]
     assert write_report(folder) == pages[-1]
-    assert write_report(folder, tmp_path / "page.html").read_text() == pages[-1].read_text()
+    # The footer tells the second at which a page was written.
+    written_once_more = write_report(folder, tmp_path / "page.html").read_text()
+    assert written_once_more.split("<footer>")[0] == pages[-1].read_text().split("<footer>")[0]
     assert read_subject(folder).values["runs_wanted"] == 5
 
 

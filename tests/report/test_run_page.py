@@ -113,6 +113,10 @@ def test_every_node_is_seen_over_time_and_power_and_clocks_where_known(make_rack
     assert len(table_rows(root, "Nodes")) == nodes + 1
 
 
+def test_node_nine_stands_before_node_ten(make_rack):
+    assert list(table_rows(page_of(make_rack(11)), "Nodes"))[-2:] == ["node-9", "node-10"]
+
+
 def _table(root, caption):
     return next(t for t in root.iter("table") if words(t.find("caption")).startswith(caption))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatoken.errors import UsageError
 from megatoken.results.aggregation import aggregate, spreads
 from megatoken.results.files import plain
-from megatoken.results.nodes import NodeRow, natural, progress, run_node_rows
+from megatoken.results.nodes import NodeRow, progress, run_node_rows
 from run_folders import run_folder
 
 SPREADS = {
@@ -169,10 +169,6 @@ def test_two_replicas_on_one_machine_at_once_are_two_rows_of_one_fault_domain():
     assert [loss.sum_of_rates_tokens_per_second for loss in result.without_fault_domain] == [0]
 
 
-def test_natural_order():
-    assert sorted(["n10", "n9", "a", "10", "9"], key=natural) == ["a", "n9", "n10", "9", "10"]
-
-
 @given(st.lists(st.floats(1.0, 1e6), min_size=1, max_size=30), st.randoms(use_true_random=False))
 def test_the_sum_bounds_the_makespan_whatever_the_order(rates, random):
     rows = [node(str(index), float(index), 10.0 + rate / 1e5, rate) for index, rate in enumerate(rates)]
@@ -200,6 +196,21 @@ def test_progress_is_exact_where_tokens_are_evenly_spaced():
     assert at[4.5] == pytest.approx(1 + 7 + 1 + 3)
     assert at[5.0] == pytest.approx(13)
     assert (np.diff(tokens) >= 0).all()
+
+
+def test_slow_nodes_are_a_group_only_if_the_gap_is_wider_than_either_side():
+    def slow_group(*rates: float):
+        return aggregate([node(str(at), rate=rate) for at, rate in enumerate(rates)]).stragglers
+
+    apart = slow_group(100.0, 101.0, 102.0, 90.0)
+    assert (apart.separate, apart.gap_tokens_per_second) == (True, pytest.approx(10))
+    assert not slow_group(100.0, 103.0, 106.0, 95.0).separate  # a gap of 5, and 6 from first to last above it
+    assert not slow_group(100.0, 100.0, 100.0, 100.0, 96.0, 90.0).separate  # a gap of 4, and 6 below it
+
+
+def test_loadgen_and_run_folders_spell_a_scenario_differently():
+    together = aggregate([node("a", scenario="Offline"), node("b", scenario="offline")])
+    assert len(together.nodes) == 2
 
 
 def test_nodes_on_different_data_sets_are_no_one_result(tmp_path):

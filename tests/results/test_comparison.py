@@ -1,6 +1,7 @@
 """Results side by side: the published rows that put the documents' claims in context, and what is not like for like."""
 
 import json
+import statistics
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatoken.errors import UsageError
+from megatoken.planning import from_runs, load_assumptions
 from megatoken.results import Verdict, read_run
 from megatoken.results.aggregation import aggregate
 from megatoken.results.comparison import Entry, compare, ratio_interval, ratios, software_differences, student_t
@@ -23,6 +25,7 @@ from megatoken.results.reference import (
     published_results,
     results_of,
 )
+from megatoken.results.repeats import summarise_repeats
 from run_folders import run_folder
 
 
@@ -175,12 +178,32 @@ def test_students_t():
     assert {freedom: round(student_t(0.975, freedom), 4) for freedom in table} == table
 
 
+@pytest.mark.parametrize(("tokens", "alike"), [(104.9, True), (105.1, False)])
+def test_lengths_differ_by_a_share_of_the_smaller(tokens, alike):
+    one = replace(entry("5.1-0008"), name="one", output_tokens_per_sample=100.0)
+    other = replace(one, name="other", output_tokens_per_sample=tokens)
+    for of, to in ((one, other), (other, one)):
+        assert ("output tokens per sample" not in fields(by_basis(of, to)["per_gpu"])) is alike
+
+
 def test_the_interval_of_a_ratio():
     low, high = ratio_interval([10.0, 11.0, 9.0], [5.0, 5.5, 4.5])
     assert low == pytest.approx(1.595, abs=0.01)
     assert low * high == pytest.approx(4)
     assert ratio_interval([10.0], [5.0, 5.1]) is None
-    assert ratio_interval([10.0, 10.0], [5.0, 5.0]) == (2, 2)
+    assert ratio_interval([10.0, 10.0], [5.0, 5.0]) == pytest.approx((2, 2))
+    # By hand: logarithms 0, ln 4 against 0, 0, so ln 2 + t(0.975; 1 degree of freedom) ln 2, that is 2 * 2 ** 12.7062.
+    low, high = ratio_interval([1.0, 4.0], [1.0, 1.0])
+    assert high == pytest.approx(2 ** (1 + 12.7062), rel=1e-3)
+    assert low == pytest.approx(2 ** (1 - 12.7062), rel=1e-3)
+
+
+def test_repeats_have_one_rate_wherever_they_are_asked_for(tmp_path):
+    runs = [equal_run(tmp_path, f"a{i}", i, seconds) for i, seconds in enumerate((10.0, 40.0))]
+    rate = summarise_repeats(runs, 2)["metrics"]["output_tokens_per_second"]["geometric_mean"]
+    assert run_entry(runs, "both").output_tokens_per_second == pytest.approx(rate)
+    assert rate == pytest.approx(from_runs(runs, load_assumptions()).output_tokens_per_second)
+    assert run_entry(runs[:1], "one").output_tokens_per_second == runs[0].result["output_tokens_per_second"]
 
 
 def test_the_interval_covers_as_often_as_it_says():
@@ -344,7 +367,8 @@ def test_software_of_published_rows():
 @given(st.lists(st.floats(0.5, 1e6), min_size=2, max_size=8), st.lists(st.floats(0.5, 1e6), min_size=2, max_size=8))
 def test_the_interval_turns_around_with_its_ratio(of, to):
     (low, high), (back_low, back_high) = ratio_interval(of, to), ratio_interval(to, of)
-    assert low <= sum(of) / len(of) / (sum(to) / len(to)) * (1 + 1e-9)
+    ratio = statistics.geometric_mean(of) / statistics.geometric_mean(to)
+    assert low * (1 - 1e-9) <= ratio <= high * (1 + 1e-9)
     if high < 1e12:
         assert low * back_high == pytest.approx(1)
         assert high * back_low == pytest.approx(1)

@@ -3,6 +3,8 @@
 import errno
 import json
 import math
+import os
+import re
 from enum import StrEnum
 from pathlib import Path
 
@@ -78,6 +80,34 @@ def test_a_failed_write_keeps_the_old_file_and_no_scrap(tmp_path):
         write_atomically(target, fail)
     assert target.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("special", ["folder", "pipe", "link to a pipe", "root", "here"])
+def test_what_is_no_regular_file_is_never_replaced(tmp_path, monkeypatch, special):
+    """A rename over /dev/null would leave a file in its place. Pipes stand for devices, which only root can make."""
+    monkeypatch.chdir(tmp_path)
+    path = {"root": Path("/"), "here": Path()}.get(special, tmp_path / "target")
+    if special == "folder":
+        path.mkdir()
+    elif special == "pipe":
+        os.mkfifo(path)
+    elif special == "link to a pipe":
+        os.mkfifo(tmp_path / "pipe")
+        path.symlink_to(tmp_path / "pipe")
+    before = path.stat().st_mode
+    with pytest.raises(StorageError, match=f"^{re.escape(str(path))}: not a regular file; name another$"):
+        write_atomically(path, lambda _: pytest.fail("nothing may be written"))
+    assert path.stat().st_mode == before
+
+
+def test_a_link_stays_one(tmp_path):
+    real, link = tmp_path / "folder" / "real", tmp_path / "link"
+    real.parent.mkdir()
+    link.symlink_to(real)
+    for text in ("made", "made anew"):
+        write_text(link, text)
+        assert link.is_symlink()
+        assert real.read_text() == text
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EIO])

@@ -1,5 +1,7 @@
 """Which runs a path means."""
 
+import errno
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,21 @@ def test_a_strangers_result_json_further_down_is_no_run(runs):
     (deep / "result.json").write_text("[]")
     assert deep not in run_folders(runs)
     assert run_folders(deep) == [deep]  # whoever points at it is told that it is damaged
+
+
+def test_a_folder_that_cannot_be_read_is_named(runs, monkeypatch):
+    """Root may read everywhere, so the refusal is made here."""
+    real = Path.iterdir
+
+    def iterdir(path: Path):
+        if path.name == "notes":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    told = f"{runs / 'notes'}: cannot be read (Permission denied); name the folders of runs themselves"
+    with pytest.raises(UsageError, match=f"^{re.escape(told)}$"):
+        run_folders(runs)
 
 
 def test_paths_without_runs_are_named(runs):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatoken.results.numerals import exact, number, precise
+from megatoken.results.numerals import exact, natural, number, precise
 
 
 @pytest.mark.parametrize(
@@ -87,3 +87,13 @@ def test_precise_keeps_four_digits(value):
 )
 def test_exact(value, text):
     assert exact(value) == text
+
+
+def test_nine_comes_before_ten():
+    assert sorted(["n10", "n9", "a", "10", "9"], key=natural) == ["9", "10", "a", "n9", "n10"]
+    assert natural("n" + 5_000 * "1")  # Python makes no number of so many digits
+
+
+@given(st.lists(st.text()))
+def test_any_names_can_be_sorted(names):
+    assert len(sorted(names, key=natural)) == len(names)

@@ -277,7 +277,15 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "invalid": (
         lambda run: rewrite(run, verdict="INVALID", reasons=[{"code": "MIN_DURATION", "message": "short"}]),
-        "INVALID (MIN_DURATION)",
+        "INVALID (MIN_DURATION); repeat the run with --rules v5.1 and nothing that cuts it short",
+    ),
+    "few rows": (
+        lambda run: rewrite(run, verdict="INVALID", reasons=[{"code": "DATA_SET_SIZE", "message": "few"}]),
+        "INVALID (DATA_SET_SIZE); repeat the run with --rules v5.1 on MLPerf's whole data set (--prompts)",
+    ),
+    "too slow": (
+        lambda run: rewrite(run, verdict="INVALID", reasons=[{"code": "TTFT_LIMIT", "message": "slow"}]),
+        "INVALID (TTFT_LIMIT); repeat the run with --rules v5.1 at a lower rate",
     ),
     "failed samples": (lambda run: rewrite(run, samples_failed=3), "3 samples failed"),
     "other model": (lambda run: pretend(run, model="llama3.1-8b"), "other model: "),

@@ -109,7 +109,7 @@ def read_answers(path: Path) -> Answers:
     if not opened or not ended:
         raise AccuracyLogError(f"{path}: no whole list of answers; was the run or the copy cut short?")
     if not records:
-        raise AccuracyLogError(f"{path}: holds no answers, as after a performance run; run with --mode accuracy")
+        raise AccuracyLogError(f"{path}: holds no answers; runs with --mode accuracy or --compliance log them")
     return Answers(path, tuple(records), digest.hexdigest(), size_bytes)
 
 

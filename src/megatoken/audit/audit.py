@@ -193,7 +193,9 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         ledger.add(check_versions_elsewhere(systems, _readmes(tree)))
         together = _together(evidence)
         ledger.add(check_nodes(evidence, evidence.performance_runs, together))
-    return Audit(evidence, ledger.findings(), together, _notes(tree, evidence, interrupted, len(files), len(endpoints)))
+    return Audit(
+        evidence, ledger.findings(), together, _notes(tree, evidence, claimed, interrupted, len(files), len(endpoints))
+    )
 
 
 def _kind(runs: Sequence[Run], submission: bool, run_folders: Sequence[str]) -> str:
@@ -277,7 +279,7 @@ def _damaged(check: str, damages: Sequence[tuple[str, Damage]]) -> Iterator[Obse
 
 
 def _notes(
-    tree: Tree, evidence: Evidence, interrupted: Mapping[str, str], logs: int, endpoints: int
+    tree: Tree, evidence: Evidence, claimed: str | None, interrupted: Mapping[str, str], logs: int, endpoints: int
 ) -> tuple[str, ...]:
     whole_runs = [
         folder for folder in interrupted if owner(folder.rpartition("/")[0], interrupted.keys() - {folder}) is None
@@ -288,7 +290,8 @@ def _notes(
     counted = f"{_many(len(tree.files), 'file')}, {_many(logs, 'set')} of LoadGen's logs"
     notes.append(counted + (f", {_many(endpoints, 'result')} of MLPerf Endpoints" if endpoints else ""))
     if evidence.kind != "submission":
-        notes.append("no MLPerf submission: rules that a run does not meet are notes unless a round is claimed")
+        weight = f"weigh as those of {claimed}" if claimed else "are notes unless a round is claimed"
+        notes.append(f"no MLPerf submission: rules that a run does not meet {weight}")
     return tuple(notes)
 
 

@@ -278,6 +278,7 @@ CHECKS: dict[str, Check] = {
     "run_folder.whole": Check("The run folder is whole", "Its rows are the raw data."),
     "run_folder.metrics": Check("Metrics follow from the raw rows", "Every number can be computed again."),
     "run_folder.loadgen": Check("LoadGen's numbers are as logged", "The log is the source."),
+    "run_folder.stability": Check("A soak's verdict follows from its time series", "No log of LoadGen's tells it."),
     "run_folder.verdict": Check(
         "The verdict follows from log, rows and rules", "A number may be quoted only as its verdict allows."
     ),

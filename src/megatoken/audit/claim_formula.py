@@ -91,6 +91,8 @@ def _value(node: ast.expr, names: Names) -> Value:
         case ast.Constant(value=bool()):
             raise FormulaError("true and false are no numbers")
         case ast.Constant(value=int() | float() as number):
+            if not math.isfinite(number):
+                raise FormulaError("holds a number beyond what a float can be")
             return float(number)
         case ast.Constant(value=str() as text):
             return text

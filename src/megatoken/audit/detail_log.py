@@ -199,6 +199,8 @@ def _take(log: DetailLog, number: int, line: bytes, state: _State) -> None:
         _note_process(log, process, number)
         return
     if _too_many_keys(log, name, number):
+        log.error_count += is_error
+        log.warning_count += is_warning
         return
     try:
         parsed = _value(name, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 from megatoken.audit.evidence import Role
 from megatoken.audit.view import RunFiles
 from megatoken.errors import UsageError
+from megatoken.results.numerals import natural
 
 MOST_ENTRIES = 2_000_000
 DIVISIONS = ("closed", "open", "network")
@@ -255,9 +256,3 @@ def _named_apart(runs: list[RunFiles]) -> list[RunFiles]:
             alike = sum(other[differing[0]] == name for other in paths) if differing else 0
             runs[i] = replace(runs[i], node=name if alike == 1 else runs[i].folder or runs[i].node)
     return runs
-
-
-def natural(text: str) -> list[tuple[int, int | str]]:
-    """A key that sorts run_2 before run_10."""
-    parts: Iterator[str] = (part for part in re.split(r"(\d{1,18})", text) if part)
-    return [(0, int(part)) if part.isascii() and part.isdigit() else (1, part) for part in parts]

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from megatoken.audit.discovery import Tree, below, natural, place_of
+from megatoken.audit.discovery import Tree, below, place_of
 from megatoken.audit.documents import structured
 from megatoken.audit.evidence import Role, Run, RunFigures
 from megatoken.audit.facts import round_seeds
 from megatoken.audit.reading import Damage, UnreadableError, display, read_json_object, read_text
 from megatoken.audit.view import RunFiles
+from megatoken.results.numerals import natural
 
 SUMMARY = "result_summary.json"
 ACCURACY = "accuracy_results.json"

@@ -12,7 +12,7 @@ import typer
 from typer.main import get_command
 
 from megatoken import __version__
-from megatoken.cli import accuracy, audit, compare, dataset, generate, plan, report, run, submission, verify
+from megatoken.cli import accuracy, audit, compare, dataset, generate, plan, report, run, soak, submission, verify
 from megatoken.cli.flags import Command, EngineCommand, SchemaCommand
 from megatoken.cli.streams import (
     complain,
@@ -35,6 +35,7 @@ app = typer.Typer(
     help="How many tokens per second does a machine serve, is that number true, and what is it worth.",
 )
 app.command(cls=SchemaCommand)(run.run)
+app.command(cls=SchemaCommand)(soak.soak)
 app.command(cls=EngineCommand)(generate.generate)
 app.command(cls=Command)(audit.audit)
 app.command(cls=Command)(compare.aggregate)

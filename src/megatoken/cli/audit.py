@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from megatoken.cli.output import Json, Out, counted, deliver
+from megatoken.errors import UsageError
 
 
 def audit(
@@ -26,10 +27,15 @@ def audit(
     from megatoken.audit import audit as audited
     from megatoken.audit.claims import judge, load_claims
 
-    files = [load_claims(file) for file in claims or ()]
+    files = {file: load_claims(file) for file in claims or ()}
     with counted("reading runs", "listing files") as progress:
         result = audited(path, round=mlperf_round, progress=progress)
-    answers = [answer.to_document() for file in files for answer in judge(file, result.evidence)]
+    answers: list[dict[str, Any]] = []
+    for file, claimed in files.items():
+        try:
+            answers += [answer.to_document() for answer in judge(claimed, result.evidence)]
+        except UsageError as error:
+            raise UsageError(f"{file}: {error}") from error
     result = replace(result, claims=tuple(answers))
     deliver(result.to_document(), json_only=json_only, out=out)
     return result.exit_code

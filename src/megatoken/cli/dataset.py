@@ -97,8 +97,10 @@ def check(
     tokenizer = None
     if model is not None:
         from megatoken.engine.checkpoint import read_config
+        from megatoken.engine.config import model_folder
         from megatoken.engine.tokenizer import Tokenizer
 
+        model = model_folder(str(model))
         config = read_config(model)
         limits = {"vocabulary_size": config.vocabulary_size, "max_length": config.max_positions}
         tokenizer = Tokenizer(model / "tokenizer.json") if (model / "tokenizer.json").is_file() else None

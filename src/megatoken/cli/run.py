@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,11 @@ from megatoken.errors import ExitCode
 if TYPE_CHECKING:
     from megatoken.config import RunConfig
     from megatoken.harness.prepare import Prepared
+    from megatoken.harness.progress import Progress
+    from megatoken.harness.text_stages import Codec
+    from megatoken.targets import Target
+
+    Measure = Callable[[Prepared, RunConfig, Target, Progress, Codec | None], Path]
 
 
 def run(
@@ -64,9 +70,20 @@ def run(
         "out": out,
     }
     config = load_run_config(config_file, declared | ctx.meta[FLAGS], rack)
+
+    def measure(prepared: Prepared, config: RunConfig, target: Target, progress: Progress, codec: Codec | None) -> Path:
+        from megatoken.harness.run import run_scenario
+
+        return run_scenario(config, prepared.data_set, target, prepared.facts(), progress, codec, prepared.gate)
+
+    return measure_and_show(config, measure, dry_run=dry_run, json_only=json_only)
+
+
+def measure_and_show(config: RunConfig, measure: Measure, *, dry_run: bool, json_only: bool) -> int:
+    """Prepares, has ``measure`` leave a run folder, makes its pages and prints what is in it; the exit code."""
     try:
         run_it = _run_here if config.rack.cluster is None else _run_on_rack
-        prepared, path = run_it(config, dry_run, json_only)
+        prepared, path = run_it(config, measure, dry_run, json_only)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted before the measurement began; nothing was written") from None
     if path is None:
@@ -95,11 +112,11 @@ def run(
     return code
 
 
-def _run_here(config: RunConfig, dry_run: bool, quiet: bool) -> tuple[Prepared, Path | None]:
+def _run_here(config: RunConfig, measure: Measure, dry_run: bool, quiet: bool) -> tuple[Prepared, Path | None]:
     """Checks everything, then loads the weights and measures; the run folder, or None of a dry run."""
+    from megatoken.engine.ops.native import must_build
     from megatoken.harness.prepare import build_engine, prepare, resolve  # PyTorch with it, which takes a while
     from megatoken.harness.progress import Progress
-    from megatoken.harness.run import run_scenario
     from megatoken.targets.in_process import InProcessTarget
 
     prepared = prepare(config)
@@ -108,22 +125,21 @@ def _run_here(config: RunConfig, dry_run: bool, quiet: bool) -> tuple[Prepared, 
     progress = Progress(quiet)
     for warning in prepared.warnings:
         progress.note(f"warning: {warning}")
-    progress.stage(f"loading {prepared.model.name} in {prepared.config.precision}")
+    compiling = "; compiling its kernels, once" if prepared.memory.device == "cpu" and must_build() else ""
+    progress.stage(f"loading {prepared.model.name} in {prepared.config.precision}{compiling}")
     try:
         engine = build_engine(prepared.config)
         config, target = resolve(prepared.config, engine.memory_plan), InProcessTarget(engine)
-        facts, tokenizer = prepared.facts(), engine.tokenizer
-        return prepared, run_scenario(config, prepared.data_set, target, facts, progress, tokenizer, prepared.gate)
+        return prepared, measure(prepared, config, target, progress, engine.tokenizer)
     finally:
         progress.clear()
 
 
-def _run_on_rack(config: RunConfig, dry_run: bool, quiet: bool) -> tuple[Prepared, Path | None]:
+def _run_on_rack(config: RunConfig, measure: Measure, dry_run: bool, quiet: bool) -> tuple[Prepared, Path | None]:
     """The same on the nodes of a Ray cluster."""
     from megatoken.harness.prepare import prepare, resolve, tokenizer_of
     from megatoken.harness.progress import Progress
     from megatoken.harness.rack import open_rack
-    from megatoken.harness.run import run_scenario
 
     progress = Progress(quiet)
     try:
@@ -140,8 +156,6 @@ def _run_on_rack(config: RunConfig, dry_run: bool, quiet: bool) -> tuple[Prepare
                 return prepared, run_per_node(rack, prepared, progress)
             with rack.target(progress) as target:
                 config = resolve(prepared.config, rack.memory)
-                return prepared, run_scenario(
-                    config, prepared.data_set, target, prepared.facts(), progress, tokenizer, prepared.gate
-                )
+                return prepared, measure(prepared, config, target, progress, tokenizer)
     finally:
         progress.clear()

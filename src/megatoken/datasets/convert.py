@@ -36,7 +36,7 @@ def convert(source: Path, target: Path) -> Converted:
     if source.suffix.lower() == ".parquet":
         raise DatasetError(f"{source}: is converted already; check it with megatoken dataset check")
     roles: tuple[Role, ...] = ("tokens", "token_count", *TEXTS)
-    table = read_table(source, roles, ordered=True)
+    table = read_table(source, roles)
     token_lists = []
     for place, ids in table.token_lists():
         if ids and not 0 <= min(ids) <= max(ids) <= LARGEST_ID:

@@ -6,7 +6,7 @@ constructors) and 3.x (text as ``StringArray`` or Arrow buffers), with NumPy 1 o
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from math import prod
 
 import numpy as np
@@ -63,23 +63,23 @@ _NUMBER_TYPES = frozenset(["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8",
 _ARROW_OFFSET_TYPES = {"string": "<i4", "large_string": "<i8"}
 
 
-def read_columns(data: bytes, wanted: Collection[str], file: str, *, ordered: bool = False) -> dict[str, list[object]]:
+def read_columns(data: bytes, wanted: Collection[str], file: str) -> dict[str, list[object]]:
     """Returns those of the wanted columns that the table has, row by row.
 
     Args:
         data: The whole file.
         wanted: Column names.
         file: What to call the file in an error.
-        ordered: Refuse a table whose row labels are not 0, 1, 2 and so on.
 
     Returns:
         Column name -> cells. A cell is ``None``, bool, int, float (NaN may stand for missing text), str, list, or a 1-D
         array of numbers (maybe a read-only view of ``data``); anything else in it is inert.
 
     Raises:
-        DatasetError: The file is damaged, no pickled DataFrame, or asks for anything a plain table does not need.
+        DatasetError: The file is damaged, no pickled DataFrame, asks for anything a plain table does not need, or its
+            row labels are not 0, 1, 2 and so on.
     """
-    return _Table(parse_pickle(data, _ALLOWED, file), len(data), file).read(wanted, ordered)
+    return _Table(parse_pickle(data, _ALLOWED, file), len(data), file).read(wanted)
 
 
 class _Table:
@@ -95,7 +95,7 @@ class _Table:
             "fetch the file again"
         )
 
-    def read(self, wanted: Collection[str], ordered: bool) -> dict[str, list[object]]:
+    def read(self, wanted: Collection[str]) -> dict[str, list[object]]:
         columns, labels, blocks = self._columns_labels_and_blocks()
         names = self._column(self._index_values(columns), 0)
         cells: dict[str, list[object]] = {}
@@ -111,14 +111,15 @@ class _Table:
                     if name in cells:
                         raise self._refuse(f"column {name} comes twice")
                     cells[name] = self._column(values, row)
-        if ordered:
-            self._check_labels(labels)
+        self._check_labels(labels)
         return cells
 
     def _check_labels(self, labels: object) -> None:
         match labels:
             case Call(name="new_Index", arguments=(Global(), {"start": 0, "stop": int(), "step": 1})):
                 return
+            case Call(name="new_Index", arguments=(Global(), {"start": int(first), "stop": int(), "step": int(step)})):
+                found: Sequence[object] = (first, first + step)
             case Call(name="new_Index", arguments=(Global(), {"data": values})):
                 found = self._column(values, 0)
             case _:
@@ -127,7 +128,8 @@ class _Table:
             if label != position:
                 raise DatasetError(
                     f"{self.file}: row {position} is labelled {str(label)[:40]!a}: rows are missing, doubled or out of "
-                    "order, so an index means no one row; fetch the file again"
+                    "order, so an index means no one row; fetch the file again, or label a part of it anew with "
+                    "reset_index(drop=True)"
                 )
 
     def _columns_labels_and_blocks(self) -> tuple[object, object, list[tuple[object, object]]]:

@@ -9,6 +9,7 @@ from megatoken.errors import DatasetError
 from megatoken.input_files import open_input
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_GZIP = b"\x1f\x8b"
 
 
 def read_lines(path: Path, update: Callable[[bytes], None]) -> Iterator[tuple[str, bytes]]:
@@ -16,10 +17,18 @@ def read_lines(path: Path, update: Callable[[bytes], None]) -> Iterator[tuple[st
     try:
         with open_input(path) as file:
             for number, line in enumerate(file, 1):
+                if number == 1:
+                    refuse_compressed(path, line)
                 update(line)
                 yield f"{path}, line {number}", line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
+
+
+def refuse_compressed(path: Path, beginning: bytes) -> None:
+    """Raises DatasetError if a file that begins so is compressed."""
+    if beginning.startswith(_GZIP):
+        raise DatasetError(f"{path}: compressed; unpack it with gunzip")
 
 
 def unreadable(path: Path, error: OSError | ValueError) -> DatasetError:

@@ -54,7 +54,7 @@ def load_references(path: Path) -> References:
 
 
 def _of_table(path: Path) -> References:
-    table = read_table(path, ("reference", "metric"), ordered=True)
+    table = read_table(path, ("reference", "metric"))
     texts = table.texts("reference")
     tasks: tuple[str, ...] = ()
     scorings: list[Scoring] = ["summary"] * len(texts)

@@ -14,13 +14,12 @@ import numpy as np
 
 from megatoken.datasets.catalog import MlperfDataSet, Role, Sums, catalog, missing
 from megatoken.datasets.dataframe_pickle import read_columns
-from megatoken.datasets.lines import unreadable
-from megatoken.datasets.parquet import read_parquet
+from megatoken.datasets.lines import refuse_compressed, unreadable
+from megatoken.datasets.parquet import file_sum, read_parquet
 from megatoken.errors import DatasetError
 from megatoken.input_files import open_input
 
 SUFFIXES = (".pkl", ".json", ".parquet")
-_GZIP = b"\x1f\x8b"
 _PICKLED = ("llama3.1-405b", "llama2-70b")  # the first one whose own columns a pickle has
 
 
@@ -48,6 +47,18 @@ class PromptTable:
     def mend(self) -> str:
         """What to do about a damaged file."""
         return f"fetch MLPerf's {self.data_set.name} data set again"
+
+    @property
+    def other_sum(self) -> str | None:
+        """In words, how this is not the file that the sums of the catalogue are of; None if it is."""
+        for algorithm, expected in self.data_set.sums.items():
+            found = self.converted_from.get(algorithm) or file_sum(self.path, algorithm)
+            if found != expected:
+                return (
+                    f"{self.path}: the {algorithm} sum is {found}, but {expected} is stated for MLPerf's "
+                    f"{self.data_set.name} ({self.data_set.sums_source})"
+                )
+        return None
 
     def token_lists(self) -> Iterator[tuple[str, list[int]]]:
         """Yields (place for errors, token ids) of every row; whether a model knows the ids is not looked at.
@@ -93,17 +104,16 @@ class PromptTable:
         return self.columns[role]
 
 
-def read_table(path: Path, roles: Collection[Role], *, ordered: bool = False) -> PromptTable:
+def read_table(path: Path, roles: Collection[Role]) -> PromptTable:
     """Reads the columns of one of MLPerf's tables that hold ``roles``. Nothing in a pickle is executed.
 
     Args:
         path: ``.pkl``, ``.json`` or ``.parquet``.
         roles: What to read; a column that is not there is left out.
-        ordered: Refuse a table whose own row labels are not 0, 1, 2 and so on: MLPerf's references look answers up by
-            label and prompts by position.
 
     Raises:
-        DatasetError: The file cannot be read or holds no such table, or was changed since it was converted.
+        DatasetError: The file cannot be read or holds no such table, was changed since it was converted, or its own row
+            labels are not 0, 1, 2 and so on: MLPerf's references look answers up by label and prompts by position.
     """
     if path.suffix.lower() == ".parquet":
         data_set, columns, sums = read_parquet(path, roles)
@@ -115,22 +125,21 @@ def read_table(path: Path, roles: Collection[Role], *, ordered: bool = False) ->
         raise missing(path) from None
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
-    if data.startswith(_GZIP):
-        raise DatasetError(f"{path}: compressed, not a pickle or JSON yet; unpack it with gunzip")
+    refuse_compressed(path, data)
     if path.suffix.lower() == ".json":
         data_set, columns = _read_json(data, roles, path)
     else:
-        data_set, columns = _read_pickle(data, roles, path, ordered)
+        data_set, columns = _read_pickle(data, roles, path)
     return PromptTable(path, data_set, columns, hashlib.sha256(data).hexdigest(), {}, len(data))
 
 
 def _read_pickle(
-    data: bytes, roles: Collection[Role], path: Path, ordered: bool
+    data: bytes, roles: Collection[Role], path: Path
 ) -> tuple[MlperfDataSet, dict[Role, Sequence[object]]]:
     known = [catalog()[name] for name in _PICKLED]
     wanted = {column for data_set in known for role, column in data_set.columns.items() if role in roles}
     marks = {column for data_set in known for column in data_set.columns.values()}
-    found = read_columns(data, wanted | marks, str(path), ordered=ordered)
+    found = read_columns(data, wanted | marks, str(path))
     first, second = known
     own = set(first.columns.values()) - set(second.columns.values())
     data_set = first if own & found.keys() else second

@@ -13,6 +13,8 @@ from megatoken.errors import CapacityError, CheckpointError
 
 Precision = Literal["fp32", "bf16", "fp8", "fp4"]
 """Of weights and linear inputs. fp4 (e2m1 with a scale for 16 values) can be simulated only."""
+Fp8Scales = Literal["tensor", "row"]
+"""What shares one scale in fp8: a whole weight and all inputs of a linear, or each of their rows."""
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -148,6 +150,11 @@ class ModelConfig:
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
     @property
+    def linear_outputs(self) -> int:
+        """Rows of the matrices inside the layers."""
+        return sum(shape[0] for name, shape in self.tensor_shapes().items() if name.endswith("proj.weight"))
+
+    @property
     def linear_parameters(self) -> int:
         """Those of the matrices inside the layers, which every token is multiplied by."""
         return sum(math.prod(shape) for name, shape in self.tensor_shapes().items() if name.endswith("proj.weight"))
@@ -168,6 +175,7 @@ class EngineConfig:
     threads: int | None = None
     tensor_parallel: int = 1
     overlap: bool | None = None
+    fp8_scales: Fp8Scales = "tensor"
     target_step_seconds: float | None = None
 
 

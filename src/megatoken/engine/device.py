@@ -11,12 +11,13 @@ import torch
 
 from megatoken.engine.config import EngineConfig, Precision
 from megatoken.engine.ops import Ops
-from megatoken.errors import CapacityError, how_to_install
+from megatoken.errors import CapacityError, ConfigError, how_to_install
 
 # Loading leaves holes between tensors of different sizes, 3.5 GB of them in a 70B model; segments that can grow have
 # none. PyTorch reads this when it first allocates.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
+DEVICES = ("auto", "cpu", "cuda")
 LOWEST_CAPABILITY: dict[Precision, tuple[int, int]] = {"bf16": (8, 0), "fp8": (8, 9)}
 """CUDA compute capability whose matrix units know the format."""
 
@@ -25,8 +26,11 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, str | None]:
     """The device of ``config``, and why a GPU that is there is not used.
 
     Raises:
+        ConfigError: there is no such device.
         CapacityError: ``cuda`` is asked for and cannot be had; says what is missing.
     """
+    if config.device not in DEVICES:
+        raise ConfigError(f"device is {config.device}; take one of {', '.join(DEVICES)}")
     obstacle = None if config.device == "cpu" else gpu_obstacle(config.precision)
     if config.device == "cuda" and obstacle is not None:
         raise CapacityError(f"device cuda: {obstacle}; or leave device on auto")
@@ -52,8 +56,12 @@ def gpu_obstacle(precision: Precision) -> str | None:
     return None
 
 
-def operations(device: torch.device) -> Ops:
+def operations(device: torch.device, config: EngineConfig) -> Ops:
     """The back end of ``device``."""
+    if device.type == "cuda" and config.fp8_scales == "row":
+        from megatoken.engine.ops import cuda_rows
+
+        return cuda_rows
     if device.type == "cuda":
         from megatoken.engine.ops import cuda
 

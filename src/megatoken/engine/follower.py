@@ -58,7 +58,8 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     source = open_model(told["model"], random_weights=told["random_weights"], seed=told["seed"])
-    runner = Runner(RankWeights(source, rank, config.tensor_parallel), config, memory, operations(device), device)
+    weights = RankWeights(source, rank, config.tensor_parallel)
+    runner = Runner(weights, config, memory, operations(device, config), device)
     runner.follow(join(folder, rank, config.tensor_parallel, device))
 
 

@@ -88,7 +88,7 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.device, self._why_no_gpu = choose_device(config)
-        self._ops = operations(self.device)
+        self._ops = operations(self.device, config)
         memory = self.memory_plan
         try:
             followers = None
@@ -234,6 +234,7 @@ class Engine:
             "tensor_parallel": self.config.tensor_parallel,
             "steps_in_flight": 1 + self._lookahead,
             "target_step_seconds": self.config.target_step_seconds,
+            "fp8_scales": self.config.fp8_scales if self.config.precision == "fp8" else None,
             "measured_input_scales": self._runner.measured_input_scales,
             "why_no_gpu": self._why_no_gpu,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatoken.engine.config import EngineConfig, ModelConfig, Precision, sharded
+from megatoken.engine.config import EngineConfig, Fp8Scales, ModelConfig, Precision, sharded
 from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES
 from megatoken.errors import CapacityError, ConfigError
 
@@ -20,6 +20,8 @@ PROCESS_BYTES = 300_000_000
 """Python, PyTorch and the command's other libraries, measured 224 to 260 MB, before the first weight."""
 GPU_LIBRARY_BYTES = 2_000_000_000
 """Of GPU memory, beyond what is in use when the plan is made: kernels, cuBLAS workspaces, gaps between blocks."""
+GPU_COLLECTIVES_BYTES = 2_000_000_000
+"""Of each GPU's memory where several share a model: NCCL takes it at the first sum, and 405B on four H200 left none."""
 DEFAULT_MAX_LENGTH = 8192
 DEFAULT_MAX_ROWS = {"cpu": 256, "cuda": 2048}
 LARGE_WEIGHTS_ROWS_ON_CPU = 1024  # where weights are read from memory in every step, fewer steps are less to read
@@ -71,15 +73,17 @@ class MemoryPlan:
         ]
 
 
-def weight_bytes(model: ModelConfig, precision: Precision, device: str) -> int:
+def weight_bytes(model: ModelConfig, precision: Precision, device: str, fp8_scales: Fp8Scales = "tensor") -> int:
     """Bytes of the packed weights on a device, "cpu" or "cuda".
 
     On the CPU the packed head of a tied model is a copy of its embedding, and fp8 values are held in bf16.
     """
     parameters, item = model.parameters, ACTIVATION_BYTES[precision]
+    scales = 4 * model.linear_outputs if precision == "fp8" and fp8_scales == "row" else 0
     if device == "cpu":
-        return (parameters + (model.vocabulary_size * model.hidden_size if model.tied_embeddings else 0)) * item
-    return parameters * item - round(model.linear_parameters * (item - LINEAR_BYTES[precision]))
+        head_copy = model.vocabulary_size * model.hidden_size if model.tied_embeddings else 0
+        return (parameters + head_copy) * item + scales
+    return parameters * item - round(model.linear_parameters * (item - LINEAR_BYTES[precision])) + scales
 
 
 def bytes_per_token(model: ModelConfig, precision: Precision, device: str) -> int:
@@ -92,7 +96,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
     """Derive every size of an engine on this machine.
 
     Raises:
-        ConfigError: an unknown precision, or a size below 1.
+        ConfigError: an unknown precision, scales that it has not, or a size below 1.
         CapacityError: model, context and cache cannot fit, with the numbers.
     """
     import torch  # a simulated engine plans without it
@@ -116,10 +120,14 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     """Derive every size of an engine on a device, "cpu" or "cuda", that has ``available`` bytes left: a GPU for a rank.
 
     Raises:
-        ConfigError: a size below 1.
+        ConfigError: a size below 1, or scales that the precision has not.
         CapacityError: model, context and cache cannot fit, with the numbers.
     """
     check_sizes(config)
+    if config.fp8_scales != "tensor" and (config.fp8_scales, config.precision) != ("row", "fp8"):
+        raise ConfigError(
+            f"fp8_scales is {config.fp8_scales} in precision {config.precision}; take tensor, or row in precision fp8"
+        )
     model = sharded(model, config.tensor_parallel)
     on_gpu = device == "cuda"
     page_size = config.page_size or DEFAULT_PAGE_SIZE
@@ -140,7 +148,7 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
             )
         max_length = min(max_length, pages * page_size)
     default_rows = DEFAULT_MAX_ROWS[device]
-    weights = weight_bytes(model, config.precision, device)
+    weights = weight_bytes(model, config.precision, device, config.fp8_scales)
     if on_gpu and model.parameters > LARGE_MODEL_PARAMETERS:
         default_rows = LARGE_MODEL_ROWS_ON_GPU
     if not on_gpu and weights >= HUGE_PAGES_FROM_BYTES:
@@ -154,6 +162,8 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     # While loading, when the cache is not there yet: the largest matrix, its parts, and its fp32 copy.
     loading = max(model.vocabulary_size, 2 * model.intermediate_size) * model.hidden_size * (10 if on_gpu else 4)
     process = GPU_LIBRARY_BYTES if on_gpu else PROCESS_BYTES
+    if on_gpu and config.tensor_parallel > 1:
+        process += GPU_COLLECTIVES_BYTES
 
     if config.memory_bytes is not None:
         available = min(available, config.memory_bytes)
@@ -225,7 +235,8 @@ def _gpu_step_bytes(
     sampled, item = max_sequences, ACTIVATION_BYTES[precision]
     row = 2 * (4 * hidden + 2 * (queries + 2 * keys) + 2 * queries + 3 * feed_forward)
     if LINEAR_BYTES[precision] < item:
-        # While its scales are being found, inputs of linears are there in bf16, fp32 and e4m3.
+        # While its scales are being found, inputs of linears are there in bf16, fp32 and e4m3. With a scale per row
+        # less: in bf16 and e4m3.
         row += 8 * max(feed_forward, queries, hidden)
     logits = sampled * model.vocabulary_size * 2 + BLOCK_ROWS * model.vocabulary_size * 96
     partial = max(PARTIAL_RESULTS, sampled) * model.heads * (model.head_dim + 2) * 4

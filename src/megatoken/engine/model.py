@@ -6,7 +6,6 @@ Llama 1 to 3.3, Mistral, Qwen2 and Qwen3 differ here only by which of the option
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megatoken.engine.cache import ACTIVATION_DTYPE, LayerCache
-from megatoken.engine.config import ModelConfig, Precision, RopeConfig
-from megatoken.engine.ops import Batch, Ops
+from megatoken.engine.config import Fp8Scales, ModelConfig, Precision, RopeConfig
+from megatoken.engine.ops import Batch, Ops, Ranks
 from megatoken.engine.process_memory import return_freed_memory
-from megatoken.engine.quant import Fp8Weight, stack
+from megatoken.engine.quant import Fp8Weight, quantise_rows, stack
 
 
 class Fp8Source(Protocol):
@@ -74,7 +73,12 @@ class Weights:
 
 
 def load_weights(
-    source: WeightSource, ops: Ops, precision: Precision, max_length: int, device: torch.device
+    source: WeightSource,
+    ops: Ops,
+    precision: Precision,
+    max_length: int,
+    device: torch.device,
+    fp8_scales: Fp8Scales = "tensor",
 ) -> Weights:
     """Read and pack tensor by tensor, so that the peak is the packed model and one matrix.
 
@@ -82,6 +86,7 @@ def load_weights(
     """
     config = source.config
     fp8 = source.fp8 if precision == "fp8" else None
+    by_row = precision == "fp8" and fp8_scales == "row"
     dtype = ACTIVATION_DTYPE[precision]
 
     def tensor(name: str) -> Tensor:
@@ -89,13 +94,15 @@ def load_weights(
 
     def weight(part: str) -> Tensor | Fp8Weight:
         name = f"{part}.weight"
-        return tensor(name) if fp8 is None or name not in fp8 else fp8.read(name, device)
+        if fp8 is not None and name in fp8:
+            return fp8.read(name, device)
+        return Fp8Weight(*quantise_rows(tensor(name))) if by_row else tensor(name)
 
     def read(part: str, bias: bool) -> tuple[Tensor | Fp8Weight, Tensor | None]:
         return weight(part), tensor(f"{part}.bias") if bias else None
 
-    def linear(part: str, bias: bool, kind: Precision = precision) -> Any:
-        return ops.pack_linear(*read(part, bias), kind)
+    def linear(part: str, bias: bool) -> Any:
+        return ops.pack_linear(*read(part, bias), precision)
 
     def qkv(attention: str) -> Any:
         parts = [f"{attention}.{part}_proj" for part in "qkv"]
@@ -122,11 +129,11 @@ def load_weights(
         )
 
     embedding_VD = tensor("model.embed_tokens.weight")
-    head_precision: Precision = "bf16" if precision == "fp8" else precision
-    if config.tied_embeddings:
-        head = ops.pack_linear(embedding_VD, None, head_precision)
-    else:
-        head = linear("lm_head", False, head_precision)
+    head = ops.pack_linear(
+        embedding_VD if config.tied_embeddings else tensor("lm_head.weight"),
+        None,
+        "bf16" if precision == "fp8" else precision,
+    )
     layers = []
     for number in range(config.layers):
         layers.append(layer(number))
@@ -167,15 +174,19 @@ def forward(
     ops: Ops,
     cache: list[LayerCache],
     batch: Batch,
-    add: Callable[[Tensor], Tensor] | None = None,
+    ranks: Ranks | None = None,
+    own_rows: slice | None = None,
 ) -> Tensor:
     """One step: logits [S, V] of the rows that sample, in the activations' dtype. Writes the cache.
 
-    ``add``: sums a part of what a layer adds to the residual stream over the ranks, where the model is cut.
+    ``ranks``: that the model is cut over. ``own_rows``: those of the residual stream that this rank keeps between the
+    layers, None for all; each rank has as many.
     """
     epsilon = config.rms_norm_epsilon
     x_TD = weights.embedding_VD.index_select(0, batch.token_ids)
     h_TD = ops.rms_norm(x_TD, weights.layers[0].input_norm_D, epsilon, weights.layers[0].qkv)
+    if own_rows is not None:
+        x_TD = x_TD[own_rows]
     following = [(layer.input_norm_D, layer.qkv) for layer in weights.layers[1:]] + [(weights.norm_D, weights.head)]
     for layer, layer_cache, (next_norm_D, consumer) in zip(weights.layers, cache, following, strict=True):
         qkv_TN = ops.linear(h_TD, layer.qkv)
@@ -184,11 +195,13 @@ def forward(
             a_TD = ops.attention(q_THE, layer_cache, batch, layer.output)
         elif batch.samples:
             # Beyond its keys, the last layer matters only to rows that sample.
+            if ranks is not None and own_rows is not None:
+                x_TD = ranks.all_rows(x_TD)
             x_TD, q_SHE = x_TD.index_select(0, batch.sample_rows), q_THE.index_select(0, batch.sample_rows)
             a_TD = ops.sample_attention(q_SHE, layer_cache, batch, layer.output)
         else:
             return x_TD.new_empty(0, config.vocabulary_size)
-        x_TD, h_TD = ops.linear_add_norm(a_TD, layer.output, x_TD, layer.post_norm_D, epsilon, layer.gate_up, add)
+        x_TD, h_TD = ops.linear_add_norm(a_TD, layer.output, x_TD, layer.post_norm_D, epsilon, layer.gate_up, ranks)
         f_TF = ops.gated(h_TD, layer.gate_up, layer.down)
-        x_TD, h_TD = ops.linear_add_norm(f_TF, layer.down, x_TD, next_norm_D, epsilon, consumer, add)
+        x_TD, h_TD = ops.linear_add_norm(f_TF, layer.down, x_TD, next_norm_D, epsilon, consumer, ranks)
     return ops.linear(h_TD, weights.head)[: batch.samples]

@@ -2,6 +2,7 @@
 
 Query, key, value, gate and up projections are cut by rows, output and down projections by columns, and what these two
 add to the residual stream is summed over the ranks: two all-reduces a layer (Shoeybi et al., Megatron-LM, 2019).
+In large steps they are a reduce-scatter and an all-gather: each rank keeps and norms its rows (sequence parallelism).
 Norms, embedding and head are on every rank. Rank 0 lives in the engine's process and plans; the others follow it.
 """
 
@@ -40,6 +41,9 @@ _c10d: Any = torch.distributed  # groups made by hand: the module's own are glob
 _CUT_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _CUT_BY_COLUMNS = ("o_proj", "down_proj")
 _FIELDS = [field.name for field in dataclasses.fields(StepArrays) if field.name != "decodes"]
+OWN_ROWS_FROM_BYTES = 32 << 20
+"""Of a step's residual stream, from which each rank keeps only its rows of it: measured on four H200, where it is 7 %
+quicker at 32 MiB and 7 % slower at 24 (``benchmarks/results/h200x4-collectives.json``)."""
 _LAST_WORDS_SECONDS = 1.0  # between the end of a rank's sockets and that of its process
 _AS_LONG_AS_IT_TAKES = datetime.timedelta(days=30)  # an idle engine sends no steps; a rank that dies closes its sockets
 
@@ -128,6 +132,30 @@ class RankGroup:
         self._device.allreduce([x]).wait()
         return x
 
+    def add_own_rows(self, x_TN: Tensor) -> Tensor:
+        """This rank's rows of the sum of ``x`` over all ranks -> [T / ranks, N]."""
+        own_TN = x_TN.new_empty(len(x_TN) // self.ranks, x_TN.shape[1])
+        self._device._reduce_scatter_base(own_TN, x_TN).wait()
+        return own_TN
+
+    def all_rows(self, x_TN: Tensor) -> Tensor:
+        """The rows of all ranks, each of which has T -> [T x ranks, N]."""
+        all_TN = x_TN.new_empty(len(x_TN) * self.ranks, x_TN.shape[1])
+        # As bytes: e4m3 is nothing that can be sent.
+        self._device._allgather_base(all_TN.view(torch.uint8), x_TN.view(torch.uint8)).wait()
+        return all_TN
+
+    def own_rows(self, rows: int, row_bytes: int) -> slice | None:
+        """Which of a step's rows this rank keeps of the residual stream; None if it keeps all.
+
+        Half of the bytes between the ranks are then e4m3, and each rank norms only its rows; but there are two
+        transfers instead of one, so it pays in large steps only.
+        """
+        if rows % self.ranks or rows * row_bytes < OWN_ROWS_FROM_BYTES:
+            return None
+        each = rows // self.ranks
+        return slice(self.rank * each, (self.rank + 1) * each)
+
     def share(self, x: Tensor) -> None:
         """Gives every rank what rank 0 has in ``x``."""
         if x.numel():
@@ -160,6 +188,11 @@ class RankGroup:
         fields["sampled"] = fields["sampled"].astype(np.int64)
         return order, StepArrays(decodes=int(header[1]), **fields)
 
+    def abort(self) -> None:
+        """Gives up. A sum on the GPU that waits for a rank that is gone would hold this process for ever."""
+        if self._device is not self._host:
+            self._device.abort()
+
     def _tell(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         self._host.broadcast([torch.from_numpy(values)], self._from_rank_0).wait()
         return values
@@ -176,6 +209,7 @@ class Followers:
             specification: what ``follower`` reads from its standard input.
         """
         self.folder = Path(tempfile.mkdtemp(prefix="megatoken-ranks-"))
+        self._groups: list[RankGroup] = []  # one, once the ranks have met
         self._processes = []
         for rank in range(1, ranks):
             with (self.folder / f"rank{rank}.log").open("wb") as log:
@@ -189,14 +223,15 @@ class Followers:
             process.stdin.write(specification)
             process.stdin.close()
             self._processes.append(process)
-        self.end = weakref.finalize(self, _end, self._processes, self.folder)
+        self.end = weakref.finalize(self, _end, self._groups, self._processes, self.folder)
 
     def meet(self, device: torch.device) -> RankGroup:
         """The group, once every rank has its weights. Raises MegatokenError if one has ended instead."""
         while not all(_loaded(self.folder, rank).exists() for rank in range(1, len(self._processes) + 1)):
             self.check()
             time.sleep(0.02)
-        return RankGroup(self.folder, 0, len(self._processes) + 1, device)
+        self._groups.append(RankGroup(self.folder, 0, len(self._processes) + 1, device))
+        return self._groups[0]
 
     def check(self) -> None:
         """Raises MegatokenError if a rank has ended, with its last words, and ends the others."""
@@ -210,14 +245,16 @@ class Followers:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """Where a sum or an order fails because a rank has ended: says so instead."""
+        """Where a sum or an order fails because a rank has ended: says so instead. Raises MegatokenError."""
         try:
             yield
-        except RuntimeError:
+        except RuntimeError as error:
             deadline = time.monotonic() + _LAST_WORDS_SECONDS
             while time.monotonic() < deadline:
                 self.check()
                 time.sleep(0.01)
+            if isinstance(error, _c10d.DistBackendError):
+                raise MegatokenError(f"the ranks' GPUs cannot sum: {str(error).strip().splitlines()[-1]}") from error
             raise
 
 
@@ -231,7 +268,9 @@ def join(folder: Path, rank: int, ranks: int, device: torch.device) -> RankGroup
     return RankGroup(folder, rank, ranks, device)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+def _end(groups: Sequence[RankGroup], processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    for group in groups:
+        group.abort()
     for process in processes:
         process.kill()
     for process in processes:

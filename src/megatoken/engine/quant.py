@@ -41,7 +41,7 @@ def quantise_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
         e4m3 values [T, D] and fp32 scales [T, 1].
     """
     scale_T1 = (x_TD.abs().amax(-1, keepdim=True).float() / E4M3_MAX).clamp_min(1e-12)
-    return (x_TD.float() / scale_T1).to(torch.float8_e4m3fn), scale_T1
+    return x_TD.to(torch.float32, copy=True).div_(scale_T1).to(torch.float8_e4m3fn), scale_T1
 
 
 def stack(parts: Sequence[Tensor | Fp8Weight]) -> Tensor | Fp8Weight:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Integral
 from operator import index
 
 from megatoken.errors import RequestError
@@ -91,7 +92,7 @@ def token_ids(prompt: Sequence[int]) -> list[int]:
         RequestError: it holds something else.
     """
     try:
-        return [index(token) for token in prompt]
+        return list(map(index, prompt))
     except TypeError as error:
         raise RequestError(f"the prompt must be text or token ids, not {reprlib.repr(prompt)}") from error
 
@@ -108,8 +109,7 @@ def check_request(prompt: Sequence[int], request: Request, vocabulary_size: int)
     if lowest < 0 or highest >= vocabulary_size:
         wrong = lowest if lowest < 0 else highest
         raise RequestError(f"prompt token id {wrong} is outside the vocabulary of {vocabulary_size:,}")
-    if not isinstance(request.max_tokens, int):
-        raise RequestError(f"max_tokens is {request.max_tokens!r}; it must be a whole number")
+    _check_types(request)
     if request.max_tokens < 1:
         raise RequestError(f"max_tokens is {request.max_tokens}; it must be at least 1")
     sampling = request.sampling
@@ -119,3 +119,22 @@ def check_request(prompt: Sequence[int], request: Request, vocabulary_size: int)
         raise RequestError(f"top_k is {sampling.top_k}; it must be 0 (all) or more")
     if not 0 < sampling.top_p <= 1:
         raise RequestError(f"top_p is {sampling.top_p}; it must be above 0 and at most 1")
+
+
+def _check_types(request: Request) -> None:
+    """Refuse now what would fail in the middle of a step, and take the other requests of that step with it."""
+    sampling, stop_ids = request.sampling, request.stop_token_ids
+    if not isinstance(sampling, Sampling):
+        raise RequestError(f"sampling is {reprlib.repr(sampling)}; write Sampling(temperature=0.8)")
+    if not isinstance(stop_ids, Collection) or not all(isinstance(one, Integral) for one in stop_ids):
+        raise RequestError(f"stop_token_ids is {reprlib.repr(stop_ids)}; it must be a tuple of token ids")
+    for name, value, kinds in (
+        ("max_tokens", request.max_tokens, (int,)),
+        ("temperature", sampling.temperature, (int, float)),
+        ("top_k", sampling.top_k, (int,)),
+        ("top_p", sampling.top_p, (int, float)),
+        ("seed", sampling.seed, (int, type(None))),
+    ):
+        if not isinstance(value, kinds):
+            wanted = "a number" if float in kinds else "a whole number"
+            raise RequestError(f"{name} is {reprlib.repr(value)}; it must be {wanted}")

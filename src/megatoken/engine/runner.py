@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import NoReturn
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatoken.engine.batch import StepArrays, step_arrays
-from megatoken.engine.cache import allocate_cache
+from megatoken.engine.cache import ACTIVATION_DTYPE, allocate_cache
 from megatoken.engine.config import EngineConfig
 from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.model import WeightSource, forward, load_weights
@@ -69,11 +70,17 @@ class Runner:
         """Loads. A rank that has no ``followers`` although the model is cut must ``follow`` before it can do more."""
         self._config = source.config
         self._ops = ops
+        compiling: list[Future[None]] = []
+        if device.type == "cuda":
+            from megatoken.engine.ops.compilation import start_compiling
+
+            compiling = start_compiling(source.config, config, memory.page_size, device)
         self._padded_rows = partial(ops.padded_rows, weights_bytes=memory.weights_bytes)
-        self._weights = load_weights(source, ops, config.precision, memory.max_length, device)
+        self._weights = load_weights(source, ops, config.precision, memory.max_length, device, config.fp8_scales)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         else:
+            ops.kernels()  # builds them now if need be, not within somebody's first step
             return_idle_code()
             if memory.weights_bytes >= HUGE_PAGES_FROM_BYTES:
                 use_huge_pages()
@@ -83,6 +90,9 @@ class Runner:
         """Linears whose fp8 input scale was measured at start, because the checkpoint has none."""
         self._last_tokens = torch.zeros(memory.max_sequences, dtype=torch.int64, device=device)
         self._followers = followers
+        for kernel in compiling:
+            kernel.result()
+        self._row_bytes = source.config.hidden_size * ACTIVATION_DTYPE[config.precision].itemsize
         self._group = None if followers is None else followers.meet(device)
         if device.type == "cuda" and (followers is not None or config.tensor_parallel == 1):
             self._warm_up(memory)
@@ -132,8 +142,8 @@ class Runner:
         """One step on the device; ``draw`` replaces the greedy ids of rows that are sampled otherwise."""
         group = self._group
         batch = self._ops.prepare(arrays, self._last_tokens, self._cache[0], self._config)
-        add = None if group is None else group.add
-        logits_SV = forward(self._weights, self._config, self._ops, self._cache, batch, add)
+        own_rows = None if group is None else group.own_rows(len(batch.token_ids), self._row_bytes)
+        logits_SV = forward(self._weights, self._config, self._ops, self._cache, batch, group, own_rows)
         ids_S = self._ops.greedy(logits_SV)
         if draw is not None:
             draw(logits_SV, chosen_S=ids_S)

@@ -18,8 +18,6 @@ from megatoken.engine.memory import BLOCK_ROWS
 from megatoken.engine.ops import NO_TOKEN
 from megatoken.engine.request import Sampling
 
-"""Rows drawn at a time: bounds the float64 copies of a vocabulary."""
-
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
     """A number in [0, 1) for each (seed, position): two rounds of the SplitMix64 finaliser (Steele et al., 2014)."""
@@ -43,12 +41,15 @@ def sample(logits_SV: Tensor, samplings: Sequence[Sampling], positions: NDArray[
         samplings: how each row is sampled; a seed is set wherever the temperature is above 0.
         positions: position each new token will take, part of the draw.
         chosen_S: int64 [S], the greedy ids; changed in place, except where they are ``NO_TOKEN``.
+
+    Nothing here waits for the device.
     """
-    numbers = (chosen_S != NO_TOKEN).tolist()
-    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0 and numbers[row]]
+    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
     for first in range(0, len(drawn), BLOCK_ROWS):
         rows = drawn[first : first + BLOCK_ROWS]
-        chosen_S[rows] = _draw(logits_SV[rows].double(), [samplings[row] for row in rows], positions[rows])
+        greedy_R = chosen_S[rows]
+        drawn_R = _draw(logits_SV[rows].double(), [samplings[row] for row in rows], positions[rows])
+        chosen_S[rows] = torch.where(greedy_R == NO_TOKEN, greedy_R, drawn_R)
 
 
 def _draw(logits_RV: Tensor, samplings: Sequence[Sampling], positions: NDArray[np.int64]) -> Tensor:
@@ -57,7 +58,6 @@ def _draw(logits_RV: Tensor, samplings: Sequence[Sampling], positions: NDArray[n
     That order does not depend on the logits, so rounding noise moves a draw only when the uniform number falls within
     the noise of a boundary; in sorted order it would reshuffle all tokens of nearly equal weight.
     """
-    vocabulary = logits_RV.shape[1]
     seeds = np.array([(sampling.seed or 0) & (2**64 - 1) for sampling in samplings], dtype=np.uint64)
     uniform_R1 = torch.from_numpy(uniform(seeds, positions.astype(np.uint64)))[:, None].to(logits_RV.device)
     temperature_R1 = logits_RV.new_tensor([[sampling.temperature] for sampling in samplings])
@@ -66,10 +66,9 @@ def _draw(logits_RV: Tensor, samplings: Sequence[Sampling], positions: NDArray[n
     if any(sampling.top_k or sampling.top_p < 1 for sampling in samplings):
         weight_RV = weight_RV.masked_fill(~_kept(logits_RV, temperature_R1, samplings), 0.0)
     cumulative_RV = weight_RV.cumsum(-1)
+    # The best token weighs 1, and 1 - 2^-53 times 1 or more stays below it in float64: the search ends at a token.
     index_R1 = torch.searchsorted(cumulative_RV, uniform_R1 * cumulative_RV[:, -1:], right=True)
-    # uniform < 1, yet the product may round up to the total: then the last token with any weight is meant.
-    last_kept_R = vocabulary - 1 - (weight_RV.flip(-1) > 0).int().argmax(-1)
-    return index_R1[:, 0].minimum(last_kept_R)
+    return index_R1[:, 0]
 
 
 def _kept(logits_RV: Tensor, temperature_R1: Tensor, samplings: Sequence[Sampling]) -> Tensor:
@@ -86,6 +85,7 @@ def _kept(logits_RV: Tensor, temperature_R1: Tensor, samplings: Sequence[Samplin
     weight_RK = (sorted_RK / temperature_R1).exp().masked_fill(beyond_RK, 0.0)
     total_RK = weight_RK.cumsum(-1)
     kept_R1 = (total_RK - weight_RK < top_p_R1 * total_RK[:, -1:]).sum(-1, keepdim=True).minimum(top_k_R1)
+    kept_R1 = kept_R1.clamp(min=1)  # of logits that are no numbers none would be kept
     lowest_R1 = sorted_RK.gather(1, kept_R1 - 1)
     above_RV, equal_RV = logits_RV > lowest_R1, logits_RV == lowest_R1
     return above_RV | (equal_RV & (equal_RV.cumsum(-1) <= kept_R1 - above_RV.sum(-1, keepdim=True)))

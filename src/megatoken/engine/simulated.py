@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
+from array import array
 from collections import deque
 from typing import Any, NamedTuple, Protocol
 
@@ -153,7 +154,7 @@ class _Active:
 
 def _key(prompt: list[int], request: Request) -> int:
     """64 bits of what an answer depends on: the prompt and, where tokens are drawn, a seed that was given."""
-    digest = hashlib.blake2b(np.array(prompt, dtype=np.int64).tobytes(), digest_size=8)
+    digest = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8)
     if request.sampling.temperature > 0 and request.sampling.seed is not None:
         digest.update(str(request.sampling.seed).encode())
     return int.from_bytes(digest.digest(), "little")
@@ -288,6 +289,7 @@ class SimulatedEngine:
             "tensor_parallel": self.config.tensor_parallel,
             "steps_in_flight": 1 + self._lookahead,
             "target_step_seconds": self.config.target_step_seconds,
+            "fp8_scales": self.config.fp8_scales if self.config.precision == "fp8" else None,
             "measured_input_scales": 0,
             "why_no_gpu": "simulated",
         }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatoken.accuracy.gate import Gate, Judgement
 from megatoken.config import RunConfig
 from megatoken.datasets.requests import Dataset
+from megatoken.errors import MegatokenError
 from megatoken.hardware.inventory import peak_memory_bytes, take_inventory
 from megatoken.harness.client_limit import ClientLimit
 from megatoken.harness.latencies import latencies, percentile
@@ -19,7 +20,7 @@ from megatoken.harness.loadgen_log import LoadGenLog
 from megatoken.harness.loadgen_plan import library_to_data_set, resolve_test, run_benchmark, run_limits, run_round
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
-from megatoken.harness.result_facts import asked_facts, latency_facts, loadgen_facts
+from megatoken.harness.result_facts import asked_facts, core_wait_notes, engine_notes, latency_facts, loadgen_facts
 from megatoken.harness.rules import Observed, doubts, judge, send_lag_limit_seconds, unmet_rules
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.harness.stop import Stop
@@ -60,6 +61,7 @@ class Bench:
 
     def create_folder(self, config: RunConfig, settings: TestSettings, out: Path, name: str | None = None) -> RunFolder:
         """A run folder for one test, which says INTERRUPTED until there is a verdict."""
+        target = self.target.facts()
         return RunFolder.create(
             out,
             name or run_name(datetime.now(UTC), config.scenario, config.model),
@@ -68,7 +70,8 @@ class Bench:
             scenario=config.scenario,
             facts={
                 **self.facts,
-                **self.target.facts(),
+                **target,
+                "notes": self._notes(target),
                 "mode": config.mode,
                 "rules": config.rules,
                 **asked_facts(config, settings),
@@ -121,6 +124,8 @@ class Bench:
             return saturation
         except BaseException as error:
             folder.interrupt(f"{type(error).__name__}: {error}")
+            if isinstance(error, MegatokenError):
+                error.args = (f"{error}; {folder.path} says INTERRUPTED and keeps what was done",)
             raise
         finally:
             self.progress.clear()
@@ -143,8 +148,9 @@ class Bench:
         measurement: Measurement,
         log: LoadGenLog,
     ) -> None:
-        requests = folder.end_recording()
+        requests, _ = folder.end_recording()
         samples = Samples.of(requests)
+        notes = [*self._notes(self.target.facts()), *core_wait_notes(measurement.core_wait.share())]
         benchmark_limits, limits = run_benchmark(config).limits.get(config.scenario), run_limits(config)
         own = latencies(samples, limits) if limits else None
         lag = samples.sent - samples.scheduled
@@ -174,6 +180,7 @@ class Bench:
                 "reasons": reasons,
                 "rules_unmet": [] if claimed else unmet,
                 "doubts": [] if claimed else doubtful,
+                "notes": notes,
                 "ended_at": datetime.now(UTC).isoformat(),
                 "wall_clock_step_seconds": measurement.wall_clock.largest_seconds,
                 "send_lag_limit_seconds": None if config.scenario == "offline" else send_lag_limit_seconds(limits),
@@ -184,6 +191,10 @@ class Bench:
                 **judged.facts,
             }
         )
+
+    def _notes(self, target: Mapping[str, Any]) -> list[str]:
+        """What a reader of the numbers must know, of what ran and of what it ran on."""
+        return [*self.facts.get("notes", ()), *engine_notes(target.get("target", {}))]
 
     def _judge_answers(self, folder: RunFolder, requests: pa.Table) -> Judgement:
         if self.gate is None:

@@ -11,7 +11,7 @@ from typing import Literal
 from megatoken.config import AnswerConfig, RunConfig
 from megatoken.datasets.prompts import load_prompts
 from megatoken.engine import Engine, Request
-from megatoken.errors import RequestError, StorageError
+from megatoken.errors import MegatokenError, RequestError, StorageError
 from megatoken.harness.prepare import build_engine, check_writable, encoder, open_and_plan
 from megatoken.results.files import storage_error, write_text
 
@@ -30,8 +30,9 @@ def generate_file(config: RunConfig, answers: AnswerConfig, prompts: Path, out: 
     Raises:
         CheckpointError, CapacityError, DatasetError, RequestError: the first thing that cannot be used; nothing is
             written.
-        StorageError: ``out`` cannot be written and is as it was; says where the finished answers are.
-        KeyboardInterrupt: likewise.
+        StorageError: ``out`` cannot be written and is as it was.
+        NumericsError: the model computes no numbers any more.
+        KeyboardInterrupt: somebody does not want to wait. These three say where the finished answers are.
     """
     out, partial = _check_files(prompts, out)
     lines: dict[int, str] = {}
@@ -41,11 +42,13 @@ def generate_file(config: RunConfig, answers: AnswerConfig, prompts: Path, out: 
             _write(partial, line, mode="a" if lines else "w")
             lines[index] = line
         write_text(out, "".join(lines[index] for index in range(len(requests))))
-    except (KeyboardInterrupt, StorageError) as error:
+    except (KeyboardInterrupt, MegatokenError) as error:
         kept = f"{len(lines):,} of {len(requests):,} answers are in {partial}" if lines else "nothing was written"
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(f"interrupted; {kept}") from None
-        raise StorageError(f"{error}; {kept}") from error
+        if lines:
+            error.args = (f"{error}; {kept}",)
+        raise
     partial.unlink()
 
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.accuracy.compliance import TEST06_RECORDS
 from megatoken.config import RunConfig
 from megatoken.harness.benchmarks import Benchmark, LatencyLimits, benchmark, benchmark_of_model
-from megatoken.harness.loadgen import TestSettings
+from megatoken.harness.loadgen import LOADGEN_SCENARIOS, TestSettings
 from megatoken.harness.rules import DEFAULT_ROUND, ROUNDS, Round, round_of
 from megatoken.harness.schedule import PoissonSchedule
 
@@ -103,6 +104,23 @@ def full_length(settings: TestSettings) -> tuple[int, float]:
     passes = -(-max(settings.samples or 1, schedule.queries_until(seconds)) // settings.library_rows)
     samples = passes * settings.library_rows
     return samples, schedule.due_ns(samples - 1) / 1e9
+
+
+def samples_drawn(settings: TestSettings) -> int:
+    """Samples that LoadGen draws for a test; of Offline one pass, since its one query says itself how long it is.
+
+    SingleStream: twice what the duration takes at the latency expected, in whole milliseconds, filled up to the next
+    whole pass even if none is missing (6.0.17).
+    """
+    if settings.compliance is not None:
+        return TEST06_RECORDS
+    if settings.mode == "performance" and LOADGEN_SCENARIOS[settings.scenario] == "Server":
+        return full_length(settings)[0]
+    if settings.mode == "performance" and settings.scenario == "singlestream":
+        seconds = MLPERF_SECONDS if settings.min_duration_seconds is None else settings.min_duration_seconds
+        drawn = max(settings.samples or 1, math.floor(2000 * seconds / math.ceil(1000 / settings.rate)))
+        return (drawn // settings.library_rows + 1) * settings.library_rows
+    return settings.library_rows
 
 
 def resolve_test(config: RunConfig, settings: TestSettings) -> RunConfig:

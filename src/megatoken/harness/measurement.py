@@ -1,5 +1,7 @@
 """The loop of every scenario: takes what LoadGen issues, feeds the target, tells LoadGen and the record what comes out.
 
+A soak has a load of its own in LoadGen's place.
+
 Every moment is ``time.monotonic_ns()``. LoadGen itself goes by the wall clock, so steps of that are watched.
 """
 
@@ -17,12 +19,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken.accuracy.compliance import TEST06_RECORDS
 from megatoken.datasets.requests import Dataset
 from megatoken.errors import CapacityError, RequestError
+from megatoken.hardware.core_wait import CoreWait
 from megatoken.hardware.inventory import peak_memory_bytes
 from megatoken.harness.clock import WallClockSteps
-from megatoken.harness.loadgen import LOADGEN_SCENARIOS, LoadGenTest, TestSettings
+from megatoken.harness.loadgen import LOADGEN_SCENARIOS, TestSettings
+from megatoken.harness.loadgen_plan import samples_drawn
 from megatoken.harness.loadgen_wire import Issued
 from megatoken.harness.progress import Progress
 from megatoken.harness.schedule import PoissonSchedule
@@ -33,8 +36,37 @@ from megatoken.targets import ReplicaState, SampleEvent, Target
 SERIES_PERIOD_NS = 1_000_000_000
 PACE_SHARE = 0.3  # weight of the last second in what the time left is reckoned with
 QUEUED_SAMPLES = 1024  # kept waiting in the target, so that a million samples need not be built before the first step
+QUEUED_PER_REPLICA = 128  # the same where many replicas pull: all of them are served before the next step of this loop
 OFFLINE_POLL_SECONDS = 0.1
 PROMPT_POLL_SECONDS = 0.001  # longest that a sample which comes due waits for a target that has nothing to tell
+
+
+class Load(Protocol):
+    """What issues samples, numbered on from 0, and hears of their ends: a test of LoadGen's, or a soak's own."""
+
+    @property
+    def issued(self) -> int:
+        """Samples issued so far."""
+
+    @property
+    def all_issued(self) -> bool:
+        """Whether no more samples come."""
+
+    @property
+    def outstanding(self) -> int:
+        """Samples without an end."""
+
+    def take_issued(self, timeout_seconds: float) -> list[Issued]:
+        """What was issued since the last call; waits for the first at most about this long."""
+
+    def first_token(self, sample: int, token_id: int) -> None:
+        """Notes that the first token of a sample exists."""
+
+    def complete(self, sample: int, output_tokens: int, token_ids: Sequence[int] = ()) -> None:
+        """Notes that a sample has ended."""
+
+    def flush(self) -> None:
+        """Passes on what was noted."""
 
 
 class Record(Protocol):
@@ -91,11 +123,12 @@ class Measurement:
     Attributes:
         failed: samples that ended with an error.
         wall_clock: how far the wall clock was set meanwhile.
+        core_wait: how long this process had no core meanwhile.
     """
 
     def __init__(
         self,
-        test: LoadGenTest,
+        test: Load,
         settings: TestSettings,
         rows: NDArray[np.int64],
         data_set: Dataset,
@@ -103,11 +136,12 @@ class Measurement:
         record: Record,
         progress: Progress,
         text: TextStages | None = None,
+        planned_seconds: float | None = None,
     ) -> None:
         """Waits for the first sample; the test has been started.
 
         Args:
-            test: LoadGen's.
+            test: LoadGen's, or another load.
             settings: what it was asked for.
             rows: data set row behind each row of LoadGen's library [library_rows].
             data_set: the requests.
@@ -115,6 +149,7 @@ class Measurement:
             record: what keeps the rows.
             progress: where to say how far it is.
             text: where prompts and answers are text within the measured time.
+            planned_seconds: when the load ends, where that is a matter of time and not of samples.
         """
         self._test = test
         self._library = rows
@@ -129,7 +164,8 @@ class Measurement:
         self._schedule = None
         if LOADGEN_SCENARIOS[settings.scenario] == "Server":
             self._schedule = PoissonSchedule(settings.seeds.schedule, settings.offered_rate)
-        self._planned = TEST06_RECORDS if settings.compliance else settings.library_rows
+        self._planned_seconds = planned_seconds
+        self._planned = samples_drawn(settings)
         self._node = socket.gethostname()
         self._open: dict[int, _Sample] = {}
         self._queue: deque[_Query] = deque()  # issued, not yet given to the target
@@ -140,6 +176,7 @@ class Measurement:
         self.failed = 0
         self._before = {(one.node, one.replica): one for one in target.replicas()}  # and power is a mean from now on
         self.wall_clock = WallClockSteps()
+        self.core_wait = CoreWait()
         issued: list[Issued] = []
         while not issued:
             issued = test.take_issued(timeout_seconds=0.1)
@@ -211,8 +248,12 @@ class Measurement:
         self._noted_ns, self._noted_output_tokens, self._noted_done_tokens = now_ns, output_tokens, done_tokens
         self.wall_clock.look()
         happened = self._target.outcome(self._start_ns).facts
-        memory, loop = peak_memory_bytes(), self._loop_seconds(now_ns)
-        self._record.add_facts({"peak_memory_bytes": memory, "loop_seconds": loop, **happened})
+        own = {
+            "peak_memory_bytes": peak_memory_bytes(),
+            "loop_seconds": self._loop_seconds(now_ns),
+            "core_wait_share": self.core_wait.share(),
+        }
+        self._record.add_facts({**own, **happened})
         left_seconds, share = self._left(now_ns)
         self._progress.running(self._seconds(now_ns), left_seconds, share, rate, counters)
 
@@ -239,6 +280,9 @@ class Measurement:
 
     def _left(self, now_ns: int) -> tuple[float, float]:
         """Seconds to go, and the share that is done."""
+        if self._planned_seconds is not None:
+            left_seconds = max(0.0, self._planned_seconds - self._seconds(now_ns))
+            return left_seconds, 1 - left_seconds / self._planned_seconds
         if self._offline:
             done_tokens = self._noted_done_tokens
             left_seconds = (self._all_tokens - done_tokens) / self._pace if self._pace else math.inf
@@ -286,7 +330,8 @@ class Measurement:
         refused: list[SampleRow] = []
         if not self._queue:
             return refused
-        room = QUEUED_SAMPLES - self._target.counters().waiting
+        counters = self._target.counters()
+        room = max(QUEUED_SAMPLES, QUEUED_PER_REPLICA * counters.replicas) - counters.waiting
         while self._queue and room > 0:
             query = self._queue[0]
             numbers, query.numbers = query.numbers[:room], query.numbers[room:]

@@ -40,6 +40,7 @@ from megatoken.targets.rack import RackTarget
 
 CLOCK_ROUNDS = 32
 HEAD_START_SECONDS = 3.0  # for LoadGen's processes to be there when the moment comes
+START_SECONDS = 120.0  # for a node's driver to be there
 WARM_UP_PATIENCE = 20.0  # times the time that a warm-up should take
 NODES = "nodes"
 
@@ -129,7 +130,7 @@ def run_per_node(rack: Rack, prepared: Prepared, progress: Progress) -> Path:
     facts, memory = json.dumps(rack.facts()), json.dumps(asdict(rack.memory))
     warmed = [node.driver.warm_up.remote(facts, memory) for node in nodes]
     for node, reference in zip(nodes, warmed, strict=True):
-        answer = json.loads(rack.cluster.ask(reference, patience))
+        answer = json.loads(_answer(rack, node.name, reference, patience))
         if "error" in answer:
             raise UsageError(f"{node.name}: {answer['error']}")
     with StopSignals() as stop:
@@ -164,7 +165,7 @@ def _start(rack: Rack, progress: Progress) -> list[_Node]:
         numbers = {number: [place.replica for place in slot.places] for number, slot in own.items()}
         listening[name] = driver.listen.remote(machine.address, key, numbers)
         nodes.append(_Node(name, driver, OffsetEstimate()))
-    addresses = {name: rack.cluster.ask(reference, WARM_UP_PATIENCE) for name, reference in listening.items()}
+    addresses = {name: _answer(rack, name, reference, START_SECONDS) for name, reference in listening.items()}
     rack.cluster.serve_at(addresses, key)
     return nodes
 
@@ -189,8 +190,17 @@ def _measure_clocks(rack: Rack, nodes: Sequence[_Node]) -> None:
     for node in nodes:
         for _ in range(CLOCK_ROUNDS):
             sent_ns = time.monotonic_ns()
-            monotonic_ns, wall_ns = rack.cluster.ask(node.driver.clocks.remote(), rack.config.rack.wait_seconds)
+            reference = node.driver.clocks.remote()
+            monotonic_ns, wall_ns = _answer(rack, node.name, reference, rack.config.rack.wait_seconds)
             node.clock.note(sent_ns, time.monotonic_ns(), time.time_ns(), monotonic_ns, wall_ns)
+
+
+def _answer(rack: Rack, node: str, reference: Any, seconds: float) -> Any:
+    """What a node's driver answers. Raises MegatokenError when nothing comes in time, or it is gone."""
+    try:
+        return rack.cluster.ask(reference, seconds)
+    except TimeoutError:
+        raise MegatokenError(f"{node}: its driver did not answer within {seconds:g} s") from None
 
 
 def _collect(rack: Rack, nodes: Sequence[_Node], folder: RunFolder, stop: StopSignals) -> None:

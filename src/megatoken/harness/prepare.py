@@ -30,7 +30,14 @@ from megatoken.engine.memory import MemoryPlan, plan_memory
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, StorageError, UsageError
 from megatoken.hardware.inventory import cpu
-from megatoken.harness.loadgen_plan import full_length, plan_test, run_benchmark, run_round, with_target_step
+from megatoken.harness.loadgen_plan import (
+    OFFERED_SHARES,
+    full_length,
+    plan_test,
+    run_benchmark,
+    run_round,
+    with_target_step,
+)
 from megatoken.harness.rate_finder import too_few
 
 THREADS_PER_CORE = 4  # more only wait for each other, and a typing error of two digits hangs the machine
@@ -104,7 +111,7 @@ def prepare(config: RunConfig, memory: MemoryPlan | None = None) -> Prepared:
         UsageError: something that the run needs is not installed or not there; rules of a round that does not have the
             benchmark; a search so short that it can find nothing.
     """
-    check_round(config)
+    check_benchmark(config)
     if find_spec("mlperf_loadgen") is None:
         raise UsageError("LoadGen is not installed, which every run needs: pip install mlcommons-loadgen")
     check_writable(config.out)
@@ -161,9 +168,14 @@ def prepare(config: RunConfig, memory: MemoryPlan | None = None) -> Prepared:
     return Prepared(config, source.config, memory, data_set, weights, tuple(warnings), tuple(notes), gate)
 
 
-def check_round(config: RunConfig) -> None:
-    """Refuses a claim of rules that the round does not have for the benchmark. Raises UsageError."""
+def check_benchmark(config: RunConfig) -> None:
+    """Refuses a scenario that the benchmark has no limits for, or rules of a round without it. Raises UsageError."""
     benchmark = run_benchmark(config)
+    if config.scenario in OFFERED_SHARES and config.scenario not in benchmark.limits:
+        raise UsageError(
+            f"--scenario {config.scenario}: {benchmark.name} has no limits for it; take singlestream or offline, or "
+            "name the --benchmark whose limits are meant"
+        )
     if config.rules is not None and config.rules not in benchmark.rounds:
         known = ", ".join(name for name in get_args(RoundName) if name in benchmark.rounds)
         raise UsageError(f"--rules {config.rules}: that round has no {benchmark.name}; rounds that have it: {known}")
@@ -276,7 +288,13 @@ def _load_data_set(config: RunConfig, model: ModelConfig, memory: MemoryPlan) ->
     if prompts.suffix.lower() in SUFFIXES:
         tokenizer = tokenizer_of(config.model)
         decode = tokenizer.decode if tokenizer else None
-        return load_mlperf(prompts, vocabulary_size=vocabulary_size, max_length=max_length, decode=decode)
+        return load_mlperf(
+            prompts,
+            vocabulary_size=vocabulary_size,
+            max_length=max_length,
+            decode=decode,
+            as_published=config.rules is not None,
+        )
     return load_prompts(
         prompts,
         encode=encoder(config.model),

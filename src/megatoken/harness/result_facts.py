@@ -1,17 +1,20 @@
-"""Fields of ``result.json`` that a scenario adds: what LoadGen was asked for, and what it said."""
+"""Fields of ``result.json``: what LoadGen was asked for, what it said, and what held the speed down."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from megatoken.config import RunConfig
+from megatoken.engine.ops.native import NO_KERNELS
 from megatoken.harness.benchmarks import LatencyLimits
 from megatoken.harness.latencies import Latencies
 from megatoken.harness.loadgen import TestSettings
 from megatoken.harness.loadgen_log import LoadGenLog
 from megatoken.harness.loadgen_plan import run_benchmark, run_limits
 
+CORE_WAIT_SHARE = 0.05  # beyond it a reader of the speed is told
 _OUTPUT_RATES = {"offline": "result_tokens_per_second"}
 _SAMPLE_RATES = {"offline": "result_samples_per_second", "singlestream": "result_qps_with_loadgen_overhead"}
 
@@ -60,3 +63,24 @@ def latency_facts(own: Latencies, limits: LatencyLimits, log: LoadGenLog) -> dic
         "met": own.met(limits),
         "loadgen_met": bool(log.values.get("result_perf_constraints_met") and log.values.get("early_stopping_met")),
     }
+
+
+def engine_notes(engine: Mapping[str, Any]) -> list[str]:
+    """What makes an engine, as it describes itself, slower than the machine could be."""
+    notes = []
+    if str(engine.get("kernels", "")).startswith(NO_KERNELS):
+        why = engine["kernels"].removeprefix(NO_KERNELS)
+        notes.append(f"without compiled kernels, so slower than it could be: {why}; on Linux, GCC (g++) makes them")
+    if engine.get("device") == "cpu" and engine.get("why_no_gpu"):
+        notes.append(engine["why_no_gpu"])
+    return notes
+
+
+def core_wait_notes(share: float | None) -> list[str]:
+    """What to say of a run whose process had no core for ``share`` of the time that it wanted one."""
+    if share is None or share <= CORE_WAIT_SHARE:
+        return []
+    return [
+        f"a busy machine, so slower than it could be: {share:.0%} of the time that this process wanted a core, it had "
+        "to wait for one; end other work, or lower engine.threads if they are more than the cores"
+    ]

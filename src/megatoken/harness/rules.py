@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from megatoken.config import RoundName
 from megatoken.harness.benchmarks import DEFAULT_BENCHMARK, Benchmark, LatencyLimits, benchmark, rules_table
-from megatoken.harness.client_limit import ClientLimit
 from megatoken.harness.latencies import Latencies
 from megatoken.harness.loadgen import Seeds
 from megatoken.harness.loadgen_log import LoadGenLog
 from megatoken.results import Reason, Verdict
+
+if TYPE_CHECKING:
+    from megatoken.harness.client_limit import ClientLimit
 
 CLIENT_SHARE = 0.5  # of what the client can do alone; beyond it, the client is part of what is measured
 SHORTEST_SEND_LAG_LIMIT_SECONDS = 0.01

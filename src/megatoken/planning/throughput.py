@@ -196,7 +196,7 @@ def from_runs(
 
 def _mean_of(runs: Sequence[Run]) -> str:
     verdicts = ", ".join(dict.fromkeys(run.verdict for run in runs))
-    return f"mean of {len(runs)} repeats in {runs[0].path.parent} ({verdicts})"
+    return f"geometric mean of {len(runs)} repeats in {runs[0].path.parent} ({verdicts})"
 
 
 def _run_notes(runs: Sequence[Run], whole: Sequence[Run], rates: Mapping[str, Any]) -> Iterator[str]:

@@ -46,7 +46,7 @@ LOOK_SECONDS = 0.25
 LONGEST_ROUND_SECONDS = 1.0
 HANDSHAKE_SECONDS = 5.0
 MOST_HANDSHAKES = 64  # at a time
-LOW_QUEUE = 256  # samples below which whoever fills the queue is woken
+LOW_QUEUE, LOW_QUEUE_PER_REPLICA = 256, 32  # samples below which whoever fills the queue is woken
 
 _SUMMED = ("processed_tokens", "output_tokens", "decoded_tokens", "preemptions", "computed_seconds")
 
@@ -245,7 +245,7 @@ class Hub:
             for peer in list(self._peers.values()):
                 with suppress(WireError):
                     peer.channel.send(Kind.CLOSE)
-        self._over = True
+            self._over = True
         self._wake()
         self._thread.join()
         for peer in self._peers.values():
@@ -326,7 +326,10 @@ class Hub:
                 if not piece:
                     raise WireError("closed")
                 hello += piece
-            self._arrived.put((connection, NUMBER.unpack_from(hello, 5)[0]))
+            with self._lock:
+                if self._over:
+                    raise WireError("closed")
+                self._arrived.put((connection, NUMBER.unpack_from(hello, 5)[0]))
             self._wake()
         except (OSError, WireError):
             connection.close()
@@ -386,7 +389,7 @@ class Hub:
                     return
             if self._queue:
                 self.dispatch()
-                if len(self._queue) < LOW_QUEUE:
+                if len(self._queue) < max(LOW_QUEUE, LOW_QUEUE_PER_REPLICA * len(self._served)):
                     self._events.put([])
 
     def _note(self, peer: _Peer, body: bytes) -> None:

@@ -147,6 +147,7 @@ def tornado(title: str, unit: str, base: float, swings: Sequence[Swing]) -> Figu
         + "; ".join(f"{s.name}: {precise(s.result_low)} to {precise(s.result_high)} {unit}" for s in swings),
         data=Table(f"{title}, {unit}", (*columns, *results), rows),
         legend=(("keyhatched", "input at its low value"), ("keybar", "input at its high value")),
+        told=True,
     )
 
 

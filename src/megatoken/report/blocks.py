@@ -70,7 +70,10 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A chart: SVG elements on a canvas of 400 x ``height``, what they say in words, and the numbers behind them."""
+    """A chart: SVG elements on a canvas of 400 x ``height``, what they say in words, and the numbers behind them.
+
+    A terminal prints those numbers where no other table has them: ``told``.
+    """
 
     title: str
     unit: str
@@ -79,6 +82,7 @@ class Figure:
     description: str
     data: Table
     legend: tuple[tuple[str, str], ...] = ()  # class of the key, name
+    told: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from megatoken.report.blocks import (
     Badge,
     Cell,
     Facts,
+    Figure,
     Headline,
     Points,
     Section,
@@ -141,7 +142,8 @@ def _show_view(view: View, console: Console) -> None:
 def _show_section(section: Section, console: Console) -> None:
     from rich.text import Text
 
-    shown = [block for block in section.blocks if isinstance(block, Table | Points)]
+    blocks = (block.data if isinstance(block, Figure) and block.told else block for block in section.blocks)
+    shown = [block for block in blocks if isinstance(block, Table | Points)]
     if shown:
         console.print()
         console.print(Text(clean(section.title), style="bold underline"))
@@ -152,7 +154,7 @@ def _show_section(section: Section, console: Console) -> None:
 
 
 def _show_block(block: object, console: Console) -> None:
-    """Print a block; figures, definitions and folded facts are for the page alone."""
+    """Print a block; definitions and folded facts are for the page alone."""
     from rich.text import Text
 
     if isinstance(block, Headline):

@@ -14,7 +14,7 @@ from megatoken.results import Run, read_run
 from megatoken.results.files import plain, storage_error, to_json, write_text
 from megatoken.results.lookup import run_folders
 from megatoken.results.repeats import REPEATS, are_repeats, read_repeats, summarise_repeats
-from megatoken.results.run_folder import REPORT, RESULT
+from megatoken.results.run_folder import REPORT
 
 OURS = b"megatoken</title>"  # near the start of every page
 HEAD_BYTES = 8192
@@ -94,10 +94,10 @@ def save_document(document: Mapping[str, Any], folder: Path) -> tuple[Path, Path
 
 def _subjects(path: Path) -> Iterator[tuple[Run | Document, Path]]:
     """What ``path`` stands for, and where the page of each belongs."""
-    if (path / RESULT).exists():
+    folders = run_folders(path)
+    if folders == [path]:
         yield read_run(path), path / REPORT
         return
-    folders = run_folders(path)
     if not folders:
         file = document_in(path) if path.is_dir() else path
         yield read_document(file), file.with_suffix(".html")

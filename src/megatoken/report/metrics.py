@@ -18,7 +18,7 @@ TONES: dict[str, str] = {Verdict.VALID: "good", Verdict.INVALID: "bad", Verdict.
 MEANING = {
     Verdict.MEASURED: "a healthy run that claims no MLPerf rules",
     Verdict.VALID: "meets the MLPerf rules it claims",
-    Verdict.INVALID: "a sample failed, answers fall short, or an MLPerf rule that it claims is not met",
+    Verdict.INVALID: "a sample failed, answers or a soak fall short, or an MLPerf rule that it claims is not met",
     Verdict.DEGRADED: "finished with fewer nodes than it started with",
     Verdict.INTERRUPTED: "ended early; the numbers cover what was done until then",
 }
@@ -73,6 +73,7 @@ def metric_rows(run: Run) -> list[MetricRow]:
     ]
     rows += _accuracy(result.get("accuracy") or {})
     rows += _compliance(result.get("compliance") or {})
+    rows += _stability(result.get("stability") or {}, result.get("soak") or {})
     unremarkable = {"Samples failed", "Samples cancelled", "Preemptions", "Peak memory", "Energy", "Offered"}
     return [row for row in rows if not (row.label in unremarkable and row.value in ("0", ABSENT))]
 
@@ -130,6 +131,32 @@ def _compliance(compliance: Mapping[str, Any]) -> list[MetricRow]:
         for key, label in parts.items()
         if key in compliance
     ]
+
+
+def _stability(stability: Mapping[str, Any], soak: Mapping[str, Any]) -> list[MetricRow]:
+    """Whether a soak held its rate, and by which figures; shares as percent."""
+    if not stability:
+        return []
+
+    def percent(share: Any) -> str:
+        return number(100 * share if is_number(share) else None)
+
+    rows = [MetricRow("Stability", "", str(stability.get("verdict")))]
+    for label, name in (("Trend over the soak", "trend"), ("First tenth to last", "drift")):
+        if change := stability.get(name):
+            rows.append(MetricRow(label, "%", percent(change.get("change_share"))))
+            ends = (percent(change.get(end)) for end in ("low_share", "high_share"))
+            rows.append(MetricRow("  its 99 % interval", "%", " .. ".join(ends)))
+    if (variation := stability.get("coefficient_of_variation")) is not None:
+        rows.append(MetricRow("Variation of windows", "%", percent(variation)))
+    if worst := stability.get("worst_window"):
+        label = f"Worst {number(stability.get('window_seconds'))} s"
+        rows.append(_single(worst, label, "tokens/s", "output_tokens_per_second"))
+    if interruptions := soak.get("interruptions"):
+        pauses = [one.get("gap_seconds") for one in interruptions]
+        rows.append(MetricRow("Interrupted", "times", number(len(pauses))))
+        rows.append(MetricRow("Paused", "s", number(sum(pause for pause in pauses if is_number(pause)))))
+    return rows
 
 
 def _latency(result: dict[str, Any], label: str, name: str) -> MetricRow:

@@ -17,7 +17,8 @@ import numpy as np
 
 from megatoken.errors import UsageError
 from megatoken.results.files import plain
-from megatoken.results.nodes import WORKLOAD, NodeRow, check_rows, clock, distinct, natural, took_turns
+from megatoken.results.nodes import WORKLOAD, NodeRow, check_rows, clock, distinct, took_turns
+from megatoken.results.numerals import natural
 
 SCHEMA_VERSION = 1
 STRAGGLER_THRESHOLD = 0.03

@@ -23,7 +23,7 @@ from megatoken.results.reference import accelerator_facts
 
 BASES = ("total", "per_gpu", "per_node", "per_rack")
 CONFIDENCE = 0.95
-INTERVAL_METHOD = "95 % confidence, Welch's t on the logarithms of the means, from repeats of both"
+INTERVAL_METHOD = "95 % confidence, Welch's t on the logarithms of the rates, from repeats of both"
 MATCHED = ("division", "state", "verdict", "scenario", "mode", "model", "accuracy_target", "precision")
 MATCHED_WHERE_KNOWN = ("weights", "ttft_limit_seconds", "tpot_limit_seconds")
 LENGTHS = ("input_tokens_per_sample", "output_tokens_per_sample")
@@ -267,11 +267,15 @@ def software_differences(of: Entry, to: Entry) -> list[SoftwareDifference]:
 
 
 def ratio_interval(of: Sequence[float], to: Sequence[float]) -> tuple[float, float] | None:
-    """Confidence interval of mean(of) / mean(to) by ``INTERVAL_METHOD``; None without two positive repeats of each."""
+    """Confidence interval of the ratio of geometric means, ``of`` over ``to``, by ``INTERVAL_METHOD``.
+
+    None without two positive repeats of each.
+    """
     if min(len(of), len(to)) < 2 or min(*of, *to) <= 0:
         return None
-    errors = [(statistics.stdev(values) / statistics.fmean(values)) ** 2 / len(values) for values in (of, to)]
-    ratio, error = statistics.fmean(of) / statistics.fmean(to), math.sqrt(sum(errors))
+    logarithms = [[math.log(value) for value in values] for values in (of, to)]
+    errors = [statistics.variance(values) / len(values) for values in logarithms]
+    ratio, error = statistics.geometric_mean(of) / statistics.geometric_mean(to), math.sqrt(sum(errors))
     if error == 0:
         return (ratio, ratio)
     freedom = sum(errors) ** 2 / sum(

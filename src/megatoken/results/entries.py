@@ -99,7 +99,7 @@ def _check_published(flag: str, name: str, known: Collection[str]) -> None:
 
 
 def run_entry(runs: Sequence[Run], name: str) -> Entry:
-    """Run folders of one setting as one entry: their mean rate, and each rate as a repeat.
+    """Run folders of one setting as one entry: the geometric mean of their rates, and each rate as a repeat.
 
     Runs that were interrupted are left out of the mean where others came to their end.
 
@@ -122,7 +122,7 @@ def run_entry(runs: Sequence[Run], name: str) -> Entry:
         name=name,
         source=str(first.path) if len(runs) == 1 else f"{len(whole)} runs: {', '.join(run.path.name for run in whole)}",
         state="measured",
-        output_tokens_per_second=statistics.fmean(rates),
+        output_tokens_per_second=rates[0] if len(rates) == 1 else statistics.geometric_mean(rates),
         scenario=result.get("scenario"),
         model=result.get("model"),
         precision=result.get("precision"),

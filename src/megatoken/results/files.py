@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from megatoken.errors import StorageError
@@ -27,10 +28,16 @@ MENDS = {
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a hidden neighbour of ``path``, flush it to the disk, then rename it over ``path``.
 
+    A link stays one; what it names is replaced.
+
     Raises:
-        StorageError: the disk refuses; ``path`` is as it was.
+        StorageError: ``path`` is a folder, a device or a pipe, or the disk refuses; ``path`` is as it was.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    real = Path(os.path.realpath(path))
+    with suppress(OSError):  # there is none yet, or writing will tell
+        if not S_ISREG(real.stat().st_mode):  # a device such as /dev/null would be renamed over, for all who use it
+            raise StorageError(f"{path}: not a regular file; name another")
+    temporary = real.with_name(f".{real.name}.tmp")
     try:
         write(temporary)
         descriptor = os.open(temporary, os.O_RDONLY)
@@ -38,7 +45,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        temporary.replace(path)
+        temporary.replace(real)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()

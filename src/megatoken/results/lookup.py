@@ -16,10 +16,17 @@ def run_folders(path: Path) -> list[Path]:
 
     Hidden folders are left out, and what lies inside a run folder is part of that run. A link to a run folder is one,
     but none is named twice; a link to any other folder is not followed.
+
+    Raises:
+        UsageError: a folder below ``path`` cannot be read.
     """
     found: dict[Path, Path] = {}
-    for folder in _below(path, 0):
-        found.setdefault(folder.resolve(), folder)
+    try:
+        for folder in _below(path, 0):
+            found.setdefault(folder.resolve(), folder)
+    except OSError as error:
+        where = error.filename or path
+        raise UsageError(f"{where}: cannot be read ({error.strerror}); name the folders of runs themselves") from error
     return list(found.values())
 
 

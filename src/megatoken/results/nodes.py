@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ import numpy as np
 
 from megatoken.errors import UsageError
 from megatoken.results.machine import name_of, run_accelerators, unix_seconds
-from megatoken.results.numerals import precise
+from megatoken.results.numerals import natural, precise
 from megatoken.results.series import Floats
 from megatoken.results.statistics import Samples
 
@@ -144,9 +143,10 @@ def check_rows(rows: Sequence[NodeRow]) -> None:
             place = row.source or row.node
             raise UsageError(f"{place}: no output tokens were completed in a known time; leave this node out")
     for name in WORKLOAD:
-        found = {getattr(row, name): row for row in rows if getattr(row, name) is not None}
+        # LoadGen writes Offline, run folders offline.
+        found = {value.lower(): row for row in rows if (value := getattr(row, name)) is not None}
         if len(found) > 1:
-            shown = ", ".join(f"{value} ({row.source or row.node})" for value, row in found.items())
+            shown = ", ".join(f"{getattr(row, name)} ({row.source or row.node})" for row in found.values())
             raise UsageError(f"nodes of one result do the same work, these differ in {name}: {shown}")
 
 
@@ -196,11 +196,6 @@ def _when(row: NodeRow) -> str:
     if row.started_seconds is None:
         return "at a time that nothing tells"
     return f"from {clock(row.started_seconds)} for {precise(row.duration_seconds)} s"
-
-
-def natural(name: str) -> list[tuple[bool, int | str]]:
-    """A sorting key that puts node 9 before node 10."""
-    return [(part.isdecimal(), int(part) if part.isdecimal() else part) for part in re.split(r"(\d+)", name) if part]
 
 
 def _overlap(one: NodeRow, other: NodeRow) -> bool:

@@ -30,6 +30,7 @@ from megatoken.errors import ExitCode, StorageError, UsageError
 from megatoken.results.aggregation import aggregate, aggregate_fields
 from megatoken.results.files import plain, redact, storage_error, to_json, write_atomically, write_text
 from megatoken.results.nodes import run_node_rows
+from megatoken.results.shapes import check_environment, check_result
 from megatoken.results.statistics import summarise
 from megatoken.results.tables import SampleRow, SeriesRow, append, read_parquet, to_table, write_parquet
 
@@ -47,6 +48,7 @@ REQUESTS = "requests.parquet"
 SERIES = "series.parquet"
 RESULT = "result.json"
 REPORT = "report.html"
+_HEAD = ("schema_version", "verdict", "reasons", "rules_unmet")  # of result.json, whatever the facts
 
 
 class Verdict(StrEnum):
@@ -154,10 +156,34 @@ class RunFolder:
         folder._thread.start()
         return folder
 
+    @classmethod
+    def reopen(cls, path: Path, facts: Mapping[str, Any]) -> Self:
+        """Go on recording in the folder of a run that was interrupted.
+
+        Args:
+            path: a run folder that nobody else writes.
+            facts: fields of ``result.json`` to replace or add.
+
+        Raises:
+            UsageError: the folder cannot be read.
+        """
+        run = read_run(path)
+        kept = {name: value for name, value in run.result.items() if name not in _HEAD}
+        folder = cls(path, run.result["scenario"], {**kept, **plain(facts)})
+        folder._requests, folder._series = run.requests, run.series
+        folder._written_rows = (len(run.requests), len(run.series))
+        folder._thread.start()
+        return folder
+
     @property
     def mlperf_directory(self) -> Path:
         """Where LoadGen writes its own files."""
         return self.path / MLPERF
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Fields of ``result.json`` known so far."""
+        return self._facts
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
         """Add or replace fields of ``result.json`` that become known during the run; written with the next rows."""
@@ -181,8 +207,8 @@ class RunFolder:
         self._stop_thread()
         self._requests, self._series = append(self._requests, requests), append(self._series, series)
 
-    def end_recording(self) -> pa.Table:
-        """Record nothing more; the table of all samples, from which a verdict can be reached.
+    def end_recording(self) -> tuple[pa.Table, pa.Table]:
+        """Record nothing more; all samples and the time series, from which a verdict can be reached.
 
         Raises:
             StorageError: an earlier write failed.
@@ -190,7 +216,7 @@ class RunFolder:
         self._stop_thread()
         self._raise_failure()
         self._take_new_rows()
-        return self._requests
+        return self._requests, self._series
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the last rows, then the final ``result.json``.
@@ -333,7 +359,7 @@ def read_run(path: Path) -> Run:
     readers: dict[str, Callable[[Path], Any]] = {
         RESULT: lambda file: _checked_result(json.loads(file.read_bytes())),
         CONFIG: lambda file: _mapping(yaml.safe_load(file.read_bytes())),
-        ENVIRONMENT: lambda file: _mapping(json.loads(file.read_bytes())),
+        ENVIRONMENT: lambda file: _checked_environment(json.loads(file.read_bytes())),
         REQUESTS: lambda file: read_parquet(file, SampleRow),
         SERIES: lambda file: read_parquet(file, SeriesRow),
     }
@@ -379,7 +405,14 @@ def _checked_result(value: Any) -> dict[str, Any]:
     Verdict(result["verdict"])
     for reason in (*result["reasons"], *result["rules_unmet"], *result.get("doubts", [])):
         _mapping(reason)["code"], reason["message"]
+    check_result(result)
     return result
+
+
+def _checked_environment(value: Any) -> dict[str, Any]:
+    environment = _mapping(value)
+    check_environment(environment)
+    return environment
 
 
 def _rename_to_free_name(draft: Path, wanted: Path) -> Path:

@@ -22,6 +22,7 @@ SHORTEST_STEADY_SECONDS = 2.0
 SHORTEST_STEADY_LIVES = 3.0
 
 ARRIVING = ("server", "interactive")  # scenarios whose samples are due at times that no answer decides
+SOAK = "soak"  # no scenario of MLPerf's: the target is kept full for as long as asked
 STAGES = ("tokenise", "queue", "prefill", "decode", "detokenise")
 
 
@@ -36,7 +37,7 @@ def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: 
     Args:
         requests: table of ``SampleRow``.
         series: table of ``SeriesRow``.
-        scenario: MLPerf scenario; decides what the times to first token and latencies mean.
+        scenario: MLPerf scenario, or ``SOAK``; decides what the times to first token and latencies mean.
         finished: every sample has ended. Otherwise those in flight are missing from ``requests``, and with them what
             a steady window is found by, so that it stays None.
     """
@@ -97,6 +98,8 @@ def latency_origin(scenario: str) -> str:
     """What latencies and times to first token count from; Offline ones are no user's waiting time."""
     if scenario == "offline":
         return "start of the one offline query: the wait in the queue is included, no user waits like this"
+    if scenario == SOAK:
+        return "issue of each sample, when another has ended: the wait in a queue that is never empty is included"
     if scenario == "singlestream":
         return "issue of each sample, when the one before it has ended"
     return "scheduled time of each sample"

@@ -63,9 +63,11 @@ class SeriesRow(NamedTuple):
     temperature_celsius: float | None = None
 
 
+TOTALS = ("output_tokens", "processed_tokens", "preemptions")  # of the series, from the start on
 TEXT_COLUMNS = ("node", "finish_reason", "error")
 INT32_COLUMNS = ("replica", "input_tokens", "rows", "row_budget", "in_flight", "waiting")
 DURATIONS = ("tokenise_seconds", "detokenise_seconds")
+MOMENTS = tuple(name for name in SampleRow._fields if name.endswith("_seconds") and name not in DURATIONS)
 REAL_SUFFIXES = ("_seconds", "_watts", "_mhz", "_celsius")
 
 
@@ -110,10 +112,9 @@ def joined_runs(runs: Sequence[tuple[pa.Table, pa.Table, float]]) -> tuple[pa.Ta
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    moments = [name for name in SampleRow._fields if name.endswith("_seconds") and name not in DURATIONS]
     all_requests, all_series, first_id = [], [], 0
     for requests, series, start in runs:
-        changed = {name: pc.add(requests[name], start) for name in moments}
+        changed = {name: pc.add(requests[name], start) for name in MOMENTS}
         changed["sample_id"] = pc.add(requests["sample_id"], first_id)
         first_id += len(requests)
         all_requests.append(_with_columns(requests, changed))
@@ -144,7 +145,10 @@ def read_parquet(path: Path, row_type: type[SampleRow] | type[SeriesRow]) -> pa.
     import pyarrow.parquet as pq
 
     table_schema = schema(row_type)
-    table = pq.read_table(path)
+    # Opened once: a run that goes on puts another file in its place at any moment. A file of Arrow's own, since its
+    # threads may still hold it when the process ends, and then must not want the interpreter.
+    with pa.OSFile(str(path), "rb") as file:
+        table = pq.ParquetFile(file).read()
     for name, default in row_type._field_defaults.items():
         if default is None and name not in table.column_names:
             table = table.append_column(table_schema.field(name), pa.nulls(len(table), table_schema.field(name).type))

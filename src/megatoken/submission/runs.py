@@ -29,6 +29,7 @@ USER_CONF = "user.conf"
 ACCURACY_TXT = "accuracy/accuracy.txt"
 ABANDONED = "ABANDONED.txt"
 ONE_FOR_ALL = {"model": "model", "weights": "weights", "precision": "precision", "data_set_sha256": "data set"}
+LATENCY_CODES = {"TTFT_LIMIT", "TPOT_LIMIT"}
 _FAMILIES = {
     "llama2-70b": r"llama[-_ ]?2[-_ ]70b",
     "llama3.1-405b": r"llama[-_ ]?3[._]1[-_ ]405b",
@@ -164,7 +165,12 @@ def _unfinished(run: Run, role: Role, round_: str) -> str | None:
         return f"MEASURED: it claims no rules; repeat the run with --rules {round_}"
     if run.verdict is Verdict.INVALID:
         test = " --compliance TEST06" if role is Role.COMPLIANCE else ""
-        return f"INVALID ({codes}); repeat the run with --rules {round_}{test} and nothing that cuts it short"
+        how = "and nothing that cuts it short"
+        if codes == "DATA_SET_SIZE":
+            how = "on MLPerf's whole data set (--prompts)"
+        elif any(reason["code"] in LATENCY_CODES for reason in run.reasons):
+            how = "at a lower rate"
+        return f"INVALID ({codes}); repeat the run with --rules {round_}{test} {how}"
     return None
 
 

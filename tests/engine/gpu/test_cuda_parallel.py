@@ -10,6 +10,7 @@ from checkpoints import make_checkpoint
 from engines import drain
 
 from megatoken.engine import Engine, EngineConfig, Request
+from megatoken.engine.parallel import OWN_ROWS_FROM_BYTES
 from megatoken.errors import MegatokenError
 
 pytestmark = [
@@ -24,6 +25,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "vocab_size": 1024,
+    "max_position_embeddings": 1024,
 }
 
 
@@ -42,15 +44,38 @@ def requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_two_gpus_answer_as_one(llama: Path, precision: str) -> None:
+@pytest.mark.parametrize(("precision", "fp8_scales"), [("bf16", "tensor"), ("fp8", "tensor"), ("fp8", "row")])
+def test_two_gpus_answer_as_one(llama: Path, precision: str, fp8_scales: str) -> None:
     """First tokens, since an answer that once takes the other of two close logits goes its own way."""
-    config = {"precision": precision, "max_rows": 64, "max_sequences": 16, "cache_tokens": 4096}
+    config = {
+        "precision": precision,
+        "fp8_scales": fp8_scales,
+        "max_rows": 64,
+        "max_sequences": 16,
+        "cache_tokens": 4096,
+    }
     one, two = (Engine(llama, EngineConfig(tensor_parallel=ranks, **config)).generate(requests()) for ranks in (1, 2))
+    same = sum(left.token_ids[0] == right.token_ids[0] for left, right in zip(one, two, strict=True))
+    print(f"\n{precision}, {fp8_scales}: {same} of {len(one)} first tokens agree")
+    assert same >= (0.9 if precision == "bf16" else 0.7) * len(one)
+    assert [len(answer.token_ids) for answer in one] == [len(answer.token_ids) for answer in two]
+
+
+@pytest.mark.parametrize(("precision", "fp8_scales"), [("bf16", "tensor"), ("fp8", "tensor"), ("fp8", "row")])
+def test_large_steps_keep_rows_apart_and_answer_as_one(precision: str, fp8_scales: str, tmp_path: Path) -> None:
+    rows = 4096
+    make_checkpoint(tmp_path, stored=torch.bfloat16, gain=1.0, **{**SHAPE, "hidden_size": 4096})
+    assert rows * 4096 * 2 >= OWN_ROWS_FROM_BYTES
+    draw = random.Random(1)
+    asked = [
+        Request([draw.randrange(1024) for _ in range(500 + 10 * number)], 1 + number % 3, ignore_end_token=True)
+        for number in range(40)
+    ]
+    config = {"precision": precision, "fp8_scales": fp8_scales, "max_rows": rows, "cache_tokens": 65536}
+    one, two = (Engine(tmp_path, EngineConfig(tensor_parallel=ranks, **config)).generate(asked) for ranks in (1, 2))
     same = sum(left.token_ids[0] == right.token_ids[0] for left, right in zip(one, two, strict=True))
     print(f"\n{precision}: {same} of {len(one)} first tokens agree")
     assert same >= (0.9 if precision == "bf16" else 0.7) * len(one)
-    assert [len(answer.token_ids) for answer in one] == [len(answer.token_ids) for answer in two]
 
 
 def test_a_rank_that_dies_is_noticed(llama: Path) -> None:

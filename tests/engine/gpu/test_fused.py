@@ -245,6 +245,31 @@ def test_silu_mul_repeats(rows: int, ffn: int) -> None:
     assert_same_bits(lambda: [fused.silu_mul(gate_up, scalar(0.01)), *fused.silu_mul_rows(gate_up)])
 
 
+# Quantise
+
+
+@pytest.mark.parametrize(("rows", "width"), NORM_SHAPES)
+def test_quantise_rows(rows: int, width: int) -> None:
+    x = normal(rows, width, seed=7) * normal(rows, 1, seed=8, spread=50.0)
+    values, scale_T1 = fused.quantise_rows(x)
+    torch.testing.assert_close(scale_T1, x.float().abs().amax(-1, keepdim=True) / E4M3_MAX, rtol=1e-6, atol=0)
+    assert_rounded(values, x.float() / scale_T1)
+
+
+def test_quantise_rows_of_zeros_and_of_no_numbers() -> None:
+    x = torch.zeros(2, 64, dtype=torch.bfloat16, device=DEVICE)
+    x[1, 5] = float("nan")
+    values, scale_T1 = fused.quantise_rows(x)
+    assert (values[0].float() == 0).all() and scale_T1[0].item() == pytest.approx(1e-12)
+    assert values[1].float().isnan().any()
+
+
+@pytest.mark.parametrize(("rows", "width"), [(3, 128), full_size(1537, 8192)])
+def test_quantise_rows_repeats(rows: int, width: int) -> None:
+    x = normal(rows, width, seed=9)
+    assert_same_bits(lambda: list(fused.quantise_rows(x)))
+
+
 # Rotary embedding and cache write
 
 PAGES, LENGTH = 9, 64

@@ -16,7 +16,7 @@ from megatoken.audit.checks.run_verdict import (
     check_verdict,
 )
 from megatoken.audit.detail_log import DetailLog, read_detail_log
-from megatoken.audit.discovery import Tree, below, natural
+from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Run, Where
 from megatoken.audit.figures import elapsed
 from megatoken.audit.finding import Observation, Severity, shown
@@ -25,7 +25,10 @@ from megatoken.audit.view import observe
 from megatoken.errors import MegatokenError
 from megatoken.results import Run as RunFolder
 from megatoken.results import Verdict, read_run, summarise
+from megatoken.results.files import plain
+from megatoken.results.numerals import natural
 from megatoken.results.run_folder import MLPERF, REQUESTS, RESULT
+from megatoken.results.stability import Stability, judge_soak
 
 FINISHED = (Verdict.MEASURED, Verdict.VALID, Verdict.INVALID)
 CLOCK_SECONDS = 1.0  # dates are told in whole seconds, and a clock may be set a little
@@ -124,6 +127,9 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
     )
     yield from check_configured(folder, prefix)
     if folder.verdict not in FINISHED:
+        return
+    if "soak" in result:
+        yield _stability(folder, where)
         return
     log = _detail_log(tree, path)
     if logged is None or log is None:
@@ -273,6 +279,22 @@ def _times(result: Mapping[str, Any], logged: Run, where: tuple[Where, ...]) -> 
         shown("; ".join(problems)) or f"{compared} times, in order",
         (*where, logged.where("power_begin")),
     )
+
+
+def _stability(folder: RunFolder, where: tuple[Where, ...]) -> Observation:
+    """A soak's verdict, judged again: it has no log of LoadGen's."""
+    expected = "the stability that its time series shows, MEASURED where that is STABLE"
+    try:
+        again = plain(judge_soak(folder.result, folder.environment, folder.requests, folder.series))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        return observe("run_folder.stability", False, expected, shown(f"cannot be judged: {error!r}"), where)
+    stated = folder.result.get("stability")
+    agrees = isinstance(stated, Mapping) and set(stated) == set(again) and _same(again, stated)
+    steady = again["verdict"] == Stability.STABLE
+    healthy = folder.verdict is Verdict.INVALID or (steady and folder.verdict is Verdict.MEASURED)
+    word = stated.get("verdict") if isinstance(stated, Mapping) else None
+    found = f"{word}, judged again {again['verdict']}; the run is {folder.verdict}"
+    return observe("run_folder.stability", bool(agrees and healthy), expected, shown(found), where)
 
 
 def _moment(text: Any) -> datetime | None:

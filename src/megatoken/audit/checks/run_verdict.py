@@ -22,7 +22,7 @@ from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import observe
 from megatoken.results import Run, Verdict
 from megatoken.results.run_folder import CONFIG, RESULT
-from megatoken.results.statistics import Samples
+from megatoken.results.statistics import SOAK, Samples
 
 CONFIGURED = ("scenario", "mode", "rules", "precision", "text")  # what result.json says as config.yaml does
 SHORTEST_SEND_LAG_LIMIT_SECONDS, SEND_LAG_SHARE = 0.01, 0.05  # of the limit on the time to first token
@@ -83,6 +83,8 @@ def check_configured(folder: Run, prefix: str) -> Iterator[Observation]:
         prefix: path of the folder, with a slash at its end; empty for the audited folder itself.
     """
     result, config = folder.result, folder.config
+    if "soak" in result and config.get("scenario") == "offline":
+        config = {**config, "scenario": SOAK}  # it runs under the full load that Offline has
     differing = [
         f"{key} {result.get(key)}, configured {config[key]}"
         for key in CONFIGURED

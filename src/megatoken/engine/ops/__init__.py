@@ -1,8 +1,8 @@
 """The operations a model is made of, one module for each back end.
 
-``cpu`` and ``cuda`` are modules with the functions of ``Ops``; the model calls them by name and never asks whose they
-are. ``fused``, ``paged_attention`` and ``tokens`` are Triton kernels for ``cuda``; ``native`` calls compiled ones for
-``cpu``.
+``cpu``, ``cuda`` and ``cuda_rows``, which is ``cuda`` with other fp8 scales, are modules with the functions of ``Ops``;
+the model calls them by name and never asks whose they are. ``fused``, ``paged_attention`` and ``tokens`` are Triton
+kernels for ``cuda``; ``native`` calls compiled ones for ``cpu``.
 ``reference`` writes the operations out in plain torch: the definitions, and the oracle of the tests.
 
 Shape letters: T rows in the step, S rows that sample, D hidden size, N output features, F feed-forward size, H query
@@ -11,7 +11,6 @@ heads, K key/value heads, G = H / K, E head dimension, V vocabulary, R sequences
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -34,11 +33,24 @@ class Batch(Protocol):
     sample_slots: Tensor  # integers [S]
 
 
+class Ranks(Protocol):
+    """The ranks that a model is cut over, as one of them calls the others: all call the same, in the same order."""
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum of ``x`` over all ranks, in place."""
+
+    def add_own_rows(self, x_TN: Tensor) -> Tensor:
+        """This rank's rows of that sum -> [T / ranks, N]."""
+
+    def all_rows(self, x_TN: Tensor) -> Tensor:
+        """The rows of all ranks, each of which has T -> [T x ranks, N]."""
+
+
 class Ops(Protocol):
     """What a back end provides.
 
-    An activation on its way into a linear may be held in that linear's own number format, which is why operations that
-    make one are told its ``consumer``.
+    An activation on its way into a linear may be held in that linear's own number format, a tensor or not, which is why
+    operations that make one are told its ``consumer``.
     """
 
     def kernels(self) -> str:
@@ -63,28 +75,29 @@ class Ops(Protocol):
     def pack_gated(self, gate_up: list[tuple[Tensor | Fp8Weight, Tensor | None]], precision: Precision) -> Any:
         """Bring gate and up projection, each weight [F, D] and bias [F] or None, into the form ``gated`` wants."""
 
-    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, epsilon: float, consumer: Any = None) -> Tensor:
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, epsilon: float, consumer: Any = None) -> Any:
         """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension."""
 
-    def linear(self, x_TD: Tensor, linear: Any) -> Tensor:
+    def linear(self, x_TD: Any, linear: Any) -> Tensor:
         """``x W^T + b`` -> [T, N]."""
 
     def linear_add_norm(
         self,
-        x_TD: Tensor,
+        x_TD: Any,
         linear: Any,
         residual_TN: Tensor,
         weight_N: Tensor,
         epsilon: float,
         consumer: Any,
-        add: Callable[[Tensor], Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        ranks: Ranks | None = None,
+    ) -> tuple[Tensor, Any]:
         """``r = residual + x W^T + b`` -> (r, rms_norm(r)), both [T, N]; ``residual`` may be overwritten.
 
-        ``add`` is applied to ``x W^T + b`` first, in place: it sums over ranks that have parts of ``x`` and ``W``.
+        With ``ranks``, which have parts of ``x`` and ``W``, the product is summed over them. If the residual has only
+        this rank's rows, so has ``r``; the norms come from all ranks (Korthikanti et al., 2022: sequence parallelism).
         """
 
-    def gated(self, x_TD: Tensor, gate_up: Any, consumer: Any) -> Tensor:
+    def gated(self, x_TD: Any, gate_up: Any, consumer: Any) -> Any:
         """``silu(gate(x)) * up(x)`` -> [T, F]."""
 
     def rotate_and_write(
@@ -101,10 +114,10 @@ class Ops(Protocol):
         ``tables_LE``: cosine and sine in the half-split layout, the sine with the minus sign of the first half.
         """
 
-    def attention(self, q_THE: Tensor, cache: LayerCache, batch: Any, consumer: Any) -> Tensor:
+    def attention(self, q_THE: Tensor, cache: LayerCache, batch: Any, consumer: Any) -> Any:
         """Causal attention of every row over its sequence's cached keys -> [T, H * E]."""
 
-    def sample_attention(self, q_SHE: Tensor, cache: LayerCache, batch: Any, consumer: Any) -> Tensor:
+    def sample_attention(self, q_SHE: Tensor, cache: LayerCache, batch: Any, consumer: Any) -> Any:
         """The same for the rows that sample alone, each the last of its sequence -> [S, H * E]."""
 
     def greedy(self, logits_SV: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ An input scale comes from the checkpoint or from ``fix_input_scales`` after some
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import ModelConfig, Precision
-from megatoken.engine.ops import NO_TOKEN, fused, paged_attention, tokens
+from megatoken.engine.ops import NO_TOKEN, Ranks, fused, paged_attention, tokens
 from megatoken.engine.quant import E4M3_MAX, Fp8Weight, quantise_tensor, stack, with_one_scale
 from megatoken.errors import CapacityError
 
@@ -88,7 +88,7 @@ def padded_rows(rows: int, weights_bytes: int) -> int:
 
 
 def pack_linear(weight_ND: Tensor | Fp8Weight, bias_N: Tensor | None, precision: Precision) -> Linear:
-    """The weight as it is, or in e4m3 with one scale: products with a scale for each row cost 1 to 3 % more time.
+    """The weight as it is, or in e4m3 with one scale.
 
     Raises:
         CapacityError: an fp8 product cannot have these sides.
@@ -97,11 +97,16 @@ def pack_linear(weight_ND: Tensor | Fp8Weight, bias_N: Tensor | None, precision:
         weight_ND = quantise_tensor(weight_ND)
     if isinstance(weight_ND, Tensor):
         return Linear(weight_ND, bias_N)
-    shape = weight_ND.values_ND.shape
-    if any(side % 16 for side in shape):
-        raise CapacityError(f"a linear of {' x '.join(map(str, shape))}: fp8 on a GPU needs multiples of 16; take bf16")
+    check_sides(weight_ND.values_ND)
     weight_ND = with_one_scale(weight_ND)
     return fp8_linear(weight_ND.values_ND, weight_ND.scale_N1.item(), weight_ND.input_scale, bias_N)
+
+
+def check_sides(values_ND: Tensor) -> None:
+    """Raise CapacityError if no fp8 product has them."""
+    if any(side % 16 for side in values_ND.shape):
+        sides = " x ".join(map(str, values_ND.shape))
+        raise CapacityError(f"a linear of {sides}: fp8 on a GPU needs multiples of 16; take bf16")
 
 
 def pack_gated(gate_up: list[tuple[Tensor | Fp8Weight, Tensor | None]], precision: Precision) -> Linear:
@@ -243,13 +248,18 @@ def linear_add_norm(
     weight_N: Tensor,
     epsilon: float,
     consumer: Linear,
-    add: Callable[[Tensor], Tensor] | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A product, then sum, norm and quantisation in one pass; the residual is written in place."""
+    """A product, then sum, norm and quantisation in one pass; the residual is written in place.
+
+    Ranks that have their own rows of the residual hand on what the consumer reads: one byte an element in fp8.
+    """
     delta_TN = linear(x_TD, linear_)
-    if add is not None:
-        delta_TN = add(delta_TN)
-    return residual_TN, fused.add_rms_norm(delta_TN, residual_TN, weight_N, epsilon, _input_scale(consumer))
+    own_rows = ranks is not None and len(residual_TN) < len(delta_TN)
+    if ranks is not None:
+        delta_TN = ranks.add_own_rows(delta_TN) if own_rows else ranks.add(delta_TN)
+    h_TN = fused.add_rms_norm(delta_TN, residual_TN, weight_N, epsilon, _input_scale(consumer))
+    return residual_TN, ranks.all_rows(h_TN) if ranks is not None and own_rows else h_TN
 
 
 def gated(x_TD: Tensor, gate_up: Linear, consumer: Linear) -> Tensor:

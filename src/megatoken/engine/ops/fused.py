@@ -236,6 +236,38 @@ def silu_mul_reference(gate_up_T2F: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+# Quantise ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _quantise_rows_kernel(x, out, out_scale, D: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.max_contiguous(tl.arange(0, BLOCK), _RUN)
+    inside = column < D
+    y = tl.load(x + row * D + column, mask=inside, other=0.0).to(tl.float32)
+    row_scale = _row_scale(tl.max(tl.abs(y)))
+    tl.store(out_scale + row, row_scale)
+    tl.store(out + row * D + column, _saturate(y * (1.0 / row_scale)).to(out.dtype.element_ty), mask=inside)
+
+
+def quantise_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """One scale per row, which takes the row's largest magnitude to 448: for what no kernel here computed.
+
+    Args:
+        x_TD: bf16 [T, D], D up to 16,384.
+
+    Returns:
+        e4m3 [T, D] and fp32 scales [T, 1].
+    """
+    require_contiguous(x_TD)
+    rows, width = x_TD.shape
+    block = triton.next_power_of_2(width)
+    values = torch.empty(x_TD.shape, dtype=torch.float8_e4m3fn, device=x_TD.device)
+    scale_T1 = torch.empty((rows, 1), dtype=torch.float32, device=x_TD.device)
+    _quantise_rows_kernel[(rows,)](x_TD, values, scale_T1, width, block, num_warps=min(max(block // 1024, 1), 16))
+    return values, scale_T1
+
+
 # Rotary embedding and cache write ---------------------------------------------------------------------------------
 
 

@@ -24,6 +24,8 @@ PROCESSOR = Path("/proc/cpuinfo")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 SUFFIX = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 BUILD_SECONDS = 60
+NO_KERNELS = "PyTorch only: "
+"""How ``status`` begins where there are none."""
 
 _address, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 SIGNATURES = {
@@ -48,11 +50,19 @@ def _library_and_status() -> tuple[ctypes.CDLL | None, str]:
     try:
         return _open(), "compiled kernels"
     except (OSError, RuntimeError, AttributeError) as error:
-        return None, f"PyTorch only: {error}"
+        return None, f"{NO_KERNELS}{error}"
 
 
-def _open() -> ctypes.CDLL:
-    """The kernels from the user's cache folder, built if they are not there or damaged; RuntimeError says why not."""
+def must_build() -> bool:
+    """Whether the first call of ``library`` or ``status`` will build, which takes some ten seconds."""
+    try:
+        return not _place()[1].exists()
+    except (OSError, RuntimeError):
+        return False
+
+
+def _place() -> tuple[str, Path, str]:
+    """The compiler, the file in the user's cache folder that the kernels have or get, and their key in its name."""
     if platform.system() != "Linux":
         raise RuntimeError(f"kernels are for Linux, this is {platform.system()}")
     name = os.environ.get("CXX", "g++")
@@ -62,9 +72,14 @@ def _open() -> ctypes.CDLL:
     sources = [source.read_bytes() for source in (SOURCE, *HEADERS)]
     key = hashlib.sha256(repr((sources, FLAGS, compiler, _processor())).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatoken"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _refuse_foreign(folder)
-    file = folder / f"kernels-{key}.so"
+    return compiler, folder / f"kernels-{key}.so", key
+
+
+def _open() -> ctypes.CDLL:
+    """The kernels from the user's cache folder, built if they are not there or damaged; RuntimeError says why not."""
+    compiler, file, key = _place()
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _refuse_foreign(file.parent)
     if file.exists():
         _refuse_foreign(file)
         content = file.read_bytes()

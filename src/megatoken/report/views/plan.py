@@ -36,7 +36,7 @@ def plan_view(document: Document) -> View:
     results = document.parts("results")
     sections = (
         Section("Results", tuple(_results(results))),
-        Section("Pictures", tuple(_figures(document, results))),
+        Section("At a glance", tuple(_figures(document, results))),
         Section("In detail", tuple(given_tables(document))),
         Section("Profiles", tuple(_profiles(document))),
     )

@@ -29,7 +29,7 @@ from megatoken.report.views.common import records_table
 from megatoken.report.views.goodput import goodput_blocks
 from megatoken.report.views.over_time import time_figures
 from megatoken.results import Reason, Run
-from megatoken.results.numerals import number
+from megatoken.results.numerals import natural, number
 from megatoken.results.statistics import (
     PERCENTILE_METHOD,
     SHORTEST_STEADY_LIVES,
@@ -168,7 +168,7 @@ def _sample_figures(run: Run, samples: Samples) -> Iterator[Figure]:
 
 
 def _nodes(run: Run) -> Iterator[Block]:
-    nodes = run.result.get("nodes") or []
+    nodes = sorted(run.result.get("nodes") or [], key=lambda node: natural(str(node.get("node"))))
     if len(nodes) < 2:
         return
     rated = [(str(node.get("node")), node.get("output_tokens_per_second")) for node in nodes]

@@ -1,0 +1,111 @@
+"""Compiles a model's Triton kernels side by side while its weights load: one after the other they take eleven seconds.
+
+What is compiled is decided by dtypes, by the sizes of the model and by which arguments are absent, so every kernel is
+launched once on a few rows of zeros. One that is forgotten here is compiled in the first step: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatoken.engine.cache import ACTIVATION_DTYPE, cache_dtype
+from megatoken.engine.config import EngineConfig, Fp8Scales, ModelConfig, Precision
+from megatoken.engine.ops import fused, paged_attention, tokens
+from megatoken.engine.ops.cuda import DECODE
+
+ROWS = 16
+
+
+def start_compiling(
+    config: ModelConfig, engine: EngineConfig, page_size: int, device: torch.device
+) -> list[Future[None]]:
+    """Begins; each future is one kernel's, done when the kernel can run."""
+    kernels = launches(config, engine.precision, page_size, device, engine.fp8_scales)
+    pool = ThreadPoolExecutor(max_workers=len(kernels), thread_name_prefix="compile")
+
+    def launch(kernel: Callable[[], object]) -> None:
+        with torch.cuda.device(device), torch.inference_mode():
+            kernel()
+
+    futures = [pool.submit(launch, kernel) for kernel in kernels]
+    pool.shutdown(wait=False)
+    return futures
+
+
+def launches(
+    config: ModelConfig,
+    precision: Precision,
+    page_size: int,
+    device: torch.device,
+    fp8_scales: Fp8Scales = "tensor",
+) -> list[Callable[[], object]]:
+    """Every kernel that steps of this model launch, in every form. Longest to compile first."""
+    heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
+    epsilon = config.rms_norm_epsilon
+
+    def zeros(*shape: int, dtype: torch.dtype = ACTIVATION_DTYPE[precision]) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def int32(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    x_TD, norm_D = zeros(ROWS, config.hidden_size), zeros(config.hidden_size)
+    gate_up_T2F, logits_TV = zeros(ROWS, 2 * config.intermediate_size), zeros(ROWS, config.vocabulary_size)
+    qkv_TN, q_THE = zeros(ROWS, (heads + 2 * kv_heads) * head_dim), zeros(ROWS, heads, head_dim)
+    cos_LE = zeros(ROWS, head_dim)
+    head_norm_E = zeros(head_dim) if config.qk_norm else None
+    split = DECODE.block_tokens
+    pages_TW = torch.zeros(ROWS, -(-2 * split // page_size), dtype=torch.int32, device=device)
+    lengths_T = int32(*[2 * split] * ROWS)
+    indices_T = int32(*[0] * ROWS)
+    cache = zeros(1, kv_heads, page_size, head_dim, dtype=cache_dtype(precision, device))
+
+    def decode(out_THE: Tensor, out_scale: float | None) -> None:
+        paged_attention.decode_attention(
+            q_THE, cache, cache, pages_TW, lengths_T, out_THE,
+            softmax_scale=1.0, max_length=2 * split, total_tokens=2 * split * ROWS, out_scale=out_scale,
+            config=replace(DECODE, split_tokens=split),
+        )  # fmt: skip
+
+    def chunk(out_THE: Tensor, out_scale: float | None) -> None:
+        paged_attention.chunk_attention(
+            q_THE, cache, cache, pages_TW[:1], int32(0, ROWS), int32(ROWS), ROWS, out_THE,
+            softmax_scale=1.0, out_scale=out_scale,
+        )  # fmt: skip
+
+    def norm(delta_TD: Tensor | None, scale: Tensor | None = None) -> Callable[[], object]:
+        return lambda: fused.add_rms_norm(delta_TD, x_TD.clone(), norm_D, epsilon, scale)
+
+    outputs: list[tuple[Tensor, float | None]] = [(zeros(ROWS, heads, head_dim), None)]
+    if precision == "fp8" and fp8_scales == "row":
+        inputs = [
+            norm(x_TD),
+            lambda: fused.add_rms_norm_rows(None, x_TD, norm_D, epsilon),
+            lambda: fused.add_rms_norm_rows(x_TD, x_TD.clone(), norm_D, epsilon),
+            lambda: fused.silu_mul_rows(gate_up_T2F),
+            lambda: fused.quantise_rows(q_THE.view(ROWS, -1)),
+        ]
+    else:
+        inputs = [norm(None), norm(x_TD), lambda: fused.silu_mul(gate_up_T2F)]
+        if precision == "fp8":
+            scale = torch.ones(1, device=device)
+            outputs.append((zeros(ROWS, heads, head_dim, dtype=torch.float8_e4m3fn), 1.0))
+            inputs += [norm(None, scale), norm(x_TD, scale), lambda: fused.silu_mul(gate_up_T2F, scale)]
+
+    return [
+        *(lambda output=output: chunk(*output) for output in outputs),
+        *(lambda output=output: decode(*output) for output in outputs),
+        lambda: tokens.gather_tokens(indices_T, indices_T, zeros(ROWS, dtype=torch.int64)),
+        *inputs,
+        lambda: fused.rotate_and_write(
+            qkv_TN, cos_LE, cos_LE, indices_T, indices_T, cache, cache,
+            q_norm_E=head_norm_E, k_norm_E=head_norm_E, epsilon=epsilon,
+        ),
+        lambda: tokens.argmax_rows(logits_TV),
+        lambda: tokens.argmax_rows(logits_TV, programs=1),
+    ]  # fmt: skip

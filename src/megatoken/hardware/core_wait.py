@@ -1,0 +1,42 @@
+"""How long this process had to wait for a core: what a busy machine takes from a measurement."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+TASKS = Path("/proc/self/task")
+
+
+class CoreWait:
+    """Watches the process's threads from now on.
+
+    The kernel counts for each thread how long it ran and how long it could have run but had no core (``schedstat`` in
+    Documentation/scheduler/sched-stats.rst of Linux). A thread that ends takes its count with it.
+    """
+
+    def __init__(self) -> None:
+        """Takes the counts that later ones are held against."""
+        self._before = _counts()
+
+    def share(self) -> float | None:
+        """Of the time that the threads wanted a core since the start, the share in which they had none, 0 to 1.
+
+        None where the kernel does not tell.
+        """
+        ran = waited = 0
+        for thread, (ran_ns, waited_ns) in _counts().items():
+            ran_before_ns, waited_before_ns = self._before.get(thread, (0, 0))
+            ran += ran_ns - ran_before_ns
+            waited += waited_ns - waited_before_ns
+        return waited / (ran + waited) if ran + waited else None
+
+
+def _counts() -> dict[str, tuple[int, int]]:
+    """Nanoseconds that each thread ran and waited; empty where the kernel does not tell."""
+    counts = {}
+    for file in TASKS.glob("*/schedstat"):
+        with suppress(OSError):  # a thread that ended just now
+            ran, waited, _ = file.read_text().split()
+            counts[file.parent.name] = int(ran), int(waited)
+    return counts

@@ -1,0 +1,373 @@
+"""``megatoken soak``: a target kept full for hours, in one run folder that an interruption does not end, and a verdict.
+
+LoadGen has no test of an exact duration and cannot be stopped or gone on with, so a soak issues its samples itself, to
+the same loop of measurement: a new one for each that ends. Times and totals in the folder count the time under load: a
+soak that was interrupted goes on where it stopped, and how long it paused is told apart.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatoken.config import RunConfig
+from megatoken.errors import UsageError
+from megatoken.hardware.inventory import take_inventory
+from megatoken.harness.bench import Bench
+from megatoken.harness.loadgen import TestSettings
+from megatoken.harness.loadgen_wire import Issued
+from megatoken.harness.measurement import Measurement
+from megatoken.harness.prepare import Prepared
+from megatoken.harness.progress import Progress
+from megatoken.harness.rules import judge
+from megatoken.harness.run import make_bench
+from megatoken.harness.stop import Stop, StopSignals
+from megatoken.harness.text_stages import Codec
+from megatoken.results import Reason, Run, RunFolder, SampleRow, SeriesRow, Verdict, read_run, run_name
+from megatoken.results.machine import unix_seconds
+from megatoken.results.numerals import is_number
+from megatoken.results.series import numbers, replicas
+from megatoken.results.stability import judge_soak
+from megatoken.results.statistics import SOAK
+from megatoken.results.tables import MOMENTS, TOTALS
+from megatoken.targets import Outcome, Target
+
+QUEUED_SHARE = 0.5  # samples that wait for each that a replica can hold
+FEWEST_QUEUED = 16
+ROW_SECONDS = 0.001  # by which a row that ends a segment stands after the last of it
+NOTE = "a soak issues its own samples, without LoadGen: it says whether a rate holds and claims no MLPerf rules"
+
+
+class SteadyLoad:
+    """Keeps a number of samples outstanding until the time is over: passes of the data set, each in its own order."""
+
+    def __init__(self, rows: int, population: int, seconds: float, seed: Sequence[int]) -> None:
+        """Issues nothing before it is first asked.
+
+        Args:
+            rows: of the data set.
+            population: samples outstanding at any time.
+            seconds: how long samples are issued, from the first on.
+            seed: of the orders.
+        """
+        self._order = _passes(rows, seed)
+        self._population = population
+        self._seconds = seconds
+        self._end_ns: int | None = None
+        self._outstanding: set[int] = set()
+        self.issued = 0
+        self.all_issued = False
+
+    @property
+    def outstanding(self) -> int:
+        """Samples without an end."""
+        return len(self._outstanding)
+
+    def take_issued(self, timeout_seconds: float) -> list[Issued]:
+        """As many samples as have ended since the last call; none once the time is over."""
+        now_ns = time.monotonic_ns()
+        if self._end_ns is None:
+            self._end_ns = now_ns + round(self._seconds * 1e9)
+        self.all_issued = now_ns >= self._end_ns
+        wanted = self._population - len(self._outstanding)
+        if self.all_issued or not wanted:
+            return []
+        self._outstanding.update(range(self.issued, self.issued + wanted))
+        self.issued += wanted
+        return [Issued(now_ns, [next(self._order) for _ in range(wanted)])]
+
+    def first_token(self, sample: int, token_id: int) -> None:
+        """Nobody waits for it."""
+
+    def complete(self, sample: int, output_tokens: int, token_ids: Sequence[int] = ()) -> None:
+        """Makes room for another."""
+        self._outstanding.remove(sample)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+
+def _passes(rows: int, seed: Sequence[int]) -> Iterator[int]:
+    draws = np.random.default_rng(seed)
+    while True:
+        yield from draws.permutation(rows).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A soak that was interrupted, and what it reached; its folder is held until the process ends.
+
+    Attributes:
+        run: its folder as it was left.
+        begins_seconds: time under load so far.
+        reached: the last row of every replica.
+    """
+
+    run: Run
+    begins_seconds: float
+    reached: Sequence[SeriesRow]
+
+    @classmethod
+    def read(cls, path: Path) -> Earlier:
+        """Takes the folder and reads it.
+
+        Raises:
+            UsageError: it is no soak, has come to its end, or another process writes it.
+        """
+        hold(path)
+        run = read_run(path)
+        soak = run.result.get("soak")
+        if not isinstance(soak, dict):
+            raise UsageError(f"{path}: is no soak; give the folder of a megatoken soak that was interrupted")
+        begins = [one.get("begins_seconds") for one in soak.get("segments") or [{}]]
+        if not (is_number(soak.get("duration_seconds")) and all(map(is_number, begins)) and "interruptions" in soak):
+            raise UsageError(f"{path}: its result.json is damaged (soak); start another soak with --duration")
+        if run.verdict is not Verdict.INTERRUPTED:
+            raise UsageError(f"{path}: has come to its end and is {run.verdict}; start another soak with --duration")
+        series = run.series
+        last = [series.slice(rows[-1], 1).to_pylist()[0] for _, _, rows in replicas(series)]
+        reached = [numbers(series["elapsed_seconds"]), numbers(run.requests["last_token_seconds"])]
+        latest = max((float(np.nanmax(moments)) for moments in reached if len(moments)), default=0.0)
+        return cls(run, latest + ROW_SECONDS, tuple(SeriesRow(**row) for row in last))
+
+    @property
+    def last_rows(self) -> list[SeriesRow]:
+        """The state of every replica once the process was gone: what it had counted, and nothing under way."""
+        at = self.begins_seconds
+        return [
+            row._replace(elapsed_seconds=at, rows=0, pages_free=row.pages, in_flight=0, waiting=0)
+            for row in self.reached
+        ]
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        """Refuses to go on with another model, data set or machine. Raises UsageError."""
+        there, here = self.run.environment, take_inventory()
+        pairs = {name: (self.run.result.get(name), facts.get(name)) for name in ("weights", "data_set_sha256")}
+        pairs["CPU"] = (_cpu(there), _cpu(here))
+        pairs["GPUs"] = (_gpu_names(there), _gpu_names(here))
+        for name, (before, now) in pairs.items():
+            if before != now:
+                raise UsageError(
+                    f"{self.run.path}: cannot be resumed: {name} was {before}, here it is {now}; "
+                    "start another soak with --duration"
+                )
+
+
+def run_soak(
+    prepared: Prepared,
+    config: RunConfig,
+    target: Target,
+    progress: Progress,
+    tokenizer: Codec | None,
+    earlier: Earlier | None = None,
+) -> Path:
+    """Warms up, keeps the target full until the duration is over, lets what is under way end, and judges.
+
+    Args:
+        prepared: what is to be run.
+        config: resolved; ``min_duration_seconds`` is how long.
+        target: what serves; nobody else may use it meanwhile.
+        progress: where to say how far it is.
+        tokenizer: of the model; only ``config.text`` needs it.
+        earlier: the soak to go on with; None: a new one.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        UsageError: ``earlier`` was of something else.
+        StorageError: the folder cannot be written; what is there says INTERRUPTED.
+    """
+    if earlier is not None:
+        earlier.check(prepared.facts())
+    # One sample: the warm-up has no number of samples to find out.
+    warm_up = config.model_copy(update={"samples": 1, "min_duration_seconds": 0.0})
+    bench, settings, _ = make_bench(warm_up, prepared.data_set, target, prepared.facts(), progress, tokenizer)
+    population = target.counters().replicas * _population(prepared.memory.max_sequences)
+    with StopSignals() as stop:
+        if earlier is None:
+            folder = _create(config, {**prepared.facts(), **target.facts()}, population)
+            hold(folder.path)
+        else:
+            folder = RunFolder.reopen(earlier.run.path, {"soak": _resumed(earlier)})
+            for row in earlier.last_rows:
+                folder.add_series(row)
+        stop.parting_words = f"stopped at once; {_how_to_go_on(folder)}"
+        try:
+            _run(bench, settings, folder, stop, population, earlier)
+        except BaseException as error:
+            folder.interrupt(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            progress.clear()
+    return folder.path
+
+
+def hold(folder: Path) -> None:
+    """Keeps other processes from recording in ``folder`` until this one ends. Raises UsageError: one does."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be opened ({error.strerror}); give the folder of a soak") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UsageError(f"{folder}: another process is recording in it; wait for its end") from None
+
+
+def _population(max_sequences: int) -> int:
+    return max_sequences + max(FEWEST_QUEUED, round(QUEUED_SHARE * max_sequences))
+
+
+def _create(config: RunConfig, facts: Mapping[str, Any], population: int) -> RunFolder:
+    now = datetime.now(UTC)
+    soak = {
+        "duration_seconds": config.min_duration_seconds,
+        "population": population,
+        "segments": [{"begins_seconds": 0.0, "started_at": now.isoformat()}],
+        "interruptions": [],
+    }
+    more = {"notes": [*facts["notes"], NOTE], "mode": config.mode, "rules": None, "text": config.text, "soak": soak}
+    return RunFolder.create(
+        config.out,
+        run_name(now, SOAK, config.model),
+        config.model_dump(mode="json"),
+        take_inventory(),
+        scenario=SOAK,
+        facts={**facts, **more},
+    )
+
+
+def _resumed(earlier: Earlier) -> dict[str, Any]:
+    """The field ``soak`` with the interruption told and a new segment begun."""
+    soak, now = earlier.run.result["soak"], datetime.now(UTC)
+    last = soak["segments"][-1]
+    began = unix_seconds(last["started_at"]) or now.timestamp()
+    stopped = began + earlier.begins_seconds - last["begins_seconds"]
+    interruption = {
+        "at_seconds": earlier.begins_seconds,
+        "gap_seconds": max(0.0, now.timestamp() - stopped),
+        "samples_dropped": sum(row.in_flight for row in earlier.reached),
+        "why": "; ".join(reason["message"] for reason in earlier.run.reasons),
+        "lost_replicas": _lost_replicas(earlier.run.result.get("rack")),
+    }
+    return {
+        **soak,
+        "segments": [*soak["segments"], {"begins_seconds": earlier.begins_seconds, "started_at": now.isoformat()}],
+        "interruptions": [*soak["interruptions"], interruption],
+    }
+
+
+def _lost_replicas(rack: Mapping[str, Any] | None) -> int:
+    return rack["replicas"] - rack["replicas_least"] if rack else 0
+
+
+def _how_to_go_on(folder: RunFolder) -> str:
+    return f"go on with megatoken soak --resume {folder.path}"
+
+
+def _run(
+    bench: Bench, settings: TestSettings, folder: RunFolder, stop: Stop, population: int, earlier: Earlier | None
+) -> None:
+    duration, begins = folder.facts["soak"]["duration_seconds"], earlier.begins_seconds if earlier else 0.0
+    outcome = Outcome({}, None)
+    if begins < duration:
+        rows, left = len(bench.data_set.requests), duration - begins
+        load = SteadyLoad(rows, population, left, (bench.config.seed, round(begins * 1e9)))
+        record = _Continued(folder, earlier) if earlier else folder
+        measurement = Measurement(
+            load,
+            settings,
+            np.arange(rows),
+            bench.data_set,
+            bench.target,
+            record,
+            bench.progress,
+            bench.text,
+            planned_seconds=left,
+        )
+        while not measurement.over and not stop.received:
+            measurement.step()
+        measurement.note_state()
+        if stop.received:
+            at_seconds = begins + measurement.elapsed_seconds()
+            folder.interrupt(f"{stop.received} after {at_seconds:.0f} of {duration:g} s; {_how_to_go_on(folder)}")
+            bench.target.cancel_all()
+            return
+        outcome = bench.target.outcome(measurement.start_ns)
+    _conclude(folder, outcome)
+
+
+def _conclude(folder: RunFolder, outcome: Outcome) -> None:
+    requests, series = folder.end_recording()
+    soak = folder.facts["soak"]
+    stability = judge_soak(folder.facts, take_inventory(), requests, series)
+    failed = requests["error"].is_valid().to_pylist().count(True)
+    verdict, reasons = judge(False, [], failed, len(requests), stability["reasons"])
+    lost = [
+        f"{one['lost_replicas']} replicas before {one['at_seconds']:.0f} s"
+        for one in soak["interruptions"]
+        if one["lost_replicas"]
+    ]
+    lost += [outcome.lost] if outcome.lost is not None else []
+    if lost:
+        verdict = verdict if verdict is Verdict.INVALID else Verdict.DEGRADED
+        reasons = [*reasons, Reason(code="LOST_REPLICAS", message="; ".join(lost))]
+    folder.finish(
+        {
+            "verdict": verdict,
+            "reasons": reasons,
+            "rules_unmet": [],
+            "ended_at": datetime.now(UTC).isoformat(),
+            "stability": stability,
+            **outcome.facts,
+        }
+    )
+
+
+class _Continued:
+    """A run folder that goes on where it stopped: moments and totals are added to what it has."""
+
+    def __init__(self, folder: RunFolder, earlier: Earlier) -> None:
+        self._folder = folder
+        self._begins_seconds = earlier.begins_seconds
+        self._first_id = 1 + int(max(numbers(earlier.run.requests["sample_id"]), default=-1))
+        self._reached = {(row.node, row.replica): row for row in earlier.reached}
+        self._peak_memory_bytes = earlier.run.result.get("peak_memory_bytes") or 0
+
+    def add_samples(self, rows: Sequence[SampleRow]) -> None:
+        self._folder.add_samples([self._moved(row) for row in rows])
+
+    def add_series(self, row: SeriesRow) -> None:
+        before = self._reached.get((row.node, row.replica))
+        totals = {name: getattr(row, name) + (getattr(before, name) if before else 0) for name in TOTALS}
+        self._folder.add_series(row._replace(elapsed_seconds=row.elapsed_seconds + self._begins_seconds, **totals))
+
+    def add_facts(self, facts: Mapping[str, Any]) -> None:
+        """When the soak started, and its peak memory, are told of the whole."""
+        kept = {name: value for name, value in facts.items() if name != "started_at"}
+        if (peak := kept.get("peak_memory_bytes")) is not None:
+            kept["peak_memory_bytes"] = max(peak, self._peak_memory_bytes)
+        self._folder.add_facts(kept)
+
+    def _moved(self, row: SampleRow) -> SampleRow:
+        moments = ((name, getattr(row, name)) for name in MOMENTS)
+        moved = {name: value + self._begins_seconds for name, value in moments if value is not None}
+        return row._replace(sample_id=row.sample_id + self._first_id, **moved)
+
+
+def _cpu(environment: Mapping[str, Any]) -> str:
+    return str((environment.get("cpu") or {}).get("model"))
+
+
+def _gpu_names(environment: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(str(gpu.get("name")) for gpu in environment.get("gpus") or ())) or "none"

@@ -1,0 +1,76 @@
+# ruff: noqa: E402 the interpreter is switched on before triton is imported
+"""Every kernel that is compiled while weights load: it runs, and no step of the engine needs another."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+from megatoken.engine import Engine, EngineConfig, Request
+from megatoken.engine.config import ModelConfig
+from megatoken.engine.ops import compilation, fused, paged_attention, tokens
+
+LLAMA = ModelConfig("llama", 64, 96, 2, 4, 2, 16, 301, 256)
+MODELS = {"llama": LLAMA, "qwen3": replace(LLAMA, name="qwen3", qk_norm=True)}
+KINDS = [("bf16", "tensor"), ("fp8", "tensor"), ("fp8", "row")]
+SHAPE = {
+    "hidden_size": 192,
+    "intermediate_size": 320,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 9001,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU compiles them in the test below")
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("precision", "fp8_scales"), KINDS)
+def test_every_launch_runs(model: str, precision: str, fp8_scales: str) -> None:
+    """What they compute is no number of ours: they read zeros. They must only accept what they are given."""
+    launches = compilation.launches(MODELS[model], precision, 16, torch.device("cpu"), fp8_scales)
+    assert len(launches) >= 9
+    for launch in launches:
+        launch()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3"])
+@pytest.mark.parametrize(("precision", "fp8_scales"), KINDS)
+def test_no_step_compiles(
+    architecture: str, precision: str, fp8_scales: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither warm-up nor requests, short, long, alone and together: all was compiled beside the weights' loading."""
+    make_checkpoint(tmp_path, architecture, stored=torch.bfloat16, gain=1.0, **SHAPE)
+    for module in (fused, paged_attention, tokens):
+        for kernel in vars(module).values():
+            if isinstance(kernel, triton.runtime.JITFunction):
+                kernel.device_caches.clear()  # of what other tests compiled
+    ahead: list[str] = []
+    late: list[str] = []
+
+    def note(**details: object) -> None:
+        thread = threading.current_thread().name
+        (ahead if thread.startswith("compile") else late).append(str(details["repr"]))
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    config = EngineConfig(precision=precision, fp8_scales=fp8_scales, max_rows=256, cache_tokens=65_536)
+    engine = Engine(tmp_path, config)
+    for lengths in ([1], [3], [700], [1, 33, 300, 2000, 64], [20] * 100):
+        engine.generate([Request([7] * length, 1 + length % 30, ignore_end_token=True) for length in lengths])
+    assert len(ahead) >= 9
+    assert late == []

@@ -1,0 +1,33 @@
+"""What a reader of a speed is told about what held it down."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatoken.harness.result_facts import core_wait_notes, engine_notes
+
+
+@pytest.mark.parametrize("share", [None, 0.0, 0.05])
+def test_a_quiet_machine_is_not_worth_a_note(share: float | None) -> None:
+    assert core_wait_notes(share) == []
+
+
+def test_a_busy_machine_is() -> None:
+    (note,) = core_wait_notes(0.051)
+    assert note.startswith("a busy machine, so slower than it could be: 5% of the time")
+
+
+def test_an_engine_that_has_all_it_wants_needs_no_note() -> None:
+    assert engine_notes({"device": "cpu", "kernels": "compiled kernels", "why_no_gpu": None}) == []
+    assert engine_notes({"device": "NVIDIA H200", "kernels": "Triton", "why_no_gpu": None}) == []
+    assert engine_notes({}) == []
+
+
+def test_an_engine_on_the_cpu_although_there_is_a_gpu() -> None:
+    why = "runs on the CPU: the GPU back end has no fp32; take bf16 or fp8"
+    assert engine_notes({"device": "cpu", "kernels": "compiled kernels", "why_no_gpu": why}) == [why]
+
+
+def test_an_engine_without_kernels() -> None:
+    (note,) = engine_notes({"device": "cpu", "kernels": "PyTorch only: no compiler g++", "why_no_gpu": None})
+    assert note.startswith("without compiled kernels, so slower than it could be: no compiler g++; ")

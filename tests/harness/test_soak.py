@@ -1,0 +1,234 @@
+"""Soaks with the real engine: a short one to its end, one that is killed and resumed, and what is refused."""
+
+import json
+import signal
+import subprocess
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_support import TIMEOUT_SECONDS, call, call_here, make_checkpoint, started
+from megatoken.cli.soak import duration_seconds
+from megatoken.errors import UsageError
+from megatoken.harness.soak import SteadyLoad
+from megatoken.results import Run, Verdict, read_run
+from megatoken.results.files import plain
+from megatoken.results.stability import judge_soak
+
+ROWS = 20
+POPULATION = 4 + 16  # sequences, and the fewest that wait
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    """Flags of a load that a slow machine serves too: a tiny model, four sequences, few tokens."""
+    folder = tmp_path_factory.mktemp("load")
+    lengths = folder / "lengths.csv"
+    lengths.write_text("input_tokens,output_tokens\n" + "".join(f"{4 + i % 7},{2 + i % 5}\n" for i in range(ROWS)))
+    model = make_checkpoint(folder / "model")
+    return [
+        *("--model", model, "--lengths", lengths, "--warm-up", 0.1),
+        *("--engine.threads", 1, "--engine.max_sequences", 4),
+    ]
+
+
+def only_run(out: Path) -> Path:
+    (path,) = (path for path in out.iterdir() if not path.name.startswith("."))
+    return path
+
+
+def check_whole(run: Run, duration: float) -> None:
+    """What holds for every soak that came to its end, interrupted or not."""
+    soak, stability = run.result["soak"], run.result["stability"]
+    assert run.result["scenario"] == "soak"
+    assert soak["duration_seconds"] == duration
+    assert soak["population"] == POPULATION
+    assert run.verdict is (Verdict.MEASURED if stability["verdict"] == "STABLE" else Verdict.INVALID)
+    assert [reason["code"] for reason in run.reasons] == [reason["code"] for reason in stability["reasons"]]
+
+    assert plain(judge_soak(run.result, run.environment, run.requests, run.series)) == stability
+
+    ids = run.requests["sample_id"].to_pylist()
+    assert len(set(ids)) == len(ids)
+    assert set(run.requests["finish_reason"].to_pylist()) == {"length"}
+    times = run.series["elapsed_seconds"].to_pylist()
+    assert all(earlier < later for earlier, later in pairwise(times))
+    tokens = run.series["output_tokens"].to_pylist()
+    assert all(earlier <= later for earlier, later in pairwise(tokens))
+    assert duration <= times[-1]
+    assert list((run.path / "mlperf").iterdir()) == []
+
+
+def test_a_soak_keeps_the_target_full_for_its_time_and_is_judged(tmp_path: Path, load: list[object]) -> None:
+    code, out, err = call("soak", "--duration", "14s", *load, "--json", "--out", tmp_path)
+    printed = json.loads(out)
+    run = read_run(Path(printed["run_folder"]))
+    assert code == run.verdict.exit_code, err
+    check_whole(run, 14.0)
+    assert run.result["soak"]["interruptions"] == []
+    assert run.requests["sample_id"].to_pylist() != []
+    assert sorted(run.requests["sample_id"].to_pylist()) == list(range(len(run.requests)))  # each issued one ended
+
+    by_order = run.requests.sort_by("sample_id")["sample_index"].to_pylist()
+    passes = [by_order[at : at + ROWS] for at in range(0, len(by_order) - ROWS, ROWS)]
+    assert len(passes) > 1
+    assert all(sorted(one) == list(range(ROWS)) for one in passes)
+    assert passes[0] != passes[1]
+
+    during = [row for row in run.series.to_pylist() if 1 < row["elapsed_seconds"] < 14]
+    assert min(row["in_flight"] for row in during) >= POPULATION - 4  # a step may end all four
+    assert run.result["samples_failed"] == 0
+    assert run.result["output_tokens"] == run.series["output_tokens"].to_pylist()[-1]
+    page = (run.path / "report.html").read_text()
+    assert run.result["stability"]["verdict"] in page
+    assert "Stability" in page
+    assert call("report", run.path)[0] == 0
+
+    code, out, _ = call("audit", run.path, "--json")
+    assert code == 0, out
+    (run.path / "result.json").write_text(json.dumps({**run.result, "verdict": "VALID", "stability": {}}))
+    code, out, _ = call("audit", run.path, "--json")
+    assert code == 3
+    assert "run_folder.stability" in out
+
+
+def reached(out: Path, seconds: float, process: "subprocess.Popen[str]") -> Path:
+    """The folder of a running soak once its time series goes that far."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        for path in out.glob("2*"):
+            moments = read_run(path).series["elapsed_seconds"].to_pylist()
+            if moments and moments[-1] >= seconds:
+                return path
+        time.sleep(0.1)
+    raise AssertionError("the soak does not get on")
+
+
+def test_a_killed_soak_goes_on_where_it_stopped(tmp_path: Path, load: list[object]) -> None:
+    with started("soak", "--duration", "1h", *load, "--out", tmp_path) as process:
+        path = reached(tmp_path, 3.0, process)
+        code, _, err = call("soak", "--resume", path)  # while the other is alive
+        assert (code, err.count("\n")) == (2, 1)
+        assert "another process" in err
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = read_run(path)
+    assert before.verdict is Verdict.INTERRUPTED
+    assert before.reasons[0]["code"] == "NOT_FINISHED"
+
+    with started("soak", "--resume", path) as process:
+        reached(tmp_path, before.series["elapsed_seconds"].to_pylist()[-1] + 2.0, process)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=TIMEOUT_SECONDS)
+        assert process.returncode == 130, err
+    between = read_run(path)
+    assert between.verdict is Verdict.INTERRUPTED
+    assert f"--resume {path}" in between.reasons[0]["message"]
+
+    # An hour is more than a test has.
+    result: dict[str, Any] = json.loads((path / "result.json").read_text())
+    duration = result["soak"]["duration_seconds"] = between.series["elapsed_seconds"].to_pylist()[-1] + 3.0
+    (path / "result.json").write_text(json.dumps(result))
+    code, out, err = call("soak", "--resume", path, "--json")
+    run = read_run(path)
+    assert code == run.verdict.exit_code, err
+    assert json.loads(out)["run_folder"] == str(path)
+    check_whole(run, duration)
+    assert run.requests.slice(0, len(between.requests)).equals(between.requests)
+    assert run.requests.slice(0, len(before.requests)).equals(before.requests)
+    soak = run.result["soak"]
+    parts = [soak, *soak["segments"], *soak["interruptions"]]
+    told = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text()
+    assert {name for part in parts for name in part if f"`{name}`" not in told} == set()
+    assert len(soak["segments"]) == 3
+    assert [set(one) for one in soak["interruptions"]] == [
+        {"at_seconds", "gap_seconds", "samples_dropped", "why", "lost_replicas"}
+    ] * 2
+    killed, stopped = soak["interruptions"]
+    assert killed["at_seconds"] == soak["segments"][1]["begins_seconds"] >= 3.0
+    assert "the process ended before the run did" in killed["why"]
+    assert "SIGINT" in stopped["why"]
+    assert 0 < killed["gap_seconds"] < 600
+    assert 0 <= killed["samples_dropped"] <= POPULATION
+    assert run.result["started_at"] == before.result["started_at"]
+    assert run.result["duration_seconds"] >= duration
+
+    code, _, err = call("soak", "--resume", path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "has come to its end" in err
+
+
+def test_a_soak_of_another_model_is_not_gone_on_with(tmp_path: Path, load: list[object]) -> None:
+    with started("soak", "--duration", "1h", *load, "--out", tmp_path) as process:
+        path = reached(tmp_path, 1.0, process)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=TIMEOUT_SECONDS)
+    result: dict[str, Any] = json.loads((path / "result.json").read_text())
+    (path / "result.json").write_text(json.dumps({**result, "data_set_sha256": "0" * 64}))
+    code, _, err = call("soak", "--resume", path)
+    assert (code, err.splitlines()[-1].count("data_set_sha256")) == (2, 1)
+    assert read_run(path).verdict is Verdict.INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((), "--duration: how long?"),
+        (("--duration", "soon"), "--duration soon: must be a time"),
+        (("--duration", "0s"), "at least 1 s"),
+        (("--duration", "8d"), "at most 7 days"),
+        (("--duration", "80m", "--scenario", "server"), "scenario: a soak does not take it"),
+        (("--duration", "80m", "--samples", "9"), "samples: a soak does not take it"),
+        (("--duration", "80m", "--rules", "v5.1"), "rules: a soak does not take it"),
+        (("--duration", "80m", "--rack", "auto", "--rack.count", "per_node"), "rack.count: a soak does not take it"),
+        (("--resume", "nowhere", "--duration", "80m"), "give only --rack and --json"),
+        (("--resume", "nowhere"), "nowhere: cannot be opened"),
+    ],
+)
+def test_what_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    why: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call_here(monkeypatch, capsys, "soak", *arguments)
+    assert (code, out) == (2, "")
+    assert why in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("80m", 4800), ("1h30m", 5400), ("90", 90), ("2d", 172_800), ("1.5h", 5400), ("10s", 10)]
+)
+def test_durations_are_read(text: str, seconds: float) -> None:
+    assert duration_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "80 m", "-5s", "80mm5", "1e3", "nan", "80min"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(UsageError):
+        duration_seconds(text)
+
+
+def test_the_load_replaces_what_ends_until_its_time_is_over() -> None:
+    load = SteadyLoad(rows=3, population=5, seconds=0.2, seed=(0, 0))
+    (first,) = load.take_issued(0.0)
+    assert (len(first.rows), load.issued, load.outstanding) == (5, 5, 5)
+    assert load.take_issued(0.0) == []
+    load.complete(1, 4)
+    load.complete(4, 4)
+    (more,) = load.take_issued(0.0)
+    assert (len(more.rows), load.issued, load.outstanding) == (2, 7, 5)
+    assert sorted((first.rows + more.rows)[:6]) == [0, 0, 1, 1, 2, 2]
+    time.sleep(0.25)
+    load.complete(0, 4)
+    assert load.take_issued(0.0) == []
+    assert load.all_issued
+    assert load.outstanding == 4
