@@ -89,3 +89,34 @@ def step_arrays(
         sample_rows=np.pad(ends[sampled] - np.int32(1), (0, sample_padding)),
         sample_slots=plan.slot[sampled],
     )
+
+
+def pad_decodes(arrays: StepArrays, rows: int, width: int) -> StepArrays:
+    """A step of decodes alone as one of ``rows`` sequences with ``width`` pages each.
+
+    What is added is token 0 at position 0, writes to the dump page and sees no key.
+    """
+
+    def padded(values: Ints) -> Ints:
+        wider = np.zeros(rows, dtype=np.int32)
+        wider[: len(values)] = values
+        return wider
+
+    table_slots, pages = padded(arrays.table_slots), np.full((rows, width), DUMP_PAGE, dtype=np.int32)
+    table_slots[arrays.decodes :] = -1
+    used = min(width, arrays.pages.shape[1])
+    pages[: arrays.decodes, :used] = arrays.pages[:, :used]
+    every_row = np.arange(rows, dtype=np.int32)
+    return StepArrays(
+        token_ids=padded(arrays.token_ids),
+        table_slots=table_slots,
+        positions=padded(arrays.positions),
+        cache_slots=padded(arrays.cache_slots),
+        pages=pages,
+        lengths=padded(arrays.lengths),
+        decodes=rows,
+        chunk_rows=every_row[-1:] + np.int32(1),
+        sampled=every_row.astype(np.int64),
+        sample_rows=every_row,
+        sample_slots=padded(arrays.sample_slots),
+    )

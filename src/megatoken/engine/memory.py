@@ -20,6 +20,10 @@ PROCESS_BYTES = 300_000_000
 """Python, PyTorch and the command's other libraries, measured 224 to 260 MB, before the first weight."""
 GPU_LIBRARY_BYTES = 2_000_000_000
 """Of GPU memory, beyond what is in use when the plan is made: kernels, cuBLAS workspaces, gaps between blocks."""
+GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Rows of the steps that may be recorded as CUDA graphs."""
+GRAPH_BYTES = 1_000_000_000
+"""Of GPU memory for what the driver keeps of recorded graphs, beside the tensors of one step."""
 GPU_COLLECTIVES_BYTES = 2_000_000_000
 """Of each GPU's memory where several share a model: NCCL takes it at the first sum, and 405B on four H200 left none."""
 DEFAULT_MAX_LENGTH = 8192
@@ -164,6 +168,10 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     process = GPU_LIBRARY_BYTES if on_gpu else PROCESS_BYTES
     if on_gpu and config.tensor_parallel > 1:
         process += GPU_COLLECTIVES_BYTES
+    if on_gpu and config.cuda_graphs:
+        rows = min(GRAPH_ROWS[-1], max_rows)
+        graph_step, _ = _gpu_step_bytes(model, config.precision, page_size, rows, rows, max_length)
+        process += GRAPH_BYTES + graph_step
 
     if config.memory_bytes is not None:
         available = min(available, config.memory_bytes)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES, return_idle_c
 from megatoken.engine.request import Sampling
 from megatoken.engine.sampling import sample
 from megatoken.engine.scheduler import Scheduler, StepPlan
+
+if TYPE_CHECKING:
+    from megatoken.engine.ops.decode_graphs import DecodeGraphs
 
 FOLLOWERS_CHECK_SECONDS = 0.0002
 WARM_UP_PROMPTS, WARM_UP_PROMPT_TOKENS = 16, 256
@@ -94,6 +97,8 @@ class Runner:
             kernel.result()
         self._row_bytes = source.config.hidden_size * ACTIVATION_DTYPE[config.precision].itemsize
         self._group = None if followers is None else followers.meet(device)
+        self._record_decodes = config.cuda_graphs and device.type == "cuda"
+        self._graphs: DecodeGraphs | None = None
         if device.type == "cuda" and (followers is not None or config.tensor_parallel == 1):
             self._warm_up(memory)
 
@@ -140,18 +145,24 @@ class Runner:
     @torch.inference_mode()
     def _step(self, arrays: StepArrays, draw: Callable[..., None] | None) -> Tensor:
         """One step on the device; ``draw`` replaces the greedy ids of rows that are sampled otherwise."""
-        group = self._group
-        batch = self._ops.prepare(arrays, self._last_tokens, self._cache[0], self._config)
-        own_rows = None if group is None else group.own_rows(len(batch.token_ids), self._row_bytes)
-        logits_SV = forward(self._weights, self._config, self._ops, self._cache, batch, group, own_rows)
-        ids_S = self._ops.greedy(logits_SV)
+        if self._graphs is not None and self._graphs.takes(arrays):
+            logits_SV, ids_S, slots_S = self._graphs.run(arrays)
+        else:
+            batch = self._ops.prepare(arrays, self._last_tokens, self._cache[0], self._config)
+            logits_SV, slots_S = self._forward(batch), batch.sample_slots
+            ids_S = self._ops.greedy(logits_SV)
         if draw is not None:
             draw(logits_SV, chosen_S=ids_S)
-        if group is not None:
-            group.share(ids_S)
+        if self._group is not None:
+            self._group.share(ids_S)
         # A step that is already on its way reads whatever stands here as the id of a token.
-        self._last_tokens.index_copy_(0, batch.sample_slots.long(), ids_S.clamp(min=0))
+        self._last_tokens.index_copy_(0, slots_S.long(), ids_S.clamp(min=0))
         return ids_S
+
+    def _forward(self, batch: Any) -> Tensor:
+        group = self._group
+        own_rows = None if group is None else group.own_rows(len(batch.token_ids), self._row_bytes)
+        return forward(self._weights, self._config, self._ops, self._cache, batch, group, own_rows)
 
     def _warm_up(self, memory: MemoryPlan) -> None:
         """Fix the scales of fp8 inputs, compile kernels, take the memory of the largest steps: all before a request.
@@ -173,6 +184,10 @@ class Runner:
         self.measured_input_scales = cuda.fix_input_scales(
             linear for layer in self._weights.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
         )
+        if self._record_decodes:
+            from megatoken.engine.ops.decode_graphs import DecodeGraphs
+
+            self._graphs = DecodeGraphs(self._forward, self._last_tokens, self._cache[0], self._config)
 
     def _run(self, memory: MemoryPlan, prompts: int, prompt_tokens: int) -> None:
         """Serve random prompts, two tokens each."""

@@ -8,8 +8,9 @@ An input scale comes from the checkpoint or from ``fix_input_scales`` after some
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -148,8 +149,40 @@ def _input_scale_of(value: float, device: torch.device) -> InputScale:
 
 def prepare(arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: ModelConfig) -> Batch:
     """All indices through one pinned buffer and one copy that nobody waits for."""
+    parts = index_parts(arrays)
+    return unpack(arrays, parts, pack(parts).to(last_tokens.device, non_blocking=True), last_tokens)
+
+
+def index_parts(arrays: StepArrays) -> list[NDArray[np.int32]]:
+    """What of a step the device needs."""
     sampled = arrays.sampled
-    sample_lengths, sample_pages = arrays.lengths[sampled], arrays.pages[sampled]
+    return [
+        arrays.token_ids,
+        arrays.table_slots,
+        arrays.positions,
+        arrays.cache_slots,
+        arrays.lengths,
+        arrays.chunk_rows,
+        arrays.lengths[sampled],
+        arrays.sample_rows,
+        arrays.sample_slots,
+        arrays.pages,
+        arrays.pages[sampled],
+    ]
+
+
+def pack(parts: Sequence[NDArray[np.int32]]) -> Tensor:
+    """``index_parts`` in one buffer of pinned memory, int32."""
+    starts = _starts(parts)
+    host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=True)
+    view = host.numpy()
+    for part, start in zip(parts, starts, strict=False):
+        view[start : start + part.size] = part.reshape(-1)
+    return host
+
+
+def unpack(arrays: StepArrays, parts: Sequence[NDArray[np.int32]], indices: Tensor, last_tokens: Tensor) -> Batch:
+    """The step whose ``parts`` lie packed in ``indices`` on the device."""
     (
         host_ids,
         table_slots,
@@ -157,24 +190,13 @@ def prepare(arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: 
         cache_slots,
         lengths,
         chunk_rows,
-        device_sample_lengths,
+        sample_lengths,
         sample_rows,
         sample_slots,
         pages,
-        device_sample_pages,
-    ) = _to_device(
-        arrays.token_ids,
-        arrays.table_slots,
-        arrays.positions,
-        arrays.cache_slots,
-        arrays.lengths,
-        arrays.chunk_rows,
-        sample_lengths,
-        arrays.sample_rows,
-        arrays.sample_slots,
-        arrays.pages,
         sample_pages,
-        device=last_tokens.device,
+    ) = (
+        indices[start : start + part.size].view(part.shape) for part, start in zip(parts, _starts(parts), strict=False)
     )
     return Batch(
         token_ids=tokens.gather_tokens(host_ids, table_slots, last_tokens),
@@ -189,20 +211,15 @@ def prepare(arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: 
         samples=arrays.samples,
         sample_rows=sample_rows,
         sample_slots=sample_slots,
-        sample_pages=device_sample_pages,
-        sample_lengths=device_sample_lengths,
-        sample_host_lengths=sample_lengths,
+        sample_pages=sample_pages,
+        sample_lengths=sample_lengths,
+        sample_host_lengths=arrays.lengths[arrays.sampled],
     )
 
 
-def _to_device(*arrays: NDArray[np.int32], device: torch.device) -> list[Tensor]:
-    starts = np.cumsum([0, *(-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays)]).tolist()
-    host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=True)
-    view = host.numpy()
-    for array, start in zip(arrays, starts, strict=False):
-        view[start : start + array.size] = array.reshape(-1)
-    packed = host.to(device, non_blocking=True)
-    return [packed[start : start + array.size].view(array.shape) for array, start in zip(arrays, starts, strict=False)]
+def _starts(parts: Sequence[NDArray[np.int32]]) -> list[int]:
+    """Of each part in the packed step, and the end of the last."""
+    return list(accumulate((-(-part.size // _ALIGNMENT) * _ALIGNMENT for part in parts), initial=0))
 
 
 def _input_scale(consumer: Linear | None) -> Tensor | None:

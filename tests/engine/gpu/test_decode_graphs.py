@@ -1,0 +1,123 @@
+"""Steps replayed as CUDA graphs against the same steps launched kernel by kernel."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from checkpoints import make_checkpoint
+from engines import drain
+
+from megatoken.engine import Engine, EngineConfig, Request, Sampling
+from megatoken.engine.memory import GRAPH_ROWS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1008,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    make_checkpoint(directory, stored=torch.bfloat16, gain=1.0, **SHAPE)
+    return directory
+
+
+def some_requests(number: int, longest: int = 90, **others: object) -> list[Request]:
+    draw = random.Random(number)
+    return [
+        Request(
+            [draw.randrange(1008) for _ in range(draw.randrange(1, longest))],
+            draw.randrange(1, 40),
+            ignore_end_token=True,
+            **others,
+        )
+        for _ in range(number)
+    ]
+
+
+def same_share(llama: Path, config: EngineConfig, requests: list[Request]) -> float:
+    """Of answers that are equal with and without graphs; a piece of attention cut elsewhere rounds otherwise."""
+    eager, graph = (Engine(llama, replace(config, cuda_graphs=graphs)).generate(requests) for graphs in (False, True))
+    assert [len(one.token_ids) for one in eager] == [len(one.token_ids) for one in graph]
+    return sum(one == other for one, other in zip(eager, graph, strict=True)) / len(requests)
+
+
+@pytest.mark.parametrize(("precision", "fp8_scales"), [("bf16", "tensor"), ("fp8", "tensor"), ("fp8", "row")])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_short_answers_are_the_same(llama: Path, precision: str, fp8_scales: str, overlap: bool) -> None:
+    """Sequences below 128 tokens are never cut, so not a bit differs."""
+    config = EngineConfig(
+        precision=precision, fp8_scales=fp8_scales, overlap=overlap, max_rows=96, max_sequences=48, max_length=128
+    )
+    assert same_share(llama, config, some_requests(120)) == 1.0
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16, 17, 33, 65, 97, 129, 193, 255, 256, 257])
+def test_any_number_of_rows(llama: Path, rows: int) -> None:
+    config = EngineConfig(max_rows=512, max_sequences=300, max_length=128)
+    requests = [Request([number % 1008, 5], 12, ignore_end_token=True) for number in range(rows)]
+    assert same_share(llama, config, requests) == 1.0
+
+
+def test_long_sequences_are_nearly_the_same(llama: Path) -> None:
+    config = EngineConfig(max_rows=512, max_sequences=32, max_length=2048)
+    assert same_share(llama, config, some_requests(60, longest=1900)) >= 0.8
+
+
+def test_drawn_tokens_are_the_same(llama: Path) -> None:
+    config = EngineConfig(max_rows=96, max_sequences=48, max_length=128)
+    requests = some_requests(60, sampling=Sampling(temperature=0.9, top_k=40, top_p=0.9, seed=3))
+    assert same_share(llama, config, requests) == 1.0
+
+
+def test_preempted_and_cancelled_requests_end_once(llama: Path) -> None:
+    engine = Engine(
+        llama, EngineConfig(precision="fp8", max_rows=64, cache_tokens=1024, max_length=512, cuda_graphs=True)
+    )
+    tickets = [engine.submit(request) for request in some_requests(80)]
+    ended = []
+    while engine.busy:
+        ended += [event.ticket for event in engine.step() if event.finish_reason is not None]
+        if len(ended) == 20 and tickets[-1] not in ended:
+            engine.cancel(tickets[-1])
+    assert sorted(ended) == tickets
+    assert engine.counters().pages_free == engine.counters().pages
+
+
+def test_memory_stays_within_the_plan(llama: Path) -> None:
+    """Every graph there is: each number of rows at each length."""
+    config = EngineConfig(precision="fp8", max_rows=512, max_sequences=256, max_length=2048, cuda_graphs=True)
+    engine = Engine(llama, config)
+    before = torch.cuda.mem_get_info()[0]
+    for rows in GRAPH_ROWS:
+        for tokens in (100, 300, 700, 1500):
+            for number in range(rows):
+                engine.submit(Request([number], 2, ignore_end_token=True))
+            engine.submit(Request([1] * tokens, 3, ignore_end_token=True))
+            drain(engine)
+    taken = before - torch.cuda.mem_get_info()[0]
+    print(f"\n{len(engine._runner._graphs._recorded)} graphs took {taken / 1e6:.0f} MB")
+    assert taken <= 1e9
+
+
+def test_the_same_bits_a_hundred_times(llama: Path) -> None:
+    engine = Engine(llama, EngineConfig(precision="fp8", max_rows=96, max_length=128, cuda_graphs=True))
+    requests = some_requests(24)
+    first = engine.generate(requests)
+    assert all(engine.generate(requests) == first for _ in range(100))
