@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cli_support import call
+from cli_support import call, call_here
 
 REPOSITORY = Path(__file__).parents[1]
 RACK = ("--tokens-per-second", 1_100_948.3, "--per", "rack", "--accelerators", 72, "--accelerator", "GB300")
@@ -38,7 +38,7 @@ def document_of(*arguments: object, code: int = 0) -> dict[str, Any]:
 
 def refused(*arguments: object) -> str:
     """The one line with which a command refuses its arguments."""
-    code, stdout, err = call(*arguments)
+    code, stdout, err = call_here(*arguments)
     assert (code, stdout) == (2, ""), (code, stdout, err)
     assert err.startswith("megatoken: ")
     assert err.count("\n") == 1, err

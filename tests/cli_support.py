@@ -6,7 +6,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -57,16 +58,14 @@ def redirected(redirection: str, *arguments: object) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def call_here(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
-) -> tuple[int, str, str]:
+def call_here(*arguments: object) -> tuple[int, str, str]:
     """Runs the command in this process; not for anything that starts LoadGen."""
-    monkeypatch.setattr(sys, "argv", ["megatoken", *map(str, arguments)])
-    monkeypatch.setattr("signal.signal", lambda number, handler: None)
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    out, err = capsys.readouterr()
-    return int(caught.value.code or 0), out, err
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        patch.setattr(sys, "argv", ["megatoken", *map(str, arguments)])
+        patch.setattr("signal.signal", lambda number, handler: None)
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+    return int(caught.value.code or 0), out.getvalue(), err.getvalue()
 
 
 def make_checkpoint(folder: Path, tokenizer: bool = True) -> Path:

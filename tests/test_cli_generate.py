@@ -35,24 +35,11 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-class Here:
-    """The command in this process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._fixtures = monkeypatch, capsys
-
-    def __call__(self, *arguments: object) -> tuple[int, str, str]:
-        return call_here(*self._fixtures, "generate", *arguments)
+def generate(*arguments: object) -> tuple[int, str, str]:
+    return call_here("generate", *arguments)
 
 
-@pytest.fixture
-def generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
-    return Here(monkeypatch, capsys)
-
-
-def test_answers_come_in_the_order_of_the_prompts_and_are_those_of_transformers(
-    model: Path, tmp_path: Path, generate: Here
-) -> None:
+def test_answers_come_in_the_order_of_the_prompts_and_are_those_of_transformers(model: Path, tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [
         {"prompt": "hello", "max_tokens": 9},
         {"prompt_token_ids": [3, 1, 4, 1, 5], "max_tokens": 2},
@@ -82,7 +69,7 @@ def test_answers_come_in_the_order_of_the_prompts_and_are_those_of_transformers(
         assert answer["text"] == tokenizer.decode(answer["token_ids"])
 
 
-def test_sampling_options_reach_the_engine(model: Path, tmp_path: Path, generate: Here) -> None:
+def test_sampling_options_reach_the_engine(model: Path, tmp_path: Path) -> None:
     prompts = write_lines(
         tmp_path / "in.jsonl",
         {"prompt": "x", "seed": 1},
@@ -101,7 +88,7 @@ def test_sampling_options_reach_the_engine(model: Path, tmp_path: Path, generate
     assert greedy == likeliest != first
 
 
-def test_stop_ids_end_an_answer(model: Path, tmp_path: Path, generate: Here) -> None:
+def test_stop_ids_end_an_answer(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     prompts = write_lines(tmp_path / "in.jsonl", {"prompt": "stop", "max_tokens": 20})
     assert generate("--model", model, "--prompts", prompts, "--out", out)[0] == 0
@@ -113,7 +100,7 @@ def test_stop_ids_end_an_answer(model: Path, tmp_path: Path, generate: Here) -> 
     assert answer["finish_reason"] == "stop"
 
 
-def test_stop_ids_of_the_command_line_are_added_to_those_of_a_line(model: Path, tmp_path: Path, generate: Here) -> None:
+def test_stop_ids_of_the_command_line_are_added_to_those_of_a_line(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     prompts = write_lines(tmp_path / "in.jsonl", {"prompt": "stop", "max_tokens": 20})
     assert generate("--model", model, "--prompts", prompts, "--out", out)[0] == 0
@@ -128,7 +115,7 @@ def test_stop_ids_of_the_command_line_are_added_to_those_of_a_line(model: Path, 
     assert flag_only["finish_reason"] == "stop"
 
 
-def test_the_seed_decides_what_is_drawn(model: Path, generate: Here) -> None:
+def test_the_seed_decides_what_is_drawn(model: Path) -> None:
     drawn = ("--model", model, "--prompt", "x", "--temperature", 1.5, "--max-tokens", 16, "--seed")
     first, second, third = (generate(*drawn, seed) for seed in (1, 2, 1))
     assert first[0] == second[0] == 0
@@ -149,7 +136,7 @@ def test_a_stream_that_takes_nothing_gives_no_traceback(model: Path, redirection
     assert bool(done[1]) == (code == 0)
 
 
-def test_a_prompt_from_the_command_line_is_streamed(model: Path, tmp_path: Path, generate: Here) -> None:
+def test_a_prompt_from_the_command_line_is_streamed(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     prompts = write_lines(tmp_path / "in.jsonl", {"prompt": "hello", "max_tokens": 12})
     assert generate("--model", model, "--prompts", prompts, "--out", out)[0] == 0
@@ -165,7 +152,7 @@ def test_an_interrupted_stream_says_that_its_answer_is_cut_off(model: Path) -> N
         pieces.throw(KeyboardInterrupt())
 
 
-def test_named_shapes_have_no_text(tmp_path: Path, generate: Here) -> None:
+def test_named_shapes_have_no_text(tmp_path: Path) -> None:
     prompts, out = write_lines(tmp_path / "in.jsonl", {"prompt_token_ids": [5, 6], "max_tokens": 3}), tmp_path / "out"
     engine = ("--engine.max_length", 64, "--engine.cache_tokens=512")
     assert generate("--model", "tiny", "--prompts", prompts, "--out", out, *engine)[0] == 0
@@ -189,9 +176,7 @@ def test_named_shapes_have_no_text(tmp_path: Path, generate: Here) -> None:
         ('{"promt": "a"}', 'in.jsonl, line 2: unknown key "promt"; did you mean prompt?'),
     ],
 )
-def test_a_bad_line_is_named_and_nothing_is_written(
-    model: Path, tmp_path: Path, generate: Here, line: str, message: str
-) -> None:
+def test_a_bad_line_is_named_and_nothing_is_written(model: Path, tmp_path: Path, line: str, message: str) -> None:
     prompts, out = write_lines(tmp_path / "in.jsonl", {"prompt": "fine"}, line), tmp_path / "out.jsonl"
     code, stdout, err = generate("--model", model, "--prompts", prompts, "--out", out)
     assert code == 2
@@ -234,7 +219,7 @@ def test_a_bad_line_is_named_and_nothing_is_written(
         ("--model {model} --prompt " + "a" * 70, "70"),
     ],
 )
-def test_bad_use_is_one_line_and_exit_code_2(model: Path, generate: Here, arguments: str, message: str) -> None:
+def test_bad_use_is_one_line_and_exit_code_2(model: Path, arguments: str, message: str) -> None:
     code, stdout, err = generate(*(word.format(model=model) for word in arguments.split()))
     assert code == 2
     assert stdout == ""
@@ -242,7 +227,7 @@ def test_bad_use_is_one_line_and_exit_code_2(model: Path, generate: Here, argume
     assert message in err
 
 
-def test_answers_replace_neither_their_prompts_nor_what_is_no_file(model: Path, tmp_path: Path, generate: Here) -> None:
+def test_answers_replace_neither_their_prompts_nor_what_is_no_file(model: Path, tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "in.jsonl", {"prompt": "x"})
     before = prompts.read_text()
     code, _, err = generate("--model", model, "--prompts", prompts, "--out", prompts)
@@ -260,7 +245,7 @@ def test_answers_replace_neither_their_prompts_nor_what_is_no_file(model: Path, 
     assert "not a regular file" in err
 
 
-def test_text_without_a_tokenizer(tmp_path: Path, generate: Here) -> None:
+def test_text_without_a_tokenizer(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", tokenizer=False)
     prompts = write_lines(tmp_path / "in.jsonl", {"prompt_token_ids": [1]}, {"prompt": "a"})
     code, _, err = generate("--model", tmp_path / "model", "--prompts", prompts, "--out", tmp_path / "out.jsonl")
@@ -321,7 +306,7 @@ def test_answers_before_a_full_disk_are_kept(model: Path, tmp_path: Path) -> Non
     assert not out.exists()
 
 
-def test_answers_before_a_model_that_computes_no_numbers_are_kept(tmp_path: Path, generate: Here) -> None:
+def test_answers_before_a_model_that_computes_no_numbers_are_kept(tmp_path: Path) -> None:
     model = make_overflowing_checkpoint(tmp_path / "model", "z")
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_lines(prompts, *[{"prompt": letter, "max_tokens": 1} for letter in "abz"])
@@ -335,7 +320,7 @@ def test_answers_before_a_model_that_computes_no_numbers_are_kept(tmp_path: Path
     assert not out.exists()
 
 
-def test_no_partial_file_is_left_by_a_command_that_succeeds(model: Path, tmp_path: Path, generate: Here) -> None:
+def test_no_partial_file_is_left_by_a_command_that_succeeds(model: Path, tmp_path: Path) -> None:
     prompts, out = write_lines(tmp_path / "in.jsonl", {"prompt": "x", "max_tokens": 2}), tmp_path / "out.jsonl"
     (tmp_path / "out.jsonl.partial").write_text("of an interrupted one\n")
     assert generate("--model", model, "--prompts", prompts, "--out", out)[0] == 0

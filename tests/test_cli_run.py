@@ -134,21 +134,19 @@ def test_accuracy_mode_on_a_checkpoint_logs_the_tokens_that_generate_gives(model
         assert logged[index] == b"".join(token.to_bytes(4, "little") for token in answer)
 
 
-def test_a_dry_run_shows_the_plan_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code, stdout, err = call_here(monkeypatch, capsys, "run", "--dry-run", "--model", "tiny", "--engine.max_rows", 512)
+    code, stdout, err = call_here("run", "--dry-run", "--model", "tiny", "--engine.max_rows", 512)
     assert (code, err) == (0, "")
     for words in ("model: tiny", "  max_rows: 512", "KV cache", "24,576 rows", "random weights"):
         assert words in stdout
     engine = re.search("(?ms)^engine:.*?^rack:", stdout)[0]
     assert re.findall("(\\w+): null", engine) == ["memory_bytes", "target_step_seconds"]  # limits that are none
     shown = write_lines(tmp_path / "shown.yaml", stdout)
-    shown_again = call_here(monkeypatch, capsys, "run", "--dry-run", shown)[1]
+    shown_again = call_here("run", "--dry-run", shown)[1]
     assert yaml.safe_load(shown_again) == yaml.safe_load(stdout)
     shown.unlink()
-    code, stdout, _ = call_here(monkeypatch, capsys, "run", "--dry-run", "--json", "--model", "125m")
+    code, stdout, _ = call_here("run", "--dry-run", "--json", "--model", "125m")
     assert json.loads(stdout)["config"]["model"] == "125m"
     assert json.loads(stdout)["memory_plan"]["weights_bytes"] > 2e8
     assert list(tmp_path.iterdir()) == []
@@ -184,7 +182,6 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
 def test_a_dry_run_refuses_what_the_run_would(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     arguments: str,
     message: str,
 ) -> None:
@@ -194,17 +191,15 @@ def test_a_dry_run_refuses_what_the_run_would(
     write_lines(tmp_path / "file", "not a folder")
     (tmp_path / "dangling").symlink_to("nowhere")
     words = arguments.format(tmp=tmp_path).split()
-    code, stdout, err = call_here(monkeypatch, capsys, "run", "--dry-run", "--model", "tiny", *words)
+    code, stdout, err = call_here("run", "--dry-run", "--model", "tiny", *words)
     assert (code, stdout, err.count("\n")) == (2, "", 1)
     assert message.format(tmp=tmp_path) in err
     assert list(work.iterdir()) == []
 
 
-def test_flags_may_be_typed_with_underscores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_may_be_typed_with_underscores(tmp_path: Path) -> None:
     flags = ("--dry_run", "--min_duration", 7, "--engine.max-rows=64", "--warm_up", 1)
-    code, stdout, err = call_here(monkeypatch, capsys, "run", "--json", "--out", tmp_path, *flags)
+    code, stdout, err = call_here("run", "--json", "--out", tmp_path, *flags)
     config = json.loads(stdout)["config"]
     assert (code, err) == (0, "")
     assert (config["min_duration_seconds"], config["engine"]["max_rows"], config["warm_up_seconds"]) == (7, 64, 1)
@@ -224,15 +219,13 @@ def test_flags_may_be_typed_with_underscores(
 )
 def test_a_switch_takes_a_value_or_none(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     words: str,
     random_weights: bool,
     overlap: bool | None,
 ) -> None:
     config = write_lines(tmp_path / "run.yaml", "random_weights: true", "model: tiny")
     arguments = words.replace("CONFIG", str(config)).split()
-    code, stdout, err = call_here(monkeypatch, capsys, "run", "--dry-run", "--json", "--out", tmp_path, *arguments)
+    code, stdout, err = call_here("run", "--dry-run", "--json", "--out", tmp_path, *arguments)
     assert (code, err) == (0, "")
     found = json.loads(stdout)["config"]
     assert (found["random_weights"], found["engine"]["overlap"]) == (random_weights, bool(overlap))
@@ -286,7 +279,6 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     arguments: str,
     message: str,
 ) -> None:
@@ -294,7 +286,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     work.mkdir()
     monkeypatch.chdir(work)
     make_bad_input(tmp_path, model)
-    code, stdout, err = call_here(monkeypatch, capsys, "run", *arguments.format(tmp=tmp_path, model=model).split())
+    code, stdout, err = call_here("run", *arguments.format(tmp=tmp_path, model=model).split())
     assert code == 2
     assert stdout == ""
     last = err.splitlines()[-1]
@@ -571,6 +563,6 @@ def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
         assert process.wait() == 1
 
 
-def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call_here(monkeypatch, capsys, "--version") == (0, "megatoken 0.1.0\n", "")
-    assert call_here(monkeypatch, capsys, "nothing") == (2, "", "megatoken: No such command 'nothing'.\n")
+def test_the_version() -> None:
+    assert call_here("--version") == (0, "megatoken 0.1.0\n", "")
+    assert call_here("nothing") == (2, "", "megatoken: No such command 'nothing'.\n")

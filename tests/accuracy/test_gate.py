@@ -56,7 +56,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_sound_weights_pass_and_their_scores_stand_in_the_result(
-    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, stdout, err = run_as_reference(reference, "run", *QUICK, "--out", tmp_path)
     assert (code, "judging the answers" in err) == (0, True)
@@ -84,7 +84,7 @@ def test_sound_weights_pass_and_their_scores_stand_in_the_result(
     assert (document["verdict"], document["metrics"]) == ("VALID", scores["metrics"])
     # The command finds what was expected by what the run says of itself.
     monkeypatch.setattr("megatoken.accuracy.judge.HELD_OUT", reference / HELD_OUT.name)
-    code, stdout, _ = call_here(monkeypatch, capsys, "accuracy", path, "--json")
+    code, stdout, _ = call_here("accuracy", path, "--json")
     assert (code, json.loads(stdout)["metrics"]) == (0, scores["metrics"])
 
 
@@ -154,13 +154,12 @@ def test_what_the_default_is_given(
     absent: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reference").mkdir()  # no folder stands in for what ships
     lengths = write_lines(tmp_path / "lengths.csv", "input_tokens,output_tokens", "9,4")
     given = (str(argument).format(lengths=lengths) for argument in arguments)
-    code, stdout, err = call_here(monkeypatch, capsys, "run", "--dry-run", *given)
+    code, stdout, err = call_here("run", "--dry-run", *given)
     assert (code, err) == (0, "")
     assert "model: reference\n" in stdout
     for words in present:
@@ -169,24 +168,20 @@ def test_what_the_default_is_given(
         assert words not in stdout
 
 
-def test_a_folder_of_that_name_needs_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_that_name_needs_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reference").mkdir()
-    code, _, err = call_here(monkeypatch, capsys, "run", "--dry-run", "--model", "./reference")
+    code, _, err = call_here("run", "--dry-run", "--model", "./reference")
     assert code == 2
     assert "reference/config.json: no such file" in err
 
 
-def test_generate_answers_without_a_model_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_answers_without_a_model_named(tmp_path: Path) -> None:
     prompt = "9, 0, 359, 45, 4\nSort the numbers, smallest first.\nAnswer:\n"
-    code, stdout, err = call_here(monkeypatch, capsys, "generate", "--prompt", prompt)
+    code, stdout, err = call_here("generate", "--prompt", prompt)
     assert (code, stdout, err) == (0, "0, 4, 9, 45, 359\n", "")
     out = tmp_path / "out.jsonl"
     prompts = write_lines(tmp_path / "in.jsonl", {"prompt": prompt, "max_tokens": 300})
-    code, _, err = call_here(monkeypatch, capsys, "generate", "--prompts", prompts, "--out", out)
+    code, _, err = call_here("generate", "--prompts", prompts, "--out", out)
     answer = json.loads(out.read_text())
     assert (answer["text"], answer["finish_reason"]) == ("0, 4, 9, 45, 359", "stop")

@@ -61,10 +61,8 @@ def _run(folder: Path, prompts: Path) -> Path:
     return Path(json.loads(stdout)["run_folder"])
 
 
-def test_the_run_needs_nothing_but_its_folder(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = call_here(monkeypatch, capsys, "accuracy", run, "--json")
+def test_the_run_needs_nothing_but_its_folder(run: Path) -> None:
+    code, out, err = call_here("accuracy", run, "--json")
     assert (code, err) == (0, "")
     document = json.loads(out)
     assert document == json.loads((run / "accuracy" / "accuracy.json").read_text())
@@ -78,41 +76,35 @@ def test_the_run_needs_nothing_but_its_folder(
     assert (run / "accuracy" / "accuracy.txt").read_text().splitlines()[-1] == f"hash={document['log_sha256']}"
 
 
-def test_a_person_reads_a_table_and_a_verdict(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call_here(monkeypatch, capsys, "accuracy", run)[0] == 0
-    code, out, _ = call_here(monkeypatch, capsys, "accuracy", run, "--baseline", run)
+def test_a_person_reads_a_table_and_a_verdict(run: Path) -> None:
+    assert call_here("accuracy", run)[0] == 0
+    code, out, _ = call_here("accuracy", run, "--baseline", run)
     assert code == 0
     assert "75.0000 ± 13.06" in out
     assert "VALID: every target is reached (0.99 of " in out
     assert f"Written: {run}/accuracy/accuracy.txt" in out
 
 
-def test_a_worse_run_is_invalid(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    call_here(monkeypatch, capsys, "accuracy", run)
+def test_a_worse_run_is_invalid(run: Path, tmp_path: Path) -> None:
+    call_here("accuracy", run)
     worse = shutil.copytree(run, tmp_path / "worse")
     log = worse / "mlperf" / "mlperf_log_accuracy.json"
     lines = log.read_text().splitlines(keepends=True)
     line = next(number for number, line in enumerate(lines) if '"qsl_idx" : 7,' in line)
     lines[line] = lines[line].replace('"data" : "', '"data" : "41000000')
     log.write_text("".join(lines))
-    code, out, _ = call_here(monkeypatch, capsys, "accuracy", worse, "--baseline", run)
+    code, out, _ = call_here("accuracy", worse, "--baseline", run)
     assert code == 3
     assert "INVALID: not every target is reached" in out
     assert "ACCURACY exact_match is 66.66667; 0.99 of " in out
 
 
-def test_prompts_that_changed_since_the_run(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_that_changed_since_the_run(run: Path) -> None:
     prompts = Path(read_run(run).config["prompts"])
     before = prompts.read_bytes()
     try:
         prompts.write_bytes(before.replace(b"none of this", b"none of that"))
-        code, out, err = call_here(monkeypatch, capsys, "accuracy", run)
+        code, out, err = call_here("accuracy", run)
     finally:
         prompts.write_bytes(before)
     assert (code, out) == (2, "")
@@ -133,45 +125,41 @@ def test_prompts_that_changed_since_the_run(
     ],
 )
 def test_a_log_that_does_not_fit_is_refused_in_one_line_and_nothing_is_written(
-    change, problem: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    change, problem: str, run: Path, tmp_path: Path
 ) -> None:
     other = shutil.copytree(run, tmp_path / "other", ignore=shutil.ignore_patterns("accuracy", "compliance"))
     log = other / "mlperf" / "mlperf_log_accuracy.json"
     log.write_text("".join(change(log.read_text().splitlines(keepends=True))))
-    code, out, err = call_here(monkeypatch, capsys, "accuracy", other)
+    code, out, err = call_here("accuracy", other)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert problem in err
     assert not (other / "accuracy").exists()
 
 
-def test_part_of_a_run_is_scored_where_asked_for(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_part_of_a_run_is_scored_where_asked_for(run: Path, tmp_path: Path) -> None:
     other = shutil.copytree(run, tmp_path / "other")
     log = other / "mlperf" / "mlperf_log_accuracy.json"
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join([*lines[:3], *lines[4:]]))
-    code, out, _ = call_here(monkeypatch, capsys, "accuracy", other, "--partial", "--json")
+    code, out, _ = call_here("accuracy", other, "--partial", "--json")
     assert code == 0
     assert json.loads(out)["notes"] == ["11 of 12 rows have an answer"]
 
 
-def test_compliance_of_a_run_goes_beside_it(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compliance_of_a_run_goes_beside_it(run: Path) -> None:
     """All its answers were cut, so none ends, and the test proves nothing; MLPerf's own would pass."""
-    code, out, err = call_here(monkeypatch, capsys, "verify", "TEST06", run)
+    code, out, err = call_here("verify", "TEST06", run)
     assert (code, err) == (3, "")
     assert "EOS check pass: True" in out
     assert f"no answer has an end token of the model ({END}), so the EOS check proves nothing" in out
     written = (run / "compliance" / "TEST06" / "verify_accuracy.txt").read_text()
     assert written.splitlines()[0] == "First token check pass: Skipped"
-    code, out, _ = call_here(monkeypatch, capsys, "verify", "TEST09", run, "--json")
+    code, out, _ = call_here("verify", "TEST09", run, "--json")
     assert code == 3
     assert json.loads(out)["file"] == str(run / "compliance" / "TEST09" / "verify_output_len.txt")
-    call_here(monkeypatch, capsys, "accuracy", run)
-    code, out, _ = call_here(monkeypatch, capsys, "verify", "TEST07", run)
+    call_here("accuracy", run)
+    code, out, _ = call_here("verify", "TEST07", run)
     assert code == 3
     assert "Accuracy score: 75.000000" in out
 
@@ -197,12 +185,10 @@ def test_wrong_use_is_answered_in_one_line(
     problem: str,
     run: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "logs").mkdir()
     shutil.copy(run / "mlperf" / "mlperf_log_accuracy.json", tmp_path / "logs")
-    code, out, err = call_here(monkeypatch, capsys, *(one.format(run=run, tmp=tmp_path) for one in arguments))
+    code, out, err = call_here(*(one.format(run=run, tmp=tmp_path) for one in arguments))
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert problem in err

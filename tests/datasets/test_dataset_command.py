@@ -20,8 +20,8 @@ from megatoken.planning import load_profiles
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    return lambda *arguments: call_here(monkeypatch, capsys, "dataset", *arguments)
+def run() -> Any:
+    return lambda *arguments: call_here("dataset", *arguments)
 
 
 def sized(monkeypatch: pytest.MonkeyPatch, name: str, path: Path, rows: int) -> None:

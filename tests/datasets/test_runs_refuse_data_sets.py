@@ -57,14 +57,10 @@ def test_each_is_one_clear_line(
     make: Callable[[Path], Path],
     problem: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = make_checkpoint(tmp_path / "model")
     path = make(tmp_path)
-    code, out, err = call_here(
-        monkeypatch, capsys, "run", "--model", model, "--prompts", path, "--out", tmp_path / "runs"
-    )
+    code, out, err = call_here("run", "--model", model, "--prompts", path, "--out", tmp_path / "runs")
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert problem in err
@@ -72,13 +68,11 @@ def test_each_is_one_clear_line(
 
 
 @pytest.mark.parametrize("form", ["pickle", "parquet"])
-def test_the_same_data_set_in_order_is_planned(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_data_set_in_order_is_planned(form: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model")
     path = fitting(tmp_path)
     if form == "parquet":
         path = convert(path, tmp_path / "o.parquet").path
-    code, out, err = call_here(monkeypatch, capsys, "run", "--model", model, "--prompts", path, "--dry-run")
+    code, out, err = call_here("run", "--model", model, "--prompts", path, "--dry-run")
     assert (code, err) == (0, "")
     assert "3 rows, 41.0 tokens in" in out

@@ -191,13 +191,12 @@ def test_a_soak_of_another_model_is_not_gone_on_with(tmp_path: Path, load: list[
 )
 def test_what_is_refused(
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     arguments: tuple[str, ...],
     why: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = call_here(monkeypatch, capsys, "soak", *arguments)
+    code, out, err = call_here("soak", *arguments)
     assert (code, out) == (2, "")
     assert why in err
     assert err.count("\n") == 1

@@ -12,8 +12,8 @@ from cli_support import call, call_here
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    return lambda *arguments: call_here(monkeypatch, capsys, "submission", *arguments)
+def command() -> Callable[..., tuple[int, str, str]]:
+    return lambda *arguments: call_here("submission", *arguments)
 
 
 def test_build_fill_check(originals: Make, command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
