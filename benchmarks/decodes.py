@@ -1,4 +1,4 @@
-"""How long a step of decodes alone takes on a GPU, launched kernel by kernel and replayed as a CUDA graph.
+"""How long a step of decodes takes on a GPU, launched kernel by kernel and replayed as a CUDA graph.
 
 Two engines of one model with the same seed, in turn (eager, graph, graph, eager); each answers as many equal requests
 at a time as the step is to have rows. Times are the host's, between one step's ids and the next's: what a user waits

@@ -6,7 +6,9 @@ interpreted there.
 
 import os
 import sys
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -19,3 +21,15 @@ if "gpu" not in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ:  # workers
 # How long an example takes says something about what else the machine does.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
+
+TOGETHER = ("rack", "reference_model", "submission")
+"""Folders whose tests share what takes long to make: a cluster, a trained model, submissions."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup`` one worker runs all tests of such a folder, and begins with them."""
+    folders = {item: item.path.relative_to(Path(__file__).parent).parts[0] for item in items}
+    items.sort(key=lambda item: folders[item] not in TOGETHER)
+    for item in items:
+        if folders[item] in TOGETHER:
+            item.add_marker(pytest.mark.xdist_group(folders[item]))

@@ -1,38 +1,123 @@
-"""A step's arrays."""
+"""A step's arrays, and the same step in larger sizes."""
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatoken.engine.batch import StepArrays, pad_decodes, step_arrays
+from megatoken.engine.batch import StepArrays, StepShape, largest_step, pad_step, step_arrays
 from megatoken.engine.scheduler import Scheduler
 
-PAGE_SIZE = 4
+PAGE_SIZE = 16
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 
 
-def decodes(lengths: list[int]) -> StepArrays:
-    """A step in which every one of some sequences decodes, as the scheduler plans it."""
-    scheduler = Scheduler(max_rows=400, max_sequences=16, page_size=PAGE_SIZE, num_pages=400, max_length=64)
-    for ticket, length in enumerate(lengths):
+def mixed_step(decodes: list[int], prompts: list[int], spare_rows: int) -> StepArrays:
+    """Sequences that decode beside prompts, the last of which may be cut, as the scheduler plans them."""
+    rows = len(decodes) + max(1, sum(prompts) - spare_rows)
+    scheduler = Scheduler(
+        max_rows=max(rows, sum(decodes)), max_sequences=32, page_size=PAGE_SIZE, num_pages=200, max_length=128
+    )
+    for ticket, length in enumerate(decodes):
         scheduler.add(ticket, length, 3)
     scheduler.plan()
-    plan = scheduler.plan()
-    return step_arrays(plan, scheduler.page_table, PAGE_SIZE, lambda *_: pytest.fail("a prompt"), lambda rows: rows)
+    for number, length in enumerate(prompts):
+        scheduler.add(len(decodes) + number, length, 3)
+    plan = scheduler.plan(prompt_rows=rows - len(decodes))
+    return step_arrays(
+        plan, scheduler.page_table, PAGE_SIZE, lambda ticket, start, count: [ticket + 1] * count, lambda rows: rows
+    )
 
 
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), more=st.integers(0, 5), wider=st.integers(0, 3))
-def test_added_decodes_read_and_write_nothing_of_the_others(lengths: list[int], more: int, wider: int) -> None:
-    arrays = decodes(lengths)
-    rows, width = len(lengths) + more, arrays.pages.shape[1] + wider
-    padded = pad_decodes(arrays, rows, width)
-    for name in ("token_ids", "table_slots", "positions", "cache_slots", "lengths", "sample_rows", "sample_slots"):
-        values = getattr(padded, name)
-        assert values.dtype == np.int32 and len(values) == rows
-        np.testing.assert_array_equal(values[: len(lengths)], getattr(arrays, name))
-    np.testing.assert_array_equal(padded.pages[: len(lengths), : arrays.pages.shape[1]], arrays.pages)
-    assert padded.pages.shape == (rows, width)
-    assert padded.decodes == padded.samples == padded.chunk_rows[-1] == rows
-    added = slice(len(lengths), None)
+steps = st.builds(
+    mixed_step, st.lists(st.integers(1, 60), min_size=1, max_size=6), st.lists(st.integers(1, 40), max_size=4),
+    st.integers(0, 30),
+)  # fmt: skip
+
+
+@st.composite
+def steps_and_shapes(draw: st.DrawFn) -> tuple[StepArrays, StepShape]:
+    arrays = draw(steps)
+    chunks = len(arrays.lengths) - arrays.decodes
+    more = st.integers(0, 5)
+    return arrays, StepShape(
+        decodes=arrays.decodes + draw(more),
+        prompt_rows=len(arrays.token_ids) - arrays.decodes + draw(more),
+        chunks=chunks + draw(more),
+        tokens=int(arrays.lengths.max()) + draw(more),
+        pages=arrays.pages.shape[1] + draw(more),
+    )
+
+
+def real_rows(arrays: StepArrays, shape: StepShape) -> np.ndarray:
+    """Where the rows of ``arrays`` are in the padded step."""
+    rows = np.arange(len(arrays.token_ids))
+    return np.where(rows < arrays.decodes, rows, rows + shape.decodes - arrays.decodes)
+
+
+@given(steps_and_shapes())
+def test_a_padded_step_is_the_same_step(step: tuple[StepArrays, StepShape]) -> None:
+    arrays, shape = step
+    padded = pad_step(arrays, shape)
+    rows = real_rows(arrays, shape)
+    added = np.setdiff1d(np.arange(shape.decodes + shape.prompt_rows), rows)
+    for name in ("token_ids", "table_slots", "positions", "cache_slots"):
+        np.testing.assert_array_equal(getattr(padded, name)[rows], getattr(arrays, name))
     assert (padded.table_slots[added] == -1).all()
-    assert not padded.lengths[added].any() and not padded.cache_slots[added].any() and not padded.pages[added].any()
+    assert not padded.cache_slots[added].any() and not padded.positions[added].any()
+    np.testing.assert_array_equal(padded.lengths[padded.sampled[: arrays.samples]], arrays.lengths[arrays.sampled])
+    np.testing.assert_array_equal(padded.sample_rows[: arrays.samples], rows[arrays.sample_rows])
+    np.testing.assert_array_equal(padded.sample_slots[: arrays.samples], arrays.sample_slots)
+    assert padded.samples == len(padded.sample_rows) == shape.decodes + shape.chunks
+    assert sum(np.diff(padded.chunk_rows)) == sum(np.diff(arrays.chunk_rows))
+
+
+@given(steps_and_shapes())
+def test_sizes_depend_on_the_shape_alone(step: tuple[StepArrays, StepShape]) -> None:
+    arrays, shape = step
+    padded, largest = pad_step(arrays, shape), largest_step(shape)
+    for name in StepArrays.__dataclass_fields__:
+        one, other = getattr(padded, name), getattr(largest, name)
+        if name == "decodes":
+            assert one == other
+        else:
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    assert padded.lengths.max() <= largest.lengths.min()
+    assert np.diff(padded.chunk_rows).max(initial=0) <= np.diff(largest.chunk_rows).max(initial=0)
+
+
+@settings(max_examples=10)
+@given(steps_and_shapes(), st.integers(0, 99))
+def test_attention_of_a_padded_step(step: tuple[StepArrays, StepShape], seed: int) -> None:
+    """With launches that are made for the largest step of the shape, as a recorded one's are."""
+    cuda = pytest.importorskip("megatoken.engine.ops.cuda", reason="Triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here, for tensors of a GPU")
+    from megatoken.engine.cache import LayerCache
+
+    arrays, shape = step
+    draw = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(201, KV_HEADS, PAGE_SIZE, HEAD_DIM, generator=draw).bfloat16() for _ in range(2))
+    cache = LayerCache(k, v, False)
+    query = torch.randn(len(arrays.token_ids), HEADS, HEAD_DIM, generator=draw).bfloat16()
+    rows = torch.from_numpy(real_rows(arrays, shape))
+    padded_query = torch.full((shape.decodes + shape.prompt_rows, HEADS, HEAD_DIM), float("nan")).bfloat16()
+    padded_query[rows] = query
+
+    def attended(known: StepArrays, arrays: StepArrays, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = cuda.index_parts(arrays)
+        starts = cuda.part_starts(parts)
+        packed = torch.zeros(starts[-1], dtype=torch.int32)
+        for part, start in zip(parts, starts, strict=False):
+            packed[start : start + part.size] = torch.from_numpy(part.reshape(-1))
+        batch = cuda.unpack(known, cuda.index_parts(known), packed, torch.zeros(32, dtype=torch.int64))
+        consumer = cuda.Linear(torch.zeros(1, HEADS * HEAD_DIM), None)
+        samples = query.index_select(0, batch.sample_rows)
+        return cuda.attention(query, cache, batch, consumer), cuda.sample_attention(samples, cache, batch, consumer)
+
+    expected, expected_samples = attended(arrays, arrays, query)
+    found, found_samples = attended(largest_step(shape), pad_step(arrays, shape), padded_query)
+    torch.testing.assert_close(found[rows], expected, rtol=0.02, atol=0.02)
+    if arrays.samples:
+        torch.testing.assert_close(found_samples[: arrays.samples], expected_samples, rtol=0.02, atol=0.02)

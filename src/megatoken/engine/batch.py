@@ -91,32 +91,76 @@ def step_arrays(
     )
 
 
-def pad_decodes(arrays: StepArrays, rows: int, width: int) -> StepArrays:
-    """A step of decodes alone as one of ``rows`` sequences with ``width`` pages each.
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Sizes that a step is padded to, where each new size would cost a recording."""
 
-    What is added is token 0 at position 0, writes to the dump page and sees no key.
+    decodes: int
+    prompt_rows: int
+    chunks: int
+    tokens: int  # of the longest sequence
+    pages: int  # of a row of the page table
+
+
+def pad_step(arrays: StepArrays, shape: StepShape) -> StepArrays:
+    """The same step in the sizes of ``shape``, which are at least its own; its samples come first.
+
+    Added rows are token 0 at position 0 and write to the dump page; added sequences see no key, added chunks have no
+    row. What is added to the samples repeats row 0.
     """
+    decodes, chunks = arrays.decodes, len(arrays.lengths) - arrays.decodes
+    padded = _empty_step(shape)
+    for target, values in (
+        (padded.token_ids, arrays.token_ids),
+        (padded.table_slots, arrays.table_slots),
+        (padded.positions, arrays.positions),
+        (padded.cache_slots, arrays.cache_slots),
+        (padded.lengths, arrays.lengths),
+        (padded.pages[:, : arrays.pages.shape[1]], arrays.pages),
+    ):
+        _place(target, values, decodes, shape.decodes)
+    padded.chunk_rows[: chunks + 1] = arrays.chunk_rows + np.int32(shape.decodes - decodes)
+    padded.chunk_rows[chunks + 1 :] = padded.chunk_rows[chunks]
+    samples = arrays.samples
+    moved = np.where(arrays.sampled < decodes, 0, shape.decodes - decodes)
+    padded.sampled[:samples] = arrays.sampled + moved
+    padded.sample_rows[:samples] = arrays.sample_rows[:samples] + moved
+    padded.sample_slots[:samples] = arrays.sample_slots
+    return padded
 
-    def padded(values: Ints) -> Ints:
-        wider = np.zeros(rows, dtype=np.int32)
-        wider[: len(values)] = values
-        return wider
 
-    table_slots, pages = padded(arrays.table_slots), np.full((rows, width), DUMP_PAGE, dtype=np.int32)
-    table_slots[arrays.decodes :] = -1
-    used = min(width, arrays.pages.shape[1])
-    pages[: arrays.decodes, :used] = arrays.pages[:, :used]
-    every_row = np.arange(rows, dtype=np.int32)
+def largest_step(shape: StepShape) -> StepArrays:
+    """The most that ``shape`` has room for: every sequence at its full length, one chunk of all prompt rows.
+
+    All in the dump page, where nothing is lost.
+    """
+    step = _empty_step(shape)
+    step.lengths[:] = shape.tokens
+    step.chunk_rows[1:] = shape.decodes + shape.prompt_rows
+    return step
+
+
+def _empty_step(shape: StepShape) -> StepArrays:
+    rows, sequences = shape.decodes + shape.prompt_rows, shape.decodes + shape.chunks
+    table_slots, chunk_rows = np.full(rows, -1, dtype=np.int32), np.full(shape.chunks + 1, shape.decodes, np.int32)
+    token_ids, positions = np.zeros((2, rows), dtype=np.int32)
+    lengths, sample_rows, sample_slots = np.zeros((3, sequences), dtype=np.int32)
     return StepArrays(
-        token_ids=padded(arrays.token_ids),
+        token_ids=token_ids,
         table_slots=table_slots,
-        positions=padded(arrays.positions),
-        cache_slots=padded(arrays.cache_slots),
-        pages=pages,
-        lengths=padded(arrays.lengths),
-        decodes=rows,
-        chunk_rows=every_row[-1:] + np.int32(1),
-        sampled=every_row.astype(np.int64),
-        sample_rows=every_row,
-        sample_slots=padded(arrays.sample_slots),
+        positions=positions,
+        cache_slots=np.full(rows, DUMP_PAGE, dtype=np.int32),
+        pages=np.full((sequences, shape.pages), DUMP_PAGE, dtype=np.int32),
+        lengths=lengths,
+        decodes=shape.decodes,
+        chunk_rows=chunk_rows,
+        sampled=np.zeros(sequences, dtype=np.int64),
+        sample_rows=sample_rows,
+        sample_slots=sample_slots,
     )
+
+
+def _place(target: Ints, values: Ints, decodes: int, padded_decodes: int) -> None:
+    """The decodes' at the beginning, the prompts' after the room for decodes."""
+    target[:decodes] = values[:decodes]
+    target[padded_decodes : padded_decodes + len(values) - decodes] = values[decodes:]

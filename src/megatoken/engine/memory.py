@@ -20,8 +20,10 @@ PROCESS_BYTES = 300_000_000
 """Python, PyTorch and the command's other libraries, measured 224 to 260 MB, before the first weight."""
 GPU_LIBRARY_BYTES = 2_000_000_000
 """Of GPU memory, beyond what is in use when the plan is made: kernels, cuBLAS workspaces, gaps between blocks."""
-GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Rows of the steps that may be recorded as CUDA graphs."""
+GRAPH_DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+GRAPH_PROMPT_ROWS = (0, 32, 64, 128, 256, 512)
+GRAPH_CHUNKS = 8
+"""Decodes, prompt rows and prompts of the steps that may be recorded as CUDA graphs."""
 GRAPH_BYTES = 1_000_000_000
 """Of GPU memory for what the driver keeps of recorded graphs, beside the tensors of one step."""
 GPU_COLLECTIVES_BYTES = 2_000_000_000
@@ -169,8 +171,8 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     if on_gpu and config.tensor_parallel > 1:
         process += GPU_COLLECTIVES_BYTES
     if on_gpu and config.cuda_graphs:
-        rows = min(GRAPH_ROWS[-1], max_rows)
-        graph_step, _ = _gpu_step_bytes(model, config.precision, page_size, rows, rows, max_length)
+        decodes, rows = GRAPH_DECODES[-1] + GRAPH_CHUNKS, GRAPH_DECODES[-1] + GRAPH_PROMPT_ROWS[-1]
+        graph_step, _ = _gpu_step_bytes(model, config.precision, page_size, rows, decodes, max_length)
         process += GRAPH_BYTES + graph_step
 
     if config.memory_bytes is not None:

@@ -25,7 +25,7 @@ from megatoken.engine.sampling import sample
 from megatoken.engine.scheduler import Scheduler, StepPlan
 
 if TYPE_CHECKING:
-    from megatoken.engine.ops.decode_graphs import DecodeGraphs
+    from megatoken.engine.ops.step_graphs import StepGraphs
 
 FOLLOWERS_CHECK_SECONDS = 0.0002
 WARM_UP_PROMPTS, WARM_UP_PROMPT_TOKENS = 16, 256
@@ -97,8 +97,8 @@ class Runner:
             kernel.result()
         self._row_bytes = source.config.hidden_size * ACTIVATION_DTYPE[config.precision].itemsize
         self._group = None if followers is None else followers.meet(device)
-        self._record_decodes = config.cuda_graphs and device.type == "cuda"
-        self._graphs: DecodeGraphs | None = None
+        self._record_steps = config.cuda_graphs and device.type == "cuda"
+        self._graphs: StepGraphs | None = None
         if device.type == "cuda" and (followers is not None or config.tensor_parallel == 1):
             self._warm_up(memory)
 
@@ -184,10 +184,10 @@ class Runner:
         self.measured_input_scales = cuda.fix_input_scales(
             linear for layer in self._weights.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
         )
-        if self._record_decodes:
-            from megatoken.engine.ops.decode_graphs import DecodeGraphs
+        if self._record_steps:
+            from megatoken.engine.ops.step_graphs import StepGraphs
 
-            self._graphs = DecodeGraphs(self._forward, self._last_tokens, self._cache[0], self._config)
+            self._graphs = StepGraphs(self._forward, self._last_tokens, self._cache[0], self._config)
 
     def _run(self, memory: MemoryPlan, prompts: int, prompt_tokens: int) -> None:
         """Serve random prompts, two tokens each."""

@@ -173,7 +173,7 @@ def index_parts(arrays: StepArrays) -> list[NDArray[np.int32]]:
 
 def pack(parts: Sequence[NDArray[np.int32]]) -> Tensor:
     """``index_parts`` in one buffer of pinned memory, int32."""
-    starts = _starts(parts)
+    starts = part_starts(parts)
     host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=True)
     view = host.numpy()
     for part, start in zip(parts, starts, strict=False):
@@ -196,7 +196,8 @@ def unpack(arrays: StepArrays, parts: Sequence[NDArray[np.int32]], indices: Tens
         pages,
         sample_pages,
     ) = (
-        indices[start : start + part.size].view(part.shape) for part, start in zip(parts, _starts(parts), strict=False)
+        indices[start : start + part.size].view(part.shape)
+        for part, start in zip(parts, part_starts(parts), strict=False)
     )
     return Batch(
         token_ids=tokens.gather_tokens(host_ids, table_slots, last_tokens),
@@ -217,8 +218,8 @@ def unpack(arrays: StepArrays, parts: Sequence[NDArray[np.int32]], indices: Tens
     )
 
 
-def _starts(parts: Sequence[NDArray[np.int32]]) -> list[int]:
-    """Of each part in the packed step, and the end of the last."""
+def part_starts(parts: Sequence[NDArray[np.int32]]) -> list[int]:
+    """Of each part in the packed step, in elements, and the end of the last."""
     return list(accumulate((-(-part.size // _ALIGNMENT) * _ALIGNMENT for part in parts), initial=0))
 
 

@@ -1,8 +1,9 @@
-"""Steps of decodes alone as CUDA graphs: one launch, where else there are some ten for every layer.
+"""Steps of few rows as CUDA graphs: one launch, where else there are some eleven for every layer.
 
-A model of few weights computes such a step in less time than the host takes to launch it. A graph has fixed shapes:
-rows are padded to the next of ``ROWS``, and attention is cut into pieces for sequences of the next power of two tokens.
-Each pair is recorded when it is first needed; all graphs share one pool of memory, as they never run side by side.
+Such a step takes the GPU less time than its launches take the host. A graph has fixed shapes (``StepShape``), so a step
+is padded: decodes, then prompt rows, each to the next of a ladder, and attention is cut into pieces for sequences of
+the next power of two tokens. A shape is recorded when it is first needed; all graphs share one pool of memory, as they
+never run side by side.
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megatoken.engine.batch import Ints, StepArrays, pad_decodes
+from megatoken.engine.batch import StepArrays, StepShape, largest_step, pad_step
 from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import ModelConfig
-from megatoken.engine.memory import GRAPH_ROWS as ROWS
+from megatoken.engine.memory import GRAPH_CHUNKS, GRAPH_DECODES, GRAPH_PROMPT_ROWS
 from megatoken.engine.ops import cuda
 
 SHORTEST_TOKENS = 256
 """The first of the lengths that there are graphs for."""
+MOST_GRAPHS = 64
+"""Kept at a time; the first recorded makes room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class _Recorded:
     sample_slots: Tensor  # a part of it
 
 
-class DecodeGraphs:
+class StepGraphs:
     """The graphs of one model on one device, made as steps need them."""
 
     def __init__(
@@ -45,29 +47,46 @@ class DecodeGraphs:
         self._page_size = cache.page_size
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        self._logits = torch.empty(ROWS[-1], config.vocabulary_size, dtype=torch.bfloat16, device=device)
-        self._ids = torch.empty(ROWS[-1], dtype=torch.int64, device=device)
-        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        samples = GRAPH_DECODES[-1] + GRAPH_CHUNKS
+        self._logits = torch.empty(samples, config.vocabulary_size, dtype=torch.bfloat16, device=device)
+        self._ids = torch.empty(samples, dtype=torch.int64, device=device)
+        self._recorded: dict[StepShape, _Recorded] = {}
 
     def takes(self, arrays: StepArrays) -> bool:
-        """Whether a step has decodes alone, and few enough."""
-        return 0 < arrays.decodes == len(arrays.lengths) == arrays.samples <= ROWS[-1]
+        """Whether a step is small enough, and delays somebody: one of prompts alone has nobody waiting for a token."""
+        prompt_rows = len(arrays.token_ids) - arrays.decodes
+        return (
+            0 < arrays.decodes <= GRAPH_DECODES[-1]
+            and prompt_rows <= GRAPH_PROMPT_ROWS[-1]
+            and len(arrays.lengths) - arrays.decodes <= GRAPH_CHUNKS
+        )
 
     def run(self, arrays: StepArrays) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [S, V], greedy ids [S] and slots [S], valid until the next step runs."""
-        samples = arrays.samples
-        rows = ROWS[bisect_left(ROWS, samples)]
-        tokens = max(SHORTEST_TOKENS, 1 << (int(arrays.lengths.max()) - 1).bit_length())
-        width = -(-tokens // self._page_size)
-        recorded = self._recorded.get((rows, tokens))
+        shape, samples = self._shape(arrays), arrays.samples
+        recorded = self._recorded.get(shape)
         if recorded is None:
-            recorded = self._recorded[rows, tokens] = self._record(longest_decodes(rows, tokens, width))
-        recorded.indices.copy_(cuda.pack(cuda.index_parts(pad_decodes(arrays, rows, width))), non_blocking=True)
+            if len(self._recorded) == MOST_GRAPHS:
+                del self._recorded[next(iter(self._recorded))]
+            recorded = self._recorded[shape] = self._record(largest_step(shape))
+        recorded.indices.copy_(cuda.pack(cuda.index_parts(pad_step(arrays, shape))), non_blocking=True)
         recorded.graph.replay()
         return self._logits[:samples], self._ids[:samples], recorded.sample_slots[:samples]
 
+    def _shape(self, arrays: StepArrays) -> StepShape:
+        decodes, prompt_rows = arrays.decodes, len(arrays.token_ids) - arrays.decodes
+        prompt_rows = GRAPH_PROMPT_ROWS[bisect_left(GRAPH_PROMPT_ROWS, prompt_rows)]
+        longest = max(SHORTEST_TOKENS, prompt_rows, 1 << (int(arrays.lengths.max()) - 1).bit_length())
+        return StepShape(
+            decodes=GRAPH_DECODES[bisect_left(GRAPH_DECODES, decodes)],
+            prompt_rows=prompt_rows,
+            chunks=GRAPH_CHUNKS if prompt_rows else 0,
+            tokens=longest,
+            pages=-(-longest // self._page_size),
+        )
+
     def _record(self, arrays: StepArrays) -> _Recorded:
-        """What of ``arrays`` only the host knows is what the launches are made for: the longest sequence."""
+        """Launches are made for what only the host knows of ``arrays``, such as the longest sequence."""
         current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         indices = cuda.pack(cuda.index_parts(arrays)).to(self._ids.device)
         self._stream.wait_stream(current)
@@ -88,24 +107,3 @@ class DecodeGraphs:
         self._logits[: batch.samples].copy_(logits_SV)
         self._ids[: batch.samples].copy_(cuda.greedy(logits_SV))
         return batch.sample_slots
-
-
-def longest_decodes(rows: int, tokens: int, width: int) -> StepArrays:
-    """A step of sequences that all have ``tokens`` keys, in the dump page, where nothing is lost."""
-
-    def zeros(*shape: int) -> Ints:
-        return np.zeros(shape, dtype=np.int32)
-
-    return StepArrays(
-        token_ids=zeros(rows),
-        table_slots=zeros(rows) - np.int32(1),
-        positions=zeros(rows),
-        cache_slots=zeros(rows),
-        pages=zeros(rows, width),
-        lengths=zeros(rows) + np.int32(tokens),
-        decodes=rows,
-        chunk_rows=zeros(1) + np.int32(rows),
-        sampled=np.arange(rows),
-        sample_rows=np.arange(rows, dtype=np.int32),
-        sample_slots=zeros(rows),
-    )

@@ -13,7 +13,7 @@ from checkpoints import make_checkpoint
 from engines import drain
 
 from megatoken.engine import Engine, EngineConfig, Request, Sampling
-from megatoken.engine.memory import GRAPH_ROWS
+from megatoken.engine.memory import GRAPH_DECODES, GRAPH_PROMPT_ROWS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -101,15 +101,17 @@ def test_preempted_and_cancelled_requests_end_once(llama: Path) -> None:
 
 
 def test_memory_stays_within_the_plan(llama: Path) -> None:
-    """Every graph there is: each number of rows at each length."""
-    config = EngineConfig(precision="fp8", max_rows=512, max_sequences=256, max_length=2048, cuda_graphs=True)
+    """More shapes than are kept: numbers of decodes, of prompt rows, lengths."""
+    config = EngineConfig(precision="fp8", max_rows=1024, max_sequences=300, max_length=2048, cuda_graphs=True)
     engine = Engine(llama, config)
     before = torch.cuda.mem_get_info()[0]
-    for rows in GRAPH_ROWS:
-        for tokens in (100, 300, 700, 1500):
-            for number in range(rows):
-                engine.submit(Request([number], 2, ignore_end_token=True))
-            engine.submit(Request([1] * tokens, 3, ignore_end_token=True))
+    for decodes in GRAPH_DECODES:
+        for prompt_rows in GRAPH_PROMPT_ROWS:
+            for number in range(decodes):
+                engine.submit(Request([number], 3, ignore_end_token=True))
+            engine.step()
+            if prompt_rows:
+                engine.submit(Request([1] * prompt_rows, 2, ignore_end_token=True))
             drain(engine)
     taken = before - torch.cuda.mem_get_info()[0]
     print(f"\n{len(engine._runner._graphs._recorded)} graphs took {taken / 1e6:.0f} MB")
