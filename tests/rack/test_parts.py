@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from megatoken.rack.records import Place
 from megatoken.rack.wire import (
     DONE,
     FIRST,
+    NUMBER,
     STATE,
     Channel,
     Kind,
@@ -249,6 +251,31 @@ def test_what_a_lost_worker_held_is_done_by_others(rig: Rig) -> None:
     (lost,) = outcome.facts["rack"]["lost"]
     assert (lost["node"], lost["cause"]) == ("n1", "taken out") and lost["samples_returned"] > 0
     assert target.outcome(time.monotonic_ns()).lost is not None  # still one short
+
+
+def test_a_worker_found_dead_while_it_is_served_keeps_no_sample() -> None:
+    """It has two replicas, and the first frame that cannot be sent is for one of them."""
+    hub = Hub("127.0.0.1", KEY, streams=False, dead_after_seconds=30.0, wait_seconds=30.0)
+    hub.expect(0, [Place("n0", 0), Place("n0", 1)])
+    connection = socket.create_connection(hub.address)
+    authenticate(connection, KEY, 5, driver=False)
+    worker = Channel(connection)
+    worker.send(Kind.HELLO, NUMBER.pack(0))
+    states = np.zeros(2, STATE)
+    states["wanted"] = 4
+    worker.send(Kind.REPORT, pack_report(Report(states, np.zeros(0, FIRST), np.zeros(0, DONE), np.zeros(0, "<i4"), [])))
+    deadline = time.monotonic() + 30
+    while not any(state["wanted"] for _, state in hub.states()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with hub._lock:  # the hub's thread does not look before the samples are handed out
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, at once
+        connection.close()
+        for sample in range(6):
+            hub.submit(sample, pack_request(Request([3], 2)))
+        hub.dispatch()
+        assert (hub.connected(), hub.waiting, hub.unended) == (set(), 6, 6)
+    hub.close()
 
 
 def test_cancelled_samples_never_answer(rig: Rig) -> None:

@@ -469,6 +469,7 @@ class Hub:
                 del self._tickets[ticket]
             returned += replica.tickets.values()
             self.losses.append(Loss(replica.place, now_ns, cause, len(replica.tickets), left))
+            replica.wanted = 0  # whoever hands out samples just now gives it no more
             gone = self._gone.setdefault(replica.place, np.zeros((), STATE))
             for name in _SUMMED:
                 gone[name] += replica.state[name]
