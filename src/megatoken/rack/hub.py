@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -109,7 +109,6 @@ class Hub:
         self._arrived: SimpleQueue[tuple[socket.socket, int]] = SimpleQueue()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
-        self.on_loss: Callable[[int], None] = lambda worker: None
         self._thread = threading.Thread(target=self._run, name="rack-hub", daemon=True)
         self._thread.start()
 
@@ -477,7 +476,6 @@ class Hub:
         if not self._peers:
             self._empty_since = time.monotonic()
         self._events.put([])
-        self.on_loss(peer.number)
 
     def _watch_writes(self) -> None:
         with self._lock:
