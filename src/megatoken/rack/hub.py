@@ -187,7 +187,7 @@ class Hub:
 
     @property
     def late_answers(self) -> int:
-        """Answers that came under tickets of replicas thought lost, and were dropped."""
+        """Answers since the last ``cancel_all`` that came under tickets of replicas thought lost, and were dropped."""
         return self._late
 
     def states(self) -> list[tuple[Place, NDArray[Any]]]:
@@ -231,6 +231,7 @@ class Hub:
         while True:
             with self._lock:  # who joins meanwhile holds nothing
                 if all(peer.cancelled >= number for peer in self._peers.values()):
+                    self._late = 0  # what crossed the cancellation
                     break
             time.sleep(0.01)
         with suppress(Empty):
