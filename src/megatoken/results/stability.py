@@ -193,9 +193,11 @@ def judge_soak(
     begins = [segment["begins_seconds"] for segment in soak["segments"]]
     ends = [min(end, soak["duration_seconds"]) for end in (*begins[1:], soak["duration_seconds"])]
     machines = {node["node"]: node["machine"] for node in result.get("rack_nodes") or ()}
+    if not machines:  # a soak goes on only on a machine like the first, which may have another name
+        machines = dict.fromkeys(set(series["node"].to_pylist()), environment)
     gpus = {
         node: GpuLimits(*(_common(machine["gpus"], name) for name in ("power_limit_watts", "max_clock_mhz")))
-        for node, machine in (machines or {environment["hostname"]: environment}).items()
+        for node, machine in machines.items()
     }
     return judge_stability(requests, series, list(zip(begins, ends, strict=True)), gpus)
 
