@@ -9,9 +9,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from cli_support import ENVIRONMENT, TIMEOUT_SECONDS, call, call_here, make_checkpoint, started
+from cli_support import (
+    ENVIRONMENT,
+    TIMEOUT_SECONDS,
+    call,
+    call_here,
+    make_checkpoint,
+    make_overflowing_checkpoint,
+    started,
+    write_lines,
+)
 from megatoken.cli.soak import duration_seconds
 from megatoken.errors import UsageError
 from megatoken.harness.soak import Earlier, SteadyLoad
@@ -188,6 +198,21 @@ def test_a_soak_of_another_model_or_machine_is_not_gone_on_with(
         of_rack.check({**result, "rack_nodes": nodes[1:]})
     with pytest.raises(UsageError, match="hardware was Grace, 4 GB300, here it is "):
         Earlier(replace(run, environment=machine, result=result), 1.0, ()).check(result)
+
+
+def test_an_error_says_how_to_go_on(tmp_path: Path) -> None:
+    letters = ["a"] * 40
+    letters[np.random.default_rng(0).permutation(40)[-1]] = "z"  # the last that a warm-up would take
+    model = make_overflowing_checkpoint(tmp_path / "model", "z")
+    lines = [{"prompt": letter, "max_tokens": 2, "ignore_end_token": True} for letter in letters]
+    prompts = write_lines(tmp_path / "in.jsonl", *lines)
+    options = ("--prompts", prompts, "--out", tmp_path / "runs", "--warm-up", 0, "--engine.max_sequences", 2)
+    code, stdout, err = call("soak", "--duration", "1h", "--model", model, *options)
+    folder = only_run(tmp_path / "runs")
+    assert (code, stdout) == (1, "")
+    message = err.splitlines()[-1]
+    assert message.startswith("megatoken: logits after 1 tokens of a request are no numbers")
+    assert message.endswith(f"; go on with megatoken soak --resume {folder}")
 
 
 @pytest.mark.parametrize(

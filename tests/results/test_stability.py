@@ -271,6 +271,26 @@ def test_a_soak_that_went_on_on_a_machine_of_another_name_is_judged_by_the_same_
     assert codes(stability) == ["THROTTLED"]
 
 
+def test_what_a_kill_left_unwritten_is_no_gap() -> None:
+    """requests.parquet may be a write ahead of series.parquet: the soak goes on from its last token."""
+    before = series(steady()[:400]).to_pylist()
+    after = series(steady()[400:]).to_pylist()
+    begins, tokens = 411.0, before[-1]["output_tokens"]
+    rows = [SeriesRow(**row) for row in before]
+    rows.append(rows[-1]._replace(elapsed_seconds=begins, in_flight=0, waiting=0))
+    rows += [
+        SeriesRow(**row)._replace(
+            elapsed_seconds=begins + row["elapsed_seconds"], output_tokens=tokens + row["output_tokens"]
+        )
+        for row in after
+    ]
+    segments = [{"begins_seconds": moment} for moment in (0.0, begins)]
+    result = {"soak": {"duration_seconds": begins + 400, "segments": segments}}
+    stability = judge_soak(result, {"hostname": "here", "gpus": []}, requests(), to_table(SeriesRow, rows))
+    assert stability["settled_spans_seconds"][0][1] == 400.0
+    assert stability["verdict"] == "STABLE", stability["reasons"]
+
+
 def test_ramps_after_an_interruption_are_in_no_window() -> None:
     rates = steady()
     rates[400:404] = 100.0  # a second ramp

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatoken.config import RunConfig
-from megatoken.errors import UsageError
+from megatoken.errors import MegatokenError, UsageError
 from megatoken.hardware.inventory import take_inventory
 from megatoken.harness.bench import Bench
 from megatoken.harness.loadgen import TestSettings
@@ -193,7 +193,7 @@ def run_soak(
             folder = _create(config, {**prepared.facts(), **target.facts()}, population)
             hold(folder.path)
         else:
-            folder = RunFolder.reopen(earlier.run.path, {**target.facts(), "soak": _resumed(earlier)})
+            folder = RunFolder.reopen(earlier.run, {**target.facts(), "soak": _resumed(earlier)})
             for row in earlier.last_rows:
                 folder.add_series(row)
         stop.parting_words = f"stopped at once; {_how_to_go_on(folder)}"
@@ -201,6 +201,8 @@ def run_soak(
             _run(bench, settings, folder, stop, population, earlier)
         except BaseException as error:
             folder.interrupt(f"{type(error).__name__}: {error}")
+            if isinstance(error, MegatokenError):
+                error.args = (f"{error}; {_how_to_go_on(folder)}",)
             raise
         finally:
             progress.clear()

@@ -159,19 +159,15 @@ class RunFolder:
         return folder
 
     @classmethod
-    def reopen(cls, path: Path, facts: Mapping[str, Any]) -> Self:
+    def reopen(cls, run: Run, facts: Mapping[str, Any]) -> Self:
         """Go on recording in the folder of a run that was interrupted.
 
         Args:
-            path: a run folder that nobody else writes.
+            run: as its folder is now, which nobody else writes.
             facts: fields of ``result.json`` to replace or add.
-
-        Raises:
-            UsageError: the folder cannot be read.
         """
-        run = read_run(path)
         kept = {name: value for name, value in run.result.items() if name not in _HEAD}
-        folder = cls(path, run.environment, run.result["scenario"], {**kept, **plain(facts)})
+        folder = cls(run.path, run.environment, run.result["scenario"], {**kept, **plain(facts)})
         folder._requests, folder._series = run.requests, run.series
         folder._written_rows = (len(run.requests), len(run.series))
         folder._thread.start()

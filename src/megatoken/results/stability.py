@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -191,7 +192,10 @@ def judge_soak(
     """
     soak = result["soak"]
     begins = [segment["begins_seconds"] for segment in soak["segments"]]
-    ends = [min(end, soak["duration_seconds"]) for end in (*begins[1:], soak["duration_seconds"])]
+    times = numbers(series["elapsed_seconds"])
+    # Up to its last row: the next begins with the last token that was written, which may be later.
+    reached = [float(times[times < following].max(initial=begin)) for begin, following in pairwise(begins)]
+    ends = [min(end, soak["duration_seconds"]) for end in (*reached, soak["duration_seconds"])]
     machines = {node["node"]: node["machine"] for node in result.get("rack_nodes") or ()}
     if not machines:  # a soak goes on only on a machine like the first, which may have another name
         machines = dict.fromkeys(set(series["node"].to_pylist()), environment)
