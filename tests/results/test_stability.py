@@ -270,6 +270,12 @@ def test_a_soak_that_went_on_on_a_machine_of_another_name_is_judged_by_the_same_
     stability = judge_soak(result, {"hostname": "there", "gpus": gpus}, requests(), table)
     assert codes(stability) == ["THROTTLED"]
 
+    shared = {**result, "target": {"tensor_parallel": 2}}  # their power together, at its limit
+    table = series(steady(), power_watts=1390.0, clock_mhz=lambda second: 1800.0 if second < 400 else 1200.0)
+    stability = judge_soak(shared, {"hostname": "there", "gpus": gpus}, requests(), table)
+    assert codes(stability) == []
+    assert stability["throttling"]["power_limited_share"] == 1.0
+
 
 def test_what_a_kill_left_unwritten_is_no_gap() -> None:
     """requests.parquet may be a write ahead of series.parquet: the soak goes on from its last token."""

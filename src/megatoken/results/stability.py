@@ -60,7 +60,7 @@ class Stability(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GpuLimits:
-    """What the GPUs of a node may do; None where it is unknown or they differ."""
+    """What the GPUs of a replica may do, power together; None where it is unknown or those of the node differ."""
 
     power_limit_watts: float | None
     max_clock_mhz: float | None
@@ -199,10 +199,11 @@ def judge_soak(
     machines = {node["node"]: node["machine"] for node in result.get("rack_nodes") or ()}
     if not machines:  # a soak goes on only on a machine like the first, which may have another name
         machines = dict.fromkeys(set(series["node"].to_pylist()), environment)
-    gpus = {
-        node: GpuLimits(*(_common(machine["gpus"], name) for name in ("power_limit_watts", "max_clock_mhz")))
-        for node, machine in machines.items()
-    }
+    ranks = (result.get("target") or {}).get("tensor_parallel") or 1
+    gpus = {}
+    for node, machine in machines.items():
+        watts, clock = (_common(machine["gpus"], name) for name in ("power_limit_watts", "max_clock_mhz"))
+        gpus[node] = GpuLimits(None if watts is None else ranks * watts, clock)
     return judge_stability(requests, series, list(zip(begins, ends, strict=True)), gpus)
 
 
