@@ -181,7 +181,7 @@ class PowerSampler:
         Raises:
             CapacityError: NVML does not know the GPU, or nvidia-ml-py is not installed.
         """
-        telemetry = GpuTelemetry.open(device_uuid())
+        telemetry = GpuTelemetry.open([device_uuid()])
         if telemetry is None:
             raise CapacityError(f"NVML does not know {device_uuid()}; install nvidia-ml-py")
         self._telemetry = telemetry

@@ -4,16 +4,27 @@ import json
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from cli_support import TIMEOUT_SECONDS, call, call_here, make_checkpoint, started
+from cli_support import (
+    ENVIRONMENT,
+    TIMEOUT_SECONDS,
+    call,
+    call_here,
+    make_checkpoint,
+    make_overflowing_checkpoint,
+    started,
+    write_lines,
+)
 from megatoken.cli.soak import duration_seconds
 from megatoken.errors import UsageError
-from megatoken.harness.soak import SteadyLoad
+from megatoken.harness.soak import Earlier, SteadyLoad
 from megatoken.results import Run, Verdict, read_run
 from megatoken.results.files import plain
 from megatoken.results.stability import judge_soak
@@ -162,16 +173,46 @@ def test_a_killed_soak_goes_on_where_it_stopped(tmp_path: Path, load: list[objec
     assert "has come to its end" in err
 
 
-def test_a_soak_of_another_model_is_not_gone_on_with(tmp_path: Path, load: list[object]) -> None:
+def test_a_soak_of_another_model_or_machine_is_not_gone_on_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, load: list[object]
+) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "CXX", "no-such-compiler")
     with started("soak", "--duration", "1h", *load, "--out", tmp_path) as process:
         path = reached(tmp_path, 1.0, process)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=TIMEOUT_SECONDS)
     result: dict[str, Any] = json.loads((path / "result.json").read_text())
+    assert any(note.startswith("without compiled kernels") for note in result["notes"])
     (path / "result.json").write_text(json.dumps({**result, "data_set_sha256": "0" * 64}))
     code, _, err = call("soak", "--resume", path)
     assert (code, err.splitlines()[-1].count("data_set_sha256")) == (2, 1)
     assert read_run(path).verdict is Verdict.INTERRUPTED
+
+    run = read_run(path)
+    machine = {"cpu": {"model": "Grace"}, "gpus": [{"name": "GB300"}] * 4}
+    nodes = [{"node": f"n{number}", "replicas": 4, "machine": machine} for number in range(3)]
+    of_rack = Earlier(replace(run, result={**result, "rack_nodes": nodes}), 1.0, ())
+    renamed = [{**node, "node": "m"} for node in nodes]
+    of_rack.check({**result, "rack_nodes": renamed})
+    with pytest.raises(UsageError, match="3 x 4 replicas on Grace, 4 GB300, here it is 2 x 4 replicas on"):
+        of_rack.check({**result, "rack_nodes": nodes[1:]})
+    with pytest.raises(UsageError, match="hardware was Grace, 4 GB300, here it is "):
+        Earlier(replace(run, environment=machine, result=result), 1.0, ()).check(result)
+
+
+def test_an_error_says_how_to_go_on(tmp_path: Path) -> None:
+    letters = ["a"] * 40
+    letters[np.random.default_rng(0).permutation(40)[-1]] = "z"  # the last that a warm-up would take
+    model = make_overflowing_checkpoint(tmp_path / "model", "z")
+    lines = [{"prompt": letter, "max_tokens": 2, "ignore_end_token": True} for letter in letters]
+    prompts = write_lines(tmp_path / "in.jsonl", *lines)
+    options = ("--prompts", prompts, "--out", tmp_path / "runs", "--warm-up", 0, "--engine.max_sequences", 2)
+    code, stdout, err = call("soak", "--duration", "1h", "--model", model, *options)
+    folder = only_run(tmp_path / "runs")
+    assert (code, stdout) == (1, "")
+    message = err.splitlines()[-1]
+    assert message.startswith("megatoken: logits after 1 tokens of a request are no numbers")
+    assert message.endswith(f"; go on with megatoken soak --resume {folder}")
 
 
 @pytest.mark.parametrize(

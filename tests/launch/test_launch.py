@@ -43,6 +43,7 @@ exec sleep 300
 """
 MEGATOKEN = """#!/bin/bash
 echo "$RAY_AUTH_MODE $RAY_AUTH_TOKEN $RAY_ADDRESS $*" >> "$RECORDS/megatoken"
+pwd > "$RECORDS/folder"
 exit 3
 """
 
@@ -104,7 +105,12 @@ def test_the_image_copies_what_the_package_is_built_from() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "command"), [((), "run"), (("soak", "--duration", "80m", "--model", "a b"), "soak")]
+    ("arguments", "command"),
+    [
+        ((), "run"),
+        (("soak", "--duration", "80m", "--model", "a b"), "soak"),
+        (("soak", "--resume", "runs/x"), "soak"),  # which takes no --out
+    ],
 )
 def test_a_slurm_job_starts_every_node_with_one_token_and_ends_as_the_run_does(
     tmp_path: Path, arguments: tuple[str, ...], command: str
@@ -136,7 +142,8 @@ def test_a_slurm_job_starts_every_node_with_one_token_and_ends_as_the_run_does(
     assert re.fullmatch("[0-9a-f]{64}", token)
     assert not any(token in line for line in steps)
     assert ray_address == f"{address}:6379"
-    assert ran == " ".join([command, "--rack", "auto", "--out", str(tmp_path / "runs"), *arguments[1:]])
+    assert ran == " ".join([command, "--rack", "auto", *arguments[1:]])
+    assert (records / "folder").read_text().strip() == str(tmp_path)
     bound = f"--node-ip-address={address} --object-store-memory=83886080 --disable-usage-stats --block"
     assert {one[2] for one in started} == {
         f"start --head --port=6379 --include-dashboard=false {bound}",

@@ -1,5 +1,7 @@
 """Energy: at every boundary, by data sheet when nothing was measured."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,6 +73,15 @@ def test_a_run_without_power_falls_back_to_the_data_sheet_and_says_so(make_run, 
     assert plan.results[0].value == pytest.approx(run.result["output_tokens_per_second"] / 700)
     assert plan.results[0].state == "nameplate"
     assert any("recorded no power" in note for note in plan.notes)
+
+
+def test_every_gpu_that_shares_the_model_counts(make_run, assumptions):
+    alone = make_run(gpus=("NVIDIA H200",) * 4)
+    shared = replace(alone, result={**alone.result, "target": {"tensor_parallel": 4}})
+    for run, gpus in ((alone, 1), (shared, 4)):
+        throughput = from_runs([run], assumptions)
+        assert throughput.accelerators == gpus
+        assert power_of(throughput, energy_of([run])).watts == gpus * 700
 
 
 def test_boundaries_only_get_worse_outwards(rack, assumptions):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from megatoken.rack.records import Place
 from megatoken.rack.wire import (
     DONE,
     FIRST,
+    NUMBER,
     STATE,
     Channel,
     Kind,
@@ -249,6 +252,59 @@ def test_what_a_lost_worker_held_is_done_by_others(rig: Rig) -> None:
     (lost,) = outcome.facts["rack"]["lost"]
     assert (lost["node"], lost["cause"]) == ("n1", "taken out") and lost["samples_returned"] > 0
     assert target.outcome(time.monotonic_ns()).lost is not None  # still one short
+
+
+def worker_of_hand(hub: Hub, replicas: int) -> Channel:
+    """A worker's connection, whose frames the test sends; every replica has asked for four samples."""
+    hub.expect(0, [Place("n0", replica) for replica in range(replicas)])
+    connection = socket.create_connection(hub.address)
+    authenticate(connection, KEY, 5, driver=False)
+    worker = Channel(connection)
+    worker.send(Kind.HELLO, NUMBER.pack(0))
+    worker.send(Kind.REPORT, report_of(replicas, wanted=4))
+    deadline = time.monotonic() + 30
+    while not any(state["wanted"] for _, state in hub.states()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return worker
+
+
+def report_of(replicas: int, wanted: int = 0, ended: int = 0) -> bytes:
+    states, done = np.zeros(replicas, STATE), np.zeros(ended, DONE)
+    states["wanted"], done["ticket"] = wanted, range(ended)
+    return pack_report(Report(states, np.zeros(0, FIRST), done, np.zeros(0, "<i4"), []))
+
+
+def test_a_worker_found_dead_while_it_is_served_keeps_no_sample() -> None:
+    """It has two replicas, and the first frame that cannot be sent is for one of them."""
+    with closing(Hub("127.0.0.1", KEY, streams=False, dead_after_seconds=30.0, wait_seconds=30.0)) as hub:
+        worker = worker_of_hand(hub, replicas=2)
+        with hub._lock:  # the hub's thread does not look before the samples are handed out
+            worker.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, at once
+            worker.close()
+            for sample in range(6):
+                hub.submit(sample, pack_request(Request([3], 2)))
+            hub.dispatch()
+            assert (hub.connected(), hub.waiting, hub.unended) == (set(), 6, 6)
+
+
+def test_answers_that_crossed_a_cancellation_are_not_late() -> None:
+    with closing(Hub("127.0.0.1", KEY, streams=False, dead_after_seconds=30.0, wait_seconds=30.0)) as hub:
+        worker = worker_of_hand(hub, replicas=1)
+        for sample in range(2):
+            hub.submit(sample, pack_request(Request([3], 2)))
+        hub.dispatch()
+        cancelling = threading.Thread(target=hub.cancel_all)
+        cancelling.start()
+        deadline, cancelled = time.monotonic() + 30, None
+        while cancelled is None:
+            assert time.monotonic() < deadline
+            cancelled = dict(worker.receive()).get(Kind.CANCEL)
+        worker.send(Kind.REPORT, report_of(1, ended=2))
+        worker.send(Kind.CANCELLED, cancelled)
+        cancelling.join()
+        assert (hub.unended, hub.late_answers) == (0, 0)
+        worker.close()
 
 
 def test_cancelled_samples_never_answer(rig: Rig) -> None:

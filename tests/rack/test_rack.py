@@ -106,23 +106,27 @@ def test_replicas_that_die_or_hang_cost_no_sample(drive: Any) -> None:
 
 
 def test_replicas_that_were_lost_come_back(drive: Any) -> None:
-    driver = drive(*SIMULATED, *ENDLESS, "--rack.dead-after-seconds", "5")
+    driver = drive(*SIMULATED, *ENDLESS, "--rack.dead-after-seconds", "5", "--rack.reconnect-seconds", "10")
     workers = workers_of(driver.until(ended(20)))
     os.kill(workers["node-1"], signal.SIGKILL)  # started anew
-    hangs = psutil.Process(workers["node-2"])
+    hangs, stays_away = (psutil.Process(workers[node]) for node in ("node-2", "node-3"))
     hangs.suspend()
+    stays_away.suspend()
     try:
         driver.until(lambda run: "node-2" in [entry["node"] for entry in rack_of(run)["lost"]])
-    finally:
         hangs.resume()  # comes back by itself
-    driver.until(lambda run: all(_answers_again(node)(run) for node in ("node-1", "node-2")))
+        driver.until(lambda run: all(_answers_again(node)(run) for node in NODES))  # node-3 started anew
+    finally:
+        for process in (hangs, stays_away):
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
     driver.process.send_signal(signal.SIGINT)
     code, output, messages = driver.end()
     assert code == 130, (output, messages)
     run = driver.run()
     assert run.verdict is Verdict.INTERRUPTED
     assert len(set(run.requests["sample_id"].to_pylist())) == len(run.requests)
-    assert {"node-1", "node-2"} <= {entry["node"] for entry in run.result["rack"]["lost"]}
+    assert set(NODES) <= {entry["node"] for entry in run.result["rack"]["lost"]}
     assert set(run.requests["node"].to_pylist()) == set(NODES)
 
 
@@ -174,9 +178,12 @@ def test_a_loadgen_on_every_node(drive: Any) -> None:
         own = read_run(driver.folder() / "nodes" / node)
         assert own.result["samples_completed"] == 30
         assert (own.path / "mlperf" / "mlperf_log_summary.txt").is_file()
+        for note in own.result["notes"]:
+            assert note in run.result["notes"] or f"{node}: {note}" in run.result["notes"]
         starts.append(datetime.fromisoformat(own.result["started_at"]).timestamp() - ahead)
     assert run.result["rack"]["start_spread_seconds"] == pytest.approx(max(starts) - min(starts), abs=1e-4)
     together = run.result["aggregate"]
+    assert together["evidence_of_simultaneity"]["statement"].startswith("by the driver's clock, from which")
     rates = [node["output_tokens_per_second"] for node in run.result["nodes"]]
     assert together["sum_of_rates_tokens_per_second"] == pytest.approx(sum(rates), rel=0.05)
     assert together["makespan"]["output_tokens"] == run.result["output_tokens"]

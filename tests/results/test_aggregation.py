@@ -131,6 +131,7 @@ def test_shown_to_be_simultaneous():
     result = aggregate([node("a", 0.0), node("b", 2.0)], observations=["one job started both"])
     assert result.evidence_of_simultaneity.shown
     assert result.evidence_of_simultaneity.observations[-1] == "one job started both"
+    assert result.evidence_of_simultaneity.statement.startswith("by the nodes' own clocks, whose offsets are not known")
     assert "1970-01-01T00:00:02.000Z" in result.evidence_of_simultaneity.observations[1]
 
 

@@ -283,6 +283,13 @@ def swap_tables(path: Path) -> None:
         (damage_result(nodes=None), "result.json is damaged (nodes is no list)"),
         (damage_result(nodes=[{"node": 3}]), "result.json is damaged (nodes holds what is no node)"),
         (damage_result(nodes=[{"node": "a", "samples_completed": "x"}]), "samples_completed of node a is no number"),
+        (damage_result(rack={}), "(rack.replicas is no number)"),
+        (damage_result(rack_nodes=[{"node": "a", "replicas": 4}]), "(machine of node a is no mapping)"),
+        (damage_result(stability="STABLE"), "(stability is no mapping)"),
+        (damage_result(stability={"trend": [1]}), "(stability.trend is no mapping)"),
+        (damage_result(soak=[]), "(soak is no mapping)"),
+        (damage_result(soak={"duration_seconds": 9}), "(soak.segments is no list of mappings with begins_seconds)"),
+        (damage_result(soak={"duration_seconds": 9, "segments": []}), "(soak.interruptions is no list of mappings"),
     ],
 )
 def test_reading_names_what_is_missing_or_damaged_in_one_line(finished, harm, told):

@@ -19,6 +19,7 @@ from megatoken.results.stability import (
     CONFIDENCE,
     GpuLimits,
     Stability,
+    judge_soak,
     judge_stability,
     settled_spans,
     theil_sen,
@@ -258,6 +259,42 @@ def test_a_clock_that_falls_with_power_to_spare_is_throttled() -> None:
     assert stability["throttling"]["otherwise_limited_share"] == pytest.approx(100 / 794, abs=0.01)
     assert stability["throttling"]["otherwise_limited_replica"] == "here/0"
     assert stability["throttling"]["highest_temperature_celsius"] == pytest.approx(60 + 798 / 30)
+
+
+def test_a_soak_that_went_on_on_a_machine_of_another_name_is_judged_by_the_same_limits() -> None:
+    result = {
+        "soak": {"duration_seconds": float(SECONDS), "segments": [{"begins_seconds": 0.0}]},
+    }
+    gpus = [{"power_limit_watts": 700.0, "max_clock_mhz": 1980.0}]
+    table = series(steady(), power_watts=480.0, clock_mhz=lambda second: 1800.0 if second < 400 else 1200.0)
+    stability = judge_soak(result, {"hostname": "there", "gpus": gpus}, requests(), table)
+    assert codes(stability) == ["THROTTLED"]
+
+    shared = {**result, "target": {"tensor_parallel": 2}}  # their power together, at its limit
+    table = series(steady(), power_watts=1390.0, clock_mhz=lambda second: 1800.0 if second < 400 else 1200.0)
+    stability = judge_soak(shared, {"hostname": "there", "gpus": gpus}, requests(), table)
+    assert codes(stability) == []
+    assert stability["throttling"]["power_limited_share"] == 1.0
+
+
+def test_what_a_kill_left_unwritten_is_no_gap() -> None:
+    """requests.parquet may be a write ahead of series.parquet: the soak goes on from its last token."""
+    before = series(steady()[:400]).to_pylist()
+    after = series(steady()[400:]).to_pylist()
+    begins, tokens = 411.0, before[-1]["output_tokens"]
+    rows = [SeriesRow(**row) for row in before]
+    rows.append(rows[-1]._replace(elapsed_seconds=begins, in_flight=0, waiting=0))
+    rows += [
+        SeriesRow(**row)._replace(
+            elapsed_seconds=begins + row["elapsed_seconds"], output_tokens=tokens + row["output_tokens"]
+        )
+        for row in after
+    ]
+    segments = [{"begins_seconds": moment} for moment in (0.0, begins)]
+    result = {"soak": {"duration_seconds": begins + 400, "segments": segments}}
+    stability = judge_soak(result, {"hostname": "here", "gpus": []}, requests(), to_table(SeriesRow, rows))
+    assert stability["settled_spans_seconds"][0][1] == 400.0
+    assert stability["verdict"] == "STABLE", stability["reasons"]
 
 
 def test_ramps_after_an_interruption_are_in_no_window() -> None:

@@ -147,11 +147,12 @@ class Engine:
         return ticket
 
     @property
-    def gpu_uuid(self) -> str | None:
-        """Of the GPU that this process uses, as its driver names it; None without one."""
+    def gpu_uuids(self) -> list[str]:
+        """Of the GPUs of all ranks, as their driver names them."""
         if self.device.type != "cuda":
-            return None
-        return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+            return []
+        ranks = range(self.config.tensor_parallel)  # rank N is on device N
+        return [f"GPU-{torch.cuda.get_device_properties(rank).uuid}" for rank in ranks]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``.

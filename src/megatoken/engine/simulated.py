@@ -220,7 +220,7 @@ class SimulatedEngine:
         self.model_config, self.memory_plan, self._costs, self._gpu = simulation
         self.content_hash = hashlib.sha256(f"simulated {self.model_config}".encode()).hexdigest()
         self.tokenizer = None
-        self.gpu_uuid = None
+        self.gpu_uuids: list[str] = []
         self._clock: Clock = clock or WallClock()
         self._stream = stream
         self._scheduler = simulation.scheduler()

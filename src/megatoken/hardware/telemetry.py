@@ -1,8 +1,9 @@
-"""Power, clock and temperature of a GPU while it works, through NVML (package nvidia-ml-py)."""
+"""Power, clock and temperature of GPUs while they work, through NVML (package nvidia-ml-py)."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Self
@@ -18,49 +19,55 @@ class Telemetry:
 
 
 class GpuTelemetry:
-    """One GPU's sensors. A reading takes about a millisecond."""
+    """The sensors of the GPUs that share a model. A reading takes about a millisecond for each."""
 
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml, self._handle = nvml, handle
+    def __init__(self, nvml: Any, handles: Sequence[Any]) -> None:
+        self._nvml, self._handles = nvml, handles
         self._joules_before = self._joules()
         self._seconds_before = time.monotonic()
 
     @classmethod
-    def open(cls, uuid: str) -> Self | None:
-        """The GPU named ``GPU-...``; None without package, driver or such a GPU."""
+    def open(cls, uuids: Sequence[str]) -> Self | None:
+        """The GPUs named ``GPU-...``; None for none, and without package, driver or one of them."""
+        if not uuids:
+            return None
         try:
             nvml = import_module("pynvml")
         except ImportError:
             return None
         try:
             nvml.nvmlInit()
-            return cls(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
+            return cls(nvml, [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids])
         except nvml.NVMLError:
             return None
 
     def read(self) -> Telemetry:
-        """The state now; power from the card's energy counter, or the driver's own average where it has none."""
+        """The power of all together, the clock of the slowest and the temperature of the hottest.
+
+        Power is from the cards' energy counters, or the driver's own average where one has none.
+        """
         nvml = self._nvml
         joules, seconds = self._joules(), time.monotonic()
         power = None
         if joules is None or self._joules_before is None:
-            milliwatts = self._ask(nvml.nvmlDeviceGetPowerUsage)
+            milliwatts = self._ask(sum, nvml.nvmlDeviceGetPowerUsage)
             power = None if milliwatts is None else milliwatts / 1e3
         elif seconds > self._seconds_before:
             power = (joules - self._joules_before) / (seconds - self._seconds_before)
         self._joules_before, self._seconds_before = joules, seconds
         return Telemetry(
             power,
-            self._ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
-            self._ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+            self._ask(min, nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
+            self._ask(max, nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
         )
 
     def _joules(self) -> float | None:
-        millijoules = self._ask(self._nvml.nvmlDeviceGetTotalEnergyConsumption)
+        millijoules = self._ask(sum, self._nvml.nvmlDeviceGetTotalEnergyConsumption)
         return None if millijoules is None else millijoules / 1e3
 
-    def _ask(self, question: Any, *arguments: Any) -> Any:
+    def _ask(self, together: Any, question: Any, *arguments: Any) -> Any:
+        """What all GPUs answer; None where one does not."""
         try:
-            return question(self._handle, *arguments)
+            return together(question(handle, *arguments) for handle in self._handles)
         except self._nvml.NVMLError:
             return None

@@ -20,7 +20,7 @@ from megatoken.harness.loadgen_log import LoadGenLog
 from megatoken.harness.loadgen_plan import library_to_data_set, resolve_test, run_benchmark, run_limits, run_round
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
-from megatoken.harness.result_facts import asked_facts, core_wait_notes, engine_notes, latency_facts, loadgen_facts
+from megatoken.harness.result_facts import asked_facts, core_wait_notes, latency_facts, loadgen_facts, run_notes
 from megatoken.harness.rules import Observed, doubts, judge, send_lag_limit_seconds, unmet_rules
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.harness.stop import Stop
@@ -61,7 +61,7 @@ class Bench:
 
     def create_folder(self, config: RunConfig, settings: TestSettings, out: Path, name: str | None = None) -> RunFolder:
         """A run folder for one test, which says INTERRUPTED until there is a verdict."""
-        target = self.target.facts()
+        facts = {**self.facts, **self.target.facts()}
         return RunFolder.create(
             out,
             name or run_name(datetime.now(UTC), config.scenario, config.model),
@@ -69,9 +69,8 @@ class Bench:
             take_inventory(),
             scenario=config.scenario,
             facts={
-                **self.facts,
-                **target,
-                "notes": self._notes(target),
+                **facts,
+                "notes": run_notes(facts),
                 "mode": config.mode,
                 "rules": config.rules,
                 **asked_facts(config, settings),
@@ -150,7 +149,7 @@ class Bench:
     ) -> None:
         requests, _ = folder.end_recording()
         samples = Samples.of(requests)
-        notes = [*self._notes(self.target.facts()), *core_wait_notes(measurement.core_wait.share())]
+        notes = [*folder.facts["notes"], *core_wait_notes(measurement.core_wait.share())]
         benchmark_limits, limits = run_benchmark(config).limits.get(config.scenario), run_limits(config)
         own = latencies(samples, limits) if limits else None
         lag = samples.sent - samples.scheduled
@@ -191,10 +190,6 @@ class Bench:
                 **judged.facts,
             }
         )
-
-    def _notes(self, target: Mapping[str, Any]) -> list[str]:
-        """What a reader of the numbers must know, of what ran and of what it ran on."""
-        return [*self.facts.get("notes", ()), *engine_notes(target.get("target", {}))]
 
     def _judge_answers(self, folder: RunFolder, requests: pa.Table) -> Judgement:
         if self.gate is None:

@@ -25,7 +25,7 @@ from megatoken.hardware.inventory import take_inventory
 from megatoken.harness.prepare import Prepared, prepare, resolve
 from megatoken.harness.progress import Progress
 from megatoken.harness.rack import Rack
-from megatoken.harness.result_facts import asked_facts
+from megatoken.harness.result_facts import asked_facts, run_notes
 from megatoken.harness.run import make_bench
 from megatoken.harness.stop import StopSignals
 from megatoken.rack.clock import ClockOffset, OffsetEstimate
@@ -176,13 +176,14 @@ def _create_folder(rack: Rack, prepared: Prepared) -> RunFolder:
 
     settings = plan_test(config, len(prepared.data_set.requests), config.rate or 1.0)
     asked = {**asked_facts(config, settings), "offered_samples_per_second": None}
+    facts = {**prepared.facts(), **rack.facts()}
     return RunFolder.create(
         config.out,
         run_name(datetime.now(UTC), config.scenario, config.model),
         config.model_dump(mode="json"),
         take_inventory(),
         scenario=config.scenario,
-        facts={**prepared.facts(), **rack.facts(), "mode": config.mode, "rules": config.rules, **asked},
+        facts={**facts, "notes": run_notes(facts), "mode": config.mode, "rules": config.rules, **asked},
     )
 
 
@@ -272,28 +273,35 @@ def _conclude(rack: Rack, nodes: Sequence[_Node], folder: RunFolder, stop: StopS
         for name, run in runs.items()
         for row in run_node_rows(run)
     ]
-    unmet = [
-        Reason(code=rule["code"], message=f"{name}: {rule['message']}")
-        for name, run in runs.items()
-        for rule in run.rules_unmet
-    ]
+    said = {
+        "notes": _notes(folder.facts["notes"], {name: run.result["notes"] for name, run in runs.items()}),
+        "rules_unmet": _of_nodes({name: run.rules_unmet for name, run in runs.items()}),
+        "doubts": _of_nodes({name: run.doubts for name, run in runs.items()}),
+    }
     known = [offset for offset in offsets.values() if offset is not None]
     worst = max((offset.uncertainty_seconds for offset in known), default=0.0)
-    seen = f"starts on the driver's clock; the nodes' offsets are known within {worst * 1e3:.3g} ms"
+    clocks = f"the driver's clock, from which the nodes' offsets are known within {worst * 1e3:.3g} ms"
     try:
-        together = aggregate_fields(aggregate(rows, observations=[seen]))
+        together = aggregate_fields(aggregate(rows, clocks=clocks))
     except UsageError:
         together = None  # a node completed nothing
-    folder.finish({"verdict": verdict, "reasons": reasons, "rules_unmet": unmet, "aggregate": together})
+    folder.finish({"verdict": verdict, "reasons": reasons, **said, "aggregate": together})
+
+
+def _notes(common: Sequence[str], of_nodes: Mapping[str, Sequence[str]]) -> list[str]:
+    """What is said of the whole, then what is said of single nodes beyond it."""
+    return [*common, *(f"{name}: {note}" for name, notes in of_nodes.items() for note in notes if note not in common)]
+
+
+def _of_nodes(found: Mapping[str, Sequence[Reason]]) -> list[Reason]:
+    """What was found on single nodes, with their names."""
+    return [
+        Reason(code=one["code"], message=f"{name}: {one['message']}") for name, ones in found.items() for one in ones
+    ]
 
 
 def _verdict(nodes: Sequence[_Node], left: int, planned: int) -> tuple[Verdict, list[Reason]]:
-    reasons = [
-        Reason(code=reason["code"], message=f"{node.name}: {reason['message']}")
-        for node in nodes
-        if node.run is not None
-        for reason in node.run.reasons
-    ]
+    reasons = _of_nodes({node.name: node.run.reasons for node in nodes if node.run is not None})
     verdicts = {node.run.verdict for node in nodes if node.run is not None}
     if left < planned:
         names = "; ".join(f"{node.name} ({node.lost})" for node in nodes if node.lost)

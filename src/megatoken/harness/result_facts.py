@@ -65,6 +65,11 @@ def latency_facts(own: Latencies, limits: LatencyLimits, log: LoadGenLog) -> dic
     }
 
 
+def run_notes(facts: Mapping[str, Any]) -> list[str]:
+    """What a reader of the numbers must know: the notes among ``facts``, and what its ``target`` says of itself."""
+    return [*facts.get("notes", ()), *engine_notes(facts.get("target", {}))]
+
+
 def engine_notes(engine: Mapping[str, Any]) -> list[str]:
     """What makes an engine, as it describes itself, slower than the machine could be."""
     notes = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatoken.config import RunConfig
-from megatoken.errors import UsageError
+from megatoken.errors import MegatokenError, UsageError
 from megatoken.hardware.inventory import take_inventory
 from megatoken.harness.bench import Bench
 from megatoken.harness.loadgen import TestSettings
@@ -27,13 +28,13 @@ from megatoken.harness.loadgen_wire import Issued
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.prepare import Prepared
 from megatoken.harness.progress import Progress
+from megatoken.harness.result_facts import core_wait_notes, run_notes
 from megatoken.harness.rules import judge
 from megatoken.harness.run import make_bench
 from megatoken.harness.stop import Stop, StopSignals
 from megatoken.harness.text_stages import Codec
 from megatoken.results import Reason, Run, RunFolder, SampleRow, SeriesRow, Verdict, read_run, run_name
 from megatoken.results.machine import unix_seconds
-from megatoken.results.numerals import is_number
 from megatoken.results.series import numbers, replicas
 from megatoken.results.stability import judge_soak
 from megatoken.results.statistics import SOAK
@@ -124,12 +125,8 @@ class Earlier:
         """
         hold(path)
         run = read_run(path)
-        soak = run.result.get("soak")
-        if not isinstance(soak, dict):
+        if "soak" not in run.result:
             raise UsageError(f"{path}: is no soak; give the folder of a megatoken soak that was interrupted")
-        begins = [one.get("begins_seconds") for one in soak.get("segments") or [{}]]
-        if not (is_number(soak.get("duration_seconds")) and all(map(is_number, begins)) and "interruptions" in soak):
-            raise UsageError(f"{path}: its result.json is damaged (soak); start another soak with --duration")
         if run.verdict is not Verdict.INTERRUPTED:
             raise UsageError(f"{path}: has come to its end and is {run.verdict}; start another soak with --duration")
         series = run.series
@@ -149,10 +146,9 @@ class Earlier:
 
     def check(self, facts: Mapping[str, Any]) -> None:
         """Refuses to go on with another model, data set or machine. Raises UsageError."""
-        there, here = self.run.environment, take_inventory()
-        pairs = {name: (self.run.result.get(name), facts.get(name)) for name in ("weights", "data_set_sha256")}
-        pairs["CPU"] = (_cpu(there), _cpu(here))
-        pairs["GPUs"] = (_gpu_names(there), _gpu_names(here))
+        there = self.run.result
+        pairs = {name: (there.get(name), facts.get(name)) for name in ("weights", "data_set_sha256")}
+        pairs["hardware"] = (_hardware(there, self.run.environment), _hardware(facts, take_inventory()))
         for name, (before, now) in pairs.items():
             if before != now:
                 raise UsageError(
@@ -187,7 +183,7 @@ def run_soak(
         StorageError: the folder cannot be written; what is there says INTERRUPTED.
     """
     if earlier is not None:
-        earlier.check(prepared.facts())
+        earlier.check({**prepared.facts(), **target.facts()})
     # One sample: the warm-up has no number of samples to find out.
     warm_up = config.model_copy(update={"samples": 1, "min_duration_seconds": 0.0})
     bench, settings, _ = make_bench(warm_up, prepared.data_set, target, prepared.facts(), progress, tokenizer)
@@ -197,7 +193,7 @@ def run_soak(
             folder = _create(config, {**prepared.facts(), **target.facts()}, population)
             hold(folder.path)
         else:
-            folder = RunFolder.reopen(earlier.run.path, {"soak": _resumed(earlier)})
+            folder = RunFolder.reopen(earlier.run, {**target.facts(), "soak": _resumed(earlier)})
             for row in earlier.last_rows:
                 folder.add_series(row)
         stop.parting_words = f"stopped at once; {_how_to_go_on(folder)}"
@@ -205,6 +201,8 @@ def run_soak(
             _run(bench, settings, folder, stop, population, earlier)
         except BaseException as error:
             folder.interrupt(f"{type(error).__name__}: {error}")
+            if isinstance(error, MegatokenError):
+                error.args = (f"{error}; {_how_to_go_on(folder)}",)
             raise
         finally:
             progress.clear()
@@ -236,7 +234,7 @@ def _create(config: RunConfig, facts: Mapping[str, Any], population: int) -> Run
         "segments": [{"begins_seconds": 0.0, "started_at": now.isoformat()}],
         "interruptions": [],
     }
-    more = {"notes": [*facts["notes"], NOTE], "mode": config.mode, "rules": None, "text": config.text, "soak": soak}
+    more = {"notes": [*run_notes(facts), NOTE], "mode": config.mode, "rules": None, "text": config.text, "soak": soak}
     return RunFolder.create(
         config.out,
         run_name(now, SOAK, config.model),
@@ -310,7 +308,7 @@ def _run(
 def _conclude(folder: RunFolder, outcome: Outcome) -> None:
     requests, series = folder.end_recording()
     soak = folder.facts["soak"]
-    stability = judge_soak(folder.facts, take_inventory(), requests, series)
+    stability = judge_soak(folder.facts, folder.environment, requests, series)
     failed = requests["error"].is_valid().to_pylist().count(True)
     verdict, reasons = judge(False, [], failed, len(requests), stability["reasons"])
     lost = [
@@ -327,6 +325,7 @@ def _conclude(folder: RunFolder, outcome: Outcome) -> None:
             "verdict": verdict,
             "reasons": reasons,
             "rules_unmet": [],
+            "notes": [*folder.facts["notes"], *core_wait_notes(folder.facts.get("core_wait_share"))],
             "ended_at": datetime.now(UTC).isoformat(),
             "stability": stability,
             **outcome.facts,
@@ -365,9 +364,16 @@ class _Continued:
         return row._replace(sample_id=row.sample_id + self._first_id, **moved)
 
 
-def _cpu(environment: Mapping[str, Any]) -> str:
-    return str((environment.get("cpu") or {}).get("model"))
+def _hardware(facts: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
+    """Processors and GPUs of the machine, or of all nodes of a rack with their replicas, without their names."""
+    nodes = facts.get("rack_nodes")
+    if not nodes:
+        return _machine(environment)
+    kinds = Counter(f"{node['replicas']} replicas on {_machine(node['machine'])}" for node in nodes)
+    return "; ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
 
 
-def _gpu_names(environment: Mapping[str, Any]) -> str:
-    return ", ".join(sorted(str(gpu.get("name")) for gpu in environment.get("gpus") or ())) or "none"
+def _machine(environment: Mapping[str, Any]) -> str:
+    gpus = Counter(gpu["name"] for gpu in environment.get("gpus") or ())
+    cpu = (environment.get("cpu") or {}).get("model")
+    return ", ".join([str(cpu), *(f"{count} {name}" for name, count in sorted(gpus.items()))])

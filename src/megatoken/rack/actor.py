@@ -125,7 +125,7 @@ class WorkerActor:
 
     def _load(self) -> dict[str, Any]:
         self._engines = [self._engine() for _ in range(self._count)]
-        self._gpus = [engine.gpu_uuid for engine in self._engines]
+        self._gpus = [engine.gpu_uuids for engine in self._engines]
         return {"memory_plan": asdict(self._engines[0].memory_plan), "target": self._engines[0].describe()}
 
     def _engine(self) -> Engine | SimulatedEngine:

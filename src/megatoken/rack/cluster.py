@@ -43,7 +43,7 @@ class Process:
     stage: str
     answer: Any  # Ray's reference to what the stage answers
     facts: dict[str, Any] = field(default_factory=dict)
-    lost_at: float | None = None
+    away_since: float | None = None  # it serves, and is not connected
 
 
 class Lease:
@@ -154,7 +154,6 @@ class Cluster:
             MegatokenError: a process did not connect.
         """
         self._hub, self._key, self._replan, self._replace = hub, key, replan, replace
-        hub.on_loss = self._note_loss
         numbers = set(self._processes)
         for process in self._processes.values():
             self._serve(process)
@@ -291,13 +290,8 @@ class Cluster:
             return
         self._hub.expect(process.number, process.slot.places)
         host, port = self._hub.address
-        process.stage, process.lost_at = "serving", None
+        process.stage = "serving"
         process.answer = process.actor.serve.remote(host, port, self._key, process.number)
-
-    def _note_loss(self, worker: int) -> None:
-        process = self._processes.get(worker)
-        if process is not None:
-            process.lost_at = time.monotonic()
 
     def _watch(self) -> None:
         while not self._over.wait(WATCH_SECONDS):
@@ -314,10 +308,14 @@ class Cluster:
         alive, connected = {node.ray_id for node in nodes}, self._hub.connected()
         for process in list(self._processes.values()):
             if process.number in connected:
-                process.lost_at = None
-            elif process.slot.node.ray_id not in alive:
+                process.away_since = None
+                continue
+            if process.stage == "serving" and process.away_since is None:
+                process.away_since = time.monotonic()
+            away_seconds = 0.0 if process.away_since is None else time.monotonic() - process.away_since
+            if process.slot.node.ray_id not in alive:
                 self._drop(process, "its node left the cluster")
-            elif process.lost_at is not None and time.monotonic() - process.lost_at > self._spec.reconnect_seconds:
+            elif away_seconds > self._spec.reconnect_seconds:
                 self._drop(process, "it did not come back")
             else:
                 self._advance(process)

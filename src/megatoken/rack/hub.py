@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -109,7 +109,6 @@ class Hub:
         self._arrived: SimpleQueue[tuple[socket.socket, int]] = SimpleQueue()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
-        self.on_loss: Callable[[int], None] = lambda worker: None
         self._thread = threading.Thread(target=self._run, name="rack-hub", daemon=True)
         self._thread.start()
 
@@ -188,7 +187,7 @@ class Hub:
 
     @property
     def late_answers(self) -> int:
-        """Answers that came under tickets of replicas thought lost, and were dropped."""
+        """Answers since the last ``cancel_all`` that came under tickets of replicas thought lost, and were dropped."""
         return self._late
 
     def states(self) -> list[tuple[Place, NDArray[Any]]]:
@@ -232,6 +231,7 @@ class Hub:
         while True:
             with self._lock:  # who joins meanwhile holds nothing
                 if all(peer.cancelled >= number for peer in self._peers.values()):
+                    self._late = 0  # what crossed the cancellation
                     break
             time.sleep(0.01)
         with suppress(Empty):
@@ -469,6 +469,7 @@ class Hub:
                 del self._tickets[ticket]
             returned += replica.tickets.values()
             self.losses.append(Loss(replica.place, now_ns, cause, len(replica.tickets), left))
+            replica.wanted = 0  # whoever hands out samples just now gives it no more
             gone = self._gone.setdefault(replica.place, np.zeros((), STATE))
             for name in _SUMMED:
                 gone[name] += replica.state[name]
@@ -476,7 +477,6 @@ class Hub:
         if not self._peers:
             self._empty_since = time.monotonic()
         self._events.put([])
-        self.on_loss(peer.number)
 
     def _watch_writes(self) -> None:
         with self._lock:

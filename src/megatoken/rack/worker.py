@@ -85,7 +85,7 @@ class _Answer:
 class Replica(threading.Thread):
     """One engine. Its thread steps it; all other methods are for the thread that talks to the driver."""
 
-    def __init__(self, engine: ReplicaEngine, name: str, *, streams: bool, keep_ids: bool, gpu: str | None) -> None:
+    def __init__(self, engine: ReplicaEngine, name: str, *, streams: bool, keep_ids: bool, gpus: Sequence[str]) -> None:
         """Prepares the thread.
 
         Args:
@@ -93,12 +93,12 @@ class Replica(threading.Thread):
             name: of the thread.
             streams: whether first tokens are told at once.
             keep_ids: whether answers are told as ids, not only as counts.
-            gpu: UUID of the GPU whose sensors are read.
+            gpus: UUIDs of the GPUs whose sensors are read.
         """
         super().__init__(name=name, daemon=True)
         self._engine = engine
         self._streams, self._keep_ids = streams, keep_ids
-        self._sensors = GpuTelemetry.open(gpu) if gpu else None
+        self._sensors = GpuTelemetry.open(gpus)
         self._inbox: deque[tuple[int, Request]] = deque()
         self._wake = threading.Event()
         self._lock = threading.Lock()  # what came out
@@ -304,7 +304,7 @@ class Worker:
         keep_ids: bool,
         dead_after_seconds: float,
         reconnect_seconds: float,
-        gpus: Sequence[str | None] | None = None,
+        gpus: Sequence[Sequence[str]] | None = None,
     ) -> None:
         """Starts a thread for each engine.
 
@@ -315,14 +315,14 @@ class Worker:
             keep_ids: whether answers are told as ids.
             dead_after_seconds: silence after which the driver counts as out of reach.
             reconnect_seconds: how long it may be that before this ends.
-            gpus: UUID of each engine's GPU.
+            gpus: UUIDs of each engine's GPUs.
         """
         self._number = number
         self._streams = streams
         self._dead_after_seconds = dead_after_seconds
         self._reconnect_seconds = reconnect_seconds
         self._replicas = [
-            Replica(engine, f"replica-{place}", streams=streams, keep_ids=keep_ids, gpu=gpus[place] if gpus else None)
+            Replica(engine, f"replica-{place}", streams=streams, keep_ids=keep_ids, gpus=gpus[place] if gpus else ())
             for place, engine in enumerate(engines)
         ]
         self._wake_reader, self._wake_writer = os.pipe()

@@ -23,6 +23,7 @@ from megatoken.results.numerals import natural
 SCHEMA_VERSION = 1
 STRAGGLER_THRESHOLD = 0.03
 SIMULTANEOUS_SHARE = 0.95
+OWN_CLOCKS = "the nodes' own clocks, whose offsets are not known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,7 @@ def aggregate(
     title: str = "Nodes as one result",
     inputs: Sequence[str] = (),
     observations: Sequence[str] = (),
+    clocks: str = OWN_CLOCKS,
     straggler_threshold: float = STRAGGLER_THRESHOLD,
     baseline_tokens_per_second: float | None = None,
 ) -> Aggregate:
@@ -140,6 +142,7 @@ def aggregate(
         title: what the result is called.
         inputs: where the rows came from.
         observations: sentences about simultaneity that the caller knows from elsewhere.
+        clocks: by which the rows' starts are told.
         straggler_threshold: share below the median from which a node counts as straggler.
         baseline_tokens_per_second: rate of one node alone, for the scaling efficiency.
 
@@ -184,7 +187,7 @@ def aggregate(
         stragglers=stragglers,
         overlap_share=overlap,
         overlap_share_at_most=min(row.duration_seconds for row in rows) / max(row.duration_seconds for row in rows),
-        evidence_of_simultaneity=_simultaneity(rows, overlap, observations),
+        evidence_of_simultaneity=_simultaneity(rows, overlap, observations, clocks),
         without_fault_domain=tuple(_losses(rows, total, accelerators)),
         baseline_tokens_per_second=baseline_tokens_per_second,
         scaling_efficiency=total / len(rows) / baseline_tokens_per_second if baseline_tokens_per_second else None,
@@ -269,14 +272,16 @@ def _sum_label(rows: Sequence[NodeRow], overlap: float | None) -> str:
     return f"sum of {nodes} simultaneous node rates"
 
 
-def _simultaneity(rows: Sequence[NodeRow], overlap: float | None, observations: Sequence[str]) -> Simultaneity:
+def _simultaneity(
+    rows: Sequence[NodeRow], overlap: float | None, observations: Sequence[str], clocks: str
+) -> Simultaneity:
     if overlap is None:
         missing = [row.node for row in rows if row.started_seconds is None]
         statement = f"not shown: no wall-clock start of {len(missing)} of {len(rows)} nodes"
         return Simultaneity(len(rows) == 1, statement if len(rows) > 1 else "one node", tuple(observations))
     statement = (
-        f"by the nodes' own clocks, whose offsets are not known, all {len(rows)} ran together for {overlap:.1%} of the"
-        f" time from the first start to the last end; {SIMULTANEOUS_SHARE:.0%} count as simultaneous"
+        f"by {clocks}, all {len(rows)} ran together for {overlap:.1%} of the time from the first start to the last end;"
+        f" {SIMULTANEOUS_SHARE:.0%} count as simultaneous"
     )
     times = [
         f"{row.node}: {clock(start)} to {clock(end)}"

@@ -79,7 +79,9 @@ def run_accelerators(run: Run, node: str | None = None) -> int | None:
         return (sum(gpus.values()) if node is None else gpus.get(node, 0)) or None
     device = (run.config.get("engine") or {}).get("device", "cpu")
     if device == "cuda" or (device == "auto" and run.environment.get("gpus")):
-        return 1 if node is not None else len(run.result.get("nodes", [])) or 1
+        ranks = (run.result.get("target") or {}).get("tensor_parallel")
+        nodes = 1 if node is not None else len(run.result.get("nodes", [])) or 1
+        return nodes * ranks if isinstance(ranks, int) else nodes
     return None
 
 

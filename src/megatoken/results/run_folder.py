@@ -94,8 +94,9 @@ class RunFolder:
     is, raises the StorageError.
     """
 
-    def __init__(self, path: Path, scenario: str, facts: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, environment: Mapping[str, Any], scenario: str, facts: Mapping[str, Any]) -> None:
         self.path = path
+        self.environment = environment
         self._scenario = scenario
         self._facts = facts
         self._new_samples: list[SampleRow] = []
@@ -140,7 +141,8 @@ class RunFolder:
             (draft / MLPERF).mkdir(parents=True)
             write_text(draft / CONFIG, yaml.safe_dump(redact(plain(config)), sort_keys=False, allow_unicode=True))
             write_text(draft / ENVIRONMENT, to_json(environment))
-            folder = cls(draft, scenario, {"scenario": scenario, **plain(facts), "created_at": _now()})
+            more = {"scenario": scenario, **plain(facts), "created_at": _now()}
+            folder = cls(draft, plain(environment), scenario, more)
             folder._write_tables()
             folder._write_unfinished()
             folder.path = _rename_to_free_name(draft, out / name)
@@ -157,19 +159,15 @@ class RunFolder:
         return folder
 
     @classmethod
-    def reopen(cls, path: Path, facts: Mapping[str, Any]) -> Self:
+    def reopen(cls, run: Run, facts: Mapping[str, Any]) -> Self:
         """Go on recording in the folder of a run that was interrupted.
 
         Args:
-            path: a run folder that nobody else writes.
+            run: as its folder is now, which nobody else writes.
             facts: fields of ``result.json`` to replace or add.
-
-        Raises:
-            UsageError: the folder cannot be read.
         """
-        run = read_run(path)
         kept = {name: value for name, value in run.result.items() if name not in _HEAD}
-        folder = cls(path, run.result["scenario"], {**kept, **plain(facts)})
+        folder = cls(run.path, run.environment, run.result["scenario"], {**kept, **plain(facts)})
         folder._requests, folder._series = run.requests, run.series
         folder._written_rows = (len(run.requests), len(run.series))
         folder._thread.start()
@@ -325,9 +323,7 @@ class RunFolder:
         """What the nodes did together, by the three rules; None where one of them did nothing."""
         run = Run(self.path, verdict, [], [], [], result, {}, {}, self._requests, self._series)
         try:
-            return aggregate_fields(
-                aggregate(run_node_rows(run), observations=["one driver, by whose clock all is timed"])
-            )
+            return aggregate_fields(aggregate(run_node_rows(run), clocks="the one driver's clock"))
         except UsageError:
             return None
 

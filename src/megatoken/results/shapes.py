@@ -13,15 +13,16 @@ TEXTS = (
 )
 MAPPINGS = (
     *("ttft_seconds", "tpot_seconds", "latency_seconds", "send_lag_seconds", "handover_seconds", "stages"),
-    *("target", "seeds", "rack", "aggregate", "rate_search"),
+    *("target", "seeds", "rack", "aggregate", "rate_search", "soak", "stability"),
 )
-LISTS = ("notes", "nodes", "steady_window_seconds")
+LISTS = ("notes", "nodes", "rack_nodes", "steady_window_seconds")
 NUMBERS = (  # how their names end
     *("_per_second", "_per_output_token", "_tokens", "_joules", "_watts", "_bytes", "_rows"),
     *("samples_completed", "samples_failed", "samples_cancelled", "preemptions"),
     *("duration_seconds", "rated_seconds", "limit_seconds", "step_seconds", "p90_seconds", "p99_seconds"),
 )
 BESIDE_A_RATE = ("samples_completed", "input_tokens", "output_tokens", "duration_seconds")
+OF_A_STABILITY = ("trend", "drift", "worst_window", "throttling")
 OF_A_NODE = ("samples_completed", "output_tokens", "duration_seconds", "output_tokens_per_second")
 
 
@@ -45,6 +46,21 @@ def check_result(result: Mapping[str, Any]) -> None:
     window = result.get("steady_window_seconds")
     if window is not None and not (len(window) == 2 and all(map(is_number, window))):
         raise ValueError("steady_window_seconds is no pair of numbers")
+    if (soak := result.get("soak")) is not None:
+        _check_soak(soak)
+    for name in OF_A_STABILITY:
+        if not isinstance((result.get("stability") or {}).get(name) or {}, dict):
+            raise TypeError(f"stability.{name} is no mapping")
+    if (rack := result.get("rack")) is not None:
+        for name in ("replicas", "replicas_least"):
+            if not is_number(rack.get(name)):
+                raise ValueError(f"rack.{name} is no number")
+    for node in result.get("rack_nodes") or ():
+        if not isinstance(node, dict) or not is_number(node.get("replicas")) or not isinstance(node.get("node"), str):
+            raise ValueError("rack_nodes holds what is no node with its replicas")
+        if not isinstance(node.get("machine"), dict):
+            raise TypeError(f"machine of node {node['node'][:50]} is no mapping")
+        check_environment(node["machine"])
     for node in result.get("nodes", ()):
         if not isinstance(node, dict) or not isinstance(node.get("node"), str):
             raise TypeError("nodes holds what is no node")
@@ -83,6 +99,21 @@ def _check(name: str, value: Any) -> None:
             return
     if name.endswith(NUMBERS) and not is_number(value):
         raise ValueError(f"{name} is no number")
+
+
+def _check_soak(soak: Mapping[str, Any]) -> None:
+    if not is_number(soak.get("duration_seconds")):
+        raise ValueError("soak.duration_seconds is no number")
+    for name, moment in (("segments", "begins_seconds"), ("interruptions", "at_seconds")):
+        parts = soak.get(name)
+        if not isinstance(parts, list) or not all(_has_moment(one, moment) for one in parts):
+            raise ValueError(f"soak.{name} is no list of mappings with {moment}")
+    if not soak["segments"] or not all(isinstance(one.get("started_at"), str) for one in soak["segments"]):
+        raise ValueError("soak.segments has no started_at")
+
+
+def _has_moment(part: Any, moment: str) -> bool:
+    return isinstance(part, dict) and is_number(part.get(moment))
 
 
 def _number_or_none(value: Any) -> bool:

@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class Stability(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GpuLimits:
-    """What the GPUs of a node may do; None where it is unknown or they differ."""
+    """What the GPUs of a replica may do, power together; None where it is unknown or those of the node differ."""
 
     power_limit_watts: float | None
     max_clock_mhz: float | None
@@ -191,12 +192,18 @@ def judge_soak(
     """
     soak = result["soak"]
     begins = [segment["begins_seconds"] for segment in soak["segments"]]
-    ends = [min(end, soak["duration_seconds"]) for end in (*begins[1:], soak["duration_seconds"])]
+    times = numbers(series["elapsed_seconds"])
+    # Up to its last row: the next begins with the last token that was written, which may be later.
+    reached = [float(times[times < following].max(initial=begin)) for begin, following in pairwise(begins)]
+    ends = [min(end, soak["duration_seconds"]) for end in (*reached, soak["duration_seconds"])]
     machines = {node["node"]: node["machine"] for node in result.get("rack_nodes") or ()}
-    gpus = {
-        node: GpuLimits(*(_common(machine["gpus"], name) for name in ("power_limit_watts", "max_clock_mhz")))
-        for node, machine in (machines or {environment["hostname"]: environment}).items()
-    }
+    if not machines:  # a soak goes on only on a machine like the first, which may have another name
+        machines = dict.fromkeys(set(series["node"].to_pylist()), environment)
+    ranks = (result.get("target") or {}).get("tensor_parallel") or 1
+    gpus = {}
+    for node, machine in machines.items():
+        watts, clock = (_common(machine["gpus"], name) for name in ("power_limit_watts", "max_clock_mhz"))
+        gpus[node] = GpuLimits(None if watts is None else ranks * watts, clock)
     return judge_stability(requests, series, list(zip(begins, ends, strict=True)), gpus)
 
 

@@ -21,7 +21,7 @@ class InProcessTarget:
 
     def __init__(self, engine: Engine | SimulatedEngine) -> None:
         self._engine = engine
-        self._sensors = GpuTelemetry.open(engine.gpu_uuid) if engine.gpu_uuid else None
+        self._sensors = GpuTelemetry.open(engine.gpu_uuids)
         self._samples: dict[int, int] = {}  # ticket -> sample id
         self._unstarted: deque[int] = deque()  # tickets that were never in a step, oldest first
         self._started_ns: dict[int, int] = {}  # ticket -> until its first event
