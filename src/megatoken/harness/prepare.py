@@ -39,6 +39,7 @@ from megatoken.harness.loadgen_plan import (
     with_target_step,
 )
 from megatoken.harness.rate_finder import too_few
+from megatoken.harness.rules import foreign_scenario
 
 THREADS_PER_CORE = 4  # more only wait for each other, and a typing error of two digits hangs the machine
 REFERENCE_NOTE = (
@@ -154,6 +155,8 @@ def prepare(config: RunConfig, memory: MemoryPlan | None = None) -> Prepared:
         rows, rows_required = len(data_set.requests), run_round(config).data_set_rows
         if rows != rows_required:
             warnings.append(f"cannot be VALID: the data set has {rows:,} rows, MLPerf's {rows_required:,}")
+        if (foreign := foreign_scenario(run_benchmark(config), config.scenario)) is not None:
+            warnings.append(f"cannot be VALID: {foreign}")
         beside = "model and data set" if scored and scored.targets else "model, data set and accuracy"
         notes.append(f"the verdict judges LoadGen's log by the rules; {beside} are not part of it")
         installed = _loadgen_version()

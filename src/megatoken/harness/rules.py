@@ -43,18 +43,28 @@ class Round:
     name: str
     seeds: Seeds
     min_duration_seconds: float
-    data_set_rows: int
-    min_samples: int
+    benchmark: Benchmark
+
+    @property
+    def data_set_rows(self) -> int:
+        """Of the benchmark's data set."""
+        return self.benchmark.rows
+
+    @property
+    def min_samples(self) -> int:
+        """Fewest of an Offline run."""
+        return self.benchmark.rows
 
 
 def round_of(name: str, of: Benchmark) -> Round:
     """What the round ``name``, one of ``ROUNDS``, demands of a benchmark that it has."""
-    return replace(ROUNDS[name], data_set_rows=of.rows, min_samples=of.rows)
+    return replace(ROUNDS[name], benchmark=of)
 
 
 def _round(name: str) -> Round:
-    table, rows = rules_table(), benchmark(DEFAULT_BENCHMARK).rows
-    return Round(name, Seeds(**table["rounds"][name]["seeds"]), table["min_duration_ms"] / 1000, rows, rows)
+    table = rules_table()
+    seeds = Seeds(**table["rounds"][name]["seeds"])
+    return Round(name, seeds, table["min_duration_ms"] / 1000, benchmark(DEFAULT_BENCHMARK))
 
 
 ROUNDS = {name: _round(name) for name in get_args(RoundName)}
@@ -143,6 +153,8 @@ def send_lag_limit_seconds(limits: LatencyLimits | None) -> float:
 
 
 def _unmet(round_: Round, log: LoadGenLog, observed: Observed) -> Iterator[Shortfall]:
+    if (message := foreign_scenario(round_.benchmark, observed.scenario)) is not None:
+        yield _shortfall("SCENARIO", observed.scenario, ", ".join(round_.benchmark.scenarios), message)
     if observed.mode == "performance":
         yield from _duration_and_samples(round_, log, observed)
         yield from _seeds(round_, log)
@@ -160,6 +172,14 @@ def _unmet(round_: Round, log: LoadGenLog, observed: Observed) -> Iterator[Short
     if log.errors:
         message = f"LoadGen logged {len(log.errors):,} error{'s'[: len(log.errors) > 1]}, the first: {log.errors[0]}"
         yield _shortfall("LOADGEN_ERRORS", len(log.errors), 0, message)
+
+
+def foreign_scenario(of: Benchmark, scenario: str) -> str | None:
+    """Says so where a benchmark does not have a scenario."""
+    if scenario in of.scenarios:
+        return None
+    *others, last = of.scenarios
+    return f"{of.name} has no scenario {scenario}, only {', '.join(others)} and {last}"
 
 
 def _duration_and_samples(round_: Round, log: LoadGenLog, observed: Observed) -> Iterator[Shortfall]:
