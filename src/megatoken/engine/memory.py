@@ -64,12 +64,14 @@ class MemoryPlan:
         return [
             f"device     {self.device}",
             f"weights    {_gigabytes(self.weights_bytes)}",
-            f"KV cache   {_gigabytes(self.cache_bytes)}  {self.cache_tokens:,} tokens in {self.pages:,} pages of "
-            f"{self.page_size}; filled as requests need it",
-            f"workspace  {_gigabytes(self.workspace_bytes)}  steps of {self.max_rows:,} rows",
+            f"KV cache   {_gigabytes(self.cache_bytes)}  {self.cache_tokens:,} tokens in {self.pages:,} "
+            f"page{'s' * (self.pages != 1)} of {self.page_size}; filled as requests need it",
+            f"workspace  {_gigabytes(self.workspace_bytes)}  steps of "
+            f"{self.max_rows:,} row{'s' * (self.max_rows != 1)}",
             f"process    {_gigabytes(self.process_bytes)}  {libraries}",
             f"total      {_gigabytes(self.total_bytes)}  of {_gigabytes(self.available_bytes)} available",
-            f"limits     {self.max_sequences:,} sequences at a time, {self.max_length:,} tokens each",
+            f"limits     {self.max_sequences:,} sequence{'s' * (self.max_sequences != 1)} at a time, "
+            f"{self.max_length:,} tokens each",
         ]
 
 

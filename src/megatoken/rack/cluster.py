@@ -163,7 +163,7 @@ class Cluster:
             if time.monotonic() > deadline:
                 names = ", ".join(sorted({self._processes[number].slot.node.name for number in missing}))
                 raise MegatokenError(
-                    f"{len(missing)} of {len(numbers)} processes did not reach the driver at "
+                    f"{len(missing)} of {len(numbers)} process{'es' * (len(numbers) != 1)} did not reach the driver at "
                     f"{hub.address[0]}:{hub.address[1]} within {PLACE_SECONDS:g} s ({names}); is a firewall between?"
                 )
             time.sleep(0.05)
