@@ -108,7 +108,8 @@ def audit(
         if path.is_file():
             folder = stack.enter_context(unpacked(path))
         elif not path.is_dir():
-            raise UsageError(f"{path}: no such folder")
+            what = "no folder, zip or tar archive" if path.exists() else "no such folder or archive"
+            raise UsageError(f"{path}: {what}; give the folder that holds the logs")
         tree = walk(folder, (lambda seen: progress(seen, 0)) if progress else None)
         return _audit(tree, path, claimed, progress, workers)
 
