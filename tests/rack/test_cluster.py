@@ -1,19 +1,26 @@
-"""Finding a cluster."""
+"""Finding a cluster, and refusing nodes that would not compute the same."""
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 import pytest
 from rack_drivers import RayNodes
 
+from megatoken import __version__
 from megatoken.errors import UsageError
+from megatoken.rack import actor
 from megatoken.rack import cluster as clusters
+from megatoken.rack.actor import WorkerActor, WorkerSpec
+from megatoken.rack.cluster import Process
+from megatoken.rack.placement import Node, Place, Slot
 
 
 @pytest.fixture
@@ -74,3 +81,35 @@ def test_an_address_that_is_stale_costs_seconds(
         clusters._find("auto", notes.append)
     assert str(caught.value) == f"{start}, the RAY_ADDRESS; start one with: ray start --head, or unset it"
     assert len(notes) == 1
+
+
+SPEC = WorkerSpec("tiny", True, 0, {"precision": "bf16"}, None, False, False, 1.0, 1.0, "")
+
+
+def opened(node: str, model: str = "tiny") -> Process:
+    """What a worker that has opened a model says of it, on a node of that name."""
+    facts = json.loads(WorkerActor(json.dumps(asdict(replace(SPEC, model=model))), 1, None, 1).inspect())
+    where = Node(node, node, "127.0.0.1", 0, 1.0, False)
+    return Process(0, Slot(where, (Place(node, 0),), 0, 1.0, None, 1), None, None, "opening", None, facts)
+
+
+def test_nodes_that_would_not_compute_the_same_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alpha, beta = opened("alpha"), opened("beta")
+    clusters._check_alike([alpha, beta])
+    other = opened("gamma", "125m")
+    hashes = [process.facts["content_hash"][:12] for process in (alpha, other)]
+    with pytest.raises(UsageError) as caught:
+        clusters._check_alike([alpha, beta, other])
+    assert str(caught.value) == (
+        f"nodes differ in checkpoint: {hashes[0]} on alpha, {hashes[1]} on gamma; copy the same files to every node"
+    )
+    monkeypatch.setattr(actor, "__version__", "0.0.9")
+    delta = opened("delta")
+    own = f"{__version__} on"
+    for processes, told in (
+        ([alpha, delta], f"{own} alpha, 0.0.9 on delta"),
+        ([delta], f"0.0.9 on delta, {own} the driver"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            clusters._check_alike(processes)
+        assert str(caught.value) == f"nodes differ in megatoken: {told}; install the same version everywhere"
