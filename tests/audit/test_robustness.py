@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 import tarfile
@@ -252,6 +253,25 @@ def test_folders_that_cannot_be_read(twin, tmp_path):
     assert len(result.evidence.runs) == 1
     assert "tree.unreadable" in {item.id for item in result.findings}
     locked.chmod(0o700)
+
+
+def test_what_can_hold_no_logs_is_told_what_could(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+    Path("file").touch()
+    os.mkfifo("pipe")
+    Path("folder").mkdir()
+    Path("folder", "notes.txt").write_text("no log")
+    neither = "no folder, zip or tar archive; give the folder that holds the logs"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
+        for name, words in {
+            **dict.fromkeys(("/dev/null", "/dev/zero", "file", "pipe", "socket"), neither),
+            "absent": "no such folder or archive; give the folder that holds the logs",
+            "folder": "no LoadGen logs below it; expected files named mlperf_log_detail.txt and mlperf_log_summary.txt",
+        }.items():
+            with pytest.raises(UsageError) as caught:
+                audit(Path(name))
+            assert str(caught.value) == f"{name}: {words}"
 
 
 @pytest.mark.parametrize("name", ["nothing", "empty", "file.txt"])

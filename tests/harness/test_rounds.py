@@ -36,6 +36,16 @@ def test_rounds_of_which_something_is_not_known_are_not_offered() -> None:
     assert not {"v4.1", "v5.0"} & set(get_args(RoundName))  # seeds are known, limits are not
 
 
+def test_a_scenario_that_the_benchmark_has_not_is_told_before_the_run(tmp_path: Path) -> None:
+    def warnings(benchmark: str | None) -> tuple[str, ...]:
+        config = RunConfig(model="tiny", rules="v5.1", scenario="singlestream", benchmark=benchmark, out=tmp_path)
+        return tuple(warning for warning in prepare(config).warnings if "scenario" in warning)
+
+    expected = "cannot be VALID: llama2-70b has no scenario singlestream, only offline, server and interactive"
+    assert warnings(None) == (expected,)
+    assert warnings("llama3.1-8b-edge") == ()
+
+
 def test_a_loadgen_of_another_round_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = version("mlcommons-loadgen")
     own = round_of_build(installed)

@@ -3,11 +3,21 @@ from typing import Any
 
 import pytest
 
-from megatoken.harness.benchmarks import LatencyLimits
+from megatoken.harness.benchmarks import BENCHMARKS, LatencyLimits, benchmark
 from megatoken.harness.client_limit import ClientLimit
 from megatoken.harness.latencies import Latencies, latencies
 from megatoken.harness.loadgen_log import LoadGenLog
-from megatoken.harness.rules import ROUNDS, Observed, Shortfall, doubts, judge, send_lag_limit_seconds, unmet_rules
+from megatoken.harness.rules import (
+    ROUNDS,
+    Observed,
+    Round,
+    Shortfall,
+    doubts,
+    judge,
+    round_of,
+    send_lag_limit_seconds,
+    unmet_rules,
+)
 from megatoken.results import SampleRow, Verdict
 from megatoken.results.statistics import Samples
 from megatoken.results.tables import to_table
@@ -129,6 +139,7 @@ SERVED = {
     "requested_server_tpot_latency": 200_000_000,
 }
 OWN = Latencies(24_576, 1.5, 0.15, 40, 50, 209, 459, 290.0)
+STREAM = {"scenario": "singlestream", "limits": None, "latencies": None, "client": None}
 WELL = {
     "scenario": "server",
     "mode": "performance",
@@ -142,8 +153,8 @@ WELL = {
 }
 
 
-def unmet_served(observed: dict[str, Any] | None = None, **changes: Any) -> list[Shortfall]:
-    return unmet_rules(V51, LoadGenLog({**SERVED, **changes}, []), Observed(**{**WELL, **(observed or {})}))
+def unmet_served(observed: dict[str, Any] | None = None, *, round_: Round = V51, **changes: Any) -> list[Shortfall]:
+    return unmet_rules(round_, LoadGenLog({**SERVED, **changes}, []), Observed(**{**WELL, **(observed or {})}))
 
 
 def test_a_server_log_that_meets_everything() -> None:
@@ -267,10 +278,25 @@ def test_loadgens_own_reason_is_quoted_where_only_early_stopping_failed() -> Non
 
 
 def test_single_stream_needs_enough_queries_and_no_whole_passes() -> None:
-    stream = {"scenario": "singlestream", "limits": None, "latencies": None, "client": None}
-    assert unmet_served(stream, generated_query_count=24_600) == []
-    (rule,) = unmet_served(stream, early_stopping_met=False, result_query_count=50)
+    edge = round_of("v5.1", benchmark("llama3.1-8b-edge"))
+    rows = {"qsl_reported_total_count": 5000, "qsl_reported_performance_count": 5000}
+    assert unmet_served(STREAM, round_=edge, **rows, generated_query_count=5100) == []
+    (rule,) = unmet_served(STREAM, round_=edge, **rows, early_stopping_met=False, result_query_count=50)
     assert (rule["code"], rule["found"], rule["required"]) == ("EARLY_STOPPING", 50, 64)
+
+
+@pytest.mark.parametrize("mode", ["performance", "accuracy", "compliance"])
+def test_a_scenario_that_the_benchmark_has_not(mode: str) -> None:
+    (rule,) = unmet_served({**STREAM, "mode": mode})
+    assert rule == {
+        "code": "SCENARIO",
+        "message": "llama2-70b has no scenario singlestream, only offline, server and interactive",
+        "found": "singlestream",
+        "required": "offline, server, interactive",
+    }
+    scenarios = {name: benchmark(name).scenarios for name in BENCHMARKS}
+    assert scenarios.pop("llama3.1-8b-edge") == ("offline", "singlestream")
+    assert set(scenarios.values()) == {("offline", "server", "interactive")}
 
 
 def test_a_late_sender_is_judged_by_the_limit_on_the_first_token() -> None:

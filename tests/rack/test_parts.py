@@ -324,5 +324,5 @@ def test_a_rack_without_replicas_gives_up(rig: Rig) -> None:
     target = RackTarget(rig.hub, {}, streams=rig.streams)
     target.submit(0, Request([3], 50, ignore_end_token=True))
     rig.hub.forget(0, "taken out")
-    with pytest.raises(MegatokenError, match=r"no replica has served for 2 s, 1 samples wait; .* taken out"):
+    with pytest.raises(MegatokenError, match=r"no replica has served for 2 s, waiting: 1; .* taken out"):
         run_to_the_end(target, 1)

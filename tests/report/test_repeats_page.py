@@ -53,6 +53,19 @@ def test_runs_of_one_setting_are_repeats_without_being_told(runs, tmp_path):
         write_report(tmp_path, tmp_path / "page.html")
 
 
+def test_one_page_on_repeats_and_another_run_is_refused(runs, tmp_path):
+    """The page on the repeats would leave out the other run without a word."""
+    page = tmp_path / "page.html"
+    assert write_report(tmp_path, page) == page
+    page.unlink()
+    run_folder(tmp_path, "alone", "host", MINUTE.format(10))
+    told = "holds 4 runs, and --out names one page; give one of them, or the folder of its repeats, with it"
+    with pytest.raises(UsageError, match=told):
+        write_report(tmp_path, page)
+    assert not page.exists()
+    assert write_report(tmp_path / "x-repeats", page) == page
+
+
 def test_repeats_whose_runs_are_gone_are_shown_from_their_document(runs, tmp_path):
     moved = tmp_path / "moved"
     moved.mkdir()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatoken.results.numerals import exact, natural, number, precise
+from megatoken.results.numerals import count_of, exact, natural, number, precise
 
 
 @pytest.mark.parametrize(
@@ -97,3 +97,17 @@ def test_nine_comes_before_ten():
 @given(st.lists(st.text()))
 def test_any_names_can_be_sorted(names):
     assert len(sorted(names, key=natural)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "text"),
+    [
+        (0, ("run",), "0 runs"),
+        (1, ("run",), "1 run"),
+        (2048, ("row",), "2,048 rows"),
+        (1, ("query", "queries"), "1 query"),
+        (3, ("query", "queries"), "3 queries"),
+    ],
+)
+def test_one_thing_is_no_plural(count: int, words: tuple[str, ...], text: str) -> None:
+    assert count_of(count, *words) == text

@@ -24,7 +24,7 @@ def test_build_fill_check(originals: Make, command: Callable[..., tuple[int, str
     *fields, count, last = out.splitlines()
     system = tree / "closed/Vendor/systems/sys.json"
     assert f'{system}:31: "cooling": "TO FILL: such as air, liquid"' in fields
-    assert count == f"{len(fields)} fields to fill in; megatoken submission check refuses them until they are"
+    assert count == f"{len(fields)} fields to fill in; megatoken submission check refuses the tree until that is done"
     assert last == f"Submission of llama2-70b-99.9, Offline, Server, system sys: {tree}"
 
     code, out, err = command("check", tree)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.errors import UsageError
+from megatoken.results.numerals import count_of
 
 LOG = "mlperf_log_accuracy.json"
 ABANDONED = "ABANDONED.txt"  # beside the log of a run that was interrupted
@@ -144,7 +145,8 @@ def check_rows(answers: Answers, rows: int, *, partial: bool = False) -> None:
         place = f"{answers.path}:{record.line}"
         if record.row >= rows:
             raise AccuracyLogError(
-                f"{place}: qsl_idx {record.row:,} is outside the data set of {rows:,} rows; give the one that was run"
+                f"{place}: qsl_idx {record.row:,} is outside the data set of {count_of(rows, 'row')}; give the one "
+                "that was run"
             )
         if record.row in seen:
             raise AccuracyLogError(
@@ -155,8 +157,8 @@ def check_rows(answers: Answers, rows: int, *, partial: bool = False) -> None:
     if len(seen) < rows and not partial:
         first = next(row for row in range(rows) if row not in seen)
         raise AccuracyLogError(
-            f"{answers.path}: {rows - len(seen):,} of {rows:,} rows have no answer, the first is qsl_idx {first:,}; "
-            "run all of them, or score those that are there with --partial"
+            f"{answers.path}: {rows - len(seen):,} of {count_of(rows, 'row')} have no answer, the first is "
+            f"qsl_idx {first:,}; run all of them, or score those that are there with --partial"
         )
 
 

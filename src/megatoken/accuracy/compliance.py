@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megatoken.accuracy.answers import Answer, Answers
 from megatoken.results.files import write_text
+from megatoken.results.numerals import count_of
 
 TEST06_RECORDS = 100  # accuracy_log_sampling_target of its audit.config
 TEST06_SEED = 720381539243781796  # accuracy_log_rng_seed of the same
@@ -91,7 +92,11 @@ def check_test06(
         shown = ", ".join(map(str, end_token_ids)) or "none"
         own = (f"no answer has an end token of the model ({shown}), so the EOS check proves nothing", None)
     number = len(answers.records)
-    other = None if number == TEST06_RECORDS else f"{number:,} answers; the test's audit.config logs {TEST06_RECORDS}"
+    other = (
+        None
+        if number == TEST06_RECORDS
+        else f"{count_of(number, 'answer')}; the test's audit.config logs {TEST06_RECORDS}"
+    )
     passed = not (first or again or length)
     lines = (
         f"First token check pass: {'Skipped' if offline else not first}",
@@ -106,7 +111,7 @@ def check_test06(
 def check_test07(exact_match: float, rows: int) -> ComplianceResult:
     """TEST07 of gpt-oss-120b: ``exact_match`` (0 to 100) of ``rows`` answers of a performance run."""
     passed = exact_match >= TEST07_LEAST
-    findings = [] if rows == TEST07_ROWS else [f"{rows:,} answers; the test is of {TEST07_ROWS}"]
+    findings = [] if rows == TEST07_ROWS else [f"{count_of(rows, 'answer')}; the test is of {TEST07_ROWS}"]
     if not passed:
         findings.append(f"exact_match is {exact_match:.7g}; the test asks for {TEST07_LEAST} or more")
     lines = (
@@ -126,7 +131,7 @@ def check_test09(answers: Answers) -> ComplianceResult:
     mean = float(lengths.mean())
     least, most = TEST09_MEAN_TOKENS
     passed = least <= mean <= most
-    findings = [] if rows == TEST09_ROWS else [f"answers to {rows:,} rows; the test is of {TEST09_ROWS:,}"]
+    findings = [] if rows == TEST09_ROWS else [f"answers to {count_of(rows, 'row')}; the test is of {TEST09_ROWS:,}"]
     if not passed:
         findings.append(f"the mean answer has {mean:.2f} tokens; the test asks for {least} to {most}")
     lines = (
@@ -159,7 +164,5 @@ def _failure(answers: Answers, good: Sequence[bool], what: str) -> str | None:
     bad = [record.line for record, fine in zip(answers.records, good, strict=True) if not fine]
     if not bad:
         return None
-    named = ", ".join(map(str, bad[:MOST_NAMED]))
-    return (
-        f"{len(bad):,} of {len(good):,} answers {what}: {answers.path}, line {named}{', ...' * (len(bad) > MOST_NAMED)}"
-    )
+    named = ", ".join(map(str, bad[:MOST_NAMED])) + ", ..." * (len(bad) > MOST_NAMED)
+    return f"{len(bad):,} of {count_of(len(good), 'answer')} {what}: {answers.path}, line {named}"

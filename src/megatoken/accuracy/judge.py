@@ -15,6 +15,7 @@ from megatoken.accuracy.targets import FOLDER, Targets, missed, of_baseline, of_
 from megatoken.datasets.references import HELD_OUT, References, load_references
 from megatoken.engine.config import model_folder
 from megatoken.errors import DatasetError, UsageError
+from megatoken.results.numerals import count_of
 from megatoken.results.run_folder import RESULT, Run, Verdict, read_run
 
 
@@ -153,12 +154,12 @@ def _model(run: Run | None, given: Path | None, log: Path) -> Path:
 
 def _notes(scores: Scores, references: References) -> Iterator[str]:
     if scores.answers < len(references.texts):
-        yield f"{scores.answers:,} of {len(references.texts):,} rows have an answer"
+        yield f"{scores.answers:,} of {count_of(len(references.texts), 'row')} have an answer"
     if scores.characters is None and references.data_set is not None:
         yield "no NLTK sentence data: rougeLsum and gen_len are left out, exact_match is of texts not split"
     if scores.empty:
         right = f", {scores.empty_and_right:,} of them right by the reference's rule" if scores.empty_and_right else ""
-        yield f"{scores.empty:,} answers are empty{right}"
+        yield f"{count_of(scores.empty, 'answer')} {'is' if scores.empty == 1 else 'are'} empty{right}"
     if scores.identifiers_found is not None:
         yield (
             f"identifiers found whole: {scores.identifiers_found:.2f} %; the reference's exact_match gives a wrong "

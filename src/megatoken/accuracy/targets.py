@@ -15,6 +15,7 @@ from megatoken.config import nearest
 from megatoken.datasets.catalog import catalog
 from megatoken.datasets.references import References
 from megatoken.errors import UsageError
+from megatoken.results.numerals import count_of
 from megatoken.results.run_folder import Reason
 
 RESULT = "accuracy.json"
@@ -139,7 +140,9 @@ def missed(scores: Scores, targets: Targets) -> list[Reason]:
 
 def _missed(values: Mapping[str, float], targets: Targets, answers: int) -> Iterator[Reason]:
     if answers != targets.rows:
-        yield Reason(code="ANSWERS", message=f"{answers:,} answers; {targets.source} asks for {targets.rows:,}")
+        yield Reason(
+            code="ANSWERS", message=f"{count_of(answers, 'answer')}; {targets.source} asks for {targets.rows:,}"
+        )
     for target in targets.targets:
         value = values.get(target.name)
         found = f"no {target.name}" if value is None else f"{target.name} is {value:.7g}"

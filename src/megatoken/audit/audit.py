@@ -33,6 +33,7 @@ from megatoken.errors import ExitCode, UsageError
 from megatoken.results import Verdict
 from megatoken.results.aggregation import Aggregate, aggregate, now
 from megatoken.results.files import plain
+from megatoken.results.numerals import count_of
 
 SCHEMA_VERSION = 1
 MOST_README_BYTES = 2**20
@@ -107,7 +108,8 @@ def audit(
         if path.is_file():
             folder = stack.enter_context(unpacked(path))
         elif not path.is_dir():
-            raise UsageError(f"{path}: no such folder")
+            what = "no folder, zip or tar archive" if path.exists() else "no such folder or archive"
+            raise UsageError(f"{path}: {what}; give the folder that holds the logs")
         tree = walk(folder, (lambda seen: progress(seen, 0)) if progress else None)
         return _audit(tree, path, claimed, progress, workers)
 
@@ -243,7 +245,7 @@ def _check_tree(tree: Tree) -> Iterator[Observation]:
     links = [*tree.folder_links, *tree.outside_links]
     if links:
         places = tuple(Where(display(path)) for path in links[:50])
-        found = f"{len(links)} links, not followed"
+        found = f"{count_of(len(links), 'link')}, not followed"
         yield Observation("tree.links", Severity.NOTE, "files and folders, no links", found, places)
 
 
@@ -268,10 +270,6 @@ def _readmes(tree: Tree) -> dict[str, str]:
     return texts
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
 def _damaged(check: str, damages: Sequence[tuple[str, Damage]]) -> Iterator[Observation]:
     for file, damage in damages:
         where = (Where(display(file), damage.line),)
@@ -286,9 +284,9 @@ def _notes(
     ]
     notes = [f"{display(folder)}: {interrupted[folder]}".removeprefix(": ") for folder in whole_runs[:MOST_INTERRUPTED]]
     if len(whole_runs) > MOST_INTERRUPTED:
-        notes.append(f"{_many(len(whole_runs) - MOST_INTERRUPTED, 'more run')} {Verdict.INTERRUPTED}")
-    counted = f"{_many(len(tree.files), 'file')}, {_many(logs, 'set')} of LoadGen's logs"
-    notes.append(counted + (f", {_many(endpoints, 'result')} of MLPerf Endpoints" if endpoints else ""))
+        notes.append(f"{count_of(len(whole_runs) - MOST_INTERRUPTED, 'more run')} {Verdict.INTERRUPTED}")
+    held = f"{count_of(len(tree.files), 'file')}, {count_of(logs, 'set')} of LoadGen's logs"
+    notes.append(held + (f", {count_of(endpoints, 'result')} of MLPerf Endpoints" if endpoints else ""))
     if evidence.kind != "submission":
         weight = f"weigh as those of {claimed}" if claimed else "are notes unless a round is claimed"
         notes.append(f"no MLPerf submission: rules that a run does not meet {weight}")

@@ -13,6 +13,7 @@ from megatoken.audit.evidence import Where
 from megatoken.errors import UsageError
 from megatoken.results.comparison import BASES, Entry
 from megatoken.results.entries import published_entry
+from megatoken.results.numerals import count_of
 from megatoken.results.reference import (
     ACCELERATORS,
     MODELS,
@@ -72,7 +73,7 @@ class Lookups:
                 value = _known(self._claims, name, "claim").value
                 return value if isinstance(value, str) else float(value)
         raise FormulaError(
-            f"{function}() with {len(arguments)} arguments is none; look-ups are"
+            f"{function}() with {count_of(len(arguments), 'argument')} is none; look-ups are"
             " published(id, benchmark, scenario, what), accelerator(name, column), model(name) and claim(id)"
         )
 

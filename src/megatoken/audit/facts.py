@@ -40,6 +40,11 @@ class Benchmark:
     max_target_latency_ns: int | None
     required: Mapping[str, tuple[str, ...]]  # scenarios by system type; "A|B": one of them
 
+    def has(self, scenario: str) -> bool:
+        """Whether it has that folder scenario: Offline, those with limits and those that a system must show."""
+        shown = "|".join(name for names in self.required.values() for name in names).split("|")
+        return scenario in ("Offline", *self.limits, *shown)
+
 
 @dataclass(frozen=True, slots=True)
 class Build:

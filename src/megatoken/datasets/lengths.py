@@ -13,6 +13,7 @@ from megatoken.datasets.lines import read_lines
 from megatoken.datasets.requests import Dataset, LazyRequests
 from megatoken.engine.request import Request
 from megatoken.errors import DatasetError
+from megatoken.results.numerals import count_of
 
 LLAMA2_70B_LENGTHS = Path(__file__).parents[1] / "data" / "llama2_70b_offline_lengths.csv"
 _LENGTHS_HEADER = "input_tokens,output_tokens"
@@ -81,7 +82,7 @@ def load_lengths(path: Path | None, *, vocabulary_size: int, max_length: int, se
 def _parse_lengths(line: str, place: str) -> list[int]:
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != 2:
-        raise DatasetError(f"{place}: {len(cells)} values; a row is {_LENGTHS_HEADER}")
+        raise DatasetError(f"{place}: {count_of(len(cells), 'value')}; a row is {_LENGTHS_HEADER}")
     for name, cell in zip(_LENGTHS_HEADER.split(","), cells, strict=True):
         # int() would also take "1_000" and digits of other scripts.
         if not (cell.isascii() and cell.isdigit() and len(cell) < 11 and 1 <= int(cell) <= _LARGEST_LENGTH):
@@ -99,7 +100,8 @@ def _fit(
     fitted_inputs = np.where(long, np.clip(inputs * max_length // totals, 1, max_length - 1), inputs)
     fitted_outputs = np.where(long, max_length - fitted_inputs, outputs)
     note = (
-        f"{long.sum():,} of {len(totals):,} rows exceeded the context of {max_length:,} tokens and were scaled down to "
-        f"it, prompt and answer alike: {totals.sum():,} tokens became {np.minimum(totals, max_length).sum():,}"
+        f"{long.sum():,} of {count_of(len(totals), 'row')} exceeded the context of {max_length:,} tokens and were "
+        f"scaled down to it, prompt and answer alike: {totals.sum():,} tokens became "
+        f"{np.minimum(totals, max_length).sum():,}"
     )
     return fitted_inputs, fitted_outputs, (note,)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megatoken.engine.request import Request, Sampling
 from megatoken.errors import DatasetError
+from megatoken.results.numerals import count_of
 
 GREEDY = Sampling()
 
@@ -111,7 +112,7 @@ class RequestRows:
         room = self._max_length - len(ids)
         if room < 1:
             raise DatasetError(
-                f"{place}: a prompt of {len(ids):,} tokens leaves no room for an answer in the context of "
+                f"{place}: a prompt of {count_of(len(ids), 'token')} leaves no room for an answer in the context of "
                 f"{self._max_length:,}; shorten it to {self._max_length - 1:,}, or raise max_length "
                 "where model and cache allow more"
             )
@@ -120,7 +121,8 @@ class RequestRows:
             self._shortened += max_tokens < self._default_max_tokens
         elif max_tokens > room:
             raise DatasetError(
-                f"{place}: a prompt of {len(ids):,} tokens and max_tokens {max_tokens:,} exceed the context of "
+                f"{place}: a prompt of {count_of(len(ids), 'token')} and max_tokens {max_tokens:,} exceed the "
+                "context of "
                 f"{self._max_length:,}; lower max_tokens to {room:,}"
             )
         if stop_token_ids:
@@ -167,8 +169,8 @@ class RequestRows:
             )
 
         note = (
-            f"{self._shortened:,} of {len(options):,} prompts leave the answer less than {self._default_max_tokens:,} "
-            f"tokens in the context of {self._max_length:,}; their answers end there"
+            f"{self._shortened:,} of {count_of(len(options), 'prompt')} leave the answer less than "
+            f"{self._default_max_tokens:,} tokens in the context of {self._max_length:,}; their answers end there"
         )
         return Dataset(
             name=self._path.name,

@@ -18,6 +18,7 @@ from megatoken.datasets.lines import refuse_compressed, unreadable
 from megatoken.datasets.parquet import file_sum, read_parquet
 from megatoken.errors import DatasetError
 from megatoken.input_files import open_input
+from megatoken.results.numerals import count_of
 
 SUFFIXES = (".pkl", ".json", ".parquet")
 _PICKLED = ("llama3.1-405b", "llama2-70b")  # the first one whose own columns a pickle has
@@ -78,7 +79,7 @@ class PromptTable:
             count = counts[row] if row < len(counts) else None
             if counts and not (isinstance(count, int) and count == len(cell)):
                 says = f"{self.data_set.columns['token_count']} says otherwise"
-                raise DatasetError(f"{place}: {name} has {len(cell):,} tokens but {says}; {self.mend}")
+                raise DatasetError(f"{place}: {name} has {count_of(len(cell), 'token')} but {says}; {self.mend}")
             total += len(cell)
             if not self.converted_from and total > self.size_bytes:
                 # Rows of a pickle may share one list, so a small file could claim any amount of memory.

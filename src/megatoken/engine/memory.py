@@ -70,12 +70,14 @@ class MemoryPlan:
         return [
             f"device     {self.device}",
             f"weights    {_gigabytes(self.weights_bytes)}",
-            f"KV cache   {_gigabytes(self.cache_bytes)}  {self.cache_tokens:,} tokens in {self.pages:,} pages of "
-            f"{self.page_size}; filled as requests need it",
-            f"workspace  {_gigabytes(self.workspace_bytes)}  steps of {self.max_rows:,} rows",
+            f"KV cache   {_gigabytes(self.cache_bytes)}  {self.cache_tokens:,} tokens in {self.pages:,} "
+            f"page{'s' * (self.pages != 1)} of {self.page_size}; filled as requests need it",
+            f"workspace  {_gigabytes(self.workspace_bytes)}  steps of "
+            f"{self.max_rows:,} row{'s' * (self.max_rows != 1)}",
             f"process    {_gigabytes(self.process_bytes)}  {libraries}",
             f"total      {_gigabytes(self.total_bytes)}  of {_gigabytes(self.available_bytes)} available",
-            f"limits     {self.max_sequences:,} sequences at a time, {self.max_length:,} tokens each",
+            f"limits     {self.max_sequences:,} sequence{'s' * (self.max_sequences != 1)} at a time, "
+            f"{self.max_length:,} tokens each",
         ]
 
 
@@ -164,7 +166,7 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     max_sequences = min(max_sequences, max_rows)  # every resident has a row in every step
     page = page_size * bytes_per_token(model, config.precision, device)
     step_bytes = _gpu_step_bytes if on_gpu else _cpu_step_bytes
-    step, step_page = step_bytes(model, config.precision, page_size, max_rows, max_sequences, max_length)
+    step, step_page = step_bytes(model, config, page_size, max_rows, max_sequences, max_length)
     # While loading, when the cache is not there yet: the largest matrix, its parts, and its fp32 copy.
     loading = max(model.vocabulary_size, 2 * model.intermediate_size) * model.hidden_size * (10 if on_gpu else 4)
     process = GPU_LIBRARY_BYTES if on_gpu else PROCESS_BYTES
@@ -216,14 +218,14 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
 
 
 def _cpu_step_bytes(
-    model: ModelConfig, precision: Precision, page_size: int, max_rows: int, max_sequences: int, max_length: int
+    model: ModelConfig, config: EngineConfig, page_size: int, max_rows: int, max_sequences: int, max_length: int
 ) -> tuple[int, int]:
     """What the tensors of one step take at most: bytes in any case, and bytes for each page of the cache."""
-    item = ACTIVATION_BYTES[precision]
+    item = ACTIVATION_BYTES[config.precision]
     heads, queries, keys = model.heads, model.heads * model.head_dim, model.kv_heads * model.head_dim
     sampled = min(max_sequences, max_rows)
     row = item * (4 * model.hidden_size + 3 * (queries + 2 * keys) + 2 * model.intermediate_size)
-    if precision == "fp8":  # quantised rows, and products in fp32 before they are scaled
+    if config.precision == "fp8":  # quantised rows, and products in fp32 before they are scaled
         row += 16 * (model.hidden_size + model.intermediate_size)
     logits = sampled * model.vocabulary_size * item + BLOCK_ROWS * model.vocabulary_size * 96
     # A prompt's later chunk: the sequence's keys and values gathered, and the mask.
@@ -237,16 +239,16 @@ def _cpu_step_bytes(
 
 
 def _gpu_step_bytes(
-    model: ModelConfig, precision: Precision, page_size: int, max_rows: int, max_sequences: int, max_length: int
+    model: ModelConfig, config: EngineConfig, page_size: int, max_rows: int, max_sequences: int, max_length: int
 ) -> tuple[int, int]:
     """The same on a GPU, where nothing grows with the pages of the cache and two steps are on their way at a time."""
     hidden, feed_forward = model.hidden_size, model.intermediate_size
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    sampled, item = max_sequences, ACTIVATION_BYTES[precision]
+    sampled, precision = max_sequences, config.precision
     row = 2 * (4 * hidden + 2 * (queries + 2 * keys) + 2 * queries + 3 * feed_forward)
-    if LINEAR_BYTES[precision] < item:
-        # While its scales are being found, inputs of linears are there in bf16, fp32 and e4m3. With a scale per row
-        # less: in bf16 and e4m3.
+    if LINEAR_BYTES[precision] < ACTIVATION_BYTES[precision] and config.fp8_scales == "tensor":
+        # While its scales are being found, inputs of linears are there in bf16, fp32 and e4m3. A scale per row is found
+        # within a kernel, and e4m3 values and their scales take less than the same in bf16.
         row += 8 * max(feed_forward, queries, hidden)
     logits = sampled * model.vocabulary_size * 2 + BLOCK_ROWS * model.vocabulary_size * 96
     partial = max(PARTIAL_RESULTS, sampled) * model.heads * (model.head_dim + 2) * 4

@@ -26,6 +26,7 @@ from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.harness.stop import Stop
 from megatoken.harness.text_stages import TextStages
 from megatoken.results import Reason, RunFolder, SampleRow, Verdict, run_name
+from megatoken.results.numerals import count_of
 from megatoken.results.statistics import Samples
 from megatoken.targets import Target
 
@@ -117,8 +118,8 @@ class Bench:
                     folder.interrupt(saturation.message, saturation.code)
                 else:
                     so_far = "" if test.all_issued else " issued so far"
-                    reason = f"{stop.received} after {measurement.ended:,} of {measurement.issued:,} samples{so_far}"
-                    folder.interrupt(reason)
+                    issued = count_of(measurement.issued, "sample")
+                    folder.interrupt(f"{stop.received} after {measurement.ended:,} of {issued}{so_far}")
             self.target.cancel_all()
             return saturation
         except BaseException as error:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,14 @@ class Benchmark:
         name: As submission folders spell it, without the accuracy target: ``llama3.1-8b``.
         rows: Of its data set, and fewest samples of an Offline run.
         limits: By scenario; empty where it has none.
+        scenarios: It has no other.
         rounds: That have it.
     """
 
     name: str
     rows: int
     limits: Mapping[str, LatencyLimits]
+    scenarios: tuple[str, ...]
     rounds: tuple[str, ...]
 
     def loadgen_model(self, scenario: str) -> str:
@@ -78,8 +81,11 @@ def _benchmarks() -> dict[str, Benchmark]:
             scenario.lower(): LatencyLimits(limit["ttft_ms"] / 1000, limit["tpot_ms"] / 1000)
             for scenario, limit in entry["limits"].items()
         }
+        required = "|".join(chain(*entry["required"].values())).lower()
+        scenarios = tuple(dict.fromkeys(filter(None, ("offline", *limits, *required.split("|")))))
         before = table[name].rounds if name in table else ()
-        table[name] = Benchmark(name, entry["rows"], limits, tuple(dict.fromkeys((*before, *entry["rounds"]))))
+        rounds = tuple(dict.fromkeys((*before, *entry["rounds"])))
+        table[name] = Benchmark(name, entry["rows"], limits, scenarios, rounds)
     return table
 
 

@@ -12,6 +12,7 @@ from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder, too_
 from megatoken.harness.rate_search import Try
 from megatoken.harness.stop import StopSignals
 from megatoken.results import Run, RunFolder, Verdict, read_run
+from megatoken.results.numerals import count_of
 
 PROBES = "probes"
 FAILURE_CODES = {"LOADGEN_ERRORS", "FAILED_SAMPLES", "SEND_LAG", "CLIENT_LIMIT", "WALL_CLOCK", "LOADGEN_DISAGREES"}
@@ -56,7 +57,7 @@ def _finish(folder: RunFolder, finder: RateFinder, confirmed: str | None, stop: 
         return
     folder.add_facts(facts)
     if stop.received:
-        folder.interrupt(f"{stop.received} after {len(finder.probes)} probes")
+        folder.interrupt(f"{stop.received} after {count_of(len(finder.probes), 'probe')}")
         return
     reason = {"code": "NO_VALID_RATE", "message": finder.outcome}
     folder.finish({"verdict": Verdict.INVALID, "reasons": [reason], "ended_at": datetime.now(UTC).isoformat()})

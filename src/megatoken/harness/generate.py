@@ -14,6 +14,7 @@ from megatoken.engine import Engine, Request
 from megatoken.errors import MegatokenError, RequestError, StorageError
 from megatoken.harness.prepare import build_engine, check_writable, encoder, open_and_plan
 from megatoken.results.files import storage_error, write_text
+from megatoken.results.numerals import count_of
 
 
 def generate_file(config: RunConfig, answers: AnswerConfig, prompts: Path, out: Path) -> None:
@@ -43,7 +44,11 @@ def generate_file(config: RunConfig, answers: AnswerConfig, prompts: Path, out: 
             lines[index] = line
         write_text(out, "".join(lines[index] for index in range(len(requests))))
     except (KeyboardInterrupt, MegatokenError) as error:
-        kept = f"{len(lines):,} of {len(requests):,} answers are in {partial}" if lines else "nothing was written"
+        kept = (
+            f"{len(lines):,} of {count_of(len(requests), 'answer')} are in {partial}"
+            if lines
+            else "nothing was written"
+        )
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(f"interrupted; {kept}") from None
         if lines:

@@ -35,6 +35,7 @@ from megatoken.harness.loadgen_wire import (
     unpack_issued,
 )
 from megatoken.results.files import write_text
+from megatoken.results.numerals import count_of
 
 Scenario = Literal["offline", "server", "interactive", "singlestream"]
 LOADGEN_SCENARIOS: dict[str, str] = {
@@ -206,7 +207,8 @@ class LoadGenTest:
             with suppress(StorageError):  # the caller's own next write meets the same disk and says so
                 write_text(
                     self._directory / ABANDONED,
-                    f"The run was interrupted when {len(self._outstanding):,} of the {self._issued:,} samples issued "
+                    f"The run was interrupted when {len(self._outstanding):,} of the "
+                    f"{count_of(self._issued, 'sample')} issued "
                     "had no answer, and LoadGen was ended. Its files in this folder are no result.\n",
                 )
             self._process.kill()

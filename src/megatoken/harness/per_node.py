@@ -35,6 +35,7 @@ from megatoken.rack.records import Place
 from megatoken.results import Reason, Run, RunFolder, Verdict, read_run, run_name
 from megatoken.results.aggregation import aggregate, aggregate_fields
 from megatoken.results.nodes import run_node_rows
+from megatoken.results.numerals import count_of
 from megatoken.results.tables import joined_runs
 from megatoken.targets.rack import RackTarget
 
@@ -139,7 +140,7 @@ def run_per_node(rack: Rack, prepared: Prepared, progress: Progress) -> Path:
         try:
             _measure_clocks(rack, nodes)
             start_ns = time.time_ns() + round(HEAD_START_SECONDS * 1e9)
-            progress.stage(f"measuring {len(nodes)} nodes, each with a LoadGen of its own")
+            progress.stage(f"measuring {count_of(len(nodes), 'node')}, each with a LoadGen of its own")
             for node in nodes:
                 offset = node.clock.offset()
                 ahead_ns = round(offset.wall_seconds * 1e9) if offset else 0
@@ -153,7 +154,7 @@ def run_per_node(rack: Rack, prepared: Prepared, progress: Progress) -> Path:
 
 
 def _start(rack: Rack, progress: Progress) -> list[_Node]:
-    progress.stage(f"loading {rack.config.model} on {len(rack.slots)} replicas")
+    progress.stage(f"loading {rack.config.model} on {count_of(len(rack.slots), 'replica')}")
     rack.found = rack.cluster.load()
     config, key = rack.config.model_dump_json(), new_key()
     slots = rack.cluster.numbers()

@@ -39,6 +39,8 @@ from megatoken.harness.loadgen_plan import (
     with_target_step,
 )
 from megatoken.harness.rate_finder import too_few
+from megatoken.harness.rules import foreign_scenario
+from megatoken.results.numerals import count_of
 
 THREADS_PER_CORE = 4  # more only wait for each other, and a typing error of two digits hangs the machine
 REFERENCE_NOTE = (
@@ -89,7 +91,8 @@ class Prepared:
         comments = [
             f"model {self.model.name}: {self.model.parameters:,} parameters, weights {self.weights}",
             *self.memory.lines(),
-            f"data set {data_set.name}: {len(data_set.requests):,} rows, {data_set.input_tokens.mean():.1f} tokens in, "
+            f"data set {data_set.name}: {count_of(len(data_set.requests), 'row')}, "
+            f"{data_set.input_tokens.mean():.1f} tokens in, "
             f"at most {data_set.output_limits.mean():.1f} out on average",
             *self.warnings,
             *self.notes,
@@ -153,7 +156,9 @@ def prepare(config: RunConfig, memory: MemoryPlan | None = None) -> Prepared:
     if config.rules:
         rows, rows_required = len(data_set.requests), run_round(config).data_set_rows
         if rows != rows_required:
-            warnings.append(f"cannot be VALID: the data set has {rows:,} rows, MLPerf's {rows_required:,}")
+            warnings.append(f"cannot be VALID: the data set has {count_of(rows, 'row')}, MLPerf's {rows_required:,}")
+        if (foreign := foreign_scenario(run_benchmark(config), config.scenario)) is not None:
+            warnings.append(f"cannot be VALID: {foreign}")
         beside = "model and data set" if scored and scored.targets else "model, data set and accuracy"
         notes.append(f"the verdict judges LoadGen's log by the rules; {beside} are not part of it")
         installed = _loadgen_version()

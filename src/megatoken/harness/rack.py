@@ -22,6 +22,7 @@ from megatoken.rack.actor import WorkerSpec
 from megatoken.rack.cluster import Cluster, new_key
 from megatoken.rack.hub import Hub
 from megatoken.rack.placement import Node, Slot, Wanted, place_replicas, place_simulated
+from megatoken.results.numerals import count_of
 from megatoken.targets.rack import RackTarget
 
 
@@ -70,7 +71,7 @@ class Rack:
     def target(self, progress: Progress) -> Iterator[RackTarget]:
         """Loads the model everywhere and connects; ends the replicas afterwards."""
         config, cluster = self.config, self.cluster
-        progress.stage(f"loading {config.model} on {sum(len(slot.places) for slot in self.slots)} replicas")
+        progress.stage(f"loading {config.model} on {count_of(sum(len(slot.places) for slot in self.slots), 'replica')}")
         self.found = cluster.load()
         key, streams = new_key(), config.scenario != "offline"
         hub = Hub(
@@ -108,7 +109,10 @@ def _hold(config: RunConfig, content_hash: str | None, progress: Progress) -> It
     try:
         nodes = cluster.nodes()
         slots = _slots(config, nodes, config.engine.device)
-        progress.stage(f"opening {config.model} in {len(slots)} processes on {len(nodes)} nodes")
+        progress.stage(
+            f"opening {config.model} in {count_of(len(slots), 'process', 'processes')} "
+            f"on {count_of(len(nodes), 'node')}"
+        )
         found = cluster.start(slots, _spec(config))
         if content_hash is not None and found[0]["content_hash"] != content_hash:
             raise UsageError(

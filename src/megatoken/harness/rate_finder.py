@@ -15,6 +15,7 @@ from megatoken.harness.rate_search import RESOLUTION, RateSearch, Try, Verdict
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.harness.schedule import PoissonSchedule
 from megatoken.results.early_stopping import queries_needed
+from megatoken.results.numerals import count_of
 
 PROBE_SAMPLES = 1000  # chance leaves a 99th percentile of fewer wide
 SHORTEST_PROBE_SECONDS = 5.0
@@ -76,8 +77,9 @@ def too_few(rate: float, samples: int, seconds: float) -> str | None:
     if samples >= needed:
         return None
     return (
-        f"{samples:,} samples come due in {seconds:.3g} s at {rate:.3g} samples/s, but only {needed} or more "
-        f"show a p99; give --min-duration {math.ceil(1.5 * seconds * needed / samples)} or a faster target"
+        f"{count_of(samples, 'sample')} come{'s' * (samples == 1)} due in {seconds:.3g} s at {rate:.3g} samples/s, "
+        f"but only {needed} or more show a p99; give --min-duration "
+        f"{math.ceil(1.5 * seconds * needed / samples)} or a faster target"
     )
 
 
@@ -178,7 +180,8 @@ class RateFinder:
                 self._note(tried, outcome, None, f"too short for samples that live {result.life_seconds:.1f} s")
                 return
             valid = result.valid
-            why = f"{result.over:,} of {result.judged:,} samples over a limit, {result.allowed_share:.2%} may be"
+            judged = count_of(result.judged, "sample")
+            why = f"{result.over:,} of {judged} over a limit, {result.allowed_share:.2%} may be"
         surely = outcome.saturation is not None and outcome.saturation.surely
         capacity = probe.watch.capacity
         if capacity is not None:  # as a rate to be asked for, beside which chance leaves what is offered

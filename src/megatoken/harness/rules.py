@@ -12,6 +12,7 @@ from megatoken.harness.latencies import Latencies
 from megatoken.harness.loadgen import Seeds
 from megatoken.harness.loadgen_log import LoadGenLog
 from megatoken.results import Reason, Verdict
+from megatoken.results.numerals import count_of
 
 if TYPE_CHECKING:
     from megatoken.harness.client_limit import ClientLimit
@@ -43,18 +44,28 @@ class Round:
     name: str
     seeds: Seeds
     min_duration_seconds: float
-    data_set_rows: int
-    min_samples: int
+    benchmark: Benchmark
+
+    @property
+    def data_set_rows(self) -> int:
+        """Of the benchmark's data set."""
+        return self.benchmark.rows
+
+    @property
+    def min_samples(self) -> int:
+        """Fewest of an Offline run."""
+        return self.benchmark.rows
 
 
 def round_of(name: str, of: Benchmark) -> Round:
     """What the round ``name``, one of ``ROUNDS``, demands of a benchmark that it has."""
-    return replace(ROUNDS[name], data_set_rows=of.rows, min_samples=of.rows)
+    return replace(ROUNDS[name], benchmark=of)
 
 
 def _round(name: str) -> Round:
-    table, rows = rules_table(), benchmark(DEFAULT_BENCHMARK).rows
-    return Round(name, Seeds(**table["rounds"][name]["seeds"]), table["min_duration_ms"] / 1000, rows, rows)
+    table = rules_table()
+    seeds = Seeds(**table["rounds"][name]["seeds"])
+    return Round(name, seeds, table["min_duration_ms"] / 1000, benchmark(DEFAULT_BENCHMARK))
 
 
 ROUNDS = {name: _round(name) for name in get_args(RoundName)}
@@ -128,7 +139,9 @@ def judge(
     """
     reasons: list[Reason] = []
     if failed_samples:
-        reasons.append(Reason(code="FAILED_SAMPLES", message=f"{failed_samples:,} of {samples:,} samples failed"))
+        reasons.append(
+            Reason(code="FAILED_SAMPLES", message=f"{failed_samples:,} of {count_of(samples, 'sample')} failed")
+        )
     reasons.extend(inaccurate)
     if claimed:
         reasons.extend((*unmet, *doubts))
@@ -143,6 +156,8 @@ def send_lag_limit_seconds(limits: LatencyLimits | None) -> float:
 
 
 def _unmet(round_: Round, log: LoadGenLog, observed: Observed) -> Iterator[Shortfall]:
+    if (message := foreign_scenario(round_.benchmark, observed.scenario)) is not None:
+        yield _shortfall("SCENARIO", observed.scenario, ", ".join(round_.benchmark.scenarios), message)
     if observed.mode == "performance":
         yield from _duration_and_samples(round_, log, observed)
         yield from _seeds(round_, log)
@@ -155,11 +170,19 @@ def _unmet(round_: Round, log: LoadGenLog, observed: Observed) -> Iterator[Short
         yield from _seeds(round_, log)
     rows = min(log.values["qsl_reported_total_count"], observed.data_set_rows)
     if rows != round_.data_set_rows:
-        message = f"drew from {rows:,} rows; MLPerf's data set has {round_.data_set_rows:,}"
+        message = f"drew from {count_of(rows, 'row')}; MLPerf's data set has {round_.data_set_rows:,}"
         yield _shortfall("DATA_SET_SIZE", rows, round_.data_set_rows, message)
     if log.errors:
-        message = f"LoadGen logged {len(log.errors):,} error{'s'[: len(log.errors) > 1]}, the first: {log.errors[0]}"
+        message = f"LoadGen logged {count_of(len(log.errors), 'error')}, the first: {log.errors[0]}"
         yield _shortfall("LOADGEN_ERRORS", len(log.errors), 0, message)
+
+
+def foreign_scenario(of: Benchmark, scenario: str) -> str | None:
+    """Says so where a benchmark does not have a scenario."""
+    if scenario in of.scenarios:
+        return None
+    *others, last = of.scenarios
+    return f"{of.name} has no scenario {scenario}, only {', '.join(others)} and {last}"
 
 
 def _duration_and_samples(round_: Round, log: LoadGenLog, observed: Observed) -> Iterator[Shortfall]:
@@ -190,7 +213,7 @@ def _equal_issue(log: LoadGenLog, observed: Observed) -> Iterator[Shortfall]:
     issued = values["generated_samples_per_query"] * values.get("generated_query_count", 1)
     whole = observed.scenario == "singlestream" or issued % rows == 0
     if not values["effective_sample_concatenate_permutation"] or not whole:
-        message = f"issued {issued:,} samples of {rows:,} rows, not every row equally often"
+        message = f"issued {count_of(issued, 'sample')} of {count_of(rows, 'row')}, not every row equally often"
         yield _shortfall("EQUAL_ISSUE", issued, -(-issued // rows) * rows, message)
 
 
@@ -217,11 +240,15 @@ def _latencies(log: LoadGenLog, observed: Observed) -> Iterator[Shortfall]:
 def _early_stopping(queries: int, observed: Observed) -> Shortfall:
     own = observed.latencies
     if own is None:
-        return _shortfall("EARLY_STOPPING", queries, 64, f"{queries:,} queries; a p90 needs 64")
+        return _shortfall("EARLY_STOPPING", queries, 64, f"{count_of(queries, 'query', 'queries')}; a p90 needs 64")
     if own.allowed_over < 0:
-        return _shortfall("EARLY_STOPPING", queries, own.needed, f"{queries:,} queries; a p99 needs {own.needed}")
+        return _shortfall(
+            "EARLY_STOPPING", queries, own.needed, f"{count_of(queries, 'query', 'queries')}; a p99 needs {own.needed}"
+        )
     over = max(own.ttft_over, own.tpot_over)
-    message = f"{over:,} of {queries:,} queries over a limit; early stopping allows {own.allowed_over:,}"
+    message = (
+        f"{over:,} of {count_of(queries, 'query', 'queries')} over a limit; early stopping allows {own.allowed_over:,}"
+    )
     return _shortfall("EARLY_STOPPING", over, own.allowed_over, message)
 
 

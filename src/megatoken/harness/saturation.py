@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from megatoken.harness.benchmarks import PERCENTILE, LatencyLimits
 from megatoken.results import SampleRow
 from megatoken.results.early_stopping import most_over
+from megatoken.results.numerals import count_of
 
 Floats = NDArray[np.float64]
 
@@ -114,7 +115,7 @@ class SaturationWatch:
         }
         for name, count in over.items():
             if count > self._most_over:
-                message = f"{count:,} samples over the limit on {name} after {now:.1f} s"
+                message = f"{count_of(count, 'sample')} over the limit on {name} after {now:.1f} s"
                 return Saturation("OVER_LIMIT", f"{message}, a whole run may have {self._most_over:,}", surely=True)
         return self._falls_short(now, ended, all_due, all_first)
 

@@ -35,6 +35,7 @@ from megatoken.harness.stop import Stop, StopSignals
 from megatoken.harness.text_stages import Codec
 from megatoken.results import Reason, Run, RunFolder, SampleRow, SeriesRow, Verdict, read_run, run_name
 from megatoken.results.machine import unix_seconds
+from megatoken.results.numerals import count_of
 from megatoken.results.series import numbers, replicas
 from megatoken.results.stability import judge_soak
 from megatoken.results.statistics import SOAK
@@ -312,7 +313,7 @@ def _conclude(folder: RunFolder, outcome: Outcome) -> None:
     failed = requests["error"].is_valid().to_pylist().count(True)
     verdict, reasons = judge(False, [], failed, len(requests), stability["reasons"])
     lost = [
-        f"{one['lost_replicas']} replicas before {one['at_seconds']:.0f} s"
+        f"{count_of(one['lost_replicas'], 'replica')} before {one['at_seconds']:.0f} s"
         for one in soak["interruptions"]
         if one["lost_replicas"]
     ]

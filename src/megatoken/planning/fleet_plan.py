@@ -29,7 +29,7 @@ from megatoken.planning.pricing import CEILING, derating, price
 from megatoken.planning.strict_yaml import LARGEST_FILE_BYTES, Strict
 from megatoken.planning.throughput import LIMITS, Throughput, check_positive
 from megatoken.planning.workloads import Profile, profiles_document
-from megatoken.results.numerals import precise
+from megatoken.results.numerals import count_of, precise
 
 UNITS = {
     "output-tokens": "output tokens/s",
@@ -199,7 +199,7 @@ def plan_replacement(
     before = Input("old_rate", output_tokens_per_second_before, "output tokens/s per node", state, "given")
     return Plan(
         kind="plan_fleet",
-        title=f"{nodes_before} nodes replaced by faster ones",
+        title=f"{count_of(nodes_before, 'node')} replaced by faster ones",
         inputs=(Input("old_nodes", nodes_before, "nodes", "given", "given"), before, *supply.throughput.inputs),
         results=tuple(results),
         tables=(),

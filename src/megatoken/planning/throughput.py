@@ -11,7 +11,7 @@ from megatoken.planning.assumptions import LARGEST_NUMBER, Assumptions
 from megatoken.planning.figures import STATES, Input, State
 from megatoken.planning.service_level import ServiceLevel, Verdict, how_well_kept, judge_run
 from megatoken.results.machine import contentions, run_accelerators
-from megatoken.results.numerals import exact, precise
+from megatoken.results.numerals import count_of, exact, precise
 
 if TYPE_CHECKING:
     from megatoken.results import Run
@@ -196,7 +196,7 @@ def from_runs(
 
 def _mean_of(runs: Sequence[Run]) -> str:
     verdicts = ", ".join(dict.fromkeys(run.verdict for run in runs))
-    return f"geometric mean of {len(runs)} repeats in {runs[0].path.parent} ({verdicts})"
+    return f"geometric mean of {count_of(len(runs), 'repeat')} in {runs[0].path.parent} ({verdicts})"
 
 
 def _run_notes(runs: Sequence[Run], whole: Sequence[Run], rates: Mapping[str, Any]) -> Iterator[str]:
@@ -205,7 +205,7 @@ def _run_notes(runs: Sequence[Run], whole: Sequence[Run], rates: Mapping[str, An
     yield from (f"{where}: {note}" for note in notes)
     if rates["low"] is not None:
         yield (
-            f"The rate is the geometric mean of {len(whole)} repeats; with 95 % confidence it lies between"
+            f"The rate is the geometric mean of {count_of(len(whole), 'repeat')}; with 95 % confidence it lies between"
             f" {precise(rates['low'])} and {precise(rates['high'])} output tokens/s, and what follows from it is no"
             " surer."
         )

@@ -165,7 +165,7 @@ class Hub:
         if empty is not None and self._requests and time.monotonic() - empty > self._wait_seconds:
             last = f"; the last was lost: {self.losses[-1].cause}" if self.losses else ""
             raise MegatokenError(
-                f"no replica has served for {self._wait_seconds:g} s, {len(self._requests):,} samples wait{last}"
+                f"no replica has served for {self._wait_seconds:g} s, waiting: {len(self._requests):,}{last}"
             )
         return events
 

@@ -58,10 +58,15 @@ def write_reports(path: Path, out: Path | None = None) -> Iterator[Path]:
     """
     subjects = list(_subjects(path))
     if out is not None:
-        about_all = [one for one in subjects if isinstance(one[0], Document)] if len(subjects) > 1 else subjects
-        if len(about_all) != 1:
-            raise UsageError(f"{path}: holds {len(subjects)} runs, and --out names one page; give one of them with it")
-        subjects = [(about_all[0][0], out)]
+        runs = [subject.path for subject, _ in subjects if isinstance(subject, Run)]
+        documents = [one for one in subjects if isinstance(one[0], Document)]
+        on_all = [one for one in documents if all(run.parent == one[1].parent for run in runs)] or subjects
+        if len(on_all) != 1:
+            folder = ", or the folder of its repeats," if documents else ""
+            raise UsageError(
+                f"{path}: holds {len(runs)} runs, and --out names one page; give one of them{folder} with it"
+            )
+        subjects = [(on_all[0][0], out)]
     for subject, place in subjects:
         _check_replaceable(place)
         write_text(place, page(run_view(subject) if isinstance(subject, Run) else document_view(subject)))

@@ -18,7 +18,7 @@ import numpy as np
 from megatoken.errors import UsageError
 from megatoken.results.files import plain
 from megatoken.results.nodes import WORKLOAD, NodeRow, check_rows, clock, distinct, took_turns
-from megatoken.results.numerals import natural
+from megatoken.results.numerals import count_of, natural
 
 SCHEMA_VERSION = 1
 STRAGGLER_THRESHOLD = 0.03
@@ -269,7 +269,7 @@ def _sum_label(rows: Sequence[NodeRow], overlap: float | None) -> str:
         return f"sum of {nodes} node rates, not shown to be simultaneous"
     if overlap < SIMULTANEOUS_SHARE:
         return f"sum of {nodes} node rates, not simultaneous: all ran together for {overlap:.1%} of the time"
-    return f"sum of {nodes} simultaneous node rates"
+    return f"sum of {count_of(nodes, 'simultaneous node rate')}"
 
 
 def _simultaneity(
@@ -277,7 +277,7 @@ def _simultaneity(
 ) -> Simultaneity:
     if overlap is None:
         missing = [row.node for row in rows if row.started_seconds is None]
-        statement = f"not shown: no wall-clock start of {len(missing)} of {len(rows)} nodes"
+        statement = f"not shown: no wall-clock start of {len(missing)} of {count_of(len(rows), 'node')}"
         return Simultaneity(len(rows) == 1, statement if len(rows) > 1 else "one node", tuple(observations))
     statement = (
         f"by {clocks}, all {len(rows)} ran together for {overlap:.1%} of the time from the first start to the last end;"

@@ -18,7 +18,7 @@ from megatoken.results.files import plain
 from megatoken.results.lookup import names_of
 from megatoken.results.machine import Occupation, name_of
 from megatoken.results.nodes import HASH_SHOWN, data_set_of
-from megatoken.results.numerals import is_number, precise
+from megatoken.results.numerals import count_of, is_number, precise
 from megatoken.results.reference import accelerator_facts
 
 BASES = ("total", "per_gpu", "per_node", "per_rack")
@@ -247,7 +247,9 @@ def differences(of: Entry, to: Entry, basis: str) -> list[Difference]:
         machines = [f"shared with {one.shared_with}" if one.shared_with else "to itself" for one in (of, to)]
         found.append(Difference("machine", *machines))
     sizes: dict[str, Callable[[Entry], Any]] = {
-        "total": lambda entry: entry.accelerators or (f"none, {entry.nodes} nodes" if entry.nodes else None),
+        "total": lambda entry: (
+            entry.accelerators or (f"none, {count_of(entry.nodes, 'node')}" if entry.nodes else None)
+        ),
         "per_node": lambda entry: entry.accelerators_per_node,
         "per_rack": lambda entry: "whole rack" if entry.rack_is_measured else "projection",
     }

@@ -48,6 +48,11 @@ def exact(value: object) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def count_of(count: int, one: str, many: str | None = None) -> str:
+    """A number of things, such as 1 run and 2,048 rows; ``many``: where that is not ``one`` and an s."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
 def _trimmed(value: float) -> str:
     decimals = 0 if value == 0 else max(0, 3 - math.floor(math.log10(abs(value))))
     text = f"{value:.{decimals}f}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatoken.errors import UsageError, how_to_install
 from megatoken.results.files import plain
 from megatoken.results.lookup import read_runs
+from megatoken.results.numerals import count_of
 from megatoken.results.repeats import REPEATS
 from megatoken.results.run_folder import Run
 
@@ -66,7 +67,9 @@ def _answer(connection: duckdb.DuckDBPyConnection, sql: str) -> pa.Table:
 
     statements = connection.extract_statements(sql)
     if [statement.type for statement in statements] != [StatementType.SELECT]:
-        raise UsageError(f"query: {len(statements)} statements or no SELECT; ask one SELECT of {', '.join(TABLES)}")
+        raise UsageError(
+            f"query: {count_of(len(statements), 'statement')} or no SELECT; ask one SELECT of {', '.join(TABLES)}"
+        )
     return connection.sql(sql).to_arrow_table()
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.results.comparison import student_t
+from megatoken.results.numerals import count_of
 from megatoken.results.series import Floats, numbers, replicas, totals_over_time
 
 if TYPE_CHECKING:
@@ -369,7 +370,7 @@ def _unstable(figures: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield _reason("WORST_WINDOW", worst["share_of_median"], WORST_WINDOW_LIMIT, message)
     if gaps := figures["gaps"]:
         longest = max(gaps, key=lambda gap: float(gap["seconds"]))
-        message = f"{len(gaps)} times no token came, longest for {longest['seconds']:.1f} s"
+        message = f"{count_of(len(gaps), 'time')} no token came, longest for {longest['seconds']:.1f} s"
         message += f" from {longest['begins_seconds']:.0f} s on"
         yield _reason("GAP", longest["seconds"], GAP_SECONDS, message)
     throttling = figures["throttling"]

@@ -15,6 +15,7 @@ from megatoken.audit.evidence import Role
 from megatoken.audit.facts import Benchmark, benchmarks
 from megatoken.errors import UsageError
 from megatoken.results.files import storage_error, to_json
+from megatoken.results.numerals import count_of
 from megatoken.submission import description
 from megatoken.submission.layout import TO_FILL, Key, Layout, layout_of, supported_round
 from megatoken.submission.runs import (
@@ -66,7 +67,8 @@ class Built:
         for file, line, text in self.to_fill:
             yield f"{self.path / file}:{line}: {text}"
         if self.to_fill:
-            yield f"{len(self.to_fill)} fields to fill in; megatoken submission check refuses them until they are"
+            fields = count_of(len(self.to_fill), "field")
+            yield f"{fields} to fill in; megatoken submission check refuses the tree until that is done"
         yield f"Submission of {self.benchmark}, {', '.join(self.scenarios)}, system {self.system}: {self.path}"
 
 

@@ -25,6 +25,7 @@ from megatoken.audit.view import RunFiles, observe
 from megatoken.errors import ExitCode, UsageError
 from megatoken.results.aggregation import now
 from megatoken.results.files import plain
+from megatoken.results.numerals import count_of
 from megatoken.submission.evidence_checks import Published, check_compliance, check_scores, published
 from megatoken.submission.judge import Judge, Problem
 from megatoken.submission.layout import ROUNDS, Key, layout_of, supported_round
@@ -123,7 +124,7 @@ class Check:
             yield f"Accepted by the rules of {self.round}{chosen}"
             return
         count = len(self.refusals)
-        yield f"Refused by the rules of {self.round}{chosen}: {count} reason{'s'[: count > 1]}"
+        yield f"Refused by the rules of {self.round}{chosen}: {count_of(count, 'reason')}"
         theirs = sum(problem.by_mlcommons for problem in self.refusals)
         if not theirs:
             yield "MLCommons' own checker overlooks all of that and accepts it"

@@ -19,6 +19,7 @@ from megatoken.audit.finding import Severity
 from megatoken.audit.reading import UnreadableError
 from megatoken.errors import UsageError
 from megatoken.results import Run, Verdict, read_run
+from megatoken.results.numerals import count_of
 from megatoken.results.run_folder import MLPERF
 from megatoken.submission.description import is_random, same_system
 
@@ -160,7 +161,7 @@ def _unfinished(run: Run, role: Role, round_: str) -> str | None:
     if run.verdict is Verdict.DEGRADED:
         return "DEGRADED: it finished with fewer nodes than it began with; repeat the run on all of them"
     if run.result.get("samples_failed"):
-        return f"{run.result['samples_failed']:,} samples failed; repeat the run"
+        return f"{count_of(run.result['samples_failed'], 'sample')} failed; repeat the run"
     if role is Role.PERFORMANCE and run.verdict is Verdict.MEASURED:
         return f"MEASURED: it claims no rules; repeat the run with --rules {round_}"
     if run.verdict is Verdict.INVALID:
@@ -189,7 +190,7 @@ def _unlike_log(run: Run, log: DetailLog, role: Role, round_: str) -> str | None
     if role is Role.PERFORMANCE and figures.validity != "VALID":
         return f"LoadGen's log says {figures.validity}, result.json says {run.verdict}; repeat the run"
     if role is not Role.COMPLIANCE and log.error_count:
-        return f"LoadGen logged {log.error_count:,} errors, the first: {log.errors[0].value}; repeat the run"
+        return f"LoadGen logged {count_of(log.error_count, 'error')}, the first: {log.errors[0].value}; repeat the run"
     tree = walk(run.path)
     files = [files for files in runs_in(tree) if files.folder == MLPERF]
     own = [examine(Job(str(tree.root), one, None, None, False)).run for one in files]

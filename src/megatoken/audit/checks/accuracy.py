@@ -14,6 +14,7 @@ from megatoken.audit.figures import whole
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.shuffle import MOST_ROWS, Load, issued_rows, library_order
 from megatoken.audit.view import RunView, observe
+from megatoken.results.numerals import count_of
 
 ID_BYTES = (4, 8)  # a token id in ``data``: int32, or int64 in a few submissions
 TEST06_SAMPLES = 100
@@ -32,9 +33,9 @@ def check_accuracy(run: RunView) -> Iterator[Observation]:
         "accuracy.log_readable",
         spoiled == 0 and (log.complete or cut),
         "a JSON list of LoadGen's records",
-        shown(f"{spoiled:,} lines that are none: {log.damages[0].what}")
+        shown(f"{count_of(spoiled, 'line')} that {'is' if spoiled == 1 else 'are'} none: {log.damages[0].what}")
         if spoiled
-        else ("no end" if not log.complete and not cut else f"{log.records:,} records"),
+        else ("no end" if not log.complete and not cut else count_of(log.records, "record")),
         bad or where,
         run.absent if not spoiled or [damage.line for damage in log.damages] == [log.lines] else Severity.FAIL,
     )
@@ -42,7 +43,7 @@ def check_accuracy(run: RunView) -> Iterator[Observation]:
         expected_records = run.detail.number("effective_accuracy_log_sampling_target") or run.detail.number(
             "effective_accuracy_log_probability"
         )
-        found = f"{log.records:,} records" if log.records else "an empty list, as LoadGen writes in this mode"
+        found = f"{count_of(log.records, 'record')}" if log.records else "an empty list, as LoadGen writes in this mode"
         yield observe(
             "accuracy.performance_log",
             log.records == 0 or bool(expected_records),
@@ -75,7 +76,7 @@ def check_test06(
             "compliance.records",
             log.records == TEST06_SAMPLES,
             f"{TEST06_SAMPLES} records: TEST06 issues so many samples and logs them all",
-            f"{log.records:,} records",
+            count_of(log.records, "record"),
             where,
         )
     if benchmark is None or scenario is None or not len(log.rows):
@@ -90,7 +91,7 @@ def check_test06(
         "compliance.order",
         agreeing == len(log.rows),
         f"the rows that the seeds of {round_ or 'a round'} ask for",
-        f"{agreeing:,} of {len(log.rows):,} records, by the seeds of {by}",
+        f"{agreeing:,} of {count_of(len(log.rows), 'record')}, by the seeds of {by}",
         where,
         Severity.WARN,  # another C++ library may shuffle otherwise
     )
@@ -131,8 +132,9 @@ def _accuracy_run(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> I
         yield observe(
             "accuracy.records",
             whole_set and in_range,
-            f"{asked:,} records, one for each row",
-            f"{log.records:,} records of {distinct:,} rows" + ("" if in_range else ", some beyond the data set"),
+            f"{count_of(asked, 'record')}, one for each row",
+            f"{count_of(log.records, 'record')} of {count_of(distinct, 'row')}"
+            + ("" if in_range else ", some beyond the data set"),
             where,
             run.absent if distinct == log.records < asked and in_range else Severity.FAIL,
         )
@@ -166,7 +168,7 @@ def _order(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Iterator
         "accuracy.order",
         agreeing == len(log.rows),
         "rows in the order that the sample index seed gives",
-        f"{agreeing:,} of {len(log.rows):,} records",
+        f"{agreeing:,} of {count_of(len(log.rows), 'record')}",
         (*where, *run.at("effective_sample_index_rng_seed")),
     )
 
@@ -184,7 +186,7 @@ def _tokens(log: AccuracyLog, where: tuple[Where, ...]) -> Iterator[Observation]
             "accuracy.fields",
             not partly,
             "the same fields in every record",
-            f"{', '.join(partly)} of {log.records:,} records" if partly else f"{log.records:,} records",
+            f"{', '.join(partly)} of {count_of(log.records, 'record')}" if partly else count_of(log.records, "record"),
             where,
         )
     if counted.any():
@@ -194,7 +196,7 @@ def _tokens(log: AccuracyLog, where: tuple[Where, ...]) -> Iterator[Observation]
             "accuracy.token_counts",
             wrong == 0,
             "as many token ids in data as token_count says",
-            f"{wrong:,} of {len(counts):,} records differ" if wrong else f"{int(counts.sum()):,} tokens",
+            f"{wrong:,} of {count_of(len(counts), 'record')} differ" if wrong else count_of(int(counts.sum()), "token"),
             where,
             Severity.WARN,  # some systems leave the first token out of data
         )
@@ -203,7 +205,7 @@ def _tokens(log: AccuracyLog, where: tuple[Where, ...]) -> Iterator[Observation]
             "accuracy.first_token",
             False,
             "data that begins with the first token reported",
-            f"{len(log.first_token_differs)} records or more begin otherwise",
+            f"{count_of(len(log.first_token_differs), 'record')} or more begin otherwise",
             tuple(Where(place.file, line) for place in where for line in log.first_token_differs),
             Severity.WARN,  # reference systems differ in whether data holds the first token
         )

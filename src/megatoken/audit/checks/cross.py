@@ -10,6 +10,7 @@ from megatoken.audit.evidence import AccuracyResult, Evidence, Role, Run, Where
 from megatoken.audit.facts import Benchmark, benchmark_of, benchmarks
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import observe
+from megatoken.results.numerals import count_of
 
 TOKENS_TOLERANCE = 0.10
 USER_CONF = "user.conf"
@@ -26,7 +27,7 @@ def check_rounds(evidence: Evidence) -> Iterator[Observation]:
             "rules.one_round",
             len(rounds) == 1,
             f"seeds of one round, {usual}",
-            ", ".join(f"{name}: {count} runs" for name, count in rounds.items()),
+            ", ".join(f"{name}: {count_of(count, 'run')}" for name, count in rounds.items()),
             tuple(run.where("effective_qsl_rng_seed") for run in others[:50]),
         )
 
@@ -106,7 +107,9 @@ def check_layout(evidence: Evidence, paths: Iterable[str]) -> Iterator[Observati
             missing.append("systems/*.json")
         bare = [run for run in mine if not any(_belongs(path, run.path, others) for path in found[USER_CONF])]
         if bare:
-            missing.append(USER_CONF if len(bare) == len(mine) else f"{USER_CONF} of {len(bare)} of {len(mine)} runs")
+            missing.append(
+                USER_CONF if len(bare) == len(mine) else f"{USER_CONF} of {len(bare)} of {count_of(len(mine), 'run')}"
+            )
         yield observe(
             "submission.layout",
             not missing,

@@ -21,6 +21,7 @@ from megatoken.audit.facts import Benchmark, benchmark_of, round_seeds, rules
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.reading import UnreadableError, display, read_json_object
 from megatoken.audit.view import observe
+from megatoken.results.numerals import count_of
 
 EXACT = 1e-9  # relative; the summary prints every digit of its floats
 ENDED = {"state": "complete", "complete": True}
@@ -118,7 +119,7 @@ def _distribution(part: Mapping[str, Any], key: str, samples: float | None) -> I
     if found := disorder(points, unit) or impossible_mean(points, int(counted or 0), unit, slack):
         yield found
     if counts and samples is not None and sum(counts) != samples and key != "tpot":  # answers of one token have none
-        yield f"a histogram of {sum(counts):,} samples, not of {samples:,.0f}"
+        yield f"a histogram of {count_of(sum(counts), 'sample')}, not of {samples:,.0f}"
     cautious = percentiles(part, scale, CAUTIOUS)
     for name in cautious.keys() & points.keys() - {"min", "mean", "max"}:
         if cautious[name] < points[name]:
@@ -280,7 +281,7 @@ def _accuracy(
         "accuracy.records",
         whole,
         f"a scored answer for each of {rows:,} rows",
-        "; ".join([f"{samples:,} samples", *lost]),
+        "; ".join([count_of(samples, "sample"), *lost]),
         (Where(display(path), lines.get("total_samples")),),
         unmet,
     )

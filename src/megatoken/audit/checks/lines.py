@@ -12,6 +12,7 @@ from megatoken.audit.facts import is_known_version, source_lines
 from megatoken.audit.figures import PERCENTILES
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import RunView, observe
+from megatoken.results.numerals import count_of
 
 # Keys that LoadGen logs several times: one a message, one a library set, or one a part of a run of two parts.
 _MANY = ("generic_message", LIBRARY_SET)
@@ -70,7 +71,7 @@ def check_lines(run: RunView) -> Iterator[Observation]:
         "log.readable",
         log.damage_count == 0,
         "nothing but LoadGen's entries",
-        _damage_text(log) or f"{log.lines:,} lines",
+        _damage_text(log) or count_of(log.lines, "line"),
         _places(run, [damage.line for damage in log.damages]) or run.at(),
         run.absent if torn_end else Severity.FAIL,
     )
@@ -78,12 +79,12 @@ def check_lines(run: RunView) -> Iterator[Observation]:
         "log.spelling",
         log.restyled_count == 0,
         "the spelling of LoadGen's own writer",
-        f"{log.restyled_count:,} lines spelled otherwise" if log.restyled_count else "every line",
+        f"{count_of(log.restyled_count, 'line')} spelled otherwise" if log.restyled_count else "every line",
         _places(run, log.restyled) or run.at(),
     )
     if log.carriage_returns:
         converted = log.carriage_returns >= log.lines - log.cut_off
-        found = f"{log.carriage_returns:,} of {log.lines:,} lines end in CR LF"
+        found = f"{log.carriage_returns:,} of {count_of(log.lines, 'line')} end in CR LF"
         found += (
             ": the file went through a text conversion" if converted else ": another program wrote those or the others"
         )
@@ -262,7 +263,7 @@ def _presence(run: RunView) -> Iterator[Observation]:
         "log.lines",
         held,
         f"every kind of line that LoadGen {shown(log.text('loadgen_version') or '?')} writes",
-        f"{len(missing)} kinds missing: {', '.join(missing)}" if missing else f"all {len(keys)} kinds",
+        f"{count_of(len(missing), 'kind')} missing: {', '.join(missing)}" if missing else f"all {len(keys)} kinds",
         run.at(),
     )
     extra = [
@@ -308,7 +309,7 @@ def _repeats(run: RunView) -> Iterator[Observation]:
         "log.repeats",
         not again,
         "one line of each kind",
-        f"{shown(again[0].key)} stands {log.counts[again[0].key]} times" if again else "one",
+        f"{shown(again[0].key)} stands {count_of(log.counts[again[0].key], 'time')}" if again else "one",
         tuple(Where(run.detail_path, entry.line) for entry in again) or run.at(),
     )
 
@@ -423,7 +424,7 @@ def _source_positions(run: RunView) -> Iterator[Observation]:
         "the places in LoadGen's code that write these lines in the release the log names",
         shown(f"{wrong[0].key} from {wrong[0].source}:{wrong[0].source_line}")
         if wrong
-        else f"{len(checked)} lines agree",
+        else f"{count_of(len(checked), 'line')} agree",
         tuple(Where(run.detail_path, entry.line) for entry in wrong[:20]) or run.at(),
     )
 
@@ -432,7 +433,10 @@ def _damage_text(log: DetailLog) -> str:
     if not log.damage_count:
         return ""
     first = log.damages[0]
-    return shown(f"{log.damage_count:,} lines that are not: line {first.line} {first.what}")
+    return shown(
+        f"{count_of(log.damage_count, 'line')} that {'is' if log.damage_count == 1 else 'are'} not: line "
+        f"{first.line} {first.what}"
+    )
 
 
 def _places(run: RunView, lines: Sequence[int | None]) -> tuple[Where, ...]:

@@ -10,6 +10,7 @@ from megatoken.audit.evidence import Evidence, Run
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import observe
 from megatoken.results.aggregation import SIMULTANEOUS_SHARE, Aggregate
+from megatoken.results.numerals import count_of
 
 TOKENS_TOLERANCE = 0.01
 
@@ -29,7 +30,7 @@ def check_nodes(evidence: Evidence, runs: Sequence[Run], result: Aggregate | Non
         yield from _spread(runs, result)
     yield from _alike(runs)
     if claimed_as_one:
-        found = f"{len(runs)} sets of logs, each of one node"
+        found = f"{count_of(len(runs), 'set')} of logs, each of one node"
         yield Observation(
             "nodes.one_log",
             Severity.WARN,

@@ -12,6 +12,7 @@ from megatoken.audit.evidence import Power, Role, Run, Where
 from megatoken.audit.finding import Observation, Severity
 from megatoken.audit.reading import UnreadableError, display, open_regular
 from megatoken.audit.view import observe
+from megatoken.results.numerals import count_of
 
 POWER_FILES = {"client.json", "client.log", "ptd_logs.txt", "server.json", "server.log"}
 LONGEST_LINE = 4096
@@ -40,7 +41,7 @@ def power_of(tree: Tree, runs: Sequence[Run]) -> tuple[list[Power], list[Observa
         except UnreadableError as error:
             observations.append(observe("power.readings", False, expected, str(error), where))
             continue
-        found = f"{count:,} readings, {watts:,.2f} W on average" if count else "no reading in that time"
+        found = f"{count_of(count, 'reading')}, {watts:,.2f} W on average" if count else "no reading in that time"
         observations.append(observe("power.readings", count > 0, expected, found, where))
         if count:
             readings.append(Power(display(path), run.path, watts, count))

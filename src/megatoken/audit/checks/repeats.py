@@ -14,6 +14,7 @@ from megatoken.audit.view import observe
 from megatoken.errors import MegatokenError
 from megatoken.results import Run, read_run
 from megatoken.results.files import plain
+from megatoken.results.numerals import count_of
 from megatoken.results.repeats import REPEATS, summarise_repeats
 from megatoken.results.run_folder import RESULT
 
@@ -49,7 +50,7 @@ def _check(tree: Tree, folder: str, where: tuple[Where, ...]) -> Iterator[Observ
         "run_folder.repeats",
         not found,
         expected,
-        shown("; ".join(found)) or f"{len(runs)} runs, all agree",
+        shown("; ".join(found)) or f"{count_of(len(runs), 'run')}, all agree",
         (*where, *(Where(display(below(folder, name))) for name in left_out)),
         Severity.FAIL if wrong else Severity.WARN,  # a kill can come between a run's end and the writing of this file
     )

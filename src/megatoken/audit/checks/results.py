@@ -13,6 +13,7 @@ from megatoken.audit.figures import completion_seconds, elapsed, logged_start, p
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.shuffle import MOST_ARRIVALS, arrival_seconds
 from megatoken.audit.view import RunView, observe
+from megatoken.results.numerals import count_of
 
 # Products of two or three numbers of six digits each.
 DIGITS = 6e-6
@@ -45,7 +46,7 @@ def _errors(run: RunView) -> Observation:
     where = (*(Where(run.detail_path, entry.line) for entry in log.errors[:10]), *run.at("num_errors"))
     if logged is None:
         return observe(
-            "result.error_count", True, "no num_errors in this kind of log", f"{log.error_count} errors", where
+            "result.error_count", True, "no num_errors in this kind of log", count_of(log.error_count, "error"), where
         )
     return observe(
         "result.error_count",
@@ -69,7 +70,7 @@ def _rates(run: RunView) -> Iterator[Observation]:
         yield observe(
             "result.rate",
             _close(rate, expected, DIGITS),
-            f"{expected:.6g} samples/s: {samples:,} samples in {latency_ns / 1e9:.3f} s",
+            f"{expected:.6g} samples/s: {count_of(samples, 'sample')} in {latency_ns / 1e9:.3f} s",
             f"{rate:g} samples/s",
             run.at(*keys),
         )

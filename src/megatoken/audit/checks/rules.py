@@ -9,6 +9,7 @@ from megatoken.audit.facts import benchmarks, round_seeds, ruled_rounds, rules
 from megatoken.audit.figures import whole
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import RunView, observe
+from megatoken.results.numerals import count_of
 
 _SERVER_RATES = ("completed_tokens_per_second", "completed_samples_per_sec")
 
@@ -32,7 +33,7 @@ def _any_run(run: RunView) -> Iterator[Observation]:
         "rules.no_errors",
         log.error_count == 0,
         "no line marked as an error",
-        f"{log.error_count:,} errors, the first: {shown(first.value)}" if first else "none",
+        f"{count_of(log.error_count, 'error')}, the first: {shown(first.value)}" if first else "none",
         run.at(first.key) if first else run.at("num_errors"),
         # LoadGen prints VALID whatever errors it logged.
         run.unmet if run.rules_claimed or log.get("result_validity") == "INVALID" else Severity.WARN,
@@ -53,7 +54,7 @@ def _any_run(run: RunView) -> Iterator[Observation]:
             "rules.data_set",
             found == rows,
             f"{rows:,} rows, the data set of {run.benchmark.name}",
-            f"{found:,} rows" if found is not None else "not said",
+            count_of(found, "row") if found is not None else "not said",
             run.at("qsl_reported_total_count"),
             run.unmet,
         )
@@ -191,7 +192,7 @@ def _offline(run: RunView, rows: int) -> Iterator[Observation]:
         "rules.whole_passes",
         None if issued is None else issued % rows == 0,
         f"whole passes over {rows:,} rows",
-        "not known" if issued is None else f"{issued:,} samples, {issued / rows:g} passes",
+        "not known" if issued is None else f"{count_of(issued, 'sample')}, {issued / rows:g} passes",
         run.at("generated_samples_per_query"),
         run.unmet,
     )

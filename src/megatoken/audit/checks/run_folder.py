@@ -26,7 +26,7 @@ from megatoken.errors import MegatokenError
 from megatoken.results import Run as RunFolder
 from megatoken.results import Verdict, read_run, summarise
 from megatoken.results.files import plain
-from megatoken.results.numerals import natural
+from megatoken.results.numerals import count_of, natural
 from megatoken.results.run_folder import MLPERF, REQUESTS, RESULT
 from megatoken.results.stability import Stability, judge_soak
 
@@ -109,7 +109,7 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         found = shown(f"{type(error).__name__}: {error}")
         yield observe("run_folder.whole", False, "rows and numbers that can be computed with", found, where)
         return
-    yield observe("run_folder.whole", True, "a whole run folder", f"{len(folder.requests):,} rows", where)
+    yield observe("run_folder.whole", True, "a whole run folder", count_of(len(folder.requests), "row"), where)
     if why := interruptions(tree, [path]).get(path):
         probe = owner(path.rpartition("/")[0], set(run_folders_in(tree)) - {path}) is not None
         severity = Severity.NOTE if probe else Severity.UNKNOWN  # a search ends probes whose answer is clear
@@ -122,7 +122,7 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         "run_folder.metrics",
         not unlike,
         shown("; ".join(f"{name} {again[name]}" for name in differing)) or "the numbers that its raw rows give",
-        shown("; ".join(unlike)) or f"{len(again)} metrics compared, all agree",
+        shown("; ".join(unlike)) or f"{count_of(len(again), 'metric')} compared, all agree",
         where,
     )
     yield from check_configured(folder, prefix)
@@ -196,7 +196,8 @@ def _against_log(
         not differing,
         shown("; ".join(f"{name} {expected[name]}" for name in differing))
         or "LoadGen's own numbers as its log has them",
-        shown("; ".join(f"{name} {result.get(name)}" for name in differing)) or f"{len(expected)} fields, all the same",
+        shown("; ".join(f"{name} {result.get(name)}" for name in differing))
+        or f"{count_of(len(expected), 'field')}, all the same",
         (*where, logged.where()),
     )
     tokens, samples = result.get("output_tokens"), result.get("samples_completed")

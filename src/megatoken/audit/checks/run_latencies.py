@@ -19,6 +19,7 @@ from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import observe
 from megatoken.results import Run
 from megatoken.results.early_stopping import most_over, queries_needed
+from megatoken.results.numerals import count_of
 from megatoken.results.statistics import Samples
 
 PERCENTILE = 0.99
@@ -48,7 +49,8 @@ def check_latencies(folder: Run, log: DetailLog, where: tuple[Where, ...]) -> It
         "run_folder.latencies",
         not wrong,
         shown("; ".join(f"{name} {wanted[name]}" for name in wrong)) or "latencies and counts that the raw rows give",
-        shown("; ".join(f"{name} {told[name]}" for name in wrong)) or f"{len(wanted)} figures compared, all agree",
+        shown("; ".join(f"{name} {told[name]}" for name in wrong))
+        or f"{count_of(len(wanted), 'figure')} compared, all agree",
         where,
     )
 

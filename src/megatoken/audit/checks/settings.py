@@ -11,6 +11,7 @@ from megatoken.audit.figures import LOGS_PADDING, whole
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.shuffle import MOST_ARRIVALS, MOST_ROWS, arrival_seconds, library_order
 from megatoken.audit.view import RunView, observe
+from megatoken.results.numerals import count_of
 
 SIX_DIGITS = 6e-6  # relative error of a number printed with six significant digits
 OFFLINE_SLACK = 1.1
@@ -125,7 +126,7 @@ def _offline_samples(run: RunView) -> Iterator[Observation]:
     yield observe(
         "settings.samples",
         abs(samples - expected) <= 1 + SIX_DIGITS * expected,
-        f"{expected:,} samples: the larger of {least:,} and 1.1 x {rate:g}/s x {duration_ms / 1e3:g} s",
+        f"{count_of(expected, 'sample')}: the larger of {least:,} and 1.1 x {rate:g}/s x {duration_ms / 1e3:g} s",
         f"{samples:,}",
         run.at(*keys, "effective_min_duration_ms"),
     )
@@ -155,11 +156,15 @@ def _library(run: RunView) -> Iterator[Observation]:
         order += order[:padding]
         if mine == order:
             yield observe(
-                "settings.library_order", True, expected, f"{len(mine):,} rows in that order", run.at(LIBRARY_SET)
+                "settings.library_order",
+                True,
+                expected,
+                f"{count_of(len(mine), 'row')} in that order",
+                run.at(LIBRARY_SET),
             )
             return
         best = max(best, sum(a == b for a, b in zip(mine, order, strict=False)))
-    found = f"{len(mine):,} rows, {best:,} of them where the seed puts them"
+    found = f"{count_of(len(mine), 'row')}, {best:,} of them where the seed puts them"
     if len(set(mine)) == len(mine) == min(set_size, rows) and max(mine) < total and best < len(mine) // 2:
         found += "; each row once, so another C++ library's shuffle is possible"
         yield observe("settings.library_order", False, expected, found, run.at(LIBRARY_SET), Severity.WARN)
@@ -187,12 +192,16 @@ def _generated(run: RunView) -> Iterator[Observation]:
     expected_each = math.ceil(samples / rows) * rows if padded else samples
     problems = []
     if each != expected_each:
-        whole_passes = f" ({expected_each // rows} passes over {rows:,} rows)" if expected_each != samples else ""
-        problems.append(f"{expected_each:,} samples a query{whole_passes}, not {each:,}")
+        whole_passes = (
+            f" ({count_of(expected_each // rows, 'pass', 'passes')} over {count_of(rows, 'row')})"
+            if expected_each != samples
+            else ""
+        )
+        problems.append(f"{count_of(expected_each, 'sample')} a query{whole_passes}, not {each:,}")
     if scenario == "Offline" and count != 1 and release >= EVERY_ROW_A_QUERY:
         problems.append(f"one query, not {count:,}")
     if permuted and scenario != "Offline" and rows and count % rows:
-        problems.append(f"whole passes over {rows:,} rows, not {count:,} queries")
+        problems.append(f"whole passes over {count_of(rows, 'row')}, not {count_of(count, 'query', 'queries')}")
     due = _due_ns(log, scenario, rate, count)
     if due is not None and abs(duration - due) > count + SIX_DIGITS * due:
         problems.append(f"queries over {due:.0f} ns, not {duration}")

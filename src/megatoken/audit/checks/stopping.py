@@ -10,6 +10,7 @@ from megatoken.audit.figures import whole
 from megatoken.audit.finding import Observation, shown
 from megatoken.audit.view import RunView, observe
 from megatoken.results import early_stopping
+from megatoken.results.numerals import count_of
 
 RANKS = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p97": 0.97, "p99": 0.99, "p99.9": 0.999}
 # In the order in which LoadGen judges them; where the first fails it does not come to the second.
@@ -48,7 +49,7 @@ def check_early_stopping(run: RunView) -> Iterator[Observation]:
     yield observe(
         "result.early_stopping",
         not problems,
-        shown("; ".join(problems)) or f"the rule, computed again for {queries:,} queries",
+        shown("; ".join(problems)) or f"the rule, computed again for {count_of(queries, 'query', 'queries')}",
         "; ".join(run.text(key) for key in keys if key in log.first),
         run.at(*keys),
     )

@@ -15,6 +15,7 @@ from megatoken.audit.facts import benchmark_of, rules
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.reading import UnreadableError, display, read_json_object, read_text
 from megatoken.audit.view import observe
+from megatoken.results.numerals import count_of
 
 MOST_FILE_BYTES = 50 * 2**20
 ROOT_FILES = ("readme", "license", "notice", "contributing", "code_of_conduct", "summary", ".git")
@@ -282,7 +283,7 @@ def _systems(one: Submission, mine: Mapping[str, System]) -> Iterator[Observatio
         "submission.systems",
         not undescribed and not untested,
         "a description of each system that has results, and results of each that is described",
-        shown(found) or f"{len(tested)} systems",
+        shown(found) or count_of(len(tested), "system"),
         tuple(Where(display(below(one.path, f"systems/{name}.json"))) for name in (*undescribed, *untested)),
     )
     for system in mine.values():

@@ -13,6 +13,7 @@ from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.reading import Damage
 from megatoken.audit.summary_log import HEADINGS, SummaryField, SummaryLog
 from megatoken.audit.view import RunView, observe
+from megatoken.results.numerals import count_of
 
 _PARAMETERS = [
     "samples_per_query",
@@ -197,7 +198,7 @@ def _structure(run: RunView, log: SummaryLog) -> Iterator[Observation]:
     moved = _moved(run, log)
     mixed = 0 < log.carriage_returns < log.lines
     if mixed:
-        problems.append(f"{log.carriage_returns:,} of {log.lines:,} lines end in CR LF, the others in LF")
+        problems.append(f"{log.carriage_returns:,} of {count_of(log.lines, 'line')} end in CR LF, the others in LF")
     if moved:
         problems.append(f"{moved.label} where it does not belong")
     if missing:
@@ -255,19 +256,20 @@ def _expected_labels(run: RunView) -> list[str]:
 def _counts(run: RunView, log: SummaryLog) -> Observation:
     detail, path = run.detail, run.files.summary or ""
     problems, places = [], []
-    for name, told, counted in (
+    for name, told, count in (
         ("warnings", log.warnings, detail.warning_count),
         ("errors", log.errors, detail.error_count),
     ):
         if told is None:
             problems.append(f"does not say how many {name} there were")
-        elif told[0] != counted:
+        elif told[0] != count:
             problems.append(f"says {told[0]:,} {name}")
             places.append(Where(path, told[1]))
     return observe(
         "summary.counts",
         not problems,
-        f"{detail.warning_count:,} warnings and {detail.error_count:,} errors, as in the detail log",
+        f"{count_of(detail.warning_count, 'warning')} and {count_of(detail.error_count, 'error')}, "
+        "as in the detail log",
         "; ".join(problems) or "the same",
         tuple(places) or (Where(path, log.lines or None),),
         Severity.FAIL if places else run.absent,

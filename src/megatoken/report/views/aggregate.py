@@ -11,7 +11,7 @@ from megatoken.report.blocks import Block, Column, Figure, Headline, Points, Sec
 from megatoken.report.curves import distribution_chart
 from megatoken.report.documents import Document
 from megatoken.report.views.common import facts_table, records_table, view
-from megatoken.results.numerals import ABSENT, precise
+from megatoken.results.numerals import ABSENT, count_of, precise
 
 SUM = "sum_of_rates_tokens_per_second"
 MANY_NODES = 40
@@ -28,7 +28,9 @@ KNOWN = (
 def aggregate_view(document: Document) -> View:
     """The report on ``megatoken aggregate``."""
     nodes, accelerators = len(document.parts("nodes")), document.number("accelerators")
-    size = f"{nodes} nodes" + (f", {precise(accelerators)} accelerators" if accelerators else "")
+    size = f"{count_of(nodes, 'node')}" + (
+        f", {precise(accelerators)} accelerator{'s' * (accelerators != 1)}" if accelerators else ""
+    )
     label = document.text("sum_label", "sum of the node rates")
     summary = (Headline(precise(document.number(SUM)), "output tokens/s", f"{label} · {size}"),)
     return view(document, "aggregate", summary, aggregate_sections(document), KNOWN)

@@ -10,7 +10,7 @@ from megatoken.report.documents import Document
 from megatoken.report.metrics import MEANING, verdict_badge
 from megatoken.report.views.common import view
 from megatoken.report.words import label
-from megatoken.results.numerals import precise
+from megatoken.results.numerals import count_of, precise
 
 RATE = "output_tokens_per_second"
 KNOWN = (
@@ -22,12 +22,12 @@ KNOWN = (
 def repeats_view(document: Document) -> View:
     """The report on ``megatoken run --repeat``, or on runs of one setting in one folder."""
     verdict = document.text("verdict")
-    counted, wanted = len(document.texts("runs")), document.number("runs_wanted")
-    of_wanted = f" of {precise(wanted)} that were wanted" if wanted and wanted != counted else ""
+    count, wanted = len(document.texts("runs")), document.number("runs_wanted")
+    of_wanted = f" of {precise(wanted)} that were wanted" if wanted and wanted != count else ""
     meaning = next((words for known, words in MEANING.items() if known == verdict), "nothing known here")
     summary: tuple[Block, ...] = (
         *_headline(document),
-        Verdict((verdict_badge(verdict),), f"the worst of {counted} runs{of_wanted}: {meaning}"),
+        Verdict((verdict_badge(verdict),), f"the worst of {count_of(count, 'run')}{of_wanted}: {meaning}"),
     )
     sections = (
         Section("Numbers", tuple(_metrics(document))),
@@ -41,7 +41,7 @@ def _headline(document: Document) -> Iterator[Headline]:
     mean = rate.number("geometric_mean")
     if mean is None:
         return
-    runs = f"geometric mean of {len(rate.values.get('values') or ())} runs"
+    runs = f"geometric mean of {count_of(len(rate.values.get('values') or ()), 'run')}"
     low, high = rate.number("low"), rate.number("high")
     if low is not None and high is not None:
         runs += f", {_confidence(document)} between {precise(low)} and {precise(high)}"

@@ -29,7 +29,7 @@ from megatoken.report.views.common import records_table
 from megatoken.report.views.goodput import goodput_blocks
 from megatoken.report.views.over_time import time_figures
 from megatoken.results import Reason, Run
-from megatoken.results.numerals import natural, number
+from megatoken.results.numerals import count_of, natural, number
 from megatoken.results.statistics import (
     PERCENTILE_METHOD,
     SHORTEST_STEADY_LIVES,
@@ -91,10 +91,11 @@ def run_view(run: Run) -> View:
 
 def _summary(run: Run) -> Iterator[Block]:
     result = run.result
+    completed = result.get("samples_completed")
     subject = (result.get("model"), result.get("precision"), result.get("scenario"))
     facts = [
         *(str(part) for part in subject if part),
-        f"{number(result.get('samples_completed'))} samples in {number(result.get('duration_seconds'))} s",
+        f"{number(completed)} sample{'s' * (completed != 1)} in {number(result.get('duration_seconds'))} s",
         str(run.environment.get("hostname", "")),
         str(result.get("created_at", "")).replace("T", " ").replace("Z", " UTC"),
     ]
@@ -125,7 +126,7 @@ def _subject(run: Run) -> dict[str, Any]:
     facts = {
         "Model": result.get("model"),
         "Weights": result.get("weights"),
-        "Data set": " · ".join(filter(None, (result.get("data_set"), rows and f"{rows:,} rows"))),
+        "Data set": " · ".join(filter(None, (result.get("data_set"), rows and count_of(rows, "row")))),
         "CPU": _cpu(environment.get("cpu") or {}),
         "GPU": ", ".join(f"{count} × {name}" for name, count in gpus.items()),
         **{name.replace("_", " ").capitalize(): value for name, value in (result.get("target") or {}).items()},

@@ -1,0 +1,115 @@
+"""Finding a cluster, and refusing nodes that would not compute the same."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import pytest
+from rack_drivers import RayNodes
+
+from megatoken import __version__
+from megatoken.errors import UsageError
+from megatoken.rack import actor
+from megatoken.rack import cluster as clusters
+from megatoken.rack.actor import WorkerActor, WorkerSpec
+from megatoken.rack.cluster import Process
+from megatoken.rack.placement import Node, Place, Slot
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a listener that never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file in which `ray start` leaves the address."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    return tmp_path / "ray" / "ray_current_cluster"
+
+
+def test_a_cluster_that_runs_is_found(cluster: RayNodes, left_behind: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    assert clusters._find("auto", notes.append) is None
+    left_behind.write_text(cluster.address)
+    assert clusters._find("auto", notes.append) == cluster.address
+    left_behind.unlink()
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    assert clusters._find("auto", notes.append) == cluster.address
+    assert clusters._find("local", notes.append) is None
+    assert notes == []
+
+
+def test_a_head_that_is_stopped_is_no_cluster(cluster: RayNodes) -> None:
+    """It takes connections all the same."""
+    (head,) = (one for one in psutil.Process(cluster.process_id).children(True) if one.name() == "gcs_server")
+    head.send_signal(signal.SIGSTOP)
+    try:
+        while head.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        assert not clusters._answers(cluster.address)
+    finally:
+        head.send_signal(signal.SIGCONT)
+    assert clusters._answers(cluster.address)
+
+
+def test_an_address_that_is_stale_costs_seconds(
+    silent: str, left_behind: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clusters, "ANSWER_SECONDS", 0.2)
+    notes: list[str] = []
+    left_behind.write_text(silent)
+    assert clusters._find("auto", notes.append) is None
+    assert notes == [f"no Ray cluster answers at {silent}, which {left_behind} names; takes this machine alone"]
+    with pytest.raises(UsageError) as caught:
+        clusters._find(silent, notes.append)
+    start = f"no Ray cluster answers at {silent}"
+    assert str(caught.value) == f"{start}; start one with: ray start --head, or give --rack auto"
+    monkeypatch.setenv("RAY_ADDRESS", silent)
+    with pytest.raises(UsageError) as caught:
+        clusters._find("auto", notes.append)
+    assert str(caught.value) == f"{start}, the RAY_ADDRESS; start one with: ray start --head, or unset it"
+    assert len(notes) == 1
+
+
+SPEC = WorkerSpec("tiny", True, 0, {"precision": "bf16"}, None, False, False, 1.0, 1.0, "")
+
+
+def opened(node: str, model: str = "tiny") -> Process:
+    """What a worker that has opened a model says of it, on a node of that name."""
+    facts = json.loads(WorkerActor(json.dumps(asdict(replace(SPEC, model=model))), 1, None, 1).inspect())
+    where = Node(node, node, "127.0.0.1", 0, 1.0, False)
+    return Process(0, Slot(where, (Place(node, 0),), 0, 1.0, None, 1), None, None, "opening", None, facts)
+
+
+def test_nodes_that_would_not_compute_the_same_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alpha, beta = opened("alpha"), opened("beta")
+    clusters._check_alike([alpha, beta])
+    other = opened("gamma", "125m")
+    hashes = [process.facts["content_hash"][:12] for process in (alpha, other)]
+    with pytest.raises(UsageError) as caught:
+        clusters._check_alike([alpha, beta, other])
+    assert str(caught.value) == (
+        f"nodes differ in checkpoint: {hashes[0]} on alpha, {hashes[1]} on gamma; copy the same files to every node"
+    )
+    monkeypatch.setattr(actor, "__version__", "0.0.9")
+    delta = opened("delta")
+    own = f"{__version__} on"
+    for processes, told in (
+        ([alpha, delta], f"{own} alpha, 0.0.9 on delta"),
+        ([delta], f"0.0.9 on delta, {own} the driver"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            clusters._check_alike(processes)
+        assert str(caught.value) == f"nodes differ in megatoken: {told}; install the same version everywhere"
