@@ -1,79 +1,36 @@
-# ruff: noqa: E402 the interpreter is switched on before triton is imported
 """Paged attention against its definition in fp32: interpreted on the CPU, compiled and at full size on a GPU."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
+from gpu_kernels import (
+    BF16,
+    DEVICE,
+    E4M3,
+    MARKS,
+    ON_GPU,
+    assert_same_bits,
+    full_size,
+    needs_gpu,
+    normal,
+    tl,
+    triton,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-triton = pytest.importorskip("triton", reason="Triton is not installed")
-tl = pytest.importorskip("triton.language")
-
 from megatoken.engine.ops import paged_attention, xqa
 from megatoken.engine.ops.paged_attention import ChunkConfig, DecodeConfig
 
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+pytestmark = MARKS
 DEFAULT, DEFAULT_CHUNKS = DecodeConfig(), ChunkConfig()
-REPEATS = 100 if ON_GPU else 2
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 TOLERANCE = {BF16: 0.008, E4M3: 0.06}
 """Largest distance from fp32, relative to the length of the output vector of one row and head, by output dtype."""
-needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
-pytestmark = [pytest.mark.gpu] if ON_GPU else []
-
-
-def full_size(*values: object) -> object:
-    """A case that only a GPU has the time for."""
-    return pytest.param(*values, marks=[pytest.mark.gpu, needs_gpu])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _interpreter_rounds_as_the_device() -> Iterator[None]:
-    """Triton's interpreter truncates to bf16, and loses carries and NaN on the way to e4m3; torch rounds.
-
-    Casts to e4m3 are held to what Triton promises: nothing, beyond the format's range.
-    """
-    if ON_GPU:
-        yield
-        return
-    dtypes = {tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: BF16, tl.float8e4nv: E4M3}
-
-    def convert(values: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode: object) -> np.ndarray:
-        assert target != tl.float8e4nv or not (np.abs(values.view(np.float32)) > 448).any(), "not saturated"
-        converted = torch.from_numpy(values.copy()).view(dtypes[source]).to(dtypes[target])
-        bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[converted.itemsize]
-        return converted.view(bits).numpy()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton.runtime.interpreter, "_convert_float", convert)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _poisoned_allocations() -> Iterator[None]:
-    """What a kernel does not write reads as NaN."""
-    empty = torch.empty
-
-    def poisoned(*size: object, **options: object) -> Tensor:
-        tensor: Tensor = empty(*size, **options)  # type: ignore[call-overload]
-        tensor.view(-1).view(torch.uint8).fill_(0xFF)
-        return tensor
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned)
-        yield
 
 
 @dataclass(frozen=True)
@@ -114,10 +71,6 @@ class Case:
             for side in (self.k_cache, self.v_cache)
         )
         return k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-
-
-def normal(*size: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(size, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE).to(dtype)
 
 
 def make_case(shape: Shape, lengths: list[int], seed: int = 0, unused: float = float("nan")) -> Case:
@@ -180,12 +133,6 @@ def assert_close(actual: Tensor, expected: Tensor, out_scale: float = 1.0, toler
     difference = (actual.float() * out_scale - expected.float()).norm(dim=-1)
     assert torch.isfinite(actual.float()).all()
     assert (difference <= limit * expected.float().norm(dim=-1)).all(), (difference / expected.norm(dim=-1)).max()
-
-
-def assert_same_bits(run: Callable[[], Tensor]) -> None:
-    first = run().clone()
-    for _ in range(REPEATS):
-        assert torch.equal(first.view(torch.uint8), run().view(torch.uint8))
 
 
 # Decode
@@ -396,7 +343,7 @@ def test_no_sequences() -> None:
 def test_decode_gives_the_same_bits_again(config: DecodeConfig, shape: Shape, lengths: list[int]) -> None:
     case = make_case(shape, lengths)
     q = normal(len(lengths), shape.heads, shape.head_dim, seed=9)
-    assert_same_bits(lambda: decode(case, q, config))
+    assert_same_bits(lambda: [decode(case, q, config)])
 
 
 @needs_gpu
@@ -588,7 +535,7 @@ def test_chunks_give_the_same_bits_again(shape: Shape, chunks: list[tuple[int, i
     case = make_case(shape, [context for _, context in chunks])
     starts = starts_of([rows for rows, _ in chunks], first=0)
     q = normal(starts[-1], shape.heads, shape.head_dim, seed=9)
-    assert_same_bits(lambda: chunk(case, q, starts, config))
+    assert_same_bits(lambda: [chunk(case, q, starts, config)])
 
 
 # XQA
