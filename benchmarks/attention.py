@@ -37,9 +37,10 @@ from gpu_measuring import (
     write_report,
 )
 from megatoken.datasets.lengths import LLAMA2_70B_LENGTHS
-from megatoken.engine.ops import paged_attention, xqa
+from megatoken.engine.ops import paged_attention
 from megatoken.engine.ops.paged_attention import ChunkConfig, DecodeConfig
 from megatoken.errors import MegatokenError
+from xqa import XqaBuffers, xqa_available, xqa_decode
 
 KV_HEADS, HEAD_DIM = 8, 128
 HEADS = {"70b": 64, "8b": 32}
@@ -180,7 +181,7 @@ class Bench:
     def __init__(self) -> None:
         """Let nvcc compile XQA in the background, fill the pool and measure the copy."""
         self.begin = time.perf_counter()
-        self.no_xqa = xqa.xqa_available(64, KV_HEADS, HEAD_DIM, 32, E4M3, DEVICE)
+        self.no_xqa = xqa_available(64, KV_HEADS, HEAD_DIM, 32, E4M3, DEVICE)
         self.builds: dict[tuple[str, int, torch.dtype], subprocess.Popen[bytes]] = {}
         for model, page_size, out_dtype in () if self.no_xqa else XQA_BUILDS:
             program = XQA_BUILD.format(page_size, HEAD_DIM, HEADS[model] // KV_HEADS, out_dtype)
@@ -196,10 +197,10 @@ class Bench:
         self.builds[batch.model, batch.page_size, out_dtype].wait()
         caches = self.pool.caches(E4M3, batch.page_size)
         heads = HEADS[batch.model]
-        buffers = xqa.XqaBuffers.allocate(len(batch.lengths), heads, KV_HEADS, HEAD_DIM, DEVICE)
+        buffers = XqaBuffers.allocate(len(batch.lengths), heads, KV_HEADS, HEAD_DIM, DEVICE)
         out = torch.empty(batch.q_BHE.shape, dtype=out_dtype, device=DEVICE)
         out_scale = None if out_dtype == BF16 else OUT_SCALE
-        return lambda number: xqa.xqa_decode(
+        return lambda number: xqa_decode(
             batch.q_BHE,
             *caches,
             batch.tables[number],

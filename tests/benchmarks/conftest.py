@@ -1,6 +1,10 @@
-"""Benchmarks are scripts beside the package: their folder goes on the import path, as it does when one is run."""
+"""Benchmarks are scripts beside the package: their folder goes on the import path, as it does when one is run.
+
+So does that of the tests of kernels, whose cases a kernel that only a benchmark runs is held to as well.
+"""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "engine" / "gpu")]

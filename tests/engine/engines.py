@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatoken.engine import Completion, Engine, EngineConfig, FinishReason, Request, TokenEvent
+import pytest
+import torch
+from torch import Tensor
+
+from megatoken.engine import Completion, Engine, EngineConfig, FinishReason, Request, TokenEvent, runner
 
 SIZES = {"precision": "fp32", "page_size": 4, "cache_tokens": 80, "max_rows": 24, "max_sequences": 6}
 
@@ -23,6 +27,24 @@ def request(seed: int = 0, tokens: int = 12, prompt_tokens: int = 6, **others: o
 def answer_alone(directory: Path, asked: Request) -> Completion:
     (completion,) = make_engine(directory).generate([asked])
     return completion
+
+
+def answer_and_logits(
+    engine: Engine, prompt: Sequence[int], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[int], Tensor]:
+    """One request alone: its answer, and the logits [tokens, vocabulary] it was chosen from."""
+    rows: list[Tensor] = []
+    forward = runner.forward
+
+    def recording(*arguments: object) -> Tensor:
+        logits = forward(*arguments)
+        rows.extend(logits.float().cpu())
+        return logits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "forward", recording)
+        [completion] = engine.generate([Request(prompt, tokens, ignore_end_token=True)])
+    return completion.token_ids, torch.stack(rows)[:tokens]
 
 
 def drain(engine: Engine) -> list[TokenEvent]:

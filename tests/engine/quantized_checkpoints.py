@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import torch
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-
-from megatoken.engine import Engine, Request, runner
 
 E4M3_MAX = 448.0
 
@@ -203,21 +200,3 @@ def save_shards(directory: Path, tensors: Mapping[str, Tensor], shards: int) -> 
         save_file(content, directory / file)
     weight_map = {name: file for file, content in files.items() for name in content}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def answer_and_logits(
-    engine: Engine, prompt: Sequence[int], tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[int], Tensor]:
-    """One request alone: its answer, and the logits [tokens, vocabulary] it was chosen from."""
-    rows: list[Tensor] = []
-    forward = runner.forward
-
-    def recording(*arguments: object) -> Tensor:
-        logits = forward(*arguments)
-        rows.extend(logits.float().cpu())
-        return logits
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "forward", recording)
-        [completion] = engine.generate([Request(prompt, tokens, ignore_end_token=True)])
-    return completion.token_ids, torch.stack(rows)[:tokens]

@@ -46,7 +46,7 @@ def test_whole_runs_of_an_h200(name: str) -> None:
     run = read(name)
     sizes = {key: run["memory_plan"][key] for key in ("max_rows", "max_sequences")}
     simulation = plan_simulation(run["shape"], EngineConfig(precision="fp8", **sizes), "H200")
-    scheduler, costs = simulation.scheduler(), simulation.costs
+    scheduler, costs = simulation.memory.scheduler(), simulation.costs
     lengths = lengths_of(run)
     for ticket, (prompt, answer) in enumerate(lengths.tolist()):
         scheduler.add(ticket, prompt, answer)

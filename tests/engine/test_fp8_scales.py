@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_uneven_checkpoint
-from engines import make_engine, request
-from quantized_checkpoints import LAYOUTS, answer_and_logits, quantize
+from engines import answer_and_logits, make_engine, request
+from quantized_checkpoints import LAYOUTS, quantize
 
 from megatoken.engine import EngineConfig
 from megatoken.engine.checkpoint import Checkpoint, open_model

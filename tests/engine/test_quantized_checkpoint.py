@@ -14,16 +14,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from checkpoints import make_checkpoint, teacher_forced
+from engines import answer_and_logits
 from hypothesis import given, settings
-from quantized_checkpoints import (
-    LAYOUTS,
-    MODELOPT_CACHE,
-    Quantized,
-    answer_and_logits,
-    modelopt,
-    modelopt_config,
-    quantize,
-)
+from quantized_checkpoints import LAYOUTS, MODELOPT_CACHE, Quantized, modelopt, modelopt_config, quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 
 import megatoken
-from megatoken.errors import UsageError
 from megatoken.results import Run, read_run
 
 SOURCES = Path(megatoken.__file__).parents[1]
@@ -74,12 +73,7 @@ class Driver:
         return self.process.returncode, output, messages
 
     def run(self) -> Run:
-        while True:
-            try:
-                return read_run(self.folder())
-            except UsageError:  # a table was replaced while it was read
-                if self.process.poll() is not None:
-                    raise
+        return read_run(self.folder())
 
 
 def workers_of(run: Run) -> dict[str, int]:

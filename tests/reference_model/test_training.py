@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tool_runs import run_tool
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import run_tool
 from megatoken.engine import Engine, EngineConfig, FinishReason, Request
 from reference_model import data, export
 from reference_model.model import Llama, Shape

@@ -27,6 +27,19 @@ MOST_DAMAGES = 2_000_000  # a file with more holds something else, and lines of 
 MOST_RESTYLED = 1_000  # lines in another spelling that are taken apart; a log with more is no longer LoadGen's
 _KEY_BYTES = 30
 LIBRARY_SET = "loaded_qsl_set"
+COMMON_SETTINGS = (
+    "qsl_rng_seed",
+    "sample_index_rng_seed",
+    "schedule_rng_seed",
+    "accuracy_log_rng_seed",
+    "accuracy_log_probability",
+    "accuracy_log_sampling_target",
+    "print_timestamps",
+    "performance_issue_unique",
+    "performance_issue_same",
+    "performance_issue_same_index",
+)
+"""What LoadGen logs in this order whatever the scenario: as requested, as effective, and in the summary."""
 
 # LoadGen's own spelling of a line (logging.h); anything else was written by something else.
 _LINE = re.compile(

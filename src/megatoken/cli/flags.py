@@ -1,16 +1,33 @@
-"""What commands make of the flags typed after them: an unknown one is answered with the nearest that they have."""
+"""Flags that several commands declare, and what commands make of those typed after them.
+
+An unknown one is answered with the nearest that they have.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from typer.core import TyperCommand, TyperOption
 
 from megatoken.errors import ConfigError, UsageError
 
 BOOLEANS = {"true", "false", "yes", "no", "on", "off", "y", "n", "t", "f", "1", "0", "null", "none"}
 FLAGS = "megatoken.flags"  # where a context keeps the flags that are keys of the configuration
+
+ConfigFile = Annotated[Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; flags win.")]
+Model = Annotated[str | None, typer.Option(metavar="DIR|SHAPE", help="Default: the model that ships.")]
+RandomWeights = Annotated[bool, typer.Option("--random-weights", help="Take only DIR's shape.")]
+Precision = Annotated[str | None, typer.Option(metavar="fp32|bf16|fp8")]
+Prompts = Annotated[str | None, typer.Option(metavar="FILE", help="Prompts: JSON lines or OpenOrca pickle.")]
+Lengths = Annotated[str | None, typer.Option(metavar="FILE", help="CSV of token lengths.")]
+Rack = Annotated[
+    str | None, typer.Option(metavar="CONFIG|auto", help="Use all nodes of a Ray cluster; its keys in a file.")
+]
+RunsOut = Annotated[str | None, typer.Option(metavar="DIR", help="Folder that receives the run folder.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan and write nothing.")]
 
 
 class Command(TyperCommand):

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from megatoken.cli.flags import FLAGS
+from megatoken.cli.flags import FLAGS, Model, Precision
 from megatoken.cli.streams import standard_output
 from megatoken.errors import ExitCode, UsageError
 
 
 def generate(
     ctx: typer.Context,
-    model: Annotated[str | None, typer.Option(metavar="DIR|SHAPE", help="Default: the model that ships.")] = None,
+    model: Model = None,
     prompts: Annotated[Path | None, typer.Option(metavar="IN.jsonl", help="Prompts, one JSON object a line.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="OUT.jsonl", help="Answers, in the order of the prompts.")] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="One prompt; its answer is streamed.")] = None,
@@ -24,7 +24,7 @@ def generate(
     top_p: Annotated[str | None, typer.Option(metavar="P", help="Draw from the likeliest of this share.")] = None,
     seed: Annotated[str | None, typer.Option(metavar="N", help="Seed of the draws.")] = None,
     stop_token_ids: Annotated[str | None, typer.Option(metavar="ID,ID...", help="Ids that end an answer.")] = None,
-    precision: Annotated[str | None, typer.Option(metavar="fp32|bf16|fp8")] = None,
+    precision: Precision = None,
 ) -> int:
     """Answer the prompts of a file, or one prompt from the command line."""
     from megatoken.config import load_answer_config, load_run_config

@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatoken.cli.flags import FLAGS
+from megatoken.cli.flags import (
+    FLAGS,
+    ConfigFile,
+    DryRun,
+    Lengths,
+    Model,
+    Precision,
+    Prompts,
+    Rack,
+    RandomWeights,
+    RunsOut,
+)
+from megatoken.cli.output import Json
 from megatoken.cli.streams import standard_output
 from megatoken.errors import ExitCode
 
@@ -25,14 +37,14 @@ if TYPE_CHECKING:
 
 def run(
     ctx: typer.Context,
-    config_file: Annotated[Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; flags win.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="DIR|SHAPE", help="Default: the model that ships.")] = None,
-    random_weights: Annotated[bool, typer.Option("--random-weights", help="Take only DIR's shape.")] = False,
-    precision: Annotated[str | None, typer.Option(metavar="fp32|bf16|fp8")] = None,
+    config_file: ConfigFile = None,
+    model: Model = None,
+    random_weights: RandomWeights = False,
+    precision: Precision = None,
     scenario: Annotated[str | None, typer.Option(metavar="offline|server|interactive|singlestream")] = None,
     mode: Annotated[str | None, typer.Option(metavar="performance|accuracy")] = None,
-    prompts: Annotated[str | None, typer.Option(metavar="FILE", help="Prompts: JSON lines or OpenOrca pickle.")] = None,
-    lengths: Annotated[str | None, typer.Option(metavar="FILE", help="CSV of token lengths.")] = None,
+    prompts: Prompts = None,
+    lengths: Lengths = None,
     samples: Annotated[str | None, typer.Option(metavar="N", help="Samples to issue.")] = None,
     min_duration: Annotated[str | None, typer.Option(metavar="SECONDS", help="Shortest duration of the run.")] = None,
     rate: Annotated[str | None, typer.Option(metavar="SAMPLES/S", help="Rate offered in server, interactive.")] = None,
@@ -42,12 +54,10 @@ def run(
     rules: Annotated[
         str | None, typer.Option(metavar="v5.1|v6.0|v6.1", help="MLPerf round whose rules are claimed.")
     ] = None,
-    rack: Annotated[
-        str | None, typer.Option(metavar="CONFIG|auto", help="Use all nodes of a Ray cluster; its keys in a file.")
-    ] = None,
-    out: Annotated[str | None, typer.Option(metavar="DIR", help="Folder that receives the run folder.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan and write nothing.")] = False,
-    json_only: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    rack: Rack = None,
+    out: RunsOut = None,
+    dry_run: DryRun = False,
+    json_only: Json = False,
 ) -> int:
     """Measure how fast this machine serves a model, under MLPerf LoadGen, and leave a folder of evidence."""
     from megatoken.config import load_run_config

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatoken.cli.flags import FLAGS
+from megatoken.cli.flags import (
+    FLAGS,
+    ConfigFile,
+    DryRun,
+    Lengths,
+    Model,
+    Precision,
+    Prompts,
+    Rack,
+    RandomWeights,
+    RunsOut,
+)
+from megatoken.cli.output import Json
 from megatoken.cli.run import measure_and_show
 from megatoken.errors import ConfigError, UsageError
 
@@ -16,6 +29,7 @@ if TYPE_CHECKING:
     from megatoken.config import RunConfig
     from megatoken.harness.prepare import Prepared
     from megatoken.harness.progress import Progress
+    from megatoken.harness.soak import Earlier
     from megatoken.harness.text_stages import Codec
     from megatoken.targets import Target
 
@@ -27,24 +41,20 @@ _OWN = ("scenario", "mode", "rules", "compliance", "samples", "min_duration_seco
 
 def soak(
     ctx: typer.Context,
-    config_file: Annotated[Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; flags win.")] = None,
+    config_file: ConfigFile = None,
     duration: Annotated[str | None, typer.Option(metavar="80m", help="Time under load: 90s, 80m, 1h30m, 2d.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Go on with an interrupted soak.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="DIR|SHAPE", help="Default: the model that ships.")] = None,
-    random_weights: Annotated[bool, typer.Option("--random-weights", help="Take only DIR's shape.")] = False,
-    precision: Annotated[str | None, typer.Option(metavar="fp32|bf16|fp8")] = None,
-    prompts: Annotated[str | None, typer.Option(metavar="FILE", help="Prompts: JSON lines or OpenOrca pickle.")] = None,
-    lengths: Annotated[str | None, typer.Option(metavar="FILE", help="CSV of token lengths.")] = None,
-    rack: Annotated[
-        str | None, typer.Option(metavar="CONFIG|auto", help="Use all nodes of a Ray cluster; its keys in a file.")
-    ] = None,
-    out: Annotated[str | None, typer.Option(metavar="DIR", help="Folder that receives the run folder.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan and write nothing.")] = False,
-    json_only: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    model: Model = None,
+    random_weights: RandomWeights = False,
+    precision: Precision = None,
+    prompts: Prompts = None,
+    lengths: Lengths = None,
+    rack: Rack = None,
+    out: RunsOut = None,
+    dry_run: DryRun = False,
+    json_only: Json = False,
 ) -> int:
     """Keep this machine or a rack under full load for hours and judge whether its rate holds."""
-    from megatoken.config import KEYS, load_run_config
-
     declared = {
         "model": model,
         "random-weights": random_weights or None,
@@ -55,32 +65,9 @@ def soak(
     }
     given = {name: value for name, value in (declared | ctx.meta[FLAGS]).items() if value is not None}
     if resume is not None:
-        return _resume(resume, [config_file, duration, *given], rack, dry_run=dry_run, json_only=json_only)
-    if duration is None:
-        raise UsageError("--duration: how long? for example --duration 80m; or --resume FOLDER")
-    seconds = duration_seconds(duration)
-    config = load_run_config(config_file, given, rack)
-    for key in _OWN:
-        value: object = config
-        for part in key.split("."):
-            value = getattr(value, part)
-        if value != KEYS[key].default:
-            raise ConfigError(f"{key}: a soak does not take it: it runs under full load for as long as --duration says")
-    config = config.model_copy(update={"min_duration_seconds": seconds})
-    return measure_and_show(config, _measure, dry_run=dry_run, json_only=json_only)
-
-
-def _resume(folder: Path, others: list[object], rack: str | None, *, dry_run: bool, json_only: bool) -> int:
-    if any(other is not None for other in others):
-        raise UsageError(
-            "--resume: the folder says what is soaked and for how long; give only --rack and --json with it"
-        )
-    from megatoken.config import load_run_config
-    from megatoken.harness.soak import Earlier
-    from megatoken.results.run_folder import CONFIG
-
-    earlier = Earlier.read(folder)
-    config = load_run_config(folder / CONFIG, {}, rack)
+        config, earlier = _interrupted(resume, [config_file, duration, *given], rack)
+    else:
+        config, earlier = _new(config_file, given, rack, duration), None
 
     def measure(prepared: Prepared, config: RunConfig, target: Target, progress: Progress, codec: Codec | None) -> Path:
         from megatoken.harness.soak import run_soak
@@ -90,10 +77,35 @@ def _resume(folder: Path, others: list[object], rack: str | None, *, dry_run: bo
     return measure_and_show(config, measure, dry_run=dry_run, json_only=json_only)
 
 
-def _measure(prepared: Prepared, config: RunConfig, target: Target, progress: Progress, codec: Codec | None) -> Path:
-    from megatoken.harness.soak import run_soak
+def _new(
+    config_file: Path | None, given: Mapping[str, str | bool], rack: str | None, duration: str | None
+) -> RunConfig:
+    if duration is None:
+        raise UsageError("--duration: how long? for example --duration 80m; or --resume FOLDER")
+    from megatoken.config import KEYS, load_run_config
 
-    return run_soak(prepared, config, target, progress, codec)
+    seconds = duration_seconds(duration)
+    config = load_run_config(config_file, given, rack)
+    for key in _OWN:
+        value: object = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        if value != KEYS[key].default:
+            raise ConfigError(f"{key}: a soak does not take it: it runs under full load for as long as --duration says")
+    return config.model_copy(update={"min_duration_seconds": seconds})
+
+
+def _interrupted(folder: Path, others: list[object], rack: str | None) -> tuple[RunConfig, Earlier]:
+    if any(other is not None for other in others):
+        raise UsageError(
+            "--resume: the folder says what is soaked and for how long; give only --rack and --json with it"
+        )
+    from megatoken.config import load_run_config
+    from megatoken.harness.soak import Earlier
+    from megatoken.results.run_folder import CONFIG
+
+    earlier = Earlier.read(folder)
+    return load_run_config(folder / CONFIG, {}, rack), earlier
 
 
 def duration_seconds(text: str) -> float:

@@ -30,8 +30,8 @@ from megatoken.engine.request import (
     token_ids,
 )
 from megatoken.engine.runner import Runner, SampledIds
-from megatoken.engine.scheduler import Scheduler, StepPlan
-from megatoken.engine.step_time import StepTime
+from megatoken.engine.scheduler import StepPlan
+from megatoken.engine.step_time import StepTime, plan_within
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, NumericsError, RequestError
 
@@ -102,13 +102,7 @@ class Engine:
             self._runner = Runner(weights, config, memory, self._ops, self.device, followers)
         except torch.OutOfMemoryError as error:
             raise CapacityError(f"the GPU ran out of memory while loading: {str(error).splitlines()[0]}") from error
-        self._scheduler = Scheduler(
-            max_rows=memory.max_rows,
-            max_sequences=memory.max_sequences,
-            page_size=memory.page_size,
-            num_pages=memory.pages,
-            max_length=memory.max_length,
-        )
+        self._scheduler = memory.scheduler()
         self._step_time = None
         if config.target_step_seconds is not None:
             self._step_time = StepTime(config.target_step_seconds, memory.max_rows)
@@ -172,7 +166,7 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Plan and launch one step, collect the oldest that is due, tell what it brought."""
         events, self._held = self._held, []
-        plan = self._plan()
+        plan = plan_within(self._step_time, self._scheduler)
         if plan is not None:
             self._launched.append(_Launched(plan, time.monotonic(), self._launch(plan)))
         if self._launched and (plan is None or len(self._launched) > self._lookahead):
@@ -242,19 +236,8 @@ class Engine:
 
     def counters(self) -> Counters:
         """A snapshot for progress lines and time series."""
-        scheduler = self._scheduler
-        return Counters(
-            in_flight=len(self._active),
-            waiting=scheduler.waiting,
-            resident=scheduler.resident,
-            rows=self._rows,
-            last_step_rows=self._last_step_rows,
-            row_budget=self.memory_plan.max_rows,
-            pages_free=scheduler.free_pages,
-            pages=self.memory_plan.pages,
-            preemptions=scheduler.preemptions,
-            recomputed_tokens=scheduler.recomputed_tokens,
-            steps=self._steps,
+        return self._scheduler.counters(
+            in_flight=len(self._active), rows=self._rows, last_step_rows=self._last_step_rows, steps=self._steps
         )
 
     def _events(self, tickets: Iterable[int]) -> Iterator[TokenEvent]:
@@ -275,14 +258,6 @@ class Engine:
         for ticket in gone:
             self.cancel(ticket)
         self._held = [event for event in self._held if event.ticket not in gone]
-
-    def _plan(self) -> StepPlan | None:
-        if self._step_time is None:
-            return self._scheduler.plan()
-        decodes, cached = self._scheduler.decodes, self._scheduler.cached_tokens
-        return self._scheduler.plan(
-            self._step_time.prompt_rows(decodes, cached), self._step_time.most_sequences(decodes, cached)
-        )
 
     def _launch(self, plan: StepPlan) -> SampledIds:
         self._last_step_rows = int(plan.count.sum())

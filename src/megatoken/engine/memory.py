@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatoken.engine.config import EngineConfig, Fp8Scales, ModelConfig, Precision, sharded
 from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES
+from megatoken.engine.scheduler import Scheduler
 from megatoken.errors import CapacityError, ConfigError
 
 ACTIVATION_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2, "fp4": 2}
@@ -63,6 +64,16 @@ class MemoryPlan:
     def cache_tokens(self) -> int:
         """Tokens the cache holds."""
         return self.pages * self.page_size
+
+    def scheduler(self) -> Scheduler:
+        """A new one of these sizes."""
+        return Scheduler(
+            max_rows=self.max_rows,
+            max_sequences=self.max_sequences,
+            page_size=self.page_size,
+            num_pages=self.pages,
+            max_length=self.max_length,
+        )
 
     def lines(self) -> list[str]:
         """The plan for a person, one fact a line."""

@@ -193,13 +193,7 @@ class Runner:
         """Serve random prompts, two tokens each."""
         prompt_tokens = max(prompt_tokens, 1)
         ids = np.random.default_rng(0).integers(0, self._config.vocabulary_size, (prompts, prompt_tokens + 2)).tolist()
-        scheduler = Scheduler(
-            max_rows=memory.max_rows,
-            max_sequences=memory.max_sequences,
-            page_size=memory.page_size,
-            num_pages=memory.pages,
-            max_length=memory.max_length,
-        )
+        scheduler = memory.scheduler()
         for ticket in range(prompts):
             scheduler.add(ticket, prompt_tokens, min(2, memory.max_length - prompt_tokens))
         while (plan := scheduler.plan()) is not None:

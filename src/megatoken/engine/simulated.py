@@ -21,8 +21,8 @@ from megatoken.engine.cost_model import CostModel
 from megatoken.engine.gpus import Gpu, find_gpu
 from megatoken.engine.memory import MemoryPlan, plan_memory_of
 from megatoken.engine.request import Counters, FinishReason, Request, TokenEvent, check_request, token_ids
-from megatoken.engine.scheduler import Scheduler, StepPlan
-from megatoken.engine.step_time import StepTime
+from megatoken.engine.scheduler import StepPlan
+from megatoken.engine.step_time import StepTime, plan_within
 from megatoken.errors import RequestError
 
 CONTEXT_BYTES = 150_754_820_096 - 149_557_477_376
@@ -83,17 +83,6 @@ class Simulation(NamedTuple):
     memory: MemoryPlan
     costs: CostModel
     gpu: Gpu
-
-    def scheduler(self) -> Scheduler:
-        """A new one, of the sizes that the memory plan has."""
-        memory = self.memory
-        return Scheduler(
-            max_rows=memory.max_rows,
-            max_sequences=memory.max_sequences,
-            page_size=memory.page_size,
-            num_pages=memory.pages,
-            max_length=memory.max_length,
-        )
 
 
 def plan_simulation(
@@ -223,7 +212,7 @@ class SimulatedEngine:
         self.gpu_uuids: list[str] = []
         self._clock: Clock = clock or WallClock()
         self._stream = stream
-        self._scheduler = simulation.scheduler()
+        self._scheduler = self.memory_plan.scheduler()
         self._last_row = np.zeros(self.memory_plan.max_sequences, dtype=np.int32)  # by slot: yields the last token
         self._step_time = None
         if self.config.target_step_seconds is not None:
@@ -267,7 +256,7 @@ class SimulatedEngine:
     def step(self) -> list[TokenEvent]:
         """Plan and launch one step, wait for the end of the oldest that is due, tell what it brought."""
         events, self._held = self._held, []
-        plan = self._plan()
+        plan = plan_within(self._step_time, self._scheduler)
         if plan is not None:
             self._launch(plan)
         if self._launched and (plan is None or len(self._launched) > self._lookahead):
@@ -296,27 +285,8 @@ class SimulatedEngine:
 
     def counters(self) -> Counters:
         """A snapshot for progress lines and time series."""
-        scheduler = self._scheduler
-        return Counters(
-            in_flight=len(self._active),
-            waiting=scheduler.waiting,
-            resident=scheduler.resident,
-            rows=self._rows,
-            last_step_rows=self._last_step_rows,
-            row_budget=self.memory_plan.max_rows,
-            pages_free=scheduler.free_pages,
-            pages=self.memory_plan.pages,
-            preemptions=scheduler.preemptions,
-            recomputed_tokens=scheduler.recomputed_tokens,
-            steps=self._steps,
-        )
-
-    def _plan(self) -> StepPlan | None:
-        if self._step_time is None:
-            return self._scheduler.plan()
-        decodes, cached = self._scheduler.decodes, self._scheduler.cached_tokens
-        return self._scheduler.plan(
-            self._step_time.prompt_rows(decodes, cached), self._step_time.most_sequences(decodes, cached)
+        return self._scheduler.counters(
+            in_flight=len(self._active), rows=self._rows, last_step_rows=self._last_step_rows, steps=self._steps
         )
 
     def _launch(self, plan: StepPlan) -> None:

@@ -15,6 +15,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.engine.scheduler import Scheduler, StepPlan
+
 MEMORY_STEPS = 256.0  # a step counts 1/e of a new one after as many others
 FEWEST_STEPS = 8
 LONGEST_SECONDS = 3600.0  # no step takes this long
@@ -117,3 +119,11 @@ class StepTime:
                 break
             del kept[int(np.argmin(solved))]
         return prices
+
+
+def plan_within(step_time: StepTime | None, scheduler: Scheduler) -> StepPlan | None:
+    """The next step, no larger than ``step_time`` lets it be; None if there is nothing to do."""
+    if step_time is None:
+        return scheduler.plan()
+    decodes, cached = scheduler.decodes, scheduler.cached_tokens
+    return scheduler.plan(step_time.prompt_rows(decodes, cached), step_time.most_sequences(decodes, cached))

@@ -201,7 +201,7 @@ class _Replica:
     """One engine on a time line of its own: what it does by step."""
 
     def __init__(self, simulation: Simulation, queue: Iterator[list[int]], seconds: float) -> None:
-        self._scheduler, self._costs = simulation.scheduler(), simulation.costs
+        self._scheduler, self._costs = simulation.memory.scheduler(), simulation.costs
         self._queue, self._until = queue, seconds
         self.preemptions = self.samples = self.input_tokens = self.rows = self.sequences = 0
         self.times: list[float] = []  # by step: its end, tokens it made, samples complete by then

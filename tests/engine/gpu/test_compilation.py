@@ -1,9 +1,7 @@
-# ruff: noqa: E402 the interpreter is switched on before triton is imported
 """Every kernel that is compiled while weights load: it runs, and no step of the engine needs another."""
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
-
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-triton = pytest.importorskip("triton", reason="Triton is not installed")
+from gpu_kernels import ON_GPU, needs_gpu, triton
 
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.config import ModelConfig
@@ -48,7 +42,7 @@ def test_every_launch_runs(model: str, precision: str, fp8_scales: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@needs_gpu
 @pytest.mark.parametrize("architecture", ["Llama", "Qwen3"])
 @pytest.mark.parametrize(("precision", "fp8_scales"), KINDS)
 def test_no_step_compiles(

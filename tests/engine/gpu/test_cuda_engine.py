@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,35 +10,24 @@ import torch
 
 pytest.importorskip("triton")
 
-from checkpoints import make_checkpoint, teacher_forced
+from checkpoints import teacher_forced
+from engines import answer_and_logits
+from gpu_engines import MARKS, SIZES, bf16_checkpoint, mixed_requests, some_prompts
 from over_admission import expect_short_answers
 from transformers import PreTrainedModel
 
-from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling, runner
+from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling
 from megatoken.engine.config import SHAPES
 from megatoken.engine.device import choose_device
 from megatoken.engine.memory import GPU_LIBRARY_BYTES
 from megatoken.errors import CapacityError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = MARKS
 
 BF16_LOGIT_ERROR = 0.03
 """Largest difference from transformers in fp32, as a share of the largest logit."""
 FP8_LOGIT_ERROR = 0.15
 """Root mean square of the difference between fp8 and bf16, as a share of the root mean square of the logits."""
-SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 1003,
-    "max_position_embeddings": 1024,
-}
 KINDS = {
     "llama": ("Llama", {}),
     "tied": ("Llama", {"tie_word_embeddings": True}),
@@ -56,45 +43,21 @@ def checkpoint(
 ) -> tuple[Path, PreTrainedModel]:
     architecture, changes = KINDS[request.param]
     directory = tmp_path_factory.mktemp(request.param)
-    model = make_checkpoint(directory, architecture, stored=torch.bfloat16, gain=1.0, **{**SHAPE, **changes})
-    return directory, model
+    return directory, bf16_checkpoint(directory, architecture, **changes)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("llama")
-    make_checkpoint(directory, stored=torch.bfloat16, gain=1.0, **SHAPE)
+    bf16_checkpoint(directory)
     return directory
-
-
-def some_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(SHAPE["vocab_size"]) for _ in range(length)] for length in lengths]
-
-
-def answer_and_logits(
-    engine: Engine, prompt: list[int], tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[int], torch.Tensor]:
-    """One request alone: its answer, and the logits [tokens, vocabulary] it was chosen from."""
-    rows: list[torch.Tensor] = []
-    forward = runner.forward
-
-    def recording(*arguments: object) -> torch.Tensor:
-        logits = forward(*arguments)
-        rows.extend(logits.float().cpu())
-        return logits
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "forward", recording)
-        [completion] = engine.generate([Request(prompt, tokens, ignore_end_token=True)])
-    return completion.token_ids, torch.stack(rows)[:tokens]
 
 
 def test_bf16_agrees_with_transformers(
     checkpoint: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, model = checkpoint
-    engine = Engine(directory, EngineConfig(max_rows=64, max_sequences=16, cache_tokens=4096))
+    engine = Engine(directory, EngineConfig(**SIZES))
     assert engine.device.type == "cuda"
     agreeing = total = 0
     largest = 0.0
@@ -111,8 +74,7 @@ def test_bf16_agrees_with_transformers(
 
 def test_fp8_agrees_with_bf16(checkpoint: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
     directory, _ = checkpoint
-    sizes = {"max_rows": 64, "max_sequences": 16, "cache_tokens": 4096}
-    wide, narrow = (Engine(directory, EngineConfig(precision=precision, **sizes)) for precision in ("bf16", "fp8"))
+    wide, narrow = (Engine(directory, EngineConfig(precision=precision, **SIZES)) for precision in ("bf16", "fp8"))
     errors = []
     for prompt in some_prompts([1, 31, 100, 300]):
         _, expected = answer_and_logits(wide, prompt, 1, monkeypatch)
@@ -124,10 +86,7 @@ def test_fp8_agrees_with_bf16(checkpoint: tuple[Path, PreTrainedModel], monkeypa
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_a_step_on_its_way_changes_no_bit(llama: Path, precision: str) -> None:
-    requests = [
-        Request(prompt, tokens, ignore_end_token=True)
-        for prompt, tokens in zip(some_prompts(range(1, 100, 3)), range(40, 7, -1), strict=True)
-    ]
+    requests = mixed_requests()
     answers = [
         Engine(llama, EngineConfig(precision=precision, max_rows=96, overlap=overlap)).generate(requests)
         for overlap in (False, True, True)

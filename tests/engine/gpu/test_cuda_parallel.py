@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from checkpoints import make_checkpoint
 from engines import drain
+from gpu_engines import SIZES, bf16_checkpoint
 
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.parallel import OWN_ROWS_FROM_BYTES
@@ -17,22 +17,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 1024,
-    "max_position_embeddings": 1024,
-}
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("llama")
-    make_checkpoint(directory, stored=torch.bfloat16, gain=1.0, **SHAPE)
+    bf16_checkpoint(directory, vocab_size=1024)
     return directory
 
 
@@ -47,13 +37,7 @@ def requests() -> list[Request]:
 @pytest.mark.parametrize(("precision", "fp8_scales"), [("bf16", "tensor"), ("fp8", "tensor"), ("fp8", "row")])
 def test_two_gpus_answer_as_one(llama: Path, precision: str, fp8_scales: str) -> None:
     """First tokens, since an answer that once takes the other of two close logits goes its own way."""
-    config = {
-        "precision": precision,
-        "fp8_scales": fp8_scales,
-        "max_rows": 64,
-        "max_sequences": 16,
-        "cache_tokens": 4096,
-    }
+    config = {"precision": precision, "fp8_scales": fp8_scales, **SIZES}
     one, two = (Engine(llama, EngineConfig(tensor_parallel=ranks, **config)).generate(requests()) for ranks in (1, 2))
     same = sum(left.token_ids[0] == right.token_ids[0] for left, right in zip(one, two, strict=True))
     print(f"\n{precision}, {fp8_scales}: {same} of {len(one)} first tokens agree")
@@ -64,7 +48,7 @@ def test_two_gpus_answer_as_one(llama: Path, precision: str, fp8_scales: str) ->
 @pytest.mark.parametrize(("precision", "fp8_scales"), [("bf16", "tensor"), ("fp8", "tensor"), ("fp8", "row")])
 def test_large_steps_keep_rows_apart_and_answer_as_one(precision: str, fp8_scales: str, tmp_path: Path) -> None:
     rows = 4096
-    make_checkpoint(tmp_path, stored=torch.bfloat16, gain=1.0, **{**SHAPE, "hidden_size": 4096})
+    bf16_checkpoint(tmp_path, vocab_size=1024, hidden_size=4096)
     assert rows * 4096 * 2 >= OWN_ROWS_FROM_BYTES
     draw = random.Random(1)
     asked = [
@@ -79,7 +63,7 @@ def test_large_steps_keep_rows_apart_and_answer_as_one(precision: str, fp8_scale
 
 
 def test_a_rank_that_dies_is_noticed(llama: Path) -> None:
-    engine = Engine(llama, EngineConfig(tensor_parallel=2, max_rows=64, max_sequences=16, cache_tokens=4096))
+    engine = Engine(llama, EngineConfig(tensor_parallel=2, **SIZES))
     for one in requests():
         engine.submit(one)
     engine.step()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,34 +9,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from checkpoints import teacher_forced
-from quantized_checkpoints import LAYOUTS, Quantized, answer_and_logits, quantize
+from gpu_engines import MARKS, SHAPE, SIZES, error_from_transformers, linears, norms_and_vocabulary
+from quantized_checkpoints import LAYOUTS, Quantized, quantize
 from safetensors.torch import load_file
-from torch import Tensor
 
 from megatoken.engine import Engine, EngineConfig
 from megatoken.engine.memory import weight_bytes
-from megatoken.engine.ops.cuda import Linear
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = MARKS
 
 BF16_LOGIT_ERROR = 0.01
 FP8_LOGIT_ERROR = 0.12
 """Root mean square of the difference from transformers in fp32, as a share of the deviation of the logits."""
-SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 1003,
-    "max_position_embeddings": 1024,
-}
-SIZES = {"max_rows": 64, "max_sequences": 16, "cache_tokens": 4096}
 SERVED = (
     "modelopt file",
     "modelopt cache",
@@ -57,20 +39,10 @@ def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return quantize(directory, LAYOUTS[request.param], **SHAPE, attention_bias=biased, mlp_bias=biased)
 
 
-def some_prompts(*lengths: int) -> list[list[int]]:
-    draw = random.Random(0)
-    return [[draw.randrange(SHAPE["vocab_size"]) for _ in range(length)] for length in lengths]
-
-
 def logit_error(quantized: Quantized, precision: str, monkeypatch: pytest.MonkeyPatch) -> float:
     engine = Engine(quantized.directory, EngineConfig(precision=precision, **SIZES))
     assert engine.device.type == "cuda"
-    errors = []
-    for prompt in some_prompts(1, 33, 200):
-        answer, logits = answer_and_logits(engine, prompt, 24, monkeypatch)
-        expected = teacher_forced(quantized.model, prompt, answer)
-        errors.append((logits - expected) / expected.std())
-    return float(torch.cat(errors).square().mean().sqrt())
+    return error_from_transformers(engine, quantized.model, monkeypatch)
 
 
 def test_logits(quantized: Quantized, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,21 +52,11 @@ def test_logits(quantized: Quantized, monkeypatch: pytest.MonkeyPatch) -> None:
     assert narrow <= FP8_LOGIT_ERROR
 
 
-def linears(engine: Engine) -> Iterator[tuple[list[str], Linear]]:
-    """Those of all layers, each with the names of its parts."""
-    for number, layer in enumerate(engine._runner._weights.layers):
-        attention, mlp = f"model.layers.{number}.self_attn", f"model.layers.{number}.mlp"
-        yield [f"{attention}.{part}_proj" for part in "qkv"], layer.qkv
-        yield [f"{attention}.o_proj"], layer.output
-        yield [f"{mlp}.{part}_proj" for part in ("gate", "up")], layer.gate_up
-        yield [f"{mlp}.down_proj"], layer.down
-
-
 def test_linears_have_the_scales_of_the_checkpoint(quantized: Quantized) -> None:
     engine = Engine(quantized.directory, EngineConfig(precision="fp8", **SIZES))
     stored = load_file(quantized.directory / "model.safetensors")
     meant = quantized.model.state_dict()
-    tensors: list[Tensor] = []
+    tensors = norms_and_vocabulary(engine)
     for names, linear in linears(engine):
         assert linear.weight.dtype == torch.float8_e4m3fn
         assert linear.weight_scale is not None
@@ -109,9 +71,6 @@ def test_linears_have_the_scales_of_the_checkpoint(quantized: Quantized) -> None
             largest = max(stored[f"{name}.input_scale"].item() for name in names)
             assert linear.input_scale.value == linear.input_scale.device.item() == largest
         tensors += [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
-    weights = engine._runner._weights
-    tensors += [weights.embedding_VD, weights.norm_D, weights.head.weight]
-    tensors += [norm for layer in weights.layers for norm in (layer.input_norm_D, layer.post_norm_D)]
     assert sum(tensor.nbytes for tensor in tensors) == weight_bytes(engine.model_config, "fp8", engine.device.type)
 
 

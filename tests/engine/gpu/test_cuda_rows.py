@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from checkpoints import make_checkpoint, make_uneven_checkpoint, teacher_forced
-from quantized_checkpoints import LAYOUTS, answer_and_logits, quantize
+from checkpoints import make_uneven_checkpoint
+from engines import answer_and_logits
+from gpu_engines import (
+    MARKS,
+    SHAPE,
+    SIZES,
+    bf16_checkpoint,
+    error_from_transformers,
+    linears,
+    mixed_requests,
+    norms_and_vocabulary,
+    some_prompts,
+)
+from quantized_checkpoints import LAYOUTS, quantize
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -22,39 +32,20 @@ from megatoken.engine.ops import cuda_rows
 from megatoken.engine.quant import Fp8Weight, quantise_rows
 from megatoken.errors import CapacityError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = MARKS
 
 LOGIT_ERROR = 0.15
 """Root mean square of the difference from bf16, as a share of the root mean square of the logits."""
 CHECKPOINT_LOGIT_ERROR = 0.12
 """The same from transformers in fp32 with the weights that the checkpoint stands for, as a share of the deviation."""
-SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 1003,
-    "max_position_embeddings": 1024,
-}
-SIZES = {"max_rows": 64, "max_sequences": 16, "cache_tokens": 4096}
 ROWS = {"precision": "fp8", "fp8_scales": "row"}
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("llama")
-    make_checkpoint(directory, stored=torch.bfloat16, gain=1.0, attention_bias=True, mlp_bias=True, **SHAPE)
+    bf16_checkpoint(directory, attention_bias=True, mlp_bias=True)
     return directory
-
-
-def some_prompts(lengths: Sequence[int]) -> list[list[int]]:
-    draw = random.Random(0)
-    return [[draw.randrange(SHAPE["vocab_size"]) for _ in range(length)] for length in lengths]
 
 
 def logit_error(directory: Path, monkeypatch: pytest.MonkeyPatch, **config: str) -> float:
@@ -115,49 +106,29 @@ def test_scales_of_checkpoints_are_honoured(layout: str, tmp_path: Path, monkeyp
     quantized = quantize(tmp_path, LAYOUTS[layout], **SHAPE)
     engine = Engine(tmp_path, EngineConfig(**ROWS, **SIZES))
     stored = load_file(tmp_path / "model.safetensors")
-    tensors = [
-        engine._runner._weights.embedding_VD,
-        engine._runner._weights.norm_D,
-        engine._runner._weights.head.weight,
-    ]
-    for number, layer in enumerate(engine._runner._weights.layers):
-        prefix = f"model.layers.{number}"
-        tensors += [layer.input_norm_D, layer.post_norm_D]
-        for parts, linear in (
-            ([f"{prefix}.self_attn.{part}_proj" for part in "qkv"], layer.qkv),
-            ([f"{prefix}.self_attn.o_proj"], layer.output),
-            ([f"{prefix}.mlp.{part}_proj" for part in ("gate", "up")], layer.gate_up),
-            ([f"{prefix}.mlp.down_proj"], layer.down),
-        ):
-            values = torch.cat([stored[f"{part}.weight"].view(torch.uint8) for part in parts])
-            assert torch.equal(linear.weight.view(torch.uint8).cpu(), values)
-            scales = [stored[f"{part}.weight_scale"].float().view(-1) for part in parts]
-            shares = [len(stored[f"{part}.weight"]) for part in parts]
-            expected = torch.cat([scale.expand(share) for scale, share in zip(scales, shares, strict=True)])
-            assert linear.weight_scale.shape == (1, len(values))
-            assert torch.equal(linear.weight_scale[0].cpu(), expected)
-            assert linear.input_scale is None
-            assert linear.largest_input is None
-            tensors += [linear.weight, linear.weight_scale]
+    tensors = norms_and_vocabulary(engine)
+    for parts, linear in linears(engine):
+        values = torch.cat([stored[f"{part}.weight"].view(torch.uint8) for part in parts])
+        assert torch.equal(linear.weight.view(torch.uint8).cpu(), values)
+        scales = [stored[f"{part}.weight_scale"].float().view(-1) for part in parts]
+        shares = [len(stored[f"{part}.weight"]) for part in parts]
+        expected = torch.cat([scale.expand(share) for scale, share in zip(scales, shares, strict=True)])
+        assert linear.weight_scale.shape == (1, len(values))
+        assert torch.equal(linear.weight_scale[0].cpu(), expected)
+        assert linear.input_scale is None
+        assert linear.largest_input is None
+        tensors += [linear.weight, linear.weight_scale]
     assert engine.describe()["fp8_scales"] == "row"
     assert engine.describe()["measured_input_scales"] == 0
     assert sum(tensor.nbytes for tensor in tensors) == weight_bytes(engine.model_config, "fp8", "cuda", "row")
-    errors = []
-    for prompt in some_prompts([1, 33, 200]):
-        answer, logits = answer_and_logits(engine, prompt, 24, monkeypatch)
-        expected = teacher_forced(quantized.model, prompt, answer)
-        errors.append((logits - expected) / expected.std())
-    error = float(torch.cat(errors).square().mean().sqrt())
+    error = error_from_transformers(engine, quantized.model, monkeypatch)
     print(f"\n{layout}: logit error {error:.4f}")
     assert error <= CHECKPOINT_LOGIT_ERROR
 
 
 def test_same_inputs_same_bits(llama: Path) -> None:
     """With and without a step on its way."""
-    requests = [
-        Request(prompt, tokens, ignore_end_token=True)
-        for prompt, tokens in zip(some_prompts(range(1, 100, 3)), range(40, 7, -1), strict=True)
-    ]
+    requests = mixed_requests()
     answers = [
         Engine(llama, EngineConfig(**ROWS, max_rows=96, overlap=overlap)).generate(requests)
         for overlap in (False, True, True)

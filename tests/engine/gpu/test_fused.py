@@ -1,80 +1,21 @@
-# ruff: noqa: E402 the interpreter is switched on before triton is imported
 """The fused kernels against their torch definitions: interpreted on the CPU, compiled and at full size on a GPU."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-
-import numpy as np
 import pytest
 import torch
+from gpu_kernels import DEVICE, E4M3, MARKS, ON_GPU, assert_same_bits, full_size, needs_gpu, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-triton = pytest.importorskip("triton", reason="Triton is not installed")
-tl = pytest.importorskip("triton.language")
 
 from megatoken.engine.config import RopeConfig
 from megatoken.engine.model import rotary_tables
 from megatoken.engine.ops import fused, reference, tokens
 from megatoken.engine.quant import E4M3_MAX
 
-DEVICE = "cuda" if ON_GPU else "cpu"
-REPEATS = 100 if ON_GPU else 2
+pytestmark = MARKS
 EPSILON = 1e-5
-E4M3 = torch.float8_e4m3fn
-needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
-pytestmark = [pytest.mark.gpu] if ON_GPU else []
-
-
-def full_size(*values: object) -> object:
-    """A case that only a GPU has the time for."""
-    return pytest.param(*values, marks=[pytest.mark.gpu, needs_gpu])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _interpreter_rounds_as_the_device() -> Iterator[None]:
-    """Triton's interpreter truncates to bf16, and loses carries and NaN on the way to e4m3; torch rounds.
-
-    Casts to e4m3 are held to what Triton promises: nothing, beyond the format's range.
-    """
-    dtypes = {tl.float32: torch.float32, tl.bfloat16: torch.bfloat16, tl.float8e4nv: E4M3}
-
-    def convert(values: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode: object) -> np.ndarray:
-        assert target != tl.float8e4nv or not (np.abs(values.view(np.float32)) > E4M3_MAX).any(), "not saturated"
-        converted = torch.from_numpy(values.copy()).view(dtypes[source]).to(dtypes[target])
-        bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[converted.itemsize]
-        return converted.view(bits).numpy()
-
-    with pytest.MonkeyPatch.context() as patch:
-        if not ON_GPU:
-            patch.setattr(triton.runtime.interpreter, "_convert_float", convert)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _poisoned_allocations() -> Iterator[None]:
-    """What a kernel does not write reads as NaN or -1."""
-    empty = torch.empty
-
-    def poisoned(*size: object, **options: object) -> Tensor:
-        tensor: Tensor = empty(*size, **options)  # type: ignore[call-overload]
-        tensor.view(-1).view(torch.uint8).fill_(0xFF)
-        return tensor
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned)
-        yield
-
-
-def normal(*shape: int, seed: int, spread: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return (torch.randn(shape, generator=generator, device=DEVICE) * spread).to(dtype)
 
 
 def scalar(value: float) -> Tensor:
@@ -102,13 +43,6 @@ def assert_rounded_sums(actual: Tensor, exact: Tensor) -> None:
     assert torch.isfinite(actual.float()).all()
     assert (difference <= expected.abs() * step + smallest).all(), "more than one step apart"
     assert (difference > noise).float().mean() < 0.01, "too many neighbours"
-
-
-def assert_same_bits(run: Callable[[], list[Tensor]]) -> None:
-    first = [tensor.clone() for tensor in run()]
-    for _ in range(REPEATS):
-        for expected, actual in zip(first, run(), strict=True):
-            assert torch.equal(expected.view(torch.uint8), actual.view(torch.uint8))
 
 
 # Residual add, RMSNorm, quantise

@@ -1,161 +1,35 @@
-# ruff: noqa: E402 the interpreter is switched on before triton is imported
 """Paged attention against its definition in fp32: interpreted on the CPU, compiled and at full size on a GPU."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
+from gpu_kernels import (
+    BF16,
+    DEVICE,
+    E4M3,
+    MARKS,
+    ON_GPU,
+    assert_same_bits,
+    full_size,
+    needs_gpu,
+    normal,
+    tl,
+    triton,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_cases import LLAMA_8B, LLAMA_70B, TINY, Case, Shape, assert_close, exact, exact_decode, make_case
 from torch import Tensor
 
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-triton = pytest.importorskip("triton", reason="Triton is not installed")
-tl = pytest.importorskip("triton.language")
-
-from megatoken.engine.ops import paged_attention, xqa
+from megatoken.engine.ops import paged_attention
 from megatoken.engine.ops.paged_attention import ChunkConfig, DecodeConfig
 
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+pytestmark = MARKS
 DEFAULT, DEFAULT_CHUNKS = DecodeConfig(), ChunkConfig()
-REPEATS = 100 if ON_GPU else 2
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-TOLERANCE = {BF16: 0.008, E4M3: 0.06}
-"""Largest distance from fp32, relative to the length of the output vector of one row and head, by output dtype."""
-needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
-pytestmark = [pytest.mark.gpu] if ON_GPU else []
-
-
-def full_size(*values: object) -> object:
-    """A case that only a GPU has the time for."""
-    return pytest.param(*values, marks=[pytest.mark.gpu, needs_gpu])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _interpreter_rounds_as_the_device() -> Iterator[None]:
-    """Triton's interpreter truncates to bf16, and loses carries and NaN on the way to e4m3; torch rounds.
-
-    Casts to e4m3 are held to what Triton promises: nothing, beyond the format's range.
-    """
-    if ON_GPU:
-        yield
-        return
-    dtypes = {tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: BF16, tl.float8e4nv: E4M3}
-
-    def convert(values: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode: object) -> np.ndarray:
-        assert target != tl.float8e4nv or not (np.abs(values.view(np.float32)) > 448).any(), "not saturated"
-        converted = torch.from_numpy(values.copy()).view(dtypes[source]).to(dtypes[target])
-        bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[converted.itemsize]
-        return converted.view(bits).numpy()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton.runtime.interpreter, "_convert_float", convert)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _poisoned_allocations() -> Iterator[None]:
-    """What a kernel does not write reads as NaN."""
-    empty = torch.empty
-
-    def poisoned(*size: object, **options: object) -> Tensor:
-        tensor: Tensor = empty(*size, **options)  # type: ignore[call-overload]
-        tensor.view(-1).view(torch.uint8).fill_(0xFF)
-        return tensor
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned)
-        yield
-
-
-@dataclass(frozen=True)
-class Shape:
-    heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: torch.dtype = E4M3
-
-
-LLAMA_70B = Shape(64, 8, 128, 32)
-LLAMA_8B = Shape(32, 8, 128, 32)
-TINY = Shape(2, 1, 64, 16)
-
-
-@dataclass(frozen=True)
-class Case:
-    """Sequences in a cache whose every unused slot is NaN (or ``unused``), on pages in random order.
-
-    Table entries past a sequence's last page name pages far outside the cache.
-    """
-
-    shape: Shape
-    lengths: list[int]
-    k_cache: Tensor
-    v_cache: Tensor
-    table: Tensor
-    lengths_B: Tensor
-
-    def keys_and_values(self, sequence: int, length: int) -> tuple[Tensor, Tensor]:
-        """fp32 [L, H, E], each key/value head repeated for its query heads."""
-        shape = self.shape
-        pages = self.table[sequence, : -(-length // shape.page_size)].long()
-        group = shape.heads // shape.kv_heads
-        k, v = (
-            side[pages].transpose(1, 2).reshape(-1, shape.kv_heads, shape.head_dim)[:length].float()
-            for side in (self.k_cache, self.v_cache)
-        )
-        return k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-
-
-def normal(*size: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(size, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE).to(dtype)
-
-
-def make_case(shape: Shape, lengths: list[int], seed: int = 0, unused: float = float("nan")) -> Case:
-    page_size = shape.page_size
-    used = [-(-length // page_size) for length in lengths]
-    width = max([*used, 1]) + 2
-    pages = sum(used) + 3
-    order = torch.randperm(pages - 1, generator=torch.Generator().manual_seed(seed)).add_(1).to(torch.int32)
-    table = torch.full((len(lengths), width), 2**30, dtype=torch.int32)
-    live = torch.zeros(pages, page_size, dtype=torch.bool)
-    for sequence, (count, length) in enumerate(zip(used, lengths, strict=True)):
-        mine, order = order[:count], order[count:]
-        table[sequence, :count] = mine
-        live[mine.long()] = (torch.arange(count * page_size) < length).view(count, page_size)
-    where = live.to(DEVICE)[:, None, :, None]
-    caches = []
-    for side in (1, 2):
-        values = normal(pages, shape.kv_heads, page_size, shape.head_dim, seed=3 * seed + side)
-        caches.append(torch.where(where, values, unused).to(shape.dtype))
-    lengths_B = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    return Case(shape, lengths, caches[0], caches[1], table.to(DEVICE), lengths_B)
-
-
-def exact(q_THE: Tensor, k_LHE: Tensor, v_LHE: Tensor, scale: float) -> Tensor:
-    """fp32 [T, H, E]; the rows are the last of the positions."""
-    rows, keys = len(q_THE), len(k_LHE)
-    scores = torch.einsum("the,lhe->htl", q_THE.float(), k_LHE) * scale
-    hidden = torch.ones(rows, keys, dtype=torch.bool, device=DEVICE).triu(keys - rows + 1)
-    return torch.einsum("htl,lhe->the", scores.masked_fill(hidden, float("-inf")).softmax(-1), v_LHE)
-
-
-def exact_decode(case: Case, q_BHE: Tensor, scale: float) -> Tensor:
-    return torch.cat(
-        [
-            exact(q_BHE[b : b + 1], *case.keys_and_values(b, length), scale) if length else torch.zeros_like(q_BHE[:1])
-            for b, length in enumerate(case.lengths)
-        ]
-    )
 
 
 def decode(case: Case, q_BHE: Tensor, config: DecodeConfig = DEFAULT, **options: float | None) -> Tensor:
@@ -173,19 +47,6 @@ def decode(case: Case, q_BHE: Tensor, config: DecodeConfig = DEFAULT, **options:
         config=config,
         **options,  # type: ignore[arg-type]
     )
-
-
-def assert_close(actual: Tensor, expected: Tensor, out_scale: float = 1.0, tolerance: float | None = None) -> None:
-    limit = tolerance or TOLERANCE[actual.dtype]
-    difference = (actual.float() * out_scale - expected.float()).norm(dim=-1)
-    assert torch.isfinite(actual.float()).all()
-    assert (difference <= limit * expected.float().norm(dim=-1)).all(), (difference / expected.norm(dim=-1)).max()
-
-
-def assert_same_bits(run: Callable[[], Tensor]) -> None:
-    first = run().clone()
-    for _ in range(REPEATS):
-        assert torch.equal(first.view(torch.uint8), run().view(torch.uint8))
 
 
 # Decode
@@ -396,7 +257,7 @@ def test_no_sequences() -> None:
 def test_decode_gives_the_same_bits_again(config: DecodeConfig, shape: Shape, lengths: list[int]) -> None:
     case = make_case(shape, lengths)
     q = normal(len(lengths), shape.heads, shape.head_dim, seed=9)
-    assert_same_bits(lambda: decode(case, q, config))
+    assert_same_bits(lambda: [decode(case, q, config)])
 
 
 @needs_gpu
@@ -588,61 +449,4 @@ def test_chunks_give_the_same_bits_again(shape: Shape, chunks: list[tuple[int, i
     case = make_case(shape, [context for _, context in chunks])
     starts = starts_of([rows for rows, _ in chunks], first=0)
     q = normal(starts[-1], shape.heads, shape.head_dim, seed=9)
-    assert_same_bits(lambda: chunk(case, q, starts, config))
-
-
-# XQA
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "page_size", "group", "dtype", "message"),
-    [
-        (128, 32, 8, BF16, "e4m3 caches only"),
-        (96, 32, 8, E4M3, "not heads of 96"),
-        (128, 8, 8, E4M3, "pages of 8"),
-        (128, 32, 32, E4M3, "64 heads over 2"),
-        (128, 32, 8, E4M3, "Hopper"),
-    ],
-)
-def test_xqa_says_why_not(head_dim: int, page_size: int, group: int, dtype: torch.dtype, message: str) -> None:
-    reason = xqa.xqa_available(64, 64 // group, head_dim, page_size, dtype, torch.device("cpu"))
-    assert reason is not None and message in reason and "\n" not in reason
-
-
-@needs_gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("shape", "out_scale"),
-    [(LLAMA_70B, None), (LLAMA_70B, 0.04), (LLAMA_8B, None), (replace(LLAMA_70B, page_size=64), None)],
-)
-@pytest.mark.parametrize(
-    "lengths", [[1, 32, 33, 4096, 700], [4096], [60 + 37 * i % 1241 for i in range(300)]], ids=["few", "one", "many"]
-)
-def test_xqa(lengths: list[int], shape: Shape, out_scale: float | None) -> None:
-    reason = xqa.xqa_available(
-        shape.heads, shape.kv_heads, shape.head_dim, shape.page_size, shape.dtype, torch.device("cuda", 0)
-    )
-    if reason is not None:
-        pytest.skip(reason)
-    case = make_case(shape, lengths, unused=448.0)
-    q = normal(len(lengths), shape.heads, shape.head_dim, seed=9)
-    buffers = xqa.XqaBuffers.allocate(len(lengths), shape.heads, shape.kv_heads, shape.head_dim, DEVICE)
-    expected = 3.0 * exact_decode(case, q, 0.5 * shape.head_dim**-0.5)
-    for _ in range(3):
-        out = xqa.xqa_decode(
-            q,
-            case.k_cache,
-            case.v_cache,
-            case.table,
-            case.lengths_B,
-            torch.empty(q.shape, dtype=BF16 if out_scale is None else E4M3, device=DEVICE),
-            buffers,
-            softmax_scale=shape.head_dim**-0.5,
-            k_scale=0.5,
-            v_scale=3.0,
-            out_scale=out_scale,
-        )
-        # Everything is rounded to e4m3, so one row and head may be a tenth off; the whole is nearer.
-        assert_close(out, expected, out_scale or 1.0, tolerance=0.12)
-        assert (out.float() * (out_scale or 1.0) - expected).norm() <= 0.05 * expected.norm()
-        assert (buffers.semaphores == 0).all()
+    assert_same_bits(lambda: [chunk(case, q, starts, config)])

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from megatoken.audit.detail_log import LIBRARY_SET, DetailLog, Entry
+from megatoken.audit.detail_log import COMMON_SETTINGS, LIBRARY_SET, DetailLog, Entry
 from megatoken.audit.evidence import Where
 from megatoken.audit.facts import is_known_version, source_lines
 from megatoken.audit.figures import PERCENTILES
@@ -16,18 +16,6 @@ from megatoken.results.numerals import count_of
 
 # Keys that LoadGen logs several times: one a message, one a library set, or one a part of a run of two parts.
 _MANY = ("generic_message", LIBRARY_SET)
-_SETTINGS = [
-    "qsl_rng_seed",
-    "sample_index_rng_seed",
-    "schedule_rng_seed",
-    "accuracy_log_rng_seed",
-    "accuracy_log_probability",
-    "accuracy_log_sampling_target",
-    "print_timestamps",
-    "performance_issue_unique",
-    "performance_issue_same",
-    "performance_issue_same_index",
-]
 _SCENARIO = {
     "Offline": ["offline_expected_qps"],
     "Server": [
@@ -145,7 +133,7 @@ def expected_keys(log: DetailLog) -> tuple[list[str], list[str]] | None:
     keys += [
         f"requested_{name}" for name in ["min_duration_ms", "max_duration_ms", "min_query_count", "max_query_count"]
     ]
-    keys += [f"requested_{name}" for name in _SETTINGS]
+    keys += [f"requested_{name}" for name in COMMON_SETTINGS]
     keys += ["requested_performance_sample_count_override", "requested_accuracy_sample_count_override"]
     keys += ["requested_sample_concatenate_permutation"]
     if tokens:
@@ -170,7 +158,7 @@ def expected_keys(log: DetailLog) -> tuple[list[str], list[str]] | None:
             "min_sample_count",
         ]
     ]
-    keys += [f"effective_{name}" for name in _SETTINGS]
+    keys += [f"effective_{name}" for name in COMMON_SETTINGS]
     keys += ["effective_performance_sample_count", "effective_accuracy_sample_count"]
     keys += ["effective_sample_concatenate_permutation", "generic_message", LIBRARY_SET]
     keys += ["generated_query_count", "generated_samples_per_query", "generated_query_duration"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatoken.audit.checks.stopping import RANKS, check_early_stopping
 from megatoken.audit.detail_log import DetailLog
@@ -100,13 +100,7 @@ def _stream_rates(run: RunView) -> Iterator[Observation]:
     window = elapsed(begin, end) if begin and end else None
     if window is not None and not issued * (1 - DIGITS) - 0.01 <= window <= issued + longest_ns / 1e9 + LATE_SECONDS:
         problems.append(f"a power window of {window:.3f} s, not {issued:.3f} s")
-    yield observe(
-        "result.rate",
-        not problems,
-        shown("; ".join(problems)) or "rates that follow from the mean latency and the clocks",
-        "; ".join(run.text(key) for key in keys),
-        run.at(*keys),
-    )
+    yield _rate(run, problems, "rates that follow from the mean latency and the clocks", keys)
 
 
 def _server_rates(run: RunView) -> Iterator[Observation]:
@@ -130,10 +124,14 @@ def _server_rates(run: RunView) -> Iterator[Observation]:
                 problems.append(f"a scheduled rate of {expected:.6g}/s, not {scheduled:g}")
     if done < due * (1 - 2 * DIGITS):
         problems.append(f"the last query done after it was due at {due:.3f} s, not at {done:.3f} s")
-    yield observe(
+    yield _rate(run, problems, "rates that follow from the queries and the schedule's seed", keys)
+
+
+def _rate(run: RunView, problems: Sequence[str], follows: str, keys: tuple[str, ...]) -> Observation:
+    return observe(
         "result.rate",
         not problems,
-        shown("; ".join(problems)) or "rates that follow from the queries and the schedule's seed",
+        shown("; ".join(problems)) or follows,
         "; ".join(run.text(key) for key in keys),
         run.at(*keys),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatoken.audit.detail_log import LIBRARY_SET, DetailLog
+from megatoken.audit.detail_log import COMMON_SETTINGS, LIBRARY_SET, DetailLog
 from megatoken.audit.facts import version_number
 from megatoken.audit.figures import LOGS_PADDING, whole
 from megatoken.audit.finding import Observation, Severity, shown
@@ -27,16 +27,7 @@ _KEPT = [
     "min_duration_ms",
     "max_duration_ms",
     "max_query_count",
-    "qsl_rng_seed",
-    "sample_index_rng_seed",
-    "schedule_rng_seed",
-    "accuracy_log_rng_seed",
-    "accuracy_log_probability",
-    "accuracy_log_sampling_target",
-    "print_timestamps",
-    "performance_issue_unique",
-    "performance_issue_same",
-    "performance_issue_same_index",
+    *COMMON_SETTINGS,
     "sample_concatenate_permutation",
 ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from megatoken.audit.detail_log import DetailLog
+from megatoken.audit.detail_log import COMMON_SETTINGS, DetailLog
 from megatoken.audit.evidence import Where
 from megatoken.audit.facts import version_number
 from megatoken.audit.figures import LOGS_PADDING, PERCENTILES
@@ -21,16 +21,7 @@ _PARAMETERS = [
     "max_async_queries",
     "min_query_count",
     "max_query_count",
-    "qsl_rng_seed",
-    "sample_index_rng_seed",
-    "schedule_rng_seed",
-    "accuracy_log_rng_seed",
-    "accuracy_log_probability",
-    "accuracy_log_sampling_target",
-    "print_timestamps",
-    "performance_issue_unique",
-    "performance_issue_same",
-    "performance_issue_same_index",
+    *COMMON_SETTINGS,
     "performance_sample_count",
     "accuracy_sample_count",
 ]

@@ -11,6 +11,7 @@ heads, K key/value heads, G = H / K, E head dimension, V vocabulary, R sequences
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -44,6 +45,24 @@ class Ranks(Protocol):
 
     def all_rows(self, x_TN: Tensor) -> Tensor:
         """The rows of all ranks, each of which has T -> [T x ranks, N]."""
+
+
+def sum_over_ranks(
+    delta_TN: Tensor, residual_TN: Tensor, ranks: Ranks | None
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Those rows of the sum of ``delta`` over the ranks that the residual has, and what brings their norms together.
+
+    ``delta`` may be overwritten. ``residual``: all rows, or this rank's own, [T / ranks, N]; every rank has as many.
+    """
+    if ranks is None:
+        return delta_TN, _as_it_is
+    if len(residual_TN) == len(delta_TN):
+        return ranks.add(delta_TN), _as_it_is
+    return ranks.add_own_rows(delta_TN), ranks.all_rows
+
+
+def _as_it_is(x_TN: Tensor) -> Tensor:
+    return x_TN
 
 
 class Ops(Protocol):

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import ModelConfig, Precision
-from megatoken.engine.ops import NO_TOKEN, Ranks, fused, paged_attention, tokens
+from megatoken.engine.ops import NO_TOKEN, Ranks, fused, paged_attention, sum_over_ranks, tokens
 from megatoken.engine.quant import E4M3_MAX, Fp8Weight, quantise_tensor, stack, with_one_scale
 from megatoken.errors import CapacityError
 
@@ -272,12 +272,9 @@ def linear_add_norm(
 
     Ranks that have their own rows of the residual hand on what the consumer reads: one byte an element in fp8.
     """
-    delta_TN = linear(x_TD, linear_)
-    own_rows = ranks is not None and len(residual_TN) < len(delta_TN)
-    if ranks is not None:
-        delta_TN = ranks.add_own_rows(delta_TN) if own_rows else ranks.add(delta_TN)
+    delta_TN, together = sum_over_ranks(linear(x_TD, linear_), residual_TN, ranks)
     h_TN = fused.add_rms_norm(delta_TN, residual_TN, weight_N, epsilon, _input_scale(consumer))
-    return residual_TN, ranks.all_rows(h_TN) if ranks is not None and own_rows else h_TN
+    return residual_TN, together(h_TN)
 
 
 def gated(x_TD: Tensor, gate_up: Linear, consumer: Linear) -> Tensor:

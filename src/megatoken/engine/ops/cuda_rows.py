@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import Precision
-from megatoken.engine.ops import Ranks, cuda, fused
+from megatoken.engine.ops import Ranks, cuda, fused, sum_over_ranks
 from megatoken.engine.ops.cuda import Batch, Linear, greedy, kernels, padded_rows, prepare, rotate_and_write
 from megatoken.engine.quant import Fp8Weight, stack
 
@@ -105,14 +105,9 @@ def linear_add_norm(
     ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor | ScaledRows]:
     """A product, then sum, norm and quantisation in one pass; the residual is written in place."""
-    delta_TN = linear(x, linear_)
-    own_rows = ranks is not None and len(residual_TN) < len(delta_TN)
-    if ranks is not None:
-        delta_TN = ranks.add_own_rows(delta_TN) if own_rows else ranks.add(delta_TN)
+    delta_TN, together = sum_over_ranks(linear(x, linear_), residual_TN, ranks)
     h = _add_rms_norm(delta_TN, residual_TN, weight_N, epsilon, consumer)
-    if ranks is None or not own_rows:
-        return residual_TN, h
-    return residual_TN, ranks.all_rows(h) if isinstance(h, Tensor) else ScaledRows(*map(ranks.all_rows, h))
+    return residual_TN, together(h) if isinstance(h, Tensor) else ScaledRows(*map(together, h))
 
 
 def gated(x: Tensor | ScaledRows, gate_up: Linear, consumer: Linear) -> Tensor | ScaledRows:
