@@ -27,6 +27,7 @@ from megatoken.harness.loadgen_wire import Issued
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.prepare import Prepared
 from megatoken.harness.progress import Progress
+from megatoken.harness.result_facts import core_wait_notes, engine_notes
 from megatoken.harness.rules import judge
 from megatoken.harness.run import make_bench
 from megatoken.harness.stop import Stop, StopSignals
@@ -236,7 +237,8 @@ def _create(config: RunConfig, facts: Mapping[str, Any], population: int) -> Run
         "segments": [{"begins_seconds": 0.0, "started_at": now.isoformat()}],
         "interruptions": [],
     }
-    more = {"notes": [*facts["notes"], NOTE], "mode": config.mode, "rules": None, "text": config.text, "soak": soak}
+    notes = [*facts["notes"], *engine_notes(facts.get("target", {})), NOTE]
+    more = {"notes": notes, "mode": config.mode, "rules": None, "text": config.text, "soak": soak}
     return RunFolder.create(
         config.out,
         run_name(now, SOAK, config.model),
@@ -279,7 +281,7 @@ def _run(
     bench: Bench, settings: TestSettings, folder: RunFolder, stop: Stop, population: int, earlier: Earlier | None
 ) -> None:
     duration, begins = folder.facts["soak"]["duration_seconds"], earlier.begins_seconds if earlier else 0.0
-    outcome = Outcome({}, None)
+    outcome, core_wait_share = Outcome({}, None), None
     if begins < duration:
         rows, left = len(bench.data_set.requests), duration - begins
         load = SteadyLoad(rows, population, left, (bench.config.seed, round(begins * 1e9)))
@@ -303,11 +305,11 @@ def _run(
             folder.interrupt(f"{stop.received} after {at_seconds:.0f} of {duration:g} s; {_how_to_go_on(folder)}")
             bench.target.cancel_all()
             return
-        outcome = bench.target.outcome(measurement.start_ns)
-    _conclude(folder, outcome)
+        outcome, core_wait_share = bench.target.outcome(measurement.start_ns), measurement.core_wait.share()
+    _conclude(folder, outcome, core_wait_share)
 
 
-def _conclude(folder: RunFolder, outcome: Outcome) -> None:
+def _conclude(folder: RunFolder, outcome: Outcome, core_wait_share: float | None) -> None:
     requests, series = folder.end_recording()
     soak = folder.facts["soak"]
     stability = judge_soak(folder.facts, take_inventory(), requests, series)
@@ -327,6 +329,7 @@ def _conclude(folder: RunFolder, outcome: Outcome) -> None:
             "verdict": verdict,
             "reasons": reasons,
             "rules_unmet": [],
+            "notes": [*folder.facts["notes"], *core_wait_notes(core_wait_share)],
             "ended_at": datetime.now(UTC).isoformat(),
             "stability": stability,
             **outcome.facts,
