@@ -366,6 +366,12 @@ def test_runs_that_are_no_repeats(tmp_path):
         run_entry([], "folder")
 
 
+def test_a_run_and_a_published_row_state_different_software(tmp_path):
+    run = run_entry([equal_run(tmp_path, "one", 0)], "a")
+    assert run.software
+    assert compare([run, entry("5.1-0061")]).software_differences == ()
+
+
 def test_software_of_published_rows():
     found = software_differences(entry("5.1-0061"), entry("5.1-0008"))
     assert {(one.key, one.of_value, one.to_value) for one in found} == {
