@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from megatoken.audit import Severity, audit
 
@@ -57,6 +58,15 @@ def test_a_whole_run_folder_passes(run_folder):
     found = {item.id: item.found for item in result.findings}
     assert found["run_folder.metrics"] == "27 metrics compared, all agree"
     assert found["run_folder.configuration"] == "7 of 7 agree"
+
+
+def test_simulated_gpus_are_told(run_folder):
+    path = run_folder / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**config, "rack": {**config["rack"], "simulated_gpu": "GB300"}}))
+    (found,) = [item for item in audit(run_folder).findings if item.id == "run_folder.simulated"]
+    assert found.severity is Severity.NOTE
+    assert found.found.startswith("simulated GB300")
 
 
 @pytest.mark.parametrize(

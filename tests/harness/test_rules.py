@@ -172,7 +172,15 @@ def test_a_server_log_that_meets_everything() -> None:
             "TTFT_LIMIT",
             2.0,
             2.0,
-            "p99 TTFT is 2000 ms, the limit 2000 ms",
+            "p99 TTFT is 2,000 ms, the limit 2,000 ms",
+        ),
+        (
+            {"latencies": replace(OWN, ttft_p99_seconds=19.22)},
+            {"result_first_token_99.00_percentile_latency_ns": 19_220_000_000},
+            "TTFT_LIMIT",
+            19.22,
+            2.0,
+            "p99 TTFT is 19,220 ms, the limit 2,000 ms",
         ),
         (
             {"latencies": replace(OWN, tpot_p99_seconds=0.31)},
@@ -206,7 +214,7 @@ def test_a_server_log_that_meets_everything() -> None:
             459,
             "300 queries; a p99 needs 459",
         ),
-        ({}, {"requested_server_ttft_latency": 3_000_000_000}, "LATENCY_LIMITS", 3.0, 2.0, "a TTFT of 3000 ms"),
+        ({}, {"requested_server_ttft_latency": 3_000_000_000}, "LATENCY_LIMITS", 3.0, 2.0, "a TTFT of 3,000 ms"),
         (
             {"last_due_seconds": 80.0},
             {"effective_min_duration_ms": 80_000},
@@ -237,7 +245,7 @@ def test_each_rule_of_latencies_has_its_code_and_its_numbers(
         ({"latencies": replace(OWN, ttft_p99_seconds=0.9)}, "LOADGEN_DISAGREES", 0.9, 1.5, "900 ms by our records"),
         ({"latencies": replace(OWN, tpot_p99_seconds=0.1)}, "LOADGEN_DISAGREES", 0.1, 0.15, "150 ms to LoadGen"),
         ({"send_lag_p99_seconds": 0.2}, "SEND_LAG", 0.2, 0.1, "p99 200 ms after they were due"),
-        ({"samples_per_second": 501.0}, "CLIENT_LIMIT", 501.0, 500.0, "more than 50% of the 1000"),
+        ({"samples_per_second": 501.0}, "CLIENT_LIMIT", 501.0, 500.0, "more than 50% of the 1,000"),
         ({"wall_clock_step_seconds": -0.5}, "WALL_CLOCK", -0.5, 0.01, "was set by -0.5 s during the run"),
     ],
 )

@@ -1,8 +1,10 @@
 """Soaks with the real engine: a short one to its end, one that is killed and resumed, and what is refused."""
 
 import json
+import os
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -24,6 +26,7 @@ from cli_support import (
 )
 from megatoken.cli.soak import duration_seconds
 from megatoken.errors import UsageError
+from megatoken.harness.result_facts import CORE_WAIT_SHARE
 from megatoken.harness.soak import Earlier, SteadyLoad
 from megatoken.results import Run, Verdict, read_run
 from megatoken.results.files import plain
@@ -104,6 +107,23 @@ def test_a_soak_keeps_the_target_full_for_its_time_and_is_judged(tmp_path: Path,
     code, out, _ = call("audit", run.path, "--json")
     assert code == 3
     assert "run_folder.stability" in out
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count")
+def test_a_soak_says_so_when_other_work_takes_the_cores(tmp_path: Path, load: list[object]) -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+            try:
+                _, out, err = call("soak", "--duration", "2s", *load, "--json", "--out", tmp_path)
+            finally:
+                other.kill()
+    finally:
+        os.sched_setaffinity(0, cores)
+    result = json.loads(out)
+    assert result["core_wait_share"] > CORE_WAIT_SHARE, err
+    assert result["notes"][-1].startswith("a busy machine")
 
 
 def reached(out: Path, seconds: float, process: "subprocess.Popen[str]") -> Path:

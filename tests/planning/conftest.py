@@ -36,11 +36,12 @@ def make_run(tmp_path) -> Callable[..., Run]:
         verdict: str = "MEASURED",
         name: str = "run",
         gpus: tuple[str, ...] = (),
+        simulated_gpu: str | None = None,
     ) -> Run:
         folder = RunFolder.create(
             Path(tmp_path),
             name,
-            {"engine": {"device": "cuda" if gpus else "cpu"}},
+            {"engine": {"device": "cuda" if gpus else "cpu"}, "rack": {"simulated_gpu": simulated_gpu}},
             {"gpus": [{"name": gpu} for gpu in gpus]},
             scenario=scenario,
             facts={"model": "tiny", "precision": "bf16", "rules_unmet": [], "notes": ["random weights"]},

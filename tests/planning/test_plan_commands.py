@@ -28,6 +28,14 @@ def test_a_run_through_all_four(make_run):
     assert (power.value, power.state) == (300.0, "measured")
 
 
+def test_a_rate_of_simulated_gpus_is_an_estimate(make_run):
+    plan = capacity(Rate(run=make_run(simulated_gpu="GB300").path), Common())
+    assert plan.title.endswith("(estimate)")
+    states = {one.name: one.state for one in (*plan.inputs, *plan.results)}
+    of_the_run = ("rate", "service_level_kept", "tpot_mean_seconds", "Peak rate", "Goodput")
+    assert [states[name] for name in of_the_run] == ["estimate"] * len(of_the_run)
+
+
 def test_a_run_on_a_cpu(make_run):
     run = make_run().path
     assert capacity(Rate(run=run), Common()).results[0].value > 0

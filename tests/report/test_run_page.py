@@ -35,6 +35,11 @@ def test_the_page_says_what_the_folder_says(make_run, unmet):
     assert table_rows(root, "Machine and versions")["hostname"] == ["host"]
 
 
+def test_the_page_has_loadgens_own_word_as_the_terminal_has(make_run):
+    assert "LoadGen's own word: INVALID" in words(page_of(make_run(loadgen_validity="INVALID")))
+    assert "own word" not in words(page_of(make_run(scenario="server", loadgen_validity=None)))
+
+
 def test_doubts_about_the_measurement_have_a_heading_of_their_own(make_run):
     text = words(page_of(make_run(doubts=[{"code": "SEND_LAG", "message": "samples were sent late"}])))
     for told in ("Doubts about the measurement:", "SEND_LAG", "samples were sent late"):

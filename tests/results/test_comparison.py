@@ -334,6 +334,16 @@ def test_a_server_runs_rate_is_what_it_was_offered(tmp_path):
     assert {one.field for ratio in ratios(stricter, entry) for one in ratio.differences} == {"ttft limit seconds"}
 
 
+def test_a_run_of_simulated_gpus_is_an_estimate(tmp_path):
+    run = equal_run(tmp_path, "one", 0)
+    run.config["rack"] = {"simulated_gpu": "GB300"}
+    entry = run_entry([run], "a")
+    assert (entry.state, entry.note) == (
+        "estimate",
+        "simulated GB300: its rate is a cost model's, not a measurement",
+    )
+
+
 def test_a_short_run_beside_a_long_one_is_noted(tmp_path):
     short, long = (run_entry([equal_run(tmp_path, f"{s}", s, float(s))], f"{s} s") for s in (3, 30))
     (note,) = [note for note in compare([short, long]).notes if note.startswith("durations")]
@@ -354,6 +364,12 @@ def test_runs_that_are_no_repeats(tmp_path):
         run_entry([one, two], "folder")
     with pytest.raises(UsageError, match="no run folder"):
         run_entry([], "folder")
+
+
+def test_a_run_and_a_published_row_state_different_software(tmp_path):
+    run = run_entry([equal_run(tmp_path, "one", 0)], "a")
+    assert run.software
+    assert compare([run, entry("5.1-0061")]).software_differences == ()
 
 
 def test_software_of_published_rows():

@@ -17,6 +17,9 @@ CHECKS: dict[str, Check] = {
         "The run came to its end",
         "An interrupted run has no result, and lacks what LoadGen writes at the end; neither is held against it.",
     ),
+    "run_folder.simulated": Check(
+        "The hardware was there", "What a cost model says of hardware is an estimate, and no result of a benchmark."
+    ),
     "log.examined": Check("The run could be examined", "What cannot be read can be neither trusted nor refuted."),
     "log.present": Check(
         "Detail log and summary are there", "The detail log is the result; the summary is for people."

@@ -185,7 +185,7 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
         process += GPU_COLLECTIVES_BYTES
     if on_gpu and config.cuda_graphs:
         decodes, rows = GRAPH_DECODES[-1] + GRAPH_CHUNKS, GRAPH_DECODES[-1] + GRAPH_PROMPT_ROWS[-1]
-        graph_step, _ = _gpu_step_bytes(model, config.precision, page_size, rows, decodes, max_length)
+        graph_step, _ = _gpu_step_bytes(model, config, page_size, rows, decodes, max_length)
         process += GRAPH_BYTES + graph_step
 
     if config.memory_bytes is not None:

@@ -12,7 +12,7 @@ from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder, too_
 from megatoken.harness.rate_search import Try
 from megatoken.harness.stop import StopSignals
 from megatoken.results import Run, RunFolder, Verdict, read_run
-from megatoken.results.numerals import count_of
+from megatoken.results.numerals import count_of, precise
 
 PROBES = "probes"
 FAILURE_CODES = {"LOADGEN_ERRORS", "FAILED_SAMPLES", "SEND_LAG", "CLIENT_LIMIT", "WALL_CLOCK", "LOADGEN_DISAGREES"}
@@ -94,7 +94,7 @@ class _Prober:
         kind = "probe" if probe.seconds else "confirmation"
         name = f"{self._count:02}-{kind}-{tried.rate:.4g}"
         self._bench.progress.note(
-            f"{kind} at {tried.rate:.4g} samples/s, {probe.seconds or self.full_length(tried.rate)[1]:.0f} s"
+            f"{kind} at {precise(tried.rate)} samples/s, {probe.seconds or self.full_length(tried.rate)[1]:.0f} s"
         )
         folder = self._bench.create_folder(config, settings, self._folder.path / PROBES, name)
         saturation = self._bench.run(config, settings, folder, self._stop, probe.watch)

@@ -15,7 +15,7 @@ from megatoken.harness.rate_search import RESOLUTION, RateSearch, Try, Verdict
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.harness.schedule import PoissonSchedule
 from megatoken.results.early_stopping import queries_needed
-from megatoken.results.numerals import count_of
+from megatoken.results.numerals import count_of, precise
 
 PROBE_SAMPLES = 1000  # chance leaves a 99th percentile of fewer wide
 SHORTEST_PROBE_SECONDS = 5.0
@@ -200,4 +200,4 @@ class RateFinder:
             }
         )
         word = {True: "valid", False: "too high", None: "undecided"}[valid]
-        self._note_words(f"{tried.rate:.4g} samples/s {word}: {why}")
+        self._note_words(f"{precise(tried.rate)} samples/s {word}: {why}")

@@ -12,7 +12,7 @@ from megatoken.harness.latencies import Latencies
 from megatoken.harness.loadgen import Seeds
 from megatoken.harness.loadgen_log import LoadGenLog
 from megatoken.results import Reason, Verdict
-from megatoken.results.numerals import count_of
+from megatoken.results.numerals import count_of, precise
 
 if TYPE_CHECKING:
     from megatoken.harness.client_limit import ClientLimit
@@ -191,7 +191,7 @@ def _duration_and_samples(round_: Round, log: LoadGenLog, observed: Observed) ->
     ran = values["result_max_latency_ns"] / 1e9 if offline else observed.last_due_seconds
     asked = values["effective_min_duration_ms"] / 1e3
     if ran < required and (offline or not (asked >= required and values["result_min_duration_met"])):
-        yield _shortfall("MIN_DURATION", ran, required, f"ran {ran:.4g} s of {required:g} s")
+        yield _shortfall("MIN_DURATION", ran, required, f"ran {precise(ran)} s of {required:g} s")
     elif asked < required:
         message = f"LoadGen was asked to run for {asked:g} s of {required:g} s"
         yield _shortfall("MIN_DURATION", asked, required, message)
@@ -227,11 +227,16 @@ def _latencies(log: LoadGenLog, observed: Observed) -> Iterator[Shortfall]:
             found = values[key] / 1e9
             if found >= limit:
                 yield _shortfall(
-                    f"{name}_LIMIT", found, limit, f"p99 {name} is {found * 1e3:.4g} ms, the limit {limit * 1e3:g} ms"
+                    f"{name}_LIMIT",
+                    found,
+                    limit,
+                    f"p99 {name} is {_milliseconds(found)}, the limit {_milliseconds(limit)}",
                 )
             asked = values[f"requested_server_{name.lower()}_latency"] / 1e9
             if asked > limit:
-                message = f"LoadGen was asked for a {name} of {asked * 1e3:g} ms, the limit is {limit * 1e3:g} ms"
+                message = (
+                    f"LoadGen was asked for a {name} of {_milliseconds(asked)}, the limit is {_milliseconds(limit)}"
+                )
                 yield _shortfall("LATENCY_LIMITS", asked, limit, message)
     if observed.scenario != "offline" and not values["early_stopping_met"]:
         yield _early_stopping(values["result_query_count"], observed)
@@ -289,21 +294,27 @@ def _disagreement(log: LoadGenLog, own: Latencies, limits: LatencyLimits) -> Ite
     ):
         theirs = log.values[key] / 1e9
         if abs(theirs - found) > tolerance + AGREEMENT_SHARE * theirs:
-            message = f"p99 {name} is {theirs * 1e3:.4g} ms to LoadGen, {found * 1e3:.4g} ms by our records"
+            message = f"p99 {name} is {_milliseconds(theirs)} to LoadGen, {_milliseconds(found)} by our records"
             yield _shortfall("LOADGEN_DISAGREES", found, theirs, message)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{precise(seconds * 1e3)} ms"
 
 
 def _client(observed: Observed) -> Iterator[Shortfall]:
     lag, most = observed.send_lag_p99_seconds, send_lag_limit_seconds(observed.limits)
     if lag is not None and lag > most:
-        message = f"samples were sent late: p99 {lag * 1e3:.4g} ms after they were due, the limit is {most * 1e3:g} ms"
+        message = (
+            f"samples were sent late: p99 {_milliseconds(lag)} after they were due, the limit is {_milliseconds(most)}"
+        )
         yield _shortfall("SEND_LAG", lag, most, message)
     if observed.client is not None and observed.samples_per_second is not None:
         alone = observed.client.samples_per_second
         if observed.samples_per_second > CLIENT_SHARE * alone:
             message = (
-                f"{observed.samples_per_second:.4g} samples/s is more than {CLIENT_SHARE:.0%} of the {alone:.4g} "
-                "that the client can do alone"
+                f"{precise(observed.samples_per_second)} samples/s is more than {CLIENT_SHARE:.0%} of the"
+                f" {precise(alone)} that the client can do alone"
             )
             yield _shortfall("CLIENT_LIMIT", observed.samples_per_second, CLIENT_SHARE * alone, message)
     step = observed.wall_clock_step_seconds

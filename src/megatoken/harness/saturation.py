@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megatoken.harness.benchmarks import PERCENTILE, LatencyLimits
 from megatoken.results import SampleRow
 from megatoken.results.early_stopping import most_over
-from megatoken.results.numerals import count_of
+from megatoken.results.numerals import count_of, precise
 
 Floats = NDArray[np.float64]
 
@@ -154,7 +154,9 @@ class SaturationWatch:
         excess = self.rate / capacity - 1
         if excess <= DEVIATIONS * error or excess * self._full_seconds <= self._limits.ttft_seconds:
             return None
-        message = f"{capacity:.4g} samples/s served of {self.rate:.4g} while others waited, for {seconds:.1f} s"
+        message = (
+            f"{precise(capacity)} samples/s served of {precise(self.rate)} while others waited, for {seconds:.1f} s"
+        )
         return Saturation("FALLS_SHORT", message, surely=False)
 
     def _ended(self) -> Floats:

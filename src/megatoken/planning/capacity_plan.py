@@ -45,7 +45,7 @@ def plan_capacity(
     """
     priced = price(throughput, assumptions, second)
     derated = derating(throughput, assumptions, factors)
-    waits = _waits(throughput.service, assumptions)
+    waits = _waits(throughput, assumptions)
     tables = [
         _interactions(throughput, profiles, priced, derated),
         _concurrency(profiles, priced, derated, waits),
@@ -65,13 +65,16 @@ def plan_capacity(
     )
 
 
-def _waits(verdict: Verdict | None, assumptions: Assumptions) -> tuple[Input, Input]:
+def _waits(throughput: Throughput, assumptions: Assumptions) -> tuple[Input, Input]:
     """Time to first token and per further token: means of the run where it shows them, else the limits."""
-    measured = (verdict.ttft_mean_seconds, verdict.tpot_mean_seconds) if verdict else (None, None)
+    verdict = throughput.service
+    means = (verdict.ttft_mean_seconds, verdict.tpot_mean_seconds) if verdict else (None, None)
     units, names = ("s", "s/token"), ("ttft_mean_seconds", "tpot_mean_seconds")
     ttft, tpot = (
-        assumptions.entries[limit].to_input() if value is None else Input(name, value, unit, "measured", "the run")
-        for limit, value, unit, name in zip(LIMITS, measured, units, names, strict=True)
+        assumptions.entries[limit].to_input()
+        if value is None
+        else Input(name, value, unit, throughput.state, "the run")
+        for limit, value, unit, name in zip(LIMITS, means, units, names, strict=True)
     )
     return ttft, tpot
 
@@ -209,7 +212,7 @@ def _results(throughput: Throughput, profiles: Sequence[Profile], priced: Priced
     ):
         results.append(Result(name, seconds * 1e6, "microseconds of the system", priced.formula, priced.state))
     if throughput.service is not None:
-        results += _service_level(throughput.service)
+        results += _service_level(throughput.service, throughput.state)
     for profile in profiles:
         rate = priced.prices.interactions_per_second(profile) * derated.planning_share
         state = weakest((planning_state, profile.state))
@@ -222,7 +225,7 @@ def _product(derated: Derating, end: int | None) -> str:
     return " x ".join(["peak rate", *(precise(step.factor) for step in derated.steps[:end])])
 
 
-def _service_level(verdict: Verdict) -> list[Result]:
+def _service_level(verdict: Verdict, state: State) -> list[Result]:
     completed = "99th percentile of completed requests"
     known = [
         ("Requests within the service level", verdict.good_share, "share", verdict.why),
@@ -232,8 +235,8 @@ def _service_level(verdict: Verdict) -> list[Result]:
     ]
     bound = verdict.bound_output_tokens_per_second  # shown even if it is not known, with the reason
     return [
-        Result("Rate within the service level", bound, "output tokens/s", verdict.why, "measured"),
-        *(Result(name, value, unit, why, "measured") for name, value, unit, why in known if value is not None),
+        Result("Rate within the service level", bound, "output tokens/s", verdict.why, state),
+        *(Result(name, value, unit, why, state) for name, value, unit, why in known if value is not None),
     ]
 
 

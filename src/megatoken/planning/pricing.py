@@ -152,7 +152,7 @@ def _latency_input(throughput: Throughput, assumptions: Assumptions) -> Input:
             return Input("latencies_already_kept", 1.0, "share", "given", f"a rate of scenario {throughput.scenario}")
         return assumed
     if service.kept:
-        return Input("service_level_kept", 1.0, "share", "measured", service.why)
+        return Input("service_level_kept", 1.0, "share", throughput.state, service.why)
     if service.kept is False and service.good_output_tokens_per_second is not None:
         share = service.good_output_tokens_per_second / throughput.output_tokens_per_second
         if not share:

@@ -10,7 +10,7 @@ from megatoken.errors import UsageError
 from megatoken.planning.assumptions import LARGEST_NUMBER, Assumptions
 from megatoken.planning.figures import STATES, Input, State
 from megatoken.planning.service_level import ServiceLevel, Verdict, how_well_kept, judge_run
-from megatoken.results.machine import contentions, run_accelerators
+from megatoken.results.machine import contentions, rate_state, run_accelerators
 from megatoken.results.numerals import count_of, exact, precise
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def from_runs(
         sum(run.result[name] for run in whole) for name in ("input_tokens", "output_tokens", "samples_completed")
     )
     source = f"{first.path} ({first.verdict})" if len(runs) == 1 else _mean_of(whole)
-    mix = tokens_in / tokens_out
+    mix, state = tokens_in / tokens_out, rate_state(first)
     level = ServiceLevel(*(assumptions[name] for name in LIMITS))
     return Throughput(
         output_tokens_per_second=rates["geometric_mean"],
@@ -183,10 +183,10 @@ def from_runs(
         output_tokens_per_request=tokens_out / samples,
         scenario=first.result.get("scenario"),
         inputs=(
-            Input("rate", rates["geometric_mean"], RATE_UNIT, "measured", source, rates["low"], rates["high"]),
+            Input("rate", rates["geometric_mean"], RATE_UNIT, state, source, rates["low"], rates["high"]),
             Input(MIX, mix, "input tokens / output token", "measured", source),
         ),
-        state="measured",
+        state=state,
         source=source,
         mix_state="measured",
         service=min((judge_run(run, level) for run in whole), key=how_well_kept),

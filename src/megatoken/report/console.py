@@ -22,7 +22,15 @@ from megatoken.report.blocks import (
 )
 from megatoken.report.blocks import Verdict as VerdictBlock
 from megatoken.report.documents import Document, checked
-from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, MetricRow, has_unreliable, metric_rows
+from megatoken.report.metrics import (
+    MEANING,
+    PERCENTILES,
+    UNRELIABLE_NOTE,
+    MetricRow,
+    has_unreliable,
+    loadgens_word,
+    metric_rows,
+)
 from megatoken.report.views import document_view
 from megatoken.report.words import clean, plain_text
 from megatoken.results import Run, Verdict
@@ -94,8 +102,8 @@ def lines(run: Run, *, starred: bool) -> Iterator[Text]:
     if starred:
         yield Text(UNRELIABLE_NOTE, style="dim")
     yield Text.assemble((run.verdict, STYLES.get(run.verdict, "bold yellow")), f": {MEANING[run.verdict]}")
-    if run.result.get("loadgen_validity") in ("VALID", "INVALID"):
-        yield Text(f"LoadGen's own word: {run.result['loadgen_validity']}")
+    if word := loadgens_word(run):
+        yield Text(word)
     for reason in run.reasons:
         yield Text.assemble("  ", (reason["code"], "bold"), f" {reason['message']}")
     for title, shortfalls in (

@@ -19,7 +19,7 @@ MEANING = {
     Verdict.MEASURED: "a healthy run that claims no MLPerf rules",
     Verdict.VALID: "meets the MLPerf rules it claims",
     Verdict.INVALID: "a sample failed, answers or a soak fall short, or an MLPerf rule that it claims is not met",
-    Verdict.DEGRADED: "finished with fewer nodes than it started with",
+    Verdict.DEGRADED: "replicas of the rack were lost during the run, even if others took their place",
     Verdict.INTERRUPTED: "ended early; the numbers cover what was done until then",
 }
 
@@ -32,6 +32,12 @@ class MetricRow:
     unit: str
     value: str = ""
     percentiles: tuple[str, ...] = ()
+
+
+def loadgens_word(run: Run) -> str:
+    """What LoadGen itself calls the run; empty where it says nothing."""
+    word = run.result.get("loadgen_validity")
+    return f"LoadGen's own word: {word}" if word in ("VALID", "INVALID") else ""
 
 
 def verdict_badge(verdict: str) -> Badge:

@@ -260,8 +260,11 @@ def differences(of: Entry, to: Entry, basis: str) -> list[Difference]:
 
 
 def software_differences(of: Entry, to: Entry) -> list[SoftwareDifference]:
-    """Versions and settings in which two entries differ, or that only one states; empty where one states none."""
-    if not (of.software and to.software):
+    """Versions and settings in which two entries differ, or that only one states; empty where one states none.
+
+    Empty for a run and a published row too: they state different things, so that everything would differ.
+    """
+    if not (of.software and to.software) or bool(of.paths) != bool(to.paths):
         return []
     keys = sorted(set(of.software) | set(to.software))
     pairs = [(key, of.software.get(key), to.software.get(key)) for key in keys]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatoken.errors import UsageError
 from megatoken.results.comparison import Entry
-from megatoken.results.machine import Occupation, run_accelerators
+from megatoken.results.machine import Occupation, rate_state, run_accelerators
 from megatoken.results.numerals import precise
 from megatoken.results.reference import (
     PublishedResult,
@@ -121,7 +121,7 @@ def run_entry(runs: Sequence[Run], name: str) -> Entry:
     return Entry(
         name=name,
         source=str(first.path) if len(runs) == 1 else f"{len(whole)} runs: {', '.join(run.path.name for run in whole)}",
-        state="measured",
+        state=rate_state(first),
         output_tokens_per_second=rates[0] if len(rates) == 1 else statistics.geometric_mean(rates),
         scenario=result.get("scenario"),
         model=result.get("model"),
@@ -152,6 +152,8 @@ def _run_notes(runs: Sequence[Run], whole: Sequence[Run]) -> Iterator[str]:
     if left_out:
         yield f"without {', '.join(left_out)}, which did not come to an end"
     result = whole[0].result
+    if rate_state(whole[0]) == "estimate":
+        yield f"simulated {whole[0].config['rack']['simulated_gpu']}: its rate is a cost model's, not a measurement"
     if result.get("scenario") in ("server", "interactive") and "rate_search" not in result:
         yield (
             f"a {result['scenario']} run's rate is the load that it was offered, as long as it keeps up; the highest"

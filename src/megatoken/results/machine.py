@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatoken.results.numerals import precise
 
@@ -70,6 +70,11 @@ def unix_seconds(text: Any) -> float | None:
     except (TypeError, ValueError):
         return None
     return moment.timestamp() if moment.tzinfo else None
+
+
+def rate_state(run: Run) -> Literal["measured", "estimate"]:
+    """How sure a run's rates and times are: those of simulated GPUs are a cost model's."""
+    return "estimate" if (run.config.get("rack") or {}).get("simulated_gpu") else "measured"
 
 
 def run_accelerators(run: Run, node: str | None = None) -> int | None:

@@ -23,7 +23,15 @@ from megatoken.report.blocks import (
 )
 from megatoken.report.blocks import Verdict as VerdictBlock
 from megatoken.report.curves import distribution_chart
-from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, has_unreliable, metric_rows, verdict_badge
+from megatoken.report.metrics import (
+    MEANING,
+    PERCENTILES,
+    UNRELIABLE_NOTE,
+    has_unreliable,
+    loadgens_word,
+    metric_rows,
+    verdict_badge,
+)
 from megatoken.report.views.aggregate import MANY_NODES
 from megatoken.report.views.common import records_table
 from megatoken.report.views.goodput import goodput_blocks
@@ -102,6 +110,8 @@ def _summary(run: Run) -> Iterator[Block]:
     rate = number(result.get("output_tokens_per_second"))
     yield Headline(rate, "output tokens/s", " · ".join(fact for fact in facts if fact))
     yield VerdictBlock((verdict_badge(run.verdict),), MEANING[run.verdict])
+    if word := loadgens_word(run):
+        yield Points("", (("", word),))
     if run.reasons:
         yield _points("", run.reasons)
     if run.rules_unmet:
