@@ -195,7 +195,7 @@ class Bench:
 
     def _notes(self, target: Mapping[str, Any]) -> list[str]:
         """What a reader of the numbers must know, of what ran and of what it ran on."""
-        return [*self.facts.get("notes", ()), *engine_notes(target.get("target", {}))]
+        return [*self.facts.get("notes", ()), *engine_notes(target.get("target", {}), self.config.precision)]
 
     def _judge_answers(self, folder: RunFolder, requests: pa.Table) -> Judgement:
         if self.gate is None:
