@@ -68,9 +68,18 @@ def builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], int]
 
 
 @needs_compiler
+def test_a_processor_without_products_of_bf16_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native, "PROCESSOR", tmp_path / "cpuinfo")
+    native.PROCESSOR.write_text("flags\t\t: fpu avx2 avx512f avx512_bf16 avx512_vnni\n")
+    assert native.status() == KERNELS
+    native.PROCESSOR.write_text("flags\t\t: fpu avx2 avx512f\n")
+    assert native.status() == f"{KERNELS}, bf16 widened"
+
+
+@needs_compiler
 def test_where_there_is_a_compiler_there_are_kernels() -> None:
     assert native.library() is not None
-    assert native.status() == KERNELS
+    assert native.status().removesuffix(native.WIDENED) == KERNELS
 
 
 def test_it_is_known_before_whether_they_must_be_built(builds: Callable[[], int], cache: Path) -> None:

@@ -18,16 +18,24 @@ def test_a_busy_machine_is() -> None:
 
 
 def test_an_engine_that_has_all_it_wants_needs_no_note() -> None:
-    assert engine_notes({"device": "cpu", "kernels": "compiled kernels", "why_no_gpu": None}) == []
-    assert engine_notes({"device": "NVIDIA H200", "kernels": "Triton", "why_no_gpu": None}) == []
-    assert engine_notes({}) == []
+    assert engine_notes({"device": "cpu", "kernels": "compiled kernels", "why_no_gpu": None}, "bf16") == []
+    assert engine_notes({"device": "NVIDIA H200", "kernels": "Triton", "why_no_gpu": None}, "bf16") == []
+    assert engine_notes({}, "bf16") == []
 
 
 def test_an_engine_on_the_cpu_although_there_is_a_gpu() -> None:
     why = "runs on the CPU: the GPU back end has no fp32; take bf16 or fp8"
-    assert engine_notes({"device": "cpu", "kernels": "compiled kernels", "why_no_gpu": why}) == [why]
+    assert engine_notes({"device": "cpu", "kernels": "compiled kernels", "why_no_gpu": why}, "fp32") == [why]
 
 
 def test_an_engine_without_kernels() -> None:
-    (note,) = engine_notes({"device": "cpu", "kernels": "PyTorch only: no compiler g++", "why_no_gpu": None})
+    (note,) = engine_notes({"device": "cpu", "kernels": "PyTorch only: no compiler g++", "why_no_gpu": None}, "bf16")
     assert note.startswith("without compiled kernels, so slower than it could be: no compiler g++; ")
+
+
+def test_a_processor_that_widens_bf16() -> None:
+    engine = {"device": "cpu", "kernels": "compiled kernels, bf16 widened", "why_no_gpu": None}
+    for precision in ("bf16", "fp8"):
+        (note,) = engine_notes(engine, precision)
+        assert note.startswith("this processor has no AVX-512 BF16, so the compiled kernels widen each bf16 value")
+    assert engine_notes(engine, "fp32") == []

@@ -40,15 +40,13 @@ def generate_file(config: RunConfig, answers: AnswerConfig, prompts: Path, out: 
     try:
         requests = _load_requests(config, answers, prompts)
         for index, line in _answer(build_engine(config), requests):
-            _write(partial, line, mode="a" if lines else "w")
             lines[index] = line
+            _write(partial, line, mode="a" if len(lines) > 1 else "w")
         write_text(out, "".join(lines[index] for index in range(len(requests))))
     except (KeyboardInterrupt, MegatokenError) as error:
-        kept = (
-            f"{len(lines):,} of {count_of(len(requests), 'answer')} are in {partial}"
-            if lines
-            else "nothing was written"
-        )
+        kept = "nothing was written"
+        if lines and (whole := _whole_lines(partial)):
+            kept = f"{whole:,} of {count_of(len(requests), 'answer')} are in {partial}"
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(f"interrupted; {kept}") from None
         if lines:
@@ -128,6 +126,14 @@ def _write(path: Path, line: str, mode: Literal["a", "w"]) -> None:
             file.write(line)
     except OSError as error:
         raise storage_error(path, error) from error
+
+
+def _whole_lines(path: Path) -> int:
+    """Counted in the file: an interruption may come before or after the last was written."""
+    try:
+        return path.read_bytes().count(b"\n")
+    except OSError:
+        return 0
 
 
 def _answer(engine: Engine, requests: Sequence[Request]) -> Iterator[tuple[int, str]]:

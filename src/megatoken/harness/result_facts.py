@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatoken.config import RunConfig
-from megatoken.engine.ops.native import NO_KERNELS
+from megatoken.engine.ops.native import NO_KERNELS, WIDENED
 from megatoken.harness.benchmarks import LatencyLimits
 from megatoken.harness.latencies import Latencies
 from megatoken.harness.loadgen import TestSettings
@@ -67,15 +67,20 @@ def latency_facts(own: Latencies, limits: LatencyLimits, log: LoadGenLog) -> dic
 
 def run_notes(facts: Mapping[str, Any]) -> list[str]:
     """What a reader of the numbers must know: the notes among ``facts``, and what its ``target`` says of itself."""
-    return [*facts.get("notes", ()), *engine_notes(facts.get("target", {}))]
+    return [*facts.get("notes", ()), *engine_notes(facts.get("target", {}), facts.get("precision"))]
 
 
-def engine_notes(engine: Mapping[str, Any]) -> list[str]:
-    """What makes an engine, as it describes itself, slower than the machine could be."""
+def engine_notes(engine: Mapping[str, Any], precision: str | None) -> list[str]:
+    """What makes an engine, as it describes itself, slower than the machine could be, or may do so."""
     notes = []
     if str(engine.get("kernels", "")).startswith(NO_KERNELS):
         why = engine["kernels"].removeprefix(NO_KERNELS)
         notes.append(f"without compiled kernels, so slower than it could be: {why}; on Linux, GCC (g++) makes them")
+    if precision in ("bf16", "fp8") and str(engine.get("kernels", "")).endswith(WIDENED):
+        notes.append(
+            "this processor has no AVX-512 BF16, so the compiled kernels widen each bf16 value before they multiply; "
+            "whether --precision fp32 is faster here is not known, a run with it tells"
+        )
     if engine.get("device") == "cpu" and engine.get("why_no_gpu"):
         notes.append(engine["why_no_gpu"])
     return notes

@@ -26,6 +26,8 @@ SUFFIX = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 BUILD_SECONDS = 60
 NO_KERNELS = "PyTorch only: "
 """How ``status`` begins where there are none."""
+WIDENED = ", bf16 widened"
+"""How it ends where the processor lacks the one instruction for products of bf16 that the kernels know."""
 
 _address, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 SIGNATURES = {
@@ -42,7 +44,8 @@ def library() -> ctypes.CDLL | None:
 
 def status() -> str:
     """Which kernels run: "compiled kernels" or "PyTorch only: " and why. The first call may build, like ``library``."""
-    return _library_and_status()[1]
+    kernels, words = _library_and_status()
+    return words if kernels is None or "avx512_bf16" in _processor().split() else words + WIDENED
 
 
 @functools.cache
