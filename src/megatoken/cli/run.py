@@ -49,7 +49,7 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan and write nothing.")] = False,
     json_only: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
-    """Measure how fast this machine serves a model, under MLPerf LoadGen, and leave a folder of evidence."""
+    """Measure how fast this machine serves a model. Under MLPerf LoadGen; leaves a folder of evidence."""
     from megatoken.config import load_run_config
 
     declared = {

@@ -42,7 +42,7 @@ def soak(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan and write nothing.")] = False,
     json_only: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> int:
-    """Keep this machine or a rack under full load for hours and judge whether its rate holds."""
+    """Judge whether a rate holds for hours. Under full load, of this machine or a rack; resumable."""
     from megatoken.config import KEYS, load_run_config
 
     declared = {
