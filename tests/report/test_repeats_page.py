@@ -36,6 +36,8 @@ def test_a_folder_of_repeats_has_a_page_on_all_and_one_on_each(runs, tmp_path):
     for told in ("9.209", "mean of 3 runs, with 95 % confidence between", "of 5 that were wanted", "MEASURED"):
         assert told in text
     assert table_rows(root, "What each run had")["002"] == ["MEASURED", "9.167", "0.8333", "1.5"]
+    units = {name: cells[0] for name, cells in table_rows(root, "Mean of the runs").items() if cells}
+    assert units == {"Output": "tokens/s", "Samples": "samples/s"}
     assert write_report(folder) == pages[-1]
     # The footer tells the second at which a page was written.
     written_once_more = write_report(folder, tmp_path / "page.html").read_text()

@@ -39,7 +39,7 @@ def accuracy(
     partial: Annotated[bool, typer.Option("--partial", help="Score the rows that were answered, if not all.")] = False,
     json_only: Json = False,
 ) -> int:
-    """Score the answers of an accuracy run as MLPerf's references do; write accuracy.txt and accuracy.json."""
+    """Score the answers of an accuracy run. As MLPerf's references do; writes accuracy.txt and accuracy.json."""
     from megatoken.accuracy.judge import judge
 
     with _progress() as progress:

@@ -23,7 +23,7 @@ def audit(
     out: Out = None,
     json_only: Json = False,
 ) -> int:
-    """Check somebody's artefacts: what stands, what does not, what cannot be known."""
+    """Check somebody's artefacts and claims. What stands, what does not, what cannot be known."""
     from megatoken.audit import audit as audited
     from megatoken.audit.claims import judge, load_claims
 

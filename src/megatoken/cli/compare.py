@@ -22,7 +22,7 @@ def aggregate(
     out: Out = None,
     json_only: Json = False,
 ) -> int:
-    """Make one result of many nodes: three rates, spread, stragglers, overlap, what is left if nodes fail."""
+    """Make one result of many nodes. Three rates, spread, stragglers, overlap, what is left if nodes fail."""
     from megatoken.audit import read_evidence
     from megatoken.audit.claim_references import aggregation_rows
     from megatoken.results.aggregation import aggregate as aggregated
@@ -52,7 +52,7 @@ def compare(
     out: Out = None,
     json_only: Json = False,
 ) -> int:
-    """Put results side by side, per accelerator, node and rack, and say which ratios compare like with like."""
+    """Put results side by side. Per accelerator, node and rack; says which ratios compare like with like."""
     from megatoken.audit import read_evidence
     from megatoken.audit.claim_references import comparison_entry
     from megatoken.results.comparison import compare as compared

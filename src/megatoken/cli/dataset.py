@@ -30,7 +30,7 @@ def _dataset(ctx: typer.Context) -> None:
 
 @app.command("list", cls=Command)
 def list_data_sets(folder: Folder = Path("datasets"), json_only: Json = False) -> int:
-    """List MLPerf's data sets, whether they are there and how to get them, and the workload profiles."""
+    """List MLPerf's data sets and the workload profiles. Whether they are there and how to get them."""
     from megatoken.datasets.catalog import catalog
     from megatoken.planning import load_profiles
     from megatoken.report import show_table
@@ -87,7 +87,7 @@ def check(
     folder: Folder = Path("datasets"),
     json_only: Json = False,
 ) -> int:
-    """Read a data set whole: columns, rows, order, hash, and token ids against a model's tokenizer and context."""
+    """Read a data set whole and check it. Columns, rows, order, hash; token ids against a model's."""
     from megatoken.datasets.check import check as checked
     from megatoken.datasets.check import locate
     from megatoken.datasets.tables import SUFFIXES
@@ -149,7 +149,7 @@ def convert(
     folder: Folder = Path("datasets"),
     json_only: Json = False,
 ) -> int:
-    """Convert a data set of MLPerf's to parquet, once; or draw the lengths of a workload profile as CSV."""
+    """Convert a data set to parquet, or a profile to lengths. MLPerf's, once; lengths of a workload are CSV."""
     from megatoken.planning import load_profiles
 
     profile = next((profile for profile in load_profiles() if profile.name == name), None)

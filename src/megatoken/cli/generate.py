@@ -26,7 +26,7 @@ def generate(
     stop_token_ids: Annotated[str | None, typer.Option(metavar="ID,ID...", help="Ids that end an answer.")] = None,
     precision: Precision = None,
 ) -> int:
-    """Answer the prompts of a file, or one prompt from the command line."""
+    """Answer the prompts of a file, or one from the command line."""
     from megatoken.config import load_answer_config, load_run_config
 
     if (prompt is None) == (prompts is None):

@@ -93,7 +93,7 @@ def _command(plan: "Callable[..., Plan]") -> "Callable[..., Plan]":
 
 @_command
 def capacity(rate: "Rate", common: "Common", second_run: SecondRun = None, factors: Factors = None) -> "Plan":
-    """How many requests and users a rate serves, by the usual formula and by what that hides."""
+    """How many requests and users a rate serves. By the usual formula and by what that hides."""
     from megatoken.planning import commands
 
     return commands.capacity(rate, replace(common, factors=factors or ()), second_run=second_run)
@@ -167,7 +167,7 @@ def cost(
     second_run: SecondRun = None,
     factors: Factors = None,
 ) -> "Plan":
-    """Dollars per million output tokens, per request, per user and month; what moves them."""
+    """Dollars per million output tokens, and what moves them. Per request, per user and month too."""
     from megatoken.planning import commands
 
     power = commands.PowerFlags(watts, boundary, watts_state)
@@ -191,7 +191,7 @@ def throughput(
     out: Out = None,
     json_only: Json = False,
 ) -> int:
-    """What hardware that is not here would serve, Offline: simulated in virtual time."""
+    """What hardware that is not here would serve. Offline, simulated in virtual time."""
     import numpy as np
 
     from megatoken.config import load_run_config

@@ -28,7 +28,7 @@ def report(
     csv: Annotated[bool, typer.Option("--csv", help="Print the answer as CSV.")] = False,
     json_only: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> int:
-    """Make the pages of runs, repeats and saved results anew, or ask many runs in SQL."""
+    """Make pages anew, or ask many runs in SQL. Pages of runs, repeats and saved results."""
     if sql is not None:
         if out is not None or (csv and json_only):
             raise UsageError("--query prints its answer: give at most one of --csv and --json, and no --out")

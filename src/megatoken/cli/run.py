@@ -59,7 +59,7 @@ def run(
     dry_run: DryRun = False,
     json_only: Json = False,
 ) -> int:
-    """Measure how fast this machine serves a model, under MLPerf LoadGen, and leave a folder of evidence."""
+    """Measure how fast this machine serves a model. Under MLPerf LoadGen; leaves a folder of evidence."""
     from megatoken.config import load_run_config
 
     declared = {

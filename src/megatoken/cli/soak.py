@@ -54,7 +54,7 @@ def soak(
     dry_run: DryRun = False,
     json_only: Json = False,
 ) -> int:
-    """Keep this machine or a rack under full load for hours and judge whether its rate holds."""
+    """Judge whether a rate holds for hours. Under full load, of this machine or a rack; resumable."""
     declared = {
         "model": model,
         "random-weights": random_weights or None,

@@ -36,7 +36,7 @@ def build(
     system: Annotated[str | None, typer.Option(metavar="NAME", help="Default: by the inventory.")] = None,
     json_only: Json = False,
 ) -> int:
-    """Build a submission tree; fields that nobody but you can know are listed, and marked in their files."""
+    """Build a submission tree. Fields that nobody but you can know are listed, and marked in their files."""
     from megatoken.submission import RefusedRunsError
     from megatoken.submission import build as built
 
@@ -70,7 +70,7 @@ def check(
     ] = None,
     json_only: Json = False,
 ) -> int:
-    """Decide on a submission tree by the rules of MLCommons' checker, and say what to mend."""
+    """Decide on a submission tree. By the rules of MLCommons' checker; says what to mend."""
     from megatoken.submission import check as checked
 
     result = checked(path, round=mlperf_round)

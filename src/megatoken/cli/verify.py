@@ -24,7 +24,7 @@ def verify(
     ] = None,
     json_only: Json = False,
 ) -> int:
-    """Hold the log of a compliance test's run against what MLPerf asks, and more; write the file a submission needs."""
+    """Hold the log of a compliance test against the rules. And more; writes the file that a submission needs."""
     from megatoken.accuracy.verify import verify as verified
 
     result, file = verified(test, path, model=model, end_tokens=end_tokens)

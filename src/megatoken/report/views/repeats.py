@@ -102,5 +102,4 @@ def _names_in_the_mean(document: Document) -> list[str]:
 
 
 def _label(key: str) -> tuple[str, str]:
-    name, unit = label(key)
-    return ("Output", unit) if key == RATE else (name, unit)
+    return ("Samples", "samples/s") if key == "samples_per_second" else label(key)
