@@ -186,7 +186,7 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     if on_gpu and config.cuda_graphs:
         decodes, rows = GRAPH_DECODES[-1] + GRAPH_CHUNKS, GRAPH_DECODES[-1] + GRAPH_PROMPT_ROWS[-1]
         graph_step, _ = _gpu_step_bytes(model, config, page_size, rows, decodes, max_length)
-        process += GRAPH_BYTES + graph_step
+        process += GRAPH_BYTES + 2 * graph_step  # each is run once before it is recorded, in memory of its own
 
     if config.memory_bytes is not None:
         available = min(available, config.memory_bytes)

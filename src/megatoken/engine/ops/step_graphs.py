@@ -24,7 +24,7 @@ from megatoken.engine.ops import cuda
 SHORTEST_TOKENS = 256
 """The first of the lengths that there are graphs for."""
 MOST_GRAPHS = 64
-"""Kept at a time; the first recorded makes room."""
+"""Kept at a time; the one that was not used for longest makes room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,12 @@ class StepGraphs:
     def run(self, arrays: StepArrays) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [S, V], greedy ids [S] and slots [S], valid until the next step runs."""
         shape, samples = self._shape(arrays), arrays.samples
-        recorded = self._recorded.get(shape)
+        recorded = self._recorded.pop(shape, None)
         if recorded is None:
             if len(self._recorded) == MOST_GRAPHS:
                 del self._recorded[next(iter(self._recorded))]
-            recorded = self._recorded[shape] = self._record(largest_step(shape))
+            recorded = self._record(largest_step(shape))
+        self._recorded[shape] = recorded  # at the end
         recorded.indices.copy_(cuda.pack(cuda.index_parts(pad_step(arrays, shape))), non_blocking=True)
         recorded.graph.replay()
         return self._logits[:samples], self._ids[:samples], recorded.sample_slots[:samples]
