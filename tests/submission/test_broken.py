@@ -156,7 +156,7 @@ BREAKS: dict[str, Breaking] = {
     "stray file": ("P1", "not allowed: notes.txt", (T, N, T), lambda t: (t.run() / "notes.txt").write_text("x")),
     "invalid": ("P2", "INVALID", (T, F, T), lambda t: logged(t.run() / DETAIL, "result_validity", "INVALID")),
     "no verdict": ("P2", "no verdict", (T, F, T), lambda t: without(t.run() / DETAIL, "result_validity")),
-    "errors": ("P3", "1 errors", (T, F, T), lambda t: erring(t.run() / DETAIL)),
+    "errors": ("P3", "1 error, ", (T, F, T), lambda t: erring(t.run() / DETAIL)),
     "no equal issue": (
         *("P4", "False", (T, F, N)),
         lambda t: logged(t.run() / DETAIL, "effective_sample_concatenate_permutation", False),
@@ -238,7 +238,7 @@ BREAKS: dict[str, Breaking] = {
     ),
     "no hash": ("A3", "none", (T, T, N), lambda t: replaced(t.accuracy() / "accuracy.txt", "hash=", "sha256: ")),
     "hash with words": ("A3", "none", (T, T, N), lambda t: replaced(t.accuracy() / "accuracy.txt", "hash=", "hash= ")),
-    "errors of accuracy": ("A5", "1 errors", (T, T, N), lambda t: erring(t.accuracy() / DETAIL)),
+    "errors of accuracy": ("A5", "1 error, ", (T, T, N), lambda t: erring(t.accuracy() / DETAIL)),
     "part of the data set": (
         *("A6", "12 rows", (F, T, N)),
         lambda t: logged(t.accuracy() / DETAIL, "effective_accuracy_sample_count", 12),

@@ -347,7 +347,7 @@ def test_seeds_of_another_round(originals: Make, tmp_path: Path, role: str) -> N
 def test_errors_that_loadgen_overlooks(originals: Make, tmp_path: Path) -> None:
     run = originals("server", repeat_conf=True)
     [line] = refusals([run, originals("server", "accuracy"), originals("server", "compliance")], tmp_path / "tree")
-    assert "LoadGen logged 1 errors, the first: Multiple conf files are used" in line
+    assert "LoadGen logged 1 error, the first: Multiple conf files are used" in line
 
 
 def test_limits_of_another_scenario(copies: Make, originals: Make, tmp_path: Path) -> None:
