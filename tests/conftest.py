@@ -26,6 +26,7 @@ TOGETHER = ("rack", "reference_model", "submission")
 """Folders whose tests share what takes long to make: a cluster, a trained model, submissions."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With ``--dist loadgroup`` one worker runs all tests of such a folder, and begins with them."""
     folders = {item: item.path.relative_to(Path(__file__).parent).parts[0] for item in items}
