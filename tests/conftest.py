@@ -22,15 +22,12 @@ if "gpu" not in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ:  # workers
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
 
-TOGETHER = ("rack", "reference_model", "submission")
-"""Folders whose tests share what takes long to make: a cluster, a trained model, submissions."""
+LONGEST = ("rack", "harness", "submission", "reference_model")
+"""Folders whose files take longest."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``--dist loadgroup`` one worker runs all tests of such a folder, and begins with them."""
+    """The longest files first: with ``--dist loadfile`` a worker takes whole files, and none should end alone."""
     folders = {item: item.path.relative_to(Path(__file__).parent).parts[0] for item in items}
-    items.sort(key=lambda item: folders[item] not in TOGETHER)
-    for item in items:
-        if folders[item] in TOGETHER:
-            item.add_marker(pytest.mark.xdist_group(folders[item]))
+    items.sort(key=lambda item: LONGEST.index(folders[item]) if folders[item] in LONGEST else len(LONGEST))
