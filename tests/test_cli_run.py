@@ -152,15 +152,11 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_of_a_thing_is_no_plural(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_one_of_a_thing_is_no_plural(tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.csv"
     lengths.write_text("input_tokens,output_tokens\n5,2\n")
     sizes = ("--engine.max_sequences", 1, "--engine.max_rows", 1, "--engine.cache_tokens", 32)
-    code, stdout, err = call_here(
-        monkeypatch, capsys, "run", "--dry-run", "--model", "tiny", "--lengths", lengths, *sizes
-    )
+    code, stdout, err = call_here("run", "--dry-run", "--model", "tiny", "--lengths", lengths, *sizes)
     assert (code, err) == (0, "")
     for words in ("data set lengths.csv: 1 row,", "in 1 page of 32", "steps of 1 row\n", "1 sequence at a time"):
         assert words in stdout

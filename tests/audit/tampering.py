@@ -260,7 +260,7 @@ TAMPERINGS = [
     ),
     Tampering(
         "mean below what percentiles allow",
-        whole("result_mean_latency_ns", "Mean latency (ns)", 0.5),
+        whole("result_mean_latency_ns", "Mean latency (ns)", 0.1),
         "result.latencies",
     ),
     # settings
