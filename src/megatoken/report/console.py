@@ -23,12 +23,12 @@ from megatoken.report.blocks import (
 from megatoken.report.blocks import Verdict as VerdictBlock
 from megatoken.report.documents import Document, checked
 from megatoken.report.metrics import (
-    MEANING,
     PERCENTILES,
     UNRELIABLE_NOTE,
     MetricRow,
     has_unreliable,
     loadgens_word,
+    meaning,
     metric_rows,
 )
 from megatoken.report.views import document_view
@@ -101,7 +101,7 @@ def lines(run: Run, *, starred: bool) -> Iterator[Text]:
 
     if starred:
         yield Text(UNRELIABLE_NOTE, style="dim")
-    yield Text.assemble((run.verdict, STYLES.get(run.verdict, "bold yellow")), f": {MEANING[run.verdict]}")
+    yield Text.assemble((run.verdict, STYLES.get(run.verdict, "bold yellow")), f": {meaning(run)}")
     if word := loadgens_word(run):
         yield Text(word)
     for reason in run.reasons:
