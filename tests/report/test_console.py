@@ -80,7 +80,8 @@ def test_an_invalid_run_says_what_is_wrong_with_it_and_nothing_else(make_run, co
 
 
 def test_an_unsteady_soak_is_not_called_a_broken_rule(make_run):
-    soak = {"duration_seconds": 9.0, "segments": [], "interruptions": []}
+    soak = {"duration_seconds": 9.0, "segments": [{"begins_seconds": 0.0, "started_at": "2026-11-20T09:12:33Z"}]}
+    soak["interruptions"] = []
     path = make_run("INVALID", reasons=[{"code": "DRIFT", "message": "m"}], soak=soak)
     assert "INVALID: its rate is not shown to be steady\n" in shown(path, 80)
 
@@ -210,6 +211,19 @@ def test_long_tables_end_with_how_many_rows_more_the_page_has():
     console = Console(file=io.StringIO(), width=140)
     show(document, console)
     assert "14 more rows: see the page or the JSON document." in console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 70, 80, 100])
+def test_names_are_not_broken_in_mid_word(width):
+    names = ("5.1-0026:llama2-70b-99:Offline", "5.1-0008:llama2-70b-99:Offline")
+    columns = (Column("Name"), Column("Source"), Column("Precision"), Column("Rate", "tokens/s", numeric=True))
+    rows = tuple((name, "MLPerf Inference v5.1, line 42", "fp4", "13,015.4") for name in names)
+    console = Console(file=io.StringIO(), width=width)
+    show_table(Table("t", columns, rows), console)
+    text = console.file.getvalue()
+    assert all(name in text for name in names)
+    assert max(map(len, text.splitlines())) <= width
+    assert ("──" in text) == (width > 60)
 
 
 def test_a_table_wider_than_the_terminal_becomes_records():
