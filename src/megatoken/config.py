@@ -104,7 +104,7 @@ class RunConfig(_Section):
     )
     random_weights: bool = Field(default=False, description="take only the shape from the model, not its weights")
     seed: Seed = Field(default=0, description="seed of random weights and random prompts")
-    precision: Precision = Field(default="bf16", description="number format of the weights")
+    precision: Precision = Field(default="bf16", description="number format of the weights; fp4: of simulated GPUs")
     scenario: Literal["offline", "server", "interactive", "singlestream"] = Field(
         default="offline", description="how load arrives"
     )
@@ -353,7 +353,14 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
     if config.rack.cluster is None:
         for key in ("rack.count", "rack.replicas", "rack.simulated_gpu"):
             refuse(key, "only a rack has it; give --rack auto")
-    if config.rack.simulated_gpu is not None:
+    if config.rack.simulated_gpu is None:
+        if config.precision == "fp4":
+            place = settings["precision"].place
+            label = "" if place.startswith("--") else " precision:"
+            raise ConfigError(
+                f"{place}:{label} must be 'fp32', 'bf16' or 'fp8', got 'fp4'; simulated GPUs alone have it"
+            )
+    else:
         for key in ("rules", "rack.replicas", "text"):
             refuse(key, "not together with rack.simulated_gpu: nothing is computed")
         if config.mode == "accuracy":

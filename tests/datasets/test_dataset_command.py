@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from mlperf_files import TEXTS, make_tokenizer, write_405b, write_cnn, write_openorca
 
@@ -207,3 +209,22 @@ def test_a_profile_becomes_a_file_that_a_run_takes(run: Any, tmp_path: Path) -> 
     checked = json.loads(run("check", path, "--json")[1])
     assert checked["rows"] == 50
     assert "assumed" in path.read_text().splitlines()[0]
+    assert run("convert", "agent", "--rows", 5, "--out", path)[0] == 0  # its own file is replaced
+
+
+@pytest.mark.parametrize("content", ["input_tokens,output_tokens\n9,4\n", "", "# Workload\n"])
+def test_what_convert_did_not_write_is_not_replaced(content: str, run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(content)
+    told = "mine.csv: is there and holds no lengths of a workload profile; move it away, or name another with --out"
+    assert told in refusal(run("convert", "rag", "--out", path))
+    assert path.read_text() == content
+
+    source = write_openorca(tmp_path / "o.pkl", make_tokenizer(tmp_path / "t"))
+    told = "mine.csv: is there and is no converted data set; move it away, or name another with --out"
+    assert told in refusal(run("convert", source, "--out", path))
+    assert path.read_text() == content
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "o.parquet")
+    assert "o.parquet: is there and is no converted data set" in refusal(run("convert", source))
+    (tmp_path / "o.parquet").unlink()
+    assert run("convert", source)[0] == run("convert", source)[0] == 0

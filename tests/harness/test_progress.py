@@ -21,15 +21,17 @@ def test_off_a_terminal_a_line_now_and_then(
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     live = Progress()
     live.stage("loading")
-    for _ in range(12):
+    for _ in range(15):
         live.running(20.0, 60.0, 0.25, 4321.0, COUNTERS)
         now += 1.0
+    live.running(61.0, None, 1.0, 4321.0, COUNTERS)
     live.clear()
     live.note("note: this stays")
     line = "20 s, 60 s left  25%  4,321 tokens/s  1,234 in flight  2,000 of 2,008 pages"
+    drain = "61 s, draining  4,321 tokens/s  1,234 in flight  2,000 of 2,008 pages"
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines() == ["loading", line, line, line, "note: this stays"]
+    assert err.splitlines() == ["loading", line, line, line, drain, "note: this stays"]
 
 
 def test_quiet_says_nothing_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

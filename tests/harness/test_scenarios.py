@@ -116,7 +116,7 @@ def test_the_headline_is_loadgens_rate_and_the_drain_has_a_name_of_its_own(tmp_p
     assert result["samples_per_second"] == pytest.approx(result["loadgen_samples_per_second"], rel=0.03)
     assert result["whole_run_output_tokens_per_second"] < 0.8 * result["output_tokens_per_second"]
     shown = {row.label: row.value for row in metric_rows(finished)}
-    assert shown["Output, with the drain"] == number(result["whole_run_output_tokens_per_second"])
+    assert shown["Output rate with drain"] == number(result["whole_run_output_tokens_per_second"])
 
 
 @pytest.mark.parametrize("scenario", ["server", "interactive", "singlestream", "offline"])

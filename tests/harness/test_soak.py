@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -124,6 +125,27 @@ def test_a_soak_says_so_when_other_work_takes_the_cores(tmp_path: Path, load: li
     result = json.loads(out)
     assert result["core_wait_share"] > CORE_WAIT_SHARE, err
     assert result["notes"][-1].startswith("a busy machine")
+
+
+def test_the_headline_is_the_rate_under_load_and_the_live_line_says_that_it_drains(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, load: list[object]
+) -> None:
+    monkeypatch.setattr("megatoken.harness.progress.PLAIN_PERIOD_SECONDS", 0.0)
+    _, out, err = call_here("soak", "--duration", "2s", *load, "--out", tmp_path)
+    path = only_run(tmp_path)
+    run = read_run(path)
+    until = next(row for row in run.series.to_pylist() if row["elapsed_seconds"] >= 2.0)
+    result = run.result
+    assert result["rated_seconds"] == 2.0 < result["duration_seconds"] + 1
+    assert 0 < result["output_tokens_per_second"] * 2.0 <= until["output_tokens"]
+    assert re.search(r"(?m)^Output rate under load +tokens/s ", out), out
+    assert re.search(r"(?m)^Time under load +s +2\.00$", out), out
+    assert re.search(r"(?m)^Duration with drain +s ", out), out
+    assert "rated over 2.00 s under load" in (path / "report.html").read_text()
+    *under_load, last = [line for line in err.splitlines() if "in flight" in line]
+    assert re.search(r"s, draining  [\d,]+ tokens/s", last), err
+    assert under_load, err
+    assert "left  " in under_load[0], err
 
 
 def reached(out: Path, seconds: float, process: "subprocess.Popen[str]") -> Path:

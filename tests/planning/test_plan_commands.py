@@ -1,5 +1,7 @@
 """What is typed after ``megatoken plan``: run folders and numbers, and what they may not be together."""
 
+import json
+
 import pytest
 
 from megatoken.errors import UsageError
@@ -32,8 +34,24 @@ def test_a_rate_of_simulated_gpus_is_an_estimate(make_run):
     plan = capacity(Rate(run=make_run(simulated_gpu="GB300").path), Common())
     assert plan.title.endswith("(estimate)")
     states = {one.name: one.state for one in (*plan.inputs, *plan.results)}
+    assert "Nobody says how many accelerators" in "".join(plan.notes)  # a folder without the nodes
     of_the_run = ("rate", "service_level_kept", "tpot_mean_seconds", "Peak rate", "Goodput")
     assert [states[name] for name in of_the_run] == ["estimate"] * len(of_the_run)
+
+
+def test_the_gpus_of_a_simulated_rack_are_counted(make_run):
+    run = make_run(simulated_gpu="GB300")
+    machine = {"gpus": [], "cpu": {"model": "m"}, "memory": {}}
+    nodes = [{"node": f"node-{number}", "replicas": 2, "gpus": 0, "machine": machine} for number in (1, 2)]
+    result = {**run.result, "rack_nodes": nodes, "target": {"tensor_parallel": 2}}
+    (run.path / "result.json").write_text(json.dumps(result))
+    plan = capacity(Rate(run=run.path), Common())
+    assert "8 accelerators" in plan.title
+    assert not any("accelerator" in note for note in plan.notes)
+    with pytest.raises(UsageError, match="the run used 8 accelerators, not 4"):
+        capacity(Rate(run=run.path, accelerators=4), Common())
+    watts = {one.name: one.value for one in cost(Rate(run=run.path), Common(), PowerFlags()).inputs}
+    assert watts
 
 
 def test_a_run_on_a_cpu(make_run):

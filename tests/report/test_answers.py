@@ -20,14 +20,20 @@ ANSWER = pa.table(
 )
 
 
-def test_an_answer_is_shown_with_units_and_numbers_to_the_right():
+def test_an_answer_is_shown_under_the_names_of_the_query_and_numbers_to_the_right():
     console = Console(file=io.StringIO(), width=100)
     show_table(answer_table(ANSWER), console)
     lines = console.file.getvalue().splitlines()
-    assert lines[0].split() == ["Output"]
-    assert lines[1].split() == ["run", "tokens/s", "total", "deep"]
-    assert lines[3].split() == ["a,b", "1,100,948.3", "3", "X:", "1,", "2"]
-    assert lines[4].split() == ['c"d', "-", "2.5", "-"]
+    assert lines[0].split() == ["run", "output_tokens_per_second", "total", "deep"]
+    assert lines[2].split() == ["a,b", "1,100,948.3", "3", "X:", "1,", "2"]
+    assert lines[3].split() == ['c"d', "-", "2.5", "-"]
+
+
+def test_no_unit_stands_behind_a_whole_struct():
+    answer = pa.table({"ttft_seconds": [{"p50_seconds": 0.5}], "output_tokens_per_second": [[1.5, 2.5]]})
+    console = Console(file=io.StringIO(), width=30)
+    show_table(answer_table(answer), console)
+    assert console.file.getvalue() == "P50: 0.5 s\n  output_tokens_per_second: 1.5, 2.5\n"
 
 
 def test_an_answer_survives_csv_and_json():

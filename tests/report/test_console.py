@@ -4,6 +4,7 @@ import io
 import re
 
 import pytest
+import yaml
 from report_documents import DETAIL, DOCUMENTS, aggregate_document
 from rich.console import Console
 
@@ -11,7 +12,7 @@ from megatoken.report import show, show_table
 from megatoken.report.blocks import Column, Table
 from megatoken.report.documents import checked
 from megatoken.report.page import page
-from megatoken.report.views import document_view
+from megatoken.report.views import document_view, run_view
 from megatoken.report.words import sentence
 from megatoken.results import read_run
 
@@ -30,7 +31,7 @@ def test_one_table_then_verdict_rules_and_folder(make_run, unmet):
     assert text.count("Metric") == 1
     assert max(map(len, lines[: lines.index("MLPerf rules not met:")])) <= 80
     table = {line[:25].strip(): line[25:].split() for line in reversed(lines)}
-    assert table["Output tokens"] == ["tokens/s", "105"]  # 80 x 26 in 19.829 s
+    assert table["Output rate"] == ["tokens/s", "105"]  # 80 x 26 in 19.829 s
     assert table["Time per output token"] == ["ms", "21.6", "22.8", "23.0*", "23.1*"]
     assert table["First token since query"][0] == "s"
     assert table["Peak memory"] == ["MiB", "300"]
@@ -58,10 +59,40 @@ def test_a_doubt_about_the_measurement_is_no_rule_of_mlperf(make_run, unmet):
 
 def test_reasons_follow_the_verdict(make_run):
     text = shown(make_run("INVALID", reasons=[{"code": "SEEDS", "message": "seeds [1] are not those of v5.1"}]), 80)
-    assert (
-        "INVALID: a sample failed, answers or a soak fall short, or an MLPerf rule that it claims is not met\n" in text
-    )
+    assert "INVALID: an MLPerf rule that it claims is not met\n" in text
     assert "met\n  SEEDS seeds [1] are not those of v5.1\n" in text
+
+
+@pytest.mark.parametrize(
+    ("codes", "said"),
+    [
+        (["COMPLIANCE"], "its compliance test is not passed"),
+        (["NO_VALID_RATE"], "its search found no valid rate"),
+        (["ACCURACY", "ACCURACY"], "its answers are not accurate enough"),
+        (["FAILED_SAMPLES", "SEEDS"], "samples failed; an MLPerf rule that it claims is not met"),
+        ([], "something that it had to meet is not met"),
+    ],
+)
+def test_an_invalid_run_says_what_is_wrong_with_it_and_nothing_else(make_run, codes, said):
+    path = make_run("INVALID", reasons=[{"code": code, "message": "m"} for code in codes])
+    assert f"INVALID: {said}\n" in shown(path, 80)
+    assert f"{said}<" in page(run_view(read_run(path)))
+
+
+def test_an_unsteady_soak_is_not_called_a_broken_rule(make_run):
+    soak = {"duration_seconds": 9.0, "segments": [{"begins_seconds": 0.0, "started_at": "2026-11-20T09:12:33Z"}]}
+    soak["interruptions"] = []
+    path = make_run("INVALID", reasons=[{"code": "DRIFT", "message": "m"}], soak=soak)
+    assert "INVALID: its rate is not shown to be steady\n" in shown(path, 80)
+
+
+def test_a_simulated_run_says_so_beside_its_verdict(make_run):
+    path = make_run()
+    config = yaml.safe_load((path / "config.yaml").read_text())
+    (path / "config.yaml").write_text(yaml.safe_dump({**config, "rack": {"simulated_gpu": "H200"}}))
+    said = "simulated H200, its rates and times are a cost model's; a healthy run that claims no MLPerf rules"
+    assert f"MEASURED: {said}\n" in shown(path, 80)
+    assert "simulated H200, its rates and times are a cost model" in page(run_view(read_run(path)))
 
 
 @pytest.mark.parametrize("width", [30, 45, 60, 79])
@@ -86,7 +117,7 @@ def test_no_colour_unless_on_a_terminal(make_run):
 
 def test_a_run_that_did_nothing_still_prints(make_run):
     text = shown(make_run("INTERRUPTED", samples=0, reasons=[{"code": "", "message": "stopped by Ctrl-C"}]), 80)
-    assert re.search(r"(?m)^Output tokens +tokens/s +-", text)
+    assert re.search(r"(?m)^Output rate +tokens/s +-", text)
     assert "  INTERRUPTED stopped by Ctrl-C" in text
 
 
@@ -180,6 +211,19 @@ def test_long_tables_end_with_how_many_rows_more_the_page_has():
     console = Console(file=io.StringIO(), width=140)
     show(document, console)
     assert "14 more rows: see the page or the JSON document." in console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 70, 80, 100])
+def test_names_are_not_broken_in_mid_word(width):
+    names = ("5.1-0026:llama2-70b-99:Offline", "5.1-0008:llama2-70b-99:Offline")
+    columns = (Column("Name"), Column("Source"), Column("Precision"), Column("Rate", "tokens/s", numeric=True))
+    rows = tuple((name, "MLPerf Inference v5.1, line 42", "fp4", "13,015.4") for name in names)
+    console = Console(file=io.StringIO(), width=width)
+    show_table(Table("t", columns, rows), console)
+    text = console.file.getvalue()
+    assert all(name in text for name in names)
+    assert max(map(len, text.splitlines())) <= width
+    assert ("──" in text) == (width > 60)
 
 
 def test_a_table_wider_than_the_terminal_becomes_records():

@@ -1,11 +1,17 @@
 """Pages on repeats together, and on folders of runs."""
 
+from dataclasses import replace
+
 import pytest
 from pages import parsed, table_rows, words
 
 from megatoken.errors import UsageError
 from megatoken.report import read_subject, write_report, write_reports
-from megatoken.results.files import to_json, write_text
+from megatoken.report.documents import checked
+from megatoken.report.page import page
+from megatoken.report.views import document_view
+from megatoken.results import Verdict
+from megatoken.results.files import plain, to_json, write_text
 from megatoken.results.repeats import REPEATS, summarise_repeats
 from run_folders import run_folder
 
@@ -37,12 +43,29 @@ def test_a_folder_of_repeats_has_a_page_on_all_and_one_on_each(runs, tmp_path):
         assert told in text
     assert table_rows(root, "What each run had")["002"] == ["MEASURED", "9.167", "0.8333", "1.5"]
     units = {name: cells[0] for name, cells in table_rows(root, "Mean of the runs").items() if cells}
-    assert units == {"Output": "tokens/s", "Samples": "samples/s"}
+    assert units == {"Output rate": "tokens/s", "Sample rate": "samples/s"}
     assert write_report(folder) == pages[-1]
     # The footer tells the second at which a page was written.
     written_once_more = write_report(folder, tmp_path / "page.html").read_text()
     assert written_once_more.split("<footer>")[0] == pages[-1].read_text().split("<footer>")[0]
     assert read_subject(folder).values["runs_wanted"] == 5
+
+
+def test_reasons_and_simulated_gpus_of_repeats_are_told(runs, tmp_path):
+    run = runs[1]
+    reason = {"code": "FAILED_SAMPLES", "message": "1 of 10 samples failed"}
+    invalid = replace(run, verdict=Verdict.INVALID, reasons=[reason])
+    document = summarise_repeats([runs[0], invalid, runs[2]], 3)
+    assert document["reasons"] == [{"run": "002", **reason}]
+    text = words(parsed(page(document_view(checked(plain(document))))))
+    assert "INVALID the worst of 3 runs: something that it had to meet is not met" in text
+    assert "FAILED_SAMPLES 002: 1 of 10 samples failed" in text
+    assert "simulated H200" not in text
+
+    for one in runs:
+        one.config["rack"] = {"simulated_gpu": "H200"}
+    text = words(parsed(page(document_view(checked(plain(summarise_repeats(runs, 3)))))))
+    assert "MEASURED simulated H200, its rates and times are a cost model's; the worst of 3 runs" in text
 
 
 def test_runs_of_one_setting_are_repeats_without_being_told(runs, tmp_path):

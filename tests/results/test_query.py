@@ -144,9 +144,9 @@ def test_nothing_but_the_three_tables_can_be_reached_or_changed(runs, tmp_path, 
 @pytest.mark.parametrize(
     ("sql", "complaint"),
     [
-        ("", "query: 0 statements or no SELECT; ask one SELECT of requests, runs, series"),
-        ("-- nothing", "query: 0 statements"),
-        ("select 1; select 2", "query: 2 statements"),
+        ("", "query: is empty; ask one SELECT of requests, runs, series"),
+        ("-- nothing", "query: is empty;"),
+        ("select 1; select 2", "query: holds 2 statements; ask one SELECT"),
         ("selec 1", 'query: Parser Error: syntax error at or near "selec"'),
         ("select * from nope", "Table with name nope does not exist!; the tables are requests, runs, series"),
         ("select verdit from runs", 'Referenced column "verdit" not found'),

@@ -92,6 +92,26 @@ def test_what_arrives_by_itself_is_rated_to_the_completion_of_the_sample_issued_
         assert result["output_tokens_per_second"] == result["whole_run_output_tokens_per_second"]
 
 
+def test_a_soak_is_rated_under_load_and_not_over_its_drain():
+    rows = [
+        row(0, 1.0, 9.0, 900, scheduled_seconds=0.0),
+        row(1, 2.0, 26.0, 300, scheduled_seconds=0.0),
+        row(2, 11.0, 26.0, 50, scheduled_seconds=9.0),
+    ]
+    kept = seen((5.0, 0, 500), (9.5, 0, 950), (10.5, 0, 1050), (26.0, 0, 1250))
+    result = summarise(requests(*rows), kept, scenario="soak", load_seconds=10.0)
+    assert (result["rated_seconds"], result["duration_seconds"]) == (10.0, 26.0)
+    assert result["output_tokens_per_second"] == 1000 / 10
+    assert result["processed_tokens_per_second"] == pytest.approx((1000 + 20) / 10)  # the third prompt is read later
+    assert result["samples_per_second"] == 1 / 10
+    assert result["whole_run_output_tokens_per_second"] == 1250 / 26
+
+    cut_off = summarise(requests(rows[0]), seen((5.0, 0, 500)), scenario="soak", finished=False, load_seconds=10.0)
+    assert (cut_off["rated_seconds"], cut_off["output_tokens_per_second"]) == (5.0, 100.0)
+    nothing = summarise(requests(), seen((5.0, 0, 500)), scenario="soak", finished=False, load_seconds=10.0)
+    assert nothing["output_tokens_per_second"] is None
+
+
 def test_nothing_done_is_null_and_never_a_division():
     for rows in ((), (row(0, None, None, 0, finish_reason=None, error="x"),)):
         result = json.loads(to_json(summarise(requests(*rows), series(), scenario="offline")))

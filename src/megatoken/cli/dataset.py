@@ -154,10 +154,11 @@ def convert(
 
     profile = next((profile for profile in load_profiles() if profile.name == name), None)
     if profile is not None:
-        from megatoken.datasets.profiles import profile_csv
+        from megatoken.datasets.profiles import check_replaceable, profile_csv
         from megatoken.results.files import write_text
 
         target = out or Path(f"{name}.csv")
+        check_replaceable(target)
         write_text(target, profile_csv(profile, rows, seed))
         _print({"file": str(target), "profile": name, "rows": rows, "seed": seed}, json_only)
         return ExitCode.OK

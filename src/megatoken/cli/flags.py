@@ -20,7 +20,7 @@ FLAGS = "megatoken.flags"  # where a context keeps the flags that are keys of th
 ConfigFile = Annotated[Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; flags win.")]
 Model = Annotated[str | None, typer.Option(metavar="DIR|SHAPE", help="Default: the model that ships.")]
 RandomWeights = Annotated[bool, typer.Option("--random-weights", help="Take only DIR's shape.")]
-Precision = Annotated[str | None, typer.Option(metavar="fp32|bf16|fp8")]
+Precision = Annotated[str | None, typer.Option(metavar="fp32|bf16|fp8|fp4")]
 Prompts = Annotated[str | None, typer.Option(metavar="FILE", help="Prompts: JSON lines or OpenOrca pickle.")]
 Lengths = Annotated[str | None, typer.Option(metavar="FILE", help="CSV of token lengths.")]
 Rack = Annotated[

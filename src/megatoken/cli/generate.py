@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatoken.cli.flags import FLAGS, Model, Precision
+from megatoken.cli.flags import FLAGS, Model
 from megatoken.cli.streams import standard_output
 from megatoken.errors import ExitCode, UsageError
 
@@ -24,7 +24,7 @@ def generate(
     top_p: Annotated[str | None, typer.Option(metavar="P", help="Draw from the likeliest of this share.")] = None,
     seed: Annotated[str | None, typer.Option(metavar="N", help="Seed of the draws.")] = None,
     stop_token_ids: Annotated[str | None, typer.Option(metavar="ID,ID...", help="Ids that end an answer.")] = None,
-    precision: Precision = None,
+    precision: Annotated[str | None, typer.Option(metavar="fp32|bf16|fp8")] = None,
 ) -> int:
     """Answer the prompts of a file, or one from the command line."""
     from megatoken.config import load_answer_config, load_run_config

@@ -199,8 +199,8 @@ def throughput(
     from megatoken.planning.rack_simulation import Rack
     from megatoken.planning.throughput_plan import plan_throughput, scaled_answers
 
-    config = load_run_config(None, {"precision": precision, **ctx.meta[FLAGS]}).engine_config()
-    rack = Rack.of(model, config, gpu, nodes=nodes, gpus_per_node=gpus_per_node)
+    config = load_run_config(None, {"precision": precision, "rack.simulated_gpu": gpu, **ctx.meta[FLAGS]}, rack="auto")
+    rack = Rack.of(model, config.engine_config(), gpu, nodes=nodes, gpus_per_node=gpus_per_node)
     simulation = rack.simulation()
     table = load_lengths(
         lengths, vocabulary_size=simulation.model.vocabulary_size, max_length=simulation.memory.max_length

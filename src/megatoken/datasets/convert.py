@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megatoken.datasets.catalog import Role
-from megatoken.datasets.parquet import TEXTS, write_parquet
+from megatoken.datasets.parquet import TEXTS, check_replaceable, write_parquet
 from megatoken.datasets.tables import read_table
 from megatoken.errors import DatasetError
 
@@ -31,10 +31,12 @@ def convert(source: Path, target: Path) -> Converted:
 
     Raises:
         DatasetError: ``source`` is none of MLPerf's data sets, is damaged, or its rows are not labelled in order.
+        UsageError: ``target`` is there and was not written by this function.
         StorageError: ``target`` cannot be written.
     """
     if source.suffix.lower() == ".parquet":
         raise DatasetError(f"{source}: is converted already; check it with megatoken dataset check")
+    check_replaceable(target)
     roles: tuple[Role, ...] = ("tokens", "token_count", *TEXTS)
     table = read_table(source, roles)
     token_lists = []

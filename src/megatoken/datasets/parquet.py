@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.datasets.catalog import Algorithm, MlperfDataSet, Role, Sums, catalog, missing
-from megatoken.errors import DatasetError
+from megatoken.errors import DatasetError, UsageError
 from megatoken.input_files import open_input
 from megatoken.results.files import write_atomically
 
@@ -55,6 +55,25 @@ def write_parquet(
     table = table.replace_schema_metadata({_key(name): value for name, value in zip(_FACTS, values, strict=True)})
     write_atomically(path, partial(pq.write_table, table, compression="zstd"))
     return content
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuses a place where a file is that ``write_parquet`` did not write.
+
+    Raises:
+        UsageError: names it.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        return
+    try:
+        ours = _key("format").encode() in (pq.read_schema(path).metadata or {})
+    except (OSError, ValueError, pa.ArrowException):
+        ours = False
+    if not ours:
+        raise UsageError(f"{path}: is there and is no converted data set; move it away, or name another with --out")
 
 
 def read_parquet(path: Path, roles: Collection[Role]) -> tuple[MlperfDataSet, dict[Role, Sequence[object]], Sums]:

@@ -9,16 +9,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatoken.errors import UsageError
+from megatoken.results.files import storage_error
+
 if TYPE_CHECKING:
     from megatoken.planning.workloads import Profile
 
+HEAD = "# Workload profile "  # of every file written here
 OUTPUT_GAMMA_SHAPE = 2.54
 INPUT_LOG_NORMAL_SIGMA = 0.75
 LARGEST_FACTOR = 8.0  # of a mean; 1 in 1,000 prompts would be longer, and next to no answer
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuses a place where a file is that holds no lengths of a profile.
+
+    Raises:
+        UsageError: names it.
+    """
+    if not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            ours = file.read(len(HEAD)) == HEAD.encode()
+    except OSError as error:
+        raise storage_error(path, error) from error
+    if not ours:
+        raise UsageError(
+            f"{path}: is there and holds no lengths of a workload profile; move it away, or name another with --out"
+        )
 
 
 def profile_csv(profile: Profile, rows: int, seed: int) -> str:
@@ -28,14 +52,14 @@ def profile_csv(profile: Profile, rows: int, seed: int) -> str:
     prompts and answers of all turns before it.
     """
     comment = (
-        f"Workload profile {profile.name} ({profile.title}), turns {profile.turns}, means of a turn "
+        f"{profile.name} ({profile.title}), turns {profile.turns}, means of a turn "
         f"{profile.input_tokens + profile.context_tokens:,} new tokens in and {profile.output_tokens:,} out "
         f"({profile.state}: {profile.source}). Prompts drawn log-normal (sigma {INPUT_LOG_NORMAL_SIGMA}, assumed), "
         f"answers gamma (shape {OUTPUT_GAMMA_SHAPE}, measured on llama2-70b). Seed {seed}."
     )
     lengths = islice(_lengths(profile, np.random.Generator(np.random.Philox(seed))), rows)
     lines = [f"{prompt},{answer}" for prompt, answer in lengths]
-    return "\n".join([f"# {' '.join(comment.split())}", "input_tokens,output_tokens", *lines]) + "\n"
+    return "\n".join([f"{HEAD}{' '.join(comment.split())}", "input_tokens,output_tokens", *lines]) + "\n"
 
 
 def _lengths(profile: Profile, random: np.random.Generator) -> Iterator[tuple[int, int]]:

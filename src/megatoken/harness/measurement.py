@@ -278,11 +278,11 @@ class Measurement:
             temperature_celsius=telemetry.temperature_celsius,
         )
 
-    def _left(self, now_ns: int) -> tuple[float, float]:
-        """Seconds to go, and the share that is done."""
+    def _left(self, now_ns: int) -> tuple[float | None, float]:
+        """Seconds to go, None where a load has ended by the clock, and the share that is done."""
         if self._planned_seconds is not None:
-            left_seconds = max(0.0, self._planned_seconds - self._seconds(now_ns))
-            return left_seconds, 1 - left_seconds / self._planned_seconds
+            left_seconds = self._planned_seconds - self._seconds(now_ns)
+            return (left_seconds, 1 - left_seconds / self._planned_seconds) if left_seconds > 0 else (None, 1.0)
         if self._offline:
             done_tokens = self._noted_done_tokens
             left_seconds = (self._all_tokens - done_tokens) / self._pace if self._pace else math.inf

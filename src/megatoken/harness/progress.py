@@ -38,20 +38,27 @@ class Progress:
     def running(
         self,
         elapsed_seconds: float,
-        left_seconds: float,
+        left_seconds: float | None,
         done_share: float,
         tokens_per_second: float,
         counters: TargetCounters,
     ) -> None:
-        """Says where the run is; off a terminal only when the last line is old enough."""
+        """Says where the run is; off a terminal only when the last line is old enough.
+
+        ``left_seconds`` is infinite where nobody knows yet, None where no samples are issued any more and those under
+        way end when they end.
+        """
         now = time.monotonic()
         if not self._terminal and now < self._next:
             return
         self._next = now + PLAIN_PERIOD_SECONDS
-        left = f"{left_seconds:.0f} s" if math.isfinite(left_seconds) else "?"
+        if left_seconds is None:
+            way = "draining"
+        else:
+            way = f"{f'{left_seconds:.0f} s' if math.isfinite(left_seconds) else '?'} left  {done_share:.0%}"
         pages = f"{counters.pages - counters.pages_free:,} of {counters.pages:,} pages"
         self._write(
-            f"{elapsed_seconds:.0f} s, {left} left  {done_share:.0%}  {tokens_per_second:,.0f} tokens/s  "
+            f"{elapsed_seconds:.0f} s, {way}  {tokens_per_second:,.0f} tokens/s  "
             f"{counters.in_flight:,} in flight  {pages}"
         )
 

@@ -10,7 +10,7 @@ from megatoken.errors import UsageError
 from megatoken.planning.assumptions import LARGEST_NUMBER, Assumptions
 from megatoken.planning.figures import STATES, Input, State
 from megatoken.planning.service_level import ServiceLevel, Verdict, how_well_kept, judge_run
-from megatoken.results.machine import contentions, rate_state, run_accelerators
+from megatoken.results.machine import accelerator_name, contentions, rate_state, run_accelerators
 from megatoken.results.numerals import count_of, exact, precise
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def from_runs(
         output_tokens_per_second=rates["geometric_mean"],
         scope="system" if nodes > 1 else "node",
         accelerators=used,
-        accelerator=_accelerator_name(first) or accelerator,
+        accelerator=accelerator_name(first) or accelerator,
         input_tokens_per_output_token=mix,
         output_tokens_per_request=tokens_out / samples,
         scenario=first.result.get("scenario"),
@@ -221,11 +221,6 @@ def _run_notes(runs: Sequence[Run], whole: Sequence[Run], rates: Mapping[str, An
             f"A {result['scenario']} run's rate is the load that it was offered, as long as it keeps up; the highest"
             " that it can serve takes --find-rate."
         )
-
-
-def _accelerator_name(run: Run) -> str | None:
-    gpus = run.environment.get("gpus") or []
-    return gpus[0].get("name") if gpus and isinstance(gpus[0], dict) else None
 
 
 def check_positive(name: str, value: float) -> None:

@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from megatoken.report.blocks import Column, Table
-from megatoken.report.words import aligned, label, plain_text
+from megatoken.report.words import aligned, plain_text
 from megatoken.results.numerals import is_number
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ def answer_table(answer: pa.Table) -> Table:
     more = len(answer) - len(rows)
     return Table(
         caption="Answer",
-        columns=tuple(_head(name, numbers) for name, numbers in zip(answer.column_names, numeric, strict=True)),
+        columns=tuple(
+            Column(name, numeric=numbers) for name, numbers in zip(answer.column_names, numeric, strict=True)
+        ),
         rows=tuple(zip(*cells, strict=True)),
         note=f"{more:,} more rows; ask for fewer, or for all as CSV or JSON" if more else "",
     )
@@ -49,12 +51,6 @@ def answer_csv(answer: pa.Table) -> str:
     for row in rows:
         writer.writerow(json.dumps(value, default=str) if isinstance(value, list | dict) else value for value in row)
     return text.getvalue()
-
-
-def _head(name: str, numeric: bool) -> Column:
-    """A unit at the end of a column's name stands apart from it, so that the column need not be as wide."""
-    words, unit = label(name)
-    return Column(words if unit else name, unit, numeric=numeric)
 
 
 def _columns(answer: pa.Table) -> tuple[list[list[Any]], list[tuple[Any, ...]]]:

@@ -23,12 +23,12 @@ from megatoken.report.blocks import (
 from megatoken.report.blocks import Verdict as VerdictBlock
 from megatoken.report.documents import Document, checked
 from megatoken.report.metrics import (
-    MEANING,
     PERCENTILES,
     UNRELIABLE_NOTE,
     MetricRow,
     has_unreliable,
     loadgens_word,
+    meaning,
     metric_rows,
 )
 from megatoken.report.views import document_view
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 WIDTH_OF_FULL_TABLE = 80
 MOST_ROWS = 40
 NARROWEST_TEXT = 14
+WIDEST_NAME = 32  # of a first column: a name within it is not broken in mid-word
 TALLEST_CELL = 7  # lines
 STYLES = {Verdict.VALID: "bold green", Verdict.INVALID: "bold red", Verdict.MEASURED: "bold cyan"}
 TONES = {"good": "bold green", "bad": "bold red", "warn": "bold yellow", "plain": "bold cyan", "quiet": "bold"}
@@ -66,7 +67,7 @@ def show_table(table: Table, console: Console | None = None) -> None:
         for indent, line in _records(table, console.width):
             _print_line(line, indent, console)
     else:
-        console.print(_grid(table))
+        console.print(_grid(table, console.width))
     if table.note:
         console.print(Text(clean(table.note), style="dim"), soft_wrap=True)
 
@@ -101,7 +102,7 @@ def lines(run: Run, *, starred: bool) -> Iterator[Text]:
 
     if starred:
         yield Text(UNRELIABLE_NOTE, style="dim")
-    yield Text.assemble((run.verdict, STYLES.get(run.verdict, "bold yellow")), f": {MEANING[run.verdict]}")
+    yield Text.assemble((run.verdict, STYLES.get(run.verdict, "bold yellow")), f": {meaning(run)}")
     if word := loadgens_word(run):
         yield Text(word)
     for reason in run.reasons:
@@ -219,14 +220,16 @@ def _empty_table() -> RichTable:
     return RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
 
 
-def _grid(table: Table) -> RichTable:
+def _grid(table: Table, width: int) -> RichTable:
     grid = _empty_table()
-    for column in table.columns:
+    natural = sum(_natural_width(table, index) for index in range(len(table.columns))) + 3 * (len(table.columns) - 1)
+    for index, column in enumerate(table.columns):
         head = "\n".join(filter(None, (clean(column.name), clean(column.unit))))
         if column.numeric:
             grid.add_column(head, justify="right", no_wrap=True)
         else:
-            grid.add_column(head, overflow="fold")
+            names = _longest_name(table) if index == 0 and natural > width else 0
+            grid.add_column(head, overflow="fold", width=names if names > NARROWEST_TEXT else None)
     for row in table.rows:
         grid.add_row(*(_rich(cell) for cell in row))
     return grid
@@ -312,11 +315,23 @@ def _least_width(table: Table) -> int:
 
 
 def _column_width(table: Table, index: int) -> int:
+    column, natural = table.columns[index], _natural_width(table, index)
+    if column.numeric:
+        return natural
+    return max(min(natural, NARROWEST_TEXT), _longest_name(table) if index == 0 else 0)
+
+
+def _natural_width(table: Table, index: int) -> int:
+    """Letters of a column's longest line, its head's among them."""
     column = table.columns[index]
     longest = max((_longest_line(row[index]) for row in table.rows), default=0)
-    if column.numeric:
-        return max(longest, len(column.name), len(column.unit))
-    return max(min(longest, NARROWEST_TEXT), min(len(column.name), NARROWEST_TEXT))
+    return max(longest, len(column.name), len(column.unit))
+
+
+def _longest_name(table: Table) -> int:
+    """Letters of the longest word in the first column, as far as it is given room for names."""
+    words = (len(word) for row in table.rows for word in text_of(row[0]).split())
+    return min(max(words, default=0), WIDEST_NAME)
 
 
 def _longest_line(cell: Cell) -> int:

@@ -8,8 +8,9 @@ from typing import Any
 
 from megatoken.report.blocks import Badge
 from megatoken.results import Run, Verdict
+from megatoken.results.machine import simulated_gpu
 from megatoken.results.numerals import ABSENT, is_number, number, precise
-from megatoken.results.statistics import ARRIVING, STAGES
+from megatoken.results.statistics import ARRIVING, SOAK, STAGES
 
 PERCENTILES = ("p50", "p90", "p95", "p99")
 SCORES = {"exact_match": "Exact match", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
@@ -18,9 +19,17 @@ TONES: dict[str, str] = {Verdict.VALID: "good", Verdict.INVALID: "bad", Verdict.
 MEANING = {
     Verdict.MEASURED: "a healthy run that claims no MLPerf rules",
     Verdict.VALID: "meets the MLPerf rules it claims",
-    Verdict.INVALID: "a sample failed, answers or a soak fall short, or an MLPerf rule that it claims is not met",
+    Verdict.INVALID: "something that it had to meet is not met",
     Verdict.DEGRADED: "replicas of the rack were lost during the run, even if others took their place",
     Verdict.INTERRUPTED: "ended early; the numbers cover what was done until then",
+}
+
+
+SHORTFALLS = {
+    "FAILED_SAMPLES": "samples failed",
+    "ACCURACY": "its answers are not accurate enough",
+    "COMPLIANCE": "its compliance test is not passed",
+    "NO_VALID_RATE": "its search found no valid rate",
 }
 
 
@@ -32,6 +41,22 @@ class MetricRow:
     unit: str
     value: str = ""
     percentiles: tuple[str, ...] = ()
+
+
+def meaning(run: Run) -> str:
+    """What the verdict says of this run, first of all whether anything was measured."""
+    words = MEANING[run.verdict]
+    if run.verdict is Verdict.INVALID and run.reasons:
+        other = (
+            "its rate is not shown to be steady" if "soak" in run.result else "an MLPerf rule that it claims is not met"
+        )
+        words = "; ".join(dict.fromkeys(SHORTFALLS.get(reason["code"], other) for reason in run.reasons))
+    return f"{of_simulated(gpu)}; {words}" if (gpu := simulated_gpu(run)) else words
+
+
+def of_simulated(gpu: str) -> str:
+    """What is to be said before anything else of a run that computed nothing."""
+    return f"simulated {gpu}, its rates and times are a cost model's"
 
 
 def loadgens_word(run: Run) -> str:
@@ -49,25 +74,26 @@ def metric_rows(run: Run) -> list[MetricRow]:
     """Every metric to be shown, headline first; what is zero or unknown without being worth a word is left out."""
     result = run.result
     offline = result.get("scenario") == "offline"
-    arrives = result.get("scenario") in ARRIVING
+    arrives, soak = result.get("scenario") in ARRIVING, result.get("scenario") == SOAK
     rows = [
-        _single(result, "Output tokens", "tokens/s", "output_tokens_per_second"),
+        _single(result, "Output rate under load" if soak else "Output rate", "tokens/s", "output_tokens_per_second"),
         *(
-            [_single(result, "Output, with the drain", "tokens/s", "whole_run_output_tokens_per_second")]
-            if arrives
+            [_single(result, "Output rate with drain", "tokens/s", "whole_run_output_tokens_per_second")]
+            if arrives or soak
             else []
         ),
-        _single(result, "Output, steady window", "tokens/s", "steady_output_tokens_per_second"),
+        _single(result, "Output rate when steady", "tokens/s", "steady_output_tokens_per_second"),
         *_together(result.get("aggregate")),
-        _single(result, "Input + output tokens", "tokens/s", "processed_tokens_per_second"),
-        _single(result, "Samples", "samples/s", "samples_per_second"),
+        _single(result, "Input + output rate", "tokens/s", "processed_tokens_per_second"),
+        _single(result, "Sample rate", "samples/s", "samples_per_second"),
         _latency(result, "Time per output token", "tpot_seconds"),
         _latency(result, "First token since query" if offline else "Time to first token", "ttft_seconds"),
         _latency(result, "Last token since query" if offline else "Latency", "latency_seconds"),
         *_stages(result.get("stages")),
         *([_latency(result, "Sent after due", "send_lag_seconds")] if arrives else []),
         _single(result, "Offered", "samples/s", "offered_samples_per_second"),
-        _single(result, "Duration", "s", "duration_seconds"),
+        *([_single(result, "Time under load", "s", "rated_seconds")] if soak else []),
+        _single(result, "Duration with drain" if soak else "Duration", "s", "duration_seconds"),
         _single(result, "Samples completed", "samples", "samples_completed"),
         _single(result, "Samples failed", "samples", "samples_failed"),
         _single(result, "Samples cancelled", "samples", "samples_cancelled"),

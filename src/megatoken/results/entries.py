@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatoken.errors import UsageError
 from megatoken.results.comparison import Entry
-from megatoken.results.machine import Occupation, rate_state, run_accelerators
+from megatoken.results.machine import Occupation, accelerator_name, rate_state, run_accelerators, simulated_gpu
 from megatoken.results.numerals import precise
 from megatoken.results.reference import (
     PublishedResult,
@@ -116,7 +116,6 @@ def run_entry(runs: Sequence[Run], name: str) -> Entry:
     first, result = whole[0], whole[0].result
     rates = [float(run.result["output_tokens_per_second"]) for run in whole]
     accelerators, nodes = run_accelerators(first), len(result.get("nodes", [])) or 1
-    gpus = first.environment.get("gpus") or [{}]
     samples = sum(run.result["samples_completed"] for run in whole)
     return Entry(
         name=name,
@@ -126,7 +125,7 @@ def run_entry(runs: Sequence[Run], name: str) -> Entry:
         scenario=result.get("scenario"),
         model=result.get("model"),
         precision=result.get("precision"),
-        accelerator=gpus[0].get("name") if accelerators else None,
+        accelerator=accelerator_name(first) if accelerators else None,
         accelerators=accelerators,
         nodes=nodes,
         verdict=worst_verdict(whole),
@@ -152,8 +151,8 @@ def _run_notes(runs: Sequence[Run], whole: Sequence[Run]) -> Iterator[str]:
     if left_out:
         yield f"without {', '.join(left_out)}, which did not come to an end"
     result = whole[0].result
-    if rate_state(whole[0]) == "estimate":
-        yield f"simulated {whole[0].config['rack']['simulated_gpu']}: its rate is a cost model's, not a measurement"
+    if gpu := simulated_gpu(whole[0]):
+        yield f"simulated {gpu}: its rate is a cost model's, not a measurement"
     if result.get("scenario") in ("server", "interactive") and "rate_search" not in result:
         yield (
             f"a {result['scenario']} run's rate is the load that it was offered, as long as it keeps up; the highest"

@@ -72,27 +72,43 @@ def unix_seconds(text: Any) -> float | None:
     return moment.timestamp() if moment.tzinfo else None
 
 
+def simulated_gpu(run: Run) -> str | None:
+    """The GPU that every replica of the run pretended to be; None where replicas computed."""
+    name = (run.config.get("rack") or {}).get("simulated_gpu")
+    return str(name) if name else None
+
+
 def rate_state(run: Run) -> Literal["measured", "estimate"]:
     """How sure a run's rates and times are: those of simulated GPUs are a cost model's."""
-    return "estimate" if (run.config.get("rack") or {}).get("simulated_gpu") else "measured"
+    return "estimate" if simulated_gpu(run) else "measured"
 
 
 def run_accelerators(run: Run, node: str | None = None) -> int | None:
-    """GPUs that one node of the run used, or all of them; None where CPUs computed."""
-    gpus = {entry.get("node"): entry.get("gpus") or 0 for entry in run.result.get("rack_nodes") or []}
+    """GPUs that one node of the run used or simulated, or all of them; None where CPUs computed."""
+    ranks = (run.result.get("target") or {}).get("tensor_parallel")
+    ranks = ranks if isinstance(ranks, int) else 1
+    gpus = {
+        entry.get("node"): entry["replicas"] * ranks if simulated_gpu(run) else entry.get("gpus") or 0
+        for entry in run.result.get("rack_nodes") or []
+    }
     if gpus:
         return (sum(gpus.values()) if node is None else gpus.get(node, 0)) or None
     device = (run.config.get("engine") or {}).get("device", "cpu")
     if device == "cuda" or (device == "auto" and run.environment.get("gpus")):
-        ranks = (run.result.get("target") or {}).get("tensor_parallel")
         nodes = 1 if node is not None else len(run.result.get("nodes", [])) or 1
-        return nodes * ranks if isinstance(ranks, int) else nodes
+        return nodes * ranks
     return None
 
 
+def accelerator_name(run: Run) -> str | None:
+    """What the GPUs of the run are called, simulated ones too; None where nothing says so."""
+    gpus = run.environment.get("gpus") or []
+    return simulated_gpu(run) or (gpus[0].get("name") if gpus and isinstance(gpus[0], dict) else None)
+
+
 def _gpu(run: Run) -> str | None:
-    """The engine computes on the first GPU that its process may see."""
-    if run_accelerators(run) is None:
+    """The engine computes on the first GPU that its process may see; simulated ones are on the CPUs."""
+    if simulated_gpu(run) or run_accelerators(run) is None:
         return None
     visible = (run.environment.get("variables") or {}).get("CUDA_VISIBLE_DEVICES")
     return str(visible).split(",")[0].strip() if visible else "0"

@@ -67,9 +67,9 @@ def _answer(connection: duckdb.DuckDBPyConnection, sql: str) -> pa.Table:
 
     statements = connection.extract_statements(sql)
     if [statement.type for statement in statements] != [StatementType.SELECT]:
-        raise UsageError(
-            f"query: {count_of(len(statements), 'statement')} or no SELECT; ask one SELECT of {', '.join(TABLES)}"
-        )
+        several = f"holds {count_of(len(statements), 'statement')}" if statements else "is empty"
+        wrong = "is no SELECT" if len(statements) == 1 else several
+        raise UsageError(f"query: {wrong}; ask one SELECT of {', '.join(TABLES)}")
     return connection.sql(sql).to_arrow_table()
 
 

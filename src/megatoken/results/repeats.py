@@ -14,7 +14,7 @@ from megatoken.results.aggregation import now
 from megatoken.results.comparison import CONFIDENCE, student_t
 from megatoken.results.files import plain
 from megatoken.results.lookup import read_runs
-from megatoken.results.machine import contentions
+from megatoken.results.machine import contentions, simulated_gpu
 from megatoken.results.run_folder import Run, Verdict
 
 REPEATS = "repeats.json"
@@ -110,6 +110,8 @@ def summarise_repeats(runs: Sequence[Run], wanted: int) -> dict[str, Any]:
         "notes": list(_notes(runs, whole)),
         "verdict": worst_verdict(runs),
         "verdicts": [run.verdict for run in runs],
+        "reasons": [{"run": run.path.name, **reason} for run in runs for reason in run.reasons],
+        "simulated_gpu": simulated_gpu(runs[0]),
         "runs": [run.path.name for run in runs],
         "runs_wanted": wanted,
         "runs_in_the_mean": [run.path.name for run in whole],

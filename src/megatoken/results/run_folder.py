@@ -31,7 +31,7 @@ from megatoken.results.aggregation import aggregate, aggregate_fields
 from megatoken.results.files import plain, redact, storage_error, to_json, write_atomically, write_text
 from megatoken.results.nodes import run_node_rows
 from megatoken.results.shapes import check_environment, check_result
-from megatoken.results.statistics import summarise
+from megatoken.results.statistics import seconds_under_load, summarise
 from megatoken.results.tables import SampleRow, SeriesRow, append, read_parquet, to_table, write_parquet
 
 if TYPE_CHECKING:
@@ -313,7 +313,13 @@ class RunFolder:
     def _write_result(self, verdict: Verdict, reasons: Sequence[Reason], more: Mapping[str, Any]) -> None:
         head = {"schema_version": SCHEMA_VERSION, "verdict": verdict, "reasons": reasons, "rules_unmet": []}
         finished = verdict is not Verdict.INTERRUPTED
-        summary = summarise(self._requests, self._series, scenario=self._scenario, finished=finished)
+        summary = summarise(
+            self._requests,
+            self._series,
+            scenario=self._scenario,
+            finished=finished,
+            load_seconds=seconds_under_load(self._facts),
+        )
         result = {**head, **self._facts, **summary, **more}
         if finished and len(summary["nodes"]) > 1 and "aggregate" not in result:
             result["aggregate"] = self._aggregate(verdict, result)

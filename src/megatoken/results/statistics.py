@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.results.energy import run_energy
+from megatoken.results.numerals import is_number
 from megatoken.results.series import Floats, masks, numbers, tokens_per_second_within, totals_over_time
 
 if TYPE_CHECKING:
@@ -26,13 +28,16 @@ SOAK = "soak"  # no scenario of MLPerf's: the target is kept full for as long as
 STAGES = ("tokenise", "queue", "prefill", "decode", "detokenise")
 
 
-def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: bool = True) -> dict[str, Any]:
+def summarise(
+    requests: pa.Table, series: pa.Table, *, scenario: str, finished: bool = True, load_seconds: float | None = None
+) -> dict[str, Any]:
     """All metrics of a run, under the names ``result.json`` gives them; what cannot be known is None.
 
     Only completed samples count as work done: those that stopped or reached their length without an error. Rates divide
     by ``rated_seconds``, as LoadGen's do (results.cc): from the first scheduled time to the last completion, or, where
     samples arrive by themselves, to the completion of the one issued last. What is still being answered then is the
-    drain; ``whole_run_output_tokens_per_second`` has it in its time too.
+    drain; ``whole_run_output_tokens_per_second`` has it in its time too. A soak is rated over its time under load: by
+    the tokens that the series counts until then, for a sample may last as long as the soak.
 
     Args:
         requests: table of ``SampleRow``.
@@ -40,6 +45,7 @@ def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: 
         scenario: MLPerf scenario, or ``SOAK``; decides what the times to first token and latencies mean.
         finished: every sample has ended. Otherwise those in flight are missing from ``requests``, and with them what
             a steady window is found by, so that it stays None.
+        load_seconds: when a soak issues its last samples; None elsewhere.
     """
     samples = Samples.of(requests)
     done = samples.only(samples.completed)
@@ -53,14 +59,20 @@ def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: 
     else:  # LoadGen: the last one opens an interval that nothing closes
         counted -= 1
     input_tokens, output_tokens = int(done.input_tokens.sum()), int(done.output_tokens.sum())
+    rates = _under_load(samples, series, load_seconds) or {
+        "output_tokens_per_second": _rate(output_tokens, rated),
+        "processed_tokens_per_second": _rate(input_tokens + output_tokens, rated),
+        "samples_per_second": _rate(counted, rated),
+        "rated_seconds": rated,
+    }
     steady = steady_window(done.first, done.last, series) if finished else None
     energy = run_energy(series)
     return {
-        "output_tokens_per_second": _rate(output_tokens, rated),
+        "output_tokens_per_second": rates["output_tokens_per_second"],
         "whole_run_output_tokens_per_second": _rate(output_tokens, duration),
         "steady_output_tokens_per_second": tokens_per_second_within(series, *steady) if steady else None,
-        "processed_tokens_per_second": _rate(input_tokens + output_tokens, rated),
-        "samples_per_second": _rate(counted, rated),
+        "processed_tokens_per_second": rates["processed_tokens_per_second"],
+        "samples_per_second": rates["samples_per_second"],
         "ttft_seconds": percentiles(done.ttft),
         "tpot_seconds": percentiles(done.tpot),
         "latency_seconds": percentiles(done.last - done.scheduled),
@@ -70,7 +82,7 @@ def summarise(requests: pa.Table, series: pa.Table, *, scenario: str, finished: 
         "stages": stages(samples),
         "percentile_method": PERCENTILE_METHOD,
         "duration_seconds": duration,
-        "rated_seconds": rated,
+        "rated_seconds": rates["rated_seconds"],
         "steady_window_seconds": list(steady) if steady else None,
         "energy_joules": energy.joules,
         "energy_joules_per_output_token": energy.joules_per_output_token,
@@ -92,6 +104,32 @@ def _rated_seconds(samples: Samples, start: float, scenario: str) -> float | Non
         return None
     latest = int(np.argmax(samples.scheduled))
     return float(samples.last[latest]) - start if samples.completed[latest] else None
+
+
+def _under_load(samples: Samples, series: pa.Table, load_seconds: float | None) -> dict[str, Any] | None:
+    """Rates of a soak until its load ends, or until its last row where it was interrupted before; None: no soak.
+
+    Input counts once it has been read, which is when its answer begins.
+    """
+    if load_seconds is None or not len(series) or not samples.completed.any():
+        return None  # a rate beside no sample would be a riddle
+    until = min(load_seconds, float(numbers(series["elapsed_seconds"]).max()))
+    output = tokens_per_second_within(series, 0.0, until) if until > 0 else None
+    if output is None:
+        return None
+    read = float(samples.input_tokens[samples.first <= until].sum())
+    return {
+        "output_tokens_per_second": output,
+        "processed_tokens_per_second": output + read / until,
+        "samples_per_second": _rate(int((samples.completed & (samples.last <= until)).sum()), until),
+        "rated_seconds": until,
+    }
+
+
+def seconds_under_load(result: Mapping[str, Any]) -> float | None:
+    """How long the soak of ``result`` is to be under load; None of any other run."""
+    seconds = (result.get("soak") or {}).get("duration_seconds")
+    return float(seconds) if is_number(seconds) else None
 
 
 def latency_origin(scenario: str) -> str:

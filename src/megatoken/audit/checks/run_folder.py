@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from datetime import datetime
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +31,7 @@ from megatoken.results.machine import rate_state
 from megatoken.results.numerals import count_of, natural
 from megatoken.results.run_folder import CONFIG, MLPERF, REQUESTS, RESULT
 from megatoken.results.stability import Stability, judge_soak
+from megatoken.results.statistics import seconds_under_load
 
 FINISHED = (Verdict.MEASURED, Verdict.VALID, Verdict.INVALID)
 CLOCK_SECONDS = 1.0  # dates are told in whole seconds, and a clock may be set a little
@@ -155,15 +157,20 @@ def _metrics(folder: RunFolder) -> dict[str, Any]:
 
     A process that was killed may have written rows after it last wrote the metrics; those are of the rows before.
     """
-    scenario, finished = folder.result["scenario"], folder.verdict in FINISHED
-    metrics = summarise(folder.requests, folder.series, scenario=scenario, finished=finished)
+    summarised = partial(
+        summarise,
+        scenario=folder.result["scenario"],
+        finished=folder.verdict in FINISHED,
+        load_seconds=seconds_under_load(folder.result),
+    )
+    metrics = summarised(folder.requests, folder.series)
     if folder.verdict is not Verdict.INTERRUPTED or not _differing(folder.result, metrics):
         return metrics
     ended = [folder.result.get(f"samples_{how}") for how in ("completed", "failed", "cancelled")]
     requests = folder.requests.slice(0, sum(count for count in ended if isinstance(count, int)))
     for unwritten in range(min(len(folder.series), MOST_UNWRITTEN_SECONDS) + 1):
         series = folder.series.slice(0, len(folder.series) - unwritten)
-        earlier = summarise(requests, series, scenario=scenario, finished=finished)
+        earlier = summarised(requests, series)
         if not _differing(folder.result, earlier):
             return earlier
     return metrics

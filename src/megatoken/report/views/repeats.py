@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatoken.report.bars import Dot, dot_chart
-from megatoken.report.blocks import Block, Cell, Column, Figure, Headline, Section, Table, Verdict, View
+from megatoken.report.blocks import Block, Cell, Column, Figure, Headline, Points, Section, Table, Verdict, View
 from megatoken.report.documents import Document
-from megatoken.report.metrics import MEANING, verdict_badge
+from megatoken.report.metrics import MEANING, of_simulated, verdict_badge
 from megatoken.report.views.common import view
 from megatoken.report.words import label
 from megatoken.results.numerals import count_of, precise
 
 RATE = "output_tokens_per_second"
+RATES = {
+    RATE: "Output rate",
+    "steady_output_tokens_per_second": "Output rate when steady",
+}
 KNOWN = (
     *("verdict", "verdicts", "runs", "runs_wanted", "runs_in_the_mean", "metrics", "percentiles", "confidence"),
-    *("interval_formula", "seeds", "seeds_note"),
+    *("interval_formula", "seeds", "seeds_note", "simulated_gpu", "reasons"),
 )
 
 
@@ -25,9 +29,14 @@ def repeats_view(document: Document) -> View:
     count, wanted = len(document.texts("runs")), document.number("runs_wanted")
     of_wanted = f" of {precise(wanted)} that were wanted" if wanted and wanted != count else ""
     meaning = next((words for known, words in MEANING.items() if known == verdict), "nothing known here")
+    simulated = f"{of_simulated(gpu)}; " if (gpu := document.text("simulated_gpu")) else ""
+    reasons = [
+        (reason.text("code"), f"{reason.text('run')}: {reason.text('message')}") for reason in document.parts("reasons")
+    ]
     summary: tuple[Block, ...] = (
         *_headline(document),
-        Verdict((verdict_badge(verdict),), f"the worst of {count_of(count, 'run')}{of_wanted}: {meaning}"),
+        Verdict((verdict_badge(verdict),), f"{simulated}the worst of {count_of(count, 'run')}{of_wanted}: {meaning}"),
+        *([Points("", tuple(reasons))] if reasons else []),
     )
     sections = (
         Section("Numbers", tuple(_metrics(document))),
@@ -102,4 +111,5 @@ def _names_in_the_mean(document: Document) -> list[str]:
 
 
 def _label(key: str) -> tuple[str, str]:
-    return ("Samples", "samples/s") if key == "samples_per_second" else label(key)
+    name, unit = label(key)
+    return ("Sample rate", "samples/s") if key == "samples_per_second" else (RATES.get(key, name), unit)

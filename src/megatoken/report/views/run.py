@@ -24,11 +24,11 @@ from megatoken.report.blocks import (
 from megatoken.report.blocks import Verdict as VerdictBlock
 from megatoken.report.curves import distribution_chart
 from megatoken.report.metrics import (
-    MEANING,
     PERCENTILES,
     UNRELIABLE_NOTE,
     has_unreliable,
     loadgens_word,
+    meaning,
     metric_rows,
     verdict_badge,
 )
@@ -42,14 +42,16 @@ from megatoken.results.statistics import (
     PERCENTILE_METHOD,
     SHORTEST_STEADY_LIVES,
     SHORTEST_STEADY_SECONDS,
+    SOAK,
     STEADY_SHARE,
     Samples,
 )
 
 DEFINITIONS = {
-    "Output tokens per second": "Output tokens of the completed samples over the time from the start of the run to the"
+    "Output rate": "Output tokens of the completed samples over the time from the start of the run to the"
     " last completion; in Server and Interactive, as LoadGen rates them, to the completion of the sample issued last."
-    " With the drain: to the last completion there too. Samples that failed or were cancelled count nothing.",
+    " Of a soak, under load: the output tokens of its time series until the load ends, over that time. With drain:"
+    " those of completed samples, to the last completion. Samples that failed or were cancelled count nothing.",
     "Steady window": f"From the first to the last moment at which at least {STEADY_SHARE * 100:g} % of the peak"
     " number of samples were generating; a sample generates from its first token to its last. It ends at the latest"
     " when no sample waits any more. Ramp and tail are left out. Not stated when shorter than"
@@ -104,12 +106,13 @@ def _summary(run: Run) -> Iterator[Block]:
     facts = [
         *(str(part) for part in subject if part),
         f"{number(completed)} sample{'s' * (completed != 1)} in {number(result.get('duration_seconds'))} s",
+        *_time_under_load(result),
         str(run.environment.get("hostname", "")),
         str(result.get("created_at", "")).replace("T", " ").replace("Z", " UTC"),
     ]
     rate = number(result.get("output_tokens_per_second"))
     yield Headline(rate, "output tokens/s", " · ".join(fact for fact in facts if fact))
-    yield VerdictBlock((verdict_badge(run.verdict),), MEANING[run.verdict])
+    yield VerdictBlock((verdict_badge(run.verdict),), meaning(run))
     if word := loadgens_word(run):
         yield Points("", (("", word),))
     if run.reasons:
@@ -121,6 +124,11 @@ def _summary(run: Run) -> Iterator[Block]:
     notes = result.get("notes") or ()
     if notes:
         yield Points("Notes:", tuple(("", str(note)) for note in notes))
+
+
+def _time_under_load(result: Mapping[str, Any]) -> list[str]:
+    """Which part of a soak's time its rate is of."""
+    return [f"rated over {number(result.get('rated_seconds'))} s under load"] if result.get("scenario") == SOAK else []
 
 
 def _points(title: str, reasons: list[Reason]) -> Points:
