@@ -1,7 +1,10 @@
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +16,18 @@ from megatoken.config import RunConfig
 from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.prompts import load_prompts
 from megatoken.datasets.requests import Dataset
+from megatoken.engine import EngineConfig
 from megatoken.engine.request import Request
+from megatoken.engine.simulated import SimulatedEngine, VirtualClock
 from megatoken.hardware.telemetry import Telemetry
 from megatoken.harness import sizing
 from megatoken.harness.loadgen_plan import library_to_data_set, plan_test, seconds_to_fill
 from megatoken.harness.sizing import estimate_rate
-from megatoken.targets import Outcome, ReplicaState, SampleEvent, TargetCounters
+from megatoken.rack import worker
+from megatoken.rack.wire import STATE
+from megatoken.rack.worker import Replica
+from megatoken.targets import Computed, Outcome, ReplicaState, SampleEvent, TargetCounters
+from megatoken.targets.in_process import InProcessTarget
 
 rows_of_data = st.integers(1, 30_000)
 rates = st.floats(1e-3, 1e5)
@@ -222,6 +231,99 @@ def test_without_time_one_step_has_to_do(monkeypatch: pytest.MonkeyPatch, data_s
 def test_a_target_faster_than_the_clock_still_gets_an_estimate(data_set: Dataset) -> None:
     target: Any = ChunkedEngine(Clock(), 0.0, 0.0, budget=10_000, residents=10_000)
     assert 0 < estimate_rate(target, data_set, seconds=0.05, learning_seconds=0.0) < math.inf
+
+
+def random_lengths(path: Path, input_tokens: int, output_tokens: int) -> Dataset:
+    """2,000 rows of about so many tokens."""
+    draws = np.random.default_rng(3).uniform(0.2, 1.8, (2000, 2)) * (input_tokens, output_tokens)
+    path.write_text("input_tokens,output_tokens\n" + "".join(f"{one:.0f},{other:.0f}\n" for one, other in draws))
+    return load_lengths(path, vocabulary_size=32_000, max_length=4096)
+
+
+def simulated(model: str, clock: VirtualClock, *, stream: bool = False) -> SimulatedEngine:
+    return SimulatedEngine(model, EngineConfig("fp8", max_sequences=384), "H200", clock, stream=stream)
+
+
+def samples_per_second_when_full(model: str, data_set: Dataset) -> float:
+    """What an engine computes once twice as many samples have ended as it holds, while samples wait."""
+    clock = VirtualClock()
+    engine = simulated(model, clock)
+    rows, ended = itertools.cycle(np.random.default_rng(5).permutation(len(data_set.requests)).tolist()), 0
+    began: tuple[float, int] | None = None
+    while ended < 5 * 384:
+        for row in itertools.islice(rows, 64 - min(64, engine.counters().waiting)):
+            engine.submit(data_set.requests[row])
+        ended += sum(event.finish_reason is not None for event in engine.step())
+        if began is None and ended >= 2 * 384:
+            began = clock.now(), engine.counters().rows
+    assert began is not None
+    rows_per_second = (engine.counters().rows - began[1]) / (clock.now() - began[0])
+    return float(rows_per_second / (data_set.input_tokens + data_set.output_limits).mean())
+
+
+class LateReplicas:
+    """Replicas of simulated engines that take what they want, and tell of it four times a second."""
+
+    def __init__(self, model: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = VirtualClock()
+        self._clocks = [VirtualClock() for _ in range(count)]
+        self._engines = [simulated(model, clock) for clock in self._clocks]
+        self._replicas = [Replica(one, "", streams=False, keep_ids=False, gpus=()) for one in self._engines]
+        self._queue: deque[tuple[int, Request]] = deque()
+        self._patch = monkeypatch
+
+    def facts(self) -> dict[str, Any]:
+        return {"memory_plan": asdict(self._engines[0].memory_plan)}
+
+    def submit(self, sample_id: int, request: Request) -> None:
+        self._queue.append((sample_id, request))
+
+    def poll(self, timeout_seconds: float) -> list[SampleEvent]:
+        self.now.wait_until(self.now.now() + 0.25)
+        for replica, engine, clock in zip(self._replicas, self._engines, self._clocks, strict=True):
+            self._patch.setattr(
+                worker, "time", SimpleNamespace(monotonic_ns=lambda clock=clock: int(clock.now() * 1e9))
+            )
+            replica.take([self._queue.popleft() for _ in range(min(replica.wanted(), len(self._queue)))])
+            replica._submit()
+            while engine.busy and clock.now() < self.now.now():
+                replica._step()
+            clock.wait_until(self.now.now())
+        ended = [done for replica in self._replicas for done in replica.take_news()[1]]
+        return [SampleEvent(done[0], (), "length", 0, output_tokens=done[1]) for done in ended]
+
+    def counters(self) -> TargetCounters:
+        states = np.array([replica.state(0) for replica in self._replicas], STATE)
+        total = {name: states[name].sum().item() for name in STATE.names or ()}
+        done = Computed(total["computed_seconds"], total["steps"], total["decoded_tokens"], total["read_tokens"])
+        levels = [total[name] for name in ("rows", "row_budget", "pages_free", "pages", "preemptions")]
+        in_flight, waiting = total["in_flight"] + len(self._queue), len(self._queue)
+        return TargetCounters(in_flight, waiting, *levels, total["processed_tokens"], len(states), done)
+
+    def cancel_all(self) -> None:
+        self._queue.clear()
+
+
+@pytest.mark.parametrize(
+    ("model", "input_tokens", "output_tokens"),
+    [("llama2-70b", 294, 283), ("llama3.1-8b", 500, 1000)],
+)
+def test_three_seconds_tell_what_a_full_gpu_does(
+    model: str, input_tokens: int, output_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Far too few to fill it: of the steps without prompts, all have few rows."""
+    data_set = random_lengths(tmp_path / "lengths.csv", input_tokens, output_tokens)
+    truth, clock = samples_per_second_when_full(model, data_set), VirtualClock()
+    monkeypatch.setattr(sizing, "time", SimpleNamespace(monotonic=clock.now))
+    one = estimate_rate(
+        InProcessTarget(simulated(model, clock, stream=True)), data_set, seconds=3.0, learning_seconds=0.0
+    )
+    rack: Any = LateReplicas(model, 4, monkeypatch)
+    monkeypatch.setattr(sizing, "time", SimpleNamespace(monotonic=rack.now.now))
+    four = estimate_rate(rack, data_set, seconds=3.0, learning_seconds=0.0)
+    print(f"\n{truth:.2f} samples/s; estimates {one:.2f}, and {four:.2f} of four")
+    assert one == pytest.approx(truth, rel=0.15)
+    assert four == pytest.approx(4 * truth, rel=0.15)
 
 
 def answer_by_prompt(request: Request) -> int:

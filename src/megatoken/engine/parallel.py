@@ -2,7 +2,8 @@
 
 Query, key, value, gate and up projections are cut by rows, output and down projections by columns, and what these two
 add to the residual stream is summed over the ranks: two all-reduces a layer (Shoeybi et al., Megatron-LM, 2019).
-In large steps they are a reduce-scatter and an all-gather: each rank keeps and norms its rows (sequence parallelism).
+In large steps of fp8 with one scale they are a reduce-scatter and an all-gather: each rank keeps and norms its rows
+(sequence parallelism).
 Norms, embedding and head are on every rank. Rank 0 lives in the engine's process and plans; the others follow it.
 """
 
@@ -42,8 +43,8 @@ _CUT_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _CUT_BY_COLUMNS = ("o_proj", "down_proj")
 _FIELDS = [field.name for field in dataclasses.fields(StepArrays) if field.name != "decodes"]
 OWN_ROWS_FROM_BYTES = 32 << 20
-"""Of a step's residual stream, from which each rank keeps only its rows of it: measured on four H200, where it is 7 %
-quicker at 32 MiB and 7 % slower at 24 (``benchmarks/results/h200x4-collectives.json``)."""
+"""Of a step's residual stream, from which each rank keeps only its rows of it: measured on four H200 in fp8 with one
+scale, where it is 7 % quicker at 32 MiB and 7 % slower at 24 (``benchmarks/results/h200x4-collectives.json``)."""
 _LAST_WORDS_SECONDS = 1.0  # between the end of a rank's sockets and that of its process
 _AS_LONG_AS_IT_TAKES = datetime.timedelta(days=30)  # an idle engine sends no steps; a rank that dies closes its sockets
 

@@ -96,6 +96,7 @@ class Runner:
         for kernel in compiling:
             kernel.result()
         self._row_bytes = source.config.hidden_size * ACTIVATION_DTYPE[config.precision].itemsize
+        self._sends_e4m3 = config.precision == "fp8" and config.fp8_scales == "tensor"
         self._group = None if followers is None else followers.meet(device)
         self._record_steps = config.cuda_graphs and device.type == "cuda"
         self._graphs: StepGraphs | None = None
@@ -160,9 +161,14 @@ class Runner:
         return ids_S
 
     def _forward(self, batch: Any) -> Tensor:
-        group = self._group
-        own_rows = None if group is None else group.own_rows(len(batch.token_ids), self._row_bytes)
-        return forward(self._weights, self._config, self._ops, self._cache, batch, group, own_rows)
+        own_rows = self._own_rows(len(batch.token_ids))
+        return forward(self._weights, self._config, self._ops, self._cache, batch, self._group, own_rows)
+
+    def _own_rows(self, rows: int) -> slice | None:
+        # In bf16 both transfers are as long as the all-reduce, and scales of rows would be a third.
+        if self._group is None or not self._sends_e4m3:
+            return None
+        return self._group.own_rows(rows, self._row_bytes)
 
     def _warm_up(self, memory: MemoryPlan) -> None:
         """Fix the scales of fp8 inputs, compile kernels, take the memory of the largest steps: all before a request.

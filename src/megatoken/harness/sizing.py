@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +16,7 @@ from megatoken.targets import Target
 
 WARM_UP_QUEUE = 16
 REFITS = 20
+SAME_FIT = 1e-6  # of the time: with a fit so near the best one, the fewer kinds of costs are the likelier
 KNOWN_SHARE = 0.8  # answers are known well enough when the running ones could add no more than a quarter
 DEVIATIONS = 2.0  # of the mean of a sample: too long an estimate in 1 of 40 runs
 
@@ -25,11 +28,17 @@ def estimate_rate(target: Target, data_set: Dataset, seconds: float, learning_se
     is unknown then is taken as short: a query cannot grow, so a run must have rather too many samples than too few.
     """
     warm_up = _WarmUp(target, data_set)
-    prompt_price, answer_price = warm_up.prices(seconds)
+    prices = warm_up.prices(seconds)
     answer_tokens = warm_up.answer_tokens(learning_seconds)
-    replicas = target.counters().replicas
+    counters = target.counters()
     target.cancel_all()
-    return float(replicas / (prompt_price * data_set.input_tokens.mean() + answer_price * answer_tokens))
+    prompt_tokens = float(data_set.input_tokens.mean())
+    rows = counters.row_budget / counters.replicas or math.inf
+    residents = _residents(target.facts().get("memory_plan"), prompt_tokens, answer_tokens)
+    steps = answer_tokens / min(residents, rows * answer_tokens / (prompt_tokens + answer_tokens))
+    read_tokens = answer_tokens * (prompt_tokens + answer_tokens / 2)
+    work = steps, prompt_tokens + answer_tokens, answer_tokens, read_tokens
+    return counters.replicas / float(np.dot(work, prices))
 
 
 def estimate_latency(target: Target, data_set: Dataset, seconds: float) -> float:
@@ -43,19 +52,49 @@ def estimate_latency(target: Target, data_set: Dataset, seconds: float) -> float
     return (time.monotonic() - began) / samples
 
 
-def _fit(steps: NDArray[np.float64], step_seconds: NDArray[np.float64]) -> tuple[float, float]:
-    """Prices of two kinds of tokens, from steps [N, 2] and their times [N], by least absolute deviations.
+def _residents(plan: Mapping[str, Any] | None, prompt_tokens: float, answer_tokens: float) -> float:
+    """Samples that a replica can hold at a time, each half answered."""
+    if plan is None:
+        return math.inf
+    in_cache = plan["pages"] * plan["page_size"] / (prompt_tokens + answer_tokens / 2)
+    return min(float(plan["max_sequences"]), in_cache)
 
-    So a step that had to wait for a compiler or a neighbour counts no more than any other.
+
+class _Work(NamedTuple):
+    """What a target did, all of which takes its time.
+
+    A step of few rows takes as long as reading the weights does, and a warm-up that is short for a large target has
+    hardly any other steps with answers. So a step has its own price, and a row of an answer costs what one of a prompt
+    does, which goes through the same products, or more. Late in long answers it reads more than a warm-up sees.
     """
-    weights = np.ones(len(steps))
-    for _ in range(REFITS):
-        prices, _, rank, _ = np.linalg.lstsq(steps * weights[:, None], step_seconds * weights, rcond=None)
-        weights = np.maximum(np.abs(steps @ prices - step_seconds), 1e-9) ** -0.5
-    if rank < 2 or prices.min() <= 0:  # the steps were too alike
-        tokens = steps.sum(axis=1)
-        prices[:] = np.median(step_seconds[tokens > 0] / tokens[tokens > 0])
-    return float(prices[0]), float(prices[1])
+
+    steps: int
+    rows: int
+    answer_rows: int
+    read_tokens: int  # by the rows of answers: what is before them
+
+
+def _fit(work: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Prices [4], none below zero, from ``_Work`` [N, 4] and its time [N].
+
+    By least absolute deviations, so that a step that had to wait for a compiler or a neighbour counts no more than any
+    other. Where the steps were too alike to tell prices apart, a row's has it all.
+    """
+    fits = []
+    kinds_of_work = sorted(_subsets(work.shape[1]), key=lambda kinds: (1 not in kinds, len(kinds)))
+    for kinds in map(list, kinds_of_work):
+        prices, weights, part = np.zeros(work.shape[1]), np.ones(len(work)), work[:, kinds]
+        for _ in range(REFITS):
+            prices[kinds], _, rank, _ = np.linalg.lstsq(part * weights[:, None], seconds * weights, rcond=None)
+            weights = np.maximum(np.abs(part @ prices[kinds] - seconds), 1e-9) ** -0.5
+        if rank == len(kinds) and prices.min() >= 0:
+            fits.append((float(np.abs(work @ prices - seconds).sum()), prices))
+    enough = min(error for error, _ in fits) + SAME_FIT * seconds.sum()
+    return next(prices for error, prices in fits if error <= enough)
+
+
+def _subsets(count: int) -> Iterator[tuple[int, ...]]:
+    return itertools.chain.from_iterable(itertools.combinations(range(count), size) for size in range(1, count + 1))
 
 
 class _WarmUp:
@@ -70,31 +109,33 @@ class _WarmUp:
         self._answered: dict[int, int] = {}  # tokens
         self._ended: set[int] = set()
 
-    def prices(self, seconds: float) -> tuple[float, float]:
-        """Runs for about ``seconds``; seconds that a token of a prompt and one of an answer cost.
+    def prices(self, seconds: float) -> NDArray[np.float64]:
+        """Runs for about ``seconds``.
 
-        Steps with different shares of the two tell their prices apart. So new samples keep coming in the first half of
-        the time only.
+        Steps with different shares of prompts and answers tell their prices apart. So new samples keep coming in the
+        first half of the time only.
         """
         self._fill()
         self._poll()  # not counted: it pays for what is compiled or touched once
-        steps: list[tuple[int, int]] = []  # tokens of prompts, tokens of answers
-        step_seconds: list[float] = []
+        work: list[_Work] = []
+        work_seconds: list[float] = []
         began = ended = time.monotonic()
         computed = self._computed_seconds()
-        while ended - began < seconds or not np.any(steps):
+        while ended - began < seconds or not work:
             if ended - began <= seconds / 2:
                 self._fill()
             if not self._target.counters().in_flight:
                 break
-            steps.append(self._poll())
+            done = self._poll()
             previous, ended = ended, time.monotonic()
             seconds_taken, before = ended - previous, computed
             computed = self._computed_seconds()
             if computed is not None and before is not None:  # by the replicas, told with what they did, late or early
                 seconds_taken = computed - before
-            step_seconds.append(seconds_taken)
-        return _fit(np.asarray(steps, np.float64), np.asarray(step_seconds))
+            if done.rows:
+                work.append(done)
+                work_seconds.append(seconds_taken)
+        return _fit(np.asarray(work, np.float64), np.asarray(work_seconds))
 
     def answer_tokens(self, learning_seconds: float) -> float:
         """Mean answer of the data set's rows; where they may end early, rather too low than too high.
@@ -133,27 +174,36 @@ class _WarmUp:
         return tokens, np.where(ended, tokens, limits), limits
 
     def _computed_seconds(self) -> float | None:
-        return self._target.counters().computed_seconds
+        computed = self._target.counters().computed
+        return None if computed is None else computed.seconds
 
     def _fill(self) -> None:
-        self._submit(WARM_UP_QUEUE * self._target.counters().replicas)
+        """Enough for the next step of every replica."""
+        counters = self._target.counters()
+        step = math.ceil(counters.row_budget / self._data_set.input_tokens.mean())
+        self._submit(max(WARM_UP_QUEUE * counters.replicas, step))
 
     def _submit(self, queue: int) -> None:
         for sample, row in itertools.islice(self._samples, max(0, queue - self._target.counters().waiting)):
             self._target.submit(sample, self._data_set.requests[row])
             self._rows[sample] = row
 
-    def _poll(self) -> tuple[int, int]:
-        """Polls once; tokens of prompts and of answers that were computed."""
+    def _poll(self) -> _Work:
+        """Polls once; what was done."""
         before = self._target.counters()
         events = self._target.poll(timeout_seconds=0.1)
-        answers = sum(event.sample_id in self._answered for event in events)
+        going_on = [event.sample_id for event in events if event.sample_id in self._answered]
+        read = sum(self._answered[one] + int(self._data_set.input_tokens[self._rows[one]]) for one in going_on)
         for event in events:
             tokens = self._answered.get(event.sample_id, 0) + len(event.token_ids)
             self._answered[event.sample_id] = tokens if event.output_tokens is None else event.output_tokens
             if event.finish_reason is not None:
                 self._ended.add(event.sample_id)
         after = self._target.counters()
-        if after.decoded_tokens is not None and before.decoded_tokens is not None:
-            answers = after.decoded_tokens - before.decoded_tokens
-        return after.processed_tokens - before.processed_tokens - answers, answers
+        rows = after.processed_tokens - before.processed_tokens
+        if after.computed is None or before.computed is None:
+            return _Work(1, rows, len(going_on), read)
+        _, *before_this = before.computed
+        _, *by_now = after.computed
+        steps, answer_rows, read = (now - then for now, then in zip(by_now, before_this, strict=True))
+        return _Work(steps, rows, answer_rows, read)

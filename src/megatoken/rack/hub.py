@@ -48,7 +48,15 @@ HANDSHAKE_SECONDS = 5.0
 MOST_HANDSHAKES = 64  # at a time
 LOW_QUEUE, LOW_QUEUE_PER_REPLICA = 256, 32  # samples below which whoever fills the queue is woken
 
-_SUMMED = ("processed_tokens", "output_tokens", "decoded_tokens", "preemptions", "computed_seconds")
+_SUMMED = (
+    "processed_tokens",
+    "output_tokens",
+    "decoded_tokens",
+    "read_tokens",
+    "steps",
+    "preemptions",
+    "computed_seconds",
+)
 
 
 @dataclass(slots=True)

@@ -61,6 +61,8 @@ STATE = np.dtype(
         ("processed_tokens", "<i8"),
         ("output_tokens", "<i8"),
         ("decoded_tokens", "<i8"),
+        ("read_tokens", "<i8"),  # that were before those
+        ("steps", "<i8"),
         ("computed_seconds", "<f8"),
         ("step_seconds", "<f8"),  # how long the step that runs now has been running
         ("power_watts", "<f8"),  # NaN: not told; likewise the next two

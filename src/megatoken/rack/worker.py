@@ -73,10 +73,12 @@ class ReplicaEngine(Protocol):
 class _Answer:
     """A sample between its arrival and its end."""
 
-    __slots__ = ("first_ns", "ids", "started_ns", "ticket", "tokens")
+    __slots__ = ("first_ns", "first_step", "ids", "prompt_tokens", "started_ns", "ticket", "tokens")
 
-    def __init__(self, ticket: int) -> None:
+    def __init__(self, ticket: int, prompt_tokens: int) -> None:
         self.ticket = ticket
+        self.prompt_tokens = prompt_tokens
+        self.first_step = 0
         self.tokens = 0
         self.first_ns = self.started_ns = 0
         self.ids: list[int] = []
@@ -108,8 +110,10 @@ class Replica(threading.Thread):
         self._failures: list[tuple[int, str]] = []
         self._answers: dict[int, _Answer] = {}  # by the engine's ticket
         self._unstarted: deque[int] = deque()  # tickets of the engine that were never in a step, oldest first
-        self._output_tokens = self._decoded_tokens = 0
+        self._output_tokens = self._decoded_tokens = self._read_tokens = 0
+        self._steps = 0
         self._answering = 0  # samples that have a first token and no last: a row each in the next step
+        self._before_answers = 0  # tokens before the rows of those
         self._computed_ns = 0
         self._step_began_ns = 0  # 0: none runs
         self._drain = threading.Event()
@@ -120,7 +124,7 @@ class Replica(threading.Thread):
         self._prefetch = max(LEAST_PREFETCH, engine.counters().row_budget // ROWS_PER_PREFETCH)
         self._asked = 0  # samples asked for and not yet received
         self._admitted = self._admitted_when_asked = 0
-        self._totals = self._before = (0, 0, 0, 0, 0)  # after the last step; when the driver connected
+        self._totals = self._before = (0, 0, 0, 0, 0, 0, 0)  # after the last step; when the driver connected
 
     def on_news(self, tell: Callable[[], None]) -> None:
         """Has ``tell`` called when the driver ought to hear of something at once."""
@@ -221,12 +225,15 @@ class Replica(threading.Thread):
                 with self._lock:
                     self._failures.append((ticket, str(error)))
                 continue
-            self._answers[own] = _Answer(ticket)
+            self._answers[own] = _Answer(ticket, len(request.prompt))
             self._unstarted.append(own)
 
     def _step(self) -> None:
         self._step_began_ns = began_ns = time.monotonic_ns()
         self._decoded_tokens += self._answering
+        self._read_tokens += self._before_answers
+        self._before_answers += self._answering
+        self._steps += 1
         events = self._engine.step()
         now_ns = time.monotonic_ns()
         self._step_began_ns = 0
@@ -245,6 +252,8 @@ class Replica(threading.Thread):
                 answer.first_ns = now_ns
                 first.append((answer.ticket, event.token_ids[0], answer.started_ns))
                 self._answering += 1
+                self._before_answers += answer.prompt_tokens
+                answer.first_step = self._steps
             if event.finish_reason is not None:
                 reason = FINISH_REASONS.index(event.finish_reason)
                 times = (answer.first_ns, now_ns, answer.started_ns)
@@ -252,10 +261,11 @@ class Replica(threading.Thread):
                 ids += answer.ids
                 del self._answers[event.ticket]
                 self._answering -= 1
+                self._before_answers -= answer.prompt_tokens + self._steps - answer.first_step
             self._output_tokens += len(event.token_ids)
         counters = self._engine.counters()
-        tokens = (counters.rows, self._output_tokens, self._decoded_tokens)
-        self._totals = (counters.preemptions, *tokens, self._computed_ns)
+        tokens = (counters.rows, self._output_tokens, self._decoded_tokens, self._read_tokens)
+        self._totals = (counters.preemptions, *tokens, counters.steps, self._computed_ns)
         with self._lock:
             if self._streams:
                 self._first += first
@@ -276,7 +286,7 @@ class Replica(threading.Thread):
             self._engine.step()
         self._answers.clear()
         self._unstarted.clear()
-        self._answering = 0
+        self._answering = self._before_answers = 0
         self.take_news()
         self._drain.clear()
         self._drained.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megatoken.engine.request import Request
 from megatoken.hardware.telemetry import Telemetry
@@ -35,13 +35,24 @@ class SampleEvent:
     error: str | None = None
 
 
+class Computed(NamedTuple):
+    """What all replicas together have computed of ``processed_tokens``, and how long they took.
+
+    ``decoded_tokens`` are those of the processed tokens that were answers being read back, ``read_tokens`` what stood
+    before each of them.
+    """
+
+    seconds: float
+    steps: int
+    decoded_tokens: int
+    read_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class TargetCounters:
     """State of a target now; ``preemptions`` and ``processed_tokens`` only ever grow.
 
-    A target whose events come later than its work says what that work was: ``decoded_tokens``, those of the processed
-    tokens that were answers being read back, and ``computed_seconds``, how long all ``replicas`` together took for the
-    processed tokens.
+    A target whose events come later than its work says what that work was: ``computed``.
     """
 
     in_flight: int
@@ -53,8 +64,7 @@ class TargetCounters:
     preemptions: int
     processed_tokens: int
     replicas: int = 1
-    decoded_tokens: int | None = None
-    computed_seconds: float | None = None
+    computed: Computed | None = None
 
 
 @dataclass(frozen=True, slots=True)

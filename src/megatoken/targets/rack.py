@@ -14,7 +14,7 @@ from megatoken.hardware.telemetry import Telemetry
 from megatoken.rack.hub import Hub
 from megatoken.rack.records import Event, Place, losses_by_cause
 from megatoken.rack.wire import STATE, pack_request
-from megatoken.targets import Outcome, ReplicaState, SampleEvent, TargetCounters
+from megatoken.targets import Computed, Outcome, ReplicaState, SampleEvent, TargetCounters
 
 
 class RackTarget:
@@ -67,8 +67,9 @@ class RackTarget:
             preemptions=total("preemptions"),
             processed_tokens=total("processed_tokens"),
             replicas=max(1, len(self._hub.live())),
-            decoded_tokens=total("decoded_tokens"),
-            computed_seconds=float(states["computed_seconds"].sum()),
+            computed=Computed(
+                float(states["computed_seconds"].sum()), total("steps"), total("decoded_tokens"), total("read_tokens")
+            ),
         )
 
     def replicas(self) -> list[ReplicaState]:

@@ -46,7 +46,8 @@ def test_two_gpus_answer_as_one(llama: Path, precision: str, fp8_scales: str) ->
 
 
 @pytest.mark.parametrize(("precision", "fp8_scales"), [("bf16", "tensor"), ("fp8", "tensor"), ("fp8", "row")])
-def test_large_steps_keep_rows_apart_and_answer_as_one(precision: str, fp8_scales: str, tmp_path: Path) -> None:
+def test_large_steps_answer_as_one(precision: str, fp8_scales: str, tmp_path: Path) -> None:
+    """In fp8 with one scale their rows are kept apart."""
     rows = 4096
     bf16_checkpoint(tmp_path, vocab_size=1024, hidden_size=4096)
     assert rows * 4096 * 2 >= OWN_ROWS_FROM_BYTES

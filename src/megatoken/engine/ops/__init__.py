@@ -114,6 +114,7 @@ class Ops(Protocol):
 
         With ``ranks``, which have parts of ``x`` and ``W``, the product is summed over them. If the residual has only
         this rank's rows, so has ``r``; the norms come from all ranks (Korthikanti et al., 2022: sequence parallelism).
+        That happens only where a linear has one scale for its input.
         """
 
     def gated(self, x_TD: Any, gate_up: Any, consumer: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import Precision
-from megatoken.engine.ops import Ranks, cuda, fused, sum_over_ranks
+from megatoken.engine.ops import Ranks, cuda, fused
 from megatoken.engine.ops.cuda import Batch, Linear, greedy, kernels, padded_rows, prepare, rotate_and_write
 from megatoken.engine.quant import Fp8Weight, stack
 
@@ -104,10 +104,11 @@ def linear_add_norm(
     consumer: Linear,
     ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor | ScaledRows]:
-    """A product, then sum, norm and quantisation in one pass; the residual is written in place."""
-    delta_TN, together = sum_over_ranks(linear(x, linear_), residual_TN, ranks)
-    h = _add_rms_norm(delta_TN, residual_TN, weight_N, epsilon, consumer)
-    return residual_TN, together(h) if isinstance(h, Tensor) else ScaledRows(*map(together, h))
+    """A product, then sum, norm and quantisation in one pass; the residual, of all rows, is written in place."""
+    delta_TN = linear(x, linear_)
+    if ranks is not None:
+        ranks.add(delta_TN)
+    return residual_TN, _add_rms_norm(delta_TN, residual_TN, weight_N, epsilon, consumer)
 
 
 def gated(x: Tensor | ScaledRows, gate_up: Linear, consumer: Linear) -> Tensor | ScaledRows:
