@@ -38,7 +38,7 @@ def estimate_rate(target: Target, data_set: Dataset, seconds: float, learning_se
     steps = answer_tokens / min(residents, rows * answer_tokens / (prompt_tokens + answer_tokens))
     read_tokens = answer_tokens * (prompt_tokens + answer_tokens / 2)
     work = steps, prompt_tokens + answer_tokens, answer_tokens, read_tokens
-    return counters.replicas / float(np.dot(work, prices))
+    return float(counters.replicas / np.dot(work, prices))
 
 
 def estimate_latency(target: Target, data_set: Dataset, seconds: float) -> float:
