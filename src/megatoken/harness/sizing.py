@@ -56,7 +56,7 @@ def _residents(plan: Mapping[str, Any] | None, prompt_tokens: float, answer_toke
     """Samples that a replica can hold at a time, each half answered."""
     if plan is None:
         return math.inf
-    in_cache = plan["pages"] * plan["page_size"] / (prompt_tokens + answer_tokens / 2)
+    in_cache = float(plan["pages"] * plan["page_size"] / (prompt_tokens + answer_tokens / 2))
     return min(float(plan["max_sequences"]), in_cache)
 
 
