@@ -306,7 +306,8 @@ def _verdict(nodes: Sequence[_Node], left: int, planned: int) -> tuple[Verdict, 
     verdicts = {node.run.verdict for node in nodes if node.run is not None}
     if left < planned:
         names = "; ".join(f"{node.name} ({node.lost})" for node in nodes if node.lost)
-        message = f"{left} of {planned} replicas left ({left / planned:.1%})" + (f"; lost: {names}" if names else "")
+        message = f"{left} of {count_of(planned, 'replica')} left ({100 * left / planned:.1f} %)"
+        message += f"; lost: {names}" if names else ""
         reasons.insert(0, Reason(code="LOST_REPLICAS", message=message))
     if Verdict.INVALID in verdicts:
         return Verdict.INVALID, reasons

@@ -370,7 +370,7 @@ def _hardware(facts: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
     nodes = facts.get("rack_nodes")
     if not nodes:
         return _machine(environment)
-    kinds = Counter(f"{node['replicas']} replicas on {_machine(node['machine'])}" for node in nodes)
+    kinds = Counter(f"{count_of(node['replicas'], 'replica')} on {_machine(node['machine'])}" for node in nodes)
     return "; ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
 
 
