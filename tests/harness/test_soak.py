@@ -84,6 +84,8 @@ def test_a_soak_keeps_the_target_full_for_its_time_and_is_judged(tmp_path: Path,
     assert code == run.verdict.exit_code, err
     check_whole(run, 14.0)
     assert run.result["soak"]["interruptions"] == []
+    moments = [run.result[name] for name in ("created_at", "started_at", "ended_at")]
+    assert {text[-1] for text in (*moments, run.result["soak"]["segments"][0]["started_at"])} == {"Z"}
     assert run.requests["sample_id"].to_pylist() != []
     assert sorted(run.requests["sample_id"].to_pylist()) == list(range(len(run.requests)))  # each issued one ended
 

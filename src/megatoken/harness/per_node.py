@@ -34,6 +34,7 @@ from megatoken.rack.hub import Hub
 from megatoken.rack.records import Place
 from megatoken.results import Reason, Run, RunFolder, Verdict, read_run, run_name
 from megatoken.results.aggregation import aggregate, aggregate_fields
+from megatoken.results.machine import utc_text
 from megatoken.results.nodes import run_node_rows
 from megatoken.results.numerals import count_of
 from megatoken.results.tables import joined_runs
@@ -245,7 +246,7 @@ def _conclude(rack: Rack, nodes: Sequence[_Node], folder: RunFolder, stop: StopS
     left = sum(run.result["rack"]["replicas_least"] for run in runs.values())
     planned = sum(replicas.values())
     facts = {
-        "started_at": datetime.fromtimestamp(first, UTC).isoformat() if runs else None,
+        "started_at": utc_text(datetime.fromtimestamp(first, UTC)) if runs else None,
         "rack": {
             "replicas": planned,
             "replicas_least": left,
@@ -260,7 +261,7 @@ def _conclude(rack: Rack, nodes: Sequence[_Node], folder: RunFolder, stop: StopS
             "start_spread_seconds": max(starts.values(), default=0.0) - first,
         },
         "node_verdicts": {node.name: node.run.verdict if node.run else None for node in nodes},
-        "ended_at": datetime.now(UTC).isoformat(),
+        "ended_at": utc_text(datetime.now(UTC)),
     }
     folder.add_facts(facts)
     if stop.received or not runs:

@@ -338,8 +338,8 @@ def _sizes(need: Demand, base: SupplyClass, sized: Size) -> Table:
             }
         )
     note = (
-        "against the planning rate, over the cycle of the demand; unserved: of the demand; short time: of the cycle, when"
-        " some demand is not served; the ceiling of utilisation is headroom beyond it"
+        "against the planning rate, over the cycle of the demand; unserved: of the demand; short time: of the cycle,"
+        " when some demand is not served; the ceiling of utilisation is headroom beyond it"
     )
     return Table("sizes", "Too few, enough, with spares", tuple(rows), note)
 
