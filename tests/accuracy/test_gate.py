@@ -103,7 +103,7 @@ def test_a_scale_that_is_wrong_by_two_is_caught(reference: Path, tmp_path: Path,
     assert {reason["code"] for reason in document["reasons"]} == {"ACCURACY"}
     words = [reason["message"] for reason in document["reasons"]]
     assert any(word.startswith("exact_match is ") for word in words)
-    assert all("; the reference model's gate (99% of fp32) " in word for word in words)
+    assert all("; the reference model's gate (99 % of fp32) " in word for word in words)
     assert read_run(Path(document["run_folder"])).verdict is Verdict.INVALID
 
 
@@ -140,7 +140,7 @@ def test_without_what_scores_need_nothing_is_run(monkeypatch: pytest.MonkeyPatch
             ("answers short tasks of its own", "2,048 rows", "held_out.jsonl"),
             ("random tokens", "random weights", "not judged"),
         ),
-        (("--mode", "accuracy"), ("every score of the answers must reach 99% of the model's own",), ("not judged",)),
+        (("--mode", "accuracy"), ("every score of the answers must reach 99 % of the model's own",), ("not judged",)),
         (("--mode", "accuracy", "--samples", 5), ("accuracy is not judged",), ()),
         (("--mode", "accuracy", "--rules", "v5.1"), ("model and data set are not part of it",), ()),
         (("--rules", "v5.1"), ("model, data set and accuracy are not part of it",), ()),

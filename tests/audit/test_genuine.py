@@ -73,4 +73,4 @@ def test_nodes_that_did_run_together_are_told_apart_from_those_that_did_not(twin
     assert above_note(result) == []
     found = next(item for item in result.findings if item.id == "nodes.simultaneous")
     assert found.severity is Severity.NOTE  # one after the other, and nothing claims more
-    assert "0.0%" in found.found
+    assert "0.0 %" in found.found

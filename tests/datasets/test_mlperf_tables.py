@@ -229,7 +229,7 @@ def test_a_data_set_of_another_tokenizer_is_refused(
         path = convert(path, tmp_path / "c.parquet").path
     make_tokenizer(tmp_path / "other", shift=40)
     message = refusal(lambda: load(path, decode=decode_of(tmp_path / "other")), path)
-    assert message.startswith(", row 0: tok_input does not decode to input: 0% of its words are there; ")
+    assert message.startswith(", row 0: tok_input does not decode to input: 0 % of its words are there; ")
     assert len(load(path).requests) == 3  # a model without a tokenizer cannot tell
 
 

@@ -148,6 +148,7 @@ def test_accuracy_mode_logs_what_the_target_said(tmp_path: Path, lengths: Path) 
 def assert_facts_of_the_start_are_there(interrupted: Run) -> None:
     result = interrupted.result
     assert datetime.fromisoformat(result["started_at"]) >= datetime.fromisoformat(result["created_at"])
+    assert {result[name][-1] for name in ("started_at", "created_at")} == {"Z"}
     assert result["peak_memory_bytes"] > 20e6
 
 

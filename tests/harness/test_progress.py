@@ -27,7 +27,7 @@ def test_off_a_terminal_a_line_now_and_then(
     live.running(61.0, None, 1.0, 4321.0, COUNTERS)
     live.clear()
     live.note("note: this stays")
-    line = "20 s, 60 s left  25%  4,321 tokens/s  1,234 in flight  2,000 of 2,008 pages"
+    line = "20 s, 60 s left  25 %  4,321 tokens/s  1,234 in flight  2,000 of 2,008 pages"
     drain = "61 s, draining  4,321 tokens/s  1,234 in flight  2,000 of 2,008 pages"
     out, err = capsys.readouterr()
     assert out == ""
@@ -67,8 +67,8 @@ def test_on_a_terminal_the_line_is_redrawn_in_place_and_taken_off(monkeypatch: p
             shown += screen.read(4096).decode()
     parts = shown.split("\r")[1:]
     assert parts[0] == "x" * 40
-    assert parts[1].startswith("0 s, ? left  0%")
-    assert parts[2].startswith("10 s, 10 s left  50%")
+    assert parts[1].startswith("0 s, ? left  0 %")
+    assert parts[2].startswith("10 s, 10 s left  50 %")
     assert parts[3].isspace()
     assert len(parts[3]) >= len(parts[2].rstrip())
     assert parts[4] == ""

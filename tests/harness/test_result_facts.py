@@ -14,7 +14,7 @@ def test_a_quiet_machine_is_not_worth_a_note(share: float | None) -> None:
 
 def test_a_busy_machine_is() -> None:
     (note,) = core_wait_notes(0.051)
-    assert note.startswith("a busy machine, so slower than it could be: 5% of the time")
+    assert note.startswith("a busy machine, so slower than it could be: 5 % of the time")
 
 
 def test_an_engine_that_has_all_it_wants_needs_no_note() -> None:

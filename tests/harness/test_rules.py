@@ -245,7 +245,7 @@ def test_each_rule_of_latencies_has_its_code_and_its_numbers(
         ({"latencies": replace(OWN, ttft_p99_seconds=0.9)}, "LOADGEN_DISAGREES", 0.9, 1.5, "900 ms by our records"),
         ({"latencies": replace(OWN, tpot_p99_seconds=0.1)}, "LOADGEN_DISAGREES", 0.1, 0.15, "150 ms to LoadGen"),
         ({"send_lag_p99_seconds": 0.2}, "SEND_LAG", 0.2, 0.1, "p99 200 ms after they were due"),
-        ({"samples_per_second": 501.0}, "CLIENT_LIMIT", 501.0, 500.0, "more than 50% of the 1,000"),
+        ({"samples_per_second": 501.0}, "CLIENT_LIMIT", 501.0, 500.0, "more than 50 % of the 1,000"),
         ({"wall_clock_step_seconds": -0.5}, "WALL_CLOCK", -0.5, 0.01, "was set by -0.5 s during the run"),
     ],
 )

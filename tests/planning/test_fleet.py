@@ -165,7 +165,8 @@ def test_burst_and_loss_of_the_base(rack, assumptions):
     assert table["cheapest mix"]["price_dollars_per_hour"] == min(
         row["price_dollars_per_hour"] for row in table.values()
     )
-    assert len(plan.table("curve").rows) == 24
+    assert [row["hour"] for row in plan.table("curve").rows] == list(range(24))
+    assert "short time: of the cycle" in plan.table("sizes").note
     names = [one.name for one in plan.inputs]
     assert len(names) == len(set(names)) and {"rate", "burst_rate"} <= set(names)
 

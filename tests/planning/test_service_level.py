@@ -23,7 +23,7 @@ def test_ten_of_a_thousand_may_be_late_eleven_may_not(make_run):
     verdict = judge_run(make_run(slow=11, name="eleven"), LEVEL)
     assert verdict.kept is False and verdict.bound_output_tokens_per_second is None
     assert verdict.good_share == pytest.approx(0.989)
-    assert "98.90%" in verdict.why
+    assert "98.90 %" in verdict.why
 
 
 def test_failures_count_as_late(make_run):

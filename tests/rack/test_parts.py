@@ -248,7 +248,7 @@ def test_what_a_lost_worker_held_is_done_by_others(rig: Rig) -> None:
     last = run_to_the_end(target, 400, {5: lambda: rig.hub.forget(1, "taken out")})
     assert all(event.output_tokens == 20 for event in last.values())
     outcome = target.outcome(began_ns)
-    assert outcome.lost is not None and "1 of 2 replicas left at the least (50.0%), 1 at the end" in outcome.lost
+    assert outcome.lost is not None and "1 of 2 replicas left at the least (50.0 %), 1 at the end" in outcome.lost
     (lost,) = outcome.facts["rack"]["lost"]
     assert (lost["node"], lost["cause"]) == ("n1", "taken out") and lost["samples_returned"] > 0
     assert target.outcome(time.monotonic_ns()).lost is not None  # still one short

@@ -101,7 +101,7 @@ def test_replicas_that_die_or_hang_cost_no_sample(drive: Any) -> None:
     returned = {entry["node"]: entry["samples_returned"] for entry in run.result["rack"]["lost"]}
     assert returned["node-1"] > 0 and returned["node-2"] > 0
     assert run.result["rack"]["share_left"] == pytest.approx(1 / 3)
-    assert "1 of 3 replicas" in run.reasons[0]["message"] and "33.3%" in run.reasons[0]["message"]
+    assert "1 of 3 replicas" in run.reasons[0]["message"] and "33.3 %" in run.reasons[0]["message"]
     assert gone(hangs.pid)
 
 

@@ -36,6 +36,12 @@ def test_shares_are_percent_and_names_are_not_counted():
     assert labelled("process_id", 30040) == ("Process ID", "", "30040")
 
 
+def test_thousands_of_requests_and_users_have_no_tenths():
+    assert labelled("in_flight_requests", 187_990.04)[2] == "187,990"
+    assert labelled("users", 5_280.4)[2] == "5,280"
+    assert labelled("users", 52.84)[2] == "52.84"
+
+
 def test_plain_text_of_whatever_json_holds():
     assert plain_text({"value": 4.375, "duration_seconds": 2, "on": True, "none": None}) == (
         "Value: 4.375; Duration: 2 s; On: yes; None: -"

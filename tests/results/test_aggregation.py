@@ -68,6 +68,10 @@ def test_the_sum_is_a_makespan_rate_of_1_030_087_if_simultaneous():
     assert result.sum_label == "sum of 18 node rates, not shown to be simultaneous"
 
 
+def test_one_node_did_not_run_together_with_itself():
+    assert aggregate([node("a")]).evidence_of_simultaneity.statement == "one node"
+
+
 def test_a_lost_node_leaves_68_of_72_accelerators():
     losses = aggregate(azure_rows()).without_fault_domain
     assert len(losses) == 18
@@ -107,7 +111,7 @@ def test_three_rates_of_two_nodes_that_overlap_by_half():
     assert result.common_window.output_tokens_per_second == pytest.approx(20)
     assert result.common_window.seconds == 50
     assert result.overlap_share == pytest.approx(1 / 3)
-    assert "not simultaneous: all ran together for 33.3%" in result.sum_label
+    assert "not simultaneous: all ran together for 33.3 %" in result.sum_label
     assert not result.makespan.conditional
     assert not any("add up" in note for note in result.notes)
 

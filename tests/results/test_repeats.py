@@ -63,6 +63,30 @@ def test_percentiles_of_runs_are_listed_not_averaged(runs):
     assert document["title"] == "Repeats of offline tiny bf16"
 
 
+def test_percentiles_that_loadgen_does_not_state_are_ours(runs):
+    mute = [replace(run, result={**run.result, "loadgen_ttft_p99_seconds": None}) for run in runs]
+    found = summarise_repeats(mute, 3)["percentiles"]
+    assert set(found) == {"ttft_p99_seconds", "tpot_p99_seconds", "latency_p99_seconds"}
+    assert found["ttft_p99_seconds"]["values"] == [run.result["ttft_seconds"]["p99"] for run in runs]
+
+
+def test_a_note_of_every_run_is_told_once_and_one_of_a_run_with_its_name(runs):
+    """The share of a busy machine is another in each run."""
+    busy = "a busy machine: {} % of the time that this process wanted a core; lower engine.threads"
+    notes = (
+        ["random", busy.format(5)],
+        ["random", busy.format(89)],
+        ["random", busy.format(12), "cut 3 of 4,096 rows"],
+    )
+    noted = [replace(run, result={**run.result, "notes": one}) for run, one in zip(runs, notes, strict=True)]
+    assert summarise_repeats(noted, 3)["notes"] == ["random", busy.format("5 to 89"), "003: cut 3 of 4,096 rows"]
+    assert summarise_repeats([*noted[:2], runs[2]], 3)["notes"] == [
+        "001, 002: random", f"001, 002: {busy.format('5 to 89')}", "003: random weights",
+    ]  # fmt: skip
+    apart = [replace(run, result={**run.result, "notes": [f"{n} of {n}"]}) for n, run in enumerate(runs)]
+    assert summarise_repeats(apart, 3)["notes"] == ["0 of 0", "1 of 1", "2 of 2"]
+
+
 def test_a_run_that_was_cut_off_is_listed_and_not_in_the_mean(runs):
     runs[2] = replace(runs[2], verdict=Verdict.INTERRUPTED)
     document = summarise_repeats(runs, 4)

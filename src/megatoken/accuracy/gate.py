@@ -123,6 +123,6 @@ def reference_gate(content_hash: str, rows: int) -> AccuracyGate | None:
     check_installed()
     targets = None
     if rows == len(references.texts):
-        source = f"the reference model's gate ({SHARE:.0%} of fp32)"
+        source = f"the reference model's gate ({100 * SHARE:.0f} % of fp32)"
         targets = replace(of_baseline(BASELINE, SHARE, references), source=source)
     return AccuracyGate(references, AnswerDecoder(model_folder(REFERENCE)), targets)

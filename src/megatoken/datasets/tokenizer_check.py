@@ -44,7 +44,8 @@ def check_tokenizer(table: PromptTable, decode: Callable[[list[int]], str]) -> i
         if share < LEAST_SHARE:
             columns = table.data_set.columns
             raise DatasetError(
-                f"{table.path}, row {row}: {columns['tokens']} does not decode to {columns['text']}: {share:.0%} of its"
+                f"{table.path}, row {row}: {columns['tokens']} does not decode to {columns['text']}: "
+                f"{100 * share:.0f} % of its"
                 f" words are there; the ids are of {table.data_set.tokenizer}, take a model with that tokenizer"
             )
         compared += 1

@@ -26,6 +26,7 @@ from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.harness.stop import Stop
 from megatoken.harness.text_stages import TextStages
 from megatoken.results import Reason, RunFolder, SampleRow, Verdict, run_name
+from megatoken.results.machine import utc_text
 from megatoken.results.numerals import count_of
 from megatoken.results.statistics import Samples
 from megatoken.targets import Target
@@ -181,7 +182,7 @@ class Bench:
                 "rules_unmet": [] if claimed else unmet,
                 "doubts": [] if claimed else doubtful,
                 "notes": notes,
-                "ended_at": datetime.now(UTC).isoformat(),
+                "ended_at": utc_text(datetime.now(UTC)),
                 "wall_clock_step_seconds": measurement.wall_clock.largest_seconds,
                 "send_lag_limit_seconds": None if config.scenario == "offline" else send_lag_limit_seconds(limits),
                 **outcome.facts,

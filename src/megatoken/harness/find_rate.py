@@ -12,6 +12,7 @@ from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder, too_
 from megatoken.harness.rate_search import Try
 from megatoken.harness.stop import StopSignals
 from megatoken.results import Run, RunFolder, Verdict, read_run
+from megatoken.results.machine import utc_text
 from megatoken.results.numerals import count_of, precise
 
 PROBES = "probes"
@@ -60,7 +61,7 @@ def _finish(folder: RunFolder, finder: RateFinder, confirmed: str | None, stop: 
         folder.interrupt(f"{stop.received} after {count_of(len(finder.probes), 'probe')}")
         return
     reason = {"code": "NO_VALID_RATE", "message": finder.outcome}
-    folder.finish({"verdict": Verdict.INVALID, "reasons": [reason], "ended_at": datetime.now(UTC).isoformat()})
+    folder.finish({"verdict": Verdict.INVALID, "reasons": [reason], "ended_at": utc_text(datetime.now(UTC))})
 
 
 class _Prober:

@@ -31,6 +31,7 @@ from megatoken.harness.progress import Progress
 from megatoken.harness.schedule import PoissonSchedule
 from megatoken.harness.text_stages import TextStages
 from megatoken.results import SampleRow, SeriesRow
+from megatoken.results.machine import utc_text
 from megatoken.targets import ReplicaState, SampleEvent, Target
 
 SERIES_PERIOD_NS = 1_000_000_000
@@ -181,7 +182,7 @@ class Measurement:
         while not issued:
             issued = test.take_issued(timeout_seconds=0.1)
         self._start_ns = self._noted_ns = issued[0].issued_ns
-        record.add_facts({"started_at": datetime.now(UTC).isoformat(), "peak_memory_bytes": peak_memory_bytes()})
+        record.add_facts({"started_at": utc_text(datetime.now(UTC)), "peak_memory_bytes": peak_memory_bytes()})
         self._accept(issued)
 
     @property

@@ -34,6 +34,7 @@ from megatoken.rack.hub import Hub
 from megatoken.rack.records import Place
 from megatoken.results import Reason, Run, RunFolder, Verdict, read_run, run_name
 from megatoken.results.aggregation import aggregate, aggregate_fields
+from megatoken.results.machine import utc_text
 from megatoken.results.nodes import run_node_rows
 from megatoken.results.numerals import count_of
 from megatoken.results.tables import joined_runs
@@ -245,7 +246,7 @@ def _conclude(rack: Rack, nodes: Sequence[_Node], folder: RunFolder, stop: StopS
     left = sum(run.result["rack"]["replicas_least"] for run in runs.values())
     planned = sum(replicas.values())
     facts = {
-        "started_at": datetime.fromtimestamp(first, UTC).isoformat() if runs else None,
+        "started_at": utc_text(datetime.fromtimestamp(first, UTC)) if runs else None,
         "rack": {
             "replicas": planned,
             "replicas_least": left,
@@ -260,7 +261,7 @@ def _conclude(rack: Rack, nodes: Sequence[_Node], folder: RunFolder, stop: StopS
             "start_spread_seconds": max(starts.values(), default=0.0) - first,
         },
         "node_verdicts": {node.name: node.run.verdict if node.run else None for node in nodes},
-        "ended_at": datetime.now(UTC).isoformat(),
+        "ended_at": utc_text(datetime.now(UTC)),
     }
     folder.add_facts(facts)
     if stop.received or not runs:
@@ -306,7 +307,8 @@ def _verdict(nodes: Sequence[_Node], left: int, planned: int) -> tuple[Verdict, 
     verdicts = {node.run.verdict for node in nodes if node.run is not None}
     if left < planned:
         names = "; ".join(f"{node.name} ({node.lost})" for node in nodes if node.lost)
-        message = f"{left} of {planned} replicas left ({left / planned:.1%})" + (f"; lost: {names}" if names else "")
+        message = f"{left} of {count_of(planned, 'replica')} left ({100 * left / planned:.1f} %)"
+        message += f"; lost: {names}" if names else ""
         reasons.insert(0, Reason(code="LOST_REPLICAS", message=message))
     if Verdict.INVALID in verdicts:
         return Verdict.INVALID, reasons

@@ -149,7 +149,7 @@ def prepare(config: RunConfig, memory: MemoryPlan | None = None) -> Prepared:
         if config.mode == "accuracy":
             scored = reference_gate(data_set.content_hash, config.samples or len(data_set.requests))
             if scored is not None and scored.targets is not None:
-                notes.append(f"every score of the answers must reach {SHARE:.0%} of the model's own in fp32")
+                notes.append(f"every score of the answers must reach {100 * SHARE:.0f} % of the model's own in fp32")
             else:
                 notes.append("accuracy is not judged: that takes every row of the held-out set, once")
     warnings = []

@@ -55,7 +55,7 @@ class Progress:
         if left_seconds is None:
             way = "draining"
         else:
-            way = f"{f'{left_seconds:.0f} s' if math.isfinite(left_seconds) else '?'} left  {done_share:.0%}"
+            way = f"{f'{left_seconds:.0f} s' if math.isfinite(left_seconds) else '?'} left  {100 * done_share:.0f} %"
         pages = f"{counters.pages - counters.pages_free:,} of {counters.pages:,} pages"
         self._write(
             f"{elapsed_seconds:.0f} s, {way}  {tokens_per_second:,.0f} tokens/s  "

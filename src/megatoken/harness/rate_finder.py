@@ -181,7 +181,7 @@ class RateFinder:
                 return
             valid = result.valid
             judged = count_of(result.judged, "sample")
-            why = f"{result.over:,} of {judged} over a limit, {result.allowed_share:.2%} may be"
+            why = f"{result.over:,} of {judged} over a limit, {100 * result.allowed_share:.2f} % may be"
         surely = outcome.saturation is not None and outcome.saturation.surely
         capacity = probe.watch.capacity
         if capacity is not None:  # as a rate to be asked for, beside which chance leaves what is offered

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatoken.results.numerals import count_of
+
 RESOLUTION = 0.02  # between the rate that was valid at full length and the lowest that surely is not
 COARSE = 0.06  # how far probes narrow the bracket; bursts make more of a short probe than they do of a whole run
 PROBE_STEP = 1.25  # up or down, while only one end of the bracket is known
@@ -73,11 +75,11 @@ class RateSearch:
     @property
     def outcome(self) -> str:
         """How the search stands, in words."""
-        tries = f"{self._probes} probes and {self._full_lengths} runs of full length"
+        tries = f"{count_of(self._probes, 'probe')} and {count_of(self._full_lengths, 'run')} of full length"
         if self.found is None:
             return f"none of the rates tried kept the limits, in {tries}"
         if self.too_high <= self.found * (1 + RESOLUTION):
-            return f"within {RESOLUTION:.0%} of the lowest rate that is too high, in {tries}"
+            return f"within {100 * RESOLUTION:.0f} % of the lowest rate that is too high, in {tries}"
         return f"the highest rate that was valid; how far it is from one that is not was still open after {tries}"
 
     def note_undecided(self) -> None:

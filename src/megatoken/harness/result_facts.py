@@ -91,6 +91,6 @@ def core_wait_notes(share: float | None) -> list[str]:
     if share is None or share <= CORE_WAIT_SHARE:
         return []
     return [
-        f"a busy machine, so slower than it could be: {share:.0%} of the time that this process wanted a core, it had "
-        "to wait for one; end other work, or lower engine.threads if they are more than the cores"
+        f"a busy machine, so slower than it could be: {100 * share:.0f} % of the time that this process wanted a core, "
+        "it had to wait for one; end other work, or lower engine.threads if they are more than the cores"
     ]

@@ -313,7 +313,7 @@ def _client(observed: Observed) -> Iterator[Shortfall]:
         alone = observed.client.samples_per_second
         if observed.samples_per_second > CLIENT_SHARE * alone:
             message = (
-                f"{precise(observed.samples_per_second)} samples/s is more than {CLIENT_SHARE:.0%} of the"
+                f"{precise(observed.samples_per_second)} samples/s is more than {100 * CLIENT_SHARE:.0f} % of the"
                 f" {precise(alone)} that the client can do alone"
             )
             yield _shortfall("CLIENT_LIMIT", observed.samples_per_second, CLIENT_SHARE * alone, message)

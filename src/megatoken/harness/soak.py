@@ -34,7 +34,7 @@ from megatoken.harness.run import make_bench
 from megatoken.harness.stop import Stop, StopSignals
 from megatoken.harness.text_stages import Codec
 from megatoken.results import Reason, Run, RunFolder, SampleRow, SeriesRow, Verdict, read_run, run_name
-from megatoken.results.machine import unix_seconds
+from megatoken.results.machine import unix_seconds, utc_text
 from megatoken.results.numerals import count_of
 from megatoken.results.series import numbers, replicas
 from megatoken.results.stability import judge_soak
@@ -232,7 +232,7 @@ def _create(config: RunConfig, facts: Mapping[str, Any], population: int) -> Run
     soak = {
         "duration_seconds": config.min_duration_seconds,
         "population": population,
-        "segments": [{"begins_seconds": 0.0, "started_at": now.isoformat()}],
+        "segments": [{"begins_seconds": 0.0, "started_at": utc_text(now)}],
         "interruptions": [],
     }
     more = {"notes": [*run_notes(facts), NOTE], "mode": config.mode, "rules": None, "text": config.text, "soak": soak}
@@ -261,7 +261,7 @@ def _resumed(earlier: Earlier) -> dict[str, Any]:
     }
     return {
         **soak,
-        "segments": [*soak["segments"], {"begins_seconds": earlier.begins_seconds, "started_at": now.isoformat()}],
+        "segments": [*soak["segments"], {"begins_seconds": earlier.begins_seconds, "started_at": utc_text(now)}],
         "interruptions": [*soak["interruptions"], interruption],
     }
 
@@ -327,7 +327,7 @@ def _conclude(folder: RunFolder, outcome: Outcome) -> None:
             "reasons": reasons,
             "rules_unmet": [],
             "notes": [*folder.facts["notes"], *core_wait_notes(folder.facts.get("core_wait_share"))],
-            "ended_at": datetime.now(UTC).isoformat(),
+            "ended_at": utc_text(datetime.now(UTC)),
             "stability": stability,
             **outcome.facts,
         }
@@ -370,7 +370,7 @@ def _hardware(facts: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
     nodes = facts.get("rack_nodes")
     if not nodes:
         return _machine(environment)
-    kinds = Counter(f"{node['replicas']} replicas on {_machine(node['machine'])}" for node in nodes)
+    kinds = Counter(f"{count_of(node['replicas'], 'replica')} on {_machine(node['machine'])}" for node in nodes)
     return "; ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
 
 

@@ -228,8 +228,8 @@ def _burst_nodes(
     return np.ceil(np.clip(excess - ROUNDING * np.asarray(level), 0, None) / rate)
 
 
-def parse_curve(rows: Sequence[Sequence[str]], place: str) -> tuple[float, ...]:
-    """Levels of a demand curve from the rows of a table: time in hours, level; equal steps, rising.
+def parse_curve(rows: Sequence[Sequence[str]], place: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Hours and levels of a demand curve from the rows of a table: time in hours, level; equal steps, rising.
 
     Raises:
         UsageError: not such a table; names ``place`` and the row.
@@ -251,4 +251,4 @@ def parse_curve(rows: Sequence[Sequence[str]], place: str) -> tuple[float, ...]:
     steps = [after - before for before, after in pairwise(hours)]
     if steps and not (min(steps) > 0 and max(steps) - min(steps) <= 1e-6 * max(steps)):
         raise UsageError(f"{place}: the hours must rise in equal steps")
-    return tuple(levels)
+    return tuple(hours), tuple(levels)

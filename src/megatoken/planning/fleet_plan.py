@@ -52,8 +52,9 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Demand over a cycle in equal parts, in one of ``UNITS``."""
+    """Demand over a cycle in equal parts, in one of ``UNITS``; each part begins at its hour."""
 
+    hours: tuple[float, ...]
     levels: tuple[float, ...]
     unit: str
     state: State
@@ -90,16 +91,17 @@ def load_demand(unit: str, level: float | None = None, curve: str | None = None)
     if curve is None:
         if level is None:
             raise UsageError("nothing to serve: give a demand, a curve, or nodes to replace")
-        return Curve((level,), unit, "given", "--demand")
+        return Curve((0.0,), (level,), unit, "given", "--demand")
     shipped = read_shipped("demand_curves.yaml", _CurvesFile).curves
     if curve in shipped:
         if level is None:
             raise UsageError(f"the curve {curve} has no height; give its peak as the demand")
         entry = shipped[curve]
-        return Curve(tuple(share * level for share in entry.shares), unit, entry.state, entry.source)
-    levels = _curve_file(Path(curve), shipped)
+        hours = tuple(map(float, range(len(entry.shares))))
+        return Curve(hours, tuple(share * level for share in entry.shares), unit, entry.state, entry.source)
+    hours, levels = _curve_file(Path(curve), shipped)
     scale = 1.0 if level is None else level / max(levels)
-    return Curve(tuple(one * scale for one in levels), unit, "given", curve)
+    return Curve(hours, tuple(one * scale for one in levels), unit, "given", curve)
 
 
 def plan_fleet(
@@ -207,7 +209,7 @@ def plan_replacement(
     )
 
 
-def _curve_file(path: Path, shipped: dict[str, _CurveEntry]) -> tuple[float, ...]:
+def _curve_file(path: Path, shipped: dict[str, _CurveEntry]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     if not path.exists():
         meant = nearest(str(path), shipped)
         mend = f"did you mean {meant}?" if meant else f"shipped are {', '.join(shipped)}"
@@ -335,7 +337,10 @@ def _sizes(need: Demand, base: SupplyClass, sized: Size) -> Table:
                 "price_dollars_per_hour": found.dollars_per_hour,
             }
         )
-    note = "against the planning rate, over the cycle of the demand; the ceiling of utilisation is headroom beyond it"
+    note = (
+        "against the planning rate, over the cycle of the demand; unserved: of the demand; short time: of the cycle,"
+        " when some demand is not served; the ceiling of utilisation is headroom beyond it"
+    )
     return Table("sizes", "Too few, enough, with spares", tuple(rows), note)
 
 
@@ -362,10 +367,10 @@ def _policies(
 def _curve(demand: Curve, need: Demand, base: SupplyClass) -> Table:
     rows = [
         {
-            "part": at,
+            "hour": hour,
             f"demand_{demand.unit.replace('-', '_')}": level,
             "nodes": size(work, base).serving_nodes,
         }
-        for at, (level, work) in enumerate(zip(demand.levels, need.levels, strict=True))
+        for hour, level, work in zip(demand.hours, demand.levels, need.levels, strict=True)
     ]
     return Table("curve", f"Demand over the cycle, in {UNITS[demand.unit]}", tuple(rows), "nodes that serve, no spares")

@@ -93,17 +93,17 @@ def _kept(good_share: float, requests: int, offline: bool, level: ServiceLevel) 
         limits = f"{level.tpot_seconds:g} s per further token"
     enough = good_share >= PERCENT / 100
     if not enough:
-        why = f"only {good_share:.2%} of {count_of(requests, 'request')} kept {limits}; {PERCENT} % must"
+        why = f"only {100 * good_share:.2f} % of {count_of(requests, 'request')} kept {limits}; {PERCENT} % must"
         return False, f"{why}: at this rate the level is broken, the rate that keeps it is lower and not known"
     if requests < samples_needed(PERCENT):
         few = f"{count_of(requests, 'request')} {'is' if requests == 1 else 'are'} too few"
         return None, f"{few} for a statement about {PERCENT} %; {samples_needed(PERCENT)} do"
     if offline:
         return None, (
-            f"{good_share:.2%} kept {limits}, but in Offline nobody's wait for a first token is measured; run the"
-            " Server scenario"
+            f"{100 * good_share:.2f} % kept {limits}, but in Offline nobody's wait for a first token is measured; run"
+            " the Server scenario"
         )
-    return True, f"{good_share:.2%} of {count_of(requests, 'request')} kept {limits}"
+    return True, f"{100 * good_share:.2f} % of {count_of(requests, 'request')} kept {limits}"
 
 
 def _mean(values: Floats) -> float | None:

@@ -200,9 +200,10 @@ def _mean_of(runs: Sequence[Run]) -> str:
 
 
 def _run_notes(runs: Sequence[Run], whole: Sequence[Run], rates: Mapping[str, Any]) -> Iterator[str]:
+    from megatoken.results.repeats import shared_notes
+
     where = runs[0].path if len(runs) == 1 else runs[0].path.parent
-    notes = dict.fromkeys(note for run in runs for note in run.result.get("notes") or ())
-    yield from (f"{where}: {note}" for note in notes)
+    yield from (f"{where}: {note}" for note in shared_notes(runs))
     if rates["low"] is not None:
         yield (
             f"The rate is the geometric mean of {count_of(len(whole), 'repeat')}; with 95 % confidence it lies between"

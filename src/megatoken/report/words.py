@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatoken.results.numerals import ABSENT, is_number, precise
+from megatoken.results.numerals import ABSENT, is_number, number, precise
 
 LONGEST_TEXT = 2000
 ACRONYMS = {
@@ -44,6 +44,7 @@ UNITS = {
 PER_UNITS = UNITS | {noun: noun for noun in ("interactions", "queries", "requests", "samples", "tokens")}
 DIVISORS = {"second": "s", "hour": "h", "watt": "W", "joule": "J", "kilowatt": "kW", "gpu": "GPU", "kwh": "kWh"}
 NAMES = ("_id", "seed", "line", "port")  # numbers that name something: nobody counts in them
+COUNTS = ("_requests", "users")  # nobody counts tenths of them where they are thousands
 SHARES = ("share", "coefficient_of_variation", "utilisation")
 
 # What a terminal would obey, XML cannot hold, or turns the reading direction of what follows.
@@ -78,6 +79,8 @@ def labelled(key: str, value: Any) -> tuple[str, str, str]:
     if key.endswith(SHARES) and is_number(value):
         return sentence(key.removesuffix("_share")), "%", precise(100 * value)
     name, unit = label(key)
+    if key.endswith(COUNTS) and is_number(value) and abs(value) >= 1000:
+        return name, unit, number(value)
     if key.endswith(NAMES) and isinstance(value, int):
         return name, unit, str(value)
     return name, unit, plain_text(value)

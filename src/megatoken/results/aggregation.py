@@ -22,6 +22,7 @@ from megatoken.results.numerals import count_of, natural
 
 SCHEMA_VERSION = 1
 STRAGGLER_THRESHOLD = 0.03
+ONE_NODE = "one node"
 SIMULTANEOUS_SHARE = 0.95
 OWN_CLOCKS = "the nodes' own clocks, whose offsets are not known"
 
@@ -268,7 +269,7 @@ def _sum_label(rows: Sequence[NodeRow], overlap: float | None) -> str:
     if overlap is None:
         return f"sum of {nodes} node rates, not shown to be simultaneous"
     if overlap < SIMULTANEOUS_SHARE:
-        return f"sum of {nodes} node rates, not simultaneous: all ran together for {overlap:.1%} of the time"
+        return f"sum of {nodes} node rates, not simultaneous: all ran together for {100 * overlap:.1f} % of the time"
     return f"sum of {count_of(nodes, 'simultaneous node rate')}"
 
 
@@ -278,11 +279,13 @@ def _simultaneity(
     if overlap is None:
         missing = [row.node for row in rows if row.started_seconds is None]
         statement = f"not shown: no wall-clock start of {len(missing)} of {count_of(len(rows), 'node')}"
-        return Simultaneity(len(rows) == 1, statement if len(rows) > 1 else "one node", tuple(observations))
+        return Simultaneity(len(rows) == 1, statement if len(rows) > 1 else ONE_NODE, tuple(observations))
     statement = (
-        f"by {clocks}, all {len(rows)} ran together for {overlap:.1%} of the time from the first start to the last end;"
-        f" {SIMULTANEOUS_SHARE:.0%} count as simultaneous"
+        f"by {clocks}, all {len(rows)} ran together for {100 * overlap:.1f} % of the time from the first start to"
+        f" the last end; {100 * SIMULTANEOUS_SHARE:.0f} % count as simultaneous"
     )
+    if len(rows) == 1:
+        statement = ONE_NODE
     times = [
         f"{row.node}: {clock(start)} to {clock(end)}"
         for row, (start, end) in zip(rows, _spans(rows, True), strict=True)
@@ -293,7 +296,7 @@ def _simultaneity(
 def _stragglers(rows: Sequence[NodeRow], median: float, threshold: float) -> Stragglers:
     limit = median * (1 - threshold)
     slow = [row for row in rows if row.output_tokens_per_second < limit]
-    formula = f"slower than the median by more than {threshold:.1%}"
+    formula = f"slower than the median by more than {100 * threshold:.1f} %"
     if not slow:
         return Stragglers(formula, threshold, (), None, separate=False)
     slow_rates = [row.output_tokens_per_second for row in slow]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -70,6 +70,11 @@ def unix_seconds(text: Any) -> float | None:
     except (TypeError, ValueError):
         return None
     return moment.timestamp() if moment.tzinfo else None
+
+
+def utc_text(moment: datetime) -> str:
+    """A moment as result.json has it: ISO 8601 in UTC with a Z, which ``unix_seconds`` reads as it reads an offset."""
+    return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 
 def simulated_gpu(run: Run) -> str | None:

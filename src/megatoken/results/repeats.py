@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ SEEDS_NOTE = (
     " weights and prompts are the same, and draws of tokens differ only where a sample has no seed of its own. So the"
     " interval says what the machine makes of equal work; it does not hold what other seeds would change."
 )
+_NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 _METRICS = (
     "output_tokens_per_second",
     "steady_output_tokens_per_second",
@@ -35,6 +37,7 @@ _METRICS = (
     "loadgen_output_tokens_per_second",
     "energy_joules_per_output_token",
 )
+_OWN_PERCENTILES = ("ttft", "tpot", "latency")  # where LoadGen states none, as in Offline
 _PERCENTILES = ("loadgen_ttft_p99_seconds", "loadgen_tpot_p99_seconds", "loadgen_latency_p90_seconds")
 _WORST = (Verdict.INTERRUPTED, Verdict.INVALID, Verdict.DEGRADED, Verdict.MEASURED, Verdict.VALID)
 # What repeats of one test have in common; the rest of a configuration is where it writes, and sizes from free memory.
@@ -99,6 +102,8 @@ def summarise_repeats(runs: Sequence[Run], wanted: int) -> dict[str, Any]:
     whole = whole_runs(runs)
     metrics = {name: interval(values) for name in _METRICS if (values := _values(whole, name))}
     percentiles = {name: {"values": values} for name in _PERCENTILES if (values := _values(whole, name))}
+    if not any(run.result.get(name) for run in whole for name in _PERCENTILES):
+        percentiles = {f"{name}_p99_seconds": {"values": values} for name, values in _own_p99s(whole)}
     result = runs[0].result
     subject = (result.get("scenario"), result.get("model"), result.get("precision"))
     return {
@@ -127,10 +132,40 @@ def summarise_repeats(runs: Sequence[Run], wanted: int) -> dict[str, Any]:
 def _notes(runs: Sequence[Run], whole: Sequence[Run]) -> list[str]:
     left_out = [run.path.name for run in runs if run not in whole]
     return [
-        *dict.fromkeys(str(note) for run in runs for note in run.result.get("notes") or ()),
+        *shared_notes(runs),
         *([f"not in the mean, for they did not come to their end: {', '.join(left_out)}"] if left_out else []),
         *contentions(runs),
     ]
+
+
+def shared_notes(runs: Sequence[Run]) -> Iterator[str]:
+    """The notes of all runs, each once: with a range where one number differs, with its runs where others lack it."""
+    alike: dict[str, list[tuple[str, str]]] = {}
+    for run in runs:
+        for note in dict.fromkeys(map(str, run.result.get("notes") or ())):
+            alike.setdefault(_NUMBER.sub("#", note), []).append((run.path.name, note))
+    for found in alike.values():
+        names = dict.fromkeys(name for name, _ in found)
+        of = "" if len(names) == len(runs) else f"{', '.join(names)}: "
+        yield from (f"{of}{note}" for note in _with_range(list(dict.fromkeys(note for _, note in found))))
+
+
+def _with_range(notes: list[str]) -> list[str]:
+    """Notes that differ in one number alone as one."""
+    numbers = list(zip(*(_NUMBER.findall(note) for note in notes), strict=True))
+    differing = [place for place, values in enumerate(numbers) if len(set(values)) > 1]
+    if len(differing) != 1:
+        return notes
+    low, *_, high = sorted(numbers[differing[0]], key=lambda text: float(text.replace(",", "")))
+    place = list(_NUMBER.finditer(notes[0]))[differing[0]]
+    return [f"{notes[0][: place.start()]}{low} to {high}{notes[0][place.end() :]}"]
+
+
+def _own_p99s(runs: Sequence[Run]) -> Iterator[tuple[str, list[float]]]:
+    for name in _OWN_PERCENTILES:
+        values = [(run.result.get(f"{name}_seconds") or {}).get("p99") for run in runs]
+        if all(isinstance(value, int | float) for value in values):
+            yield name, [float(value) for value in values if value is not None]
 
 
 def _values(runs: Sequence[Run], name: str) -> list[float]:

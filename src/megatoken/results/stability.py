@@ -359,14 +359,13 @@ def _unstable(figures: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if change and abs(change["change_share"]) > limit and change["low_share"] * change["high_share"] > 0:
             yield _reason(code, change["change_share"], limit, f"the rate changed by {_percent(change)} {what}")
     if (variation := figures["coefficient_of_variation"]) is not None and variation > VARIATION_LIMIT:
-        message = f"windows vary by {variation:.1%}, at most {VARIATION_LIMIT:.0%} is steady"
+        message = f"windows vary by {100 * variation:.1f} %, at most {100 * VARIATION_LIMIT:.0f} % is steady"
         yield _reason("VARIATION", variation, VARIATION_LIMIT, message)
     if worst is None or worst["share_of_median"] is None:
         yield _reason("STANDSTILL", 0.0, WORST_WINDOW_LIMIT, "half of the windows or more saw no token")
     elif worst["share_of_median"] < WORST_WINDOW_LIMIT:
-        message = (
-            f"the window from {worst['begins_seconds']:.0f} s on made {worst['share_of_median']:.1%} of the median"
-        )
+        made = f"{100 * worst['share_of_median']:.1f} % of the median"
+        message = f"the window from {worst['begins_seconds']:.0f} s on made {made}"
         yield _reason("WORST_WINDOW", worst["share_of_median"], WORST_WINDOW_LIMIT, message)
     if gaps := figures["gaps"]:
         longest = max(gaps, key=lambda gap: float(gap["seconds"]))
@@ -375,25 +374,24 @@ def _unstable(figures: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield _reason("GAP", longest["seconds"], GAP_SECONDS, message)
     throttling = figures["throttling"]
     if throttling and (share := throttling["otherwise_limited_share"]) > THROTTLED_LIMIT:
-        message = (
-            f"{throttling['otherwise_limited_replica']} ran below its clock for {share:.1%} of the time with power"
-        )
-        yield _reason("THROTTLED", share, THROTTLED_LIMIT, f"{message} to spare")
+        message = f"{throttling['otherwise_limited_replica']} ran below its clock for {100 * share:.1f} % of the time"
+        yield _reason("THROTTLED", share, THROTTLED_LIMIT, f"{message} with power to spare")
 
 
 def _unknown(figures: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     trend, full = figures["trend"], figures["full_share"]
     if trend and max(-trend["low_share"], trend["high_share"]) > TREND_LIMIT:
-        message = f"the trend over the soak, {_percent(trend)}, could be more than {TREND_LIMIT:.0%}: soak for longer"
+        more = f"could be more than {100 * TREND_LIMIT:.0f} %: soak for longer"
+        message = f"the trend over the soak, {_percent(trend)}, {more}"
         yield _reason("TREND_UNCERTAIN", max(-trend["low_share"], trend["high_share"]), TREND_LIMIT, message)
     if full is not None and full < FULL_LIMIT:
-        message = f"samples waited in {full:.1%} of the rows only: the rate may be that of the load"
+        message = f"samples waited in {100 * full:.1f} % of the rows only: the rate may be that of the load"
         yield _reason("NOT_FULL", full, FULL_LIMIT, message)
 
 
 def _percent(change: Mapping[str, float]) -> str:
-    shares = (change["change_share"], change["low_share"], change["high_share"])
-    return "{:+.1%} ({:+.1%} to {:+.1%})".format(*shares)
+    share, low, high = (100 * change[name] for name in ("change_share", "low_share", "high_share"))
+    return f"{share:+.1f} % ({low:+.1f} to {high:+.1f} %)"
 
 
 def _reason(code: str, found: float, required: float, message: str) -> dict[str, Any]:

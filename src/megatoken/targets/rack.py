@@ -121,7 +121,8 @@ class RackTarget:
         }
         lost = None
         if least < self._planned:
-            lost = f"{least} of {self._planned} replicas left at the least ({least / self._planned:.1%})"
+            lost = f"{least} of {self._planned} replica{'s' * (self._planned != 1)} left at the least "
+            lost += f"({100 * least / self._planned:.1f} %)"
             lost += f", {serving} at the end"
             lost += f"; lost: {losses_by_cause(losses)}" if losses else "; the others were lost before"
         return Outcome({"rack": facts}, lost)

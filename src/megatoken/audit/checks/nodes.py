@@ -59,7 +59,8 @@ def process_steps(runs: Sequence[Run]) -> list[str]:
 
 
 def _simultaneous(runs: Sequence[Run], result: Aggregate, claimed_as_one: bool) -> Observation:
-    expected = f"all nodes running together for {SIMULTANEOUS_SHARE:.0%} of the time, if their rates are to be added"
+    together = f"all nodes running together for {100 * SIMULTANEOUS_SHARE:.0f} % of the time"
+    expected = f"{together}, if their rates are to be added"
     where = tuple(run.where("power_begin" if "power_begin" in run.source_lines else None) for run in runs)
     evidence = result.evidence_of_simultaneity
     if result.overlap_share is None:
@@ -76,12 +77,12 @@ def _simultaneous(runs: Sequence[Run], result: Aggregate, claimed_as_one: bool) 
 
 
 def _spread(runs: Sequence[Run], result: Aggregate) -> Iterator[Observation]:
-    spreads = ", ".join(f"{item.formula} {item.value:.2%}" for item in result.spread)
+    spreads = ", ".join(f"{item.formula} {100 * item.value:.2f} %" for item in result.spread)
     variation = result.coefficient_of_variation or 0.0
     found = (
         f"sum {result.sum_of_rates_tokens_per_second:,.1f}, max {result.max.output_tokens_per_second:,.1f}, "
         f"min {result.min.output_tokens_per_second:,.1f}, mean {result.mean_tokens_per_second:,.1f}, "
-        f"median {result.median_tokens_per_second:,.1f} tokens/s; {spreads}; CV {variation:.2%}"
+        f"median {result.median_tokens_per_second:,.1f} tokens/s; {spreads}; CV {100 * variation:.2f} %"
     )
     yield Observation("nodes.spread", Severity.NOTE, "how far the nodes differ, by each definition", found)
     makespan = result.makespan.output_tokens_per_second
@@ -93,7 +94,7 @@ def _spread(runs: Sequence[Run], result: Aggregate) -> Iterator[Observation]:
     yield observe(
         "nodes.slow_group",
         not slow,
-        f"no node more than {result.stragglers.threshold:.0%} below the median",
+        f"no node more than {100 * result.stragglers.threshold:.0f} % below the median",
         f"{', '.join(slow)}" + ("; set apart from all others" if result.stragglers.separate else "")
         if slow
         else "none",

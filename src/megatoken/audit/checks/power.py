@@ -102,7 +102,7 @@ def _against_ranging(tree: Tree, folder: str, runs: dict[str, Run], watts: float
         yield observe(
             "power.ranging",
             watts >= TESTING_BELOW_RANGING * before,
-            f"at least {TESTING_BELOW_RANGING:.0%} of the ranging run's {before:,.1f} W",
+            f"at least {100 * TESTING_BELOW_RANGING:.0f} % of the ranging run's {before:,.1f} W",
             f"{watts:,.1f} W",
             (Where(display(f"{folder}/spl.txt")), Where(display(path))),
         )

@@ -133,15 +133,17 @@ def _bars(title: str, name: str, key: str, state: str, rows: Sequence[Document])
 
 
 def _cycle(rows: Sequence[Document]) -> Iterator[Figure]:
-    """The nodes that a curve of demand takes, part by part."""
-    needed = [nodes for row in rows if (nodes := row.number("nodes")) is not None]
-    if needed:
-        edges, heights = np.arange(len(needed) + 1.0), np.array(needed, dtype=float)
+    """The nodes that a curve of demand takes, hour by hour, or by the parts of an older document."""
+    known = [(row.number("hour"), nodes) for row in rows if (nodes := row.number("nodes")) is not None]
+    if known:
+        hours = [float(part if hour is None else hour) for part, (hour, _) in enumerate(known)]
+        step = hours[1] - hours[0] if len(hours) > 1 else 1.0
+        edges, heights = np.array([*hours, hours[-1] + step]), np.array([nodes for _, nodes in known], dtype=float)
         line = Line("nodes", np.repeat(edges, 2)[1:-1], np.repeat(heights, 2))
-        cells = tuple((str(part), precise(nodes)) for part, nodes in enumerate(needed))
-        data = Table("Nodes for each part of the cycle", (Column("Part"), Column("Nodes", numeric=True)), cells)
-        x_range = (0.0, float(len(needed)))
-        yield line_chart("Nodes that the demand takes", "nodes", "part of the cycle", [line], data, x_range=x_range)
+        cells = tuple((precise(hour), precise(nodes)) for hour, (_, nodes) in zip(hours, known, strict=True))
+        data = Table("Nodes for each hour of the cycle", (Column("Hour"), Column("Nodes", numeric=True)), cells)
+        x_range = (float(edges[0]), float(edges[-1]))
+        yield line_chart("Nodes that the demand takes", "nodes", "hour", [line], data, x_range=x_range)
 
 
 def _profiles(document: Document) -> Iterator[Table]:
