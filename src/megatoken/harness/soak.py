@@ -198,6 +198,7 @@ def run_soak(
             for row in earlier.last_rows:
                 folder.add_series(row)
         stop.parting_words = f"stopped at once; {_how_to_go_on(folder)}"
+        stop.write_seconds = folder.write_seconds
         try:
             _run(bench, settings, folder, stop, population, earlier)
         except BaseException as error:
