@@ -329,7 +329,7 @@ class RunFolder:
         """What the nodes did together, by the three rules; None where one of them did nothing."""
         run = Run(self.path, verdict, [], [], [], result, {}, {}, self._requests, self._series)
         try:
-            return aggregate_fields(aggregate(run_node_rows(run), clocks="the one driver's clock"))
+            return aggregate_fields(aggregate(run_node_rows(run)))
         except UsageError:
             return None
 
