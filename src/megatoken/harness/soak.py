@@ -327,7 +327,7 @@ def _conclude(folder: RunFolder, outcome: Outcome) -> None:
             "verdict": verdict,
             "reasons": reasons,
             "rules_unmet": [],
-            "notes": [*folder.facts["notes"], *core_wait_notes(folder.facts.get("core_wait_share"))],
+            "notes": [*folder.facts["notes"], *core_wait_notes(folder.facts.get("core_wait_share"), folder.facts)],
             "ended_at": datetime.now(UTC).isoformat(),
             "stability": stability,
             **outcome.facts,
