@@ -28,7 +28,9 @@ print(signals.received)
 PARTING = "megatoken: stopped at once; a folder keeps what was done"
 
 
-def outcome(*numbers: signal.Signals, grace_seconds: float = 100.0, write_seconds: float = 0.0, ignored: bool = False) -> tuple[int, str, str]:
+def outcome(
+    *numbers: signal.Signals, grace_seconds: float = 100.0, write_seconds: float = 0.0, ignored: bool = False
+) -> tuple[int, str, str]:
     """Exit code and output of the program, sent ``numbers`` at once when it is ready."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(grace_seconds), str(write_seconds)],

@@ -29,9 +29,9 @@ class StopSignals:
     """A context in which the first SIGINT, SIGTERM or SIGHUP only sets ``received``; main thread only.
 
     A second signal, or ``GRACE_SECONDS`` and the time of some writes without leaving the context, ends the process at
-    once with exit code 130. A thread does that, for the main thread may be inside one long step, where Python runs no signal handler. So what must
-    survive has to be on the disk already. SIGHUP is never the second one: when a terminal closes, its shell and the
-    kernel send one each, and nobody has lost patience.
+    once with exit code 130. A thread does that, for the main thread may be inside one long step, where Python runs no
+    signal handler. So what must survive has to be on the disk already. SIGHUP is never the second one: when a terminal
+    closes, its shell and the kernel send one each, and nobody has lost patience.
 
     Attributes:
         received: name of the first signal.
