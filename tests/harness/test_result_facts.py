@@ -9,12 +9,18 @@ from megatoken.harness.result_facts import core_wait_notes, engine_notes
 
 @pytest.mark.parametrize("share", [None, 0.0, 0.05])
 def test_a_quiet_machine_is_not_worth_a_note(share: float | None) -> None:
-    assert core_wait_notes(share) == []
+    assert core_wait_notes(share, {}) == []
 
 
 def test_a_busy_machine_is() -> None:
-    (note,) = core_wait_notes(0.051)
+    (note,) = core_wait_notes(0.051, {})
     assert note.startswith("a busy machine, so slower than it could be: 5 % of the time")
+
+
+def test_threads_of_a_racks_engines_are_not_the_drivers_affair() -> None:
+    (note,) = core_wait_notes(0.051, {"rack_nodes": []})
+    assert note.startswith("the driver's machine was busy")
+    assert "threads" not in note
 
 
 def test_an_engine_that_has_all_it_wants_needs_no_note() -> None:

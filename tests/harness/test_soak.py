@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from cli_support import (
@@ -184,6 +186,13 @@ def test_a_killed_soak_goes_on_where_it_stopped(tmp_path: Path, load: list[objec
     assert between.verdict is Verdict.INTERRUPTED
     assert f"--resume {path}" in between.reasons[0]["message"]
 
+    for name in ("requests", "series"):  # as if it had run under another name so far
+        table = pq.read_table(path / f"{name}.parquet")
+        renamed = pa.array(["elsewhere"] * len(table), table.schema.field("node").type)
+        place = table.schema.get_field_index("node")
+        pq.write_table(table.set_column(place, table.schema.field("node"), renamed), path / f"{name}.parquet")
+    between = read_run(path)
+
     # An hour is more than a test has.
     result: dict[str, Any] = json.loads((path / "result.json").read_text())
     duration = result["soak"]["duration_seconds"] = between.series["elapsed_seconds"].to_pylist()[-1] + 3.0
@@ -194,7 +203,10 @@ def test_a_killed_soak_goes_on_where_it_stopped(tmp_path: Path, load: list[objec
     assert json.loads(out)["run_folder"] == str(path)
     check_whole(run, duration)
     assert run.requests.slice(0, len(between.requests)).equals(between.requests)
-    assert run.requests.slice(0, len(before.requests)).equals(before.requests)
+    assert [node["node"] for node in run.result["nodes"]] == ["elsewhere"]
+    assert set(run.series["node"].to_pylist()) == {"elsewhere"}
+    there = before.requests.drop_columns(["node"])
+    assert run.requests.drop_columns(["node"]).slice(0, len(there)).equals(there)
     soak = run.result["soak"]
     parts = [soak, *soak["segments"], *soak["interruptions"]]
     told = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text()

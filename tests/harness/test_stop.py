@@ -18,6 +18,7 @@ from megatoken.harness import stop
 stop.GRACE_SECONDS = float(sys.argv[1])
 with stop.StopSignals() as signals:
     signals.parting_words = "stopped at once; a folder keeps what was done"
+    signals.write_seconds = lambda: float(sys.argv[2])
     print("ready", flush=True)
     while not signals.received:
         time.sleep(0.01)
@@ -27,10 +28,12 @@ print(signals.received)
 PARTING = "megatoken: stopped at once; a folder keeps what was done"
 
 
-def outcome(*numbers: signal.Signals, grace_seconds: float = 100.0, ignored: bool = False) -> tuple[int, str, str]:
+def outcome(
+    *numbers: signal.Signals, grace_seconds: float = 100.0, write_seconds: float = 0.0, ignored: bool = False
+) -> tuple[int, str, str]:
     """Exit code and output of the program, sent ``numbers`` at once when it is ready."""
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(grace_seconds)],
+        [sys.executable, "-c", PROGRAM, str(grace_seconds), str(write_seconds)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -59,6 +62,10 @@ def test_a_second_one_ends_the_process(second: signal.Signals) -> None:
 def test_the_end_of_the_grace_ends_the_process() -> None:
     assert outcome(signal.SIGHUP, grace_seconds=0.3) == (130, "", PARTING)
     assert outcome(signal.SIGTERM, signal.SIGHUP, grace_seconds=0.3) == (130, "", PARTING)
+
+
+def test_what_takes_long_to_write_gets_as_long() -> None:
+    assert outcome(signal.SIGTERM, grace_seconds=0.3, write_seconds=30.0) == (0, "SIGTERM", "")
 
 
 def test_a_terminal_that_closes_may_say_so_twice() -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -151,6 +152,33 @@ def test_a_slurm_job_starts_every_node_with_one_token_and_ends_as_the_run_does(
     }
     for process in (records / "processes").read_text().split():
         assert not Path(f"/proc/{process}").exists()  # nothing outlives the job
+
+
+def test_a_slurm_job_that_still_waits_for_nodes_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    own_address()
+    environment = allocation(tmp_path, nodes=3)
+    for name, text in (("ray", RAY), ("megatoken", MEGATOKEN)):
+        write_program(tmp_path / "venv" / "bin" / name, text)
+    write_program(tmp_path / "venv" / "bin" / "python", f'#!/bin/bash\nexec {sys.executable} "$@"\n')
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    waiting = "import os, pathlib, time\nprocesses = pathlib.Path(os.environ['RECORDS'], 'processes')\n"
+    waiting += "while not processes.exists() or len(processes.read_text().splitlines()) < 2: time.sleep(0.05)\n"
+    waiting += "print(os.getpid(), flush=True)\ntime.sleep(2 * float(os.environ['TIMEOUT_SECONDS']))\n"
+    (tmp_path / "launch" / "wait_for_nodes.py").write_text(waiting)
+    environment |= {"MEGATOKEN_LAUNCH": str(tmp_path / "launch"), "TIMEOUT_SECONDS": str(TIMEOUT_SECONDS)}
+    with subprocess.Popen([LAUNCH / "slurm.sbatch"], env=environment, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        waiter = int(job.stdout.readline())
+        job.terminate()
+        try:
+            assert job.wait(TIMEOUT_SECONDS) == 143
+        except subprocess.TimeoutExpired:
+            os.kill(waiter, signal.SIGTERM)
+            raise
+    records = tmp_path / "records"
+    assert not (records / "megatoken").exists()
+    for process in (str(waiter), *(records / "processes").read_text().split()):
+        assert not Path(f"/proc/{process}").exists()
 
 
 def test_a_node_without_a_token_does_not_start() -> None:

@@ -247,6 +247,22 @@ def test_run_folders_of_two_hosts(tmp_path):
     assert result.notes == ()
 
 
+def test_nodes_of_one_folder_share_its_clock(tmp_path):
+    run = run_folder(tmp_path, "one", "a", "2026-11-20T09:12:33+00:00")
+    result = {**run.result, "nodes": [{**run.result["nodes"][0], "node": name} for name in "ab"]}
+
+    def statement(rack: dict[str, object], *others: NodeRow) -> str:
+        rows = run_node_rows(replace(run, result={**result, "rack": rack}))
+        return aggregate([*rows, *others]).evidence_of_simultaneity.statement
+
+    assert statement({"clock_offsets": []}).startswith("by the one driver's clock, all 2")
+    offsets = [{"node": "a", "uncertainty_seconds": 2e-4}, {"node": "b", "uncertainty_seconds": 5e-4}]
+    each = statement({"clock_offsets": offsets, "start_spread_seconds": 0.1})
+    assert each.startswith("by the driver's clock, from which the nodes' offsets are known within 0.5 ms, all 2")
+    [other] = run_node_rows(run_folder(tmp_path, "two", "c", "2026-11-20T09:12:33+00:00"))
+    assert statement({}, other).startswith("by the nodes' own clocks, whose offsets are not known, all 3")
+
+
 def test_an_unfinished_node_is_noted(tmp_path):
     run = run_folder(tmp_path, "one", "a", "2026-11-20T09:12:33+00:00")
     rows = run_node_rows(run)

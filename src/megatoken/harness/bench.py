@@ -151,7 +151,7 @@ class Bench:
     ) -> None:
         requests, _ = folder.end_recording()
         samples = Samples.of(requests)
-        notes = [*folder.facts["notes"], *core_wait_notes(measurement.core_wait.share())]
+        notes = [*folder.facts["notes"], *core_wait_notes(measurement.core_wait.share(), folder.facts)]
         benchmark_limits, limits = run_benchmark(config).limits.get(config.scenario), run_limits(config)
         own = latencies(samples, limits) if limits else None
         lag = samples.sent - samples.scheduled

@@ -35,7 +35,7 @@ from megatoken.rack.records import Place
 from megatoken.results import Reason, Run, RunFolder, Verdict, read_run, run_name
 from megatoken.results.aggregation import aggregate, aggregate_fields
 from megatoken.results.machine import utc_text
-from megatoken.results.nodes import run_node_rows
+from megatoken.results.nodes import offsets_words, run_node_rows
 from megatoken.results.numerals import count_of
 from megatoken.results.tables import joined_runs
 from megatoken.targets.rack import RackTarget
@@ -280,9 +280,7 @@ def _conclude(rack: Rack, nodes: Sequence[_Node], folder: RunFolder, stop: StopS
         "rules_unmet": _of_nodes({name: run.rules_unmet for name, run in runs.items()}),
         "doubts": _of_nodes({name: run.doubts for name, run in runs.items()}),
     }
-    known = [offset for offset in offsets.values() if offset is not None]
-    worst = max((offset.uncertainty_seconds for offset in known), default=0.0)
-    clocks = f"the driver's clock, from which the nodes' offsets are known within {worst * 1e3:.3g} ms"
+    clocks = offsets_words([asdict(offset) for offset in offsets.values() if offset is not None])
     try:
         together = aggregate_fields(aggregate(rows, clocks=clocks))
     except UsageError:

@@ -28,6 +28,7 @@ def repeat(bench: Bench, settings: TestSettings) -> Path:
             bench.progress.note(f"run {len(runs) + 1} of {config.repeat}")
             folder = bench.create_folder(config, settings, parent, f"{len(runs) + 1:03}")
             stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
+            stop.write_seconds = folder.write_seconds
             bench.run(config, settings, folder, stop)
             runs.append(read_run(folder.path))
             write_text(parent / REPEATS, to_json(summarise_repeats(runs, config.repeat)))

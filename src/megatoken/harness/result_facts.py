@@ -86,10 +86,15 @@ def engine_notes(engine: Mapping[str, Any], precision: str | None) -> list[str]:
     return notes
 
 
-def core_wait_notes(share: float | None) -> list[str]:
-    """What to say of a run whose process had no core for ``share`` of the time that it wanted one."""
+def core_wait_notes(share: float | None, facts: Mapping[str, Any]) -> list[str]:
+    """What to say of a run with these facts whose process had no core for ``share`` of the time that it wanted one."""
     if share is None or share <= CORE_WAIT_SHARE:
         return []
+    if "rack_nodes" in facts:  # whose replicas are processes of their own
+        return [
+            f"the driver's machine was busy, so replicas may have waited for samples: {100 * share:.0f} % of the time that the "
+            "driver wanted a core, it had to wait for one; end other work there"
+        ]
     return [
         f"a busy machine, so slower than it could be: {100 * share:.0f} % of the time that this process wanted a core, "
         "it had to wait for one; end other work, or lower engine.threads if they are more than the cores"

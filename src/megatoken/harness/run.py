@@ -57,6 +57,7 @@ def run_scenario(
     with StopSignals() as stop:
         folder = bench.create_folder(config, settings, config.out)
         stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
+        stop.write_seconds = folder.write_seconds
         bench.run(config, settings, folder, stop)
     return folder.path
 

@@ -56,8 +56,8 @@ def _residents(plan: Mapping[str, Any] | None, prompt_tokens: float, answer_toke
     """Samples that a replica can hold at a time, each half answered."""
     if plan is None:
         return math.inf
-    in_cache = float(plan["pages"] * plan["page_size"] / (prompt_tokens + answer_tokens / 2))
-    return min(float(plan["max_sequences"]), in_cache)
+    sequences, cached_tokens = float(plan["max_sequences"]), float(plan["pages"] * plan["page_size"])
+    return min(sequences, cached_tokens / (prompt_tokens + answer_tokens / 2))
 
 
 class _Work(NamedTuple):

@@ -198,6 +198,7 @@ def run_soak(
             for row in earlier.last_rows:
                 folder.add_series(row)
         stop.parting_words = f"stopped at once; {_how_to_go_on(folder)}"
+        stop.write_seconds = folder.write_seconds
         try:
             _run(bench, settings, folder, stop, population, earlier)
         except BaseException as error:
@@ -326,7 +327,7 @@ def _conclude(folder: RunFolder, outcome: Outcome) -> None:
             "verdict": verdict,
             "reasons": reasons,
             "rules_unmet": [],
-            "notes": [*folder.facts["notes"], *core_wait_notes(folder.facts.get("core_wait_share"))],
+            "notes": [*folder.facts["notes"], *core_wait_notes(folder.facts.get("core_wait_share"), folder.facts)],
             "ended_at": utc_text(datetime.now(UTC)),
             "stability": stability,
             **outcome.facts,
@@ -342,12 +343,16 @@ class _Continued:
         self._begins_seconds = earlier.begins_seconds
         self._first_id = 1 + int(max(numbers(earlier.run.requests["sample_id"]), default=-1))
         self._reached = {(row.node, row.replica): row for row in earlier.reached}
+        # A machine may have another name by now, as a container does; it is the same one all the same.
+        names = set() if "rack_nodes" in earlier.run.result else {row.node for row in earlier.reached}
+        self._node = names.pop() if len(names) == 1 else None
         self._peak_memory_bytes = earlier.run.result.get("peak_memory_bytes") or 0
 
     def add_samples(self, rows: Sequence[SampleRow]) -> None:
         self._folder.add_samples([self._moved(row) for row in rows])
 
     def add_series(self, row: SeriesRow) -> None:
+        row = row._replace(node=self._node or row.node)
         before = self._reached.get((row.node, row.replica))
         totals = {name: getattr(row, name) + (getattr(before, name) if before else 0) for name in TOTALS}
         self._folder.add_series(row._replace(elapsed_seconds=row.elapsed_seconds + self._begins_seconds, **totals))
@@ -362,7 +367,7 @@ class _Continued:
     def _moved(self, row: SampleRow) -> SampleRow:
         moments = ((name, getattr(row, name)) for name in MOMENTS)
         moved = {name: value + self._begins_seconds for name, value in moments if value is not None}
-        return row._replace(sample_id=row.sample_id + self._first_id, **moved)
+        return row._replace(sample_id=row.sample_id + self._first_id, node=self._node or row.node, **moved)
 
 
 def _hardware(facts: Mapping[str, Any], environment: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any, Protocol, Self
@@ -15,6 +16,7 @@ from megatoken.errors import ExitCode
 from megatoken.signals import handle_stop_signals
 
 GRACE_SECONDS = 3.0
+WRITES_IN_GRACE = 3  # one that has just begun, the last one, and as long again for a disk that is busy
 
 
 class Stop(Protocol):
@@ -26,21 +28,23 @@ class Stop(Protocol):
 class StopSignals:
     """A context in which the first SIGINT, SIGTERM or SIGHUP only sets ``received``; main thread only.
 
-    A second signal, or ``GRACE_SECONDS`` without leaving the context, ends the process at once with exit code 130. A
-    thread does that, for the main thread may be inside one long step, where Python runs no signal handler. So what must
-    survive has to be on the disk already. SIGHUP is never the second one: when a terminal closes, its shell and the
-    kernel send one each, and nobody has lost patience.
+    A second signal, or ``GRACE_SECONDS`` and the time of some writes without leaving the context, ends the process at
+    once with exit code 130. A thread does that, for the main thread may be inside one long step, where Python runs no
+    signal handler. So what must survive has to be on the disk already. SIGHUP is never the second one: when a terminal
+    closes, its shell and the kernel send one each, and nobody has lost patience.
 
     Attributes:
         received: name of the first signal.
         parting_words: written to stderr when the process is ended at once; the context is entered before there is
             anything on the disk, so that no signal comes between the two.
+        write_seconds: how long writing all that is recorded takes: minutes of a large rack are lost with the last one.
     """
 
     def __init__(self) -> None:
         """Prepares the context."""
         self.received: str | None = None
         self.parting_words = "stopped at once; nothing was written"
+        self.write_seconds: Callable[[], float] = float  # nothing to write, no time
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -68,7 +72,7 @@ class StopSignals:
     def _watch(self) -> None:
         if self._next_signal() is None:
             return
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + GRACE_SECONDS + WRITES_IN_GRACE * self.write_seconds()
         while select.select([self._wake_reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
             number = self._next_signal()
             if number is None:

@@ -132,7 +132,7 @@ def aggregate(
     title: str = "Nodes as one result",
     inputs: Sequence[str] = (),
     observations: Sequence[str] = (),
-    clocks: str = OWN_CLOCKS,
+    clocks: str | None = None,
     straggler_threshold: float = STRAGGLER_THRESHOLD,
     baseline_tokens_per_second: float | None = None,
 ) -> Aggregate:
@@ -143,7 +143,7 @@ def aggregate(
         title: what the result is called.
         inputs: where the rows came from.
         observations: sentences about simultaneity that the caller knows from elsewhere.
-        clocks: by which the rows' starts are told.
+        clocks: by which the rows' starts are told; None: as the rows say, where they come from one source.
         straggler_threshold: share below the median from which a node counts as straggler.
         baseline_tokens_per_second: rate of one node alone, for the scaling efficiency.
 
@@ -188,7 +188,7 @@ def aggregate(
         stragglers=stragglers,
         overlap_share=overlap,
         overlap_share_at_most=min(row.duration_seconds for row in rows) / max(row.duration_seconds for row in rows),
-        evidence_of_simultaneity=_simultaneity(rows, overlap, observations, clocks),
+        evidence_of_simultaneity=_simultaneity(rows, overlap, observations, clocks or _clock_words(rows)),
         without_fault_domain=tuple(_losses(rows, total, accelerators)),
         baseline_tokens_per_second=baseline_tokens_per_second,
         scaling_efficiency=total / len(rows) / baseline_tokens_per_second if baseline_tokens_per_second else None,
@@ -291,6 +291,11 @@ def _simultaneity(
         for row, (start, end) in zip(rows, _spans(rows, True), strict=True)
     ]
     return Simultaneity(overlap >= SIMULTANEOUS_SHARE, statement, (*times, *observations))
+
+
+def _clock_words(rows: Sequence[NodeRow]) -> str:
+    one_source = len({row.source for row in rows}) == 1
+    return (rows[0].clock if one_source else None) or OWN_CLOCKS
 
 
 def _stragglers(rows: Sequence[NodeRow], median: float, threshold: float) -> Stragglers:

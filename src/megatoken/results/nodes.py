@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -51,6 +51,7 @@ class NodeRow:
     source: str = ""
     mode: str | None = None  # performance or accuracy
     data_set: str | None = None  # name and hash of its content
+    clock: str | None = None  # that tells the starts of all rows of ``source``, in words; None: the node's own
 
     @property
     def tokens(self) -> float:
@@ -68,6 +69,8 @@ class NodeRow:
 def run_node_rows(run: Run) -> list[NodeRow]:
     """The nodes of one run folder; they share its clock."""
     result = run.result
+    rack = result.get("rack") or {}
+    told_by = offsets_words(rack["clock_offsets"]) if "start_spread_seconds" in rack else "the one driver's clock"
     started = unix_seconds(result.get("started_at"))
     samples = Samples.of(run.requests)
     done = samples.completed
@@ -93,9 +96,16 @@ def run_node_rows(run: Run) -> list[NodeRow]:
                 source=str(run.path),
                 mode=result.get("mode"),
                 data_set=data_set_of(result.get("data_set"), result.get("data_set_sha256")),
+                clock=told_by,
             )
         )
     return rows
+
+
+def offsets_words(offsets: Sequence[Mapping[str, Any]]) -> str:
+    """The driver's clock, where the nodes' own were measured against it: ``rack.clock_offsets``."""
+    worst = max((offset["uncertainty_seconds"] for offset in offsets), default=0.0)
+    return f"the driver's clock, from which the nodes' offsets are known within {worst * 1e3:.3g} ms"
 
 
 def data_set_of(name: str | None, digest: str | None) -> str | None:

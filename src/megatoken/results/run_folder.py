@@ -105,6 +105,7 @@ class RunFolder:
         self._requests = to_table(SampleRow, [])
         self._series = to_table(SeriesRow, [])
         self._written_rows = (-1, -1)
+        self._write_seconds = 0.0
         self._error: Exception | None = None
         self._ended = False
         self._stop = threading.Event()
@@ -177,6 +178,10 @@ class RunFolder:
     def mlperf_directory(self) -> Path:
         """Where LoadGen writes its own files."""
         return self.path / MLPERF
+
+    def write_seconds(self) -> float:
+        """How long the longest write of everything took so far."""
+        return self._write_seconds
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -275,6 +280,7 @@ class RunFolder:
             # A row waits for the pause and for the write that follows: both together are to stay within the period.
             # The share counts processor time: waiting for a disk takes nothing from the engine.
             taken, busy = time.monotonic() - started, time.thread_time() - busy
+            self._write_seconds = max(self._write_seconds, taken)
             pause = max(PERIOD_SECONDS - 2 * taken, busy * (1 / BUSY_SHARE - 1))
 
     def _stop_thread(self) -> None:
@@ -329,7 +335,7 @@ class RunFolder:
         """What the nodes did together, by the three rules; None where one of them did nothing."""
         run = Run(self.path, verdict, [], [], [], result, {}, {}, self._requests, self._series)
         try:
-            return aggregate_fields(aggregate(run_node_rows(run), clocks="the one driver's clock"))
+            return aggregate_fields(aggregate(run_node_rows(run)))
         except UsageError:
             return None
 
