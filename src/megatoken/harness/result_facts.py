@@ -92,8 +92,8 @@ def core_wait_notes(share: float | None, facts: Mapping[str, Any]) -> list[str]:
         return []
     if "rack_nodes" in facts:  # whose replicas are processes of their own
         return [
-            f"the driver's machine was busy, so replicas may have waited for samples: {100 * share:.0f} % of the time that the "
-            "driver wanted a core, it had to wait for one; end other work there"
+            f"the driver's machine was busy, so replicas may have waited for samples: {100 * share:.0f} % of the time "
+            "that the driver wanted a core, it had to wait for one; end other work there"
         ]
     return [
         f"a busy machine, so slower than it could be: {100 * share:.0f} % of the time that this process wanted a core, "
