@@ -145,7 +145,7 @@ def test_without_what_scores_need_nothing_is_run(monkeypatch: pytest.MonkeyPatch
         (("--mode", "accuracy", "--rules", "v5.1"), ("model and data set are not part of it",), ()),
         (("--rules", "v5.1"), ("model, data set and accuracy are not part of it",), ()),
         (("--random-weights",), ("random weights", "24,576 rows"), ("answers short tasks",)),
-        (("--lengths", "{lengths}"), ("prompts are random tokens", "1 rows"), ("random weights",)),
+        (("--lengths", "{lengths}"), ("prompts are random tokens", "1 row,"), ("random weights",)),
     ],
 )
 def test_what_the_default_is_given(
