@@ -357,9 +357,7 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
         if config.precision == "fp4":
             place = settings["precision"].place
             label = "" if place.startswith("--") else " precision:"
-            raise ConfigError(
-                f"{place}:{label} must be 'fp32', 'bf16' or 'fp8', got 'fp4'; simulated GPUs alone have it"
-            )
+            raise ConfigError(f"{place}:{label} must be 'fp32', 'bf16' or 'fp8', got 'fp4', of simulated GPUs alone")
     else:
         for key in ("rules", "rack.replicas", "text"):
             refuse(key, "not together with rack.simulated_gpu: nothing is computed")

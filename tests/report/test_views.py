@@ -164,7 +164,7 @@ def test_capacity_has_its_table_and_shares_become_percent():
 def test_the_nodes_of_a_demand_curve_are_drawn():
     curve = {"name": "curve", "title": "Demand", "rows": [{"hour": n / 2, "nodes": n % 5} for n in range(24)]}
     root = page_of(head("plan_fleet", "t", tables=[curve], results=[]))
-    assert "part" not in words(root).lower()
+    assert "Nodes for each hour of the cycle" in words(root)
     assert "from 0 to 4" in words(figure(root, "Nodes that the demand takes").find("svg/desc"))
 
 
