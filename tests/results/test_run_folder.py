@@ -68,6 +68,7 @@ def test_rows_reach_the_disk_while_the_run_lasts(tmp_path):
     wait_until(lambda: len(pq.read_table(folder.path / "requests.parquet")) == 2)
     folder.add_samples([sample(3)])
     wait_until(lambda: read_run(folder.path).result["samples_completed"] == 3)
+    assert folder.write_seconds() > 0
     run = read_run(folder.path)
     assert run.verdict is Verdict.INTERRUPTED
     assert run.requests["sample_id"].to_pylist() == [1, 2, 3]
