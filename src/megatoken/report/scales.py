@@ -17,6 +17,7 @@ from megatoken.results.numerals import precise
 
 WIDTH = 400
 LEFT, RIGHT = 48, 16
+SMALLEST_SHARE = 1e-9
 SMALLEST_SPAN = 1e-300  # below it arithmetic underflows
 
 Floats = NDArray[np.float64]
@@ -24,7 +25,9 @@ Floats = NDArray[np.float64]
 
 def ticks(low: float, top: float) -> list[float]:
     """Four to seven round values that enclose ``low`` to ``top``, in steps of 1, 2, 2.5 or 5 times a power of ten."""
-    span = top - low if top > low else abs(top)
+    span, size = top - low, max(abs(low), abs(top))
+    if span <= SMALLEST_SHARE * size:  # what rounding leaves of equal values is no span
+        span = size
     span = span if span > SMALLEST_SPAN else 1.0
     magnitude = 10.0 ** math.floor(math.log10(span / 4))
     step = next(magnitude * factor for factor in (1, 2, 2.5, 5, 10) if span / (magnitude * factor) <= 5)
