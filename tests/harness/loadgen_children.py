@@ -73,10 +73,10 @@ class PacedTarget:
         self._crash_at_sample = crash_at_sample
         self._hang_at_sample = hang_at_sample
         self._queue: deque[tuple[int, Request]] = deque()
-        self._processed = self._output_tokens = 0
+        self._processed = self._output_tokens = self._most_rows = 0
 
     def facts(self) -> dict[str, Any]:
-        return {"memory_plan": {"pages": 9}}
+        return {"memory_plan": {"pages": 9, "page_size": 10**6, "max_sequences": 10**6}}
 
     def submit(self, sample_id: int, request: Request) -> None:
         if sample_id in self._refuse_samples:
@@ -85,7 +85,7 @@ class PacedTarget:
 
     def poll(self, timeout_seconds: float) -> list[SampleEvent]:
         time.sleep(self._pause_seconds)
-        events = []
+        events, before = [], self._processed
         for _ in range(min(self._per_poll, len(self._queue))):
             sample_id, request = self._queue.popleft()
             if sample_id == self._crash_at_sample:
@@ -97,6 +97,7 @@ class PacedTarget:
             self._output_tokens += request.max_tokens
             events.append(SampleEvent(sample_id, tuple(range(request.max_tokens - 1)), None, now_ns))
             events.append(SampleEvent(sample_id, (7,), "length", now_ns + 1))
+        self._most_rows = max(self._most_rows, self._processed - before)
         return events
 
     def counters(self) -> TargetCounters:
@@ -105,7 +106,7 @@ class PacedTarget:
             in_flight=waiting,
             waiting=waiting,
             rows=self._per_poll,
-            row_budget=self._per_poll,
+            row_budget=self._most_rows,
             pages_free=5,
             pages=9,
             preemptions=0,
