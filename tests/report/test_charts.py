@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatoken.report.bars import Bar, Dot, Swing, bar_chart, dot_chart, tornado, waterfall
