@@ -22,12 +22,12 @@ if "gpu" not in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ:  # workers
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
 
-LONGEST = ("rack", "harness", "submission", "reference_model")
-"""Folders whose files take longest."""
+LONGEST = ("rack", "harness", "test_cli_run.py", "submission", "test_docs.py", "reference_model", "accuracy")
+"""Files, and folders of files, that take longest."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: with ``--dist loadfile`` a worker takes whole files, and none should end alone."""
-    folders = {item: item.path.relative_to(Path(__file__).parent).parts[0] for item in items}
-    items.sort(key=lambda item: LONGEST.index(folders[item]) if folders[item] in LONGEST else len(LONGEST))
+    places = {item: item.path.relative_to(Path(__file__).parent).parts[0] for item in items}
+    items.sort(key=lambda item: LONGEST.index(places[item]) if places[item] in LONGEST else len(LONGEST))
