@@ -87,7 +87,7 @@ def test_sizes_depend_on_the_shape_alone(step: tuple[StepArrays, StepShape]) -> 
     assert np.diff(padded.chunk_rows).max(initial=0) <= np.diff(largest.chunk_rows).max(initial=0)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(steps_and_shapes(), st.integers(0, 99))
 def test_attention_of_a_padded_step(step: tuple[StepArrays, StepShape], seed: int) -> None:
     """With launches that are made for the largest step of the shape, as a recorded one's are."""
