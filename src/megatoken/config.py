@@ -65,7 +65,7 @@ class EngineSection(_Section):
         default="tensor", description="of fp8: one for a linear's weight and one for its inputs, or one for each row"
     )
     overlap: bool | None = Field(default=None, description="plan the next step while one runs")
-    cuda_graphs: bool = Field(default=False, description="replay steps of few rows on a GPU as one launch")
+    cuda_graphs: bool = Field(default=True, description="replay steps of few rows on a GPU as one launch")
     target_step_seconds: Rate | None = Field(
         default=None, lt=1e6, description="longest step, by which prompts wait; null: 95 % of the limit on TPOT, if any"
     )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatoken.engine.step_time import LEAST_PROMPT_SHARE, StepTime
+from megatoken.engine.step_time import LEAST_PROMPT_SHARE, MOST_SAVED, StepTime
 
 # Seconds of a step, of a row and of a cached token: 70 B on one H200, 9.5 M on two cores.
 PRICES = [(0.018, 1.05e-4, 4e-8), (0.001, 1.5e-4, 1e-7), (0.0, 1e-3, 0.0), (0.02, 0.0, 1e-7)]
@@ -25,6 +25,7 @@ def taught(prices: tuple[float, float, float], target: float, noise: float = 0.0
         rows = rng.randint(1, 1536)
         cached = rng.randint(0, rows * 800)
         learnt.note(rows, cached, cost(prices, rows, cached) * math.exp(rng.gauss(0, noise)))
+    learnt.saved_seconds = 0.0
     return learnt
 
 
@@ -49,6 +50,31 @@ def test_a_full_step_takes_the_target_and_not_longer(prices: tuple[float, float,
                 assert cost(prices, decodes + rows, cached) <= 1.01 * target
             if decodes + rows < 1536:
                 assert cost(prices, decodes + rows + 16, cached) >= 0.99 * target
+
+
+def test_what_steps_save_a_prompt_gets_and_debts_it_does_not_pay() -> None:
+    """Fifty decodes take 24 of 40 ms; twenty such steps leave room for a step of all rows, but not for three."""
+    learnt = taught(PRICES[0], 0.04)
+    before = learnt.prompt_rows(50, 20_000)
+    assert before < 200
+    for _ in range(20):
+        learnt.note(50, 20_000, cost(PRICES[0], 50, 20_000))
+    assert learnt.saved_seconds == pytest.approx(20 * (0.04 - cost(PRICES[0], 50, 20_000)))
+    rows = learnt.prompt_rows(50, 20_000)
+    assert rows == 1486
+    for _ in range(3):
+        learnt.note(50 + rows, 20_000 + rows * 700, cost(PRICES[0], 50 + rows, 20_000 + rows * 700))
+    assert learnt.saved_seconds < 0
+    assert learnt.prompt_rows(50, 20_000) == pytest.approx(before, abs=2)
+
+
+def test_savings_and_debts_have_an_end() -> None:
+    learnt = StepTime(0.1, 1024)
+    for _ in range(1000):
+        learnt.note(1, 10, 0.01)
+    assert learnt.saved_seconds == pytest.approx(MOST_SAVED * 0.1)
+    learnt.note(1, 10, 3000.0)
+    assert learnt.saved_seconds == pytest.approx(-MOST_SAVED * 0.1)
 
 
 def test_prompts_alone_get_every_row_and_beside_too_many_decodes_the_least_share() -> None:
@@ -86,6 +112,7 @@ def test_one_step_that_waited_for_a_compiler_changes_little() -> None:
     learnt = taught(PRICES[0], 0.1)
     before = learnt.prompt_rows(300, 120_000)
     learnt.note(700, 280_000, 60.0)
+    learnt.saved_seconds = 0.0
     assert learnt.prompt_rows(300, 120_000) == pytest.approx(before, rel=0.05)
 
 

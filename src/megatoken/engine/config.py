@@ -175,7 +175,7 @@ class EngineConfig:
     threads: int | None = None
     tensor_parallel: int = 1
     overlap: bool | None = None
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
     fp8_scales: Fp8Scales = "tensor"
     target_step_seconds: float | None = None
 

@@ -21,12 +21,12 @@ PROCESS_BYTES = 300_000_000
 """Python, PyTorch and the command's other libraries, measured 224 to 260 MB, before the first weight."""
 GPU_LIBRARY_BYTES = 2_000_000_000
 """Of GPU memory, beyond what is in use when the plan is made: kernels, cuBLAS workspaces, gaps between blocks."""
-GRAPH_DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-GRAPH_PROMPT_ROWS = (0, 32, 64, 128, 256, 512)
+GRAPH_DECODES = (1, 2, 4, 8, *range(16, 256, 16), *range(256, 513, 32))
+GRAPH_PROMPT_ROWS = (*range(0, 256, 32), *range(256, 513, 64))
 GRAPH_CHUNKS = 8
 """Decodes, prompt rows and prompts of the steps that may be recorded as CUDA graphs."""
-GRAPH_BYTES = 1_000_000_000
-"""Of GPU memory for what the driver keeps of recorded graphs, beside the tensors of one step."""
+GRAPH_LAYER_BYTES = 20_000_000
+"""Of GPU memory for each layer: what the driver keeps of all recorded graphs, beside the tensors of one step."""
 GPU_COLLECTIVES_BYTES = 2_000_000_000
 """Of each GPU's memory where several share a model: NCCL takes it at the first sum, and 405B on four H200 left none."""
 DEFAULT_MAX_LENGTH = 8192
@@ -186,7 +186,8 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     if on_gpu and config.cuda_graphs:
         decodes, rows = GRAPH_DECODES[-1] + GRAPH_CHUNKS, GRAPH_DECODES[-1] + GRAPH_PROMPT_ROWS[-1]
         graph_step, _ = _gpu_step_bytes(model, config, page_size, rows, decodes, max_length)
-        process += GRAPH_BYTES + 2 * graph_step  # each is run once before it is recorded, in memory of its own
+        # Each is run once before it is recorded, in memory of its own.
+        process += model.layers * GRAPH_LAYER_BYTES + 2 * graph_step
 
     if config.memory_bytes is not None:
         available = min(available, config.memory_bytes)

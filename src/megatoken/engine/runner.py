@@ -73,6 +73,7 @@ class Runner:
         """Loads. A rank that has no ``followers`` although the model is cut must ``follow`` before it can do more."""
         self._config = source.config
         self._ops = ops
+        self._precision = config.precision
         compiling: list[Future[None]] = []
         if device.type == "cuda":
             from megatoken.engine.ops.compilation import start_compiling
@@ -193,7 +194,7 @@ class Runner:
         if self._record_steps:
             from megatoken.engine.ops.step_graphs import StepGraphs
 
-            self._graphs = StepGraphs(self._forward, self._last_tokens, self._cache[0], self._config)
+            self._graphs = StepGraphs(self._forward, self._last_tokens, self._cache[0], self._config, self._precision)
 
     def _run(self, memory: MemoryPlan, prompts: int, prompt_tokens: int) -> None:
         """Serve random prompts, two tokens each."""

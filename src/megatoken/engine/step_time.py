@@ -5,6 +5,9 @@ close to a + b x rows + c x cached tokens, at prices that differ by machine, mod
 steps seen, younger ones counting more. What the decodes of the next step leave of the target goes to prompts, and no
 more sequences are taken in than can decode together within the target.
 
+A user's time per token is a mean over an answer, so what steps stay below the target is saved for later ones: a prompt
+is read at once, not by and by while others arrive behind it. Any n tokens come within n + ``MOST_SAVED`` targets.
+
 Pure arithmetic: no torch, no clock.
 """
 
@@ -24,6 +27,7 @@ OUTLIER = 3.0  # times the expected: most that a step which waited for a compile
 PRIOR_WEIGHT = (
     1e-3  # of the assumption that a price is zero, in typical steps: keeps prices of what never varied finite
 )
+MOST_SAVED = 10  # targets: an answer of 100 tokens has a tenth more time for each than the target
 LEAST_PROMPT_SHARE = 1 / 16  # of all rows: the oldest prompt moves on however full the step is
 
 
@@ -31,8 +35,9 @@ class StepTime:
     """Learns what steps cost and says what the next one may hold.
 
     Attributes:
-        target_seconds: longest that a step should take.
+        target_seconds: that steps should take at most, on average over any dozens of them.
         max_rows: rows that a step may have at most, whatever they cost.
+        saved_seconds: by the steps seen, of their targets; below zero what later ones have to make up for.
     """
 
     def __init__(self, target_seconds: float, max_rows: int) -> None:
@@ -50,6 +55,7 @@ class StepTime:
         self._products = np.zeros(3)  # of the same with seconds
         self._steps = 0.0
         self._prices: NDArray[np.float64] | None = None
+        self.saved_seconds = 0.0
 
     def note(self, rows: int, cached_tokens: int, seconds: float) -> None:
         """Takes the time of a step that ran; one without rows or of no plausible time is ignored.
@@ -61,6 +67,8 @@ class StepTime:
         """
         if rows < 1 or not 0 < seconds < LONGEST_SECONDS:
             return
+        most = MOST_SAVED * self.target_seconds
+        self.saved_seconds = min(max(self.saved_seconds + self.target_seconds - seconds, -most), most)
         expected = self.expected_seconds(rows, cached_tokens)
         if expected is not None and expected > 0:
             seconds = min(seconds, OUTLIER * expected)  # if all steps are slower, the prices still follow
@@ -87,7 +95,8 @@ class StepTime:
             return room
         if self._prices is None:
             return min(room, self._least_prompt_rows)
-        left = self.target_seconds - float(self._prices @ (1.0, decodes, cached_tokens))
+        left = self.target_seconds + max(self.saved_seconds, 0.0)
+        left -= float(self._prices @ (1.0, decodes, cached_tokens))
         price = float(self._prices[1])
         affordable = room if left >= price * room else math.floor(max(left, 0.0) / max(price, 1e-12))
         return min(room, max(affordable, self._least_prompt_rows))

@@ -1,9 +1,9 @@
 """Steps of few rows as CUDA graphs: one launch, where else there are some eleven for every layer.
 
-Such a step takes the GPU less time than its launches take the host. A graph has fixed shapes (``StepShape``), so a step
-is padded: decodes, then prompt rows, each to the next of a ladder, and attention is cut into pieces for sequences of
-the next power of two tokens. A shape is recorded when it is first needed; all graphs share one pool of memory, as they
-never run side by side.
+Such a step takes the GPU less time than its launches take the host; a longer one is launched as it is. A graph has
+fixed shapes (``StepShape``), so a step is padded: decodes, then prompt rows, each to the next of a ladder, and
+attention is cut into pieces for sequences of the next power of two tokens. A shape is recorded when it is first needed;
+all graphs share one pool of memory, as they never run side by side.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from torch import Tensor
 
 from megatoken.engine.batch import StepArrays, StepShape, largest_step, pad_step
 from megatoken.engine.cache import LayerCache
-from megatoken.engine.config import ModelConfig
+from megatoken.engine.config import ModelConfig, Precision
 from megatoken.engine.memory import GRAPH_CHUNKS, GRAPH_DECODES, GRAPH_PROMPT_ROWS
 from megatoken.engine.ops import cuda
 
 SHORTEST_TOKENS = 256
 """The first of the lengths that there are graphs for."""
-MOST_GRAPHS = 64
+MOST_GRAPHS = 128
 """Kept at a time; the one that was not used for longest makes room."""
+LAUNCH_SECONDS_PER_LAYER = 4e-4
+"""Of the host, one after the other: some eleven launches."""
+PRODUCT_OPERATIONS_PER_SECOND = {"fp8": 1.2e15, "bf16": 0.65e15}
+"""Of one H200 (benchmarks/gemm.py). A card with fewer records steps that it need not, which costs it padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +42,17 @@ class StepGraphs:
     """The graphs of one model on one device, made as steps need them."""
 
     def __init__(
-        self, forward: Callable[[cuda.Batch], Tensor], last_tokens: Tensor, cache: LayerCache, config: ModelConfig
+        self,
+        forward: Callable[[cuda.Batch], Tensor],
+        last_tokens: Tensor,
+        cache: LayerCache,
+        config: ModelConfig,
+        precision: Precision,
     ) -> None:
-        """``forward``: logits of a step. ``last_tokens``: int64 [slots]. ``cache``: any layer's."""
+        """``forward``: logits of a step. ``last_tokens``: int64 [slots]. ``cache``: any layer's.
+
+        ``config``: of the rank's part.
+        """
         device = last_tokens.device
         self._forward = forward
         self._last_tokens = last_tokens
@@ -51,6 +63,9 @@ class StepGraphs:
         self._logits = torch.empty(samples, config.vocabulary_size, dtype=torch.bfloat16, device=device)
         self._ids = torch.empty(samples, dtype=torch.int64, device=device)
         self._recorded: dict[StepShape, _Recorded] = {}
+        launch_seconds = LAUNCH_SECONDS_PER_LAYER * config.layers
+        row_seconds = 2 * config.linear_parameters / PRODUCT_OPERATIONS_PER_SECOND[precision]
+        self._most_rows = launch_seconds / row_seconds
 
     def takes(self, arrays: StepArrays) -> bool:
         """Whether a step is small enough, and delays somebody: one of prompts alone has nobody waiting for a token."""
@@ -59,6 +74,7 @@ class StepGraphs:
             0 < arrays.decodes <= GRAPH_DECODES[-1]
             and prompt_rows <= GRAPH_PROMPT_ROWS[-1]
             and len(arrays.lengths) - arrays.decodes <= GRAPH_CHUNKS
+            and len(arrays.token_ids) <= self._most_rows
         )
 
     def run(self, arrays: StepArrays) -> tuple[Tensor, Tensor, Tensor]:
