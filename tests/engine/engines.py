@@ -43,6 +43,7 @@ def answer_and_logits(
 
     with monkeypatch.context() as patch:
         patch.setattr(runner, "forward", recording)
+        patch.setattr(engine._runner, "_graphs", None)  # nobody can look into a graph
         [completion] = engine.generate([Request(prompt, tokens, ignore_end_token=True)])
     return completion.token_ids, torch.stack(rows)[:tokens]
 

@@ -25,8 +25,8 @@ GRAPH_DECODES = (1, 2, 4, 8, *range(16, 256, 16), *range(256, 513, 32))
 GRAPH_PROMPT_ROWS = (*range(0, 256, 32), *range(256, 513, 64))
 GRAPH_CHUNKS = 8
 """Decodes, prompt rows and prompts of the steps that may be recorded as CUDA graphs."""
-GRAPH_LAYER_BYTES = 20_000_000
-"""Of GPU memory for each layer: what the driver keeps of all recorded graphs, beside the tensors of one step."""
+GRAPH_LAYER_BYTES = 8_000_000
+"""Of GPU memory for each layer: what the driver keeps of all recorded graphs, of which 4.9 MB were measured."""
 GPU_COLLECTIVES_BYTES = 2_000_000_000
 """Of each GPU's memory where several share a model: NCCL takes it at the first sum, and 405B on four H200 left none."""
 DEFAULT_MAX_LENGTH = 8192
@@ -186,7 +186,7 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     if on_gpu and config.cuda_graphs:
         decodes, rows = GRAPH_DECODES[-1] + GRAPH_CHUNKS, GRAPH_DECODES[-1] + GRAPH_PROMPT_ROWS[-1]
         graph_step, _ = _gpu_step_bytes(model, config, page_size, rows, decodes, max_length)
-        # Each is run once before it is recorded, in memory of its own.
+        # They share memory of their own, and are run outside it before.
         process += model.layers * GRAPH_LAYER_BYTES + 2 * graph_step
 
     if config.memory_bytes is not None:

@@ -20,10 +20,11 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ OWN_ROWS_FROM_BYTES = 32 << 20
 """Of a step's residual stream, from which each rank keeps only its rows of it: measured on four H200 in fp8 with one
 scale, where it is 7 % quicker at 32 MiB and 7 % slower at 24 (``benchmarks/results/h200x4-collectives.json``)."""
 _LAST_WORDS_SECONDS = 1.0  # between the end of a rank's sockets and that of its process
+_ABORT_SECONDS = 10.0  # that NCCL may take to give up; a process that ends does not need it to
 _AS_LONG_AS_IT_TAKES = datetime.timedelta(days=30)  # an idle engine sends no steps; a rank that dies closes its sockets
 
 
@@ -127,6 +129,8 @@ class RankGroup:
             self._device = _c10d.ProcessGroupNCCL(_c10d.PrefixStore("device", store), rank, ranks, nccl)
         self._from_rank_0 = _c10d.BroadcastOptions()
         self._from_rank_0.rootRank = 0
+        self.recordings: MutableMapping[Any, Any] = {}
+        """CUDA graphs that have sums of this group in them."""
 
     def add(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over all ranks, in place."""
@@ -190,9 +194,15 @@ class RankGroup:
         return order, StepArrays(decodes=int(header[1]), **fields)
 
     def abort(self) -> None:
-        """Gives up. A sum on the GPU that waits for a rank that is gone would hold this process for ever."""
+        """Gives up. A sum on the GPU that waits for a rank that is gone would hold this process for ever.
+
+        NCCL first ends what runs, then waits until no graph has a sum of it.
+        """
         if self._device is not self._host:
-            self._device.abort()
+            aborting = Thread(target=self._device.abort, daemon=True)
+            aborting.start()
+            self.recordings.clear()
+            aborting.join(_ABORT_SECONDS)
 
     def _tell(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         self._host.broadcast([torch.from_numpy(values)], self._from_rank_0).wait()

@@ -195,6 +195,8 @@ class Runner:
             from megatoken.engine.ops.step_graphs import StepGraphs
 
             self._graphs = StepGraphs(self._forward, self._last_tokens, self._cache[0], self._config, self._precision)
+            if self._group is not None:
+                self._group.recordings = self._graphs.recorded
 
     def _run(self, memory: MemoryPlan, prompts: int, prompt_tokens: int) -> None:
         """Serve random prompts, two tokens each."""

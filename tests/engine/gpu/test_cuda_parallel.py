@@ -1,6 +1,8 @@
 """Two GPUs that share a model against one: logits, answers, the end of a rank."""
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -63,11 +65,26 @@ def test_large_steps_answer_as_one(precision: str, fp8_scales: str, tmp_path: Pa
     assert same >= (0.9 if precision == "bf16" else 0.7) * len(one)
 
 
-def test_a_rank_that_dies_is_noticed(llama: Path) -> None:
+def test_a_process_whose_sums_were_recorded_comes_to_its_end(llama: Path) -> None:
+    """NCCL waits for every graph that it has a part in: for ever, where that is not taken away first."""
+    code = (
+        "import sys; from megatoken.engine import Engine, EngineConfig, Request\n"
+        "engine = Engine(sys.argv[1], EngineConfig(tensor_parallel=2, max_rows=64, cache_tokens=4096))\n"
+        "print(len(engine.generate([Request([1, 2, 3], 40, ignore_end_token=True)])[0].token_ids))\n"
+        "assert engine._runner._graphs.recorded"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(llama)], stdout=subprocess.PIPE, timeout=90, check=True)
+    assert done.stdout.split()[-1] == b"40"
+
+
+@pytest.mark.parametrize("steps", [1, 40])
+def test_a_rank_that_dies_is_noticed(llama: Path, steps: int) -> None:
+    """Among the first steps, and where they are replayed as graphs."""
     engine = Engine(llama, EngineConfig(tensor_parallel=2, **SIZES))
-    for one in requests():
-        engine.submit(one)
-    engine.step()
+    for number in range(16):
+        engine.submit(Request([number], 200, ignore_end_token=True))
+    for _ in range(steps):
+        engine.step()
     for child in psutil.Process().children():
         if "megatoken.engine.follower" in child.cmdline():
             child.kill()

@@ -17,7 +17,7 @@ from megatoken.engine.batch import StepShape, largest_step
 from megatoken.engine.cache import allocate_cache
 from megatoken.engine.config import find_shape, sharded
 from megatoken.engine.memory import GRAPH_DECODES, GRAPH_LAYER_BYTES, GRAPH_PROMPT_ROWS
-from megatoken.engine.ops.step_graphs import MOST_GRAPHS, StepGraphs
+from megatoken.engine.ops.step_graphs import MOST_GRAPHS, UNRECORDED_RUNS, StepGraphs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,16 +108,19 @@ def test_memory_stays_within_the_plan(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, stored=torch.bfloat16, gain=1.0, **{**SHAPE, "num_hidden_layers": layers})
     engine = Engine(tmp_path, EngineConfig(precision="fp8", max_rows=1024, max_sequences=520, max_length=2048))
     before = torch.cuda.mem_get_info()[0]
+    times = UNRECORDED_RUNS + 1
     for decodes in GRAPH_DECODES[::2]:
+        for number in range(decodes):
+            engine.submit(Request([number], times * (len(GRAPH_PROMPT_ROWS) + 2), ignore_end_token=True))
+        engine.step()
         for prompt_rows in GRAPH_PROMPT_ROWS:
-            for number in range(decodes):
-                engine.submit(Request([number], 3, ignore_end_token=True))
-            engine.step()
-            if prompt_rows:
-                engine.submit(Request([1] * prompt_rows, 2, ignore_end_token=True))
-            drain(engine)
+            for _ in range(times):
+                if prompt_rows:
+                    engine.submit(Request([1] * prompt_rows, 1, ignore_end_token=True))
+                engine.step()
+        drain(engine)
     taken = before - torch.cuda.mem_get_info()[0]
-    recorded = len(engine._runner._graphs._recorded)
+    recorded = len(engine._runner._graphs.recorded)
     print(f"\n{recorded} graphs of {layers} layers took {taken / 1e6:.0f} MB")
     assert recorded == MOST_GRAPHS
     assert taken <= layers * GRAPH_LAYER_BYTES

@@ -2,13 +2,14 @@
 
 Such a step takes the GPU less time than its launches take the host; a longer one is launched as it is. A graph has
 fixed shapes (``StepShape``), so a step is padded: decodes, then prompt rows, each to the next of a ladder, and
-attention is cut into pieces for sequences of the next power of two tokens. A shape is recorded when it is first needed;
-all graphs share one pool of memory, as they never run side by side.
+attention is cut into pieces for sequences of so many tokens or more. Recording takes as long as some steps, so a shape
+is recorded when it has come a few times. All graphs share one pool of memory, as they never run side by side.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,8 +22,10 @@ from megatoken.engine.config import ModelConfig, Precision
 from megatoken.engine.memory import GRAPH_CHUNKS, GRAPH_DECODES, GRAPH_PROMPT_ROWS
 from megatoken.engine.ops import cuda
 
-SHORTEST_TOKENS = 256
-"""The first of the lengths that there are graphs for."""
+SHORTEST_TOKENS, LENGTH_RATIO = 512, 4
+"""The first of the lengths that there are graphs for, and each to the one before."""
+UNRECORDED_RUNS = 3
+"""Of a shape before it is recorded: that costs as much as five to ten replays save, and most shapes come but once."""
 MOST_GRAPHS = 128
 """Kept at a time; the one that was not used for longest makes room."""
 LAUNCH_SECONDS_PER_LAYER = 4e-4
@@ -62,7 +65,9 @@ class StepGraphs:
         samples = GRAPH_DECODES[-1] + GRAPH_CHUNKS
         self._logits = torch.empty(samples, config.vocabulary_size, dtype=torch.bfloat16, device=device)
         self._ids = torch.empty(samples, dtype=torch.int64, device=device)
-        self._recorded: dict[StepShape, _Recorded] = {}
+        self._met: Counter[StepShape] = Counter()
+        self.recorded: dict[StepShape, _Recorded] = {}
+        """Least recently used first."""
         launch_seconds = LAUNCH_SECONDS_PER_LAYER * config.layers
         row_seconds = 2 * config.linear_parameters / PRODUCT_OPERATIONS_PER_SECOND[precision]
         self._most_rows = launch_seconds / row_seconds
@@ -80,20 +85,25 @@ class StepGraphs:
     def run(self, arrays: StepArrays) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [S, V], greedy ids [S] and slots [S], valid until the next step runs."""
         shape, samples = self._shape(arrays), arrays.samples
-        recorded = self._recorded.pop(shape, None)
-        if recorded is None:
-            if len(self._recorded) == MOST_GRAPHS:
-                del self._recorded[next(iter(self._recorded))]
-            recorded = self._record(largest_step(shape))
-        self._recorded[shape] = recorded  # at the end
-        recorded.indices.copy_(cuda.pack(cuda.index_parts(pad_step(arrays, shape))), non_blocking=True)
-        recorded.graph.replay()
-        return self._logits[:samples], self._ids[:samples], recorded.sample_slots[:samples]
+        indices = cuda.pack(cuda.index_parts(pad_step(arrays, shape)))
+        self._met[shape] += 1
+        if self._met[shape] <= UNRECORDED_RUNS:
+            # As it will be recorded, so that libraries have allocated and compiled by then.
+            sample_slots = self._step(largest_step(shape), indices.to(self._ids.device, non_blocking=True))
+        else:
+            recorded = self.recorded.pop(shape, None) or self._record(largest_step(shape))
+            self.recorded[shape] = recorded
+            recorded.indices.copy_(indices, non_blocking=True)
+            recorded.graph.replay()
+            sample_slots = recorded.sample_slots
+        return self._logits[:samples], self._ids[:samples], sample_slots[:samples]
 
     def _shape(self, arrays: StepArrays) -> StepShape:
         decodes, prompt_rows = arrays.decodes, len(arrays.token_ids) - arrays.decodes
         prompt_rows = GRAPH_PROMPT_ROWS[bisect_left(GRAPH_PROMPT_ROWS, prompt_rows)]
-        longest = max(SHORTEST_TOKENS, prompt_rows, 1 << (int(arrays.lengths.max()) - 1).bit_length())
+        longest, needed = SHORTEST_TOKENS, max(prompt_rows, int(arrays.lengths.max()))
+        while longest < needed:
+            longest *= LENGTH_RATIO
         return StepShape(
             decodes=GRAPH_DECODES[bisect_left(GRAPH_DECODES, decodes)],
             prompt_rows=prompt_rows,
@@ -104,11 +114,12 @@ class StepGraphs:
 
     def _record(self, arrays: StepArrays) -> _Recorded:
         """Launches are made for what only the host knows of ``arrays``, such as the longest sequence."""
+        if len(self.recorded) == MOST_GRAPHS:
+            del self.recorded[next(iter(self.recorded))]
         current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         indices = cuda.pack(cuda.index_parts(arrays)).to(self._ids.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            self._step(arrays, indices)  # what libraries allocate at first is not the graph's
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 sample_slots = self._step(arrays, indices)
