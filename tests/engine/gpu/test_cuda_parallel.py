@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from engines import drain
@@ -85,8 +84,7 @@ def test_a_rank_that_dies_is_noticed(llama: Path, steps: int) -> None:
         engine.submit(Request([number], 200, ignore_end_token=True))
     for _ in range(steps):
         engine.step()
-    for child in psutil.Process().children():
-        if "megatoken.engine.follower" in child.cmdline():
-            child.kill()
+    for process in engine._runner._followers._processes:
+        process.kill()
     with pytest.raises(MegatokenError, match="rank 1 ended with SIGKILL"):
         drain(engine)
