@@ -42,34 +42,27 @@ def steps_and_shapes(draw: st.DrawFn) -> tuple[StepArrays, StepShape]:
     chunks = len(arrays.lengths) - arrays.decodes
     more = st.integers(0, 5)
     return arrays, StepShape(
-        decodes=arrays.decodes + draw(more),
-        prompt_rows=len(arrays.token_ids) - arrays.decodes + draw(more),
+        rows=len(arrays.token_ids) + draw(more),
         chunks=chunks + draw(more),
         tokens=int(arrays.lengths.max()) + draw(more),
         pages=arrays.pages.shape[1] + draw(more),
     )
 
 
-def real_rows(arrays: StepArrays, shape: StepShape) -> np.ndarray:
-    """Where the rows of ``arrays`` are in the padded step."""
-    rows = np.arange(len(arrays.token_ids))
-    return np.where(rows < arrays.decodes, rows, rows + shape.decodes - arrays.decodes)
-
-
 @given(steps_and_shapes())
 def test_a_padded_step_is_the_same_step(step: tuple[StepArrays, StepShape]) -> None:
     arrays, shape = step
-    padded = pad_step(arrays, shape)
-    rows = real_rows(arrays, shape)
-    added = np.setdiff1d(np.arange(shape.decodes + shape.prompt_rows), rows)
+    padded, rows = pad_step(arrays, shape), len(arrays.token_ids)
     for name in ("token_ids", "table_slots", "positions", "cache_slots"):
-        np.testing.assert_array_equal(getattr(padded, name)[rows], getattr(arrays, name))
-    assert (padded.table_slots[added] == -1).all()
-    assert not padded.cache_slots[added].any() and not padded.positions[added].any()
+        np.testing.assert_array_equal(getattr(padded, name)[:rows], getattr(arrays, name))
+    assert (padded.table_slots[rows:] == -1).all()
+    assert not padded.cache_slots[rows:].any() and not padded.positions[rows:].any()
+    np.testing.assert_array_equal(padded.lengths[: arrays.decodes], arrays.lengths[: arrays.decodes])
+    assert not padded.lengths[arrays.decodes : shape.rows].any()
     np.testing.assert_array_equal(padded.lengths[padded.sampled[: arrays.samples]], arrays.lengths[arrays.sampled])
-    np.testing.assert_array_equal(padded.sample_rows[: arrays.samples], rows[arrays.sample_rows])
+    np.testing.assert_array_equal(padded.sample_rows[: arrays.samples], arrays.sample_rows)
     np.testing.assert_array_equal(padded.sample_slots[: arrays.samples], arrays.sample_slots)
-    assert padded.samples == len(padded.sample_rows) == shape.decodes + shape.chunks
+    assert padded.samples == len(padded.sample_rows) == shape.rows + shape.chunks
     assert sum(np.diff(padded.chunk_rows)) == sum(np.diff(arrays.chunk_rows))
 
 
@@ -101,9 +94,9 @@ def test_attention_of_a_padded_step(step: tuple[StepArrays, StepShape], seed: in
     k, v = (torch.randn(201, KV_HEADS, PAGE_SIZE, HEAD_DIM, generator=draw).bfloat16() for _ in range(2))
     cache = LayerCache(k, v, False)
     query = torch.randn(len(arrays.token_ids), HEADS, HEAD_DIM, generator=draw).bfloat16()
-    rows = torch.from_numpy(real_rows(arrays, shape))
-    padded_query = torch.full((shape.decodes + shape.prompt_rows, HEADS, HEAD_DIM), float("nan")).bfloat16()
-    padded_query[rows] = query
+    rows = len(query)
+    padded_query = torch.full((shape.rows, HEADS, HEAD_DIM), float("nan")).bfloat16()
+    padded_query[:rows] = query
 
     def attended(known: StepArrays, arrays: StepArrays, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         parts = cuda.index_parts(arrays)
@@ -118,6 +111,6 @@ def test_attention_of_a_padded_step(step: tuple[StepArrays, StepShape], seed: in
 
     expected, expected_samples = attended(arrays, arrays, query)
     found, found_samples = attended(largest_step(shape), pad_step(arrays, shape), padded_query)
-    torch.testing.assert_close(found[rows], expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(found[:rows], expected, rtol=0.02, atol=0.02)
     if arrays.samples:
         torch.testing.assert_close(found_samples[: arrays.samples], expected_samples, rtol=0.02, atol=0.02)

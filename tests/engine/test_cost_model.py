@@ -99,6 +99,16 @@ def test_a_measured_step(name: str, model: Any, prompt_rows: int, chunks: int) -
     assert cost.chunk_attention * 1e3 == pytest.approx(parts["chunk attention"]["milliseconds"], rel=0.35)
 
 
+@pytest.mark.parametrize(("name", "model"), [("llama2-70b", LLAMA_70B), ("llama3.1-8b", LLAMA_8B)])
+def test_short_steps_replayed_as_graphs(name: str, model: Any) -> None:
+    """None was looked at when the model was made: it is at most 14 % above them, for one row."""
+    costs, run = CostModel(model, "fp8", find_gpu("H200")), read(f"h200-{name}-fp8-decodes")
+    for step in run["steps"]:
+        rows, tokens = step["rows"], run["prompt_tokens"] + run["answer_tokens"] / 2
+        predicted = costs.step_of(rows, rows * tokens, [], rows).seconds * 1e3
+        assert predicted == pytest.approx(np.mean(step["graph_milliseconds"]), rel=0.15 if rows < 64 else 0.06)
+
+
 def test_the_parts_are_the_whole() -> None:
     for gpu, precision in (("H200", "fp8"), ("GB300", "fp4"), ("A100", "bf16")):
         cost = CostModel(LLAMA_8B, precision, find_gpu(gpu), seconds_per_sequence=1e-5).step_of(

@@ -95,8 +95,7 @@ def step_arrays(
 class StepShape:
     """Sizes that a step is padded to, where each new size would cost a recording."""
 
-    decodes: int
-    prompt_rows: int
+    rows: int
     chunks: int
     tokens: int  # of the longest sequence
     pages: int  # of a row of the page table
@@ -105,62 +104,56 @@ class StepShape:
 def pad_step(arrays: StepArrays, shape: StepShape) -> StepArrays:
     """The same step in the sizes of ``shape``, which are at least its own; its samples come first.
 
-    Added rows are token 0 at position 0 and write to the dump page; added sequences see no key, added chunks have no
-    row. What is added to the samples repeats row 0.
+    Where the decodes end is no part of the shape: every row is a decode, one that sees no key where the row is a
+    prompt's or was added, and the chunks come after. What they see is written over the zeros of the former. Added rows
+    are token 0 at position 0 and write to the dump page; added chunks have no row; what is added to the samples repeats
+    row 0.
     """
-    decodes, chunks = arrays.decodes, len(arrays.lengths) - arrays.decodes
+    rows, decodes, chunks = len(arrays.token_ids), arrays.decodes, len(arrays.lengths) - arrays.decodes
     padded = _empty_step(shape)
-    for target, values in (
-        (padded.token_ids, arrays.token_ids),
-        (padded.table_slots, arrays.table_slots),
-        (padded.positions, arrays.positions),
-        (padded.cache_slots, arrays.cache_slots),
-        (padded.lengths, arrays.lengths),
-        (padded.pages[:, : arrays.pages.shape[1]], arrays.pages),
-    ):
-        _place(target, values, decodes, shape.decodes)
-    padded.chunk_rows[: chunks + 1] = arrays.chunk_rows + np.int32(shape.decodes - decodes)
-    padded.chunk_rows[chunks + 1 :] = padded.chunk_rows[chunks]
+    padded.token_ids[:rows] = arrays.token_ids
+    padded.table_slots[:rows] = arrays.table_slots
+    padded.positions[:rows] = arrays.positions
+    padded.cache_slots[:rows] = arrays.cache_slots
+    width = arrays.pages.shape[1]
+    for first, sequences in ((0, slice(decodes)), (shape.rows, slice(decodes, decodes + chunks))):
+        lengths = arrays.lengths[sequences]
+        padded.lengths[first : first + len(lengths)] = lengths
+        padded.pages[first : first + len(lengths), :width] = arrays.pages[sequences]
+    padded.chunk_rows[: chunks + 1] = arrays.chunk_rows
+    padded.chunk_rows[chunks + 1 :] = arrays.chunk_rows[chunks]
     samples = arrays.samples
-    moved = np.where(arrays.sampled < decodes, 0, shape.decodes - decodes)
-    padded.sampled[:samples] = arrays.sampled + moved
-    padded.sample_rows[:samples] = arrays.sample_rows[:samples] + moved
+    padded.sampled[:samples] = arrays.sampled + np.where(arrays.sampled < decodes, 0, shape.rows - decodes)
+    padded.sample_rows[:samples] = arrays.sample_rows[:samples]
     padded.sample_slots[:samples] = arrays.sample_slots
     return padded
 
 
 def largest_step(shape: StepShape) -> StepArrays:
-    """The most that ``shape`` has room for: every sequence at its full length, one chunk of all prompt rows.
+    """The most that ``shape`` has room for: every sequence at its full length, one chunk of all rows.
 
     All in the dump page, where nothing is lost.
     """
     step = _empty_step(shape)
     step.lengths[:] = shape.tokens
-    step.chunk_rows[1:] = shape.decodes + shape.prompt_rows
+    step.chunk_rows[1:] = shape.rows
     return step
 
 
 def _empty_step(shape: StepShape) -> StepArrays:
-    rows, sequences = shape.decodes + shape.prompt_rows, shape.decodes + shape.chunks
-    table_slots, chunk_rows = np.full(rows, -1, dtype=np.int32), np.full(shape.chunks + 1, shape.decodes, np.int32)
-    token_ids, positions = np.zeros((2, rows), dtype=np.int32)
+    sequences = shape.rows + shape.chunks
+    token_ids, positions = np.zeros((2, shape.rows), dtype=np.int32)
     lengths, sample_rows, sample_slots = np.zeros((3, sequences), dtype=np.int32)
     return StepArrays(
         token_ids=token_ids,
-        table_slots=table_slots,
+        table_slots=np.full(shape.rows, -1, dtype=np.int32),
         positions=positions,
-        cache_slots=np.full(rows, DUMP_PAGE, dtype=np.int32),
+        cache_slots=np.full(shape.rows, DUMP_PAGE, dtype=np.int32),
         pages=np.full((sequences, shape.pages), DUMP_PAGE, dtype=np.int32),
         lengths=lengths,
-        decodes=shape.decodes,
-        chunk_rows=chunk_rows,
+        decodes=shape.rows,
+        chunk_rows=np.zeros(shape.chunks + 1, dtype=np.int32),
         sampled=np.zeros(sequences, dtype=np.int64),
         sample_rows=sample_rows,
         sample_slots=sample_slots,
     )
-
-
-def _place(target: Ints, values: Ints, decodes: int, padded_decodes: int) -> None:
-    """The decodes' at the beginning, the prompts' after the room for decodes."""
-    target[:decodes] = values[:decodes]
-    target[padded_decodes : padded_decodes + len(values) - decodes] = values[decodes:]

@@ -21,10 +21,9 @@ PROCESS_BYTES = 300_000_000
 """Python, PyTorch and the command's other libraries, measured 224 to 260 MB, before the first weight."""
 GPU_LIBRARY_BYTES = 2_000_000_000
 """Of GPU memory, beyond what is in use when the plan is made: kernels, cuBLAS workspaces, gaps between blocks."""
-GRAPH_DECODES = (1, 2, 4, 8, *range(16, 256, 16), *range(256, 513, 32))
-GRAPH_PROMPT_ROWS = (*range(0, 256, 32), *range(256, 513, 64))
+GRAPH_ROWS = (1, 2, 4, 8, *range(16, 513, 16))
 GRAPH_CHUNKS = 8
-"""Decodes, prompt rows and prompts of the steps that may be recorded as CUDA graphs."""
+"""Rows that steps recorded as CUDA graphs are padded to, and most prompts in one."""
 GRAPH_LAYER_BYTES = 8_000_000
 """Of GPU memory for each layer: what the driver keeps of all recorded graphs, of which 4.9 MB were measured."""
 GPU_COLLECTIVES_BYTES = 2_000_000_000
@@ -184,8 +183,8 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     if on_gpu and config.tensor_parallel > 1:
         process += GPU_COLLECTIVES_BYTES
     if on_gpu and config.cuda_graphs:
-        decodes, rows = GRAPH_DECODES[-1] + GRAPH_CHUNKS, GRAPH_DECODES[-1] + GRAPH_PROMPT_ROWS[-1]
-        graph_step, _ = _gpu_step_bytes(model, config, page_size, rows, decodes, max_length)
+        rows, sampled = GRAPH_ROWS[-1], GRAPH_ROWS[-1] + GRAPH_CHUNKS
+        graph_step, _ = _gpu_step_bytes(model, config, page_size, rows, sampled, max_length)
         # They share memory of their own, and are run outside it before.
         process += model.layers * GRAPH_LAYER_BYTES + 2 * graph_step
 

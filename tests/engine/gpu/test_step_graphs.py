@@ -16,7 +16,7 @@ from megatoken.engine import Engine, EngineConfig, Request, Sampling
 from megatoken.engine.batch import StepShape, largest_step
 from megatoken.engine.cache import allocate_cache
 from megatoken.engine.config import find_shape, sharded
-from megatoken.engine.memory import GRAPH_DECODES, GRAPH_LAYER_BYTES, GRAPH_PROMPT_ROWS
+from megatoken.engine.memory import GRAPH_LAYER_BYTES, GRAPH_ROWS
 from megatoken.engine.ops.step_graphs import MOST_GRAPHS, UNRECORDED_RUNS, StepGraphs
 
 pytestmark = [
@@ -103,22 +103,23 @@ def test_preempted_and_cancelled_requests_end_once(llama: Path) -> None:
 
 
 def test_memory_stays_within_the_plan(tmp_path: Path) -> None:
-    """More shapes than are kept: numbers of decodes, of prompt rows, lengths. What a graph takes grows with layers."""
+    """More shapes than are kept: numbers of rows, with and without prompts, lengths. A graph grows with the layers."""
     layers = 40
     make_checkpoint(tmp_path, stored=torch.bfloat16, gain=1.0, **{**SHAPE, "num_hidden_layers": layers})
     engine = Engine(tmp_path, EngineConfig(precision="fp8", max_rows=1024, max_sequences=520, max_length=2048))
     before = torch.cuda.mem_get_info()[0]
     times = UNRECORDED_RUNS + 1
-    for decodes in GRAPH_DECODES[::3]:
-        for number in range(decodes):
-            engine.submit(Request([number], times * (len(GRAPH_PROMPT_ROWS) + 2), ignore_end_token=True))
-        engine.step()
-        for prompt_rows in GRAPH_PROMPT_ROWS:
+    for rows in GRAPH_ROWS[3:]:
+        for longest in (1, 600):
+            engine.submit(Request([3] * longest, times + 3, ignore_end_token=True))
+            engine.step()
             for _ in range(times):
-                if prompt_rows:
-                    engine.submit(Request([1] * prompt_rows, 1, ignore_end_token=True))
+                engine.submit(Request([1] * (rows - 1), 1, ignore_end_token=True))
                 engine.step()
-        drain(engine)
+            drain(engine)
+            for prompt in (longest, *[1] * (rows - 1)):
+                engine.submit(Request([3] * prompt, times + 4, ignore_end_token=True))
+            drain(engine)
     taken = before - torch.cuda.mem_get_info()[0]
     recorded = len(engine._runner._graphs.recorded)
     print(f"\n{recorded} graphs of {layers} layers took {taken / 1e6:.0f} MB")
@@ -135,7 +136,7 @@ def test_a_step_that_computes_longer_than_it_is_launched_is_not_recorded(
     cache = allocate_cache(find_shape("tiny"), "fp8", 1, 32, device, [(1.0, 1.0)] * 6)[0]
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     graphs = StepGraphs(lambda batch: slots, slots, cache, sharded(find_shape("llama2-70b"), ranks), "fp8")
-    step = largest_step(StepShape(decodes=256, prompt_rows=prompt_rows, chunks=1, tokens=512, pages=16))
+    step = largest_step(StepShape(rows=256 + prompt_rows, chunks=1, tokens=512, pages=16))
     assert graphs.takes(step) is taken
 
 

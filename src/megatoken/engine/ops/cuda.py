@@ -314,7 +314,7 @@ def _empty_output(q_THE: Tensor, consumer: Linear) -> tuple[Tensor, float | None
 
 
 def attention(q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) -> Tensor:
-    """One launch for the decode rows, one for all prompt chunks."""
+    """One launch for the decode rows, then one for all prompt chunks, which may be empty decodes (``pad_step``)."""
     out_THE, out_scale = _empty_output(q_THE, consumer)
     decodes, softmax_scale = batch.decodes, q_THE.shape[2] ** -0.5
     if decodes:

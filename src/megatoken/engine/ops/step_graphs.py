@@ -1,9 +1,9 @@
 """Steps of few rows as CUDA graphs: one launch, where else there are some eleven for every layer.
 
 Such a step takes the GPU less time than its launches take the host; a longer one is launched as it is. A graph has
-fixed shapes (``StepShape``), so a step is padded: decodes, then prompt rows, each to the next of a ladder, and
-attention is cut into pieces for sequences of so many tokens or more. Recording takes as long as some steps, so a shape
-is recorded when it has come a few times. All graphs share one pool of memory, as they never run side by side.
+fixed shapes (``StepShape``), so a step is padded to a number of rows, whichever of them are decodes, and attention is
+cut into pieces for sequences of a number of tokens. Recording takes as long as some steps, so a shape is recorded when
+it has come a few times. All graphs share one pool of memory, as they never run side by side.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from megatoken.engine.batch import StepArrays, StepShape, largest_step, pad_step
 from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import ModelConfig, Precision
-from megatoken.engine.memory import GRAPH_CHUNKS, GRAPH_DECODES, GRAPH_PROMPT_ROWS
+from megatoken.engine.memory import GRAPH_CHUNKS, GRAPH_ROWS
 from megatoken.engine.ops import cuda
 
 SHORTEST_TOKENS, LENGTH_RATIO = 512, 4
@@ -62,7 +62,7 @@ class StepGraphs:
         self._page_size = cache.page_size
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        samples = GRAPH_DECODES[-1] + GRAPH_CHUNKS
+        samples = GRAPH_ROWS[-1] + GRAPH_CHUNKS
         self._logits = torch.empty(samples, config.vocabulary_size, dtype=torch.bfloat16, device=device)
         self._ids = torch.empty(samples, dtype=torch.int64, device=device)
         self._met: Counter[StepShape] = Counter()
@@ -70,17 +70,12 @@ class StepGraphs:
         """Least recently used first."""
         launch_seconds = LAUNCH_SECONDS_PER_LAYER * config.layers
         row_seconds = 2 * config.linear_parameters / PRODUCT_OPERATIONS_PER_SECOND[precision]
-        self._most_rows = launch_seconds / row_seconds
+        self._most_rows = min(GRAPH_ROWS[-1], launch_seconds / row_seconds)
 
     def takes(self, arrays: StepArrays) -> bool:
         """Whether a step is small enough, and delays somebody: one of prompts alone has nobody waiting for a token."""
-        prompt_rows = len(arrays.token_ids) - arrays.decodes
-        return (
-            0 < arrays.decodes <= GRAPH_DECODES[-1]
-            and prompt_rows <= GRAPH_PROMPT_ROWS[-1]
-            and len(arrays.lengths) - arrays.decodes <= GRAPH_CHUNKS
-            and len(arrays.token_ids) <= self._most_rows
-        )
+        chunks = len(arrays.lengths) - arrays.decodes
+        return arrays.decodes > 0 and chunks <= GRAPH_CHUNKS and len(arrays.token_ids) <= self._most_rows
 
     def run(self, arrays: StepArrays) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [S, V], greedy ids [S] and slots [S], valid until the next step runs."""
@@ -99,15 +94,13 @@ class StepGraphs:
         return self._logits[:samples], self._ids[:samples], sample_slots[:samples]
 
     def _shape(self, arrays: StepArrays) -> StepShape:
-        decodes, prompt_rows = arrays.decodes, len(arrays.token_ids) - arrays.decodes
-        prompt_rows = GRAPH_PROMPT_ROWS[bisect_left(GRAPH_PROMPT_ROWS, prompt_rows)]
-        longest, needed = SHORTEST_TOKENS, max(prompt_rows, int(arrays.lengths.max()))
+        rows = GRAPH_ROWS[bisect_left(GRAPH_ROWS, len(arrays.token_ids))]
+        longest, needed = SHORTEST_TOKENS, max(rows, int(arrays.lengths.max()))
         while longest < needed:
             longest *= LENGTH_RATIO
         return StepShape(
-            decodes=GRAPH_DECODES[bisect_left(GRAPH_DECODES, decodes)],
-            prompt_rows=prompt_rows,
-            chunks=GRAPH_CHUNKS if prompt_rows else 0,
+            rows=rows,
+            chunks=GRAPH_CHUNKS if len(arrays.lengths) > arrays.decodes else 0,
             tokens=longest,
             pages=-(-longest // self._page_size),
         )
