@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cli_support import call, call_here
+from cli_support import call_here
 
 REPOSITORY = Path(__file__).parents[1]
 RACK = ("--tokens-per-second", 1_100_948.3, "--per", "rack", "--accelerators", 72, "--accelerator", "GB300")
@@ -21,7 +21,9 @@ def two_runs(factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @cache
 def _two_runs(out: Path) -> tuple[Path, Path]:
     for _ in range(2):
-        code, stdout, err = call("run", "--samples", 5, "--engine.threads", 1, "--warm-up", 0.1, "--out", out, "--json")
+        code, stdout, err = call_here(
+            "run", "--samples", 5, "--engine.threads", 1, "--warm-up", 0.1, "--out", out, "--json"
+        )
         assert code == 0, (stdout, err)
     first, second = sorted(out.iterdir())
     return first, second
@@ -29,7 +31,7 @@ def _two_runs(out: Path) -> tuple[Path, Path]:
 
 def document_of(*arguments: object, code: int = 0) -> dict[str, Any]:
     """The one JSON document that a command prints, and nothing else."""
-    found, stdout, err = call(*arguments, "--json")
+    found, stdout, err = call_here(*arguments, "--json")
     assert (found, err) == (code, ""), stdout
     document = json.loads(stdout)
     assert isinstance(document, dict)

@@ -1,5 +1,6 @@
 """Ways to call the command, and a checkpoint for it, shared by the tests of the command line."""
 
+import gc
 import json
 import os
 import subprocess
@@ -59,12 +60,16 @@ def redirected(redirection: str, *arguments: object) -> tuple[int, str, str]:
 
 
 def call_here(*arguments: object) -> tuple[int, str, str]:
-    """Runs the command in this process; not for anything that starts LoadGen."""
+    """Runs the command in this process, which has imported already what a process of its own takes seconds for.
+
+    Not for signals, closed streams and full disks, which the process would meet with the tests in it.
+    """
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
         patch.setattr(sys, "argv", ["megatoken", *map(str, arguments)])
         patch.setattr("signal.signal", lambda number, handler: None)
         with pytest.raises(SystemExit) as caught:
             cli.main()
+    gc.unfreeze()  # a run takes what is there out of the collector's hands
     return int(caught.value.code or 0), out.getvalue(), err.getvalue()
 
 

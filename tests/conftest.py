@@ -7,6 +7,7 @@ interpreted there.
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +25,8 @@ settings.load_profile("any-machine")
 
 LONGEST = ("rack", "harness", "test_cli_run.py", "submission", "test_docs.py", "reference_model", "accuracy")
 """Files, and folders of files, that take longest."""
+TOGETHER = ("tests/rack/", "tests/submission/")
+"""Folders whose files share what takes long to make: a Ray cluster, submissions."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -31,3 +34,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: with ``--dist loadfile`` a worker takes whole files, and none should end alone."""
     places = {item: item.path.relative_to(Path(__file__).parent).parts[0] for item in items}
     items.sort(key=lambda item: LONGEST.index(places[item]) if places[item] in LONGEST else len(LONGEST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile`` a worker takes some folders whole."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((folder for folder in TOGETHER if nodeid.startswith(folder)), super()._split_scope(nodeid))
+
+    return Scheduling(config, log)

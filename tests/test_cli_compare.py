@@ -87,4 +87,5 @@ def test_outputs_that_are_closed_or_know_few_letters(monkeypatch: pytest.MonkeyP
     code, stdout, err = call("compare", "5.1-0016", "GB200")
     assert (code, err) == (0, "")
     assert "\\xd7" in stdout
-    document_of("compare", "5.1-0016", "GB200")
+    code, stdout, err = call("compare", "5.1-0016", "GB200", "--json")
+    assert (code, err, json.loads(stdout)["kind"]) == (0, "", "comparison")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cli_results import RACK, document_of, hostile_paths, refused, two_runs
-from cli_support import call, redirected
+from cli_support import call, call_here, redirected
 
 PLANS = ("capacity", "fleet", "energy", "cost")
 DEMAND = ("--demand", 5000, "--accelerators-per-node", 4, "--profile", "simple_qa")
@@ -23,21 +23,21 @@ def test_the_documents_capacities(tmp_path: Path) -> None:
 
 def test_twelve_nodes_replaced_by_twelve() -> None:
     new = ("--tokens-per-second", 52_061.6, "--per", "node", "--accelerators", 4, "--state", "verified")
-    code, stdout, _ = call("plan", "fleet", *new, "--replace-nodes", 12, "--replace-rate", 48_088)
+    code, stdout, _ = call_here("plan", "fleet", *new, "--replace-nodes", 12, "--replace-rate", 48_088)
     assert code == 0
     assert "12 nodes" in stdout
     assert "11.08" in stdout
 
 
 def test_the_documents_efficiency() -> None:
-    code, stdout, _ = call("plan", "energy", *RACK)
+    code, stdout, _ = call_here("plan", "energy", *RACK)
     assert code == 0
     for words in ("10.92", "10.01", "4.375", "10.85", "5.57", "nameplate"):
         assert words in stdout
 
 
 def test_cost_is_made_of_assumptions_that_are_printed_and_can_be_set() -> None:
-    code, stdout, _ = call("plan", "cost", *RACK)
+    code, stdout, _ = call_here("plan", "cost", *RACK)
     assert code == 0
     assert "assumed" in stdout
     dear, cheap = (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cli_results import RACK, hostile_paths, refused, two_runs
-from cli_support import TIMEOUT_SECONDS, call, redirected, started
+from cli_support import TIMEOUT_SECONDS, call, call_here, redirected, started
 
 SQL = "select run, verdict, output_tokens from runs order by run"
 
@@ -27,13 +27,13 @@ def test_pages_of_runs_are_made_anew(tmp_path_factory: pytest.TempPathFactory, t
 
 
 def test_the_page_of_a_saved_document(tmp_path: Path) -> None:
-    assert call("plan", "energy", *RACK, "--out", tmp_path / "plan")[0] == 0
+    assert call_here("plan", "energy", *RACK, "--out", tmp_path / "plan")[0] == 0
     saved = (tmp_path / "plan" / "plan_energy.html").read_text()
     (tmp_path / "plan" / "plan_energy.html").unlink()
-    assert call("report", tmp_path / "plan")[:2] == (0, f"{tmp_path / 'plan' / 'plan_energy.html'}\n")
+    assert call_here("report", tmp_path / "plan")[:2] == (0, f"{tmp_path / 'plan' / 'plan_energy.html'}\n")
     assert (tmp_path / "plan" / "plan_energy.html").read_text() == saved
     elsewhere = tmp_path / "page.html"
-    assert call("report", tmp_path / "plan" / "plan_energy.json", "--out", elsewhere)[:2] == (0, f"{elsewhere}\n")
+    assert call_here("report", tmp_path / "plan" / "plan_energy.json", "--out", elsewhere)[:2] == (0, f"{elsewhere}\n")
     assert elsewhere.read_text() == saved
 
 
@@ -43,15 +43,15 @@ def test_a_folder_of_equal_runs_has_a_page_on_all_of_them(
     folder = Path(shutil.copytree(two_runs(tmp_path_factory)[0].parent, tmp_path / "runs"))
     together = folder / "repeats.html"
     expected = [*(run / "report.html" for run in sorted(folder.iterdir())), together]
-    code, stdout, err = call("report", folder)
+    code, stdout, err = call_here("report", folder)
     assert (code, stdout.splitlines(), err) == (0, [str(page) for page in expected], "")
     assert "mean of 2 runs, with 95 % confidence" in together.read_text()
 
 
 def test_the_page_of_a_document_lies_beside_it_wherever_the_command_is_called(tmp_path: Path) -> None:
-    assert call("plan", "energy", *RACK, "--out", tmp_path)[0] == 0
+    assert call_here("plan", "energy", *RACK, "--out", tmp_path)[0] == 0
     (tmp_path / "plan_energy.json").rename(tmp_path / "ours.json")
-    assert call("report", tmp_path / "ours.json")[:2] == (0, f"{tmp_path / 'ours.html'}\n")
+    assert call_here("report", tmp_path / "ours.json")[:2] == (0, f"{tmp_path / 'ours.html'}\n")
     (tmp_path / "ours.html").write_text("my own notes")
     assert "ours.html: is there and is no page of megatoken" in refused("report", tmp_path / "ours.json")
     assert (tmp_path / "ours.html").read_text() == "my own notes"
@@ -62,12 +62,12 @@ def test_questions_to_many_runs(tmp_path_factory: pytest.TempPathFactory) -> Non
     pytest.importorskip("duckdb")
     runs = two_runs(tmp_path_factory)
     expected = [(run.name, "MEASURED", json.loads((run / "result.json").read_text())["output_tokens"]) for run in runs]
-    code, stdout, err = call("report", runs[0].parent, "--query", SQL, "--json")
+    code, stdout, err = call_here("report", runs[0].parent, "--query", SQL, "--json")
     assert (code, err) == (0, "")
     assert [tuple(row.values()) for row in json.loads(stdout)] == expected
-    _, stdout, _ = call("report", *runs, "--query", SQL, "--csv")
+    _, stdout, _ = call_here("report", *runs, "--query", SQL, "--csv")
     assert list(csv.reader(io.StringIO(stdout)))[1:] == [[str(value) for value in row] for row in expected]
-    code, stdout, _ = call("report", *runs, "--query", SQL)
+    code, stdout, _ = call_here("report", *runs, "--query", SQL)
     assert code == 0
     assert all(run.name in stdout for run in runs)
 

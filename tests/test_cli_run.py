@@ -96,7 +96,7 @@ def test_a_claim_cut_short_is_invalid_and_says_so_on_the_terminal(tmp_path: Path
         tmp_path / "run.yaml", "rules: v5.1", "samples: 6", "min_duration_seconds: 100", "engine: {threads: 1}"
     )
     options = ("--model", "tiny", "--lengths", lengths, "--out", tmp_path / "runs", "--warm-up", 0)
-    code, stdout, err = call("run", config, *options)
+    code, stdout, err = call_here("run", config, *options)
     assert code == 3
     assert "INVALID" in stdout
     for reason in ("MIN_DURATION", "MIN_SAMPLES", "LOADGEN_INVALID", "DATA_SET_SIZE"):
@@ -121,11 +121,11 @@ def test_accuracy_mode_on_a_checkpoint_logs_the_tokens_that_generate_gives(model
         {"prompt": "three", "max_tokens": 20},
     )
     shared = ("--model", model, "--prompts", prompts, "--max-tokens", 7, "--precision", "fp32")
-    code, stdout, _ = call("run", *shared, "--mode", "accuracy", "--out", tmp_path / "runs", "--json", *QUICK)
+    code, stdout, _ = call_here("run", *shared, "--mode", "accuracy", "--out", tmp_path / "runs", "--json", *QUICK)
     assert code == 0
     document = json.loads(stdout)
     assert document["model"] == model.name
-    assert call("generate", *shared, "--out", tmp_path / "answers.jsonl")[0] == 0
+    assert call_here("generate", *shared, "--out", tmp_path / "answers.jsonl")[0] == 0
     answers = [json.loads(line)["token_ids"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     log = json.loads((Path(document["run_folder"]) / "mlperf" / "mlperf_log_accuracy.json").read_text())
     logged = {entry["qsl_idx"]: bytes.fromhex(entry["data"]) for entry in log}
@@ -356,7 +356,7 @@ def test_an_error_during_the_measurement_names_the_folder(tmp_path: Path) -> Non
     lines = [{"prompt": letter, "max_tokens": 2, "ignore_end_token": True} for letter in letters]
     prompts = write_lines(tmp_path / "in.jsonl", *lines)
     options = ("--prompts", prompts, "--out", tmp_path / "runs", "--samples", 40, "--warm-up", 0)
-    code, stdout, err = call("run", "--model", model, *options, "--engine.max_sequences", 2)
+    code, stdout, err = call_here("run", "--model", model, *options, "--engine.max_sequences", 2)
     (folder,) = (tmp_path / "runs").iterdir()
     assert (code, stdout) == (1, "")
     message = err.splitlines()[-1]
@@ -464,12 +464,17 @@ main()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(
-    ("module", "words"),
+    ("number", "module", "words"),
     [
-        ("typer", "interrupted; nothing was written"),
-        ("megatoken.harness.prepare", "interrupted before the measurement began; nothing was written"),
+        (signal.SIGINT, "typer", "interrupted; nothing was written"),
+        (signal.SIGTERM, "typer", "interrupted; nothing was written"),
+        (signal.SIGHUP, "typer", "interrupted; nothing was written"),
+        (
+            signal.SIGTERM,
+            "megatoken.harness.prepare",
+            "interrupted before the measurement began; nothing was written",
+        ),
     ],
 )
 def test_a_signal_during_an_import_is_one_line(number: signal.Signals, module: str, words: str) -> None:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from cli_support import call
+from cli_support import call_here
 from megatoken.accuracy.compliance import TEST06_RECORDS
 from megatoken.audit import Severity, audit
 
 
 def compliance_run(tmp_path: Path, *flags: object) -> tuple[int, Path]:
-    code, out, err = call(
+    code, out, err = call_here(
         *("run", "--compliance", "TEST06", "--warm-up", 0.3, "--json", "--engine.threads", 1),
         *("--out", tmp_path / "runs", *flags),
     )
@@ -41,7 +41,7 @@ def test_the_model_that_ships_passes(tmp_path: Path, scenario: str, round_: str 
     assert grave == []
     before = file.read_text()
     file.unlink()
-    assert call("verify", "TEST06", run)[0] == 0
+    assert call_here("verify", "TEST06", run)[0] == 0
     assert file.read_text() == before
 
 
@@ -57,7 +57,7 @@ def test_answers_without_an_end_prove_nothing(tmp_path: Path) -> None:
     assert "no answer has an end token of the model" in reason["message"]
     assert (result["compliance"]["passed"], result["compliance"]["sound"]) == (True, False)
     assert "verification complete" in (run / "compliance/TEST06/verify_accuracy.txt").read_text()
-    assert call("verify", "TEST06", run, "--end-tokens", "2")[0] == 3
+    assert call_here("verify", "TEST06", run, "--end-tokens", "2")[0] == 3
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_answers_without_an_end_prove_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_test_decides_itself_is_refused(tmp_path: Path, flags: tuple[object, ...]) -> None:
-    code, _, err = call("run", "--compliance", "TEST06", *flags, "--out", tmp_path / "runs")
+    code, _, err = call_here("run", "--compliance", "TEST06", *flags, "--out", tmp_path / "runs")
     assert code == 2
     flag = next(flag for flag in reversed(flags) if str(flag).startswith("--"))
     assert f"{flag}: not together with compliance: TEST06 says itself what is run" in err
@@ -79,5 +79,5 @@ def test_what_the_test_decides_itself_is_refused(tmp_path: Path, flags: tuple[ob
 
 
 def test_no_other_test_is_run(tmp_path: Path) -> None:
-    code, _, err = call("run", "--compliance", "TEST07", "--out", tmp_path / "runs")
+    code, _, err = call_here("run", "--compliance", "TEST07", "--out", tmp_path / "runs")
     assert (code, err) == (2, "megatoken: --compliance: must be 'TEST06', got 'TEST07'\n")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cli_support import ENVIRONMENT, TIMEOUT_SECONDS, call, call_here, write_lines
+from cli_support import ENVIRONMENT, TIMEOUT_SECONDS, call_here, write_lines
 from megatoken.accuracy.gate import BASELINE, SHARE, reference_gate
 from megatoken.datasets.references import HELD_OUT, load_references
 from megatoken.engine.config import REFERENCE, model_folder
@@ -47,10 +47,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(prompts, *HELD_OUT.read_text().splitlines()[:ROWS])
     out = folder.parent / "fp32"
     options = ("--model", folder, "--prompts", prompts, "--precision", "fp32", *QUICK)
-    code, stdout, err = call("run", *options, "--out", out, "--json")
+    code, stdout, err = call_here("run", *options, "--out", out, "--json")
     assert code == 0, err
     assert "accuracy" not in json.loads(stdout)  # a model of another name is held against nothing
-    code, _, err = call("accuracy", json.loads(stdout)["run_folder"])
+    code, _, err = call_here("accuracy", json.loads(stdout)["run_folder"])
     assert code == 0, err
     shutil.copy(next(out.iterdir()) / "accuracy" / "accuracy.json", folder / BASELINE.name)
     return folder

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from accuracy_files import END, make_tokenizer, write_lines
 
-from cli_support import call, call_here
+from cli_support import call_here
 from megatoken.results import read_run
 
 ROWS = 12
@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _run(folder: Path, prompts: Path) -> Path:
     out = folder / "runs"
     options = ("--engine.threads", 1, "--warm-up", 0.1, "--precision", "fp32")
-    code, stdout, err = call(
+    code, stdout, err = call_here(
         "run", "--model", folder / "model", "--prompts", prompts, "--mode", "accuracy", "--out", out, "--json", *options
     )
     assert code == 0, err

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatoken.engine.kernel_words import WIDENED
 from megatoken.engine.ops import native
 
 KERNELS = "compiled kernels"
@@ -79,7 +80,7 @@ def test_a_processor_without_products_of_bf16_is_told(monkeypatch: pytest.Monkey
 @needs_compiler
 def test_where_there_is_a_compiler_there_are_kernels() -> None:
     assert native.library() is not None
-    assert native.status().removesuffix(native.WIDENED) == KERNELS
+    assert native.status().removesuffix(WIDENED) == KERNELS
 
 
 def test_it_is_known_before_whether_they_must_be_built(builds: Callable[[], int], cache: Path) -> None:

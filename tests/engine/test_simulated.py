@@ -57,7 +57,7 @@ def simulated(config: EngineConfig = SMALL, **options: object) -> SimulatedEngin
 def test_it_imports_no_pytorch() -> None:
     program = (
         "import sys; from megatoken.engine.simulated import SimulatedEngine; "
-        "import megatoken.planning.rack_simulation, megatoken.targets.in_process; "
+        "import megatoken.planning.rack_simulation, megatoken.targets.in_process, megatoken.harness.run; "
         "engine = SimulatedEngine('llama2-70b'); "
         "assert 'torch' not in sys.modules and 'triton' not in sys.modules"
     )

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from heapq import heapreplace
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,11 @@ def queue_of(servers: int, service_seconds: float) -> Serve:
     """First come, first served; the first token half way through the service, the last of two at its end."""
 
     def serve(due: Floats) -> tuple[Floats, Floats, NDArray[np.int64]]:
-        free = np.zeros(servers)
+        free = [0.0] * servers  # a heap
         end = np.empty(len(due))
-        for sample, at in enumerate(due):
-            server = int(np.argmin(free))
-            free[server] = max(free[server], at) + service_seconds
-            end[sample] = free[server]
+        for sample, at in enumerate(due.tolist()):
+            end[sample] = max(free[0], at) + service_seconds
+            heapreplace(free, end[sample])
         return end - service_seconds / 2, end, np.full(len(due), 2)
 
     return serve

@@ -96,7 +96,10 @@ def test_a_search_ends_within_its_number_of_probes_whatever_becomes_of_them(
         probe.watch.add_samples(rows_of(due, first, due + lives, np.full(len(due), 2)))
         return Outcome("x", None, ("LATENCIES",) if probe.seconds is None and draws.random() < late else ())
 
-    goal = Goal(limits, lambda rate: (max(1, round(rate * full_seconds)), full_seconds), SEED)
+    def full_length(rate: float) -> tuple[int, float]:  # a rate that doubles 40 times has billions
+        return max(1, min(10_000, round(rate * full_seconds))), full_seconds
+
+    goal = Goal(limits, full_length, SEED)
     finder = RateFinder(goal, 500.0, measure, lambda words: None)
     finder.run()
     assert finder.found is None or finder.found in tried_rates

@@ -16,8 +16,7 @@ import pytest
 from loadgen_children import TIMEOUT_SECONDS, started, wait_until_running
 from queueing import QueueingTarget, Simulated, queue_of
 
-from cli_support import call as call_command
-from cli_support import make_checkpoint
+from cli_support import call_here, make_checkpoint
 from megatoken.audit import Severity, audit
 from megatoken.config import RunConfig
 from megatoken.datasets.lengths import load_lengths
@@ -33,6 +32,7 @@ from megatoken.results import Run, RunFolder, Verdict, read_run
 from megatoken.results.numerals import number
 from megatoken.results.repeats import interval, read_repeats
 from megatoken.targets import SampleEvent
+from told_fields import untold_fields
 
 SEED = rules.ROUNDS["v5.1"].seeds.schedule
 
@@ -327,6 +327,7 @@ def test_the_search_finds_the_rate_of_a_real_queue(tmp_path: Path, data_set: Dat
     assert min(too_high) <= 1.021 * search["samples_per_second"]
     assert finished.path.parent == tmp_path / "runs"
     assert finished.config["find_rate"] is True
+    assert untold_fields(finished.result) == set()
 
 
 def test_too_short_a_length_for_a_search_is_refused(tmp_path: Path, data_set: Dataset) -> None:
@@ -353,7 +354,7 @@ def test_the_engine_serves_every_scenario_with_text_at_both_ends(tmp_path: Path,
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": "a" * (3 + i % 9), "max_tokens": 8}) + "\n" for i in range(30)))
     rate = ("--rate", 40) if scenario in ("server", "interactive") else ()
-    code, out, err = call_command(
+    code, out, err = call_here(
         *("run", "--model", model, "--prompts", prompts, "--samples", 30, "--warm-up", 0.2, "--json", "--text"),
         *("--scenario", scenario, *rate, "--engine.threads", 1, "--out", tmp_path / "runs"),
     )
@@ -381,7 +382,7 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         ),
         (("--model", "tiny", "--text"), "text: tiny has no tokenizer.json"),
     ):
-        code, _, err = call_command("run", *flags, "--out", tmp_path / "runs")
+        code, _, err = call_here("run", *flags, "--out", tmp_path / "runs")
         assert code == 2
         assert words in err
     assert not (tmp_path / "runs").exists()

@@ -80,7 +80,7 @@ def check_whole(run: Run, duration: float) -> None:
 
 
 def test_a_soak_keeps_the_target_full_for_its_time_and_is_judged(tmp_path: Path, load: list[object]) -> None:
-    code, out, err = call("soak", "--duration", "14s", *load, "--json", "--out", tmp_path)
+    code, out, err = call_here("soak", "--duration", "14s", *load, "--json", "--out", tmp_path)
     printed = json.loads(out)
     run = read_run(Path(printed["run_folder"]))
     assert code == run.verdict.exit_code, err
@@ -104,12 +104,12 @@ def test_a_soak_keeps_the_target_full_for_its_time_and_is_judged(tmp_path: Path,
     page = (run.path / "report.html").read_text()
     assert run.result["stability"]["verdict"] in page
     assert "Stability" in page
-    assert call("report", run.path)[0] == 0
+    assert call_here("report", run.path)[0] == 0
 
-    code, out, _ = call("audit", run.path, "--json")
+    code, out, _ = call_here("audit", run.path, "--json")
     assert code == 0, out
     (run.path / "result.json").write_text(json.dumps({**run.result, "verdict": "VALID", "stability": {}}))
-    code, out, _ = call("audit", run.path, "--json")
+    code, out, _ = call_here("audit", run.path, "--json")
     assert code == 3
     assert "run_folder.stability" in out
 
@@ -168,7 +168,7 @@ def reached(out: Path, seconds: float, process: "subprocess.Popen[str]") -> Path
 def test_a_killed_soak_goes_on_where_it_stopped(tmp_path: Path, load: list[object]) -> None:
     with started("soak", "--duration", "1h", *load, "--out", tmp_path) as process:
         path = reached(tmp_path, 3.0, process)
-        code, _, err = call("soak", "--resume", path)  # while the other is alive
+        code, _, err = call_here("soak", "--resume", path)  # while the other is alive
         assert (code, err.count("\n")) == (2, 1)
         assert "another process" in err
         process.send_signal(signal.SIGKILL)
@@ -224,7 +224,7 @@ def test_a_killed_soak_goes_on_where_it_stopped(tmp_path: Path, load: list[objec
     assert run.result["started_at"] == before.result["started_at"]
     assert run.result["duration_seconds"] >= duration
 
-    code, _, err = call("soak", "--resume", path)
+    code, _, err = call_here("soak", "--resume", path)
     assert (code, err.count("\n")) == (2, 1)
     assert "has come to its end" in err
 
@@ -240,7 +240,7 @@ def test_a_soak_of_another_model_or_machine_is_not_gone_on_with(
     result: dict[str, Any] = json.loads((path / "result.json").read_text())
     assert any(note.startswith("without compiled kernels") for note in result["notes"])
     (path / "result.json").write_text(json.dumps({**result, "data_set_sha256": "0" * 64}))
-    code, _, err = call("soak", "--resume", path)
+    code, _, err = call_here("soak", "--resume", path)
     assert (code, err.splitlines()[-1].count("data_set_sha256")) == (2, 1)
     assert read_run(path).verdict is Verdict.INTERRUPTED
 
@@ -263,7 +263,7 @@ def test_an_error_says_how_to_go_on(tmp_path: Path) -> None:
     lines = [{"prompt": letter, "max_tokens": 2, "ignore_end_token": True} for letter in letters]
     prompts = write_lines(tmp_path / "in.jsonl", *lines)
     options = ("--prompts", prompts, "--out", tmp_path / "runs", "--warm-up", 0, "--engine.max_sequences", 2)
-    code, stdout, err = call("soak", "--duration", "1h", "--model", model, *options)
+    code, stdout, err = call_here("soak", "--duration", "1h", "--model", model, *options)
     folder = only_run(tmp_path / "runs")
     assert (code, stdout) == (1, "")
     message = err.splitlines()[-1]

@@ -38,9 +38,9 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Make:
             mode = "accuracy" if role == "accuracy" else "performance"
             kind = {"mode": mode, "test06": role == "compliance", **options}
             if scenario == "offline" and options.keys() <= {"seeds"}:
-                run = making.make("offline", out=out, facts={**making.MODEL, "notes": []}, **kind)
+                run = making.offline(out=out, facts={**making.MODEL, "notes": []}, **kind)
             else:
-                run = making.make("direct", out=out, scenario=scenario, **kind)
+                run = making.make(out=out, scenario=scenario, **kind)
                 if role == "compliance":
                     verify(run)
             made[key] = evaluate(run) if role == "accuracy" else run

@@ -1,6 +1,7 @@
 """Run folders for the tests: the real LoadGen and real folders, under a round cut down to 24 rows and 0.3 s.
 
-LoadGen accepts one test a process, so each is made by a process of its own: python making.py NAME JSON.
+``direct`` calls LoadGen itself, which accepts one test a process, so ``make`` has it done by another:
+python making.py JSON.
 """
 
 import json
@@ -34,10 +35,10 @@ def write_lengths(path: Path) -> Path:
     return path
 
 
-def make(name: str, **arguments: Any) -> Path:
-    """Makes a run folder in a process of its own."""
+def make(**arguments: Any) -> Path:
+    """Makes a run folder by ``direct`` in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, name, json.dumps(arguments)]
+    command = [sys.executable, __file__, json.dumps(arguments)]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_SECONDS, check=False
     )
@@ -62,7 +63,10 @@ def offline(
 
     The compliance test is about natural ends of answers, so there it is the reference model.
     """
+    import gc
     from dataclasses import replace
+
+    import pytest
 
     from megatoken.config import RunConfig
     from megatoken.harness import benchmarks, rules
@@ -73,9 +77,6 @@ def offline(
     from megatoken.targets.in_process import InProcessTarget
 
     claimed = next(name for name, one in rules.ROUNDS.items() if seeds is None or one.seeds == Seeds(*seeds))
-    rules.ROUNDS[claimed] = replace(rules.ROUNDS[claimed], min_duration_seconds=SECONDS)
-    table = benchmarks._benchmarks()
-    table |= {name: replace(benchmark, rows=ROWS) for name, benchmark in table.items()}
     settings: dict[str, Any] = {"rules": claimed, "mode": mode, "warm_up_seconds": 0.1, "engine": {"threads": 1}}
     if test06:
         settings |= {"compliance": "TEST06", "prompts": write_prompts(Path(out) / MODEL["data_set"])}
@@ -83,10 +84,15 @@ def offline(
         settings |= {"model": "tiny", "lengths": write_lengths(Path(out) / MODEL["data_set"])}
         if mode == "performance":
             settings |= {"samples": 4 * ROWS, "min_duration_seconds": SECONDS}
-    prepared = prepare(RunConfig(out=Path(out), **settings))
-    target = InProcessTarget(build_engine(prepared.config))
-    known = {**prepared.facts(), **(facts or {})}
-    path = run_scenario(prepared.config, prepared.data_set, target, known, Progress(True), gate=prepared.gate)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(rules.ROUNDS, claimed, replace(rules.ROUNDS[claimed], min_duration_seconds=SECONDS))
+        for name, benchmark in (table := benchmarks._benchmarks()).items():
+            patch.setitem(table, name, replace(benchmark, rows=ROWS))
+        prepared = prepare(RunConfig(out=Path(out), **settings))
+        target = InProcessTarget(build_engine(prepared.config))
+        known = {**prepared.facts(), **(facts or {})}
+        path = run_scenario(prepared.config, prepared.data_set, target, known, Progress(True), gate=prepared.gate)
+    gc.unfreeze()  # a run takes what is there out of the collector's hands
     configuration = path / "config.yaml"  # of the model that ``known`` says it was
     lines = configuration.read_text().replace(f"model: {prepared.config.model}\n", f"model: {known['model']}\n")
     configuration.write_text(lines)
@@ -193,4 +199,4 @@ def direct(
 
 
 if __name__ == "__main__":
-    print(globals()[sys.argv[1]](**json.loads(sys.argv[2])), end="")
+    print(direct(**json.loads(sys.argv[1])), end="")

@@ -200,7 +200,7 @@ def test_the_benchmark_follows_from_model_and_scores(copies: Make, tmp_path: Pat
 def test_another_model_in_the_open_division(originals: Make, tmp_path: Path) -> None:
     """The shape tiny as it is: random weights, random prompts, held against llama2-70b as its runs say."""
     out = str(tmp_path)
-    runs = [making.make("offline", out=out), evaluate(making.make("offline", out=out, mode="accuracy"))]
+    runs = [making.offline(out=out), evaluate(making.offline(out=out, mode="accuracy"))]
     root = fill(built(runs, tmp_path / "tree", division="open"))
     assert json.loads((root / "open/Vendor/model_mapping.json").read_text()) == {"tiny": "llama2-70b-99.9"}
     assert check(root).refusals == ()
@@ -241,7 +241,7 @@ def test_interactive_and_edge(originals: Make, tmp_path: Path) -> None:
     runs = []
     for scenario in ("offline", "singlestream"):
         made = {"scenario": scenario, "model": "llama3_1-8b-edge", "facts": edge, "out": str(tmp_path)}
-        runs += [making.make("direct", **made), evaluate(making.make("direct", mode="accuracy", **made), **scores)]
+        runs += [making.make(**made), evaluate(making.make(mode="accuracy", **made), **scores)]
     root = fill(built(runs, tmp_path / "edge", benchmark="llama3.1-8b-edge"))
     result = check(root)
     assert result.refusals == ()

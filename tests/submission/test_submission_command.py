@@ -92,7 +92,7 @@ def test_what_is_no_submission(built: Callable[[str, str], Path], tmp_path: Path
         (("check", tmp_path, "--rund", "v5.1"), "--rund: unknown flag; did you mean --round?"),
         (("build", tmp_path, "--submitter", "V"), "Missing option '--division'"),
     ):
-        code, out, err = call("submission", *arguments)
+        code, out, err = call_here("submission", *arguments)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert words in err
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatoken.config import RunConfig
-from megatoken.engine.ops.native import NO_KERNELS, WIDENED
+from megatoken.engine.kernel_words import NO_KERNELS, WIDENED
 from megatoken.harness.benchmarks import LatencyLimits
 from megatoken.harness.latencies import Latencies
 from megatoken.harness.loadgen import TestSettings

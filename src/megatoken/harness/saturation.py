@@ -80,7 +80,8 @@ class SaturationWatch:
         self._full_seconds = full_seconds
         self._most_over = max(0, most_over(full_samples, PERCENTILE))
         self._allowed_share = self._most_over / full_samples
-        self._rows: list[tuple[float, float, float, float, float]] = []  # due, first, TPOT, last, tokens
+        self._rows: list[tuple[float, float, float, float, float]] = []  # since the last look
+        self._table = np.empty((0, 5))  # of the samples that ended before: due, first, TPOT, last, tokens
         self.lasted_share = 0.0
         """Of the full length, when this was last looked at."""
         self.capacity: float | None = None
@@ -160,7 +161,10 @@ class SaturationWatch:
         return Saturation("FALLS_SHORT", message, surely=False)
 
     def _ended(self) -> Floats:
-        return np.array(self._rows, np.float64).reshape(-1, 5)
+        if self._rows:
+            self._table = np.concatenate((self._table, self._rows))
+            self._rows = []
+        return self._table
 
     @staticmethod
     def _life(ended: Floats) -> float:

@@ -18,16 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatoken.engine.kernel_words import NO_KERNELS, WIDENED
+
 SOURCE = Path(__file__).with_name("kernels.cpp")
 HEADERS = (SOURCE.with_name("kernels_amx.h"), SOURCE.with_name("kernels_vectors.h"))
 PROCESSOR = Path("/proc/cpuinfo")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 SUFFIX = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 BUILD_SECONDS = 60
-NO_KERNELS = "PyTorch only: "
-"""How ``status`` begins where there are none."""
-WIDENED = ", bf16 widened"
-"""How it ends where the processor lacks the one instruction for products of bf16 that the kernels know."""
 
 _address, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 SIGNATURES = {
