@@ -67,7 +67,9 @@ class EngineSection(_Section):
     overlap: bool | None = Field(default=None, description="plan the next step while one runs")
     cuda_graphs: bool = Field(default=True, description="replay steps of few rows on a GPU as one launch")
     target_step_seconds: Rate | None = Field(
-        default=None, lt=1e6, description="of a step on average, by which prompts wait; null: 95 % of the limit on TPOT, if any"
+        default=None,
+        lt=1e6,
+        description="of a step on average, by which prompts wait; null: 95 % of the limit on TPOT, if any",
     )
 
 
