@@ -182,3 +182,14 @@ def test_a_stable_soak_is_degraded_where_replicas_were_lost_and_nowhere_else(tmp
     folder.finish({"verdict": verdict, "reasons": reasons, "stability": stability})
     (found,) = [item for item in audit(folder.path).findings if item.id == "run_folder.stability"]
     assert (found.severity is Severity.PASS) == (lost == (verdict == "DEGRADED")), found
+
+
+def test_a_run_that_lost_replicas_has_the_numbers_of_a_finished_one(tmp_path):
+    folder = RunFolder.create(tmp_path, "run", {}, {"hostname": "here"}, scenario="offline", facts={})
+    rows = [SampleRow(n, n, 0.0, 0.0, n / 10, 1 + n / 10, 4, 4, "length", "here") for n in range(500)]
+    folder.add_samples(rows)
+    for second in range(60):
+        folder.add_series(SeriesRow(second + 1.0, "here", 0, 40 * second, 40 * second, 8, 8, 1, 9, 12, 4, 0))
+    folder.finish({"verdict": "DEGRADED", "reasons": [{"code": "LOST_REPLICAS", "message": "one"}]})
+    assert json.loads((folder.path / "result.json").read_text())["steady_window_seconds"] is not None
+    assert "run_folder.metrics" not in grave(folder.path)

@@ -159,7 +159,7 @@ def _metrics(folder: RunFolder) -> dict[str, Any]:
     summarised = partial(
         summarise,
         scenario=folder.result["scenario"],
-        finished=folder.verdict in FINISHED,
+        finished=folder.verdict is not Verdict.INTERRUPTED,
         load_seconds=seconds_under_load(folder.result),
     )
     metrics = summarised(folder.requests, folder.series)
