@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megatoken import __version__
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.rack.actor import WorkerActor, WorkerSpec
@@ -244,6 +246,8 @@ class Cluster:
             raise UsageError(
                 f"another driver runs on this cluster ({other}; {held} in use); wait for it, or end it"
             ) from None
+        except ray.exceptions.RayError:  # Ray takes seconds to notice that a node is dead
+            raise UsageError("the Ray cluster starts nothing: a node of it seems dead; look with: ray status") from None
 
     def _create(self, slot: Slot) -> Process:
         ray = self._ray
@@ -379,25 +383,33 @@ def _find(address: str, note: Callable[[str], None]) -> str | None:
     """The cluster to connect to; None where ``auto`` finds none.
 
     Raises:
-        UsageError: the address does not answer.
+        UsageError: the address does not answer, or this machine has no part in the cluster.
     """
     named = os.environ.get("RAY_ADDRESS", "auto")
     asked = address if address != "auto" else named
     if asked == "local":
         return None
     if asked != "auto":
-        if _answers(asked):
-            return asked
         where, mend = ("", "give --rack auto") if address != "auto" else (", the RAY_ADDRESS", "unset it")
-        raise UsageError(f"no Ray cluster answers at {asked}{where}; start one with: ray start --head, or {mend}")
+        if not _answers(asked):
+            raise UsageError(f"no Ray cluster answers at {asked}{where}; start one with: ray start --head, or {mend}")
+        if not _has_node_here(asked):
+            raise UsageError(
+                f"no node of the Ray cluster at {asked}{where} runs on this machine; start one with: "
+                f"ray start --address={asked}, or {mend}"
+            )
+        return asked
     left = _address_file()
     try:
         asked = left.read_text().strip()
     except OSError:
         return None
     if _answers(asked):
-        return asked
-    note(f"no Ray cluster answers at {asked}, which {left} names; takes this machine alone")
+        if _has_node_here(asked):
+            return asked
+        note(f"no node of the Ray cluster at {asked}, which {left} names, runs here; takes this machine alone")
+    else:
+        note(f"no Ray cluster answers at {asked}, which {left} names; takes this machine alone")
     return None
 
 
@@ -422,6 +434,18 @@ def _answers(address: str) -> bool:
             return len(head) == FRAME_HEAD_BYTES and head[3] == SETTINGS_FRAME
     except (OSError, ValueError, OverflowError):
         return False
+
+
+def _has_node_here(address: str) -> bool:
+    """Whether a raylet of that cluster runs on this machine: a driver needs one, and Ray waits a minute for it."""
+    port = address.rpartition(":")[2]
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = " ".join(process.info["cmdline"] or ()).split()
+        if words and Path(words[0]).name.startswith("raylet") and process.info["status"] != psutil.STATUS_STOPPED:
+            heads = [word for word in words if word.startswith("--gcs-address=")]
+            if any(head.endswith(f":{port}") for head in heads):  # a host has many names
+                return True
+    return False
 
 
 def _connect(ray: Any, address: str | None, local_cpus: int | None) -> None:
