@@ -267,7 +267,7 @@ def test_an_error_says_how_to_go_on(tmp_path: Path) -> None:
     folder = only_run(tmp_path / "runs")
     assert (code, stdout) == (1, "")
     message = err.splitlines()[-1]
-    assert message.startswith("megatoken: logits after 1 tokens of a request are no numbers")
+    assert message.startswith("megatoken: logits after 1 token of a request are no numbers")
     assert message.endswith(f"; go on with megatoken soak --resume {folder}")
 
 
