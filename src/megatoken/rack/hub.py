@@ -199,10 +199,7 @@ class Hub:
         return self._late
 
     def states(self) -> list[tuple[Place, NDArray[Any]]]:
-        """Every replica that served at any time, with its ``wire.STATE`` row: totals over all its lives, levels now.
-
-        Output tokens are those of answers that ended or still can: what a lost replica had of others is taken back.
-        """
+        """Every replica that served at any time, with its ``wire.STATE`` row: totals over all its lives, levels now."""
         with self._lock:
             live = {one.place: one.state for peer in self._peers.values() for one in peer.replicas}
             rows = []
@@ -479,14 +476,13 @@ class Hub:
             for ticket in replica.tickets:
                 del self._tickets[ticket]
             returned += replica.tickets.values()
-            # Those answers begin anew elsewhere, and each token of them counts once.
             dropped = int(replica.state["unended_tokens"])
             self.losses.append(Loss(replica.place, now_ns, cause, len(replica.tickets), dropped, left))
             replica.wanted = 0  # whoever hands out samples just now gives it no more
             gone = self._gone.setdefault(replica.place, np.zeros((), STATE))
             for name in _SUMMED:
                 gone[name] += replica.state[name]
-            gone["output_tokens"] -= dropped
+            gone["output_tokens"] -= dropped  # those answers begin anew elsewhere, and no token counts twice
         self._queue.extendleft(sorted(returned, reverse=True))
         if not self._peers:
             self._empty_since = time.monotonic()
