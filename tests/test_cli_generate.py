@@ -314,7 +314,7 @@ def test_answers_before_a_model_that_computes_no_numbers_are_kept(tmp_path: Path
     one_by_one = ("--engine.max_sequences", 1, "--engine.max_rows", 1)
     code, stdout, err = generate("--model", model, "--prompts", prompts, "--out", out, *one_by_one)
     assert (code, stdout, err.count("\n")) == (1, "", 1)
-    assert "logits after 1 tokens of a request are no numbers" in err
+    assert "logits after 1 token of a request are no numbers" in err
     assert err.endswith(f"; 2 of 3 answers are in {out}.partial\n")
     answers = (tmp_path / "out.jsonl.partial").read_text().splitlines()
     assert [json.loads(answer)["index"] for answer in answers] == [0, 1]

@@ -360,7 +360,7 @@ def test_an_error_during_the_measurement_names_the_folder(tmp_path: Path) -> Non
     (folder,) = (tmp_path / "runs").iterdir()
     assert (code, stdout) == (1, "")
     message = err.splitlines()[-1]
-    assert message.startswith("megatoken: logits after 1 tokens of a request are no numbers")
+    assert message.startswith("megatoken: logits after 1 token of a request are no numbers")
     assert message.endswith(f"; {folder} says INTERRUPTED and keeps what was done")
     assert read_run(folder).verdict is Verdict.INTERRUPTED
 

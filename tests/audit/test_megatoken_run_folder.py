@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 from megatoken.audit import Severity, audit
+from megatoken.results import RunFolder, SampleRow, SeriesRow
+from megatoken.results.stability import judge_soak
 
 CHILD = Path(__file__).parents[1] / "harness" / "loadgen_children.py"
 
@@ -161,3 +163,33 @@ def test_logs_of_several_nodes(finished, tmp_path):
     result = audit(tmp_path)
     assert [run.node for run in result.evidence.runs] == ["one", "two"]
     assert "nodes.copies" in grave(tmp_path)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("verdict", ["MEASURED", "DEGRADED"])
+def test_a_stable_soak_is_degraded_where_replicas_were_lost_and_nowhere_else(tmp_path, lost, verdict):
+    soak = {"duration_seconds": 60.0, "population": 12, "interruptions": []}
+    soak["segments"] = [{"begins_seconds": 0.0, "started_at": "2026-11-20T09:12:33Z"}]
+    facts = {"soak": soak, "rack": {"replicas": 4, "replicas_least": 4 - lost}, "notes": []}
+    folder = RunFolder.create(tmp_path, "run", {}, {"hostname": "here", "gpus": []}, scenario="soak", facts=facts)
+    folder.add_samples([SampleRow(n, n, 0.0, 0.0, float(n), n + 4.0, 4, 4, "length", "here") for n in range(50)])
+    for second in range(61):
+        levels = (8, 8, 1, 9, 12, 4, 0)  # full from the first row on
+        folder.add_series(SeriesRow(second + 1.0, "here", 0, 1000 * second, 1000 * second, *levels))
+    stability = judge_soak(folder.facts, {"gpus": []}, *folder.end_recording())
+    assert stability["verdict"] == "STABLE", stability["reasons"]
+    reasons = [{"code": "LOST_REPLICAS", "message": "one"}] * lost
+    folder.finish({"verdict": verdict, "reasons": reasons, "stability": stability})
+    (found,) = [item for item in audit(folder.path).findings if item.id == "run_folder.stability"]
+    assert (found.severity is Severity.PASS) == (lost == (verdict == "DEGRADED")), found
+
+
+def test_a_run_that_lost_replicas_has_the_numbers_of_a_finished_one(tmp_path):
+    folder = RunFolder.create(tmp_path, "run", {}, {"hostname": "here"}, scenario="offline", facts={})
+    rows = [SampleRow(n, n, 0.0, 0.0, n / 10, 1 + n / 10, 4, 4, "length", "here") for n in range(500)]
+    folder.add_samples(rows)
+    for second in range(60):
+        folder.add_series(SeriesRow(second + 1.0, "here", 0, 40 * second, 40 * second, 8, 8, 1, 9, 12, 4, 0))
+    folder.finish({"verdict": "DEGRADED", "reasons": [{"code": "LOST_REPLICAS", "message": "one"}]})
+    assert json.loads((folder.path / "result.json").read_text())["steady_window_seconds"] is not None
+    assert "run_folder.metrics" not in grave(folder.path)

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from megatoken.audit.facts import benchmarks, round_of_build, round_seeds, rules
+from megatoken.audit.facts import benchmark_of, benchmarks, round_of_build, round_seeds, rules
 from megatoken.config import RoundName, RunConfig
 from megatoken.errors import UsageError
 from megatoken.harness import prepare as preparing
@@ -44,6 +44,33 @@ def test_a_scenario_that_the_benchmark_has_not_is_told_before_the_run(tmp_path: 
     expected = "cannot be VALID: llama2-70b has no scenario singlestream, only offline, server and interactive"
     assert warnings(None) == (expected,)
     assert warnings("llama3.1-8b-edge") == ()
+
+
+def test_a_scenario_that_came_later_is_refused_under_the_rules_before_it(tmp_path: Path) -> None:
+    """deepseek-r1's Interactive is in no mlperf.conf of v5.1."""
+    config = RunConfig(model="tiny", rules="v5.1", scenario="interactive", benchmark="deepseek-r1", out=tmp_path)
+    with pytest.raises(UsageError) as caught:
+        prepare(config)
+    told = "deepseek-r1 has no scenario interactive in that round; rounds that have it: v6.0, v6.1"
+    assert str(caught.value) == f"--rules v5.1: {told}"
+    assert run_round(config).benchmark.scenarios == ("offline", "server")
+    later = config.model_copy(update={"rules": "v6.0"})
+    assert prepare(later).warnings == prepare(later.model_copy(update={"scenario": "server"})).warnings
+    limits = run_round(later).benchmark.limits["interactive"]
+    assert (limits.ttft_seconds, limits.tpot_seconds) == (1.5, 0.015)
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "with_it", "without_it"),
+    [("deepseek-r1", {"v6.0", "v6.1"}, {"v5.1"}), ("llama3.1-405b", {"v5.1", "v6.0"}, {"v5.0"})],
+)
+def test_an_audit_knows_which_rounds_had_interactive(benchmark: str, with_it: set[str], without_it: set[str]) -> None:
+    assert set(benchmarks()[benchmark].rounds) == with_it | without_it
+    for name in with_it | without_it:
+        then = benchmark_of(benchmark, None, name)
+        assert then is not None
+        assert then.has("Interactive") is ("Interactive" in then.limits) is (name in with_it)
+        assert then.has("Server") and "Server" in then.limits
 
 
 def test_a_loadgen_of_another_round_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

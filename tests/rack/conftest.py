@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rack_drivers import LENGTHS, Driver, RayNodes, environment
+from rack_drivers import LENGTHS, Driver, RayNodes, environment, ray_nodes
 
 pytest.importorskip("ray", reason="the rack's tests need Ray: pip install 'megatoken[rack]'")
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[RayNodes]:
-    # A short name: Ray makes sockets in there.
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        with (
-            (folder / "messages").open("w") as sink,
-            subprocess.Popen(
-                [sys.executable, str(Path(__file__).parent / "ray_nodes.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-                text=True,
-                env=environment(folder),
-                start_new_session=True,
-            ) as process,
-        ):
-            assert process.stdout is not None
-            try:
-                address = process.stdout.readline().strip()
-                assert address, (folder / "messages").read_text()
-                yield RayNodes(address, process.pid, folder)
-                process.communicate(timeout=60)
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+    with ray_nodes() as nodes:
+        yield nodes
 
 
 @pytest.fixture

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +30,36 @@ class RayNodes:
     address: str
     process_id: int
     folder: Path
+
+
+@contextmanager
+def ray_nodes() -> Iterator[RayNodes]:
+    """The cluster of ``ray_nodes.py``, until it is left; whatever is dead of it by then."""
+    # A short name: Ray makes sockets in there.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with (
+            (folder / "messages").open("w") as sink,
+            subprocess.Popen(
+                [sys.executable, str(Path(__file__).parent / "ray_nodes.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                text=True,
+                env=environment(folder),
+                start_new_session=True,
+            ) as process,
+        ):
+            assert process.stdout is not None
+            try:
+                address = process.stdout.readline().strip()
+                assert address, (folder / "messages").read_text()
+                yield RayNodes(address, process.pid, folder)
+                with suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=60)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def environment(folder: Path) -> dict[str, str]:

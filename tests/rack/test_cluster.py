@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -12,14 +14,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rack_drivers import RayNodes
+from rack_drivers import PATIENCE_SECONDS, RayNodes, environment, ray_nodes
 
 from megatoken import __version__
 from megatoken.errors import UsageError
-from megatoken.rack import actor
+from megatoken.rack import actor, address
 from megatoken.rack import cluster as clusters
 from megatoken.rack.actor import WorkerActor, WorkerSpec
-from megatoken.rack.cluster import Process
+from megatoken.rack.cluster import Cluster, Process
 from megatoken.rack.placement import Node, Place, Slot
 
 
@@ -41,13 +43,13 @@ def left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_a_cluster_that_runs_is_found(cluster: RayNodes, left_behind: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    assert clusters._find("auto", notes.append) is None
+    assert address.find_cluster("auto", notes.append) is None
     left_behind.write_text(cluster.address)
-    assert clusters._find("auto", notes.append) == cluster.address
+    assert address.find_cluster("auto", notes.append) == cluster.address
     left_behind.unlink()
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    assert clusters._find("auto", notes.append) == cluster.address
-    assert clusters._find("local", notes.append) is None
+    assert address.find_cluster("auto", notes.append) == cluster.address
+    assert address.find_cluster("local", notes.append) is None
     assert notes == []
 
 
@@ -58,29 +60,73 @@ def test_a_head_that_is_stopped_is_no_cluster(cluster: RayNodes) -> None:
     try:
         while head.status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
-        assert not clusters._answers(cluster.address)
+        assert not address.answers(cluster.address)
     finally:
         head.send_signal(signal.SIGCONT)
-    assert clusters._answers(cluster.address)
+    assert address.answers(cluster.address)
 
 
 def test_an_address_that_is_stale_costs_seconds(
     silent: str, left_behind: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clusters, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(address, "ANSWER_SECONDS", 0.2)
     notes: list[str] = []
     left_behind.write_text(silent)
-    assert clusters._find("auto", notes.append) is None
+    assert address.find_cluster("auto", notes.append) is None
     assert notes == [f"no Ray cluster answers at {silent}, which {left_behind} names; takes this machine alone"]
     with pytest.raises(UsageError) as caught:
-        clusters._find(silent, notes.append)
+        address.find_cluster(silent, notes.append)
     start = f"no Ray cluster answers at {silent}"
     assert str(caught.value) == f"{start}; start one with: ray start --head, or give --rack auto"
     monkeypatch.setenv("RAY_ADDRESS", silent)
     with pytest.raises(UsageError) as caught:
-        clusters._find("auto", notes.append)
+        address.find_cluster("auto", notes.append)
     assert str(caught.value) == f"{start}, the RAY_ADDRESS; start one with: ray start --head, or unset it"
     assert len(notes) == 1
+
+
+@pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_head_whose_node_is_dead_is_refused_at_once(end: signal.Signals, left_behind: Path) -> None:
+    """The head goes on greeting, and Ray itself would wait for a minute."""
+    with ray_nodes() as nodes:
+        raylets = [one for one in psutil.Process(nodes.process_id).children(True) if one.name() == "raylet"]
+        assert len(raylets) == 2
+        assert address.find_cluster(nodes.address, print) == nodes.address
+        for raylet in raylets:
+            raylet.send_signal(end)
+        while not {one.status() for one in raylets} <= {psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE}:
+            time.sleep(0.01)
+        assert address.answers(nodes.address)
+        with pytest.raises(UsageError) as caught:
+            Cluster(nodes.address, note=print)
+        gone = f"no node of the Ray cluster at {nodes.address}"
+        mend = f"start one with: ray start --address={nodes.address}, or give --rack auto"
+        assert str(caught.value) == f"{gone} runs on this machine; {mend}"
+        left_behind.write_text(nodes.address)
+        notes: list[str] = []
+        assert address.find_cluster("auto", notes.append) is None
+        assert notes == [f"{gone}, which {left_behind} names, runs here; takes this machine alone"]
+
+
+def test_a_cluster_that_starts_nothing_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its head's node is dead, another on this machine lives, and Ray has most likely not noticed."""
+    with ray_nodes() as nodes:
+        head, *_ = (one for one in psutil.Process(nodes.process_id).children(True) if one.name() == "raylet")
+        assert any("--head" in word for word in head.cmdline())
+        head.kill()
+        for name, value in environment(nodes.folder).items():
+            monkeypatch.setenv(name, value)
+        with subprocess.Popen(
+            [sys.executable, "-m", "megatoken", "run", "--rack", nodes.address, "--samples", "1", "--warm-up", "0"],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=nodes.folder,
+        ) as driver:
+            _, messages = driver.communicate(timeout=PATIENCE_SECONDS)
+        assert "Traceback" not in messages
+        if driver.returncode:
+            assert driver.returncode == 2, messages
+            assert messages.splitlines()[-1].startswith("megatoken: the Ray cluster starts nothing: ")
 
 
 SPEC = WorkerSpec("tiny", True, 0, {"precision": "bf16"}, None, False, False, 1.0, 1.0, "")

@@ -244,13 +244,18 @@ def test_what_a_lost_worker_held_is_done_by_others(rig: Rig) -> None:
     target = RackTarget(rig.hub, {}, streams=rig.streams)
     began_ns = time.monotonic_ns()
     for number in range(400):
-        target.submit(number, Request([3, 5, number], 20, ignore_end_token=True))
+        target.submit(number, Request([3, 5, number], 10 + number % 21, ignore_end_token=True))
     last = run_to_the_end(target, 400, {5: lambda: rig.hub.forget(1, "taken out")})
-    assert all(event.output_tokens == 20 for event in last.values())
+    lengths = [10 + number % 21 for number in range(400)]
+    assert [last[number].output_tokens for number in range(400)] == lengths
     outcome = target.outcome(began_ns)
     assert outcome.lost is not None and "1 of 2 replicas left at the least (50.0 %), 1 at the end" in outcome.lost
     (lost,) = outcome.facts["rack"]["lost"]
     assert (lost["node"], lost["cause"]) == ("n1", "taken out") and lost["samples_returned"] > 0
+    deadline = time.monotonic() + 30
+    while sum(state.output_tokens for state in target.replicas()) != sum(lengths):  # no token counts twice
+        assert time.monotonic() < deadline, target.replicas()
+        target.poll(0.1)
     assert target.outcome(time.monotonic_ns()).lost is not None  # still one short
 
 
@@ -269,9 +274,11 @@ def worker_of_hand(hub: Hub, replicas: int) -> Channel:
     return worker
 
 
-def report_of(replicas: int, wanted: int = 0, ended: int = 0) -> bytes:
+def report_of(replicas: int, wanted: int = 0, ended: int = 0, **counts: int) -> bytes:
     states, done = np.zeros(replicas, STATE), np.zeros(ended, DONE)
     states["wanted"], done["ticket"] = wanted, range(ended)
+    for name, count in counts.items():
+        states[name] = count
     return pack_report(Report(states, np.zeros(0, FIRST), done, np.zeros(0, "<i4"), []))
 
 
@@ -286,6 +293,22 @@ def test_a_worker_found_dead_while_it_is_served_keeps_no_sample() -> None:
                 hub.submit(sample, pack_request(Request([3], 2)))
             hub.dispatch()
             assert (hub.connected(), hub.waiting, hub.unended) == (set(), 6, 6)
+
+
+def test_what_a_lost_worker_had_of_answers_under_way_is_taken_back() -> None:
+    with closing(Hub("127.0.0.1", KEY, streams=False, dead_after_seconds=30.0, wait_seconds=30.0)) as hub:
+        for _ in range(2):  # it connects again
+            worker = worker_of_hand(hub, replicas=1)
+            worker.send(Kind.REPORT, report_of(1, output_tokens=50, unended_tokens=30, processed_tokens=90))
+            deadline = time.monotonic() + 30
+            while not any(state["unended_tokens"] for _, state in hub.states()):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            hub.forget(0, "taken out")
+            worker.close()
+        ((_, state),) = hub.states()
+        assert (state["output_tokens"], state["processed_tokens"]) == (2 * 20, 2 * 90)
+        assert [loss.output_tokens_dropped for loss in hub.losses] == [30, 30]
 
 
 def test_answers_that_crossed_a_cancellation_are_not_late() -> None:

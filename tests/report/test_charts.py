@@ -71,6 +71,12 @@ def test_a_rate_is_the_growth_between_rows():
     assert line.y.tolist() == [10, 10, 20, 20, 0, 0]
 
 
+def test_a_total_that_falls_has_no_rate():
+    """A lost replica takes back the tokens of answers that begin anew elsewhere."""
+    line = rate("r", np.array([1.0, 2.0, 3.0]), np.array([10.0, 4.0, 9.0]))
+    assert line.y.tolist() == [10, 10, 0, 0, 5, 5]
+
+
 @settings(deadline=None)
 @given(st.integers(1, 3000))
 def test_long_runs_are_thinned_without_losing_tokens(seconds):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -39,11 +39,28 @@ class Benchmark:
     limits: Mapping[str, Limits]  # by folder scenario
     max_target_latency_ns: int | None
     required: Mapping[str, tuple[str, ...]]  # scenarios by system type; "A|B": one of them
+    scenario_rounds: Mapping[str, tuple[str, ...]]  # that have a folder scenario, where not all of them do
 
     def has(self, scenario: str) -> bool:
         """Whether it has that folder scenario: Offline, those with limits and those that a system must show."""
         shown = "|".join(name for names in self.required.values() for name in names).split("|")
         return scenario in ("Offline", *self.limits, *shown)
+
+    def missing_in(self, round: str) -> Set[str]:
+        """Folder scenarios that it had in other rounds only."""
+        return {scenario for scenario, rounds in self.scenario_rounds.items() if round not in rounds}
+
+    def in_round(self, round: str) -> Benchmark:
+        """Without the scenarios that the round does not have."""
+        if not (missing := self.missing_in(round)):
+            return self
+
+        def left(choice: str) -> str:
+            return "|".join(scenario for scenario in choice.split("|") if scenario not in missing)
+
+        limits = {scenario: limit for scenario, limit in self.limits.items() if scenario not in missing}
+        required = {kind: tuple(map(left, choices)) for kind, choices in self.required.items()}
+        return replace(self, limits=limits, required=required)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +111,10 @@ def benchmarks() -> dict[str, Benchmark]:
 
 
 def benchmark_of(name: str | None, data_set_rows: int | None, round: str | None = None) -> Benchmark | None:
-    """The benchmark a folder is named after, else the only family with that many rows; of several one of ``round``."""
+    """The benchmark a folder is named after, else the only family with that many rows; of several one of ``round``.
+
+    With a round, as it was then.
+    """
     table = benchmarks()
     if name is not None:
         wanted = name.lower().replace("llama3_1", "llama3.1").replace("-interactive", "")
@@ -105,7 +125,8 @@ def benchmark_of(name: str | None, data_set_rows: int | None, round: str | None 
         )
     else:
         found = [entry for entry in table.values() if entry.rows == data_set_rows]
-    return next((entry for entry in found if round in entry.rounds), found[0] if found else None)
+    chosen = next((entry for entry in found if round in entry.rounds), found[0] if found else None)
+    return chosen if chosen is None or round is None else chosen.in_round(round)
 
 
 @cache
@@ -171,4 +192,7 @@ def _benchmark(name: str, entry: Mapping[str, Any]) -> Benchmark:
         },
         max_target_latency_ns=entry.get("max_target_latency_ns"),
         required={kind: tuple(names) for kind, names in entry["required"].items()},
+        scenario_rounds={
+            scenario: tuple(limits["rounds"]) for scenario, limits in entry["limits"].items() if "rounds" in limits
+        },
     )

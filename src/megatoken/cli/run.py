@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from megatoken.targets import Target
 
     Measure = Callable[[Prepared, RunConfig, Target, Progress, Codec | None], Path]
+    Check = Callable[[Mapping[str, Any]], None]
 
 
 def run(
@@ -89,11 +90,17 @@ def run(
     return measure_and_show(config, measure, dry_run=dry_run, json_only=json_only)
 
 
-def measure_and_show(config: RunConfig, measure: Measure, *, dry_run: bool, json_only: bool) -> int:
-    """Prepares, has ``measure`` leave a run folder, makes its pages and prints what is in it; the exit code."""
+def measure_and_show(
+    config: RunConfig, measure: Measure, *, dry_run: bool, json_only: bool, check: Check | None = None
+) -> int:
+    """Prepares, has ``measure`` leave a run folder, makes its pages and prints what is in it; the exit code.
+
+    ``check`` may refuse what is known before the weights are loaded: fields of ``result.json``, with a rack's nodes.
+    """
+    check = check or (lambda _: None)
     try:
         run_it = _run_here if config.rack.cluster is None else _run_on_rack
-        prepared, path = run_it(config, measure, dry_run, json_only)
+        prepared, path = run_it(config, measure, check, dry_run, json_only)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted before the measurement began; nothing was written") from None
     if path is None:
@@ -122,7 +129,9 @@ def measure_and_show(config: RunConfig, measure: Measure, *, dry_run: bool, json
     return code
 
 
-def _run_here(config: RunConfig, measure: Measure, dry_run: bool, quiet: bool) -> tuple[Prepared, Path | None]:
+def _run_here(
+    config: RunConfig, measure: Measure, check: Check, dry_run: bool, quiet: bool
+) -> tuple[Prepared, Path | None]:
     """Checks everything, then loads the weights and measures; the run folder, or None of a dry run."""
     from megatoken.engine.ops.native import must_build
     from megatoken.harness.prepare import build_engine, prepare, resolve  # PyTorch with it, which takes a while
@@ -130,6 +139,7 @@ def _run_here(config: RunConfig, measure: Measure, dry_run: bool, quiet: bool) -
     from megatoken.targets.in_process import InProcessTarget
 
     prepared = prepare(config)
+    check(prepared.facts())
     if dry_run:
         return prepared, None
     progress = Progress(quiet)
@@ -145,7 +155,9 @@ def _run_here(config: RunConfig, measure: Measure, dry_run: bool, quiet: bool) -
         progress.clear()
 
 
-def _run_on_rack(config: RunConfig, measure: Measure, dry_run: bool, quiet: bool) -> tuple[Prepared, Path | None]:
+def _run_on_rack(
+    config: RunConfig, measure: Measure, check: Check, dry_run: bool, quiet: bool
+) -> tuple[Prepared, Path | None]:
     """The same on the nodes of a Ray cluster."""
     from megatoken.harness.prepare import prepare, resolve, tokenizer_of
     from megatoken.harness.progress import Progress
@@ -155,6 +167,7 @@ def _run_on_rack(config: RunConfig, measure: Measure, dry_run: bool, quiet: bool
     try:
         with open_rack(config, progress) as rack:
             prepared = prepare(config, rack.memory)
+            check({**prepared.facts(), "rack_nodes": rack.nodes()})
             tokenizer = tokenizer_of(config.model) if config.text else None
             if dry_run:
                 return prepared, None

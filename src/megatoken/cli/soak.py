@@ -74,7 +74,8 @@ def soak(
 
         return run_soak(prepared, config, target, progress, codec, earlier)
 
-    return measure_and_show(config, measure, dry_run=dry_run, json_only=json_only)
+    check = earlier.check if earlier is not None else None
+    return measure_and_show(config, measure, dry_run=dry_run, json_only=json_only, check=check)
 
 
 def _new(

@@ -269,9 +269,10 @@ class Engine:
         try:
             return self._runner.launch(plan, self._scheduler, self._host_tokens, samplings)
         except torch.OutOfMemoryError as error:
+            rows = self._last_step_rows
             raise CapacityError(
-                f"the GPU ran out of memory in a step of {self._last_step_rows:,} rows: {str(error).splitlines()[0]}; "
-                "something else uses it too, or lower memory_bytes or max_rows"
+                f"the GPU ran out of memory in a step of {rows:,} row{'s' * (rows != 1)}: "
+                f"{str(error).splitlines()[0]}; something else uses it too, or lower memory_bytes or max_rows"
             ) from error
 
     def _host_tokens(self, ticket: int, start: int, count: int) -> list[int]:
@@ -294,8 +295,9 @@ class Engine:
             if active is None:  # it stopped or was cancelled while this step was on its way
                 continue
             if token == NO_TOKEN:
+                known = len(active.prompt) + len(active.generated)
                 raise NumericsError(
-                    f"logits after {len(active.prompt) + len(active.generated):,} tokens of a request are no numbers: "
+                    f"logits after {known:,} token{'s' * (known != 1)} of a request are no numbers: "
                     f"the weights of {self.model_config.name} or their scales overflow in {self.config.precision}; "
                     "check the checkpoint or take another precision"
                 )

@@ -180,13 +180,14 @@ class Scheduler:
                 f"prompt_tokens {prompt_tokens} and max_tokens {max_tokens} at least 1"
             )
         length = prompt_tokens + max_tokens
-        request = f"a prompt of {prompt_tokens} tokens and {max_tokens} new ones"
+        request = f"a prompt of {_tokens(prompt_tokens)} and {max_tokens} new one{'s' * (max_tokens != 1)}"
         if length > self._max_length:
-            raise CapacityError(f"{request} exceed the longest sequence of {self._max_length} tokens; lower max_tokens")
+            longest = f"the longest sequence of {_tokens(self._max_length)}"
+            raise CapacityError(f"{request} exceed {longest}; lower max_tokens")
         pages = -(-(length - 1) // self._page_size)  # nothing attends to the last token
         if pages > self._num_pages:
             raise CapacityError(
-                f"{request} need {pages} pages of {self._page_size} tokens, the cache has {self._num_pages}; "
+                f"{request} need {pages} pages of {_tokens(self._page_size)}, the cache has {self._num_pages}; "
                 "lower max_tokens or enlarge the cache"
             )
         self._last_ticket = ticket
@@ -421,3 +422,7 @@ class Scheduler:
         kept = np.ones(self.resident, dtype=np.bool_)
         kept[gone] = False
         self._residents, self._known, self._length = self._residents[kept], self._known[kept], self._length[kept]
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' * (count != 1)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from itertools import chain
@@ -37,6 +37,7 @@ class Benchmark:
         limits: By scenario; empty where it has none.
         scenarios: It has no other.
         rounds: That have it.
+        scenario_rounds: That have a scenario, where not all of them do.
     """
 
     name: str
@@ -44,6 +45,12 @@ class Benchmark:
     limits: Mapping[str, LatencyLimits]
     scenarios: tuple[str, ...]
     rounds: tuple[str, ...]
+    scenario_rounds: Mapping[str, tuple[str, ...]]
+
+    def in_round(self, name: str) -> Benchmark:
+        """Without the scenarios that the round does not have."""
+        had = tuple(one for one in self.scenarios if name in self.scenario_rounds.get(one, (name,)))
+        return replace(self, scenarios=had, limits={one: self.limits[one] for one in self.limits if one in had})
 
     def loadgen_model(self, scenario: str) -> str:
         """LoadGen's name, by which it finds limits and token metrics; an unknown one would switch them off."""
@@ -85,7 +92,10 @@ def _benchmarks() -> dict[str, Benchmark]:
         scenarios = tuple(dict.fromkeys(filter(None, ("offline", *limits, *required.split("|")))))
         before = table[name].rounds if name in table else ()
         rounds = tuple(dict.fromkeys((*before, *entry["rounds"])))
-        table[name] = Benchmark(name, entry["rows"], limits, scenarios, rounds)
+        later = {
+            scenario.lower(): tuple(limit["rounds"]) for scenario, limit in entry["limits"].items() if "rounds" in limit
+        }
+        table[name] = Benchmark(name, entry["rows"], limits, scenarios, rounds, later)
     return table
 
 

@@ -243,7 +243,8 @@ class Measurement:
         output_tokens = sum(row.output_tokens for row in rows) if rows else self._output_tokens
         done_tokens = self._input_tokens + self._output_tokens
         since_seconds = (now_ns - self._noted_ns) / 1e9
-        rate = (output_tokens - self._noted_output_tokens) / since_seconds
+        # A lost replica takes back what it had of answers that begin anew.
+        rate = max(0, output_tokens - self._noted_output_tokens) / since_seconds
         pace = (done_tokens - self._noted_done_tokens) / since_seconds
         self._pace = PACE_SHARE * pace + (1 - PACE_SHARE) * self._pace if self._pace else pace
         self._noted_ns, self._noted_output_tokens, self._noted_done_tokens = now_ns, output_tokens, done_tokens

@@ -184,6 +184,12 @@ def check_benchmark(config: RunConfig) -> None:
     if config.rules is not None and config.rules not in benchmark.rounds:
         known = ", ".join(name for name in get_args(RoundName) if name in benchmark.rounds)
         raise UsageError(f"--rules {config.rules}: that round has no {benchmark.name}; rounds that have it: {known}")
+    had = benchmark.scenario_rounds.get(config.scenario)
+    if config.rules is not None and had is not None and config.rules not in had:
+        raise UsageError(
+            f"--rules {config.rules}: {benchmark.name} has no scenario {config.scenario} in that round; "
+            f"rounds that have it: {', '.join(had)}"
+        )
 
 
 def build_engine(config: RunConfig) -> Engine:

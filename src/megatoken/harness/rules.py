@@ -59,7 +59,7 @@ class Round:
 
 def round_of(name: str, of: Benchmark) -> Round:
     """What the round ``name``, one of ``ROUNDS``, demands of a benchmark that it has."""
-    return replace(ROUNDS[name], benchmark=of)
+    return replace(ROUNDS[name], benchmark=of.in_round(name))
 
 
 def _round(name: str) -> Round:

@@ -146,7 +146,7 @@ class Earlier:
         ]
 
     def check(self, facts: Mapping[str, Any]) -> None:
-        """Refuses to go on with another model, data set or machine. Raises UsageError."""
+        """Refuses to go on with another model, data set or machine; needs no weights. Raises UsageError."""
         there = self.run.result
         pairs = {name: (there.get(name), facts.get(name)) for name in ("weights", "data_set_sha256")}
         pairs["hardware"] = (_hardware(there, self.run.environment), _hardware(facts, take_inventory()))
@@ -174,17 +174,14 @@ def run_soak(
         target: what serves; nobody else may use it meanwhile.
         progress: where to say how far it is.
         tokenizer: of the model; only ``config.text`` needs it.
-        earlier: the soak to go on with; None: a new one.
+        earlier: the soak to go on with, which has been checked; None: a new one.
 
     Returns:
         The run folder.
 
     Raises:
-        UsageError: ``earlier`` was of something else.
         StorageError: the folder cannot be written; what is there says INTERRUPTED.
     """
-    if earlier is not None:
-        earlier.check({**prepared.facts(), **target.facts()})
     # One sample: the warm-up has no number of samples to find out.
     warm_up = config.model_copy(update={"samples": 1, "min_duration_seconds": 0.0})
     bench, settings, _ = make_bench(warm_up, prepared.data_set, target, prepared.facts(), progress, tokenizer)

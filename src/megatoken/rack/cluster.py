@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatoken import __version__
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.rack.actor import WorkerActor, WorkerSpec
+from megatoken.rack.address import REACH_SECONDS, find_cluster
 from megatoken.rack.hub import Hub
 from megatoken.rack.placement import Node, Slot, name_nodes
 from megatoken.rack.wire import KEY_BYTES
@@ -26,11 +26,7 @@ NAMESPACE = "megatoken"
 LEASE = "megatoken-driver"
 PLACE_SECONDS = 60.0  # for Ray to find the room that it said there is
 WATCH_SECONDS = 1.0
-REACH_SECONDS = 2.0
-ANSWER_SECONDS = 5.0  # for a head on a busy machine to greet; Ray itself waits for minutes for one that is stopped
 LOCAL_STORE_BYTES = 80 * 2**20  # the least that Ray takes: samples do not go through its object store
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # and empty SETTINGS (RFC 9113, 3.4 and 6.5)
-SETTINGS_FRAME, FRAME_HEAD_BYTES = 4, 9
 MISSING = "a rack needs Ray; install it with: pip install 'megatoken[rack]'"
 
 
@@ -75,7 +71,7 @@ class Cluster:
             UsageError: Ray is missing, no cluster answers, or another driver holds this one.
         """
         self._note = note
-        found = _find(address, note)
+        found = find_cluster(address, note)
         environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         if found is None:  # has Ray take the loopback address; read when it is imported, inherited by what it starts
             environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
@@ -244,6 +240,8 @@ class Cluster:
             raise UsageError(
                 f"another driver runs on this cluster ({other}; {held} in use); wait for it, or end it"
             ) from None
+        except ray.exceptions.RayError:  # Ray takes seconds to notice that a node is dead
+            raise UsageError("the Ray cluster starts nothing: a node of it seems dead; look with: ray status") from None
 
     def _create(self, slot: Slot) -> Process:
         ray = self._ray
@@ -373,55 +371,6 @@ class Cluster:
 def new_key() -> bytes:
     """A key for one run."""
     return secrets.token_bytes(KEY_BYTES)
-
-
-def _find(address: str, note: Callable[[str], None]) -> str | None:
-    """The cluster to connect to; None where ``auto`` finds none.
-
-    Raises:
-        UsageError: the address does not answer.
-    """
-    named = os.environ.get("RAY_ADDRESS", "auto")
-    asked = address if address != "auto" else named
-    if asked == "local":
-        return None
-    if asked != "auto":
-        if _answers(asked):
-            return asked
-        where, mend = ("", "give --rack auto") if address != "auto" else (", the RAY_ADDRESS", "unset it")
-        raise UsageError(f"no Ray cluster answers at {asked}{where}; start one with: ray start --head, or {mend}")
-    left = _address_file()
-    try:
-        asked = left.read_text().strip()
-    except OSError:
-        return None
-    if _answers(asked):
-        return asked
-    note(f"no Ray cluster answers at {asked}, which {left} names; takes this machine alone")
-    return None
-
-
-def _address_file() -> Path:
-    """Where `ray start` leaves the address."""
-    folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
-    return Path(folder, "ray", "ray_current_cluster")
-
-
-def _answers(address: str) -> bool:
-    """Whether a gRPC server greets there, as Ray's head does: a process that is stopped still takes connections."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS) as connection:
-            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):  # then it greets only those with its keys
-                return True
-            connection.settimeout(ANSWER_SECONDS)
-            connection.sendall(GREETING)
-            head = b""
-            while len(head) < FRAME_HEAD_BYTES and (part := connection.recv(FRAME_HEAD_BYTES - len(head))):
-                head += part
-            return len(head) == FRAME_HEAD_BYTES and head[3] == SETTINGS_FRAME
-    except (OSError, ValueError, OverflowError):
-        return False
 
 
 def _connect(ray: Any, address: str | None, local_cpus: int | None) -> None:

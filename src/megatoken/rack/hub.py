@@ -476,11 +476,13 @@ class Hub:
             for ticket in replica.tickets:
                 del self._tickets[ticket]
             returned += replica.tickets.values()
-            self.losses.append(Loss(replica.place, now_ns, cause, len(replica.tickets), left))
+            dropped = int(replica.state["unended_tokens"])
+            self.losses.append(Loss(replica.place, now_ns, cause, len(replica.tickets), dropped, left))
             replica.wanted = 0  # whoever hands out samples just now gives it no more
             gone = self._gone.setdefault(replica.place, np.zeros((), STATE))
             for name in _SUMMED:
                 gone[name] += replica.state[name]
+            gone["output_tokens"] -= dropped  # those answers begin anew elsewhere, and no token counts twice
         self._queue.extendleft(sorted(returned, reverse=True))
         if not self._peers:
             self._empty_since = time.monotonic()

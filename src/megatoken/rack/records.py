@@ -34,12 +34,13 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A replica that was lost: when, why, and how many samples went back to the queue."""
+    """A replica that was lost: when, why, how many samples went back to the queue, and tokens they had by then."""
 
     place: Place
     time_ns: int
     cause: str
     samples_returned: int
+    output_tokens_dropped: int
     left: int  # replicas that served then
 
 

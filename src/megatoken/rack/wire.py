@@ -57,6 +57,7 @@ STATE = np.dtype(
         ("row_budget", "<i4"),
         ("pages_free", "<i8"),
         ("pages", "<i8"),
+        ("unended_tokens", "<i8"),  # of the output tokens, those of answers that have not ended
         ("preemptions", "<i8"),
         ("processed_tokens", "<i8"),
         ("output_tokens", "<i8"),

@@ -103,14 +103,14 @@ class Replica(threading.Thread):
         self._sensors = GpuTelemetry.open(gpus)
         self._inbox: deque[tuple[int, Request]] = deque()
         self._wake = threading.Event()
-        self._lock = threading.Lock()  # what came out
+        self._lock = threading.Lock()  # what came out, and the counts that go with it
         self._first: list[tuple[int, int, int]] = []
         self._done: list[tuple[int, int, int, int, int, int, int]] = []
         self._ids: list[int] = []
         self._failures: list[tuple[int, str]] = []
         self._answers: dict[int, _Answer] = {}  # by the engine's ticket
         self._unstarted: deque[int] = deque()  # tickets of the engine that were never in a step, oldest first
-        self._output_tokens = self._decoded_tokens = self._read_tokens = 0
+        self._output_tokens = self._unended_tokens = self._decoded_tokens = self._read_tokens = 0
         self._steps = 0
         self._answering = 0  # samples that have a first token and no last: a row each in the next step
         self._before_answers = 0  # tokens before the rows of those
@@ -125,6 +125,7 @@ class Replica(threading.Thread):
         self._asked = 0  # samples asked for and not yet received
         self._admitted = self._admitted_when_asked = 0
         self._totals = self._before = (0, 0, 0, 0, 0, 0, 0)  # after the last step; when the driver connected
+        self._told = (self._totals, 0)  # totals and unended tokens when the news were taken
 
     def on_news(self, tell: Callable[[], None]) -> None:
         """Has ``tell`` called when the driver ought to hear of something at once."""
@@ -175,10 +176,11 @@ class Replica(threading.Thread):
             self._step_began_ns += round(seconds * 1e9)
 
     def state(self, wanted: int) -> tuple[Any, ...]:
-        """A row of ``wire.STATE``."""
+        """A row of ``wire.STATE``, whose counts go with the news that were taken last."""
         counters, telemetry = self._engine.counters(), self._sensors.read() if self._sensors else Telemetry()
         began = self._step_began_ns
-        *totals, computed_ns = (now - then for now, then in zip(self._totals, self._before, strict=True))
+        told, unended_tokens = self._told
+        *totals, computed_ns = (now - then for now, then in zip(told, self._before, strict=True))
         return (
             wanted,
             counters.in_flight + len(self._inbox),
@@ -187,6 +189,7 @@ class Replica(threading.Thread):
             counters.row_budget,
             counters.pages_free,
             counters.pages,
+            unended_tokens,
             *totals,
             computed_ns / 1e9,
             (time.monotonic_ns() - began) / 1e9 if began else 0.0,
@@ -198,6 +201,7 @@ class Replica(threading.Thread):
         with self._lock:
             news = (self._first, self._done, self._ids, self._failures)
             self._first, self._done, self._ids, self._failures = [], [], [], []
+            self._told = (self._totals, self._unended_tokens)
         return news
 
     def run(self) -> None:
@@ -243,6 +247,7 @@ class Replica(threading.Thread):
             self._answers[self._unstarted.popleft()].started_ns = began_ns
             self._admitted += 1
         first, done, ids = [], [], []
+        output_tokens = ended_tokens = 0
         for event in events:
             answer = self._answers[event.ticket]
             answer.tokens += len(event.token_ids)
@@ -259,14 +264,17 @@ class Replica(threading.Thread):
                 times = (answer.first_ns, now_ns, answer.started_ns)
                 done.append((answer.ticket, answer.tokens, len(answer.ids), reason, *times))
                 ids += answer.ids
+                ended_tokens += answer.tokens
                 del self._answers[event.ticket]
                 self._answering -= 1
                 self._before_answers -= answer.prompt_tokens + self._steps - answer.first_step
-            self._output_tokens += len(event.token_ids)
+            output_tokens += len(event.token_ids)
+        self._output_tokens += output_tokens
         counters = self._engine.counters()
         tokens = (counters.rows, self._output_tokens, self._decoded_tokens, self._read_tokens)
-        self._totals = (counters.preemptions, *tokens, counters.steps, self._computed_ns)
         with self._lock:
+            self._totals = (counters.preemptions, *tokens, counters.steps, self._computed_ns)
+            self._unended_tokens += output_tokens - ended_tokens
             if self._streams:
                 self._first += first
             self._done += done
@@ -286,7 +294,7 @@ class Replica(threading.Thread):
             self._engine.step()
         self._answers.clear()
         self._unstarted.clear()
-        self._answering = self._before_answers = 0
+        self._answering = self._before_answers = self._unended_tokens = 0
         self.take_news()
         self._drain.clear()
         self._drained.set()

@@ -106,12 +106,15 @@ def distribution(name: str, values: Floats) -> Line:
 
 
 def rate(name: str, times: Floats, totals: Floats) -> Line:
-    """Growth per second of running ``totals`` [N], as a staircase over at most ``MAX_POINTS`` spans."""
+    """Growth per second of running ``totals`` [N], as a staircase over at most ``MAX_POINTS`` spans.
+
+    Where a total falls, as that of tokens does when a replica is lost with answers under way, the rate is zero.
+    """
     times, totals = np.append(0.0, times), np.append(0.0, totals)
     edges = np.unique(np.linspace(0, len(times) - 1, MAX_POINTS + 1).round().astype(int))
     times, totals = times[edges], totals[edges]
     lengths = np.diff(times)
-    growth = np.divide(np.diff(totals), lengths, out=np.zeros_like(lengths), where=lengths > 0)
+    growth = np.divide(np.diff(totals).clip(0), lengths, out=np.zeros_like(lengths), where=lengths > 0)
     return Line(name, np.repeat(times, 2)[1:-1], np.repeat(growth, 2))
 
 

@@ -136,7 +136,7 @@ def _benchmark(runs: Sequence[SubmittedRun], round_: str, division: str, wanted:
     family = family_of(runs[0].model)
     if family is None and division == "open":
         family = runs[0].run.result.get("benchmark") or runs[0].run.config.get("benchmark")
-    known = {name: entry for name, entry in benchmarks().items() if round_ in entry.rounds}
+    known = {name: entry.in_round(round_) for name, entry in benchmarks().items() if round_ in entry.rounds}
     candidates = [name for name in known if family and re.fullmatch(rf"{re.escape(family)}(-99|-99\.9|-edge)?", name)]
     if wanted is not None:
         if wanted not in known:

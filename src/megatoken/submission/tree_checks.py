@@ -86,6 +86,7 @@ def check_scenario(
     if known is not None and there and of_kind:
         named = chain.from_iterable(known.required.get(part, ()) for part in kinds)
         allowed = set(chain.from_iterable(choice.split("|") for choice in named)) or set(SCENARIOS.values())
+        allowed -= known.missing_in(round_)
         yield observe(
             "check.scenario",
             SCENARIOS.get(key.scenario.lower()) in allowed,

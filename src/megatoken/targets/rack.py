@@ -112,6 +112,7 @@ class RackTarget:
                     "at_seconds": (loss.time_ns - since_ns) / 1e9,
                     "cause": loss.cause,
                     "samples_returned": loss.samples_returned,
+                    "output_tokens_dropped": loss.output_tokens_dropped,
                 }
                 for loss in losses
             ],

@@ -132,10 +132,9 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         where,
     )
     yield from check_configured(folder, prefix)
-    if folder.verdict not in FINISHED:
-        return
-    if "soak" in result:
+    if "soak" in result and folder.verdict is not Verdict.INTERRUPTED:
         yield _stability(folder, where)
+    if "soak" in result or folder.verdict not in FINISHED:
         return
     log = _detail_log(tree, path)
     if logged is None or log is None:
@@ -160,7 +159,7 @@ def _metrics(folder: RunFolder) -> dict[str, Any]:
     summarised = partial(
         summarise,
         scenario=folder.result["scenario"],
-        finished=folder.verdict in FINISHED,
+        finished=folder.verdict is not Verdict.INTERRUPTED,
         load_seconds=seconds_under_load(folder.result),
     )
     metrics = summarised(folder.requests, folder.series)
@@ -295,18 +294,27 @@ def _times(result: Mapping[str, Any], logged: Run, where: tuple[Where, ...]) -> 
 
 def _stability(folder: RunFolder, where: tuple[Where, ...]) -> Observation:
     """A soak's verdict, judged again: it has no log of LoadGen's."""
-    expected = "the stability that its time series shows, MEASURED where that is STABLE"
+    expected = "the stability that its time series shows; where that is STABLE MEASURED, DEGRADED without all replicas"
     try:
+        held = Verdict.DEGRADED if _lost_replicas(folder.result) else Verdict.MEASURED
         again = plain(judge_soak(folder.result, folder.environment, folder.requests, folder.series))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         return observe("run_folder.stability", False, expected, shown(f"cannot be judged: {error!r}"), where)
     stated = folder.result.get("stability")
     agrees = isinstance(stated, Mapping) and set(stated) == set(again) and _same(_coded(again), _coded(stated))
     steady = again["verdict"] == Stability.STABLE
-    healthy = folder.verdict is Verdict.INVALID or (steady and folder.verdict is Verdict.MEASURED)
+    healthy = folder.verdict is Verdict.INVALID or (steady and folder.verdict is held)
     word = stated.get("verdict") if isinstance(stated, Mapping) else None
     found = f"{word}, judged again {again['verdict']}; the run is {folder.verdict}"
     return observe("run_folder.stability", bool(agrees and healthy), expected, shown(found), where)
+
+
+def _lost_replicas(result: Mapping[str, Any]) -> bool:
+    """Whether a soak says that it was without one of its replicas, now or before it was interrupted."""
+    rack = result.get("rack") or {}
+    return rack.get("replicas_least") != rack.get("replicas") or any(
+        one["lost_replicas"] for one in result["soak"]["interruptions"]
+    )
 
 
 def _coded(stability: Mapping[str, Any]) -> dict[str, Any]:

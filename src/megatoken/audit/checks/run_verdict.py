@@ -130,7 +130,8 @@ def _unmet(folder: Run, log: DetailLog, benchmark: Benchmark) -> Iterator[str]:
     """Codes of rules not met and of doubts; what the log does not say is left to the checks of the log."""
     scenario = str(folder.result.get("scenario"))
     named = isinstance(folder.result.get("benchmark"), str)  # else it is a yardstick, which says nothing of scenarios
-    if named and scenario in SCENARIOS and not benchmark.has(SCENARIOS[scenario]):
+    round_ = folder.result.get("rules") or DEFAULT_ROUND
+    if named and scenario in SCENARIOS and not benchmark.in_round(round_).has(SCENARIOS[scenario]):
         yield "SCENARIO"
     total = whole(log, "qsl_reported_total_count")
     data_set_rows = folder.result.get("data_set_rows")

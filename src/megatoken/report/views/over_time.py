@@ -102,7 +102,7 @@ def _extremes(times: Floats, values: Floats) -> tuple[Floats, Floats, Floats]:
 def _growth(rows: pa.Table, edges: Floats) -> Floats:
     times, tokens = totals_over_time(rows, ["output_tokens"])
     reached = np.interp(edges, np.append(0.0, times), np.append(0.0, tokens))
-    growth: Floats = np.diff(reached) / np.diff(edges)
+    growth: Floats = np.diff(reached).clip(0) / np.diff(edges)  # as ``rate`` draws it
     return growth
 
 
