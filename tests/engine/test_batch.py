@@ -63,6 +63,7 @@ def test_a_padded_step_is_the_same_step(step: tuple[StepArrays, StepShape]) -> N
     np.testing.assert_array_equal(padded.sample_rows[: arrays.samples], arrays.sample_rows)
     np.testing.assert_array_equal(padded.sample_slots[: arrays.samples], arrays.sample_slots)
     assert padded.samples == len(padded.sample_rows) == shape.rows + shape.chunks
+    assert not padded.lengths[padded.sampled[arrays.samples :]].any()
     assert sum(np.diff(padded.chunk_rows)) == sum(np.diff(arrays.chunk_rows))
 
 
