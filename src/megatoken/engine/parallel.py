@@ -132,9 +132,10 @@ class RankGroup:
         self.recordings: MutableMapping[Any, Any] = {}
         """CUDA graphs that have sums of this group in them."""
         self._gives_up = Event()
-        # It waits from the beginning: Python starts no thread in a process that is about to end.
-        self._aborting = Thread(target=_abort_when, args=(self._gives_up, self._device), daemon=True)
-        if self._device is not self._host:
+        self._aborting: Thread | None = None
+        if rank == 0 and self._device is not self._host:
+            # It waits from the beginning: Python starts no thread in a process that is about to end.
+            self._aborting = Thread(target=_abort_when, args=(self._gives_up, self._device), daemon=True)
             self._aborting.start()
 
     def add(self, x: Tensor) -> Tensor:
@@ -199,11 +200,11 @@ class RankGroup:
         return order, StepArrays(decodes=int(header[1]), **fields)
 
     def abort(self) -> None:
-        """Gives up. A sum on the GPU that waits for a rank that is gone would hold this process for ever.
+        """Gives up; of rank 0. A sum on the GPU that waits for a rank that is gone would hold this process for ever.
 
         NCCL first ends what runs, then waits until no graph has a sum of it.
         """
-        if self._device is not self._host:
+        if self._aborting is not None:
             self._gives_up.set()
             self.recordings.clear()
             self._aborting.join(_ABORT_SECONDS)
