@@ -37,7 +37,7 @@ class StepTime:
     """Learns what steps cost and says what the next one may hold.
 
     Attributes:
-        target_seconds: that steps should take at most, on average over any dozens of them.
+        target_seconds: that steps should take at most, on average over dozens of them.
         max_rows: rows that a step may have at most, whatever they cost.
         saved_seconds: by the steps seen, of their targets; below zero what later ones have to make up for.
     """

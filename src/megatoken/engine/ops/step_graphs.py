@@ -25,7 +25,7 @@ from megatoken.engine.ops import cuda
 SHORTEST_TOKENS, LENGTH_RATIO = 512, 4
 """The first of the lengths that there are graphs for, and each to the one before."""
 UNRECORDED_RUNS = 3
-"""Of a shape before it is recorded: that costs as much as five to ten replays save, and most shapes come but once."""
+"""Of a shape before it is recorded: that costs as much as five to ten replays save, and some shapes come but once."""
 MOST_GRAPHS = 128
 """Kept at a time; the one that was not used for longest makes room."""
 LAUNCH_SECONDS_PER_LAYER = 4e-4
