@@ -69,7 +69,7 @@ class EngineSection(_Section):
     target_step_seconds: Rate | None = Field(
         default=None,
         lt=1e6,
-        description="of a step on average, by which prompts wait; null: 95 % of the limit on TPOT, if any",
+        description="most that steps take on average, for which prompts wait; null: 95 % of the TPOT limit, if any",
     )
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatoken.engine.step_time import LEAST_PROMPT_SHARE, MOST_SAVED, StepTime
+from megatoken.engine.scheduler import Scheduler
+from megatoken.engine.step_time import LEAST_PROMPT_SHARE, MOST_SAVED, StepTime, plan_within
 
 # Seconds of a step, of a row and of a cached token: 70 B on one H200, 9.5 M on two cores.
 PRICES = [(0.018, 1.05e-4, 4e-8), (0.001, 1.5e-4, 1e-7), (0.0, 1e-3, 0.0), (0.02, 0.0, 1e-7)]
@@ -66,6 +67,31 @@ def test_what_steps_save_a_prompt_gets_and_debts_it_does_not_pay() -> None:
         learnt.note(50 + rows, 20_000 + rows * 700, cost(PRICES[0], 50 + rows, 20_000 + rows * 700))
     assert learnt.saved_seconds < 0
     assert learnt.prompt_rows(50, 20_000) == pytest.approx(before, abs=2)
+
+
+@pytest.mark.parametrize("in_flight", [0, 1, 2])
+def test_what_was_saved_is_spent_once_however_many_steps_are_on_their_way(in_flight: int) -> None:
+    """Prompts without end behind fifty decodes that saved all that can be saved."""
+    learnt = taught(PRICES[0], 0.04)
+    scheduler = Scheduler(max_rows=1536, max_sequences=64, page_size=16, num_pages=20_000, max_length=4096)
+    for ticket in range(50):
+        scheduler.add(ticket, 1, 4000)
+    scheduler.plan()
+    learnt.saved_seconds = MOST_SAVED * 0.04
+    for ticket in range(50, 60):
+        scheduler.add(ticket, 4000, 1)
+    on_the_way: deque[tuple[int, int]] = deque()
+    seconds = []
+    for _ in range(12):
+        plan = plan_within(learnt, scheduler, on_the_way)
+        assert plan is not None
+        on_the_way.append((int(plan.count.sum()), int((plan.start + plan.count).sum())))
+        seconds.append(cost(PRICES[0], *on_the_way[-1]))
+        if len(on_the_way) > in_flight:
+            step = on_the_way.popleft()
+            learnt.note(*step, cost(PRICES[0], *step))
+    assert max(seconds) > 4 * 0.04
+    assert sum(seconds) <= (12 + 1.05 * MOST_SAVED) * 0.04
 
 
 def test_savings_and_debts_have_an_end() -> None:

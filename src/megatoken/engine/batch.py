@@ -12,6 +12,8 @@ from megatoken.engine.cache import DUMP_PAGE
 from megatoken.engine.scheduler import StepPlan
 
 Ints = NDArray[np.int32]
+USUAL_TOKENS = 512
+"""Of a sequence beside the longest, by which attention is cut into pieces where no lengths are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,8 @@ def pad_step(arrays: StepArrays, shape: StepShape) -> StepArrays:
 
     Where the decodes end is no part of the shape: every row is a decode, one that sees no key where the row is a
     prompt's or was added, and the chunks come after. What they see is written over the zeros of the former. Added rows
-    are token 0 at position 0 and write to the dump page; added chunks have no row; what is added to the samples repeats
-    row 0.
+    are token 0 at position 0 and write to the dump page; added chunks have no row; what is added to the samples is row
+    0 seeing no key.
     """
     rows, decodes, chunks = len(arrays.token_ids), arrays.decodes, len(arrays.lengths) - arrays.decodes
     padded = _empty_step(shape)
@@ -124,18 +126,21 @@ def pad_step(arrays: StepArrays, shape: StepShape) -> StepArrays:
     padded.chunk_rows[chunks + 1 :] = arrays.chunk_rows[chunks]
     samples = arrays.samples
     padded.sampled[:samples] = arrays.sampled + np.where(arrays.sampled < decodes, 0, shape.rows - decodes)
+    padded.sampled[samples:] = decodes  # the first that sees no key: none is added where every row is a decode
     padded.sample_rows[:samples] = arrays.sample_rows[:samples]
     padded.sample_slots[:samples] = arrays.sample_slots
     return padded
 
 
 def largest_step(shape: StepShape) -> StepArrays:
-    """The most that ``shape`` has room for: every sequence at its full length, one chunk of all rows.
+    """The most that ``shape`` has room for: a sequence of full length, one chunk of all rows.
 
     All in the dump page, where nothing is lost.
     """
     step = _empty_step(shape)
-    step.lengths[:] = shape.tokens
+    step.lengths[:] = min(shape.tokens, USUAL_TOKENS)
+    step.lengths[0] = shape.tokens
+    step.sampled[:] = np.arange(len(step.lengths))
     step.chunk_rows[1:] = shape.rows
     return step
 

@@ -50,6 +50,8 @@ class _Active:
 @dataclass(frozen=True, slots=True)
 class _Launched:
     plan: StepPlan
+    rows: int
+    cached_tokens: int  # keys that its sequences see
     began: float  # time.monotonic()
     ids: SampledIds = field(repr=False)
 
@@ -166,9 +168,11 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Plan and launch one step, collect the oldest that is due, tell what it brought."""
         events, self._held = self._held, []
-        plan = plan_within(self._step_time, self._scheduler)
+        on_the_way = [(step.rows, step.cached_tokens) for step in self._launched]
+        plan = plan_within(self._step_time, self._scheduler, on_the_way)
         if plan is not None:
-            self._launched.append(_Launched(plan, time.monotonic(), self._launch(plan)))
+            rows, cached_tokens = int(plan.count.sum()), int((plan.start + plan.count).sum())
+            self._launched.append(_Launched(plan, rows, cached_tokens, time.monotonic(), self._launch(plan, rows)))
         if self._launched and (plan is None or len(self._launched) > self._lookahead):
             events += self._collect(self._launched.popleft())
         return events
@@ -259,9 +263,9 @@ class Engine:
             self.cancel(ticket)
         self._held = [event for event in self._held if event.ticket not in gone]
 
-    def _launch(self, plan: StepPlan) -> SampledIds:
-        self._last_step_rows = int(plan.count.sum())
-        self._rows += self._last_step_rows
+    def _launch(self, plan: StepPlan, rows: int) -> SampledIds:
+        self._last_step_rows = rows
+        self._rows += rows
         self._steps += 1
         samplings = None
         if self._drawing:
@@ -286,8 +290,8 @@ class Engine:
         plan, ids = launched.plan, launched.ids.wait()
         if self._step_time is not None:
             now = time.monotonic()
-            cached_tokens = int((plan.start + plan.count).sum())
-            self._step_time.note(int(plan.count.sum()), cached_tokens, now - max(launched.began, self._ended))
+            seconds = now - max(launched.began, self._ended)
+            self._step_time.note(launched.rows, launched.cached_tokens, seconds)
             self._ended = now
         events = []
         for ticket, token in zip(plan.ticket[plan.sample].tolist(), ids, strict=True):

@@ -24,7 +24,7 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -131,6 +131,12 @@ class RankGroup:
         self._from_rank_0.rootRank = 0
         self.recordings: MutableMapping[Any, Any] = {}
         """CUDA graphs that have sums of this group in them."""
+        self._gives_up = Event()
+        self._aborting: Thread | None = None
+        if rank == 0 and self._device is not self._host:
+            # It waits from the beginning: Python starts no thread in a process that is about to end.
+            self._aborting = Thread(target=_abort_when, args=(self._gives_up, self._device), daemon=True)
+            self._aborting.start()
 
     def add(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over all ranks, in place."""
@@ -194,19 +200,23 @@ class RankGroup:
         return order, StepArrays(decodes=int(header[1]), **fields)
 
     def abort(self) -> None:
-        """Gives up. A sum on the GPU that waits for a rank that is gone would hold this process for ever.
+        """Gives up; of rank 0. A sum on the GPU that waits for a rank that is gone would hold this process for ever.
 
         NCCL first ends what runs, then waits until no graph has a sum of it.
         """
-        if self._device is not self._host:
-            aborting = Thread(target=self._device.abort, daemon=True)
-            aborting.start()
+        if self._aborting is not None:
+            self._gives_up.set()
             self.recordings.clear()
-            aborting.join(_ABORT_SECONDS)
+            self._aborting.join(_ABORT_SECONDS)
 
     def _tell(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         self._host.broadcast([torch.from_numpy(values)], self._from_rank_0).wait()
         return values
+
+
+def _abort_when(gives_up: Event, device: Any) -> None:
+    gives_up.wait()
+    device.abort()
 
 
 class Followers:

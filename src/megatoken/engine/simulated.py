@@ -256,7 +256,8 @@ class SimulatedEngine:
     def step(self) -> list[TokenEvent]:
         """Plan and launch one step, wait for the end of the oldest that is due, tell what it brought."""
         events, self._held = self._held, []
-        plan = plan_within(self._step_time, self._scheduler)
+        on_the_way = [(step.rows, step.cached_tokens) for step in self._launched]
+        plan = plan_within(self._step_time, self._scheduler, on_the_way)
         if plan is not None:
             self._launch(plan)
         if self._launched and (plan is None or len(self._launched) > self._lookahead):

@@ -6,7 +6,8 @@ steps seen, younger ones counting more. What the decodes of the next step leave 
 more sequences are taken in than can decode together within the target.
 
 A user's time per token is a mean over an answer, so what steps stay below the target is saved for later ones: a prompt
-is read at once, not by and by while others arrive behind it. Any n tokens come within n + ``MOST_SAVED`` targets.
+is read at once, not by and by while others arrive behind it. Any n tokens come within n + ``MOST_SAVED`` targets, as
+far as steps take what they are expected to and prompts more than the least share.
 
 Pure arithmetic: no torch, no clock.
 """
@@ -14,6 +15,7 @@ Pure arithmetic: no torch, no clock.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +37,7 @@ class StepTime:
     """Learns what steps cost and says what the next one may hold.
 
     Attributes:
-        target_seconds: that steps should take at most, on average over any dozens of them.
+        target_seconds: that steps should take at most, on average over dozens of them.
         max_rows: rows that a step may have at most, whatever they cost.
         saved_seconds: by the steps seen, of their targets; below zero what later ones have to make up for.
     """
@@ -84,8 +86,15 @@ class StepTime:
         """What a step will take; None before enough were seen."""
         return None if self._prices is None else float(self._prices @ (1.0, rows, cached_tokens))
 
-    def prompt_rows(self, decodes: int, cached_tokens: int) -> int:
+    def spent_seconds(self, on_the_way: Iterable[tuple[int, int]]) -> float:
+        """What steps that were planned, but not noted yet, will take beyond their targets: rows and cached tokens."""
+        expected = [self.expected_seconds(*step) or 0.0 for step in on_the_way]
+        return sum([max(seconds - self.target_seconds, 0.0) for seconds in expected])
+
+    def prompt_rows(self, decodes: int, cached_tokens: int, spent_seconds: float = 0.0) -> int:
         """Rows that the next step has for prompts beside ``decodes``, which see ``cached_tokens`` keys together.
+
+        ``spent_seconds`` of what was saved are not there any more.
 
         A step without decodes delays nobody and gets all rows. Prompts always get the least share, or all rows that the
         decodes leave if those are fewer, so that the oldest in the queue is served in the end.
@@ -95,7 +104,7 @@ class StepTime:
             return room
         if self._prices is None:
             return min(room, self._least_prompt_rows)
-        left = self.target_seconds + max(self.saved_seconds, 0.0)
+        left = self.target_seconds + max(self.saved_seconds - spent_seconds, 0.0)
         left -= float(self._prices @ (1.0, decodes, cached_tokens))
         price = float(self._prices[1])
         affordable = room if left >= price * room else math.floor(max(left, 0.0) / max(price, 1e-12))
@@ -130,9 +139,15 @@ class StepTime:
         return prices
 
 
-def plan_within(step_time: StepTime | None, scheduler: Scheduler) -> StepPlan | None:
-    """The next step, no larger than ``step_time`` lets it be; None if there is nothing to do."""
+def plan_within(
+    step_time: StepTime | None, scheduler: Scheduler, on_the_way: Iterable[tuple[int, int]] = ()
+) -> StepPlan | None:
+    """The next step, no larger than ``step_time`` lets it be; None if there is nothing to do.
+
+    ``on_the_way``: rows and cached tokens of steps that were planned, but not noted yet.
+    """
     if step_time is None:
         return scheduler.plan()
     decodes, cached = scheduler.decodes, scheduler.cached_tokens
-    return scheduler.plan(step_time.prompt_rows(decodes, cached), step_time.most_sequences(decodes, cached))
+    prompt_rows = step_time.prompt_rows(decodes, cached, step_time.spent_seconds(on_the_way))
+    return scheduler.plan(prompt_rows, step_time.most_sequences(decodes, cached))

@@ -72,8 +72,9 @@ def test_a_process_whose_sums_were_recorded_comes_to_its_end(llama: Path) -> Non
         "print(len(engine.generate([Request([1, 2, 3], 40, ignore_end_token=True)])[0].token_ids))\n"
         "assert engine._runner._graphs.recorded"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(llama)], stdout=subprocess.PIPE, timeout=90, check=True)
+    done = subprocess.run([sys.executable, "-c", code, str(llama)], capture_output=True, timeout=90, check=True)
     assert done.stdout.split()[-1] == b"40"
+    assert b"Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("steps", [1, 40])

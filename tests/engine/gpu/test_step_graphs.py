@@ -1,6 +1,8 @@
 """Steps replayed as CUDA graphs against the same steps launched kernel by kernel."""
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,9 +137,23 @@ def test_a_step_that_computes_longer_than_it_is_launched_is_not_recorded(
     device = torch.device("cuda")
     cache = allocate_cache(find_shape("tiny"), "fp8", 1, 32, device, [(1.0, 1.0)] * 6)[0]
     slots = torch.zeros(1, dtype=torch.int64, device=device)
-    graphs = StepGraphs(lambda batch: slots, slots, cache, sharded(find_shape("llama2-70b"), ranks), "fp8")
+    graphs = StepGraphs(slots, cache, sharded(find_shape("llama2-70b"), ranks), "fp8")
     step = largest_step(StepShape(rows=256 + prompt_rows, chunks=1, tokens=512, pages=16))
     assert graphs.takes(step) is taken
+
+
+def test_a_forgotten_engine_is_freed_at_once(llama: Path) -> None:
+    """Its weights would stay until garbage is collected, and what was there at ``gc.freeze`` never is."""
+    engine = Engine(llama, EngineConfig(max_rows=96, max_length=128))
+    engine.generate([Request([1, 2, 3], 20, ignore_end_token=True)])
+    assert engine._runner._graphs.recorded
+    runner = weakref.ref(engine._runner)
+    gc.disable()
+    try:
+        del engine
+        assert runner() is None
+    finally:
+        gc.enable()
 
 
 def test_the_same_bits_a_hundred_times(llama: Path) -> None:

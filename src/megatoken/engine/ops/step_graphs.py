@@ -25,13 +25,16 @@ from megatoken.engine.ops import cuda
 SHORTEST_TOKENS, LENGTH_RATIO = 512, 4
 """The first of the lengths that there are graphs for, and each to the one before."""
 UNRECORDED_RUNS = 3
-"""Of a shape before it is recorded: that costs as much as five to ten replays save, and most shapes come but once."""
+"""Of a shape before it is recorded: that costs as much as five to ten replays save, and some shapes come but once."""
 MOST_GRAPHS = 128
 """Kept at a time; the one that was not used for longest makes room."""
 LAUNCH_SECONDS_PER_LAYER = 4e-4
 """Of the host, one after the other: some eleven launches."""
 PRODUCT_OPERATIONS_PER_SECOND = {"fp8": 1.2e15, "bf16": 0.65e15}
 """Of one H200 (benchmarks/gemm.py). A card with fewer records steps that it need not, which costs it padding."""
+
+Forward = Callable[[cuda.Batch], Tensor]
+"""Logits [S, V] of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +47,9 @@ class _Recorded:
 class StepGraphs:
     """The graphs of one model on one device, made as steps need them."""
 
-    def __init__(
-        self,
-        forward: Callable[[cuda.Batch], Tensor],
-        last_tokens: Tensor,
-        cache: LayerCache,
-        config: ModelConfig,
-        precision: Precision,
-    ) -> None:
-        """``forward``: logits of a step. ``last_tokens``: int64 [slots]. ``cache``: any layer's.
-
-        ``config``: of the rank's part.
-        """
+    def __init__(self, last_tokens: Tensor, cache: LayerCache, config: ModelConfig, precision: Precision) -> None:
+        """``last_tokens``: int64 [slots]. ``cache``: any layer's. ``config``: of the rank's part."""
         device = last_tokens.device
-        self._forward = forward
         self._last_tokens = last_tokens
         self._page_size = cache.page_size
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -77,16 +69,20 @@ class StepGraphs:
         chunks = len(arrays.lengths) - arrays.decodes
         return arrays.decodes > 0 and chunks <= GRAPH_CHUNKS and len(arrays.token_ids) <= self._most_rows
 
-    def run(self, arrays: StepArrays) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [S, V], greedy ids [S] and slots [S], valid until the next step runs."""
+    def run(self, arrays: StepArrays, forward: Forward) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [S, V], greedy ids [S] and slots [S], valid until the next step runs.
+
+        ``forward`` is the same each time, and not kept: an engine that is forgotten must be freed at once, and one in a
+        cycle of references never is after ``gc.freeze``.
+        """
         shape, samples = self._shape(arrays), arrays.samples
         indices = cuda.pack(cuda.index_parts(pad_step(arrays, shape)))
         self._met[shape] += 1
         if self._met[shape] <= UNRECORDED_RUNS:
             # As it will be recorded, so that libraries have allocated and compiled by then.
-            sample_slots = self._step(largest_step(shape), indices.to(self._ids.device, non_blocking=True))
+            sample_slots = self._step(forward, largest_step(shape), indices.to(self._ids.device, non_blocking=True))
         else:
-            recorded = self.recorded.pop(shape, None) or self._record(largest_step(shape))
+            recorded = self.recorded.pop(shape, None) or self._record(forward, largest_step(shape))
             self.recorded[shape] = recorded
             recorded.indices.copy_(indices, non_blocking=True)
             recorded.graph.replay()
@@ -105,7 +101,7 @@ class StepGraphs:
             pages=-(-longest // self._page_size),
         )
 
-    def _record(self, arrays: StepArrays) -> _Recorded:
+    def _record(self, forward: Forward, arrays: StepArrays) -> _Recorded:
         """Launches are made for what only the host knows of ``arrays``, such as the longest sequence."""
         if len(self.recorded) == MOST_GRAPHS:
             del self.recorded[next(iter(self.recorded))]
@@ -115,15 +111,15 @@ class StepGraphs:
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                sample_slots = self._step(arrays, indices)
+                sample_slots = self._step(forward, arrays, indices)
             finally:
                 graph.capture_end()
         current.wait_stream(self._stream)
         return _Recorded(graph, indices, sample_slots)
 
-    def _step(self, arrays: StepArrays, indices: Tensor) -> Tensor:
+    def _step(self, forward: Forward, arrays: StepArrays, indices: Tensor) -> Tensor:
         batch = cuda.unpack(arrays, cuda.index_parts(arrays), indices, self._last_tokens)
-        logits_SV = self._forward(batch)
+        logits_SV = forward(batch)
         # Copied, or the pool would keep each graph's own.
         self._logits[: batch.samples].copy_(logits_SV)
         self._ids[: batch.samples].copy_(cuda.greedy(logits_SV))
