@@ -174,6 +174,7 @@ def test_targets_of_the_other_benchmarks() -> None:
     [
         ("llama2-7b", "llama2-70b", r"--benchmark llama2-7b: not scored here; did you mean llama2-70b"),
         ("gpt-oss-120b", None, r"--benchmark gpt-oss-120b: not scored here"),
+        ("nothing-like-it", None, r"not scored here; known are "),
         ("llama2-70b-99", None, r"is of MLPerf's llama2-70b data set, but here is none of MLPerf's"),
         ("llama2-70b-99", "llama3.1-8b", r"is of MLPerf's llama2-70b data set, but here is that of llama3.1-8b"),
     ],

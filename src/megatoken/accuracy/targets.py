@@ -57,7 +57,8 @@ def of_benchmark(name: str, references: References) -> Targets:
     scored = {known: entry for entry in catalog().values() for known in entry.benchmarks}
     if benchmark is None or benchmark.name not in scored:
         meant = nearest(name, scored)
-        raise UsageError(f"--benchmark {name}: not scored here; did you mean {meant}? Known are {', '.join(scored)}")
+        mend = f"did you mean {meant}? Known are" if meant else "known are"
+        raise UsageError(f"--benchmark {name}: not scored here; {mend} {', '.join(scored)}")
     data_set = scored[benchmark.name].name
     if references.data_set != data_set:
         raise UsageError(

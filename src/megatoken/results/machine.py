@@ -77,10 +77,19 @@ def utc_text(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 
+SIMULATED = "simulated "
+"""Before the name of a GPU, as ``target.device`` has it."""
+
+
 def simulated_gpu(run: Run) -> str | None:
-    """The GPU that every replica of the run pretended to be; None where replicas computed."""
-    name = (run.config.get("rack") or {}).get("simulated_gpu")
-    return str(name) if name else None
+    """The GPU that every replica of the run pretended to be; None where replicas computed.
+
+    Configuration or target: one that says so is enough, since nobody calls computed tokens simulated.
+    """
+    if name := (run.config.get("rack") or {}).get("simulated_gpu"):
+        return str(name)
+    device = str((run.result.get("target") or {}).get("device"))
+    return device.removeprefix(SIMULATED) if device.startswith(SIMULATED) else None
 
 
 def rate_state(run: Run) -> Literal["measured", "estimate"]:

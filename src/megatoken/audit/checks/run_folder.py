@@ -27,7 +27,7 @@ from megatoken.errors import MegatokenError
 from megatoken.results import Run as RunFolder
 from megatoken.results import Verdict, read_run, summarise
 from megatoken.results.files import plain
-from megatoken.results.machine import rate_state
+from megatoken.results.machine import rate_state, simulated_gpu
 from megatoken.results.numerals import count_of, natural
 from megatoken.results.run_folder import CONFIG, MLPERF, REQUESTS, RESULT
 from megatoken.results.stability import Stability, judge_soak
@@ -119,8 +119,9 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         done = f"{why}; samples that had ended: {len(folder.requests):,}"
         yield Observation("run_folder.interrupted", severity, "a run that came to its end", done, where[:1])
     if rate_state(folder) == "estimate":
-        found = f"simulated {shown(folder.config['rack']['simulated_gpu'])}: rates and times are a cost model's"
-        yield Observation("run_folder.simulated", Severity.NOTE, "GPUs that compute", found, (Where(prefix + CONFIG),))
+        found = f"simulated {shown(simulated_gpu(folder))}: rates and times are a cost model's"
+        places = (Where(prefix + CONFIG), Where(prefix + RESULT))
+        yield Observation("run_folder.simulated", Severity.NOTE, "GPUs that compute", found, places)
     result = folder.result
     differing = _differing(result, again)
     unlike = [f"{name} {result[name]}" if name in result else f"no {name}" for name in differing]
