@@ -72,7 +72,8 @@ def test_server_latencies_count_from_when_samples_were_due(tmp_path: Path, data_
     assert result["loadgen_validity"] == "VALID"
     assert result["latency_verdict"]["met"] is result["latency_verdict"]["loadgen_met"] is True
     assert result["ttft_seconds"]["p50"] == pytest.approx(0.01, abs=5e-3)
-    assert result["loadgen_ttft_p99_seconds"] == pytest.approx(result["latency_verdict"]["ttft_p99_seconds"], abs=0.1)
+    apart = 0.02 if (result["core_wait_share"] or 0.0) <= 0.05 else 0.1  # both wait for a core on a busy machine
+    assert result["loadgen_ttft_p99_seconds"] == pytest.approx(result["latency_verdict"]["ttft_p99_seconds"], abs=apart)
     assert result["loadgen_samples_per_second"] == pytest.approx(300, rel=0.1)
     assert result["loadgen_scheduled_samples_per_second"] == pytest.approx(schedule.mean_rate(600), rel=0.01)
     assert result["client_limit"]["samples_per_second"] > 600

@@ -273,7 +273,6 @@ class Engine:
         try:
             return self._runner.launch(plan, self._scheduler, self._host_tokens, samplings)
         except torch.OutOfMemoryError as error:
-            rows = self._last_step_rows
             raise CapacityError(
                 f"the GPU ran out of memory in a step of {rows:,} row{'s' * (rows != 1)}: "
                 f"{str(error).splitlines()[0]}; something else uses it too, or lower memory_bytes or max_rows"

@@ -23,7 +23,7 @@ from megatoken.engine.memory import GRAPH_CHUNKS, GRAPH_ROWS
 from megatoken.engine.ops import cuda
 
 SHORTEST_TOKENS, LENGTH_RATIO = 512, 4
-"""The first of the lengths that there are graphs for, and each to the one before."""
+"""The first of the lengths that there are graphs for, no less than their rows, and each to the one before."""
 UNRECORDED_RUNS = 3
 """Of a shape before it is recorded: that costs as much as five to ten replays save, and some shapes come but once."""
 MOST_GRAPHS = 128
@@ -79,10 +79,10 @@ class StepGraphs:
         indices = cuda.pack(cuda.index_parts(pad_step(arrays, shape)))
         self._met[shape] += 1
         if self._met[shape] <= UNRECORDED_RUNS:
-            # As it will be recorded, so that libraries have allocated and compiled by then.
+            # As it will be recorded, so that every kernel of it has been compiled and loaded by then.
             sample_slots = self._step(forward, largest_step(shape), indices.to(self._ids.device, non_blocking=True))
         else:
-            recorded = self.recorded.pop(shape, None) or self._record(forward, largest_step(shape))
+            recorded = self.recorded.pop(shape, None) or self._record(forward, largest_step(shape), indices)
             self.recorded[shape] = recorded
             recorded.indices.copy_(indices, non_blocking=True)
             recorded.graph.replay()
@@ -91,7 +91,7 @@ class StepGraphs:
 
     def _shape(self, arrays: StepArrays) -> StepShape:
         rows = GRAPH_ROWS[bisect_left(GRAPH_ROWS, len(arrays.token_ids))]
-        longest, needed = SHORTEST_TOKENS, max(rows, int(arrays.lengths.max()))
+        longest, needed = SHORTEST_TOKENS, int(arrays.lengths.max())
         while longest < needed:
             longest *= LENGTH_RATIO
         return StepShape(
@@ -101,12 +101,15 @@ class StepGraphs:
             pages=-(-longest // self._page_size),
         )
 
-    def _record(self, forward: Forward, arrays: StepArrays) -> _Recorded:
-        """Launches are made for what only the host knows of ``arrays``, such as the longest sequence."""
+    def _record(self, forward: Forward, arrays: StepArrays, indices: Tensor) -> _Recorded:
+        """Launches are made for what only the host knows of ``arrays``, such as the longest sequence.
+
+        ``indices``: of a step of that shape, as ``cuda.pack`` makes them.
+        """
         if len(self.recorded) == MOST_GRAPHS:
             del self.recorded[next(iter(self.recorded))]
         current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
-        indices = cuda.pack(cuda.index_parts(arrays)).to(self._ids.device)
+        indices = indices.to(self._ids.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
