@@ -103,6 +103,7 @@ class Order(IntEnum):
 
     STEP = 0
     FIX_INPUT_SCALES = 1
+    RECORD_STEPS = 2
 
 
 class RankGroup:

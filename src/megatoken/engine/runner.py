@@ -99,10 +99,11 @@ class Runner:
         self._row_bytes = source.config.hidden_size * ACTIVATION_DTYPE[config.precision].itemsize
         self._sends_e4m3 = config.precision == "fp8" and config.fp8_scales == "tensor"
         self._group = None if followers is None else followers.meet(device)
-        self._record_steps = config.cuda_graphs and device.type == "cuda"
+        self._memory = memory
+        self._cuda_graphs = config.cuda_graphs and device.type == "cuda"
         self._graphs: StepGraphs | None = None
         if device.type == "cuda" and (followers is not None or config.tensor_parallel == 1):
-            self._warm_up(memory)
+            self._warm_up(record_ahead=config.target_step_seconds is not None)
 
     def follow(self, group: RankGroup) -> NoReturn:
         """Does what rank 0 says until that is gone, which is an error."""
@@ -113,6 +114,8 @@ class Runner:
                 self._step(arrays, None)
             elif order is Order.FIX_INPUT_SCALES:
                 self._fix_input_scales()
+            elif order is Order.RECORD_STEPS:
+                self._record_steps()
 
     @torch.inference_mode()
     def launch(
@@ -171,19 +174,25 @@ class Runner:
             return None
         return self._group.own_rows(rows, self._row_bytes)
 
-    def _warm_up(self, memory: MemoryPlan) -> None:
+    def _warm_up(self, *, record_ahead: bool) -> None:
         """Fix the scales of fp8 inputs, compile kernels, take the memory of the largest steps: all before a request.
 
         Prompts are random ids, the same whatever the engine's sizes; what they leave in the cache is never read.
         """
-        prompt_tokens = min(WARM_UP_PROMPT_TOKENS, memory.max_length - 2)
-        self._run(memory, WARM_UP_PROMPTS, prompt_tokens)
-        if self._group is not None:
-            self._group.send(Order.FIX_INPUT_SCALES)
+        prompt_tokens = min(WARM_UP_PROMPT_TOKENS, self._memory.max_length - 2)
+        self._run(WARM_UP_PROMPTS, prompt_tokens)
+        self._order(Order.FIX_INPUT_SCALES)
         self._fix_input_scales()
-        self._run(memory, -(-memory.max_rows // max(prompt_tokens, 1)) + 1, prompt_tokens)
-        self._run(memory, memory.max_sequences, 1)
+        self._run(-(-self._memory.max_rows // max(prompt_tokens, 1)) + 1, prompt_tokens)
+        self._run(self._memory.max_sequences, 1)
+        if record_ahead:
+            self._order(Order.RECORD_STEPS)
+            self._record_steps()
         torch.cuda.synchronize()
+
+    def _order(self, order: Order) -> None:
+        if self._group is not None:
+            self._group.send(order)
 
     def _fix_input_scales(self) -> None:
         from megatoken.engine.ops import cuda
@@ -191,19 +200,24 @@ class Runner:
         self.measured_input_scales = cuda.fix_input_scales(
             linear for layer in self._weights.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
         )
-        if self._record_steps:
+        if self._cuda_graphs:
             from megatoken.engine.ops.step_graphs import StepGraphs
 
             self._graphs = StepGraphs(self._last_tokens, self._cache[0], self._config, self._precision)
             if self._group is not None:
                 self._group.recordings = self._graphs.recorded
 
-    def _run(self, memory: MemoryPlan, prompts: int, prompt_tokens: int) -> None:
+    @torch.inference_mode()
+    def _record_steps(self) -> None:
+        if self._graphs is not None:
+            self._graphs.record_ahead(self._forward, self._memory.max_rows, self._memory.max_length)
+
+    def _run(self, prompts: int, prompt_tokens: int) -> None:
         """Serve random prompts, two tokens each."""
         prompt_tokens = max(prompt_tokens, 1)
         ids = np.random.default_rng(0).integers(0, self._config.vocabulary_size, (prompts, prompt_tokens + 2)).tolist()
-        scheduler = memory.scheduler()
+        scheduler = self._memory.scheduler()
         for ticket in range(prompts):
-            scheduler.add(ticket, prompt_tokens, min(2, memory.max_length - prompt_tokens))
+            scheduler.add(ticket, prompt_tokens, min(2, self._memory.max_length - prompt_tokens))
         while (plan := scheduler.plan()) is not None:
             self.launch(plan, scheduler, lambda ticket, start, count: ids[ticket][start : start + count], None).wait()

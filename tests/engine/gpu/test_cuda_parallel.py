@@ -64,11 +64,14 @@ def test_large_steps_answer_as_one(precision: str, fp8_scales: str, tmp_path: Pa
     assert same >= (0.9 if precision == "bf16" else 0.7) * len(one)
 
 
-def test_a_process_whose_sums_were_recorded_comes_to_its_end(llama: Path) -> None:
+@pytest.mark.parametrize("target_step_seconds", [None, 0.04])
+def test_a_process_whose_sums_were_recorded_comes_to_its_end(llama: Path, target_step_seconds: float | None) -> None:
     """NCCL waits for every graph that it has a part in: for ever, where that is not taken away first."""
     code = (
         "import sys; from megatoken.engine import Engine, EngineConfig, Request\n"
-        "engine = Engine(sys.argv[1], EngineConfig(tensor_parallel=2, max_rows=64, cache_tokens=4096))\n"
+        "sizes = {'max_rows': 64, 'cache_tokens': 4096}\n"
+        f"config = EngineConfig(tensor_parallel=2, target_step_seconds={target_step_seconds}, **sizes)\n"
+        "engine = Engine(sys.argv[1], config)\n"
         "print(len(engine.generate([Request([1, 2, 3], 40, ignore_end_token=True)])[0].token_ids))\n"
         "assert engine._runner._graphs.recorded"
     )

@@ -18,7 +18,7 @@ from megatoken.engine import Engine, EngineConfig, Request, Sampling
 from megatoken.engine.batch import StepShape, largest_step
 from megatoken.engine.cache import allocate_cache
 from megatoken.engine.config import find_shape, sharded
-from megatoken.engine.memory import GRAPH_LAYER_BYTES, GRAPH_ROWS
+from megatoken.engine.memory import GRAPH_CHUNKS, GRAPH_LAYER_BYTES, GRAPH_ROWS
 from megatoken.engine.ops.step_graphs import MOST_GRAPHS, UNRECORDED_RUNS, StepGraphs
 
 pytestmark = [
@@ -84,6 +84,18 @@ def test_any_number_of_rows(llama: Path, rows: int) -> None:
 def test_long_sequences_are_nearly_the_same(llama: Path) -> None:
     config = EngineConfig(max_rows=512, max_sequences=32, max_length=2048)
     assert same_share(llama, config, some_requests(60, longest=1900)) >= 0.8
+
+
+def test_steps_that_must_be_in_time_are_recorded_at_the_start(llama: Path) -> None:
+    """Up to the rows that a step may have, with and without prompts."""
+    config = EngineConfig(precision="fp8", max_rows=100, max_sequences=48, max_length=128, target_step_seconds=0.04)
+    engine = Engine(llama, config)
+    ladder = [rows for rows in GRAPH_ROWS if rows <= 112]
+    ahead = {(rows, chunks) for rows in ladder for chunks in (0, GRAPH_CHUNKS)}
+    assert {(shape.rows, shape.chunks) for shape in engine._runner._graphs.recorded} == ahead
+    engine.generate(some_requests(60))
+    assert len(engine._runner._graphs.recorded) == len(ahead)
+    assert same_share(llama, config, some_requests(60)) >= 0.8  # what a step holds depends on the time that others took
 
 
 def test_drawn_tokens_are_the_same(llama: Path) -> None:

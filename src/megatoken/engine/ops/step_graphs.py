@@ -3,7 +3,8 @@
 Such a step takes the GPU less time than its launches take the host; a longer one is launched as it is. A graph has
 fixed shapes (``StepShape``), so a step is padded to a number of rows, whichever of them are decodes, and attention is
 cut into pieces for sequences of a number of tokens. Recording takes as long as some steps, so a shape is recorded when
-it has come a few times. All graphs share one pool of memory, as they never run side by side.
+it has come a few times, or at the start where steps have a time to keep to. All graphs share one pool of memory, as
+they never run side by side.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from megatoken.engine.ops import cuda
 
 SHORTEST_TOKENS, LENGTH_RATIO = 512, 4
 """The first of the lengths that there are graphs for, no less than their rows, and each to the one before."""
+AHEAD_TOKENS = 2048
+"""Of the longest sequence in the steps that are recorded at the start; those of other lengths are as they come."""
 UNRECORDED_RUNS = 3
 """Of a shape before it is recorded: that costs as much as five to ten replays save, and some shapes come but once."""
 MOST_GRAPHS = 128
@@ -75,7 +78,8 @@ class StepGraphs:
         ``forward`` is the same each time, and not kept: an engine that is forgotten must be freed at once, and one in a
         cycle of references never is after ``gc.freeze``.
         """
-        shape, samples = self._shape(arrays), arrays.samples
+        chunks, samples = len(arrays.lengths) - arrays.decodes, arrays.samples
+        shape = self._shape(len(arrays.token_ids), chunks, int(arrays.lengths.max()))
         indices = cuda.pack(cuda.index_parts(pad_step(arrays, shape)))
         self._met[shape] += 1
         if self._met[shape] <= UNRECORDED_RUNS:
@@ -89,14 +93,31 @@ class StepGraphs:
             sample_slots = recorded.sample_slots
         return self._logits[:samples], self._ids[:samples], sample_slots[:samples]
 
-    def _shape(self, arrays: StepArrays) -> StepShape:
-        rows = GRAPH_ROWS[bisect_left(GRAPH_ROWS, len(arrays.token_ids))]
-        longest, needed = SHORTEST_TOKENS, int(arrays.lengths.max())
-        while longest < needed:
+    def record_ahead(self, forward: Forward, max_rows: int, max_length: int) -> None:
+        """Records steps of every number of rows up to ``max_rows``, of sequences as most conversations are long.
+
+        Those who come first would otherwise wait for recordings, each as long as some steps.
+        """
+        most_rows = min(self._most_rows, max_rows)
+        for chunks in (0, 1):
+            for rows, fewer_rows in zip(GRAPH_ROWS, (0, *GRAPH_ROWS), strict=False):
+                if fewer_rows >= most_rows:
+                    break
+                shape = self._shape(rows, chunks, min(AHEAD_TOKENS, max_length))
+                step = largest_step(shape)
+                indices = cuda.pack(cuda.index_parts(step))
+                self._step(forward, step, indices.to(self._ids.device))
+                self.recorded[shape] = self._record(forward, step, indices)
+                self._met[shape] = UNRECORDED_RUNS
+
+    def _shape(self, rows: int, chunks: int, tokens: int) -> StepShape:
+        """``tokens``: of the longest sequence."""
+        longest = SHORTEST_TOKENS
+        while longest < tokens:
             longest *= LENGTH_RATIO
         return StepShape(
-            rows=rows,
-            chunks=GRAPH_CHUNKS if len(arrays.lengths) > arrays.decodes else 0,
+            rows=GRAPH_ROWS[bisect_left(GRAPH_ROWS, rows)],
+            chunks=GRAPH_CHUNKS if chunks else 0,
             tokens=longest,
             pages=-(-longest // self._page_size),
         )
