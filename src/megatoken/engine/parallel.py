@@ -48,6 +48,7 @@ OWN_ROWS_FROM_BYTES = 32 << 20
 scale, where it is 7 % quicker at 32 MiB and 7 % slower at 24 (``benchmarks/results/h200x4-collectives.json``)."""
 _LAST_WORDS_SECONDS = 1.0  # between the end of a rank's sockets and that of its process
 _ABORT_SECONDS = 10.0  # that NCCL may take to give up; a process that ends does not need it to
+_RUNNING_SUMS_SECONDS = 0.3  # of them, for what runs on the GPU to end; microseconds are enough
 _AS_LONG_AS_IT_TAKES = datetime.timedelta(days=30)  # an idle engine sends no steps; a rank that dies closes its sockets
 
 
@@ -203,10 +204,12 @@ class RankGroup:
     def abort(self) -> None:
         """Gives up; of rank 0. A sum on the GPU that waits for a rank that is gone would hold this process for ever.
 
-        NCCL first ends what runs, then waits until no graph has a sum of it.
+        NCCL first ends what runs, then waits until no graph has a sum of it. A graph must not be taken away before what
+        runs has ended: that can wait for it, and keeps the lock without which Python lets no other thread begin.
         """
         if self._aborting is not None:
             self._gives_up.set()
+            self._aborting.join(_RUNNING_SUMS_SECONDS)
             self.recordings.clear()
             self._aborting.join(_ABORT_SECONDS)
 
