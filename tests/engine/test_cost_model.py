@@ -14,6 +14,7 @@ from megatoken.engine import EngineConfig
 from megatoken.engine.config import SHAPES
 from megatoken.engine.cost_model import CostModel
 from megatoken.engine.gpus import find_gpu, gpus
+from megatoken.engine.memory import GPU_LIBRARY_BYTES
 from megatoken.engine.simulated import plan_simulation
 from megatoken.errors import CapacityError, ConfigError
 
@@ -22,6 +23,7 @@ LENGTHS = Path(__file__).parents[2] / "src" / "megatoken" / "data" / "llama2_70b
 LLAMA_70B, LLAMA_8B = SHAPES["llama2-70b"], SHAPES["llama3.1-8b"]
 RUNS = (  # file, and whether its clock was used to fit the power of bytes; no rate of any was used
     "h200-llama2-70b-fp8-offline",
+    "h200-llama2-70b-fp8-offline-first",
     "h200-llama2-70b-fp8-offline-128-128",
     "h200-llama2-70b-fp8-offline-500-2000",
     "h200-llama2-70b-fp8-offline-1000-1000",
@@ -34,6 +36,16 @@ def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
+def simulate(run: dict[str, Any]) -> Any:
+    """With the run's own sizes; the memory of graphs is planned since there are any."""
+    plan = run["memory_plan"]
+    graphs = plan["process_bytes"] > GPU_LIBRARY_BYTES
+    config = EngineConfig(
+        precision="fp8", cuda_graphs=graphs, max_rows=plan["max_rows"], max_sequences=plan["max_sequences"]
+    )
+    return plan_simulation(run["shape"], config, "H200")
+
+
 def lengths_of(run: dict[str, Any]) -> np.ndarray:
     if run["lengths"] != "csv":
         return np.tile([int(part) for part in run["lengths"].split("/")], (run["samples"], 1))
@@ -44,8 +56,7 @@ def lengths_of(run: dict[str, Any]) -> np.ndarray:
 @pytest.mark.parametrize("name", RUNS)
 def test_whole_runs_of_an_h200(name: str) -> None:
     run = read(name)
-    sizes = {key: run["memory_plan"][key] for key in ("max_rows", "max_sequences")}
-    simulation = plan_simulation(run["shape"], EngineConfig(precision="fp8", cuda_graphs=False, **sizes), "H200")
+    simulation = simulate(run)
     scheduler, costs = simulation.memory.scheduler(), simulation.costs
     lengths = lengths_of(run)
     for ticket, (prompt, answer) in enumerate(lengths.tolist()):
@@ -65,12 +76,27 @@ def test_whole_runs_of_an_h200(name: str) -> None:
         assert 0.98 * residents <= run["resident_sequences_highest"] <= residents
 
 
+def test_long_prompts_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What two of four ranks have of 405B. Nothing of it was used to fit anything."""
+    half = {"heads": 64, "kv_heads": 4, "intermediate_size": 26_624, "vocabulary_size": 64_128}
+    monkeypatch.setitem(SHAPES, "half", replace(SHAPES["llama3.1-405b"], name="half", **half))
+    run = read("h200x2-llama3.1-405b-half-fp8-offline")
+    config = EngineConfig(precision="fp8", tensor_parallel=2, max_length=10_240, max_rows=run["memory_plan"]["max_rows"])
+    simulation = plan_simulation("half", config, "H200")
+    assert simulation.memory.pages == run["memory_plan"]["pages"]
+    scheduler, seconds = simulation.memory.scheduler(), 0.0
+    for ticket in range(run["samples_completed"]):
+        scheduler.add(ticket, 9428, 684)
+    while (plan := scheduler.plan()) is not None:
+        seconds += simulation.costs.step(plan).seconds
+    assert run["output_tokens"] / seconds == pytest.approx(run["output_tokens_per_second"], rel=0.05)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_the_memory_plan_is_that_of_the_real_gpu(name: str) -> None:
     run = read(name)
     measured = run["memory_plan"]
-    sizes = {key: measured[key] for key in ("max_rows", "max_sequences")}
-    memory = plan_simulation(run["shape"], EngineConfig(precision="fp8", cuda_graphs=False, **sizes), "H200").memory
+    memory = simulate(run).memory
     assert {key: getattr(memory, key) for key in measured} == measured
 
 
