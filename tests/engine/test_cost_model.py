@@ -81,7 +81,9 @@ def test_long_prompts_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     half = {"heads": 64, "kv_heads": 4, "intermediate_size": 26_624, "vocabulary_size": 64_128}
     monkeypatch.setitem(SHAPES, "half", replace(SHAPES["llama3.1-405b"], name="half", **half))
     run = read("h200x2-llama3.1-405b-half-fp8-offline")
-    config = EngineConfig(precision="fp8", tensor_parallel=2, max_length=10_240, max_rows=run["memory_plan"]["max_rows"])
+    config = EngineConfig(
+        precision="fp8", tensor_parallel=2, max_length=10_240, max_rows=run["memory_plan"]["max_rows"]
+    )
     simulation = plan_simulation("half", config, "H200")
     assert simulation.memory.pages == run["memory_plan"]["pages"]
     scheduler, seconds = simulation.memory.scheduler(), 0.0

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.checkpoint import CPU, open_model
 from megatoken.engine.config import SHAPES, ModelConfig
-from megatoken.engine.memory import PROCESS_BYTES, MemoryPlan, plan_memory, plan_memory_of, weight_bytes
+from megatoken.engine.memory import PROCESS_BYTES, MemoryPlan, graph_rows, plan_memory, plan_memory_of, weight_bytes
 from megatoken.engine.model import load_weights
 from megatoken.engine.ops import cpu
 from megatoken.errors import CapacityError, ConfigError, MegatokenError
@@ -177,6 +177,16 @@ def test_defaults_follow_model_and_machine() -> None:
 def test_no_plan_takes_more_than_the_machine_has() -> None:
     plan = plan_memory(SHAPES["tiny"], EngineConfig(memory_bytes=10**15))
     assert plan.total_bytes <= plan.available_bytes <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(("max_rows", "most"), [(1, 1), (3, 4), (64, 64), (100, 112), (512, 512), (1536, 512)])
+def test_graphs_are_planned_for_steps_that_can_come(max_rows: int, most: int) -> None:
+    assert graph_rows(max_rows)[-1] == most
+    plans = [
+        plan_memory_of(SHAPES["llama3.1-8b"], EngineConfig(precision="fp8", max_rows=rows), "cuda", 24 * 10**9)
+        for rows in (max_rows, 1536)
+    ]
+    assert (plans[0].process_bytes < plans[1].process_bytes) == (most < 512)
 
 
 def test_half_of_what_is_left_of_a_cpu_s_memory_stays_for_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from megatoken.engine.config import EngineConfig, Fp8Scales, ModelConfig, Precision, sharded
@@ -183,8 +184,8 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     if on_gpu and config.tensor_parallel > 1:
         process += GPU_COLLECTIVES_BYTES
     if on_gpu and config.cuda_graphs:
-        rows, sampled = GRAPH_ROWS[-1], GRAPH_ROWS[-1] + GRAPH_CHUNKS
-        graph_step, _ = _gpu_step_bytes(model, config, page_size, rows, sampled, max_length)
+        rows = graph_rows(max_rows)[-1]
+        graph_step, _ = _gpu_step_bytes(model, config, page_size, rows, rows + GRAPH_CHUNKS, max_length)
         # They share memory of their own, and are run outside it before.
         process += model.layers * GRAPH_LAYER_BYTES + 2 * graph_step
 
@@ -228,6 +229,11 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
             "lower it, or raise cache_tokens or memory_bytes"
         )
     return plan
+
+
+def graph_rows(max_rows: int) -> tuple[int, ...]:
+    """Those of ``GRAPH_ROWS`` that steps of up to ``max_rows`` are padded to, or that they are recorded up to."""
+    return GRAPH_ROWS[: bisect_left(GRAPH_ROWS, max_rows) + 1]
 
 
 def _cpu_step_bytes(

@@ -203,14 +203,16 @@ class Runner:
         if self._cuda_graphs:
             from megatoken.engine.ops.step_graphs import StepGraphs
 
-            self._graphs = StepGraphs(self._last_tokens, self._cache[0], self._config, self._precision)
+            self._graphs = StepGraphs(
+                self._last_tokens, self._cache[0], self._config, self._precision, self._memory.max_rows
+            )
             if self._group is not None:
                 self._group.recordings = self._graphs.recorded
 
     @torch.inference_mode()
     def _record_steps(self) -> None:
         if self._graphs is not None:
-            self._graphs.record_ahead(self._forward, self._memory.max_rows, self._memory.max_length)
+            self._graphs.record_ahead(self._forward, self._memory.max_length)
 
     def _run(self, prompts: int, prompt_tokens: int) -> None:
         """Serve random prompts, two tokens each."""

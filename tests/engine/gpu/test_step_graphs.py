@@ -82,7 +82,7 @@ def test_any_number_of_rows(llama: Path, rows: int) -> None:
 
 
 def test_long_sequences_are_nearly_the_same(llama: Path) -> None:
-    """One answer in five has two logits within the rounding of attention cut elsewhere; a lost piece changes them all."""
+    """One answer in five has two logits within the rounding of attention cut elsewhere; a lost piece changes all."""
     config = EngineConfig(max_rows=512, max_sequences=32, max_length=2048)
     assert same_share(llama, config, some_requests(60, longest=1900)) >= 0.6
 
@@ -150,7 +150,7 @@ def test_a_step_that_computes_longer_than_it_is_launched_is_not_recorded(
     device = torch.device("cuda")
     cache = allocate_cache(find_shape("tiny"), "fp8", 1, 32, device, [(1.0, 1.0)] * 6)[0]
     slots = torch.zeros(1, dtype=torch.int64, device=device)
-    graphs = StepGraphs(slots, cache, sharded(find_shape("llama2-70b"), ranks), "fp8")
+    graphs = StepGraphs(slots, cache, sharded(find_shape("llama2-70b"), ranks), "fp8", 512)
     step = largest_step(StepShape(rows=256 + prompt_rows, chunks=1, tokens=512, pages=16))
     assert graphs.takes(step) is taken
 

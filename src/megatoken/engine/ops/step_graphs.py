@@ -20,7 +20,7 @@ from torch import Tensor
 from megatoken.engine.batch import StepArrays, StepShape, largest_step, pad_step
 from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import ModelConfig, Precision
-from megatoken.engine.memory import GRAPH_CHUNKS, GRAPH_ROWS
+from megatoken.engine.memory import GRAPH_CHUNKS, graph_rows
 from megatoken.engine.ops import cuda
 
 SHORTEST_TOKENS, LENGTH_RATIO = 512, 4
@@ -50,14 +50,17 @@ class _Recorded:
 class StepGraphs:
     """The graphs of one model on one device, made as steps need them."""
 
-    def __init__(self, last_tokens: Tensor, cache: LayerCache, config: ModelConfig, precision: Precision) -> None:
+    def __init__(
+        self, last_tokens: Tensor, cache: LayerCache, config: ModelConfig, precision: Precision, max_rows: int
+    ) -> None:
         """``last_tokens``: int64 [slots]. ``cache``: any layer's. ``config``: of the rank's part."""
         device = last_tokens.device
         self._last_tokens = last_tokens
         self._page_size = cache.page_size
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        samples = GRAPH_ROWS[-1] + GRAPH_CHUNKS
+        self._rows = graph_rows(max_rows)
+        samples = self._rows[-1] + GRAPH_CHUNKS
         self._logits = torch.empty(samples, config.vocabulary_size, dtype=torch.bfloat16, device=device)
         self._ids = torch.empty(samples, dtype=torch.int64, device=device)
         self._met: Counter[StepShape] = Counter()
@@ -65,7 +68,7 @@ class StepGraphs:
         """Least recently used first."""
         launch_seconds = LAUNCH_SECONDS_PER_LAYER * config.layers
         row_seconds = 2 * config.linear_parameters / PRODUCT_OPERATIONS_PER_SECOND[precision]
-        self._most_rows = min(GRAPH_ROWS[-1], launch_seconds / row_seconds)
+        self._most_rows = min(self._rows[-1], launch_seconds / row_seconds)
 
     def takes(self, arrays: StepArrays) -> bool:
         """Whether a step is small enough, and delays somebody: one of prompts alone has nobody waiting for a token."""
@@ -93,15 +96,14 @@ class StepGraphs:
             sample_slots = recorded.sample_slots
         return self._logits[:samples], self._ids[:samples], sample_slots[:samples]
 
-    def record_ahead(self, forward: Forward, max_rows: int, max_length: int) -> None:
-        """Records steps of every number of rows up to ``max_rows``, of sequences as most conversations are long.
+    def record_ahead(self, forward: Forward, max_length: int) -> None:
+        """Records steps of every number of rows, of sequences as most conversations are long.
 
         Those who come first would otherwise wait for recordings, each as long as some steps.
         """
-        most_rows = min(self._most_rows, max_rows)
         for chunks in (0, 1):
-            for rows, fewer_rows in zip(GRAPH_ROWS, (0, *GRAPH_ROWS), strict=False):
-                if fewer_rows >= most_rows:
+            for rows, fewer_rows in zip(self._rows, (0, *self._rows), strict=False):
+                if fewer_rows >= self._most_rows:
                     break
                 shape = self._shape(rows, chunks, min(AHEAD_TOKENS, max_length))
                 step = largest_step(shape)
@@ -116,7 +118,7 @@ class StepGraphs:
         while longest < tokens:
             longest *= LENGTH_RATIO
         return StepShape(
-            rows=GRAPH_ROWS[bisect_left(GRAPH_ROWS, rows)],
+            rows=self._rows[bisect_left(self._rows, rows)],
             chunks=GRAPH_CHUNKS if chunks else 0,
             tokens=longest,
             pages=-(-longest // self._page_size),
