@@ -103,6 +103,17 @@ def test_savings_and_debts_have_an_end() -> None:
     assert learnt.saved_seconds == pytest.approx(-MOST_SAVED * 0.1)
 
 
+def test_a_step_of_prompts_alone_delays_nobody() -> None:
+    """A prompt that comes to an idle machine leaves no debt to the next."""
+    learnt = taught(PRICES[0], 0.04)
+    before = learnt.prompt_rows(50, 20_000)
+    learnt.note(1536, 1_000_000, 0.25, decodes=False)
+    assert learnt.saved_seconds == 0.0
+    assert learnt.prompt_rows(50, 20_000) == pytest.approx(before, rel=0.05)
+    learnt.note(1536, 1_000_000, 0.25)
+    assert learnt.saved_seconds == pytest.approx(0.04 - 0.25)
+
+
 def test_prompts_alone_get_every_row_and_beside_too_many_decodes_the_least_share() -> None:
     learnt = taught(PRICES[0], 0.03)
     assert learnt.prompt_rows(0, 0) == 1536

@@ -168,7 +168,7 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Plan and launch one step, collect the oldest that is due, tell what it brought."""
         events, self._held = self._held, []
-        on_the_way = [(step.rows, step.cached_tokens) for step in self._launched]
+        on_the_way = [(step.rows, step.cached_tokens) for step in self._launched if step.plan.decodes]
         plan = plan_within(self._step_time, self._scheduler, on_the_way)
         if plan is not None:
             rows, cached_tokens = int(plan.count.sum()), int((plan.start + plan.count).sum())
@@ -290,7 +290,7 @@ class Engine:
         if self._step_time is not None:
             now = time.monotonic()
             seconds = now - max(launched.began, self._ended)
-            self._step_time.note(launched.rows, launched.cached_tokens, seconds)
+            self._step_time.note(launched.rows, launched.cached_tokens, seconds, decodes=plan.decodes > 0)
             self._ended = now
         events = []
         for ticket, token in zip(plan.ticket[plan.sample].tolist(), ids, strict=True):

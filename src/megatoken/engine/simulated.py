@@ -168,6 +168,7 @@ class _Launched(NamedTuple):
 
     tickets: NDArray[np.int64]
     known: NDArray[np.int32]  # tokens of each with the row that yields the next one
+    decodes: int
     rows: int
     cached_tokens: int
     seconds: float
@@ -256,7 +257,7 @@ class SimulatedEngine:
     def step(self) -> list[TokenEvent]:
         """Plan and launch one step, wait for the end of the oldest that is due, tell what it brought."""
         events, self._held = self._held, []
-        on_the_way = [(step.rows, step.cached_tokens) for step in self._launched]
+        on_the_way = [(step.rows, step.cached_tokens) for step in self._launched if step.decodes]
         plan = plan_within(self._step_time, self._scheduler, on_the_way)
         if plan is not None:
             self._launch(plan)
@@ -305,12 +306,15 @@ class SimulatedEngine:
             tells = known == self._last_row.take(plan.slot)
             tells[plan.decodes :] = plan.sample[plan.decodes :]
         cached_tokens = int(known.sum()) if self._step_time is not None else 0
-        self._launched.append(_Launched(plan.ticket[tells], known[tells], rows, cached_tokens, seconds, self._free_at))
+        self._launched.append(
+            _Launched(plan.ticket[tells], known[tells], plan.decodes, rows, cached_tokens, seconds, self._free_at)
+        )
 
     def _collect(self, launched: _Launched) -> list[TokenEvent]:
         self._clock.wait_until(launched.end)
         if self._step_time is not None:
-            self._step_time.note(launched.rows, launched.cached_tokens, launched.seconds)
+            decodes = launched.decodes > 0
+            self._step_time.note(launched.rows, launched.cached_tokens, launched.seconds, decodes=decodes)
         events = []
         for ticket, known in zip(launched.tickets.tolist(), launched.known.tolist(), strict=True):
             active = self._active.get(ticket)

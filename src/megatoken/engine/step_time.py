@@ -39,7 +39,8 @@ class StepTime:
     Attributes:
         target_seconds: that steps should take at most, on average over dozens of them.
         max_rows: rows that a step may have at most, whatever they cost.
-        saved_seconds: by the steps seen, of their targets; below zero what later ones have to make up for.
+        saved_seconds: by the steps seen that somebody's next token waited for, of their targets; below zero what later
+            ones have to make up for.
     """
 
     def __init__(self, target_seconds: float, max_rows: int) -> None:
@@ -59,18 +60,20 @@ class StepTime:
         self._prices: NDArray[np.float64] | None = None
         self.saved_seconds = 0.0
 
-    def note(self, rows: int, cached_tokens: int, seconds: float) -> None:
+    def note(self, rows: int, cached_tokens: int, seconds: float, *, decodes: bool = True) -> None:
         """Takes the time of a step that ran; one without rows or of no plausible time is ignored.
 
         Args:
             rows: tokens computed.
             cached_tokens: keys that its sequences saw, summed.
             seconds: that it took, from when the one before it had ended.
+            decodes: whether it had any; one of prompts alone saves and owes nothing.
         """
         if rows < 1 or not 0 < seconds < LONGEST_SECONDS:
             return
-        most = MOST_SAVED * self.target_seconds
-        self.saved_seconds = min(max(self.saved_seconds + self.target_seconds - seconds, -most), most)
+        if decodes:
+            most = MOST_SAVED * self.target_seconds
+            self.saved_seconds = min(max(self.saved_seconds + self.target_seconds - seconds, -most), most)
         expected = self.expected_seconds(rows, cached_tokens)
         if expected is not None and expected > 0:
             seconds = min(seconds, OUTLIER * expected)  # if all steps are slower, the prices still follow
@@ -87,7 +90,10 @@ class StepTime:
         return None if self._prices is None else float(self._prices @ (1.0, rows, cached_tokens))
 
     def spent_seconds(self, on_the_way: Iterable[tuple[int, int]]) -> float:
-        """What steps that were planned, but not noted yet, will take beyond their targets: rows and cached tokens."""
+        """What steps with decodes that are planned, but not noted yet, will take beyond their targets.
+
+        ``on_the_way``: rows and cached tokens of each.
+        """
         expected = [self.expected_seconds(*step) or 0.0 for step in on_the_way]
         return sum([max(seconds - self.target_seconds, 0.0) for seconds in expected])
 
@@ -144,7 +150,7 @@ def plan_within(
 ) -> StepPlan | None:
     """The next step, no larger than ``step_time`` lets it be; None if there is nothing to do.
 
-    ``on_the_way``: rows and cached tokens of steps that were planned, but not noted yet.
+    ``on_the_way``: rows and cached tokens of steps with decodes that were planned, but not noted yet.
     """
     if step_time is None:
         return scheduler.plan()
