@@ -306,10 +306,40 @@ def _load_data_set(config: RunConfig, model: ModelConfig, memory: MemoryPlan) ->
             decode=decode,
             as_published=config.rules is not None,
         )
-    return load_prompts(
+    packaged = config.prompts is None
+    data_set = load_prompts(
         prompts,
         encode=encoder(config.model),
         vocabulary_size=vocabulary_size,
-        max_length=max_length,
+        max_length=model.max_positions if packaged else max_length,
         default_max_tokens=config.max_tokens,
+    )
+    if packaged:  # nobody can shorten its lines
+        _check_context(int((data_set.input_tokens + data_set.output_limits).max()), config, memory)
+    return data_set
+
+
+def _check_context(needed: int, config: RunConfig, memory: MemoryPlan) -> None:
+    """Refuses a context shorter than the ``needed`` tokens of the data set that ships, with what makes it longer."""
+    if needed <= memory.max_length:
+        return
+    in_pages = -(-needed // memory.page_size) * memory.page_size
+    too_small = [
+        f"{name} to {enough:,}"
+        for name, given, enough in (
+            ("engine.cache_tokens", config.engine.cache_tokens, in_pages),
+            ("engine.max_length", config.engine.max_length, needed),
+        )
+        if given is not None and given < enough
+    ]
+    if too_small:
+        them = "it" if len(too_small) == 1 else "them"
+        mend = f"raise {' and '.join(too_small)} or more, or leave {them} out"
+    elif config.engine.memory_bytes is not None:
+        mend = "raise engine.memory_bytes, or leave it out"
+    else:
+        mend = "free memory"
+    raise CapacityError(
+        f"the prompts that ship with {REFERENCE} need a context of {needed:,} tokens with their answers, and here it is "
+        f"{memory.max_length:,}; {mend}, or give --prompts of your own"
     )
