@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatoken.accuracy.answers import AccuracyLogError, find_log, read_answers
+from megatoken.accuracy.answers import WHOLE_RUN, AccuracyLogError, find_log, read_answers
 from megatoken.accuracy.decoding import AnswerDecoder
 from megatoken.accuracy.evaluate import Scores, evaluate
 from megatoken.accuracy.files import document, write_results
@@ -62,6 +62,11 @@ def judge(
     """
     log = find_log(path)
     run = run_of(log)
+    if not partial and (sampled := sampled_by(run)) is not None:
+        raise UsageError(
+            f"{path}: a run of {sampled}, which logs some answers; {WHOLE_RUN} logs all of them, --partial scores those "
+            "that are there"
+        )
     expected = _references(run, references, log)
     decoder = AnswerDecoder(_model(run, model, log))
     if benchmark is not None and baseline is not None:
@@ -71,6 +76,11 @@ def judge(
         targets = of_benchmark(benchmark, expected)
     elif baseline is not None:
         targets = of_baseline(baseline, share, expected)
+        if targets.rows != len(expected.texts) and not partial:
+            raise UsageError(
+                f"--baseline {baseline}: scores {targets.rows:,} of {count_of(len(expected.texts), 'row')}, as a run of "
+                f"a compliance test or of --samples does; give one of {WHOLE_RUN}, or compare as many with --partial"
+            )
     notes = []
     if run is not None and references is not None and expected.content_hash != run.result.get("data_set_sha256"):
         notes.append(f"{expected.path} is another file than the prompts of the run")
@@ -123,6 +133,12 @@ def run_of(log: Path) -> Run | None:
     if run.verdict is Verdict.INTERRUPTED:
         raise AccuracyLogError(f"{root}: the run was interrupted, its answers are no whole set; run it again")
     return run
+
+
+def sampled_by(run: Run | None) -> str | None:
+    """The compliance test that a run is of, which logs some of its answers; None of any other run."""
+    test = None if run is None else run.config.get("compliance")
+    return None if test is None else f"compliance test {test}"
 
 
 def _references(run: Run | None, given: Path | None, log: Path) -> References:
