@@ -91,8 +91,15 @@ def _standard_output() -> Console:
 
 def _show_run(run: Run, console: Console) -> None:
     rows = metric_rows(run)
-    console.print(metrics_table(rows, console.width))
-    for line in lines(run, starred=has_unreliable(rows)):
+    starred = has_unreliable(rows)
+    if console.width < WIDTH_OF_FULL_TABLE:
+        rows = list(_one_value_each(rows))
+    if console.width < _least_metrics_width(rows):
+        for row in rows:
+            console.print(f"{row.label}: {row.value} {row.unit}".rstrip(), markup=False, soft_wrap=True)
+    else:
+        console.print(metrics_table(rows))
+    for line in lines(run, starred=starred):
         console.print(line, soft_wrap=True)  # a path or a message stays one line when the output goes to a file
 
 
@@ -120,22 +127,33 @@ def lines(run: Run, *, starred: bool) -> Iterator[Text]:
     yield Text(f"Run folder: {run.path}")
 
 
-def metrics_table(rows: list[MetricRow], width: int) -> RichTable:
-    """One line per metric; on a narrow terminal one line per percentile."""
-    wide = width >= WIDTH_OF_FULL_TABLE
+def metrics_table(rows: list[MetricRow]) -> RichTable:
+    """One line per metric; columns for percentiles where a row has them."""
+    percentiles = PERCENTILES if any(row.percentiles for row in rows) else ()
     metrics = _empty_table()
     metrics.add_column("Metric", overflow="fold")
     metrics.add_column("Unit", style="dim", no_wrap=True)
     metrics.add_column("Value", justify="right", no_wrap=True)
-    for percentile in PERCENTILES if wide else ():
+    for percentile in percentiles:
         metrics.add_column(percentile, justify="right", no_wrap=True)
     for row in rows:
-        if wide or not row.percentiles:
-            metrics.add_row(row.label, row.unit, row.value, *(row.percentiles if wide else ()))
-        else:
-            for percentile, value in zip(PERCENTILES, row.percentiles, strict=True):
-                metrics.add_row(f"{row.label} {percentile}", row.unit, value)
+        metrics.add_row(row.label, row.unit, row.value, *(row.percentiles if percentiles else ()))
     return metrics
+
+
+def _one_value_each(rows: list[MetricRow]) -> Iterator[MetricRow]:
+    """For a narrow terminal: a row for each percentile."""
+    for row in rows:
+        if row.percentiles:
+            for percentile, value in zip(PERCENTILES, row.percentiles, strict=True):
+                yield MetricRow(f"{row.label} {percentile}", row.unit, value)
+        else:
+            yield row
+
+
+def _least_metrics_width(rows: list[MetricRow]) -> int:
+    """Letters below which a table of rows with one value each would squeeze out their names."""
+    return NARROWEST_TEXT + 6 + max(len(row.unit) for row in rows) + max(len(row.value) for row in rows)
 
 
 def _show_view(view: View, console: Console) -> None:
