@@ -145,7 +145,7 @@ def test_part_of_a_run_is_scored_where_asked_for(run: Path, tmp_path: Path) -> N
     log.write_text("".join([*lines[:3], *lines[4:]]))
     code, out, _ = call_here("accuracy", other, "--partial", "--json")
     assert code == 0
-    assert json.loads(out)["notes"] == ["11 of 12 rows have an answer"]
+    assert "11 of 12 rows have an answer" in json.loads(out)["notes"]
 
 
 def test_compliance_of_a_run_goes_beside_it(run: Path) -> None:

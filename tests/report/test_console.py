@@ -121,6 +121,14 @@ def test_names_of_metrics_stay_however_narrow_the_terminal(make_run, width):
     assert f"Run folder: {path}" in found
 
 
+def test_a_rouge_2_far_below_the_other_scores_is_explained(make_run):
+    scores = {name: {"value": value} for name, value in (("exact_match", 98.8), ("rouge2", 77.2))}
+    path = make_run(accuracy={"metrics": scores})
+    assert "\nROUGE-2 counts pairs of words: an answer of one word has none and counts 0" in shown(path, 80)
+    assert "an answer of one word has none and counts 0" in page(run_view(read_run(path)))
+    assert "ROUGE-2" not in shown(make_run(), 80)
+
+
 def test_no_colour_unless_on_a_terminal(make_run):
     path = make_run()
     assert "\x1b" not in shown(path, 80)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from megatoken.engine.config import model_folder
 from megatoken.errors import DatasetError, UsageError
 from megatoken.results.numerals import count_of
 from megatoken.results.run_folder import RESULT, Run, Verdict, read_run
+
+
+_WORD = re.compile(r"[a-z0-9]+")  # as rouge-score takes texts apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +175,12 @@ def _model(run: Run | None, given: Path | None, log: Path) -> Path:
 def _notes(scores: Scores, references: References) -> Iterator[str]:
     if scores.answers < len(references.texts):
         yield f"{scores.answers:,} of {count_of(len(references.texts), 'row')} have an answer"
+    exact = [text for text, scoring in zip(references.texts, references.scorings, strict=True) if scoring == "exact"]
+    if short := sum(len(_WORD.findall(text.lower())) < 2 for text in exact):
+        yield (
+            f"ROUGE-2 counts pairs of words: {short:,} of {count_of(len(exact), 'expected answer')} "
+            f"{'has' if short == 1 else 'have'} none and score{'s' * (short == 1)} 0, whatever was answered"
+        )
     if scores.characters is None and references.data_set is not None:
         yield "no NLTK sentence data: rougeLsum and gen_len are left out, exact_match is of texts not split"
     if scores.empty:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,10 @@ from megatoken.report.blocks import Verdict as VerdictBlock
 from megatoken.report.documents import Document, checked
 from megatoken.report.metrics import (
     PERCENTILES,
+    ROUGE_2_NOTE,
     UNRELIABLE_NOTE,
     MetricRow,
+    has_rouge_2,
     has_unreliable,
     loadgens_word,
     meaning,
@@ -91,7 +93,7 @@ def _standard_output() -> Console:
 
 def _show_run(run: Run, console: Console) -> None:
     rows = metric_rows(run)
-    starred = has_unreliable(rows)
+    notes = [note for note, told in ((UNRELIABLE_NOTE, has_unreliable), (ROUGE_2_NOTE, has_rouge_2)) if told(rows)]
     if console.width < WIDTH_OF_FULL_TABLE:
         rows = list(_one_value_each(rows))
     if console.width < _least_metrics_width(rows):
@@ -99,16 +101,15 @@ def _show_run(run: Run, console: Console) -> None:
             console.print(f"{row.label}: {row.value} {row.unit}".rstrip(), markup=False, soft_wrap=True)
     else:
         console.print(metrics_table(rows))
-    for line in lines(run, starred=starred):
+    for line in lines(run, notes):
         console.print(line, soft_wrap=True)  # a path or a message stays one line when the output goes to a file
 
 
-def lines(run: Run, *, starred: bool) -> Iterator[Text]:
-    """What stands below the table; ``starred`` adds what a star in it means."""
+def lines(run: Run, notes: Sequence[str]) -> Iterator[Text]:
+    """What stands below the table; ``notes`` are on numbers in it."""
     from rich.text import Text
 
-    if starred:
-        yield Text(UNRELIABLE_NOTE, style="dim")
+    yield from (Text(note, style="dim") for note in notes)
     yield Text.assemble((run.verdict, STYLES.get(run.verdict, "bold yellow")), f": {meaning(run)}")
     if word := loadgens_word(run):
         yield Text(word)
