@@ -83,9 +83,7 @@ def test_answers_must_be_as_long_as_the_baselines(
     ("words", "short", "rouge_2"),
     [(["one", "two", "3.5"], "2 of 3 expected answers have none and score 0", 100 / 3), (["a b", "c-d"], "", 100.0)],
 )
-def test_answers_without_pairs_of_words_are_told(
-    tmp_path: Path, words: list[str], short: str, rouge_2: float
-) -> None:
+def test_answers_without_pairs_of_words_are_told(tmp_path: Path, words: list[str], short: str, rouge_2: float) -> None:
     lines = write_lines(tmp_path / "few.jsonl", [{"prompt": "p", "reference": word} for word in words])
     document = judged(tmp_path / "few", words, lines).document
     assert document["metrics"]["exact_match"]["value"] == 100.0

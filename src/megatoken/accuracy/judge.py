@@ -19,7 +19,6 @@ from megatoken.errors import DatasetError, UsageError
 from megatoken.results.numerals import count_of
 from megatoken.results.run_folder import RESULT, Run, Verdict, read_run
 
-
 _WORD = re.compile(r"[a-z0-9]+")  # as rouge-score takes texts apart
 
 
@@ -68,8 +67,8 @@ def judge(
     run = run_of(log)
     if not partial and (sampled := sampled_by(run)) is not None:
         raise UsageError(
-            f"{path}: a run of {sampled}, which logs some answers; {WHOLE_RUN} logs all of them, --partial scores those "
-            "that are there"
+            f"{path}: a run of {sampled}, which logs some answers; {WHOLE_RUN} logs all of them, --partial scores "
+            "those that are there"
         )
     expected = _references(run, references, log)
     decoder = AnswerDecoder(_model(run, model, log))
@@ -82,8 +81,8 @@ def judge(
         targets = of_baseline(baseline, share, expected)
         if targets.rows != len(expected.texts) and not partial:
             raise UsageError(
-                f"--baseline {baseline}: scores {targets.rows:,} of {count_of(len(expected.texts), 'row')}, as a run of "
-                f"a compliance test or of --samples does; give one of {WHOLE_RUN}, or compare as many with --partial"
+                f"--baseline {baseline}: scores {targets.rows:,} of {count_of(len(expected.texts), 'row')}, as a run "
+                f"of a compliance test or of --samples does; give one of {WHOLE_RUN}, or compare as many with --partial"
             )
     notes = []
     if run is not None and references is not None and expected.content_hash != run.result.get("data_set_sha256"):

@@ -340,6 +340,6 @@ def _check_context(needed: int, config: RunConfig, memory: MemoryPlan) -> None:
     else:
         mend = "free memory"
     raise CapacityError(
-        f"the prompts that ship with {REFERENCE} need a context of {needed:,} tokens with their answers, and here it is "
-        f"{memory.max_length:,}; {mend}, or give --prompts of your own"
+        f"the prompts that ship with {REFERENCE} need a context of {needed:,} tokens with their answers, and here it "
+        f"is {memory.max_length:,}; {mend}, or give --prompts of your own"
     )
