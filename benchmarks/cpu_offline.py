@@ -21,6 +21,7 @@ import psutil
 import megatoken
 from megatoken.engine.config import SHAPES, ModelConfig
 from megatoken.hardware.inventory import take_inventory
+from megatoken.results.numerals import count_of
 from peers.environments import ENVIRONMENTS, interpreter
 from peers.monitor import ChildFailedError, run_watched, share_of_others
 from peers.protocol import Answer, Specification
@@ -224,8 +225,8 @@ def _sha256(path: Path) -> str:
 def _title(comparison: dict[str, Any]) -> str:
     return (
         f"{comparison['shape']} ({comparison['parameters'] / 1e6:,.1f} M) {comparison['precision']}, "
-        f"{comparison['requests']} requests at once, {comparison['prompt_tokens']:,} prompt and "
-        f"{comparison['output_tokens']:,} output tokens, {comparison['threads']} threads, greedy"
+        f"{count_of(comparison['requests'], 'request')} at once, {comparison['prompt_tokens']:,} prompt and "
+        f"{count_of(comparison['output_tokens'], 'output token')}, {count_of(comparison['threads'], 'thread')}, greedy"
     )
 
 

@@ -122,3 +122,18 @@ def test_a_question_without_end_can_be_interrupted(tmp_path_factory: pytest.Temp
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=TIMEOUT_SECONDS) == ("", "megatoken: interrupted; nothing was written\n")
         assert process.returncode == 130
+
+
+def test_a_rate_written_over_by_hand(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(two_runs(tmp_path_factory)[0], tmp_path / "run"))
+    result = json.loads((run / "result.json").read_text())
+    rate = 2 * result["output_tokens_per_second"]
+    (run / "result.json").write_text(json.dumps({**result, "output_tokens_per_second": rate}))
+    query = ("report", run, "--query", "select model from runs")
+    commands = (("compare", run, "GB200"), ("plan", "capacity", run), ("report", run), ("aggregate", run), query)
+    for arguments in commands:
+        why = refused(*arguments)
+        assert f"{run}: result.json contradicts itself" in why
+        assert f"megatoken audit {run} says what else" in why
+    code, _, err = call_here("audit", run)
+    assert (code, err) == (3, "")

@@ -207,6 +207,27 @@ def test_a_dry_run_refuses_what_the_run_would(
     assert list(work.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("sizes", "mend"),
+    [
+        ("--engine.cache_tokens 64", "raise engine.cache_tokens to 928 or more, or leave it out,"),
+        ("--engine.max_length 300", "raise engine.max_length to 917 or more, or leave it out,"),
+        (
+            "--engine.cache_tokens 64 --engine.max_length 64",
+            "raise engine.cache_tokens to 928 and engine.max_length to 917 or more, or leave them out,",
+        ),
+        ("--engine.memory_bytes 328000000 --engine.max_rows 1", "raise engine.memory_bytes, or leave it out,"),
+    ],
+)
+def test_a_context_too_short_for_the_prompts_that_ship(tmp_path: Path, sizes: str, mend: str) -> None:
+    code, stdout, err = call_here("run", "--dry-run", "--out", tmp_path, *sizes.split())
+    assert (code, stdout, err.count("\n")) == (2, "", 1)
+    assert "need a context of 917 tokens with their answers, and here it is" in err
+    assert mend in err
+    advised = [f"--{word.group(1)}={word.group(2)}" for word in re.finditer(r"(engine\.\w+) to (\d+)", err)]
+    assert call_here("run", "--dry-run", "--out", tmp_path, *advised)[0] == 0
+
+
 def test_flags_may_be_typed_with_underscores(tmp_path: Path) -> None:
     flags = ("--dry_run", "--min_duration", 7, "--engine.max-rows=64", "--warm_up", 1)
     code, stdout, err = call_here("run", "--json", "--out", tmp_path, *flags)

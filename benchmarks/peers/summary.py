@@ -37,7 +37,7 @@ def wrong_lengths(token_ids: Sequence[Sequence[int]], output_lengths: Sequence[i
         return f"{len(token_ids)} answers to {len(output_lengths)} requests"
     for index, (ids, length) in enumerate(zip(token_ids, output_lengths, strict=True)):
         if len(ids) != length:
-            return f"request {index} got {len(ids)} tokens instead of {length}"
+            return f"request {index} got {len(ids)} token{'s' * (len(ids) != 1)} instead of {length}"
     return None
 
 

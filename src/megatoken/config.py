@@ -29,6 +29,15 @@ def _not_empty(value: Any) -> Any:
     return value
 
 
+def _run_as_a_test(value: Any) -> Any:
+    if value in ("TEST07", "TEST09"):
+        raise ValueError(
+            f"must be 'TEST06' ({value} is of the answers to all rows: megatoken run --mode accuracy, then "
+            f"megatoken verify {value})"
+        )
+    return value
+
+
 def _separated(value: Any) -> Any:
     return value.split(",") if isinstance(value, str) else value
 
@@ -111,7 +120,7 @@ class RunConfig(_Section):
         default="offline", description="how load arrives"
     )
     mode: Literal["performance", "accuracy"] = Field(default="performance", description="accuracy logs every token id")
-    compliance: Literal["TEST06"] | None = Field(
+    compliance: Annotated[Literal["TEST06"] | None, BeforeValidator(_run_as_a_test)] = Field(
         default=None, description="MLPerf compliance test to run in place of a measurement"
     )
     rules: RoundName | None = Field(default=None, description="MLPerf round whose rules the run claims")

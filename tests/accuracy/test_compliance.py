@@ -97,7 +97,7 @@ def test_another_number_of_answers_is_not_the_test(tmp_path: Path) -> None:
     path = write_log(tmp_path / "log", [[1, 7]] * 99)
     result = check_test06(read_answers(path), offline=True, end_token_ids=END)
     assert (result.passed, result.sound) == (True, False)
-    assert result.findings == ("99 answers; the test's audit.config logs 100",)
+    assert result.findings == ("99 answers; the test's run logs 100: megatoken run --compliance TEST06",)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import pytest
 from cli_support import call_here
 from megatoken.accuracy.compliance import TEST06_RECORDS
 from megatoken.audit import Severity, audit
+from megatoken.datasets.references import HELD_OUT
+from megatoken.engine.config import model_folder
 
 
 def compliance_run(tmp_path: Path, *flags: object) -> tuple[int, Path]:
@@ -45,6 +47,27 @@ def test_the_model_that_ships_passes(tmp_path: Path, scenario: str, round_: str 
     assert file.read_text() == before
 
 
+def test_what_else_a_run_of_the_test_is_no_good_for(tmp_path: Path) -> None:
+    """Each refusal names the command that makes the run which is wanted, and no command sends back to another."""
+    _, run = compliance_run(tmp_path)
+    for arguments in (("verify", "TEST07", run), ("verify", "TEST09", run), ("accuracy", run)):
+        code, out, err = call_here(*arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert f"{run}: a run of compliance test TEST06, which logs some answers; " in err
+        assert "megatoken run --mode accuracy" in err
+    assert call_here("accuracy", run, "--partial")[0] == 0
+    code, _, err = call_here("accuracy", run, "--baseline", run)
+    assert (code, "--partial" in err) == (2, True)
+    assert call_here("accuracy", run, "--baseline", run, "--partial")[0] == 0
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "mlperf_log_accuracy.json").write_bytes((run / "mlperf/mlperf_log_accuracy.json").read_bytes())
+    of_the_model = ("--references", HELD_OUT, "--model", model_folder("reference"))
+    code, _, err = call_here("accuracy", whole, *of_the_model, "--baseline", run)
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"--baseline {run}: scores 100 of 2,048 rows, as a run of a compliance test" in err
+
+
 def test_answers_without_an_end_prove_nothing(tmp_path: Path) -> None:
     """Random weights whose answers are forced to their lengths: MLPerf's own check passes, ours does not."""
     lengths = tmp_path / "lengths.csv"
@@ -80,4 +103,8 @@ def test_what_the_test_decides_itself_is_refused(tmp_path: Path, flags: tuple[ob
 
 def test_no_other_test_is_run(tmp_path: Path) -> None:
     code, _, err = call_here("run", "--compliance", "TEST07", "--out", tmp_path / "runs")
-    assert (code, err) == (2, "megatoken: --compliance: must be 'TEST06', got 'TEST07'\n")
+    assert code == 2
+    assert err.startswith("megatoken: --compliance: must be 'TEST06' (TEST07 is of the answers to all rows: ")
+    assert err.endswith(" megatoken run --mode accuracy, then megatoken verify TEST07), got 'TEST07'\n")
+    code, _, err = call_here("run", "--compliance", "TEST01", "--out", tmp_path / "runs")
+    assert (code, err) == (2, "megatoken: --compliance: must be 'TEST06', got 'TEST01'\n")

@@ -79,6 +79,20 @@ def test_answers_must_be_as_long_as_the_baselines(
     assert [message.partition("accuracy.json ")[2] for message in reasons(result)] == found
 
 
+@pytest.mark.parametrize(
+    ("words", "short", "rouge_2"),
+    [(["one", "two", "3.5"], "2 of 3 expected answers have none and score 0", 100 / 3), (["a b", "c-d"], "", 100.0)],
+)
+def test_answers_without_pairs_of_words_are_told(tmp_path: Path, words: list[str], short: str, rouge_2: float) -> None:
+    lines = write_lines(tmp_path / "few.jsonl", [{"prompt": "p", "reference": word} for word in words])
+    document = judged(tmp_path / "few", words, lines).document
+    assert document["metrics"]["exact_match"]["value"] == 100.0
+    assert document["metrics"]["rouge2"]["value"] == pytest.approx(rouge_2)
+    told = [note for note in document["notes"] if note.startswith("ROUGE-2 counts pairs of words")]
+    assert len(told) == bool(short)
+    assert short in "".join(told)
+
+
 def test_a_baseline_of_other_references_or_another_number_of_answers(tmp_path: Path, references: Path) -> None:
     other = write_lines(tmp_path / "o.jsonl", [{"prompt": "p", "reference": word} for word in [*WORDS[:-1], "x"]])
     judged(tmp_path / "fp32", WORDS, other)

@@ -11,6 +11,7 @@ from cli_support import call_here
 from megatoken.results import read_run
 
 ROWS = 12
+MEANT = ("--references", "{run}/../../prompts.jsonl", "--model", "{run}/../../model")
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +145,7 @@ def test_part_of_a_run_is_scored_where_asked_for(run: Path, tmp_path: Path) -> N
     log.write_text("".join([*lines[:3], *lines[4:]]))
     code, out, _ = call_here("accuracy", other, "--partial", "--json")
     assert code == 0
-    assert json.loads(out)["notes"] == ["11 of 12 rows have an answer"]
+    assert "11 of 12 rows have an answer" in json.loads(out)["notes"]
 
 
 def test_compliance_of_a_run_goes_beside_it(run: Path) -> None:
@@ -159,9 +160,21 @@ def test_compliance_of_a_run_goes_beside_it(run: Path) -> None:
     assert code == 3
     assert json.loads(out)["file"] == str(run / "compliance" / "TEST09" / "verify_output_len.txt")
     call_here("accuracy", run)
-    code, out, _ = call_here("verify", "TEST07", run)
-    assert code == 3
-    assert "Accuracy score: 75.000000" in out
+    for path in (run, run / "mlperf", run / "mlperf" / "mlperf_log_accuracy.json"):
+        code, out, _ = call_here("verify", "TEST07", path)
+        assert code == 3
+        assert "Accuracy score: 75.000000" in out
+        assert f"Written: {run / 'compliance' / 'TEST07'}" in out
+    (run / "accuracy" / "accuracy.json").unlink()
+    code, _, err = call_here("verify", "TEST07", run / "mlperf")
+    assert (code, f"make it: megatoken accuracy {run}\n" in err) == (2, True)
+    call_here("accuracy", run)
+    scores = json.loads((run / "accuracy" / "accuracy.json").read_text())
+    del scores["metrics"]["exact_match"]
+    (run / "accuracy" / "accuracy.json").write_text(json.dumps(scores))
+    code, _, err = call_here("verify", "TEST07", run)
+    assert (code, f"megatoken accuracy {run} --references FILE makes it" in err) == (2, True)
+    call_here("accuracy", run)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +184,11 @@ def test_compliance_of_a_run_goes_beside_it(run: Path) -> None:
         (("verify", "TEST06", "{tmp}"), "no mlperf_log_accuracy.json there"),
         (("verify", "TEST06", "{tmp}/logs", "--end-tokens", "2"), "it says which scenario was run"),
         (("verify", "TEST06", "{tmp}/logs/mlperf_log_accuracy.json"), "it says which scenario was run"),
-        (("verify", "TEST07", "{tmp}/logs"), "no accuracy.json there"),
+        (("verify", "TEST07", "{tmp}/logs"), "no accuracy.json there; make it: megatoken accuracy {tmp}/logs"),
+        (("verify", "TEST07", "{tmp}/timed"), "holds no answers; megatoken run --mode accuracy logs them"),
+        (("verify", "TEST06", "{tmp}/timed", "--end-tokens", "2"), "no answers; megatoken run --compliance TEST06"),
+        (("accuracy", "{tmp}/timed", *MEANT), "holds no answers; megatoken run --mode accuracy logs them"),
+        (("verify", "TEST07", "{tmp}/accuracy.json"), "accuracy.json: scores, no answers; give the run folder"),
         (("verify", "TEST05", "{run}"), "TEST05"),
         (("accuracy", "{tmp}/absent"), "no mlperf_log_accuracy.json there"),
         (("accuracy", "{run}", "--model", "{tmp}"), "no tokenizer.json"),
@@ -188,7 +205,10 @@ def test_wrong_use_is_answered_in_one_line(
 ) -> None:
     (tmp_path / "logs").mkdir()
     shutil.copy(run / "mlperf" / "mlperf_log_accuracy.json", tmp_path / "logs")
+    (tmp_path / "timed").mkdir()
+    (tmp_path / "timed" / "mlperf_log_accuracy.json").write_text("[]\n")
+    (tmp_path / "accuracy.json").write_text("{}\n")
     code, out, err = call_here(*(one.format(run=run, tmp=tmp_path) for one in arguments))
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
-    assert problem in err
+    assert problem.format(run=run, tmp=tmp_path) in err

@@ -89,7 +89,7 @@ def test_an_environment_is_made_once_and_again_when_its_packages_change(
 
 def test_wrong_lengths_names_the_request() -> None:
     assert wrong_lengths([[1, 2], [3]], [2, 1]) is None
-    assert wrong_lengths([[1, 2], [3]], [2, 2]) == "request 1 got 1 tokens instead of 2"
+    assert wrong_lengths([[1, 2], [3]], [2, 2]) == "request 1 got 1 token instead of 2"
     assert wrong_lengths([[1, 2]], [2, 1]) == "1 answers to 2 requests"
 
 

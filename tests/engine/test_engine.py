@@ -236,9 +236,9 @@ UNACCEPTABLE = [
     (Request([1], sampling=Sampling(1.0, seed=1.5)), RequestError, "seed is 1.5; it must be a whole number"),
     (Request([1], stop_token_ids=5), RequestError, "stop_token_ids is 5; it must be a tuple of token ids"),
     (Request([1], stop_token_ids=("a",)), RequestError, "stop_token_ids is ('a',)"),
-    (Request([1] * 70, 11), CapacityError, "70 tokens and 11 new ones exceed the longest sequence of 80 tokens"),
+    (Request([1] * 70, 11), CapacityError, "80 tokens; lower max_tokens to 10, or raise"),
     (Request([1], 2**70), CapacityError, "a prompt of 1 token and 1"),
-    (Request([1] * 80, 1), CapacityError, "80 tokens and 1 new one exceed the longest sequence of 80 tokens"),
+    (Request([1] * 80, 1), CapacityError, "80 tokens; shorten the prompt, or raise"),
 ]
 
 

@@ -17,7 +17,7 @@ from checkpoints import ARCHITECTURES, make_checkpoint
 from hypothesis import given, settings
 
 from megatoken.engine import Engine, EngineConfig, Request
-from megatoken.engine.checkpoint import CPU, open_model
+from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import SHAPES, ModelConfig
 from megatoken.engine.memory import PROCESS_BYTES, MemoryPlan, graph_rows, plan_memory, plan_memory_of, weight_bytes
 from megatoken.engine.model import load_weights
@@ -108,7 +108,7 @@ def test_weight_bytes_are_those_of_the_packed_weights(tmp_path: Path) -> None:
         make_checkpoint(directory, architecture, tie_word_embeddings=tied, **biases)
         source = open_model(directory)
         for precision in ("fp32", "bf16", "fp8"):
-            weights = load_weights(source, cpu, precision, 16, CPU)
+            weights = load_weights(source, cpu, precision, 16, torch.device("cpu"))
             tensors = [weights.embedding_VD, weights.norm_D, weights.head.packed]
             for layer in weights.layers:
                 linears = [layer.qkv, layer.output, *layer.gate_up, layer.down]

@@ -95,7 +95,7 @@ def test_a_simulated_run_says_so_beside_its_verdict(make_run):
     assert "simulated H200, its rates and times are a cost model" in page(run_view(read_run(path)))
 
 
-@pytest.mark.parametrize("width", [30, 45, 60, 79])
+@pytest.mark.parametrize("width", [36, 45, 60, 79])
 def test_a_narrow_terminal_gets_one_line_per_percentile(make_run, width):
     path = make_run()
     text = shown(path, width)
@@ -107,6 +107,26 @@ def test_a_narrow_terminal_gets_one_line_per_percentile(make_run, width):
     if width >= 45:
         assert "Time per output token p50" in words
         assert all(len(line) <= width for line in text.split("*")[0].splitlines())
+
+
+@pytest.mark.parametrize("width", [1, 20, 33])
+def test_names_of_metrics_stay_however_narrow_the_terminal(make_run, width):
+    path = make_run()
+    found = shown(path, width).splitlines()
+    wide = [re.split(r"  +", line.strip()) for line in shown(path, 79).splitlines()]
+    metrics = [(row[0], row[1], row[-1]) for row in wide[2:] if len(row) == 3]
+    assert len(metrics) > 20
+    assert set(found) >= {f"{name}: {value} {unit}" for name, unit, value in metrics}
+    assert any(line.startswith("* too few samples") for line in found)
+    assert f"Run folder: {path}" in found
+
+
+def test_a_rouge_2_far_below_the_other_scores_is_explained(make_run):
+    scores = {name: {"value": value} for name, value in (("exact_match", 98.8), ("rouge2", 77.2))}
+    path = make_run(accuracy={"metrics": scores})
+    assert "\nROUGE-2 counts pairs of words: an answer of one word has none and counts 0" in shown(path, 80)
+    assert "an answer of one word has none and counts 0" in page(run_view(read_run(path)))
+    assert "ROUGE-2" not in shown(make_run(), 80)
 
 
 def test_no_colour_unless_on_a_terminal(make_run):

@@ -16,6 +16,8 @@ from megatoken.errors import UsageError
 from megatoken.results.numerals import count_of
 
 LOG = "mlperf_log_accuracy.json"
+SCORES = "accuracy.json"  # of an evaluation
+WHOLE_RUN = "megatoken run --mode accuracy"  # logs the answers to all rows
 ABANDONED = "ABANDONED.txt"  # beside the log of a run that was interrupted
 _INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
 
@@ -86,8 +88,8 @@ class Answers:
         return [np.frombuffer(record.data, kind).astype(np.int64) for record in self.records]
 
 
-def read_answers(path: Path) -> Answers:
-    """Reads a whole accuracy log.
+def read_answers(path: Path, logged_by: str = WHOLE_RUN) -> Answers:
+    """Reads a whole accuracy log; ``logged_by`` is the command that makes one with answers in it.
 
     Raises:
         AccuracyLogError: It cannot be read, is no such log, was truncated, has no end or holds no answer.
@@ -110,7 +112,7 @@ def read_answers(path: Path) -> Answers:
     if not opened or not ended:
         raise AccuracyLogError(f"{path}: no whole list of answers; was the run or the copy cut short?")
     if not records:
-        raise AccuracyLogError(f"{path}: holds no answers; runs with --mode accuracy or --compliance log them")
+        raise AccuracyLogError(f"{path}: holds no answers; {logged_by} logs them")
     return Answers(path, tuple(records), digest.hexdigest(), size_bytes)
 
 
@@ -124,6 +126,8 @@ def find_log(path: Path) -> Path:
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         raise AccuracyLogError(f"{path}: no {LOG} there; give a run folder, LoadGen's output folder, or the file")
+    if found == path and path.name == SCORES:
+        raise AccuracyLogError(f"{path}: scores, no answers; give the run folder, or the folder with {LOG}")
     if (found.parent / ABANDONED).exists():
         raise AccuracyLogError(f"{found}: the run was interrupted and its last answers are empty; run it again")
     return found
@@ -158,7 +162,7 @@ def check_rows(answers: Answers, rows: int, *, partial: bool = False) -> None:
         first = next(row for row in range(rows) if row not in seen)
         raise AccuracyLogError(
             f"{answers.path}: {rows - len(seen):,} of {count_of(rows, 'row')} have no answer, the first is "
-            f"qsl_idx {first:,}; run all of them, or score those that are there with --partial"
+            f"qsl_idx {first:,}; {WHOLE_RUN} answers all of them, --partial scores those that are there"
         )
 
 

@@ -19,6 +19,7 @@ from megatoken.results.numerals import count_of
 
 TEST06_RECORDS = 100  # accuracy_log_sampling_target of its audit.config
 TEST06_SEED = 720381539243781796  # accuracy_log_rng_seed of the same
+TEST06_RUN = "megatoken run --compliance TEST06"
 TEST07_LEAST = 60.698  # exact_match of gpt-oss-120b over all answers
 TEST07_ROWS = 990
 TEST09_MEAN_TOKENS = (1150.38, 1406.02)  # of gpt-oss-120b: 1,278.20, plus and minus 10 %
@@ -95,7 +96,7 @@ def check_test06(
     other = (
         None
         if number == TEST06_RECORDS
-        else f"{count_of(number, 'answer')}; the test's audit.config logs {TEST06_RECORDS}"
+        else f"{count_of(number, 'answer')}; the test's run logs {TEST06_RECORDS}: {TEST06_RUN}"
     )
     passed = not (first or again or length)
     lines = (

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatoken.accuracy.answers import Answers
+from megatoken.accuracy.answers import SCORES, Answers
 from megatoken.accuracy.evaluate import Mean, Scores
-from megatoken.accuracy.targets import RESULT, Targets, numbers
+from megatoken.accuracy.targets import Targets, numbers
 from megatoken.datasets.references import References
 from megatoken.results.files import storage_error, to_json, write_text
 from megatoken.results.run_folder import Reason, Verdict
@@ -60,7 +60,7 @@ def write_results(folder: Path, answers: Answers, scores: Scores, result: Mappin
     make_folder(folder)
     line = ", ".join(f"'{name}': {_number(value)}" for name, value in numbers(scores).items())
     write_text(folder / TEXT, f"\nResults\n\n{{{line}}}\nhash={answers.sha256}\n")
-    write_text(folder / RESULT, to_json(result))
+    write_text(folder / SCORES, to_json(result))
 
 
 def make_folder(folder: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatoken.accuracy.answers import AccuracyLogError, find_log, read_answers
+from megatoken.accuracy.answers import WHOLE_RUN, AccuracyLogError, find_log, read_answers
 from megatoken.accuracy.decoding import AnswerDecoder
 from megatoken.accuracy.evaluate import Scores, evaluate
 from megatoken.accuracy.files import document, write_results
@@ -17,6 +18,8 @@ from megatoken.engine.config import model_folder
 from megatoken.errors import DatasetError, UsageError
 from megatoken.results.numerals import count_of
 from megatoken.results.run_folder import RESULT, Run, Verdict, read_run
+
+_WORD = re.compile(r"[a-z0-9]+")  # as rouge-score takes texts apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,11 @@ def judge(
     """
     log = find_log(path)
     run = run_of(log)
+    if not partial and (sampled := sampled_by(run)) is not None:
+        raise UsageError(
+            f"{path}: a run of {sampled}, which logs some answers; {WHOLE_RUN} logs all of them, --partial scores "
+            "those that are there"
+        )
     expected = _references(run, references, log)
     decoder = AnswerDecoder(_model(run, model, log))
     if benchmark is not None and baseline is not None:
@@ -71,6 +79,11 @@ def judge(
         targets = of_benchmark(benchmark, expected)
     elif baseline is not None:
         targets = of_baseline(baseline, share, expected)
+        if targets.rows != len(expected.texts) and not partial:
+            raise UsageError(
+                f"--baseline {baseline}: scores {targets.rows:,} of {count_of(len(expected.texts), 'row')}, as a run "
+                f"of a compliance test or of --samples does; give one of {WHOLE_RUN}, or compare as many with --partial"
+            )
     notes = []
     if run is not None and references is not None and expected.content_hash != run.result.get("data_set_sha256"):
         notes.append(f"{expected.path} is another file than the prompts of the run")
@@ -125,6 +138,12 @@ def run_of(log: Path) -> Run | None:
     return run
 
 
+def sampled_by(run: Run | None) -> str | None:
+    """The compliance test that a run is of, which logs some of its answers; None of any other run."""
+    test = None if run is None else run.config.get("compliance")
+    return None if test is None else f"compliance test {test}"
+
+
 def _references(run: Run | None, given: Path | None, log: Path) -> References:
     if given is not None:
         return load_references(given)
@@ -155,6 +174,12 @@ def _model(run: Run | None, given: Path | None, log: Path) -> Path:
 def _notes(scores: Scores, references: References) -> Iterator[str]:
     if scores.answers < len(references.texts):
         yield f"{scores.answers:,} of {count_of(len(references.texts), 'row')} have an answer"
+    exact = [text for text, scoring in zip(references.texts, references.scorings, strict=True) if scoring == "exact"]
+    if short := sum(len(_WORD.findall(text.lower())) < 2 for text in exact):
+        yield (
+            f"ROUGE-2 counts pairs of words: {short:,} of {count_of(len(exact), 'expected answer')} "
+            f"{'has' if short == 1 else 'have'} none and score{'s' * (short == 1)} 0, whatever was answered"
+        )
     if scores.characters is None and references.data_set is not None:
         yield "no NLTK sentence data: rougeLsum and gen_len are left out, exact_match is of texts not split"
     if scores.empty:

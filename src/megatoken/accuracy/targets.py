@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatoken.accuracy.answers import SCORES
 from megatoken.accuracy.evaluate import Scores
 from megatoken.accuracy.scores import SENTENCES_MEND, sentence_splitter
 from megatoken.audit.facts import benchmark_of
@@ -18,7 +19,6 @@ from megatoken.errors import UsageError
 from megatoken.results.numerals import count_of
 from megatoken.results.run_folder import Reason
 
-RESULT = "accuracy.json"
 FOLDER = "accuracy"  # of a run folder
 BY_SENTENCES = frozenset(("rougeLsum", "gen_len", "exact_match"))  # of MLPerf's references, which split texts first
 LENGTH_TOLERANCE = 0.1  # of the tokens a sample, as MLPerf allows around its reference
@@ -109,10 +109,10 @@ def read_result(path: Path) -> tuple[Path, dict[str, Any]]:
     Raises:
         UsageError: There is none, or it cannot be read.
     """
-    places = (path, path / RESULT, path / FOLDER / RESULT)
+    places = (path, path / SCORES, path / FOLDER / SCORES)
     file = next((place for place in places if place.is_file()), None)
     if file is None:
-        raise UsageError(f"{path}: no {RESULT} there; make it with megatoken accuracy")
+        raise UsageError(f"{path}: no {SCORES} there; make it: megatoken accuracy {path}")
     try:
         document = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -6,10 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatoken.accuracy.answers import find_log, read_answers
-from megatoken.accuracy.compliance import ComplianceResult, check_test06, check_test07, check_test09
+from megatoken.accuracy.answers import WHOLE_RUN, find_log, read_answers
+from megatoken.accuracy.compliance import (
+    TEST06_RUN,
+    ComplianceResult,
+    check_test06,
+    check_test07,
+    check_test09,
+)
 from megatoken.accuracy.files import make_folder
-from megatoken.accuracy.judge import run_of
+from megatoken.accuracy.judge import run_of, sampled_by
 from megatoken.accuracy.targets import read_result
 from megatoken.audit.detail_log import read_detail_log
 from megatoken.audit.reading import UnreadableError
@@ -41,13 +47,15 @@ def verify(
     """
     log = find_log(path)
     run = run_of(log)
+    if test != "TEST06" and (sampled := sampled_by(run)) is not None:
+        raise UsageError(f"{path}: a run of {sampled}, which logs some answers; {test} wants all: {WHOLE_RUN}")
     if test == "TEST07":
-        result = check_test07(*_exact_match(path))
+        result = check_test07(*_exact_match(log, log.parent if run is None else run.path))
     elif test == "TEST09":
         result = check_test09(read_answers(log))
     else:
         result = check_test06(
-            read_answers(log),
+            read_answers(log, TEST06_RUN),
             offline=_scenario(log) == "Offline",
             end_token_ids=_end_token_ids(run, model, end_tokens, log),
             cut_samples=None if run is None else cut_samples(run.requests),
@@ -97,9 +105,17 @@ def _end_token_ids(run: Run | None, model: Path | None, given: str | None, log: 
     return read_config(model).end_token_ids
 
 
-def _exact_match(path: Path) -> tuple[float, int]:
-    file, document = read_result(path if path.is_dir() else path.parent)
+def _exact_match(log: Path, folder: Path) -> tuple[float, int]:
+    """Of the evaluation of ``log`` in ``folder``, and over how many answers."""
+    try:
+        file, document = read_result(folder)
+    except UsageError:
+        read_answers(log)  # without answers there is nothing to score
+        raise
     try:
         return float(document["metrics"]["exact_match"]["value"]), int(document["gen_num"])
     except (KeyError, TypeError, ValueError):
-        raise UsageError(f"{file}: has no exact_match, which TEST07 judges") from None
+        raise UsageError(
+            f"{file}: has no exact_match, which TEST07 judges; megatoken accuracy {folder} --references FILE makes it, "
+            "of JSON lines with the answers expected as reference"
+        ) from None

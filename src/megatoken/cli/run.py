@@ -134,7 +134,7 @@ def _run_here(
 ) -> tuple[Prepared, Path | None]:
     """Checks everything, then loads the weights and measures; the run folder, or None of a dry run."""
     from megatoken.engine.ops.native import must_build
-    from megatoken.harness.prepare import build_engine, prepare, resolve  # PyTorch with it, which takes a while
+    from megatoken.harness.prepare import build_engine, prepare, resolve
     from megatoken.harness.progress import Progress
     from megatoken.targets.in_process import InProcessTarget
 

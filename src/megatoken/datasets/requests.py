@@ -122,8 +122,8 @@ class RequestRows:
         elif max_tokens > room:
             raise DatasetError(
                 f"{place}: a prompt of {count_of(len(ids), 'token')} and max_tokens {max_tokens:,} exceed the "
-                "context of "
-                f"{self._max_length:,}; lower max_tokens to {room:,}"
+                f"context of {self._max_length:,}; lower max_tokens to {room:,}, or raise max_length where model and "
+                "cache allow more"
             )
         if stop_token_ids:
             self._stop_token_ids[len(self._ends) - 1] = stop_token_ids

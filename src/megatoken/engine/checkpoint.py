@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatoken.engine.config import REFERENCE, SHAPES, ModelConfig, end_token_ids, model_folder
 from megatoken.engine.quantized_checkpoint import Expected, Fp8Tensors, declared_layout
 from megatoken.engine.tensor_files import FETCH, StoredTensor, find_tensors, one_line_errors, read_json
 from megatoken.errors import CheckpointError
 
-CPU = torch.device("cpu")
+if TYPE_CHECKING:  # who only looks at a checkpoint needs no PyTorch
+    import torch
 
 _BLOCK_ELEMENTS = 1 << 20  # of random weights; each block has its own seed, so threads can share a tensor
 _DRAW_ELEMENTS = 1 << 15  # the largest operation that torch runs on the calling thread alone
@@ -66,7 +66,7 @@ class Checkpoint:
             fp8 = None if layout is None else Fp8Tensors(layout, config, tensors)
         return cls(config, tensors, fp8, content_hash)
 
-    def read(self, name: str, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
+    def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """One weight as a fresh tensor that holds no file open; takes a few MB more than its result.
 
         What is stored in e4m3 is multiplied by its scale, in fp32.
@@ -74,11 +74,13 @@ class Checkpoint:
         Args:
             name: A key of ``config.tensor_shapes()``.
             dtype: Of the result; values are rounded to it.
-            device: Of the result.
+            device: Of the result; None: the CPU.
 
         Raises:
             CheckpointError: The tensor holds NaN or infinity (or does so in ``dtype``), or the file changed.
         """
+        import torch
+
         stored = self._tensors[name]
         scale_N1 = self.fp8.scale(name) if self.fp8 is not None and name in self.fp8 else None
         result = torch.empty(stored.shape, dtype=dtype)
@@ -90,7 +92,7 @@ class Checkpoint:
                 smallest, largest = part.aminmax()  # both NaN if any element is; 20 times faster than isfinite().all()
                 if not (math.isfinite(smallest.item()) and math.isfinite(largest.item())):
                     raise CheckpointError(f"{stored.path}: tensor {name!r} holds NaN or infinity as {dtype}; {FETCH}")
-        return result.to(device)
+        return result if device is None else result.to(device)
 
 
 class RandomWeights:
@@ -113,8 +115,11 @@ class RandomWeights:
         self._seed = seed
         self._shapes = config.tensor_shapes()
 
-    def read(self, name: str, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
+    def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """One weight as a fresh tensor, drawn on ``device``; on the CPU in float32 by as many threads as torch uses."""
+        import torch
+
+        device = device or torch.device("cpu")
         shape = self._shapes[name]
         mean = 1.0 if name.endswith("norm.weight") else 0.0
         deviation = shape[1] ** -0.5 if len(shape) == 2 else 0.1

@@ -51,7 +51,7 @@ class _Active:
 class _Launched:
     plan: StepPlan
     rows: int
-    cached_tokens: int  # keys that its sequences see
+    cached_tokens: int  # keys that its sequences see; 0 where no step has a time to keep to
     began: float  # time.monotonic()
     ids: SampledIds = field(repr=False)
 
@@ -171,7 +171,8 @@ class Engine:
         on_the_way = [(step.rows, step.cached_tokens) for step in self._launched if step.plan.decodes]
         plan = plan_within(self._step_time, self._scheduler, on_the_way)
         if plan is not None:
-            rows, cached_tokens = int(plan.count.sum()), int((plan.start + plan.count).sum())
+            rows = int(plan.count.sum())
+            cached_tokens = int((plan.start + plan.count).sum()) if self._step_time is not None else 0
             self._launched.append(_Launched(plan, rows, cached_tokens, time.monotonic(), self._launch(plan, rows)))
         if self._launched and (plan is None or len(self._launched) > self._lookahead):
             events += self._collect(self._launched.popleft())

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatoken.engine.config import Keys, ModelConfig
-from megatoken.engine.quant import E4M3_MAX, Fp8Weight
 from megatoken.engine.tensor_files import FETCH, StoredTensor, one_line_errors, read_json
 from megatoken.errors import CheckpointError
+
+if TYPE_CHECKING:  # who only looks at a checkpoint needs no PyTorch
+    import torch
+    from torch import Tensor
+
+    from megatoken.engine.quant import Fp8Weight
 
 WHAT_IS_READ = (
     "read are bf16, fp16 and fp32, and fp8 of ModelOpt and compressed-tensors with a scale for each tensor or row; "
@@ -99,6 +102,10 @@ class Fp8Tensors:
         Raises:
             CheckpointError: it holds NaN, or the file changed.
         """
+        import torch
+
+        from megatoken.engine.quant import Fp8Weight
+
         stored = self._weights[name]
         values_ND = torch.empty(stored.shape, dtype=torch.float8_e4m3fn)
         with one_line_errors(stored.path):
@@ -234,6 +241,10 @@ def _input_scale(name: str) -> str:
 
 def _read_scale(name: str, stored: StoredTensor) -> Tensor:
     """fp32, one column."""
+    import torch
+
+    from megatoken.engine.quant import E4M3_MAX
+
     chunks = [chunk.to(torch.float32, copy=True) for _, chunk in stored.chunks()]
     scale_N1 = torch.cat(chunks).view(-1, 1)
     # Products with 448 and quotients of 1 must not overflow either.

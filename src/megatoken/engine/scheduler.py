@@ -183,7 +183,9 @@ class Scheduler:
         request = f"a prompt of {_tokens(prompt_tokens)} and {max_tokens} new one{'s' * (max_tokens != 1)}"
         if length > self._max_length:
             longest = f"the longest sequence of {_tokens(self._max_length)}"
-            raise CapacityError(f"{request} exceed {longest}; lower max_tokens")
+            room = self._max_length - prompt_tokens
+            mend = f"lower max_tokens to {room}" if room > 0 else "shorten the prompt"
+            raise CapacityError(f"{request} exceed {longest}; {mend}, or raise max_length or cache_tokens")
         pages = -(-(length - 1) // self._page_size)  # nothing attends to the last token
         if pages > self._num_pages:
             raise CapacityError(

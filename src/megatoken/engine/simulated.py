@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from megatoken.engine.config import EngineConfig, ModelConfig, find_shape
 from megatoken.engine.cost_model import CostModel
 from megatoken.engine.gpus import Gpu, find_gpu
+from megatoken.engine.kernel_words import SIMULATED
 from megatoken.engine.memory import MemoryPlan, plan_memory_of
 from megatoken.engine.request import Counters, FinishReason, Request, TokenEvent, check_request, token_ids
 from megatoken.engine.scheduler import StepPlan
@@ -274,7 +275,7 @@ class SimulatedEngine:
     def describe(self) -> dict[str, Any]:
         """What this engine pretends to run on and with, ready for JSON."""
         return {
-            "device": f"simulated {self._gpu.name}",
+            "device": f"{SIMULATED}{self._gpu.name}",
             "kernels": f"none: a cost model; products: {self._costs.basis}",
             "threads": 0,
             "tensor_parallel": self.config.tensor_parallel,

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatoken.errors import CheckpointError
 
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
-"""What is read, by safetensors' names."""
+if TYPE_CHECKING:  # who only looks at a checkpoint needs no PyTorch
+    import torch
+
+DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4), "F8_E4M3": ("float8_e4m3fn", 1)}
+"""What is read, by safetensors' names: PyTorch's name and bytes of a value."""
 FETCH = "fetch the file again"
 
 _CONFIGURATION_FILES = ("config.json", "generation_config.json", "hf_quant_config.json")
@@ -43,9 +45,11 @@ class StoredTensor:
         Raises:
             CheckpointError: the file became shorter.
         """
+        import torch
+
         width = self.shape[-1] if self.shape else 1
         rows, most = math.prod(self.shape) // width, max(1, _CHUNK_ELEMENTS // width)
-        buffer = torch.empty(min(rows, most), width, dtype=DTYPES[self.dtype])
+        buffer = torch.empty(min(rows, most), width, dtype=getattr(torch, DTYPES[self.dtype][0]))
         raw = buffer.view(-1).view(torch.uint8).numpy().data
         with self.path.open("rb") as file:
             file.seek(self.offset_bytes)
@@ -58,6 +62,8 @@ class StoredTensor:
 
     def equals(self, other: StoredTensor) -> bool:
         """Whether dtype, shape and every value are the same."""
+        import torch
+
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
         pairs = zip(self.chunks(), other.chunks(), strict=True)
@@ -165,7 +171,7 @@ def _parse_header(path: Path, header: bytes) -> dict[str, StoredTensor]:
             case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if all(
                 type(number) is int and 0 <= number < 2**63 for number in (*shape, begin, end)
             ):
-                if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+                if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype][1]:
                     raise CheckpointError(
                         f"{path}: tensor {name!r}, {dtype} of shape {shape}, spans {end - begin} bytes; {FETCH}"
                     )

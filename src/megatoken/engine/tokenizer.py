@@ -32,7 +32,12 @@ class Tokenizer:
             RequestError: ``text`` is not Unicode text (lone surrogates), or holds what the tokenizer has no token for.
         """
         try:
-            text.encode()  # names the surrogate, which the library does not
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt is not Unicode text: character {error.start + 1} is half of a surrogate pair; mend it"
+            ) from error
+        try:
             return list(self._tokenizer.encode(text).ids)
         except Exception as error:  # as in __init__
             raise RequestError(f"the prompt cannot be turned into tokens: {_one_line(error)}; mend the text") from error

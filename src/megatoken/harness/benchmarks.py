@@ -1,19 +1,18 @@
 """MLPerf's LLM benchmarks: the names, data set sizes and latency limits that a scenario is held against.
 
-The numbers are those of ``data/loadgen_rules.json`` (loadgen/mlperf.conf of mlcommons/inference).
+The numbers are those of ``audit.facts``: ``data/loadgen_rules.json`` (loadgen/mlperf.conf of mlcommons/inference).
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from itertools import chain
 from pathlib import Path
-from typing import Any
+
+from megatoken.audit.facts import Benchmark as BenchmarkFacts
+from megatoken.audit.facts import benchmarks
 
 PERCENTILE = 0.99  # of the limits
 _ACCURACY_TARGET = re.compile(r"-99(?:\.9)?$")
@@ -29,28 +28,45 @@ class LatencyLimits:
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One benchmark; accuracy targets do not tell benchmarks apart here.
+    """One benchmark; accuracy targets do not tell benchmarks apart here. Scenarios are named as configurations do.
 
     Attributes:
         name: As submission folders spell it, without the accuracy target: ``llama3.1-8b``.
-        rows: Of its data set, and fewest samples of an Offline run.
-        limits: By scenario; empty where it has none.
-        scenarios: It has no other.
         rounds: That have it.
-        scenario_rounds: That have a scenario, where not all of them do.
+        facts: Of one of its accuracy targets.
     """
 
     name: str
-    rows: int
-    limits: Mapping[str, LatencyLimits]
-    scenarios: tuple[str, ...]
     rounds: tuple[str, ...]
-    scenario_rounds: Mapping[str, tuple[str, ...]]
+    facts: BenchmarkFacts
+
+    @property
+    def rows(self) -> int:
+        """Of its data set, and fewest samples of an Offline run."""
+        return self.facts.rows
+
+    @property
+    def limits(self) -> dict[str, LatencyLimits]:
+        """By scenario; empty where it has none."""
+        return {
+            scenario.lower(): LatencyLimits(limit.ttft_ns / 1e9, limit.tpot_ns / 1e9)
+            for scenario, limit in self.facts.limits.items()
+        }
+
+    @property
+    def scenarios(self) -> tuple[str, ...]:
+        """It has no other."""
+        required = "|".join(chain(*self.facts.required.values())).lower()
+        return tuple(dict.fromkeys(filter(None, ("offline", *self.limits, *required.split("|")))))
+
+    @property
+    def scenario_rounds(self) -> dict[str, tuple[str, ...]]:
+        """That have a scenario, where not all of them do."""
+        return {scenario.lower(): rounds for scenario, rounds in self.facts.scenario_rounds.items()}
 
     def in_round(self, name: str) -> Benchmark:
         """Without the scenarios that the round does not have."""
-        had = tuple(one for one in self.scenarios if name in self.scenario_rounds.get(one, (name,)))
-        return replace(self, scenarios=had, limits={one: self.limits[one] for one in self.limits if one in had})
+        return replace(self, facts=self.facts.in_round(name))
 
     def loadgen_model(self, scenario: str) -> str:
         """LoadGen's name, by which it finds limits and token metrics; an unknown one would switch them off."""
@@ -82,26 +98,8 @@ def benchmark_of_model(model: str, scenario: str) -> Benchmark:
 @cache
 def _benchmarks() -> dict[str, Benchmark]:
     table: dict[str, Benchmark] = {}
-    for folder, entry in rules_table()["benchmarks"].items():
+    for folder, entry in benchmarks().items():
         name = _ACCURACY_TARGET.sub("", folder)
-        limits = {
-            scenario.lower(): LatencyLimits(limit["ttft_ms"] / 1000, limit["tpot_ms"] / 1000)
-            for scenario, limit in entry["limits"].items()
-        }
-        required = "|".join(chain(*entry["required"].values())).lower()
-        scenarios = tuple(dict.fromkeys(filter(None, ("offline", *limits, *required.split("|")))))
         before = table[name].rounds if name in table else ()
-        rounds = tuple(dict.fromkeys((*before, *entry["rounds"])))
-        later = {
-            scenario.lower(): tuple(limit["rounds"]) for scenario, limit in entry["limits"].items() if "rounds" in limit
-        }
-        table[name] = Benchmark(name, entry["rows"], limits, scenarios, rounds, later)
-    return table
-
-
-@cache
-def rules_table() -> dict[str, Any]:
-    """``data/loadgen_rules.json``."""
-    text = files("megatoken").joinpath("data", "loadgen_rules.json").read_text(encoding="utf-8")
-    table: dict[str, Any] = json.loads(text)
+        table[name] = Benchmark(name, tuple(dict.fromkeys((*before, *entry.rounds))), entry)
     return table

@@ -64,6 +64,10 @@ def stream_prompt(config: RunConfig, answers: AnswerConfig, prompt: str) -> Iter
     """
     if not prompt:
         raise RequestError("--prompt is empty; give some text")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # what Python makes of other bytes on a command line
+        raise RequestError("--prompt: must be UTF-8 text, and some of its bytes are not") from None
     source, _ = open_and_plan(config)
     stop_token_ids = _stop_token_ids(answers, source.config.vocabulary_size)
     if encoder(config.model) is None:

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-import torch
 import yaml
 
 from megatoken.accuracy.gate import SHARE, AccuracyGate, ComplianceGate, Gate, reference_gate
@@ -23,7 +22,6 @@ from megatoken.datasets.prompts import load_prompts
 from megatoken.datasets.references import HELD_OUT
 from megatoken.datasets.requests import Dataset
 from megatoken.datasets.tables import SUFFIXES
-from megatoken.engine import Engine
 from megatoken.engine.checkpoint import Checkpoint, RandomWeights, open_model
 from megatoken.engine.config import REFERENCE, ModelConfig, model_folder
 from megatoken.engine.memory import MemoryPlan, plan_memory
@@ -41,6 +39,9 @@ from megatoken.harness.loadgen_plan import (
 from megatoken.harness.rate_finder import too_few
 from megatoken.harness.rules import foreign_scenario
 from megatoken.results.numerals import count_of
+
+if TYPE_CHECKING:
+    from megatoken.engine import Engine
 
 THREADS_PER_CORE = 4  # more only wait for each other, and a typing error of two digits hangs the machine
 REFERENCE_NOTE = (
@@ -194,6 +195,8 @@ def check_benchmark(config: RunConfig) -> None:
 
 def build_engine(config: RunConfig) -> Engine:
     """Loads the weights."""
+    from megatoken.engine import Engine  # and PyTorch, which nothing before this needs
+
     return Engine(config.model, config.engine_config(), random_weights=config.random_weights, seed=config.seed)
 
 
@@ -207,10 +210,19 @@ def resolve(config: RunConfig, memory: MemoryPlan) -> RunConfig:
         "max_length": memory.max_length,
         "page_size": memory.page_size,
         "cache_tokens": memory.cache_tokens,
-        "threads": engine.threads or torch.get_num_threads(),
+        "threads": engine.threads or _threads(config),
         "overlap": memory.device == "cuda" if engine.overlap is None else engine.overlap,  # as Engine decides
     }
     return config.model_copy(update={"engine": engine.model_copy(update=sizes)})
+
+
+def _threads(config: RunConfig) -> int | None:
+    """PyTorch's; None where nothing is computed."""
+    if config.rack.simulated_gpu is not None:
+        return None
+    import torch
+
+    return torch.get_num_threads()
 
 
 def open_and_plan(config: RunConfig) -> tuple[Checkpoint | RandomWeights, MemoryPlan]:
@@ -306,10 +318,40 @@ def _load_data_set(config: RunConfig, model: ModelConfig, memory: MemoryPlan) ->
             decode=decode,
             as_published=config.rules is not None,
         )
-    return load_prompts(
+    packaged = config.prompts is None
+    data_set = load_prompts(
         prompts,
         encode=encoder(config.model),
         vocabulary_size=vocabulary_size,
-        max_length=max_length,
+        max_length=model.max_positions if packaged else max_length,
         default_max_tokens=config.max_tokens,
+    )
+    if packaged:  # nobody can shorten its lines
+        _check_context(int((data_set.input_tokens + data_set.output_limits).max()), config, memory)
+    return data_set
+
+
+def _check_context(needed: int, config: RunConfig, memory: MemoryPlan) -> None:
+    """Refuses a context shorter than the ``needed`` tokens of the data set that ships, with what makes it longer."""
+    if needed <= memory.max_length:
+        return
+    in_pages = -(-needed // memory.page_size) * memory.page_size
+    too_small = [
+        f"{name} to {enough:,}"
+        for name, given, enough in (
+            ("engine.cache_tokens", config.engine.cache_tokens, in_pages),
+            ("engine.max_length", config.engine.max_length, needed),
+        )
+        if given is not None and given < enough
+    ]
+    if too_small:
+        them = "it" if len(too_small) == 1 else "them"
+        mend = f"raise {' and '.join(too_small)} or more, or leave {them} out"
+    elif config.engine.memory_bytes is not None:
+        mend = "raise engine.memory_bytes, or leave it out"
+    else:
+        mend = "free memory"
+    raise CapacityError(
+        f"the prompts that ship with {REFERENCE} need a context of {needed:,} tokens with their answers, and here it "
+        f"is {memory.max_length:,}; {mend}, or give --prompts of your own"
     )

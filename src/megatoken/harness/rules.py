@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, get_args
 
+from megatoken.audit.facts import rules as rules_table
 from megatoken.config import RoundName
-from megatoken.harness.benchmarks import DEFAULT_BENCHMARK, Benchmark, LatencyLimits, benchmark, rules_table
+from megatoken.harness.benchmarks import DEFAULT_BENCHMARK, Benchmark, LatencyLimits, benchmark
 from megatoken.harness.latencies import Latencies
 from megatoken.harness.loadgen import Seeds
 from megatoken.harness.loadgen_log import LoadGenLog

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,10 @@ from megatoken.report.blocks import Verdict as VerdictBlock
 from megatoken.report.documents import Document, checked
 from megatoken.report.metrics import (
     PERCENTILES,
+    ROUGE_2_NOTE,
     UNRELIABLE_NOTE,
     MetricRow,
+    has_rouge_2,
     has_unreliable,
     loadgens_word,
     meaning,
@@ -91,17 +93,23 @@ def _standard_output() -> Console:
 
 def _show_run(run: Run, console: Console) -> None:
     rows = metric_rows(run)
-    console.print(metrics_table(rows, console.width))
-    for line in lines(run, starred=has_unreliable(rows)):
+    notes = [note for note, told in ((UNRELIABLE_NOTE, has_unreliable), (ROUGE_2_NOTE, has_rouge_2)) if told(rows)]
+    if console.width < WIDTH_OF_FULL_TABLE:
+        rows = list(_one_value_each(rows))
+    if console.width < _least_metrics_width(rows):
+        for row in rows:
+            console.print(f"{row.label}: {row.value} {row.unit}".rstrip(), markup=False, soft_wrap=True)
+    else:
+        console.print(metrics_table(rows))
+    for line in lines(run, notes):
         console.print(line, soft_wrap=True)  # a path or a message stays one line when the output goes to a file
 
 
-def lines(run: Run, *, starred: bool) -> Iterator[Text]:
-    """What stands below the table; ``starred`` adds what a star in it means."""
+def lines(run: Run, notes: Sequence[str]) -> Iterator[Text]:
+    """What stands below the table; ``notes`` are on numbers in it."""
     from rich.text import Text
 
-    if starred:
-        yield Text(UNRELIABLE_NOTE, style="dim")
+    yield from (Text(note, style="dim") for note in notes)
     yield Text.assemble((run.verdict, STYLES.get(run.verdict, "bold yellow")), f": {meaning(run)}")
     if word := loadgens_word(run):
         yield Text(word)
@@ -120,22 +128,33 @@ def lines(run: Run, *, starred: bool) -> Iterator[Text]:
     yield Text(f"Run folder: {run.path}")
 
 
-def metrics_table(rows: list[MetricRow], width: int) -> RichTable:
-    """One line per metric; on a narrow terminal one line per percentile."""
-    wide = width >= WIDTH_OF_FULL_TABLE
+def metrics_table(rows: list[MetricRow]) -> RichTable:
+    """One line per metric; columns for percentiles where a row has them."""
+    percentiles = PERCENTILES if any(row.percentiles for row in rows) else ()
     metrics = _empty_table()
     metrics.add_column("Metric", overflow="fold")
     metrics.add_column("Unit", style="dim", no_wrap=True)
     metrics.add_column("Value", justify="right", no_wrap=True)
-    for percentile in PERCENTILES if wide else ():
+    for percentile in percentiles:
         metrics.add_column(percentile, justify="right", no_wrap=True)
     for row in rows:
-        if wide or not row.percentiles:
-            metrics.add_row(row.label, row.unit, row.value, *(row.percentiles if wide else ()))
-        else:
-            for percentile, value in zip(PERCENTILES, row.percentiles, strict=True):
-                metrics.add_row(f"{row.label} {percentile}", row.unit, value)
+        metrics.add_row(row.label, row.unit, row.value, *(row.percentiles if percentiles else ()))
     return metrics
+
+
+def _one_value_each(rows: list[MetricRow]) -> Iterator[MetricRow]:
+    """For a narrow terminal: a row for each percentile."""
+    for row in rows:
+        if row.percentiles:
+            for percentile, value in zip(PERCENTILES, row.percentiles, strict=True):
+                yield MetricRow(f"{row.label} {percentile}", row.unit, value)
+        else:
+            yield row
+
+
+def _least_metrics_width(rows: list[MetricRow]) -> int:
+    """Letters below which a table of rows with one value each would squeeze out their names."""
+    return NARROWEST_TEXT + 6 + max(len(row.unit) for row in rows) + max(len(row.value) for row in rows)
 
 
 def _show_view(view: View, console: Console) -> None:

@@ -10,9 +10,9 @@ from megatoken.errors import UsageError
 from megatoken.report.documents import Document, checked, document_in, read_document
 from megatoken.report.page import page
 from megatoken.report.views import document_view, run_view
-from megatoken.results import Run, read_run
+from megatoken.results import Run
 from megatoken.results.files import plain, storage_error, to_json, write_text
-from megatoken.results.lookup import run_folders
+from megatoken.results.lookup import read_consistent_run, run_folders
 from megatoken.results.repeats import REPEATS, are_repeats, read_repeats, summarise_repeats
 from megatoken.results.run_folder import REPORT
 
@@ -101,7 +101,7 @@ def _subjects(path: Path) -> Iterator[tuple[Run | Document, Path]]:
     """What ``path`` stands for, and where the page of each belongs."""
     folders = run_folders(path)
     if folders == [path]:
-        yield read_run(path), path / REPORT
+        yield read_consistent_run(path), path / REPORT
         return
     if not folders:
         file = document_in(path) if path.is_dir() else path
@@ -109,7 +109,7 @@ def _subjects(path: Path) -> Iterator[tuple[Run | Document, Path]]:
         return
     below: dict[Path, list[Run]] = {}
     for folder in folders:
-        below.setdefault(folder.parent, []).append(read_run(folder))
+        below.setdefault(folder.parent, []).append(read_consistent_run(folder))
     for parent, runs in below.items():
         yield from ((run, run.path / REPORT) for run in runs)
         known = read_repeats(parent)

@@ -15,6 +15,7 @@ from megatoken.results.statistics import ARRIVING, SOAK, STAGES
 PERCENTILES = ("p50", "p90", "p95", "p99")
 SCORES = {"exact_match": "Exact match", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 UNRELIABLE_NOTE = "* too few samples to state this percentile with 99 % confidence"
+ROUGE_2_NOTE = "ROUGE-2 counts pairs of words: an answer of one word has none and counts 0, right or wrong"
 TONES: dict[str, str] = {Verdict.VALID: "good", Verdict.INVALID: "bad", Verdict.MEASURED: "plain"}
 MEANING = {
     Verdict.MEASURED: "a healthy run that claims no MLPerf rules",
@@ -113,6 +114,11 @@ def metric_rows(run: Run) -> list[MetricRow]:
 def has_unreliable(rows: list[MetricRow]) -> bool:
     """Whether a percentile among ``rows`` carries the star that ``UNRELIABLE_NOTE`` explains."""
     return any(value.endswith("*") for row in rows for value in row.percentiles)
+
+
+def has_rouge_2(rows: list[MetricRow]) -> bool:
+    """Whether there is a score among ``rows`` that ``ROUGE_2_NOTE`` explains."""
+    return any(row.label == SCORES["rouge2"] for row in rows)
 
 
 def _single(result: dict[str, Any], label: str, unit: str, name: str, factor: float = 1) -> MetricRow:

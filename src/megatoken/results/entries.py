@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatoken.errors import UsageError
 from megatoken.results.comparison import Entry
+from megatoken.results.contradictions import check_rates
 from megatoken.results.machine import Occupation, accelerator_name, rate_state, run_accelerators, simulated_gpu
 from megatoken.results.numerals import precise
 from megatoken.results.reference import (
@@ -104,13 +105,15 @@ def run_entry(runs: Sequence[Run], name: str) -> Entry:
     Runs that were interrupted are left out of the mean where others came to their end.
 
     Raises:
-        UsageError: no run, a run without a rate, or runs that are no repeats of each other.
+        UsageError: no run, a run without a rate or with one that contradicts what stands beside it, or runs that are
+            no repeats of each other.
     """
     if not runs:
         raise UsageError(f"{name}: no run folder in it")
     check_repeats(runs, name)
     whole = whole_runs(runs)
     for run in whole:
+        check_rates(run)
         if not run.result.get("output_tokens_per_second"):
             raise UsageError(f"{run.path}: {run.verdict}, without a rate to compare")
     first, result = whole[0], whole[0].result

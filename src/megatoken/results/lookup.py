@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatoken.errors import UsageError
+from megatoken.results.contradictions import check_rates
 from megatoken.results.run_folder import CONFIG, RESULT, Run, read_run
 
 DEEPEST = 4  # folders between a path and its runs: runs/ of a machine, of a month, and their repeats
@@ -34,13 +35,24 @@ def read_runs(path: Path) -> list[Run]:
     """The run folder ``path``, or all below it.
 
     Raises:
-        UsageError: there is none, or one is damaged.
+        UsageError: there is none, or one is damaged or contradicts itself.
     """
     folders = run_folders(path)
     if not folders:
         what = "no run folder and none below it" if path.is_dir() else "no such folder"
         raise UsageError(f"{path}: {what}; give a run folder, such as runs/20261120T091233Z-offline-tiny, or runs/")
-    return [read_run(folder) for folder in folders]
+    return [read_consistent_run(folder) for folder in folders]
+
+
+def read_consistent_run(folder: Path) -> Run:
+    """A run folder, for those who pass its rates on.
+
+    Raises:
+        UsageError: it is damaged, or its rates contradict what stands beside them.
+    """
+    run = read_run(folder)
+    check_rates(run)
+    return run
 
 
 def _below(path: Path, depth: int) -> Iterator[Path]:

@@ -9,6 +9,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatoken.engine.kernel_words import SIMULATED
 from megatoken.results.numerals import precise
 
 if TYPE_CHECKING:
@@ -75,10 +76,6 @@ def unix_seconds(text: Any) -> float | None:
 def utc_text(moment: datetime) -> str:
     """A moment as result.json has it: ISO 8601 in UTC with a Z, which ``unix_seconds`` reads as it reads an offset."""
     return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
-
-
-SIMULATED = "simulated "
-"""Before the name of a GPU, as ``target.device`` has it."""
 
 
 def simulated_gpu(run: Run) -> str | None:

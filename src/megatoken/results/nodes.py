@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatoken.errors import UsageError
+from megatoken.results.contradictions import check_arithmetic
 from megatoken.results.machine import name_of, run_accelerators, unix_seconds
 from megatoken.results.numerals import natural, precise
 from megatoken.results.series import Floats
@@ -67,7 +68,12 @@ class NodeRow:
 
 
 def run_node_rows(run: Run) -> list[NodeRow]:
-    """The nodes of one run folder; they share its clock."""
+    """The nodes of one run folder; they share its clock.
+
+    Raises:
+        UsageError: rates of the run contradict what stands beside them.
+    """
+    check_arithmetic(run)
     result = run.result
     rack = result.get("rack") or {}
     told_by = offsets_words(rack["clock_offsets"]) if "start_spread_seconds" in rack else "the one driver's clock"

@@ -47,6 +47,10 @@ def query(paths: Sequence[Path], sql: str) -> pa.Table:
         import duckdb
     except ImportError as error:
         raise UsageError(f"queries need DuckDB, which is not installed; {how_to_install('report')}") from error
+    try:
+        sql.encode()
+    except UnicodeEncodeError:  # what Python makes of other bytes on a command line
+        raise UsageError("query: must be UTF-8 text, and some of its bytes are not") from None
     runs = {run.path: run for path in paths for run in read_runs(path)}
     tables = _tables(list(runs.values()))
     with duckdb.connect(":memory:") as connection:

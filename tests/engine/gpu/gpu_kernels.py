@@ -1,8 +1,7 @@
-"""Where the tests of kernels run them: compiled on a GPU, in Triton's interpreter elsewhere. Import before Triton."""
+"""Where the tests of kernels run them: compiled on a GPU, in Triton's interpreter elsewhere."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 from torch import Tensor
 
 ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl = pytest.importorskip("triton.language")
 

@@ -25,7 +25,9 @@ from megatoken.report.blocks import Verdict as VerdictBlock
 from megatoken.report.curves import distribution_chart
 from megatoken.report.metrics import (
     PERCENTILES,
+    ROUGE_2_NOTE,
     UNRELIABLE_NOTE,
+    has_rouge_2,
     has_unreliable,
     loadgens_word,
     meaning,
@@ -163,7 +165,7 @@ def _metrics(run: Run) -> Iterator[Table]:
     rows = metric_rows(run)
     values = tuple((row.label, row.unit, row.value) for row in rows if not row.percentiles)
     heads = (Column("Metric"), Column("Unit"), Column("Value", numeric=True))
-    yield Table("Rates and counts", heads, values, beside=True)
+    yield Table("Rates and counts", heads, values, beside=True, note=ROUGE_2_NOTE if has_rouge_2(rows) else "")
     latencies = tuple((row.label, row.unit, *row.percentiles) for row in rows if row.percentiles)
     columns = (Column("Latency"), Column("Unit"), *(Column(name, numeric=True) for name in PERCENTILES))
     note = UNRELIABLE_NOTE if has_unreliable(rows) else ""
