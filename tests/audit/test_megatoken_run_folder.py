@@ -98,6 +98,7 @@ def test_simulated_gpus_are_told_where_only_the_target_says_so(run_folder):
         ("rules_unmet", lambda rules: rules[1:], "run_folder.reasons"),
         ("rules", lambda _: "v5.1", "run_folder.configuration"),
         ("model", lambda _: "llama2-70b", "run_folder.configuration"),
+        ("data_set_rows", lambda _: 50, "run_folder.subject"),
         ("precision", lambda _: "fp4", "run_folder.configuration"),
         ("weights", lambda _: "random, seed 7", "run_folder.configuration"),
         ("verdict", lambda _: "SPLENDID", "run_folder.whole"),

@@ -9,7 +9,9 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from megatoken.audit.checks.run_answers import check_answers
 from megatoken.audit.checks.run_latencies import check_duration, check_latencies
+from megatoken.audit.checks.run_told import check_health, check_told
 from megatoken.audit.checks.run_verdict import (
     SEND_LAG_SHARE,
     SHORTEST_SEND_LAG_LIMIT_SECONDS,
@@ -34,6 +36,7 @@ from megatoken.results.stability import Stability, judge_soak
 from megatoken.results.statistics import seconds_under_load
 
 FINISHED = (Verdict.MEASURED, Verdict.VALID, Verdict.INVALID)
+SEEDS = ("qsl", "sample_index", "schedule")
 CLOCK_SECONDS = 1.0  # dates are told in whole seconds, and a clock may be set a little
 LATE_SECONDS = 60.0  # between LoadGen's own start and when the run noted it, on a machine that is busy
 SAME = 1e-9  # relative; the same arithmetic on the same rows
@@ -113,9 +116,9 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         yield observe("run_folder.whole", False, "rows and numbers that can be computed with", found, where)
         return
     yield observe("run_folder.whole", True, "a whole run folder", count_of(len(folder.requests), "row"), where)
+    part_of_another = owner(path.rpartition("/")[0], set(run_folders_in(tree)) - {path}) is not None
     if why := interruptions(tree, [path]).get(path):
-        probe = owner(path.rpartition("/")[0], set(run_folders_in(tree)) - {path}) is not None
-        severity = Severity.NOTE if probe else Severity.UNKNOWN  # a search ends probes whose answer is clear
+        severity = Severity.NOTE if part_of_another else Severity.UNKNOWN  # a search ends probes whose answer is clear
         done = f"{why}; samples that had ended: {len(folder.requests):,}"
         yield Observation("run_folder.interrupted", severity, "a run that came to its end", done, where[:1])
     if rate_state(folder) == "estimate":
@@ -133,11 +136,18 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         where,
     )
     yield from check_configured(folder, prefix)
+    log = _detail_log(tree, path)
+    try:
+        yield from list(check_told(folder, log, prefix))
+    except Exception as error:  # as above
+        found = shown(f"{type(error).__name__}: {error}")
+        yield observe("run_folder.whole", False, "fields that can be computed with", found, where)
+    if not part_of_another:
+        yield from check_health(folder, prefix)
     if "soak" in result and folder.verdict is not Verdict.INTERRUPTED:
         yield _stability(folder, where)
     if "soak" in result or folder.verdict not in FINISHED:
         return
-    log = _detail_log(tree, path)
     if logged is None or log is None:
         # A search that found no rate ends INVALID without a test of its own.
         lost = folder.verdict is not Verdict.INVALID
@@ -149,6 +159,7 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
     yield _times(result, logged, where)
     yield from check_duration(folder, log, where)
     yield from check_latencies(folder, log, where)
+    yield from check_answers(tree, folder, log, path, where)
     yield from check_verdict(folder, log, (*where, logged.where("result_validity")))
 
 
@@ -231,8 +242,7 @@ def _finite(value: Any) -> Any:
 def _asked(result: Mapping[str, Any], log: DetailLog, where: tuple[Where, ...]) -> Iterator[Observation]:
     """What result.json says that LoadGen was asked for."""
     expected: dict[str, Any] = {}
-    if isinstance(seeds := result.get("seeds"), Mapping):
-        expected |= {f"seeds.{name}": log.get(f"effective_{name}_rng_seed") for name in seeds}
+    expected |= {f"seeds.{name}": log.get(f"effective_{name}_rng_seed") for name in SEEDS}
     if result.get("scenario") in ("server", "interactive"):
         expected["offered_samples_per_second"] = log.number("effective_target_qps")
         for name in ("ttft", "tpot"):
