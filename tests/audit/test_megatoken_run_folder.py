@@ -94,6 +94,7 @@ def test_simulated_gpus_are_told_where_only_the_target_says_so(run_folder):
         ("loadgen_samples_per_second", lambda _: None, "run_folder.loadgen"),
         ("verdict", lambda _: "VALID", "run_folder.verdict"),
         ("verdict", lambda _: "INVALID", "run_folder.verdict"),
+        ("verdict", lambda _: "DEGRADED", "run_folder.verdict"),
         ("rules_unmet", lambda _: [], "run_folder.reasons"),
         ("rules_unmet", lambda rules: rules[1:], "run_folder.reasons"),
         ("rules", lambda _: "v5.1", "run_folder.configuration"),

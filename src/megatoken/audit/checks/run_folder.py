@@ -17,6 +17,7 @@ from megatoken.audit.checks.run_verdict import (
     SHORTEST_SEND_LAG_LIMIT_SECONDS,
     check_configured,
     check_verdict,
+    lost_replicas,
 )
 from megatoken.audit.detail_log import DetailLog, read_detail_log
 from megatoken.audit.discovery import Tree, below
@@ -35,7 +36,7 @@ from megatoken.results.run_folder import CONFIG, MLPERF, REQUESTS, RESULT
 from megatoken.results.stability import Stability, judge_soak
 from megatoken.results.statistics import seconds_under_load
 
-FINISHED = (Verdict.MEASURED, Verdict.VALID, Verdict.INVALID)
+NODES = "nodes"  # of a run folder: those of each node of a rack
 SEEDS = ("qsl", "sample_index", "schedule")
 CLOCK_SECONDS = 1.0  # dates are told in whole seconds, and a clock may be set a little
 LATE_SECONDS = 60.0  # between LoadGen's own start and when the run noted it, on a machine that is busy
@@ -146,7 +147,9 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         yield from check_health(folder, prefix)
     if "soak" in result and folder.verdict is not Verdict.INTERRUPTED:
         yield _stability(folder, where)
-    if "soak" in result or folder.verdict not in FINISHED:
+    if "soak" in result or folder.verdict is Verdict.INTERRUPTED:
+        return
+    if logged is None and _logged_by_nodes(tree, folder, path):
         return
     if logged is None or log is None:
         # A search that found no rate ends INVALID without a test of its own.
@@ -307,7 +310,7 @@ def _stability(folder: RunFolder, where: tuple[Where, ...]) -> Observation:
     """A soak's verdict, judged again: it has no log of LoadGen's."""
     expected = "the stability that its time series shows; where that is STABLE MEASURED, DEGRADED without all replicas"
     try:
-        held = Verdict.DEGRADED if _lost_replicas(folder.result) else Verdict.MEASURED
+        held = Verdict.DEGRADED if lost_replicas(folder.result) else Verdict.MEASURED
         again = plain(judge_soak(folder.result, folder.environment, folder.requests, folder.series))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         return observe("run_folder.stability", False, expected, shown(f"cannot be judged: {error!r}"), where)
@@ -320,12 +323,12 @@ def _stability(folder: RunFolder, where: tuple[Where, ...]) -> Observation:
     return observe("run_folder.stability", bool(agrees and healthy), expected, shown(found), where)
 
 
-def _lost_replicas(result: Mapping[str, Any]) -> bool:
-    """Whether a soak says that it was without one of its replicas, now or before it was interrupted."""
-    rack = result.get("rack") or {}
-    return rack.get("replicas_least") != rack.get("replicas") or any(
-        one["lost_replicas"] for one in result["soak"]["interruptions"]
-    )
+def _logged_by_nodes(tree: Tree, folder: RunFolder, path: str) -> bool:
+    """Whether each node of a rack had a LoadGen of its own, whose run folders lie in this one and are checked there."""
+    verdicts = folder.result.get("node_verdicts")
+    ended = [name for name, verdict in verdicts.items() if verdict] if isinstance(verdicts, Mapping) else []
+    logs = [below(path, f"{NODES}/{name}/{MLPERF}/mlperf_log_detail.txt") for name in ended]
+    return bool(logs) and all(log in tree.files for log in logs)
 
 
 def _coded(stability: Mapping[str, Any]) -> dict[str, Any]:

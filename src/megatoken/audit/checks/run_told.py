@@ -18,11 +18,11 @@ from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.evidence import Where
 from megatoken.audit.figures import samples_answers, whole
 from megatoken.audit.finding import Observation, Severity, shown
+from megatoken.audit.reading import read_json_object
 from megatoken.audit.view import observe
 from megatoken.engine.config import REFERENCE, SHAPES, ModelConfig, Precision, model_folder, sharded
 from megatoken.engine.kernel_words import NO_KERNELS
 from megatoken.engine.memory import bytes_per_token, weight_bytes
-from megatoken.engine.tensor_files import read_json
 from megatoken.errors import MegatokenError
 from megatoken.results import Run, Verdict
 from megatoken.results.machine import SIMULATED
@@ -194,7 +194,7 @@ def _shape(folder: Run) -> ModelConfig | None:
     if name != REFERENCE or folder.config.get("random_weights") is True:
         return None
     file = model_folder(REFERENCE) / "config.json"
-    return ModelConfig.from_hugging_face(read_json(file), file)
+    return ModelConfig.from_hugging_face(read_json_object(file)[0], file)
 
 
 def _of_the_machine(folder: Run, plan: Mapping[str, Any]) -> Iterator[str]:
