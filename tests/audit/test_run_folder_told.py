@@ -210,6 +210,11 @@ def test_another_label_in_every_place_has_other_sizes(
         ("drawn", [in_result(data_set_rows=0)], "data_set_rows 0"),
         ("scored", [in_result(data_set_rows=40)], "which LoadGen's library of 48 asks for 8 other rows"),
         ("tested", [in_result(data_set_rows=24_576)], "LoadGen's library of all of them has 2,048"),
+        (
+            "drawn",
+            [in_result(precision="fp8"), in_config(None, precision="fp8")],
+            "precision fp8, target.fp8_scales None",
+        ),
         ("drawn", [in_result(target__threads=64)], "target.threads 64, config.yaml 1"),
         (
             "drawn",
@@ -342,6 +347,21 @@ END = struct.pack("<i", 2).hex().upper()
 )
 def test_compliance_is_tested_again(tested: Path, tmp_path: Path, edit: Edit, found: str) -> None:
     assert found in edited(tested, tmp_path, edit)["compliance.recomputed"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit", "found"),
+    [
+        ("drawn", in_config(None, rack=7), "AttributeError"),
+        ("drawn", in_config("rack", simulated_gpu={}), "TypeError"),
+        ("scored", in_json("accuracy/accuracy.json", notes=7), "TypeError"),
+        ("tested", in_json("environment.json", gpus=[{"name": 7}]), "environment.json is damaged"),
+    ],
+)
+def test_fields_of_a_kind_that_no_run_writes(
+    kind: str, edit: Edit, found: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    assert found in edited(request.getfixturevalue(kind), tmp_path, edit)["run_folder.whole"]
 
 
 def test_a_soak_that_was_not_healthy_is_told(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -122,6 +122,29 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         severity = Severity.NOTE if part_of_another else Severity.UNKNOWN  # a search ends probes whose answer is clear
         done = f"{why}; samples that had ended: {len(folder.requests):,}"
         yield Observation("run_folder.interrupted", severity, "a run that came to its end", done, where[:1])
+    log = _detail_log(tree, path)
+    yield from _guarded(_folder_checks(folder, again, prefix, where), where)
+    yield from _guarded(check_told(folder, log, prefix), where)
+    if not part_of_another:
+        yield from _guarded(check_health(folder, prefix), where)
+    if "soak" in folder.result or folder.verdict is Verdict.INTERRUPTED:
+        return
+    if logged is None and _logged_by_nodes(tree, folder, path):
+        return
+    if logged is None or log is None:
+        # A search that found no rate ends INVALID without a test of its own.
+        lost = folder.verdict is not Verdict.INVALID
+        expected = f"LoadGen's log of a run that ended {folder.verdict}"
+        yield observe("run_folder.loadgen", False if lost else None, expected, "no log that can be read", where)
+        return
+    yield from _guarded(_log_checks(folder, logged, log, where), where)
+    yield from _guarded(check_answers(tree, folder, log, path, where), where)
+    yield from _guarded(check_verdict(folder, log, (*where, logged.where("result_validity"))), where)
+
+
+def _folder_checks(
+    folder: RunFolder, again: Mapping[str, Any], prefix: str, where: tuple[Where, ...]
+) -> Iterator[Observation]:
     if rate_state(folder) == "estimate":
         found = f"simulated {shown(simulated_gpu(folder))}: rates and times are a cost model's"
         places = (Where(prefix + CONFIG), Where(prefix + RESULT))
@@ -137,33 +160,25 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         where,
     )
     yield from check_configured(folder, prefix)
-    log = _detail_log(tree, path)
-    try:
-        yield from list(check_told(folder, log, prefix))
-    except Exception as error:  # as above
-        found = shown(f"{type(error).__name__}: {error}")
-        yield observe("run_folder.whole", False, "fields that can be computed with", found, where)
-    if not part_of_another:
-        yield from check_health(folder, prefix)
     if "soak" in result and folder.verdict is not Verdict.INTERRUPTED:
         yield _stability(folder, where)
-    if "soak" in result or folder.verdict is Verdict.INTERRUPTED:
-        return
-    if logged is None and _logged_by_nodes(tree, folder, path):
-        return
-    if logged is None or log is None:
-        # A search that found no rate ends INVALID without a test of its own.
-        lost = folder.verdict is not Verdict.INVALID
-        expected = f"LoadGen's log of a run that ended {folder.verdict}"
-        yield observe("run_folder.loadgen", False if lost else None, expected, "no log that can be read", where)
-        return
-    yield from _against_log(result, logged, log, where)
-    yield from _asked(result, log, (*where, logged.where("effective_qsl_rng_seed")))
-    yield _times(result, logged, where)
+
+
+def _log_checks(folder: RunFolder, logged: Run, log: DetailLog, where: tuple[Where, ...]) -> Iterator[Observation]:
+    yield from _against_log(folder.result, logged, log, where)
+    yield from _asked(folder.result, log, (*where, logged.where("effective_qsl_rng_seed")))
+    yield _times(folder.result, logged, where)
     yield from check_duration(folder, log, where)
     yield from check_latencies(folder, log, where)
-    yield from check_answers(tree, folder, log, path, where)
-    yield from check_verdict(folder, log, (*where, logged.where("result_validity")))
+
+
+def _guarded(checks: Iterator[Observation], where: tuple[Where, ...]) -> Iterator[Observation]:
+    """What checks observe; fields of a kind that no run writes can break any step of them."""
+    try:
+        yield from checks
+    except Exception as error:
+        found = shown(f"{type(error).__name__}: {error}")
+        yield observe("run_folder.whole", False, "fields that can be computed with", found, where)
 
 
 def _metrics(folder: RunFolder) -> dict[str, Any]:

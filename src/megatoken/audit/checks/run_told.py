@@ -230,6 +230,8 @@ def _subject(folder: Run, log: DetailLog | None) -> Iterator[str]:
     device = target.get("device")
     if gpus and isinstance(device, str) and device not in (*gpus, "cpu") and not device.startswith(SIMULATED):
         yield f"target.device {device}, {ENVIRONMENT} {', '.join(dict.fromkeys(gpus))}"
+    if "fp8_scales" in target and (target["fp8_scales"] is not None) is not (result.get("precision") == "fp8"):
+        yield f"precision {result.get('precision')}, target.fp8_scales {target['fp8_scales']}"
     for key in ("threads", "tensor_parallel"):
         if key in target and engine.get(key) not in (None, target[key]):
             yield f"target.{key} {target[key]}, {CONFIG} {engine[key]}"
