@@ -19,7 +19,6 @@ from megatoken.audit.answers import LoggedAnswer, Rescored, find_references, rea
 from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Where
-from megatoken.audit.figures import samples_answers
 from megatoken.audit.finding import Observation, shown
 from megatoken.audit.reading import UnreadableError, read_json_object, read_text
 from megatoken.audit.view import observe
@@ -51,7 +50,7 @@ def check_answers(
         where: its result.json and what else names the places of these checks.
     """
     accuracy = folder.result.get("mode") == "accuracy"
-    tested = samples_answers(log) or folder.config.get("compliance") is not None or "compliance" in folder.result
+    tested = folder.config.get("compliance") is not None or "compliance" in folder.result
     if (not accuracy and not tested) or below(path, LOG) not in tree.files:
         return
     check = "accuracy.recomputed" if accuracy else "compliance.recomputed"
