@@ -262,6 +262,9 @@ def test_a_switch_takes_a_value_or_none(
         ("--lengths {tmp}/zero.csv", "zero.csv, line 2: output_tokens is '0'"),
         ("--prompts a.jsonl --lengths b.csv", "give prompts or lengths, not both"),
         ("--scenario batch", "--scenario: must be 'offline', 'server', 'interactive' or 'singlestream', got 'batch'"),
+        ("--max-tokens 9", "--max-tokens 9: it is for JSON lines that state no max_tokens, and every row of held_out"),
+        ("--max-tokens 9 --lengths {tmp}/lengths.csv", "every row of lengths.csv has a length of its own; leave it out"),
+        ("--max-tokens 9 --model 125m --dry-run --prompts {tmp}/table.PKL", "every row of table.PKL has a length of its own"),
         ("--rules v9.9", "--rules: must be 'v5.1', 'v6.0' or 'v6.1', got 'v9.9'"),
         ("--samples 0", "--samples: must be at least 1, got '0'"),
         ("--smaples 4", "--smaples: unknown flag; did you mean --samples?"),
@@ -325,6 +328,7 @@ def make_bad_input(folder: Path, model: Path) -> None:
     write_lines(folder / "text.jsonl", {"prompt": "a"})
     write_lines(folder / "outside.jsonl", {"prompt_token_ids": [8192]})
     write_lines(folder / "zero.csv", "input_tokens,output_tokens", "5,0")
+    write_lines(folder / "lengths.csv", "input_tokens,output_tokens", "5,4")
     write_lines(folder / "file", "not a folder")
     write_lines(folder / "bad.yaml", "engine:", "  max_row: 5")
     table = Path(__file__).parent / "data/openorca_pickles/pandas-3.0.0-numpy-2.4.6-protocol-5.pkl"

@@ -349,6 +349,8 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
     if config.scenario not in ("server", "interactive"):
         for key in ("rate", "find_rate", "ttft_limit_seconds", "tpot_limit_seconds", "probe_seconds"):
             refuse(key, f"only the scenarios server and interactive have it; this is {config.scenario}")
+    if not config.find_rate:
+        refuse("probe_seconds", "only a search for a rate has probes; give --find-rate")
     if config.rack.count == "per_node":
         for key in ("find_rate", "repeat", "text"):
             refuse(key, "not together with rack.count per_node: every node has a LoadGen of its own")
@@ -361,7 +363,7 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
             label = "" if place.startswith("--") else " precision:"
             raise ConfigError(f"{place}:{label} must be 'fp32', 'bf16' or 'fp8', got 'fp4', of simulated GPUs alone")
     else:
-        for key in ("rules", "rack.replicas", "text"):
+        for key in ("rules", "compliance", "rack.replicas", "text"):
             refuse(key, "not together with rack.simulated_gpu: nothing is computed")
         if config.mode == "accuracy":
             refuse("mode", "not together with rack.simulated_gpu: nothing is computed")
