@@ -264,7 +264,6 @@ def test_a_switch_takes_a_value_or_none(
         ("--scenario batch", "--scenario: must be 'offline', 'server', 'interactive' or 'singlestream', got 'batch'"),
         ("--max-tokens 9", "--max-tokens 9: it is for JSON lines that state no max_tokens, and every row of held_out"),
         ("--max-tokens 9 --lengths {tmp}/lengths.csv", "every row of lengths.csv has a length of its own; leave it out"),
-        ("--max-tokens 9 --model 125m --dry-run --prompts {tmp}/table.PKL", "every row of table.PKL has a length of its own"),
         ("--rules v9.9", "--rules: must be 'v5.1', 'v6.0' or 'v6.1', got 'v9.9'"),
         ("--samples 0", "--samples: must be at least 1, got '0'"),
         ("--smaples 4", "--smaples: unknown flag; did you mean --samples?"),
@@ -351,6 +350,25 @@ def test_a_full_disk_is_one_line_and_never_a_result(tmp_path: Path, lengths: Pat
     else:
         assert "LoadGen" in err and "is the disk full?" in err
         assert read_run(next(out.iterdir())).verdict is Verdict.INTERRUPTED
+
+
+@pytest.mark.parametrize("repeat", [1, 2])
+def test_a_page_that_finds_no_room_costs_no_number(tmp_path: Path, lengths: Path, repeat: int) -> None:
+    """The page is larger than every file that it is made of."""
+    limit = (38_000, 38_000)
+    code, stdout, err = call(
+        *("run", "--lengths", lengths, "--samples", 9, "--repeat", repeat, "--out", tmp_path / "runs", "--json"),
+        *QUICK,
+        before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )
+    folder = Path(json.loads(stdout)["run_folder"])
+    assert (code, json.loads(stdout)["verdict"]) == (0, "MEASURED")
+    assert err.startswith("megatoken: ") and err.count("\n") == 1
+    assert "report.html: cannot be written (File too large); " in err
+    assert err.endswith(f"; megatoken report {folder} makes the page then\n")
+    assert not list(folder.rglob("*.html"))
+    code, stdout, _ = call_here("report", folder)
+    assert (code, stdout.count(".html\n")) == (0, repeat + (repeat > 1))
 
 
 def test_an_error_during_the_measurement_names_the_folder(tmp_path: Path) -> None:
