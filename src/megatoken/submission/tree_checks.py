@@ -72,7 +72,8 @@ def check_strays(tree: Tree, one: Submission) -> Iterator[Observation]:
     """Files, folders and links among the results that belong to none of them and that nobody reads."""
     place = at(one, "results")
     leading = {"/".join(key[:depth]) for key in one.results for depth in range(len(key) + 1)}
-    undescribed, others = [], [link for link in tree.folder_links if link.startswith(f"{place}/")]
+    undescribed: list[str] = []
+    others = [link for link in tree.folder_links if link.startswith(f"{place}/")]
     for folder in sorted(folder for folder in tree.folders if f"{folder}/".startswith(f"{place}/")):
         parts = folder.removeprefix(place).strip("/").split("/") if folder != place else []
         inside = "/".join(parts[3:])
