@@ -283,6 +283,8 @@ def test_a_switch_takes_a_value_or_none(
         ("--lengths {tmp}/zero.csv", "zero.csv, line 2: output_tokens is '0'"),
         ("--prompts a.jsonl --lengths b.csv", "give prompts or lengths, not both"),
         ("--scenario batch", "--scenario: must be 'offline', 'server', 'interactive' or 'singlestream', got 'batch'"),
+        ("--max-tokens 9", "--max-tokens 9: it is for JSON lines that state no max_tokens, and every row of held_out"),
+        ("--max-tokens 9 --lengths {tmp}/lengths.csv", "every row of lengths.csv has a length of its own"),
         ("--rules v9.9", "--rules: must be 'v5.1', 'v6.0' or 'v6.1', got 'v9.9'"),
         ("--samples 0", "--samples: must be at least 1, got '0'"),
         ("--smaples 4", "--smaples: unknown flag; did you mean --samples?"),
@@ -346,6 +348,7 @@ def make_bad_input(folder: Path, model: Path) -> None:
     write_lines(folder / "text.jsonl", {"prompt": "a"})
     write_lines(folder / "outside.jsonl", {"prompt_token_ids": [8192]})
     write_lines(folder / "zero.csv", "input_tokens,output_tokens", "5,0")
+    write_lines(folder / "lengths.csv", "input_tokens,output_tokens", "5,4")
     write_lines(folder / "file", "not a folder")
     write_lines(folder / "bad.yaml", "engine:", "  max_row: 5")
     table = Path(__file__).parent / "data/openorca_pickles/pandas-3.0.0-numpy-2.4.6-protocol-5.pkl"
@@ -368,6 +371,25 @@ def test_a_full_disk_is_one_line_and_never_a_result(tmp_path: Path, lengths: Pat
     else:
         assert "LoadGen" in err and "is the disk full?" in err
         assert read_run(next(out.iterdir())).verdict is Verdict.INTERRUPTED
+
+
+@pytest.mark.parametrize("repeat", [1, 2])
+def test_a_page_that_finds_no_room_costs_no_number(tmp_path: Path, lengths: Path, repeat: int) -> None:
+    """The page is larger than every file that it is made of."""
+    limit = (38_000, 38_000)
+    code, stdout, err = call(
+        *("run", "--lengths", lengths, "--samples", 9, "--repeat", repeat, "--out", tmp_path / "runs", "--json"),
+        *QUICK,
+        before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )
+    folder = Path(json.loads(stdout)["run_folder"])
+    assert (code, json.loads(stdout)["verdict"]) == (0, "MEASURED")
+    assert err.startswith("megatoken: ") and err.count("\n") == 1
+    assert "report.html: cannot be written (File too large); " in err
+    assert err.endswith(f"; megatoken report {folder} makes the page then\n")
+    assert not list(folder.rglob("*.html"))
+    code, stdout, _ = call_here("report", folder)
+    assert (code, stdout.count(".html\n")) == (0, repeat + (repeat > 1))
 
 
 def test_an_error_during_the_measurement_names_the_folder(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml: cannot read the configuration: No such file"):
         load_run_config(tmp_path / "none.yaml", {})
     (tmp_path / "binary.yaml").write_bytes(b"model: \xff\xfe")
-    with pytest.raises(ConfigError, match=r"binary\.yaml: not UTF-8 at byte 7"):
+    with pytest.raises(ConfigError, match=r"binary\.yaml: not UTF-8 at byte 7; give a YAML file of settings"):
         load_run_config(tmp_path / "binary.yaml", {})
     (tmp_path / "nul.yaml").write_bytes(b"model: a\0b")
     with pytest.raises(ConfigError, match=r"nul\.yaml: not YAML"):

@@ -244,6 +244,7 @@ def _leaves(section: type[_Section], prefix: str = "") -> Iterator[tuple[str, Ke
 
 KEYS = dict(_leaves(RunConfig))
 _SECTIONS = {key.rpartition(".")[0] for key in KEYS} - {""}
+_GIVE_YAML = "give a YAML file of settings here, saved as UTF-8; prompts are given with --prompts"
 _NULL = "tag:yaml.org,2002:null"
 _PLAIN_KINDS = ("bool", "int", "float", "str")
 _PLAIN_TAGS = {_NULL, *(f"tag:yaml.org,2002:{kind}" for kind in _PLAIN_KINDS)}
@@ -274,12 +275,12 @@ def _read_yaml(path: Path, section: str = "") -> dict[str, _Setting]:
         mend = "give auto, host:port or a YAML file" if section else "give a YAML file, or a model with --model"
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}; {mend}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; {_GIVE_YAML}") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{path}:{line}: not YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}; {_GIVE_YAML}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply; see megatoken run --help for the keys") from None
 
@@ -358,6 +359,8 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
     if config.scenario not in ("server", "interactive"):
         for key in ("rate", "find_rate", "ttft_limit_seconds", "tpot_limit_seconds", "probe_seconds"):
             refuse(key, f"only the scenarios server and interactive have it; this is {config.scenario}")
+    if not config.find_rate:
+        refuse("probe_seconds", "only a search for a rate has probes; give --find-rate")
     if config.rack.count == "per_node":
         for key in ("find_rate", "repeat", "text"):
             refuse(key, "not together with rack.count per_node: every node has a LoadGen of its own")
@@ -370,7 +373,7 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
             label = "" if place.startswith("--") else " precision:"
             raise ConfigError(f"{place}:{label} must be 'fp32', 'bf16' or 'fp8', got 'fp4', of simulated GPUs alone")
     else:
-        for key in ("rules", "rack.replicas", "text"):
+        for key in ("rules", "compliance", "rack.replicas", "text"):
             refuse(key, "not together with rack.simulated_gpu: nothing is computed")
         if config.mode == "accuracy":
             refuse("mode", "not together with rack.simulated_gpu: nothing is computed")
@@ -395,6 +398,14 @@ def _nested(settings: Mapping[str, _Setting]) -> dict[str, Any]:
             branch = branch.setdefault(section, {})
         branch[name] = setting.value
     return tree
+
+
+def explain_value(error: ValidationError) -> str | None:
+    """What one value that pydantic refused must be and was, as for a setting; None if that is not known here."""
+    first = error.errors()[0]
+    if first["type"] not in _DEMANDS.keys() - {"value_error"}:
+        return None
+    return f"{_demand(first)}, got {first['input']!r:.60}"
 
 
 def _explain(error: ValidationError, settings: Mapping[str, _Setting]) -> str:

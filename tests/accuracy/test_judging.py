@@ -10,12 +10,13 @@ from accuracy_files import make_tokenizer, write_405b, write_lines, write_log, w
 
 from megatoken.accuracy import scores as scoring
 from megatoken.accuracy.answers import read_answers
+from megatoken.accuracy.compliance import check_test07
 from megatoken.accuracy.evaluate import Mean, Scores
 from megatoken.accuracy.judge import Judged, judge
 from megatoken.accuracy.targets import missed, of_benchmark
 from megatoken.audit.accuracy_log import read_accuracy_scores
 from megatoken.datasets.references import References
-from megatoken.errors import UsageError
+from megatoken.errors import StorageError, UsageError
 from megatoken.results import Verdict
 
 WORDS = [f"word{row}" for row in range(20)]
@@ -46,6 +47,21 @@ def test_without_targets_an_evaluation_is_a_measurement(tmp_path: Path, referenc
     assert result.verdict is Verdict.MEASURED
     assert result.folder == tmp_path / "a"
     assert json.loads((tmp_path / "a" / "accuracy.json").read_text()) == result.document
+
+
+def test_what_cannot_be_written_names_no_flag_that_accuracy_and_verify_lack(tmp_path: Path, references: Path) -> None:
+    for name, compute in (
+        ("accuracy.txt", lambda: judged(tmp_path / "a", WORDS, references)),
+        ("accuracy.json", lambda: judged(tmp_path / "b", WORDS, references)),
+        ("verify_accuracy.txt", lambda: check_test07(60.7, 990).write(tmp_path / "c")),
+    ):
+        folder = tmp_path / {"accuracy.txt": "a", "accuracy.json": "b"}.get(name, "c")
+        folder.mkdir()
+        (folder / name).symlink_to("/proc/no-file-can-be-made-there")
+        with pytest.raises(StorageError, match="cannot be written") as caught:
+            compute()
+        assert "--out" not in str(caught.value)
+        assert str(caught.value).startswith(f"{folder / name}: ")
 
 
 @pytest.mark.parametrize(("wrong", "share", "verdict"), [(0, 0.99, "VALID"), (1, 0.99, "INVALID"), (1, 0.95, "VALID")])

@@ -159,7 +159,9 @@ def test_own_prompts_and_lengths(run: Any, tmp_path: Path) -> None:
         (("check", "{tmp}/absent.pkl"), "No such file"),
         (("check", "{tmp}/absent.jsonl", "--model", "{tmp}"), "config.json"),
         (("convert", "{tmp}/absent.json"), "No such file"),
-        (("convert", "rag", "--rows", "0"), "--rows"),
+        (("convert", "rag", "--rows", "0"), "--rows: must be at least 1, got '0'"),
+        (("convert", "rag", "--rows", "many"), "--rows: must be a whole number, got 'many'"),
+        (("convert", "rag", "--seed", "-1"), "--seed: must be at least 0, got '-1'"),
         (("convert", "rag", "--out", "{tmp}/no/where.csv"), "cannot be written"),
     ],
 )

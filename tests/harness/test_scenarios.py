@@ -18,7 +18,7 @@ from queueing import QueueingTarget, Simulated, queue_of
 
 from cli_support import call_here, make_checkpoint
 from megatoken.audit import Severity, audit
-from megatoken.config import RunConfig
+from megatoken.config import RunConfig, load_run_config
 from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.requests import Dataset
 from megatoken.harness import benchmarks, rules
@@ -266,6 +266,8 @@ def test_a_signal_ends_a_long_run_at_once_and_leaves_nothing_running(
     lengths, out = tmp_path / "lengths.csv", tmp_path / "runs"
     lengths.write_text("input_tokens,output_tokens\n5,2\n")
     config = {"scenario": "server", "rate": 50.0, "min_duration_seconds": 600, "find_rate": search}
+    if search:
+        config["probe_seconds"] = 20.0
     with started("scenario", out=str(out), lengths=str(lengths), config=config, queueing=[50, 0.02]) as process:
         wait_until_running(process, out, "2*/probes/01*/mlperf" if search else "2*/mlperf")
         time.sleep(2.5)
@@ -281,6 +283,7 @@ def test_a_signal_ends_a_long_run_at_once_and_leaves_nothing_running(
     inner = read_run(next(finished.path.glob("probes/01*"))) if search else finished
     assert inner.verdict is Verdict.INTERRUPTED
     assert len(inner.requests) > 20
+    assert load_run_config(inner.path / "config.yaml", {}).find_rate is False  # a run that can be repeated
     if number != signal.SIGKILL:
         assert finished.reasons[0]["message"].startswith(number.name)
         assert (inner.path / "mlperf" / "ABANDONED.txt").exists()
@@ -380,6 +383,11 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         (("--scenario", "singlestream", "--find-rate"), "--find-rate: only the scenarios server and interactive"),
         (("--scenario", "server", "--find-rate", "--repeat", 3), "--repeat: not together with find_rate"),
         (("--scenario", "server", "--find-rate", "--samples", 3), "--samples: not together with find_rate"),
+        (("--scenario", "server", "--probe", 5), "--probe: only a search for a rate has probes; give --find-rate"),
+        (
+            ("--rack", "auto", "--rack.simulated_gpu", "H200", "--compliance", "TEST06"),
+            "--compliance: not together with rack.simulated_gpu: nothing is computed",
+        ),
         (("--scenario", "server", "--rate", 0), "--rate: must be "),
         (("--scenario", "server", "--ttft-limit", -1), "--ttft-limit: must be at least 0.001, got '-1'"),
         (

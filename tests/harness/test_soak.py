@@ -28,6 +28,7 @@ from cli_support import (
     write_lines,
 )
 from megatoken.cli.soak import duration_seconds
+from megatoken.config import load_run_config
 from megatoken.errors import UsageError
 from megatoken.harness.result_facts import CORE_WAIT_SHARE
 from megatoken.harness.soak import Earlier, SteadyLoad
@@ -197,6 +198,10 @@ def test_a_killed_soak_goes_on_where_it_stopped(tmp_path: Path, load: list[objec
     result: dict[str, Any] = json.loads((path / "result.json").read_text())
     duration = result["soak"]["duration_seconds"] = between.series["elapsed_seconds"].to_pylist()[-1] + 3.0
     (path / "result.json").write_text(json.dumps(result))
+    code, _, err = call("soak", "--resume", path)
+    assert (code, f"min_duration_seconds was {duration}, here it is 3600.0" in err) == (2, True), err
+    settings = (path / "config.yaml").read_text()
+    (path / "config.yaml").write_text(settings.replace("seconds: 3600.0", f"seconds: {duration!r}"))
     code, out, err = call("soak", "--resume", path, "--json")
     run = read_run(path)
     assert code == run.verdict.exit_code, err
@@ -239,6 +244,25 @@ def test_a_soak_of_another_model_or_machine_is_not_gone_on_with(
         process.communicate(timeout=TIMEOUT_SECONDS)
     result: dict[str, Any] = json.loads((path / "result.json").read_text())
     assert any(note.startswith("without compiled kernels") for note in result["notes"])
+    file = path / "config.yaml"
+    settings = file.read_text()
+    for line, other, words in (
+        ("seed: 0", "seed: 1", "seed was 0, here it is 1"),
+        ("max_sequences: 4", "max_sequences: 5", "engine.max_sequences was 4, here it is 5"),
+        ("max_tokens: 128", "max_tokens: 9", "max_tokens was 128, here it is 9"),
+        ("precision: bf16", "precision: fp32", "precision was bf16, here it is fp32"),
+    ):
+        assert line in settings
+        file.write_text(settings.replace(line, other))
+        with pytest.raises(UsageError, match=f"cannot be resumed: {words}; "):
+            Earlier(read_run(path), 1.0, ()).check_settings(load_run_config(file, {}))
+    code, _, err = call("soak", "--resume", path)
+    assert (code, err.count("\n"), err.count("precision was bf16, here it is fp32")) == (2, 1, 1)
+    file.write_text(settings)
+    Earlier(read_run(path), 1.0, ()).check_settings(load_run_config(file, {}))
+    with pytest.raises(UsageError, match="precision was fp8, here it is bf16"):  # all that older versions recorded
+        Earlier(replace(read_run(path), result={**result, "precision": "fp8"}), 1.0, ()).check(result)
+
     (path / "result.json").write_text(json.dumps({**result, "data_set_sha256": "0" * 64}))
     code, _, err = call_here("soak", "--resume", path)
     assert (code, err.count("\n"), err.count("data_set_sha256")) == (2, 1, 1)  # nothing was loaded

@@ -123,6 +123,14 @@ def test_a_full_disk_needs_room(tmp_path):
         write_atomically(tmp_path / "file", lambda _: Path("/dev/full").write_text("x"))
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.ENOENT])
+def test_no_flag_is_named_that_the_command_lacks(tmp_path, number):
+    with pytest.raises(StorageError, match=r"cannot be written \(.+\); \w+") as caught:
+        write_atomically(tmp_path / "file", lambda _: (_ for _ in ()).throw(OSError(number, "")), movable=False)
+    assert "--out" not in str(caught.value)
+    assert "--out" not in str(storage_error(tmp_path, OSError(errno.EFBIG, "")))
+
+
 def test_a_missing_folder_and_a_file_in_its_place_need_another(tmp_path):
     (tmp_path / "file").write_text("")
     for path, cause in ((tmp_path / "none" / "x", "No such file"), (tmp_path / "file" / "x", "Not a directory")):

@@ -137,6 +137,11 @@ def large(tree: Tree) -> None:
         file.truncate(51 * 2**20)
 
 
+def stray(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("x")
+
+
 def without_scenario(tree: Tree, scenario: str) -> None:
     for folder in dict.fromkeys((tree.benchmark, tree.described().parent, tree.test06().parents[1])):
         shutil.rmtree(folder / scenario)
@@ -304,6 +309,23 @@ BREAKS: dict[str, Breaking] = {
         *("F1", "a stray file", (T, F, T)),
         lambda t: (t.root / t.division / "notes.txt").write_text("x"),
     ),
+    "stray folder of results": (
+        *("F1", "a stray file, folder or link: stray", (T, F, T)),
+        lambda t: stray(t.benchmark.parents[1] / "stray/f"),
+    ),
+    "stray benchmark": ("F1", "sys/other", (F, F, F), lambda t: stray(t.benchmark.parent / "other/f")),
+    "stray folder of a scenario": (
+        *("F1", "Offline/old", (F, F, F)),
+        lambda t: stray(t.benchmark / "Offline/old/f"),
+    ),
+    "stray file of a scenario": ("F1", "junk.bin", (F, F, F), lambda t: stray(t.benchmark / "Offline/junk.bin")),
+    "stray file of a system": ("F1", "sys/notes.txt", (F, F, F), lambda t: stray(t.benchmark.parent / "notes.txt")),
+    "link to a folder": ("F1", "Offline/loop", (F, F, F), lambda t: (t.benchmark / "Offline/loop").symlink_to(".")),
+    "what does no harm": (
+        *("F1", "", (N, N, N)),
+        lambda t: [stray(t.benchmark / f"Offline/{name}") for name in ("notes.md", "mlperf.conf", "audit.config")],
+    ),
+    "impossible score": ("A2", "rouge1 999", (F, F, F), lambda t: scored(t, "rouge1", "999")),
     "described and not run": (
         *("M1", "no results of sys/other/Offline", (T, N, T)),
         lambda t: t.version == 5 and shutil.copytree(t.described(), t.described().parents[1] / "other/Offline"),

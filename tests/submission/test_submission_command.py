@@ -89,6 +89,7 @@ def test_what_is_no_submission(built: Callable[[str, str], Path], tmp_path: Path
         (("check", tmp_path), "no submission below it; expected closed/SUBMITTER/results/SYSTEM"),
         (("check", tmp_path, "--round", "v1.0"), "no submission below it"),
         (("check", built("v5.1", "closed"), "--round", "v1.0"), "--round v1.0: not a known MLPerf Inference round"),
+        (("check", built("v5.1", "closed"), "--round", "v9"), "Inference round; known: v5.1, v6.0, v6.1\n"),
         (("check", tmp_path, "--rund", "v5.1"), "--rund: unknown flag; did you mean --round?"),
         (("build", tmp_path, "--submitter", "V"), "Missing option '--division'"),
     ):

@@ -52,7 +52,7 @@ class ComplianceResult:
 
     def write(self, folder: Path) -> Path:
         """Writes that file into ``folder``. Raises StorageError."""
-        write_text(folder / self.file, "\n".join(self.lines) + "\n")
+        write_text(folder / self.file, "\n".join(self.lines) + "\n", movable=False)
         return folder / self.file
 
 

@@ -59,8 +59,8 @@ def write_results(folder: Path, answers: Answers, scores: Scores, result: Mappin
     """Writes both files into ``folder``, which is made if missing. Raises StorageError."""
     make_folder(folder)
     line = ", ".join(f"'{name}': {_number(value)}" for name, value in numbers(scores).items())
-    write_text(folder / TEXT, f"\nResults\n\n{{{line}}}\nhash={answers.sha256}\n")
-    write_text(folder / SCORES, to_json(result))
+    write_text(folder / TEXT, f"\nResults\n\n{{{line}}}\nhash={answers.sha256}\n", movable=False)
+    write_text(folder / SCORES, to_json(result), movable=False)
 
 
 def make_folder(folder: Path) -> None:
@@ -68,7 +68,7 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise storage_error(folder, error) from None
+        raise storage_error(folder, error, movable=False) from None
 
 
 def _number(value: float) -> str:

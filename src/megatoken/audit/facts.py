@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -93,14 +93,19 @@ def ruled_rounds() -> tuple[str, ...]:
     return tuple(name for name in round_seeds() if any(name in entry.rounds for entry in benchmarks().values()))
 
 
-def known_round(name: str) -> str:
-    """``name`` as the tables spell it; UsageError, which lists the known ones, if its rules are not known."""
+def known_round(name: str, among: Sequence[str] | None = None) -> str:
+    """``name`` as the tables spell it; UsageError, which lists what can be given, if its rules are not known.
+
+    Args:
+        name: as typed.
+        among: rounds that can be given; None: all whose rules are known.
+    """
     wanted = name.strip().lower()
     wanted = wanted if wanted.startswith("v") else f"v{wanted}"
     if wanted not in ruled_rounds():
         only_seeds = "a round of which only the seeds are known here, not the rules"
         what = only_seeds if wanted in round_seeds() else "not a known MLPerf Inference round"
-        raise UsageError(f"--round {name}: {what}; known: {', '.join(ruled_rounds())}")
+        raise UsageError(f"--round {name}: {what}; known: {', '.join(among or ruled_rounds())}")
     return wanted
 
 

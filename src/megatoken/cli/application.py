@@ -82,7 +82,7 @@ def _outcome() -> int:
     except MegatokenError as error:
         return complain(str(error), error.exit_code)
     except _CommandLineError as error:
-        return complain(error.format_message(), ExitCode.USAGE)  # type: ignore[attr-defined]
+        return complain(_explained(error), ExitCode.USAGE)
     except KeyboardInterrupt as interruption:
         return complain(str(interruption) or "interrupted; nothing was written", ExitCode.INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has left
@@ -91,6 +91,20 @@ def _outcome() -> int:
         return complain("a path is not UTF-8 and cannot be written into a file; rename it", ExitCode.USAGE)
     except OSError as error:
         return complain(str(error), ExitCode.ERROR)
+
+
+def _explained(error: Exception) -> str:
+    """What is wrong in the command line; of a value that pydantic refused for typer, in our words and not in its."""
+    message = str(error.format_message())  # type: ignore[attr-defined]
+    names = getattr(getattr(error, "param", None), "opts", [""])
+    if error.__cause__ is None or not names[0].startswith("--"):
+        return message.replace(": Value error, ", ": ")
+    from pydantic import ValidationError
+
+    from megatoken.config import explain_value
+
+    why = explain_value(error.__cause__) if isinstance(error.__cause__, ValidationError) else None
+    return f"{names[0]}: {why}" if why else message.replace(": Value error, ", ": ")
 
 
 def _command() -> int:

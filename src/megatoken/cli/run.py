@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,8 +23,8 @@ from megatoken.cli.flags import (
     RunsOut,
 )
 from megatoken.cli.output import Json
-from megatoken.cli.streams import standard_output
-from megatoken.errors import ExitCode
+from megatoken.cli.streams import complain, standard_output
+from megatoken.errors import ExitCode, StorageError
 
 if TYPE_CHECKING:
     from megatoken.config import RunConfig
@@ -108,13 +109,12 @@ def measure_and_show(
             print(json.dumps(prepared.plan(), indent=2) if json_only else prepared.describe())
         return ExitCode.OK
 
-    from megatoken.report import read_subject, show, write_reports
+    from megatoken.report import read_subject, show
     from megatoken.results import Run, Verdict
 
     kept = f"the run is in {path}"
     with standard_output(kept):
-        for _ in write_reports(path):
-            pass
+        unwritten = _make_pages(path)
         finished = read_subject(path)
         result = finished.result if isinstance(finished, Run) else finished.values
         code = Verdict(result["verdict"]).exit_code
@@ -126,7 +126,21 @@ def measure_and_show(
                 show(finished)
                 if not isinstance(finished, Run):
                     print(f"Run folders: {path}")
+    if unwritten is not None:
+        complain(f"{unwritten}; megatoken report {shlex.quote(str(path))} makes the page then", code)
     return code
+
+
+def _make_pages(path: Path) -> StorageError | None:
+    """Makes the pages on what was measured, or returns why it cannot: they can be made at any time, the run cannot."""
+    from megatoken.report import write_reports
+
+    try:
+        for _ in write_reports(path, movable=False):
+            pass
+    except StorageError as error:
+        return error
+    return None
 
 
 def _run_here(

@@ -106,7 +106,9 @@ def _interrupted(folder: Path, others: list[object], rack: str | None) -> tuple[
     from megatoken.results.run_folder import CONFIG
 
     earlier = Earlier.read(folder)
-    return load_run_config(folder / CONFIG, {}, rack), earlier
+    config = load_run_config(folder / CONFIG, {}, rack)
+    earlier.check_settings(config)
+    return config, earlier
 
 
 def duration_seconds(text: str) -> float:

@@ -41,7 +41,7 @@ def load_mlperf(
     rows = RequestRows(path, vocabulary_size, max_length, table.data_set.max_new_tokens)
     for place, ids in table.token_lists():
         rows.add(place, ids)
-    data_set = rows.dataset(table.content_hash)
+    data_set = replace(rows.dataset(table.content_hash), default_used=False)  # it is the data set's own
     if len(data_set.requests) == table.data_set.rows and (other := table.other_sum) is not None:
         if as_published:
             raise DatasetError(f"{other}; {table.mend}, or claim no rules")

@@ -36,6 +36,7 @@ class Dataset:
         output_limits: ``max_tokens`` of each row, int64.
         fills_limit: Whether the answer of each row surely has that many tokens, bool: nothing can end it earlier.
         notes: What was changed to make rows fit, for the report.
+        default_used: Whether a row has the caller's default of ``max_tokens`` because it states none.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Dataset:
     output_limits: NDArray[np.int64]
     fills_limit: NDArray[np.bool_]
     notes: tuple[str, ...]
+    default_used: bool = False
 
 
 class LazyRequests(Sequence[Request]):
@@ -94,6 +96,7 @@ class RequestRows:
         self._options = bytearray()
         self._stop_token_ids: dict[int, tuple[int, ...]] = {}
         self._shortened = 0
+        self._default_used = False
 
     def add(
         self,
@@ -117,6 +120,7 @@ class RequestRows:
                 "where model and cache allow more"
             )
         if max_tokens is None:
+            self._default_used = True
             max_tokens = min(self._default_max_tokens, room)
             self._shortened += max_tokens < self._default_max_tokens
         elif max_tokens > room:
@@ -181,4 +185,5 @@ class RequestRows:
             output_limits=options["max_tokens"].astype(np.int64),
             fills_limit=fills_limit,
             notes=(note,) if self._shortened else (),
+            default_used=self._default_used,
         )

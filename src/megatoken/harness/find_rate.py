@@ -85,7 +85,7 @@ class _Prober:
         if self._count:
             self._folder.add_facts({"rate_search": self.finder.facts()})
         self._count += 1
-        changes: dict[str, object] = {"rate": probe.rate, "find_rate": False}
+        changes: dict[str, object] = {"rate": probe.rate, "find_rate": False, "probe_seconds": None}
         if probe.seconds is not None:
             changes |= {"min_duration_seconds": probe.seconds, "rules": None}
         elif self._bench.config.min_duration_seconds is None and self._bench.config.rules is None:

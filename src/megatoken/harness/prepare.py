@@ -15,7 +15,7 @@ import yaml
 
 from megatoken.accuracy.gate import SHARE, AccuracyGate, ComplianceGate, Gate, reference_gate
 from megatoken.audit.facts import round_of_build
-from megatoken.config import RoundName, RunConfig
+from megatoken.config import KEYS, RoundName, RunConfig
 from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.mlperf import load_mlperf
 from megatoken.datasets.prompts import load_prompts
@@ -128,6 +128,7 @@ def prepare(config: RunConfig, memory: MemoryPlan | None = None) -> Prepared:
     if config.text and tokenizer_of(config.model) is None:
         raise UsageError(f"text: {source.config.name} has no tokenizer.json; add it to the model's folder")
     data_set = _load_data_set(config, source.config, memory)
+    _check_max_tokens(config, data_set)
     if config.find_rate and config.rate is not None:
         length = full_length(plan_test(config, len(data_set.requests), config.rate))
         if (why := too_few(config.rate, *length)) is not None:
@@ -301,6 +302,15 @@ def _prompts(config: RunConfig) -> Path | None:
     if config.prompts is None and config.lengths is None and _is_reference(config):
         return HELD_OUT
     return config.prompts
+
+
+def _check_max_tokens(config: RunConfig, data_set: Dataset) -> None:
+    """Refuses an answer length that no row takes. Raises UsageError."""
+    if config.max_tokens != KEYS["max_tokens"].default and not data_set.default_used:
+        raise UsageError(
+            f"--max-tokens {config.max_tokens}: it is for JSON lines that state no max_tokens, and every row of "
+            f"{data_set.name} has a length of its own; leave it out"
+        )
 
 
 def _load_data_set(config: RunConfig, model: ModelConfig, memory: MemoryPlan) -> Dataset:

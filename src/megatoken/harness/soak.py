@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatoken.config import RunConfig
+from megatoken.config import KEYS, RunConfig
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.hardware.inventory import take_inventory
 from megatoken.harness.bench import Bench
@@ -44,6 +44,10 @@ from megatoken.targets import Outcome, Target
 
 QUEUED_SHARE = 0.5  # samples that wait for each that a replica can hold
 FEWEST_QUEUED = 16
+# Where things lie, whose contents are compared, and what no record depends on.
+MAY_CHANGE = {"prompts", "lengths", "out", "warm_up_seconds", "min_duration_seconds"} | {
+    f"rack.{name}" for name in ("cluster", "dead_after_seconds", "reconnect_seconds", "wait_seconds", "replace")
+}
 ROW_SECONDS = 0.001  # by which a row that ends a segment stands after the last of it
 NOTE = "a soak issues its own samples, without LoadGen: it says whether a rate holds and claims no MLPerf rules"
 
@@ -145,11 +149,25 @@ class Earlier:
             for row in self.reached
         ]
 
+    def check_settings(self, config: RunConfig) -> None:
+        """Refuses to go on with other settings than those recorded, whatever config.yaml says by now.
+
+        Raises:
+            UsageError: names the first that differs, with both values.
+        """
+        soak = self.run.result["soak"]
+        recorded, now = soak.get("settings", {}), _settings(config)
+        self._compare({key: (value, now[key]) for key, value in recorded.items() if key in now})
+        self._compare({"min_duration_seconds": (soak["duration_seconds"], config.min_duration_seconds)})
+
     def check(self, facts: Mapping[str, Any]) -> None:
         """Refuses to go on with another model, data set or machine; needs no weights. Raises UsageError."""
         there = self.run.result
-        pairs = {name: (there.get(name), facts.get(name)) for name in ("weights", "data_set_sha256")}
+        pairs = {name: (there.get(name), facts.get(name)) for name in ("weights", "precision", "data_set_sha256")}
         pairs["hardware"] = (_hardware(there, self.run.environment), _hardware(facts, take_inventory()))
+        self._compare(pairs)
+
+    def _compare(self, pairs: Mapping[str, tuple[Any, Any]]) -> None:
         for name, (before, now) in pairs.items():
             if before != now:
                 raise UsageError(
@@ -230,6 +248,7 @@ def _create(config: RunConfig, facts: Mapping[str, Any], population: int) -> Run
     soak = {
         "duration_seconds": config.min_duration_seconds,
         "population": population,
+        "settings": _settings(config),
         "segments": [{"begins_seconds": 0.0, "started_at": utc_text(now)}],
         "interruptions": [],
     }
@@ -242,6 +261,18 @@ def _create(config: RunConfig, facts: Mapping[str, Any], population: int) -> Run
         scenario=SOAK,
         facts={**facts, **more},
     )
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """By dotted key, what the records depend on; the name of a model only where the weights do not tell it."""
+    there = config.model_dump(mode="json")
+    flat: dict[str, Any] = {}
+    for key in KEYS.keys() - MAY_CHANGE - (set() if config.random_weights else {"model"}):
+        value: Any = there
+        for part in key.split("."):
+            value = value[part]
+        flat[key] = value
+    return dict(sorted(flat.items()))
 
 
 def _resumed(earlier: Earlier) -> dict[str, Any]:

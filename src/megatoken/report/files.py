@@ -43,7 +43,7 @@ def write_report(path: Path, out: Path | None = None) -> Path:
     return last
 
 
-def write_reports(path: Path, out: Path | None = None) -> Iterator[Path]:
+def write_reports(path: Path, out: Path | None = None, *, movable: bool = True) -> Iterator[Path]:
     """Make the pages on ``path`` anew and say where each is.
 
     Args:
@@ -51,6 +51,7 @@ def write_reports(path: Path, out: Path | None = None) -> Iterator[Path]:
             beside it under its name; or a folder with run folders below it: the page of each, and in each folder of
             repeats one on them together, ``repeats.html``.
         out: file to write; for the one page that ``path`` has, or the one on its repeats together.
+        movable: whether the command has a flag ``--out`` that could name another place.
 
     Raises:
         UsageError: ``path`` cannot be read, or a file that is no page of ours is in the way.
@@ -69,7 +70,8 @@ def write_reports(path: Path, out: Path | None = None) -> Iterator[Path]:
         subjects = [(on_all[0][0], out)]
     for subject, place in subjects:
         _check_replaceable(place)
-        write_text(place, page(run_view(subject) if isinstance(subject, Run) else document_view(subject)))
+        made = page(run_view(subject) if isinstance(subject, Run) else document_view(subject))
+        write_text(place, made, movable=movable)
         yield place
 
 

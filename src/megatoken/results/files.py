@@ -18,17 +18,18 @@ from megatoken.errors import StorageError
 SECRET_KEY = re.compile(r"(^|_)(password|passwd|secret|api_?key|authorization|credentials?|token)$", re.IGNORECASE)
 URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 REDACTED = "***"
+OTHER_FOLDER = "choose another folder with --out"
 MENDS = {
-    ENOSPC: "make room or choose another folder with --out",
-    EDQUOT: "make room or choose another folder with --out",
+    ENOSPC: "make room",
+    EDQUOT: "make room",
     EFBIG: "raise the limit on the size of files (ulimit -f)",
 }
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object], *, movable: bool = True) -> None:
     """Let ``write`` fill a hidden neighbour of ``path``, flush it to the disk, then rename it over ``path``.
 
-    A link stays one; what it names is replaced.
+    A link stays one; what it names is replaced. ``movable`` as for ``storage_error``.
 
     Raises:
         StorageError: ``path`` is a folder, a device or a pipe, or the disk refuses; ``path`` is as it was.
@@ -50,19 +51,29 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         with suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError):
-            raise storage_error(path, error) from error
+            raise storage_error(path, error, movable=movable) from error
         raise
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` in one step; StorageError when the disk refuses."""
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+def write_text(path: Path, text: str, *, movable: bool = True) -> None:
+    """Replace ``path`` by ``text`` in one step; StorageError when the disk refuses, ``movable`` as for that."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), movable=movable)
 
 
-def storage_error(path: Path, error: OSError) -> StorageError:
-    """One line for the user out of what the operating system said, with the mend that fits it."""
+def storage_error(path: Path, error: OSError, *, movable: bool = True) -> StorageError:
+    """One line for the user out of what the operating system said, with the mend that fits it.
+
+    Args:
+        path: what could not be written.
+        error: the system's.
+        movable: whether the command has a flag ``--out`` that could name another place for it.
+    """
     cause = os.strerror(error.errno) if error.errno else str(error)
-    mend = MENDS.get(error.errno or 0, "choose another folder with --out")
+    mend = MENDS.get(error.errno or 0)
+    if mend is None:
+        mend = OTHER_FOLDER if movable else "see to it that it can be"
+    elif movable and error.errno != EFBIG:
+        mend = f"{mend} or {OTHER_FOLDER}"
     return StorageError(f"{path}: cannot be written ({cause}); {mend}")
 
 

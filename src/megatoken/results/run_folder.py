@@ -106,6 +106,7 @@ class RunFolder:
         self._series = to_table(SeriesRow, [])
         self._written_rows = (-1, -1)
         self._write_seconds = 0.0
+        self._movable = True  # the command that made it has --out
         self._error: Exception | None = None
         self._ended = False
         self._stop = threading.Event()
@@ -169,6 +170,7 @@ class RunFolder:
         """
         kept = {name: value for name, value in run.result.items() if name not in _HEAD}
         folder = cls(run.path, run.environment, run.result["scenario"], {**kept, **plain(facts)})
+        folder._movable = False
         folder._requests, folder._series = run.requests, run.series
         folder._written_rows = (len(run.requests), len(run.series))
         folder._thread.start()
@@ -305,9 +307,9 @@ class RunFolder:
         self._take_new_rows()
         rows = (len(self._requests), len(self._series))
         if rows[0] != self._written_rows[0]:
-            write_atomically(self.path / REQUESTS, partial(write_parquet, self._requests))
+            write_atomically(self.path / REQUESTS, partial(write_parquet, self._requests), movable=self._movable)
         if rows[1] != self._written_rows[1]:
-            write_atomically(self.path / SERIES, partial(write_parquet, self._series))
+            write_atomically(self.path / SERIES, partial(write_parquet, self._series), movable=self._movable)
         grown, self._written_rows = rows != self._written_rows, rows
         return grown
 
@@ -329,7 +331,7 @@ class RunFolder:
         result = {**head, **self._facts, **summary, **more}
         if finished and len(summary["nodes"]) > 1 and "aggregate" not in result:
             result["aggregate"] = self._aggregate(verdict, result)
-        write_text(self.path / RESULT, to_json(result))
+        write_text(self.path / RESULT, to_json(result), movable=self._movable)
 
     def _aggregate(self, verdict: Verdict, result: dict[str, Any]) -> dict[str, Any] | None:
         """What the nodes did together, by the three rules; None where one of them did nothing."""

@@ -104,6 +104,8 @@ def _check(name: str, value: Any) -> None:
 def _check_soak(soak: Mapping[str, Any]) -> None:
     if not is_number(soak.get("duration_seconds")):
         raise ValueError("soak.duration_seconds is no number")
+    if "settings" in soak and not isinstance(soak["settings"], Mapping):
+        raise ValueError("soak.settings is no mapping")
     for name, moment in (("segments", "begins_seconds"), ("interruptions", "at_seconds")):
         parts = soak.get(name)
         if not isinstance(parts, list) or not all(_has_moment(one, moment) for one in parts):

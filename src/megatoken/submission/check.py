@@ -36,6 +36,7 @@ from megatoken.submission.tree_checks import (
     check_description,
     check_files,
     check_scenario,
+    check_strays,
     check_system_values,
     check_to_fill,
     is_networked,
@@ -184,6 +185,7 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
     undecided = []
     for one in submissions:
         judge.take(check_submission(tree, one, systems, judge.version))
+        judge.take(check_strays(tree, one))
         undecided += [display(folder) for folder in one.results.values() if is_endpoint_result(tree, folder)]
         for figure in _check_results(tree, one, systems, names[one.path], chosen, judge):
             results.append((one.division, one.submitter, figure))

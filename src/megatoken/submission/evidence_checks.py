@@ -23,6 +23,7 @@ TEST06_LINES = (
     ("EOS check pass: True",),
     ("Sample length check pass: True",),
 )
+HIGHEST_SCORE = 100  # every score of language models is a percentage
 COMPLIANCE_FILES = {"TEST09": "verify_output_len.txt"}
 _SPELLING = {"rougel": "rougeL", "rougelsum": "rougeLsum"}
 _TOKENS = {"Offline": "result_tokens_per_second", "Server": "result_completed_tokens_per_second"}
@@ -105,6 +106,7 @@ def check_scores(tree: Tree, folder: str, benchmark: Benchmark | None) -> Iterat
     most = {name: window[1] for name, window in windows.items() if window}
     seen: dict[str, float] = {}
     low: list[str] = []
+    beyond: list[str] = []
     digest = None
     for line in text.splitlines():
         if found := re.fullmatch(r"hash=(\w+)", line):
@@ -117,6 +119,8 @@ def check_scores(tree: Tree, folder: str, benchmark: Benchmark | None) -> Iterat
                 low.append(f"{name} {value:g} below {target:g}")
             elif value > most.get(name, value):
                 low.append(f"{name} {value:g} above {most[name]:g}")
+            if name in benchmark.accuracy and value > HIGHEST_SCORE:
+                beyond.append(f"{name} {value:g}")
             if value >= target:
                 seen[name] = value
         if digest and len(seen) == len(least):
@@ -131,6 +135,13 @@ def check_scores(tree: Tree, folder: str, benchmark: Benchmark | None) -> Iterat
         f"{benchmark.name}: " + ", ".join(f"{_example(name, target)} or more" for name, target in least.items()),
         shown("; ".join(sorted(low))) or ", ".join(f"{name} {value:g}" for name, value in seen.items()),
         tuple(Where(display(path), line) for line in sorted(set(others.lines.values()))) or place,
+    )
+    yield observe(
+        "check.score_range",
+        not beyond,
+        f"scores from 0 to {HIGHEST_SCORE}",
+        shown("; ".join(beyond)) or "they are",
+        place,
     )
     yield observe("check.hash", digest is not None, "a line hash=... with nothing else", shown(digest or "none"), place)
 

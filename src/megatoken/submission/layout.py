@@ -63,7 +63,7 @@ def layout_of(round_: str) -> Layout:
 
 def supported_round(name: str) -> str:
     """``name`` as the tables spell it; UsageError if its rules are not known here."""
-    wanted = known_round(name)
+    wanted = known_round(name, ROUNDS)
     if wanted not in ROUNDS:
         raise UsageError(f"--round {name}: submissions are built and checked for {', '.join(ROUNDS)}")
     return wanted

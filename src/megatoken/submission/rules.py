@@ -243,6 +243,16 @@ RULES: dict[str, Rule] = {
         BOTH,
         NEITHER,
     ),
+    "check.score_range": Rule(
+        "A2",
+        "Scores that can be",
+        "evaluate the run again; copy accuracy.txt as it is",
+        "none: a score needs only to be high enough",
+        NEITHER,
+        NEITHER,
+        ours=True,
+        ours_open=True,
+    ),
     "check.hash": Rule(
         "A3",
         "Hash of the full accuracy log",
@@ -361,6 +371,26 @@ RULES: dict[str, Rule] = {
     ),
     "check.root": Rule(
         "F1", "Files beside the submissions", "remove what is listed", "5: check_results_dir", FIVE, FIVE
+    ),
+    "check.stray_system": Rule(
+        "F1",
+        "Folders among the results that lead to none",
+        "remove what is listed",
+        "5: check_results_dir, no system_desc; 6: none",
+        FIVE,
+        FIVE,
+        ours=True,
+        ours_open=True,
+    ),
+    "check.strays": Rule(
+        "F1",
+        "Files and folders among the results that belong to none",
+        "remove what is listed",
+        "none: both read the files that they look for",
+        NEITHER,
+        NEITHER,
+        ours=True,
+        ours_open=True,
     ),
     "tree.unreadable": Rule(
         "F1", "Folders that cannot be read", "grant access to them", "none", NEITHER, NEITHER, ours=True, ours_open=True

@@ -23,6 +23,10 @@ NETWORK_KEYS = (
     *("net_software_stack_loadgen", "network_protocol", "number_connections", "number_nic_sut"),
     *("net_software_stack_sut", "network_topology"),
 )
+MOST_STRAYS = 50
+# Of any scenario in any round; descriptions, which belong there from v6.0 on, harm nobody in v5.1.
+_FOLDERS_OF_RESULTS = re.compile(r"performance|accuracy|TEST\d\d|images")
+_BESIDE_RESULTS = re.compile(r"\.(?:md|json|conf|config|ya?ml)$|^\.git")
 _FILLED_IN = re.compile(
     r"/(?:README\.md|calibration\.md|measurements\.json|systems/[^/]+\.json|measurements/(?:[^/]+/){3}[^/]+\.json)$"
 )
@@ -61,6 +65,37 @@ def check_files(tree: Tree) -> Iterator[Observation]:
             "no file beside the submissions but .md and .pdf at the root",
             shown(", ".join(beside)) or "none",
             tuple(Where(display(path)) for path in beside),
+        )
+
+
+def check_strays(tree: Tree, one: Submission) -> Iterator[Observation]:
+    """Files, folders and links among the results that belong to none of them and that nobody reads."""
+    place = at(one, "results")
+    leading = {"/".join(key[:depth]) for key in one.results for depth in range(len(key) + 1)}
+    undescribed: list[str] = []
+    others = [link for link in tree.folder_links if link.startswith(f"{place}/")]
+    for folder in sorted(folder for folder in tree.folders if f"{folder}/".startswith(f"{place}/")):
+        parts = folder.removeprefix(place).strip("/").split("/") if folder != place else []
+        inside = "/".join(parts[3:])
+        if len(parts) < 3 and "/".join(parts) not in leading:
+            if len(parts) == 1:
+                described = at(one, f"systems/{parts[0]}.json") in tree.files
+                (others if described else undescribed).append(folder)
+            elif parts[0] in leading:
+                others.append(folder)
+        elif len(parts) == 4 and not _FOLDERS_OF_RESULTS.fullmatch(inside):
+            others.append(folder)
+        elif (len(parts) < 4 and "/".join(parts) in leading) or inside == "performance":
+            others += [f"{folder}/{name}" for name in tree.children(folder) if not _BESIDE_RESULTS.search(name)]
+    for id_, found in (("check.stray_system", undescribed), ("check.strays", others)):
+        yield observe(
+            id_,
+            not found,
+            "results/SYSTEM/BENCHMARK/SCENARIO with performance, accuracy and compliance tests, and nothing else",
+            shown(f"a stray file, folder or link: {', '.join(path.removeprefix(place)[1:] for path in found)}")
+            if found
+            else "nothing else",
+            tuple(Where(display(path)) for path in found[:MOST_STRAYS]),
         )
 
 
