@@ -8,6 +8,7 @@ import pytest
 from accuracy_files import END, make_tokenizer, write_lines
 
 from cli_support import call_here
+from megatoken.audit import Severity, audit
 from megatoken.results import read_run
 
 ROWS = 12
@@ -75,6 +76,20 @@ def test_the_run_needs_nothing_but_its_folder(run: Path) -> None:
     assert document["gen_tok_len"] == 6 * ROWS == read_run(run).result["output_tokens"]
     assert document["references_sha256"] == read_run(run).result["data_set_sha256"]
     assert (run / "accuracy" / "accuracy.txt").read_text().splitlines()[-1] == f"hash={document['log_sha256']}"
+
+
+def test_an_audit_scores_the_run_again(run: Path, tmp_path: Path) -> None:
+    assert call_here("accuracy", run)[0] == 0
+    (found,) = [item for item in audit(run).findings if item.id == "accuracy.recomputed"]
+    assert (found.severity, found.found) == (Severity.PASS, "4 scores of 12 answers computed again, all the same")
+    edited = shutil.copytree(run, tmp_path / "edited")
+    text = edited / "accuracy" / "accuracy.txt"
+    text.write_text(text.read_text().replace("'exact_match': 75.0", "'exact_match': 95.0"))
+    (found,) = [item for item in audit(edited).findings if item.id == "accuracy.recomputed"]
+    assert (found.severity, found.found) == (
+        Severity.FAIL,
+        "accuracy/accuracy.txt exact_match 95.0, computed again 75",
+    )
 
 
 def test_a_person_reads_a_table_and_a_verdict(run: Path) -> None:

@@ -94,6 +94,7 @@ def test_simulated_gpus_are_told_where_only_the_target_says_so(run_folder):
         ("loadgen_samples_per_second", lambda _: None, "run_folder.loadgen"),
         ("verdict", lambda _: "VALID", "run_folder.verdict"),
         ("verdict", lambda _: "INVALID", "run_folder.verdict"),
+        ("verdict", lambda _: "DEGRADED", "run_folder.verdict"),
         ("rules_unmet", lambda _: [], "run_folder.reasons"),
         ("rules_unmet", lambda rules: rules[1:], "run_folder.reasons"),
         ("rules", lambda _: "v5.1", "run_folder.configuration"),
@@ -126,6 +127,14 @@ def test_a_run_that_breaks_the_rules_it_claims_is_not_made_valid(tmp_path):
     assert "MIN_DURATION" in found["run_folder.reasons"]
     path.write_text(json.dumps({**result, "reasons": []}))
     assert "run_folder.reasons" in grave(folder)
+
+
+@pytest.mark.parametrize(("rows", "told"), [(40, False), (50, True), (39, True)])
+def test_rows_of_a_data_set_that_a_larger_library_repeats(run_folder, rows, told):
+    path = run_folder / "result.json"
+    result = json.loads(path.read_text())
+    path.write_text(json.dumps({**result, "data_set_rows": rows}))
+    assert ("run_folder.subject" in grave(run_folder)) is told
 
 
 def test_metrics_that_were_taken_out(run_folder):

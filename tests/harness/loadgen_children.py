@@ -149,6 +149,7 @@ def scenario(
     settings = RunConfig(**{"out": out, "warm_up_seconds": 0.05, **config})
     serving = QueueingTarget(*queueing) if queueing else PacedTarget(**target)
     facts = {"model": "paced", "precision": "bf16", "weights": "paced", "memory_plan": {"pages": 8}}
+    facts["notes"] = ["the verdict judges LoadGen's log by the rules"] if settings.rules else []
     try:
         path = run_scenario(settings, data_set, serving, facts, Progress(quiet=True))
     except MegatokenError as error:

@@ -11,6 +11,7 @@ import signal
 import time
 from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import psutil
 import pytest
 from rack_drivers import PATIENCE_SECONDS, RayNodes, gone, workers_of
 
+from megatoken.audit import Severity, audit
 from megatoken.results import Run, Verdict, read_run
 
 TINY = ("--model", "tiny", "--engine.max-length", "128", "--rack.dead-after-seconds", str(PATIENCE_SECONDS))
@@ -36,6 +38,10 @@ def assert_each_sample_ended_once(run: Run, samples: int) -> None:
     assert run.requests["output_tokens"].to_pylist() == [
         (40, 24, 56, 32)[row % 4] for row in run.requests["sample_index"].to_pylist()
     ]
+
+
+def failed_checks(folder: Path) -> list[str]:
+    return [f"{item.id}: {item.found}" for item in audit(folder).findings if item.severity is Severity.FAIL]
 
 
 def ended(samples: int) -> Any:
@@ -102,6 +108,7 @@ def test_replicas_that_die_or_hang_cost_no_sample(drive: Any) -> None:
     assert returned["node-1"] > 0 and returned["node-2"] > 0
     assert run.result["rack"]["share_left"] == pytest.approx(1 / 3)
     assert "1 of 3 replicas" in run.reasons[0]["message"] and "33.3 %" in run.reasons[0]["message"]
+    assert failed_checks(run.path) == []
     assert gone(hangs.pid)
 
 
@@ -206,4 +213,5 @@ def test_a_node_lost_with_its_loadgen(drive: Any, cluster: RayNodes) -> None:
     assert run.verdict is Verdict.DEGRADED
     assert run.result["rack"]["share_left"] == 0.5
     assert len(run.requests) == 60
+    assert failed_checks(run.path) == []
     assert len(run.result["nodes"]) == 1

@@ -1,10 +1,13 @@
 """Pages on repeats together, and on folders of runs."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 from pages import parsed, table_rows, words
 
+from megatoken.audit import read_evidence
+from megatoken.audit.claim_references import comparison_entry
 from megatoken.errors import UsageError
 from megatoken.report import read_subject, write_report, write_reports
 from megatoken.report.documents import checked
@@ -15,6 +18,7 @@ from megatoken.results.files import plain, to_json, write_text
 from megatoken.results.repeats import REPEATS, summarise_repeats
 from run_folders import run_folder
 
+PUBLISHED = {"benchmark": "llama2-70b-99", "scenario": "Offline"}
 MINUTE = "2026-11-20T09:{:02}:00+00:00"
 
 
@@ -49,6 +53,18 @@ def test_a_folder_of_repeats_has_a_page_on_all_and_one_on_each(runs, tmp_path):
     written_once_more = write_report(folder, tmp_path / "page.html").read_text()
     assert written_once_more.split("<footer>")[0] == pages[-1].read_text().split("<footer>")[0]
     assert read_subject(folder).values["runs_wanted"] == 5
+
+
+def test_a_repeat_that_was_deleted_is_told_by_page_and_comparison(runs, tmp_path):
+    folder = tmp_path / "x-repeats"
+    write_text(folder / REPEATS, to_json(summarise_repeats(runs, 3)))
+    words_on_it = "missing: 002, of which repeats.json tells; that folder is gone, so all numbers are of the others"
+    assert words_on_it not in words(parsed(write_report(folder).read_text()))
+    assert words_on_it not in (comparison_entry(str(folder), read_evidence, **PUBLISHED).note or "")
+    shutil.rmtree(folder / "002")
+    assert words_on_it in words(parsed(write_report(folder).read_text()))
+    assert words_on_it in (comparison_entry(str(folder), read_evidence, **PUBLISHED).note or "")
+    assert comparison_entry(str(folder / "001"), read_evidence, **PUBLISHED).note is None
 
 
 def test_reasons_and_simulated_gpus_of_repeats_are_told(runs, tmp_path):

@@ -21,6 +21,7 @@ ROWS = 24
 SECONDS = 0.3
 QUERIES = 720  # a multiple of the rows, above the 459 that early stopping wants at least
 MODEL = {"model": "llama2-70b", "weights": "5f3c", "precision": "bf16", "data_set": "rows", "data_set_sha256": "ab12"}
+NOTES = ["the verdict judges LoadGen's log by the rules", "compliance test TEST06"]
 TEST06 = {"accuracy_log_rng_seed": 720381539243781796, "accuracy_log_sampling_target": 100, "min_query_count": 100}
 TIMEOUT_SECONDS = 200
 
@@ -123,8 +124,8 @@ def direct(
     name = "Server" if scenario == "interactive" else {"singlestream": "SingleStream"}.get(scenario, scenario.title())
     told = f"{model}-interactive" if scenario == "interactive" else model
     environment = take_inventory()
-    known = {**MODEL, "mode": mode, "rules": "v5.1", "data_set_rows": ROWS, "target": {"device": "cpu"}, "notes": []}
-    known |= facts or {}
+    known = {**MODEL, "mode": mode, "rules": "v5.1", "data_set_rows": ROWS, "target": {"device": "cpu"}}
+    known |= {"notes": NOTES, **(facts or {})}
     folder = RunFolder.create(
         Path(out),
         run_name(datetime.now(UTC), scenario, model),
@@ -194,6 +195,8 @@ def direct(
     if mode == "performance":
         limit = max(0.01, 0.05 * asked.get("ttft_limit_seconds", 0.0))
         asked["send_lag_limit_seconds"] = None if name == "Offline" else limit
+    names = (key.removesuffix("_rng_seed") for key in keys)
+    asked["seeds"] = {name: getattr(settings, key) for name, key in zip(names, keys, strict=True)}
     folder.finish({"verdict": said, "reasons": reasons, **asked, **loadgen_facts(scenario, read)})
     return folder.path
 

@@ -87,6 +87,42 @@ def read_accuracy_log(path: Path) -> AccuracyLog:
     return log
 
 
+def records_of(path: Path, most_bytes: int) -> Iterator[tuple[int, int, int, bytes, bytes | None, int | None]]:
+    """Line, seq_id, qsl_idx, data, token_data and token_count of every record of a log that was not cut.
+
+    Raises:
+        UnreadableError: it cannot be read, is larger than ``most_bytes``, or has other lines, dots of a cut included.
+    """
+    try:
+        with open_regular(path) as file:
+            if path.stat().st_size > most_bytes:
+                raise UnreadableError(f"is larger than {most_bytes // 2**20} MiB")
+            for number, line in _lines(file, AccuracyLog(), lambda _: None):
+                text = line.strip()
+                if found := _RECORD.fullmatch(text):
+                    sequence, row, data, first, count = found.groups()
+                    first_bytes = None if first is None else _bytes(first)
+                    yield (
+                        number,
+                        int(sequence),
+                        int(row),
+                        _bytes(data),
+                        first_bytes,
+                        None if count is None else int(count),
+                    )
+                elif text not in (b"", b"[", b"]", b"[]"):
+                    raise UnreadableError(f"has a line {number} that is no record")
+    except OSError as error:
+        raise UnreadableError(f"cannot be read: {error.strerror or error}") from None
+
+
+def _bytes(digits: bytes) -> bytes:
+    try:
+        return bytes.fromhex(digits.decode())
+    except ValueError:  # an odd number of digits
+        raise UnreadableError("holds data that is no whole number of bytes") from None
+
+
 def _take(log: AccuracyLog, number: int, found: re.Match[bytes], values: array[int]) -> None:
     log.records += 1
     sequence, row, data, first_token, count = found.groups()

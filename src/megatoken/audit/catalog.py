@@ -196,6 +196,13 @@ CHECKS: dict[str, Check] = {
     "accuracy.scored_log": Check(
         "accuracy.txt scores the log beside it", "Scores of other answers say nothing about these."
     ),
+    "accuracy.recomputed": Check(
+        "Scores follow from the logged answers",
+        "A score decides whether speed was bought by answering worse; it is arithmetic on the answers.",
+    ),
+    "compliance.recomputed": Check(
+        "TEST06 comes out the same", "Its rules are arithmetic on the logged answers, whatever a file says of them."
+    ),
     "accuracy.hash": Check(
         "accuracy.txt has the hash of the full log", "It ties the truncated log to the evaluated one."
     ),
@@ -288,6 +295,27 @@ CHECKS: dict[str, Check] = {
     "run_folder.reasons": Check("Every rule that is not met is told", "What was left out would be believed."),
     "run_folder.configuration": Check(
         "What ran is what was configured", "A number of one model or precision is not that of another."
+    ),
+    "run_folder.simulation": Check(
+        "Every file says alike what was simulated",
+        "A cost model's rate that passes for a measured one is the gravest relabelling there is.",
+    ),
+    "run_folder.notes": Check(
+        "The notes that such a run carries are there", "They say what a reader of the number must know."
+    ),
+    "run_folder.core_wait": Check(
+        "How long the run was kept waiting for a core is told alike",
+        "A busy machine makes a slow run; a reader must be told of it, and of no other.",
+    ),
+    "run_folder.memory": Check(
+        "Sizes fit model, precision, machine and time series",
+        "They follow from the model's shape, so a model or a format of another name has others.",
+    ),
+    "run_folder.subject": Check(
+        "Data set and machine are those of the rest", "A number of one data set or machine is not that of another."
+    ),
+    "run_folder.healthy": Check(
+        "What the run says against itself", "An audit shows that a run tells the truth, also where that is no good."
     ),
     "run_folder.asked": Check(
         "What LoadGen was asked for is told as it was",

@@ -151,7 +151,8 @@ class Bench:
     ) -> None:
         requests, _ = folder.end_recording()
         samples = Samples.of(requests)
-        notes = [*folder.facts["notes"], *core_wait_notes(measurement.core_wait.share(), folder.facts)]
+        core_wait_share = measurement.core_wait.share()
+        notes = [*folder.facts["notes"], *core_wait_notes(core_wait_share, folder.facts)]
         benchmark_limits, limits = run_benchmark(config).limits.get(config.scenario), run_limits(config)
         own = latencies(samples, limits) if limits else None
         lag = samples.sent - samples.scheduled
@@ -182,6 +183,7 @@ class Bench:
                 "rules_unmet": [] if claimed else unmet,
                 "doubts": [] if claimed else doubtful,
                 "notes": notes,
+                "core_wait_share": core_wait_share,
                 "ended_at": utc_text(datetime.now(UTC)),
                 "wall_clock_step_seconds": measurement.wall_clock.largest_seconds,
                 "send_lag_limit_seconds": None if config.scenario == "offline" else send_lag_limit_seconds(limits),

@@ -94,10 +94,15 @@ def whole_runs(runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if run.verdict is not Verdict.INTERRUPTED] or list(runs)
 
 
-def summarise_repeats(runs: Sequence[Run], wanted: int) -> dict[str, Any]:
+def summarise_repeats(runs: Sequence[Run], wanted: int, missing: Sequence[str] = ()) -> dict[str, Any]:
     """The document of ``repeats.json``: verdicts, and interval of every metric that all whole runs have.
 
     Percentiles are listed, not averaged: the mean of p99s is the p99 of nothing.
+
+    Args:
+        runs: as they are now.
+        wanted: how many were asked for.
+        missing: from ``missing_repeats``.
     """
     whole = whole_runs(runs)
     metrics = {name: interval(values) for name in _METRICS if (values := _values(whole, name))}
@@ -112,7 +117,7 @@ def summarise_repeats(runs: Sequence[Run], wanted: int) -> dict[str, Any]:
         "created_at": now(),
         "title": f"Repeats of {' '.join(str(part) for part in subject if part)}",
         "inputs": [plain(run.path) for run in runs],
-        "notes": list(_notes(runs, whole)),
+        "notes": [*missing_notes(missing), *_notes(runs, whole)],
         "verdict": worst_verdict(runs),
         "verdicts": [run.verdict for run in runs],
         "reasons": [{"run": run.path.name, **reason} for run in runs for reason in run.reasons],
@@ -195,6 +200,25 @@ def interval(values: Sequence[float]) -> dict[str, Any]:
 def worst_verdict(runs: Sequence[Run]) -> Verdict:
     """The verdict that says least in favour of the runs together."""
     return min((run.verdict for run in runs), key=_WORST.index)
+
+
+def missing_repeats(folder: Path, runs: Sequence[Run]) -> list[str]:
+    """Runs that ``repeats.json`` of a folder names and that are not among ``runs``, which are all that lie there.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    told = (read_repeats(folder) or {}).get("runs")
+    there = {run.path.name for run in runs}
+    return [str(name) for name in told if str(name) not in there] if isinstance(told, list) else []
+
+
+def missing_notes(missing: Sequence[str]) -> list[str]:
+    """What a reader of repeats must know where some of them are missing."""
+    if not missing:
+        return []
+    those = "those folders are" if len(missing) > 1 else "that folder is"
+    return [f"missing: {', '.join(missing)}, of which {REPEATS} tells; {those} gone, so all numbers are of the others"]
 
 
 def read_repeats(folder: Path) -> dict[str, Any] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatoken.audit.checks.stopping import SUCCESS, TEXTS
+from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.evidence import Role
 from megatoken.audit.facts import benchmarks, round_seeds, ruled_rounds, rules
 from megatoken.audit.figures import whole
@@ -12,6 +14,12 @@ from megatoken.audit.view import RunView, observe
 from megatoken.results.numerals import count_of
 
 _SERVER_RATES = ("completed_tokens_per_second", "completed_samples_per_sec")
+# What LoadGen asks of a run beside its latencies, in the words of its summary.
+_CONSTRAINTS = {
+    "result_perf_constraints_met": "performance constraints not met",
+    "result_min_duration_met": "minimum duration not reached",
+    "result_min_queries_met": "fewer queries than the minimum",
+}
 
 
 def check_rules(run: RunView) -> Iterator[Observation]:
@@ -110,6 +118,21 @@ def _seeds(run: RunView) -> Observation:
     )
 
 
+def loadgens_reasons(log: DetailLog) -> Iterator[str]:
+    """Why LoadGen calls a run INVALID: constraints, its own reason, and early stopping, which leaves that empty."""
+    if reason := _one_line(log.text("result_invalid_reason")):
+        yield reason
+    else:
+        yield from (words for key, words in _CONSTRAINTS.items() if log.get(key) is False)
+    if log.get("early_stopping_met") is False:
+        texts = [text for key in TEXTS if (text := _one_line(log.text(key))) and text != SUCCESS]
+        yield f"early stopping not satisfied{': ' if texts else ''}{' '.join(texts)}"
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").replace("*", " ").split())
+
+
 def _performance(run: RunView) -> Iterator[Observation]:
     log = run.detail
     validity = log.get("result_validity")
@@ -117,10 +140,10 @@ def _performance(run: RunView) -> Iterator[Observation]:
         "rules.valid",
         validity == "VALID" if validity is not None else None,
         "VALID",
-        shown(f"{validity}: {log.text('result_invalid_reason') or 'no reason given'}")
+        shown(f"{validity}: {'; '.join(loadgens_reasons(log)) or 'no reason given'}")
         if validity not in ("VALID", None)
         else shown(validity or "no verdict"),
-        run.at("result_validity", "result_invalid_reason"),
+        run.at("result_validity", "result_invalid_reason", "early_stopping_met"),
         run.unmet,
     )
     equal = log.get("effective_sample_concatenate_permutation")

@@ -9,12 +9,15 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from megatoken.audit.checks.run_answers import check_answers
 from megatoken.audit.checks.run_latencies import check_duration, check_latencies
+from megatoken.audit.checks.run_told import check_health, check_told
 from megatoken.audit.checks.run_verdict import (
     SEND_LAG_SHARE,
     SHORTEST_SEND_LAG_LIMIT_SECONDS,
     check_configured,
     check_verdict,
+    lost_replicas,
 )
 from megatoken.audit.detail_log import DetailLog, read_detail_log
 from megatoken.audit.discovery import Tree, below
@@ -33,7 +36,8 @@ from megatoken.results.run_folder import CONFIG, MLPERF, REQUESTS, RESULT
 from megatoken.results.stability import Stability, judge_soak
 from megatoken.results.statistics import seconds_under_load
 
-FINISHED = (Verdict.MEASURED, Verdict.VALID, Verdict.INVALID)
+NODES = "nodes"  # of a run folder: those of each node of a rack
+SEEDS = ("qsl", "sample_index", "schedule")
 CLOCK_SECONDS = 1.0  # dates are told in whole seconds, and a clock may be set a little
 LATE_SECONDS = 60.0  # between LoadGen's own start and when the run noted it, on a machine that is busy
 SAME = 1e-9  # relative; the same arithmetic on the same rows
@@ -113,11 +117,34 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         yield observe("run_folder.whole", False, "rows and numbers that can be computed with", found, where)
         return
     yield observe("run_folder.whole", True, "a whole run folder", count_of(len(folder.requests), "row"), where)
+    part_of_another = owner(path.rpartition("/")[0], set(run_folders_in(tree)) - {path}) is not None
     if why := interruptions(tree, [path]).get(path):
-        probe = owner(path.rpartition("/")[0], set(run_folders_in(tree)) - {path}) is not None
-        severity = Severity.NOTE if probe else Severity.UNKNOWN  # a search ends probes whose answer is clear
+        severity = Severity.NOTE if part_of_another else Severity.UNKNOWN  # a search ends probes whose answer is clear
         done = f"{why}; samples that had ended: {len(folder.requests):,}"
         yield Observation("run_folder.interrupted", severity, "a run that came to its end", done, where[:1])
+    log = _detail_log(tree, path)
+    yield from _guarded(_folder_checks(folder, again, prefix, where), where)
+    yield from _guarded(check_told(folder, log, prefix), where)
+    if not part_of_another:
+        yield from _guarded(check_health(folder, prefix), where)
+    if "soak" in folder.result or folder.verdict is Verdict.INTERRUPTED:
+        return
+    if logged is None and _logged_by_nodes(tree, folder, path):
+        return
+    if logged is None or log is None:
+        # A search that found no rate ends INVALID without a test of its own.
+        lost = folder.verdict is not Verdict.INVALID
+        expected = f"LoadGen's log of a run that ended {folder.verdict}"
+        yield observe("run_folder.loadgen", False if lost else None, expected, "no log that can be read", where)
+        return
+    yield from _guarded(_log_checks(folder, logged, log, where), where)
+    yield from _guarded(check_answers(tree, folder, log, path, where), where)
+    yield from _guarded(check_verdict(folder, log, (*where, logged.where("result_validity"))), where)
+
+
+def _folder_checks(
+    folder: RunFolder, again: Mapping[str, Any], prefix: str, where: tuple[Where, ...]
+) -> Iterator[Observation]:
     if rate_state(folder) == "estimate":
         found = f"simulated {shown(simulated_gpu(folder))}: rates and times are a cost model's"
         places = (Where(prefix + CONFIG), Where(prefix + RESULT))
@@ -135,21 +162,23 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
     yield from check_configured(folder, prefix)
     if "soak" in result and folder.verdict is not Verdict.INTERRUPTED:
         yield _stability(folder, where)
-    if "soak" in result or folder.verdict not in FINISHED:
-        return
-    log = _detail_log(tree, path)
-    if logged is None or log is None:
-        # A search that found no rate ends INVALID without a test of its own.
-        lost = folder.verdict is not Verdict.INVALID
-        expected = f"LoadGen's log of a run that ended {folder.verdict}"
-        yield observe("run_folder.loadgen", False if lost else None, expected, "no log that can be read", where)
-        return
-    yield from _against_log(result, logged, log, where)
-    yield from _asked(result, log, (*where, logged.where("effective_qsl_rng_seed")))
-    yield _times(result, logged, where)
+
+
+def _log_checks(folder: RunFolder, logged: Run, log: DetailLog, where: tuple[Where, ...]) -> Iterator[Observation]:
+    yield from _against_log(folder.result, logged, log, where)
+    yield from _asked(folder.result, log, (*where, logged.where("effective_qsl_rng_seed")))
+    yield _times(folder.result, logged, where)
     yield from check_duration(folder, log, where)
     yield from check_latencies(folder, log, where)
-    yield from check_verdict(folder, log, (*where, logged.where("result_validity")))
+
+
+def _guarded(checks: Iterator[Observation], where: tuple[Where, ...]) -> Iterator[Observation]:
+    """What checks observe; fields of a kind that no run writes can break any step of them."""
+    try:
+        yield from checks
+    except Exception as error:
+        found = shown(f"{type(error).__name__}: {error}")
+        yield observe("run_folder.whole", False, "fields that can be computed with", found, where)
 
 
 def _metrics(folder: RunFolder) -> dict[str, Any]:
@@ -231,8 +260,7 @@ def _finite(value: Any) -> Any:
 def _asked(result: Mapping[str, Any], log: DetailLog, where: tuple[Where, ...]) -> Iterator[Observation]:
     """What result.json says that LoadGen was asked for."""
     expected: dict[str, Any] = {}
-    if isinstance(seeds := result.get("seeds"), Mapping):
-        expected |= {f"seeds.{name}": log.get(f"effective_{name}_rng_seed") for name in seeds}
+    expected |= {f"seeds.{name}": log.get(f"effective_{name}_rng_seed") for name in SEEDS}
     if result.get("scenario") in ("server", "interactive"):
         expected["offered_samples_per_second"] = log.number("effective_target_qps")
         for name in ("ttft", "tpot"):
@@ -297,7 +325,7 @@ def _stability(folder: RunFolder, where: tuple[Where, ...]) -> Observation:
     """A soak's verdict, judged again: it has no log of LoadGen's."""
     expected = "the stability that its time series shows; where that is STABLE MEASURED, DEGRADED without all replicas"
     try:
-        held = Verdict.DEGRADED if _lost_replicas(folder.result) else Verdict.MEASURED
+        held = Verdict.DEGRADED if lost_replicas(folder.result) else Verdict.MEASURED
         again = plain(judge_soak(folder.result, folder.environment, folder.requests, folder.series))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         return observe("run_folder.stability", False, expected, shown(f"cannot be judged: {error!r}"), where)
@@ -310,12 +338,12 @@ def _stability(folder: RunFolder, where: tuple[Where, ...]) -> Observation:
     return observe("run_folder.stability", bool(agrees and healthy), expected, shown(found), where)
 
 
-def _lost_replicas(result: Mapping[str, Any]) -> bool:
-    """Whether a soak says that it was without one of its replicas, now or before it was interrupted."""
-    rack = result.get("rack") or {}
-    return rack.get("replicas_least") != rack.get("replicas") or any(
-        one["lost_replicas"] for one in result["soak"]["interruptions"]
-    )
+def _logged_by_nodes(tree: Tree, folder: RunFolder, path: str) -> bool:
+    """Whether each node of a rack had a LoadGen of its own, whose run folders lie in this one and are checked there."""
+    verdicts = folder.result.get("node_verdicts")
+    ended = [name for name, verdict in verdicts.items() if verdict] if isinstance(verdicts, Mapping) else []
+    logs = [below(path, f"{NODES}/{name}/{MLPERF}/mlperf_log_detail.txt") for name in ended]
+    return bool(logs) and all(log in tree.files for log in logs)
 
 
 def _coded(stability: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from megatoken.results.statistics import SOAK, Samples
 CONFIGURED = ("scenario", "mode", "rules", "precision", "text")  # what result.json says as config.yaml does
 SHORTEST_SEND_LAG_LIMIT_SECONDS, SEND_LAG_SHARE = 0.01, 0.05  # of the limit on the time to first token
 CLIENT_SHARE = 0.5
+LOST_REPLICAS = "LOST_REPLICAS"
 WALL_CLOCK_STEP_SECONDS = 0.01
 _PERCENTILES = {
     "TTFT": "result_first_token_99.00_percentile_latency_ns",
@@ -53,12 +54,15 @@ def check_verdict(folder: Run, log: DetailLog, where: tuple[Where, ...]) -> Iter
     unmet = [*dict.fromkeys(_unmet(folder, log, benchmark))]
     against = [*(["FAILED_SAMPLES"] if failed else []), *(unmet if claimed else [])]
     stated = [reason["code"] for reason in folder.reasons]
-    grounds = [*against, *(code for code in stated if code not in against)]
-    expected = Verdict.INVALID if grounds else Verdict.VALID if claimed else Verdict.MEASURED
+    lost = [LOST_REPLICAS] if lost_replicas(folder.result) else []
+    grounds = [*against, *(code for code in stated if code not in (*against, *lost))]
+    healthy = Verdict.DEGRADED if lost else Verdict.VALID if claimed else Verdict.MEASURED
+    expected = Verdict.INVALID if grounds else healthy
+    against += lost
     yield observe(
         "run_folder.verdict",
         folder.verdict is expected,
-        shown(f"{expected} ({', '.join(grounds) or 'no reason against it'}), computed again from log and rows"),
+        shown(f"{expected} ({', '.join(grounds + lost) or 'no reason against it'}), computed again from log and rows"),
         shown(f"{folder.verdict} ({', '.join(stated) or 'no reason'})"),
         where,
     )
@@ -72,6 +76,14 @@ def check_verdict(folder: Run, log: DetailLog, where: tuple[Where, ...]) -> Iter
         shown(f"not told: {', '.join(dict.fromkeys(lacking))}") if lacking else "all told",
         where,
         Severity.WARN,
+    )
+
+
+def lost_replicas(result: Mapping[str, Any]) -> bool:
+    """Whether a run says that it was without one of its replicas, now or, of a soak, before it was interrupted."""
+    rack, soak = result.get("rack") or {}, result.get("soak") or {}
+    return rack.get("replicas_least") != rack.get("replicas") or any(
+        one["lost_replicas"] for one in soak.get("interruptions", ())
     )
 
 

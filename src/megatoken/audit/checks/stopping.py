@@ -14,8 +14,8 @@ from megatoken.results.numerals import count_of
 
 RANKS = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p97": 0.97, "p99": 0.99, "p99.9": 0.999}
 # In the order in which LoadGen judges them; where the first fails it does not come to the second.
-_TEXTS = ("early_stopping_result", "early_stopping_tpot_result", "early_stopping_ttft_result")
-_SUCCESS = "Run successful."
+TEXTS = ("early_stopping_result", "early_stopping_tpot_result", "early_stopping_ttft_result")
+SUCCESS = "Run successful."
 _ESTIMATE = re.compile(r"Early stopping (\d{1,2}(?:\.\d)?)th percentile estimate: (\d{1,18})")
 _MULTI_STREAM_PERCENTILE = 0.99  # that SingleStream estimates too
 
@@ -34,7 +34,7 @@ def check_early_stopping(run: RunView) -> Iterator[Observation]:
         return
     if queries > early_stopping.MOST_QUERIES:
         return
-    keys = ["early_stopping_met", *_TEXTS]
+    keys = ["early_stopping_met", *TEXTS]
     met = log.get("early_stopping_met")
     if scenario == "Server":
         expected = _server_stopping(run, queries, percentile)
@@ -80,10 +80,10 @@ def _limits(run: RunView) -> dict[str, tuple[Mapping[str, float], float | None]]
     """Latencies in seconds and their limit in ns, by the text that tells of them."""
     log = run.detail
     if log.get("requested_use_token_latencies") is not True:
-        return {_TEXTS[0]: (run.figures.latency_seconds, log.number("effective_target_latency_ns"))}
+        return {TEXTS[0]: (run.figures.latency_seconds, log.number("effective_target_latency_ns"))}
     return {
-        _TEXTS[1]: (run.figures.tpot_seconds, log.number("requested_server_tpot_latency")),
-        _TEXTS[2]: (run.figures.ttft_seconds, log.number("requested_server_ttft_latency")),
+        TEXTS[1]: (run.figures.tpot_seconds, log.number("requested_server_tpot_latency")),
+        TEXTS[2]: (run.figures.ttft_seconds, log.number("requested_server_ttft_latency")),
     }
 
 
@@ -108,14 +108,14 @@ def _server_texts(run: RunView, queries: int, percentile: float) -> Iterator[str
             if text:
                 yield f"no {key} after another limit was not kept"
             continue
-        failed = text != _SUCCESS
+        failed = text != SUCCESS
         if not failed or limit_ns is None:
             continue
         told = re.search(r"Processed (\d{1,12}) queries\. Would need to run at least (\d{1,12}) more queries", text)
         at_least, at_most = places_over(values, limit_ns / 1e9, queries)
         fewest, most = (early_stopping.queries_needed(over, percentile) - queries for over in (at_least, at_most))
         if told is None:
-            yield f"{key} {_SUCCESS} or how many queries it would need"
+            yield f"{key} {SUCCESS} or how many queries it would need"
         elif int(told.group(1)) != queries:
             yield f"{key} of {queries} queries, not {told.group(1)}"
         elif not max(1, fewest) <= int(told.group(2)) <= most:

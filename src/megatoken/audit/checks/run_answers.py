@@ -1,0 +1,341 @@
+"""What a megatoken run folder says of its answers, computed again from the answers that LoadGen logged.
+
+Scores need the answers expected, which ship with the package or lie where the configuration says; what TEST06 asks of
+end tokens needs those of the model. Where they are not at hand the answer is unknown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatoken.audit.accuracy_log import read_accuracy_scores
+from megatoken.audit.answers import LoggedAnswer, Rescored, find_references, read_logged_answers, rescore
+from megatoken.audit.detail_log import DetailLog
+from megatoken.audit.discovery import Tree, below
+from megatoken.audit.evidence import Where
+from megatoken.audit.finding import Observation, shown
+from megatoken.audit.reading import UnreadableError, read_json_object, read_text
+from megatoken.audit.view import observe
+from megatoken.engine.config import REFERENCE, SHAPES, end_token_ids, model_folder
+from megatoken.errors import MegatokenError
+from megatoken.results import Run, Verdict
+from megatoken.results.numerals import count_of
+from megatoken.results.run_folder import MLPERF, RESULT
+
+LOG, TEXT, DOCUMENT = f"{MLPERF}/mlperf_log_accuracy.json", "accuracy/accuracy.txt", "accuracy/accuracy.json"
+VERIFIED = "compliance/TEST06/verify_accuracy.txt"
+TEST06_SAMPLES = 100
+GATE_SHARE = 0.99  # of what the reference model scores in fp32
+LENGTH_TOLERANCE = 0.1  # of the tokens of a mean answer
+SAME = 6e-5  # of a score: four decimals are the fewest that any reference keeps
+_OTHER_REFERENCES = "is another file than the prompts of the run"
+
+
+def check_answers(
+    tree: Tree, folder: Run, log: DetailLog, path: str, where: tuple[Where, ...]
+) -> Iterator[Observation]:
+    """Scores of an accuracy run and the outcome of TEST06.
+
+    Args:
+        tree: all files.
+        folder: the run, which came to its end.
+        log: LoadGen's detail log of it.
+        path: the folder in the tree.
+        where: its result.json and what else names the places of these checks.
+    """
+    accuracy = folder.result.get("mode") == "accuracy"
+    tested = folder.config.get("compliance") is not None or "compliance" in folder.result
+    if (not accuracy and not tested) or below(path, LOG) not in tree.files:
+        return
+    check = "accuracy.recomputed" if accuracy else "compliance.recomputed"
+    expected = "what the answers in LoadGen's log give"
+    try:
+        answers = read_logged_answers(tree.path(below(path, LOG)))
+    except UnreadableError as error:
+        yield observe(check, None, expected, shown(f"{LOG} {error}"), where)
+        return
+    if not answers:
+        return
+    if accuracy:
+        yield from _scores(tree, folder, answers, path, where)
+    else:
+        yield from _test06(tree, folder, log, answers, path, where)
+
+
+def _scores(
+    tree: Tree, folder: Run, answers: Sequence[LoggedAnswer], path: str, where: tuple[Where, ...]
+) -> Iterator[Observation]:
+    result, stated = folder.result, _mapping(folder.result.get("accuracy"))
+    document, text = _document(tree, below(path, DOCUMENT)), _text_scores(tree, below(path, TEXT))
+    problems = [*_needed(folder, document, text)]
+    if not stated and document is None and text is None:
+        if problems:
+            yield observe("accuracy.recomputed", False, "scores of such a run", shown("; ".join(problems)), where)
+        return
+    document = document or {}
+    tokens = sum(len(answer.ids) for answer in answers)
+    mean = round(tokens / len(answers), 1)
+    counts = {"gen_num": len(answers), "gen_tok_len": tokens, "tokens_per_sample": mean}
+    own = {RESULT: stated, DOCUMENT: document, TEXT: text or {}}
+    for file, values in own.items():
+        for name, value in counts.items():
+            if name in values and not _near(values[name], value, 1e-9):
+                problems.append(f"{file} {name} {values[name]}, the log gives {value}")
+    digest = str(document.get("references_sha256") or result.get("data_set_sha256"))
+    foreign = any(_OTHER_REFERENCES in str(note) for note in document.get("notes") or ())
+    if digest != result.get("data_set_sha256") and not foreign:
+        problems.append(f"{DOCUMENT} references_sha256 {digest[:16]}, the run's {result.get('data_set_sha256')}")
+    if foreign:
+        own.pop(RESULT)  # scored again, against other answers
+    again = _again(tree, folder, answers, document, path, digest)
+    if isinstance(again, Rescored):
+        for file, values in own.items():
+            problems += _differing(file, values, again)
+    problems += _judged(folder, stated, document, counts)
+    left_out = again if isinstance(again, str) else again.left_out
+    compared = len(again.metrics) if isinstance(again, Rescored) else 0
+    yield observe(
+        "accuracy.recomputed",
+        not problems if problems or compared else None,
+        "scores, tokens and targets that the logged answers give",
+        shown("; ".join(problems))
+        or f"{count_of(compared, 'score')} of {count_of(len(answers), 'answer')} computed again, all the same"
+        + (f"; not computed: {left_out}" if left_out else ""),
+        where,
+    )
+
+
+def _needed(folder: Run, document: Mapping[str, Any] | None, text: Mapping[str, float] | None) -> Iterator[str]:
+    """Runs of the reference model over its own data set are always scored, and judged where all of it was answered."""
+    result, config = folder.result, folder.config
+    named = any(config.get(name) for name in ("prompts", "lengths"))
+    if config.get("model") != REFERENCE or config.get("random_weights") is True or named:
+        return
+    stated = result.get("accuracy")
+    for file, there in ((f"{RESULT} accuracy", stated), (DOCUMENT, document), (TEXT, text)):
+        if not there:
+            yield f"no {file}"
+    rows = result.get("data_set_rows")
+    if isinstance(stated, Mapping) and stated.get("targets") is None and len(folder.requests) == rows:
+        yield f"no targets of a run that answered all {rows} rows"
+
+
+def _again(
+    tree: Tree, folder: Run, answers: Sequence[LoggedAnswer], document: Mapping[str, Any], path: str, digest: str
+) -> Rescored | str:
+    """The scores, or why there are none."""
+    names = [document.get("references"), folder.config.get("prompts")]
+    given = [Path(name) for name in names if isinstance(name, str) and name]
+    beside = [tree.path(name) for name in (below(path, one.name) for one in given) if name in tree.files]
+    references = find_references([*beside, *given], digest)
+    if references is None:
+        return f"the answers expected, SHA-256 {digest[:16]}, are not at hand"
+    model = str(folder.config.get("model"))
+    try:
+        return rescore(answers, references, model_folder(model) / "tokenizer.json")
+    except UnreadableError as error:
+        return f"{model}: {error}"
+
+
+def _differing(file: str, values: Mapping[str, Any], again: Rescored) -> Iterator[str]:
+    flat = values.get("metrics") is None
+    stated = values if flat else _mapping(values["metrics"])
+    for name, (value, error, answers) in again.metrics.items():
+        told = stated.get(name.lower() if flat else name)
+        if told is None and (values or not flat):
+            yield f"{file} has no {name}, computed again {value:.7g}"
+        elif flat and told is not None and not _near(told, value, SAME):
+            yield f"{file} {name} {told}, computed again {value:.7g}"
+        elif not flat:
+            yield from _differing_mean(f"{file} {name}", told, value, error, answers)
+    for task, metrics in again.by_task.items() if isinstance(values.get("by_task"), Mapping) else ():
+        for name, (value, error, answers) in metrics.items():
+            told = _mapping(values["by_task"].get(task)).get(name)
+            yield from _differing_mean(f"{file} {task} {name}", told, value, error, answers)
+
+
+def _differing_mean(place: str, told: Any, value: float, error: float, answers: int) -> Iterator[str]:
+    mean = _mapping(told)
+    if not _near(mean.get("value"), value, SAME):
+        yield f"{place} {mean.get('value')}, computed again {value:.7g}"
+    elif not math.isnan(error) and not _near(mean.get("standard_error"), error, SAME):
+        yield f"{place} ± {mean.get('standard_error')}, computed again {error:.7g}"
+    elif mean.get("answers") != answers:
+        yield f"{place} of {mean.get('answers')} answers, there are {answers}"
+
+
+def _judged(
+    folder: Run, stated: Mapping[str, Any], document: Mapping[str, Any], counts: Mapping[str, float]
+) -> Iterator[str]:
+    """Targets as they were set, and a verdict that follows from them."""
+    for file, values, verdict in (
+        (RESULT, stated, folder.verdict),
+        (DOCUMENT, document, document.get("verdict")),
+    ):
+        targets = values.get("targets")
+        if not isinstance(targets, Mapping):
+            continue
+        metrics = _mapping(values.get("metrics"))
+        scores = {name: _mapping(mean).get("value") for name, mean in metrics.items()} | dict(counts)
+        listed = [target for target in targets.get("targets") or () if isinstance(target, Mapping)]
+        missed = [str(one.get("name")) for one in listed if not _reached(one, scores)]
+        if targets.get("rows") != counts["gen_num"]:
+            missed.append("rows")
+        if bool(missed) and verdict != Verdict.INVALID:
+            yield f"{file} {verdict}, though {', '.join(missed)} miss their targets"
+        if str(targets.get("source")).startswith("the reference model's gate"):
+            yield from _gate(file, listed)
+    mine, theirs = _mapping(stated.get("targets")), _mapping(document.get("targets"))
+    if mine and mine != theirs and mine.get("source") == theirs.get("source"):
+        yield f"targets of {RESULT} are not those of {DOCUMENT}"
+
+
+def _reached(target: Mapping[str, Any], scores: Mapping[str, Any]) -> bool:
+    value, least, most = scores.get(str(target.get("name"))), target.get("at_least"), target.get("at_most")
+    if not isinstance(value, int | float):
+        return str(target.get("name")) == "gen_len"  # characters of texts, of which ids do not tell
+    low = isinstance(least, int | float) and value < least
+    return not low and not (isinstance(most, int | float) and value > most)
+
+
+def _gate(file: str, listed: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The bounds of the reference model's gate follow from the baseline that ships with it."""
+    baseline = json.loads((model_folder(REFERENCE) / "baseline.json").read_bytes())
+    told = {str(target.get("name")): target for target in listed}
+    for name, mean in baseline["metrics"].items():
+        least = _mapping(told.get(name)).get("at_least")
+        if not _near(least, GATE_SHARE * mean["value"], SAME):
+            yield f"{file} asks for {name} of {least}, the model's gate for {GATE_SHARE * mean['value']:.7g}"
+    tokens, bounds = baseline["tokens_per_sample"], _mapping(told.get("tokens_per_sample"))
+    for name, share in (("at_least", 1 - LENGTH_TOLERANCE), ("at_most", 1 + LENGTH_TOLERANCE)):
+        if not _near(bounds.get(name), share * tokens, SAME):
+            yield f"{file} asks for tokens_per_sample {name} {bounds.get(name)}, the model's gate {share * tokens:.7g}"
+
+
+def _test06(
+    tree: Tree,
+    folder: Run,
+    log: DetailLog,
+    answers: Sequence[LoggedAnswer],
+    path: str,
+    where: tuple[Where, ...],
+) -> Iterator[Observation]:
+    """TEST06's rules and our own about end tokens."""
+    offline = log.text("effective_scenario") == "Offline"
+    ends = _end_tokens(str(folder.config.get("model")))
+    samples, reasons = (folder.requests[name].to_pylist() for name in ("sample_id", "finish_reason"))
+    cut = {sample for sample, reason in zip(samples, reasons, strict=True) if reason == "length"}
+    first = offline or all(_begins(answer) for answer in answers)
+    length = all(answer.counted == len(answer.ids) for answer in answers)
+    trailing = [_trailing(answer, ends or ()) for answer in answers]
+    eos = None if ends is None else max(trailing) < 2
+    sound = None if ends is None else _sound(answers, trailing, ends, cut)
+    verdicts = {
+        "First token check pass": "Skipped" if offline else str(first),
+        "EOS check pass": None if eos is None else str(eos),
+        "Sample length check pass": str(length),
+    }
+    passed = None if eos is None and first and length else bool(first and eos and length)
+    stated = _mapping(folder.result.get("compliance"))
+    problems = [] if stated else [f"{RESULT} says nothing of compliance"]
+    for name, value in (("passed", passed), ("sound", sound)) if stated else ():
+        if value is not None and stated.get(name) is not value:
+            problems.append(f"{RESULT} {name} {stated.get(name)}, the log gives {value}")
+    if stated and bool(stated.get("findings")) is (stated.get("passed") is True and stated.get("sound") is True):
+        problems.append(f"{RESULT} passed {stated['passed']}, sound {stated['sound']}, findings {stated['findings']}")
+    if (passed is False or sound is False) and folder.verdict is not Verdict.INVALID:
+        problems.append(f"{folder.verdict}, though the log does not pass")
+    problems += _verified(tree, path, verdicts, passed)
+    unknown = "" if ends is not None else "; the model's end tokens are not known here, so nothing was said of them"
+    yield observe(
+        "compliance.recomputed",
+        not problems if problems or ends is not None else None,
+        "first token, end tokens and lengths as the logged answers give them",
+        shown("; ".join(problems)) or f"{count_of(len(answers), 'answer')} tested again, the same{unknown}",
+        where,
+    )
+
+
+def _verified(tree: Tree, path: str, verdicts: Mapping[str, str | None], passed: bool | None) -> Iterator[str]:
+    """The file that a submission carries."""
+    if below(path, VERIFIED) not in tree.files:
+        return
+    try:
+        lines = read_text(tree.path(below(path, VERIFIED)))[0].splitlines()
+    except UnreadableError as error:
+        yield f"{VERIFIED} {error}"
+        return
+    told = dict(line.split(": ", 1) for line in lines if ": " in line)
+    for name, value in verdicts.items():
+        if value is not None and told.get(name) != value:
+            yield f"{VERIFIED} {name} {told.get(name)}, the log gives {value}"
+    if passed is not None and f"TEST06 verification {'complete' if passed else 'failed'}" not in lines:
+        yield f"{VERIFIED} {lines[-1] if lines else 'is empty'}, the log {'passes' if passed else 'fails'}"
+
+
+def _end_tokens(model: str) -> tuple[int, ...] | None:
+    """Those of a published shape or of a model whose files are here; None where they are not."""
+    if model in SHAPES:
+        return SHAPES[model].end_token_ids
+    for name in ("generation_config.json", "config.json"):
+        file = model_folder(model) / name
+        try:
+            return end_token_ids(read_json_object(file)[0], file)
+        except (UnreadableError, MegatokenError):
+            continue
+    return None
+
+
+def _begins(answer: LoggedAnswer) -> bool:
+    if answer.first is None or not len(answer.first):
+        return False
+    common = min(len(answer.first), len(answer.ids))
+    return bool((answer.ids[:common] == answer.first[:common]).all())
+
+
+def _trailing(answer: LoggedAnswer, ends: Collection[int]) -> int:
+    others = np.flatnonzero(~np.isin(answer.ids, list(ends)))
+    return len(answer.ids) - (int(others[-1]) + 1 if len(others) else 0)
+
+
+def _sound(
+    answers: Sequence[LoggedAnswer], trailing: Sequence[int], ends: Collection[int], cut: Collection[int]
+) -> bool:
+    """100 answers; end tokens in some, nowhere but at their end; and those without one were cut at their limit."""
+    inside = [
+        int(np.isin(answer.ids, list(ends)).sum()) - at_end for answer, at_end in zip(answers, trailing, strict=True)
+    ]
+    ended = all(at_end or answer.sample in cut for answer, at_end in zip(answers, trailing, strict=True))
+    return len(answers) == TEST06_SAMPLES and any(trailing) and not any(inside) and ended
+
+
+def _document(tree: Tree, path: str) -> Mapping[str, Any] | None:
+    if path not in tree.files:
+        return None
+    try:
+        return read_json_object(tree.path(path))[0]
+    except UnreadableError:
+        return {}
+
+
+def _text_scores(tree: Tree, path: str) -> Mapping[str, float] | None:
+    if path not in tree.files:
+        return None
+    try:
+        return read_accuracy_scores(tree.path(path)).scores
+    except UnreadableError:
+        return {}
+
+
+def _near(told: Any, value: float, tolerance: float) -> bool:
+    return isinstance(told, int | float) and abs(told - value) <= tolerance * max(1.0, abs(value) / 100)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

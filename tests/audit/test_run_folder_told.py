@@ -1,0 +1,384 @@
+"""Real run folders, edited by hand: what a run tells of its subject and of its answers is held against the rest."""
+
+import hashlib
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cli_support import call_here
+from megatoken.audit import Severity, audit
+from megatoken.engine.config import model_folder
+
+Edit = Callable[[Path], object]
+OPTIONS = ("--engine.threads", 1, "--warm-up", 0.2, "--json")
+LOG = "mlperf/mlperf_log_accuracy.json"
+BASELINE = json.loads((model_folder("reference") / "baseline.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of random weights."""
+    return made(tmp_path_factory, "run", "--model", "tiny", "--samples", 40)
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An accuracy run of the model that ships, over some of its rows."""
+    return made(tmp_path_factory, "run", "--mode", "accuracy", "--samples", 48)
+
+
+@pytest.fixture(scope="module")
+def tested(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of TEST06."""
+    return made(tmp_path_factory, "run", "--compliance", "TEST06", "--scenario", "server", "--rate", 25)
+
+
+def made(factory: pytest.TempPathFactory, *arguments: object) -> Path:
+    _, out, err = call_here(*arguments, *OPTIONS, "--out", factory.mktemp("runs"))
+    assert err == "" or "Traceback" not in err
+    return Path(json.loads(out)["run_folder"])
+
+
+def edited(run: Path, tmp_path: Path, *edits: Edit) -> dict[str, str]:
+    """What an audit of a copy holds against it after the edits, without what a busy machine does to a run."""
+    folder = Path(shutil.copytree(run, tmp_path / run.name))
+    for edit in edits:
+        edit(folder)
+    kinds = (Severity.FAIL, Severity.WARN, Severity.UNKNOWN)
+    return {item.id: item.found for item in audit(folder).findings if item.severity in kinds}
+
+
+def in_result(**values: Any) -> Edit:
+    return in_json("result.json", **values)
+
+
+def in_json(name: str, **values: Any) -> Edit:
+    """Sets keys, whose double underscores lead into what they hold; a function makes the new value of the old."""
+
+    def edit(folder: Path) -> None:
+        path = folder / name
+        document = json.loads(path.read_text())
+        for key, value in values.items():
+            *above, last = key.split("__")
+            holder = document
+            for part in above:
+                holder = holder[part]
+            holder[last] = value(holder.get(last)) if callable(value) else value
+        path.write_text(json.dumps(document))
+
+    return edit
+
+
+def without(*names: str) -> Edit:
+    def edit(folder: Path) -> None:
+        path = folder / "result.json"
+        document = json.loads(path.read_text())
+        path.write_text(json.dumps({name: value for name, value in document.items() if name not in names}))
+
+    return edit
+
+
+def in_config(section: str | None, **values: Any) -> Edit:
+    def edit(folder: Path) -> None:
+        path = folder / "config.yaml"
+        config = yaml.safe_load(path.read_text())
+        (config[section] if section else config).update(values)
+        path.write_text(yaml.safe_dump(config))
+
+    return edit
+
+
+def in_text(name: str, old: str, new: str) -> Edit:
+    def edit(folder: Path) -> None:
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new))
+
+    return edit
+
+
+@pytest.mark.parametrize("kind", ["drawn", "scored", "tested"])
+def test_what_was_not_edited_passes(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    run = request.getfixturevalue(kind)
+    assert edited(run, tmp_path) == {}
+    passed = {item.id for item in audit(run).findings if item.severity is Severity.PASS}
+    assert {f"run_folder.{name}" for name in ("simulation", "notes", "memory", "subject")} <= passed
+    assert ("accuracy.recomputed" in passed) is (kind == "scored")
+    assert ("compliance.recomputed" in passed) is (kind == "tested")
+
+
+@pytest.mark.parametrize(
+    ("edits", "found"),
+    [
+        (
+            [in_config("rack", simulated_gpu="GB300")],
+            "config.yaml rack.simulated_gpu: simulated GB300, target.device: not",
+        ),
+        ([in_result(target__device="simulated H200")], "target.device: simulated H200, notes: not simulated"),
+        ([in_result(target__kernels="none: a cost model; products: x")], "nothing else of a simulation"),
+        ([in_result(target__why_no_gpu="simulated")], "nothing else of a simulation"),
+        (
+            [
+                in_config("rack", simulated_gpu="H200"),
+                in_result(
+                    target__device="simulated H200", notes=["every GPU is a simulated H200: made up"], weights="ab"
+                ),
+            ],
+            "simulated, with weights ab",
+        ),
+    ],
+)
+def test_contradictions_about_simulation(drawn: Path, tmp_path: Path, edits: list[Edit], found: str) -> None:
+    assert found in edited(drawn, tmp_path, *edits)["run_folder.simulation"]
+
+
+def test_a_simulation_that_is_told_everywhere_is_no_contradiction(drawn: Path, tmp_path: Path) -> None:
+    note = "every GPU is a simulated H200: speed and text are made up, by a cost model"
+    edits = (in_config("rack", simulated_gpu="H200"), in_result(target__device="simulated H200", notes=[note]))
+    assert not {"run_folder.simulation", "run_folder.notes"} & edited(drawn, tmp_path, *edits).keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit", "found"),
+    [
+        ("drawn", in_result(notes=[]), "no note on 'random weights'"),
+        ("drawn", in_result(weights="0" * 64), "a note on random weights, whose hash is told"),
+        ("drawn", in_result(target__kernels="PyTorch only: no g++"), "no note on 'without compiled kernels'"),
+        ("scored", in_result(notes=[]), "no note on 'the reference model'"),
+        ("tested", in_result(notes=lambda notes: notes[:1]), "no note on 'compliance test'"),
+    ],
+)
+def test_notes_that_were_taken_out(
+    kind: str, edit: Edit, found: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    assert found in edited(request.getfixturevalue(kind), tmp_path, edit)["run_folder.notes"]
+
+
+@pytest.mark.parametrize(("share", "note"), [(0.4, None), (0.4, 10), (0.001, 50), (None, 50), (7.0, None)])
+def test_a_wait_for_cores_and_its_note(drawn: Path, tmp_path: Path, share: float | None, note: int | None) -> None:
+    def busy(notes: list[str]) -> list[str]:
+        kept = [one for one in notes if not one.startswith("a busy machine")]
+        words = f"a busy machine, so slower than it could be: {note} % of the time that this process wanted a core, it"
+        return kept + ([words] if note is not None else [])
+
+    assert "run_folder.core_wait" in edited(drawn, tmp_path, in_result(core_wait_share=share, notes=busy))
+
+
+@pytest.mark.parametrize(
+    ("edit", "found"),
+    [
+        (in_result(memory_plan__weights_bytes=lambda size: size // 2), "tiny in bf16 on cpu has"),
+        (in_result(memory_plan__cache_bytes=lambda size: 2 * size), "pages of tiny have"),
+        (in_result(memory_plan__available_bytes=1000), "parts of memory_plan are"),
+        (in_result(memory_plan__available_bytes=10**15), "available_bytes 1,000,000,000,000,000 of a machine with"),
+        (in_result(memory_plan__pages=lambda pages: pages + 1), "series.parquet"),
+        (in_result(memory_plan__max_rows=7), "memory_plan max_rows 7, config.yaml 256"),
+        (in_result(memory_plan__workspace_bytes=-1), "memory_plan workspace_bytes -1"),
+        (in_result(peak_memory_bytes=10**15), "peak_memory_bytes 1,000,000,000,000,000 of a machine with"),
+        (in_result(peak_memory_bytes=1000), "peak_memory_bytes 1,000, below weights_bytes"),
+    ],
+)
+def test_sizes(drawn: Path, tmp_path: Path, edit: Edit, found: str) -> None:
+    assert found in edited(drawn, tmp_path, edit)["run_folder.memory"]
+
+
+@pytest.mark.parametrize(
+    ("edits", "found"),
+    [
+        ([in_result(model="125m"), in_config(None, model="125m")], "weights_bytes"),
+        ([in_result(precision="fp32"), in_config(None, precision="fp32")], "tiny in fp32 on cpu has"),
+    ],
+)
+def test_another_label_in_every_place_has_other_sizes(
+    drawn: Path, tmp_path: Path, edits: list[Edit], found: str
+) -> None:
+    assert found in edited(drawn, tmp_path, *edits)["run_folder.memory"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "edits", "found"),
+    [
+        ("scored", [in_result(data_set="open_orca.jsonl")], "data_set open_orca.jsonl, data_set_source"),
+        ("drawn", [in_result(data_set_rows=20_000)], "which LoadGen's library of 40 asks for"),
+        ("drawn", [in_result(data_set_rows=30)], "which LoadGen's library of 40 asks for"),
+        ("drawn", [in_result(data_set_rows=0)], "data_set_rows 0"),
+        ("scored", [in_result(data_set_rows=40)], "which LoadGen's library of 48 asks for 8 other rows"),
+        ("tested", [in_result(data_set_rows=24_576)], "LoadGen's library of all of them has 2,048"),
+        (
+            "drawn",
+            [in_result(precision="fp8"), in_config(None, precision="fp8")],
+            "precision fp8, target.fp8_scales None",
+        ),
+        ("drawn", [in_result(target__threads=64)], "target.threads 64, config.yaml 1"),
+        (
+            "drawn",
+            [in_result(target__device="NVIDIA GB300"), in_json("environment.json", gpus=[{"name": "NVIDIA H200"}])],
+            "target.device NVIDIA GB300, environment.json NVIDIA H200",
+        ),
+    ],
+)
+def test_another_data_set_or_machine(
+    kind: str, edits: list[Edit], found: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    assert found in edited(request.getfixturevalue(kind), tmp_path, *edits)["run_folder.subject"]
+
+
+@pytest.mark.parametrize("edit", [without("seeds"), in_result(seeds={}), in_result(seeds__schedule=7)])
+@pytest.mark.parametrize("kind", ["drawn", "scored"])
+def test_seeds(kind: str, edit: Edit, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    assert "seeds.schedule" in edited(request.getfixturevalue(kind), tmp_path, edit)["run_folder.asked"]
+
+
+def other_answers(count: int) -> Edit:
+    """The first answers of the log become other tokens, as many as before; what has a hash of the log is told of it."""
+
+    def edit(folder: Path) -> None:
+        log = folder / LOG
+        lines = log.read_text().splitlines(keepends=True)
+        for number in range(1, 1 + count):
+            before, data, after = lines[number].partition('"data" : "')[0::1]
+            ids, rest = after.split('"', 1)
+            lines[number] = f'{before}{data}{struct.pack("<i", 11).hex().upper() * (len(ids) // 8)}"{rest}'
+        old = hashlib.sha256(log.read_bytes()).hexdigest()
+        log.write_text("".join(lines))
+        new = hashlib.sha256(log.read_bytes()).hexdigest()
+        for name in ("accuracy.txt", "accuracy.json"):
+            in_text(f"accuracy/{name}", old, new)(folder)
+
+    return edit
+
+
+def worse_at_the_first(by_task: dict[str, Any]) -> dict[str, Any]:
+    name, metrics = next(iter(by_task.items()))
+    return {**by_task, name: {**metrics, "rouge1": {**metrics["rouge1"], "value": 1.0}}}
+
+
+def gated(metric_share: float) -> Edit:
+    """The reference model's gate over these rows, asking for that share of what its baseline has."""
+    targets = [{"name": name, "at_least": metric_share * one["value"]} for name, one in BASELINE["metrics"].items()]
+    tokens = BASELINE["tokens_per_sample"]
+    targets.append({"name": "tokens_per_sample", "at_least": 0.9 * tokens, "at_most": 1.1 * tokens})
+    told = {"source": "the reference model's gate (99 % of fp32)", "targets": targets, "rows": 48}
+    return in_result(accuracy__targets=told)
+
+
+@pytest.mark.parametrize(
+    ("edits", "found"),
+    [
+        ([in_result(accuracy__metrics__exact_match__value=12.5)], "result.json exact_match 12.5, computed again"),
+        ([in_result(accuracy__metrics__rouge2__value=99.0)], "result.json rouge2 99.0, computed again"),
+        ([in_result(accuracy__metrics__rouge1__answers=2048)], "result.json rouge1 of 2048 answers, there are 48"),
+        ([in_result(accuracy__metrics__rouge2__standard_error=0.1)], "result.json rouge2 ± 0.1, computed again"),
+        ([in_result(accuracy__tokens_per_sample=99.9)], "result.json tokens_per_sample 99.9, the log gives"),
+        ([in_json("accuracy/accuracy.json", metrics__rouge1__value=12.5)], "accuracy.json rouge1 12.5, computed"),
+        ([in_json("accuracy/accuracy.json", by_task=worse_at_the_first)], "rouge1 1.0, computed again"),
+        ([in_json("accuracy/accuracy.json", gen_tok_len=7)], "accuracy.json gen_tok_len 7, the log gives"),
+        ([in_json("accuracy/accuracy.json", references_sha256="0" * 64)], "references_sha256 0000000000000000, the"),
+        ([in_text("accuracy/accuracy.txt", "'exact_match': 100.0", "'exact_match': 88.5")], "accuracy.txt exact_match"),
+        (
+            [in_text("accuracy/accuracy.txt", "'gen_num': 48", "'gen_num': 2048")],
+            "accuracy.txt gen_num 2048.0, the log",
+        ),
+        ([other_answers(24)], "result.json exact_match 100.0, computed again 5"),
+        ([without("accuracy")], "no result.json accuracy"),
+        ([lambda folder: shutil.rmtree(folder / "accuracy")], "no accuracy/accuracy.json; no accuracy/accuracy.txt"),
+        ([gated(0.5)], "result.json asks for rouge1 of 49.6"),
+        ([gated(0.99)], "MEASURED, though rouge2, tokens_per_sample miss their targets"),
+    ],
+)
+def test_scores_are_computed_again(scored: Path, tmp_path: Path, edits: list[Edit], found: str) -> None:
+    assert found in edited(scored, tmp_path, *edits)["accuracy.recomputed"]
+
+
+def test_scores_whose_references_are_not_at_hand_are_unknown(scored: Path, tmp_path: Path) -> None:
+    change = {"data_set_sha256": "1" * 64}
+    edits = (in_result(**change), in_json("accuracy/accuracy.json", references_sha256="1" * 64))
+    folder = Path(shutil.copytree(scored, tmp_path / "run"))
+    for edit in edits:
+        edit(folder)
+    (found,) = [item for item in audit(folder).findings if item.id == "accuracy.recomputed"]
+    assert found.severity is Severity.UNKNOWN
+    assert "the answers expected, SHA-256 1111111111111111, are not at hand" in found.found
+
+
+def in_first_record(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Edit:
+    def edit(folder: Path) -> None:
+        log = folder / LOG
+        lines = log.read_text().splitlines()
+        record = change(json.loads(lines[1].rstrip(",")))
+        fields = [
+            f'"{key}" : ' + (f'"{value}"' if isinstance(value, str) else str(value)) for key, value in record.items()
+        ]
+        lines[1] = f"{{ {', '.join(fields)} }},"
+        log.write_text("\n".join(lines) + "\n")
+
+    return edit
+
+
+END = struct.pack("<i", 2).hex().upper()
+
+
+@pytest.mark.parametrize(
+    ("edit", "found"),
+    [
+        (in_first_record(lambda record: record | {"token_data": "0A0B0000"}), "First token check pass True, the log"),
+        (
+            in_first_record(lambda one: one | {"data": one["data"] + 2 * END, "token_count": one["token_count"] + 2}),
+            "EOS check pass True, the log gives False",
+        ),
+        (in_first_record(lambda one: one | {"token_count": one["token_count"] + 1}), "Sample length check pass True"),
+        (
+            in_first_record(lambda one: one | {"data": one["data"][:8] + END + one["data"][16:]}),
+            "result.json sound True, the log gives False; MEASURED, though the log does not pass",
+        ),
+        (in_result(compliance__passed=False), "result.json passed False, the log gives True"),
+        (in_result(compliance__sound=False), "result.json sound False, the log gives True"),
+        (in_result(compliance__findings=["one"]), "result.json passed True, sound True, findings ['one']"),
+        (without("compliance"), "result.json says nothing of compliance"),
+        (
+            in_text("compliance/TEST06/verify_accuracy.txt", "EOS check pass: True", "EOS check pass: False"),
+            "verify_accuracy.txt EOS check pass False, the log gives True",
+        ),
+        (
+            in_text("compliance/TEST06/verify_accuracy.txt", "complete", "failed"),
+            "verify_accuracy.txt TEST06 verification failed, the log passes",
+        ),
+    ],
+)
+def test_compliance_is_tested_again(tested: Path, tmp_path: Path, edit: Edit, found: str) -> None:
+    assert found in edited(tested, tmp_path, edit)["compliance.recomputed"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit", "found"),
+    [
+        ("drawn", in_config(None, rack=7), "AttributeError"),
+        ("drawn", in_config("rack", simulated_gpu={}), "TypeError"),
+        ("scored", in_json("accuracy/accuracy.json", notes=7), "TypeError"),
+        ("tested", in_json("environment.json", gpus=[{"name": 7}]), "environment.json is damaged"),
+    ],
+)
+def test_fields_of_a_kind_that_no_run_writes(
+    kind: str, edit: Edit, found: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    assert found in edited(request.getfixturevalue(kind), tmp_path, edit)["run_folder.whole"]
+
+
+def test_a_soak_that_was_not_healthy_is_told(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run = made(tmp_path_factory, "soak", "--model", "tiny", "--duration", "2s")
+    assert json.loads((run / "result.json").read_text())["verdict"] == "INVALID"
+    (found,) = [item for item in audit(run).findings if item.id == "run_folder.healthy"]
+    assert found.severity is Severity.NOTE
+    assert found.found.startswith("INVALID, UNDECIDED: TOO_SHORT ")
+
+
+def test_a_run_that_early_stopping_alone_makes_invalid_has_a_reason(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run = made(tmp_path_factory, "run", "--model", "tiny", "--scenario", "server", "--rate", 10, "--samples", 12)
+    (found,) = [item for item in audit(run).findings if item.id == "rules.valid"]
+    assert "INVALID: early stopping not satisfied: Run unsuccessful. Processed 12 queries." in found.found
