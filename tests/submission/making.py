@@ -88,7 +88,7 @@ def offline(
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(rules.ROUNDS, claimed, replace(rules.ROUNDS[claimed], min_duration_seconds=SECONDS))
         for name, benchmark in (table := benchmarks._benchmarks()).items():
-            patch.setitem(table, name, replace(benchmark, rows=ROWS))
+            patch.setitem(table, name, replace(benchmark, facts=replace(benchmark.facts, rows=ROWS)))
         prepared = prepare(RunConfig(out=Path(out), **settings))
         target = InProcessTarget(build_engine(prepared.config))
         known = {**prepared.facts(), **(facts or {})}
