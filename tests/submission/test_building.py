@@ -59,8 +59,12 @@ def refusals(runs: list[Path], out: Path, **options: str) -> tuple[str, ...]:
 
 
 def rewrite(run: Path, **values: object) -> Path:
-    result = json.loads((run / "result.json").read_text())
-    (run / "result.json").write_text(json.dumps({**result, **values}))
+    """Says it in the result, with the notes that such a run has."""
+    result = {**json.loads((run / "result.json").read_text()), **values}
+    notes = [note for note in result["notes"] if not note.startswith("random weights")]
+    if result["weights"].startswith("random"):
+        notes.append("random weights: the speed is real, the text is not")
+    (run / "result.json").write_text(json.dumps({**result, "notes": notes}))
     return run
 
 
@@ -257,10 +261,15 @@ def test_interactive_and_edge(originals: Make, tmp_path: Path) -> None:
 
 
 def pretend(run: Path, **changes: object) -> Path:
-    """Says it in the result and in the configuration."""
+    """Says it in the configuration too."""
     configuration = run / "config.yaml"
     configuration.write_text(yaml.safe_dump(yaml.safe_load(configuration.read_text()) | changes))
     return rewrite(run, **changes)
+
+
+def in_fp8(run: Path) -> Path:
+    target = json.loads((run / "result.json").read_text())["target"]
+    return rewrite(pretend(run, precision="fp8"), target={**target, "fp8_scales": "tensor"})
 
 
 # What is done to the performance run of Offline, and what the refusal says.
@@ -290,9 +299,12 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "failed samples": (lambda run: rewrite(run, samples_failed=3), "3 samples failed"),
     "other model": (lambda run: pretend(run, model="llama3.1-8b"), "other model: "),
     "other weights": (lambda run: rewrite(run, weights="0000"), "other weights: "),
-    "other precision": (lambda run: pretend(run, precision="fp8"), "other precision: "),
+    "other precision": (in_fp8, "other precision: "),
     "other data": (lambda run: rewrite(run, data_set_sha256="0000"), "other data set: "),
-    "random weights": (lambda run: rewrite(run, weights="random, seed 0"), "other weights: "),
+    "random weights": (
+        lambda run: rewrite(run, weights="random, seed 0"),
+        "changed after the run, by run_folder.memory",  # the shape that it names is larger
+    ),
     "other scenario": (lambda run: rewrite(run, scenario="server"), "says scenario server, LoadGen's log says Offline"),
     "unknown scenario": (lambda run: rewrite(run, scenario="batch"), "says scenario batch"),
     "other mode": (lambda run: rewrite(run, mode="accuracy"), "says mode accuracy, LoadGen's log says PerformanceOnly"),
@@ -377,7 +389,8 @@ def test_runs_that_are_missing_or_not_evaluated(copies: Make, tmp_path: Path) ->
     told.write_text(told.read_text().replace("verification complete", "verification failed"))
     evaluate(accuracy)
     [line] = refusals(runs, tmp_path / "tree")
-    assert line == f"{told}: the test is not passed; megatoken verify TEST06 {compliance} says why"
+    assert line.startswith(f"{compliance}: changed after the run, by compliance.recomputed: ")
+    assert str(told.relative_to(compliance)) in line
     verify(compliance)
     log = accuracy / "mlperf/mlperf_log_accuracy.json"
     log.write_text(log.read_text().replace("0000", "0001", 1))
