@@ -4,12 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
+from accuracy_files import write_log
 
 from cli_support import call_here
 from megatoken.accuracy.compliance import TEST06_RECORDS
 from megatoken.audit import Severity, audit
 from megatoken.datasets.references import HELD_OUT
-from megatoken.engine.config import model_folder
+
+DETAIL = """:::MLLOG {"key": "effective_scenario", "value": "Offline", "time_ms": 0.1, "namespace": "mlperf::logging", \
+"event_type": "POINT_IN_TIME", "metadata": {"is_error": false, "is_warning": false, "file": "a.cc", "line_no": 1, \
+"pid": 1, "tid": 1}}
+"""
 
 
 def compliance_run(tmp_path: Path, *flags: object) -> tuple[int, Path]:
@@ -25,7 +30,10 @@ def compliance_run(tmp_path: Path, *flags: object) -> tuple[int, Path]:
 def test_the_model_that_ships_passes(tmp_path: Path, scenario: str, round_: str | None) -> None:
     code, run = compliance_run(tmp_path, "--scenario", scenario, *(("--rules", round_) if round_ else ()))
     result = json.loads((run / "result.json").read_text())
-    assert result["compliance"] == {"test": "TEST06", "passed": True, "sound": True, "findings": []}
+    assert result["compliance"] == {
+        **{"test": "TEST06", "passed": True, "sound": True, "findings": []},
+        "end_token_ids": [2],
+    }
     assert result["samples_completed"] == TEST06_RECORDS
     against = result["reasons"] if round_ else result["rules_unmet"]
     of_the_benchmark = ["SCENARIO"] if scenario == "singlestream" else []
@@ -58,11 +66,12 @@ def test_what_else_a_run_of_the_test_is_no_good_for(tmp_path: Path) -> None:
     assert call_here("accuracy", run, "--partial")[0] == 0
     code, _, err = call_here("accuracy", run, "--baseline", run)
     assert (code, "--partial" in err) == (2, True)
-    assert call_here("accuracy", run, "--baseline", run, "--partial")[0] == 0
+    code, _, err = call_here("accuracy", run, "--baseline", run, "--partial")
+    assert (code, err.count("\n"), "the very log that is to be judged" in err) == (2, 1, True)
     whole = tmp_path / "whole"
     whole.mkdir()
-    (whole / "mlperf_log_accuracy.json").write_bytes((run / "mlperf/mlperf_log_accuracy.json").read_bytes())
-    of_the_model = ("--references", HELD_OUT, "--model", model_folder("reference"))
+    (whole / "mlperf_log_accuracy.json").write_bytes(b"\n" + (run / "mlperf/mlperf_log_accuracy.json").read_bytes())
+    of_the_model = ("--references", HELD_OUT, "--model", "reference")
     code, _, err = call_here("accuracy", whole, *of_the_model, "--baseline", run)
     assert (code, err.count("\n")) == (2, 1)
     assert f"--baseline {run}: scores 100 of 2,048 rows, as a run of a compliance test" in err
@@ -80,7 +89,45 @@ def test_answers_without_an_end_prove_nothing(tmp_path: Path) -> None:
     assert "no answer has an end token of the model" in reason["message"]
     assert (result["compliance"]["passed"], result["compliance"]["sound"]) == (True, False)
     assert "verification complete" in (run / "compliance/TEST06/verify_accuracy.txt").read_text()
-    assert call_here("verify", "TEST06", run, "--end-tokens", "2")[0] == 3
+    own = run / "compliance/TEST06/compliance.json"
+    assert json.loads(own.read_text()) == result["compliance"]
+    own.unlink()
+    for flags in ((), ("--model", "tiny"), ("--end-tokens", "2")):
+        code, out, _ = call_here("verify", "TEST06", run, *flags, "--json")
+        assert (code, json.loads(out)) == (
+            3,
+            result["compliance"] | {"file": str(own.with_name("verify_accuracy.txt"))},
+        )
+    assert json.loads(own.read_text()) == result["compliance"]
+    code, out, _ = call_here("audit", run)
+    assert (code, "nothing fails; something needs an explanation" in out) == (0, True)
+    found = {item.id: item for item in audit(run).findings}["run_folder.healthy"]
+    assert (found.severity, found.found.startswith("INVALID: COMPLIANCE no answer has an end token")) == (
+        Severity.WARN,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("test", "flags", "problem"),
+    [
+        ("TEST08", (), "TEST08: no compliance test that is known here; there are TEST06, TEST07, TEST09\n"),
+        ("TEST06", ("--model", "absent"), "--model absent: the model's end tokens are not known here; "),
+    ],
+)
+def test_what_cannot_be_verified(tmp_path: Path, test: str, flags: tuple[str, ...], problem: str) -> None:
+    write_log(tmp_path / "mlperf_log_accuracy.json", [[5, 2]] * TEST06_RECORDS)
+    (tmp_path / "mlperf_log_detail.txt").write_text(DETAIL)
+    code, _, err = call_here("verify", test, tmp_path, *flags)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"megatoken: {problem}")
+
+
+@pytest.mark.parametrize(("model", "code"), [("reference", 0), ("tiny", 0), ("llama3.1-8b", 3)])
+def test_end_tokens_of_models_that_ship(tmp_path: Path, model: str, code: int) -> None:
+    write_log(tmp_path / "mlperf_log_accuracy.json", [[5, 2]] * TEST06_RECORDS)
+    (tmp_path / "mlperf_log_detail.txt").write_text(DETAIL)
+    assert call_here("verify", "TEST06", tmp_path, "--model", model)[0] == code
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from accuracy_files import make_tokenizer, write_405b, write_lines, write_log, write_openorca
 
+from cli_support import call_here
 from megatoken.accuracy import scores as scoring
 from megatoken.accuracy.answers import read_answers
 from megatoken.accuracy.compliance import check_test07
@@ -69,7 +70,7 @@ def test_a_share_of_every_metric_of_the_baseline_must_be_reached(
     wrong: int, share: float, verdict: str, tmp_path: Path, references: Path
 ) -> None:
     judged(tmp_path / "fp32", WORDS, references)
-    answers = ["other", *WORDS[1:]] if wrong else WORDS
+    answers = ["other", *WORDS[1:]] if wrong else [f"{WORDS[0]} ", *WORDS[1:]]
     result = judged(tmp_path / "fp8", answers, references, baseline=tmp_path / "fp32", share=share)
     assert result.verdict == verdict
     assert result.document["targets"]["source"] == f"{share:g} of {tmp_path / 'fp32' / 'accuracy.json'}"
@@ -91,7 +92,7 @@ def test_answers_must_be_as_long_as_the_baselines(
 ) -> None:
     """The baseline has 110 tokens in 20 answers, a byte each."""
     judged(tmp_path / "fp32", WORDS, references)
-    result = judged(tmp_path / "b", [*WORDS[:-2], *last_two], references, baseline=tmp_path / "fp32", share=0.0)
+    result = judged(tmp_path / "b", [*WORDS[:-2], *last_two], references, baseline=tmp_path / "fp32", share=0.5)
     assert [message.partition("accuracy.json ")[2] for message in reasons(result)] == found
 
 
@@ -115,18 +116,60 @@ def test_a_baseline_of_other_references_or_another_number_of_answers(tmp_path: P
     with pytest.raises(UsageError, match="scored against other expected answers than"):
         judged(tmp_path / "b", WORDS, references, baseline=tmp_path / "fp32")
     judged(tmp_path / "fp32", WORDS, references)
-    result = judged(tmp_path / "c", WORDS[:10], references, baseline=tmp_path / "fp32", partial=True, share=0.0)
-    assert reasons(result)[0].startswith("10 answers; 0 of ")
+    result = judged(tmp_path / "c", WORDS[:10], references, baseline=tmp_path / "fp32", partial=True, share=0.5)
+    assert reasons(result)[0].startswith("10 answers; 0.5 of ")
     assert "10 of 20 rows have an answer" in result.document["notes"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"metrics": {"a": 1}}', '{"metrics": []}'])
+NOT_A_NUMBER = (
+    '{"metrics": {"rouge1": {"value": NaN}}, "tokens_per_sample": 5, "gen_num": 20, "references_sha256": "", '
+    '"log_sha256": ""}'
+)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"metrics": {"a": 1}}', '{"metrics": []}', NOT_A_NUMBER])
 def test_a_baseline_that_is_none(content: str, tmp_path: Path, references: Path) -> None:
     (tmp_path / "accuracy.json").write_text(content)
     with pytest.raises(UsageError, match="no result of megatoken accuracy"):
         judged(tmp_path / "b", WORDS, references, baseline=tmp_path / "accuracy.json")
     with pytest.raises(UsageError, match=r"no accuracy\.json there"):
         judged(tmp_path / "b", WORDS, references, baseline=tmp_path / "absent")
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_baseline_of_the_same_log(copied: bool, tmp_path: Path, references: Path) -> None:
+    judged(tmp_path / "a", WORDS, references)
+    before = (tmp_path / "a" / "accuracy.json").read_bytes()
+    with pytest.raises(UsageError, match="scored from the very log that is to be judged, or a copy of it"):
+        judged(tmp_path / ("b" if copied else "a"), WORDS, references, baseline=tmp_path / "a")
+    assert (tmp_path / "a" / "accuracy.json").read_bytes() == before
+    assert not (tmp_path / "b" / "accuracy.json").exists()
+
+
+def test_a_baseline_that_the_result_would_replace(tmp_path: Path, references: Path) -> None:
+    judged(tmp_path / "a", WORDS, references)
+    before = (tmp_path / "a" / "accuracy.json").read_bytes()
+    with pytest.raises(UsageError, match=r"accuracy\.json: would be replaced by what it is to judge"):
+        judged(tmp_path / "a", ["other", *WORDS[1:]], references, baseline=tmp_path / "a")
+    assert (tmp_path / "a" / "accuracy.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("answers", "share", "problem"),
+    [(["x"] * 20, 0.99, "every score in it is 0, so nothing could fail it"), (WORDS, 0.0, "a share of 0, so nothing")],
+)
+def test_a_baseline_that_nothing_could_fail(
+    answers: list[str], share: float, problem: str, tmp_path: Path, references: Path
+) -> None:
+    judged(tmp_path / "a", answers, references)
+    with pytest.raises(UsageError, match=problem):
+        judged(tmp_path / "b", ["y"] * 20, references, baseline=tmp_path / "a", share=share)
+
+
+def test_a_single_score_of_0_judges_nothing_and_is_told(tmp_path: Path, references: Path) -> None:
+    judged(tmp_path / "a", WORDS, references)
+    notes = judged(tmp_path / "b", ["x", *WORDS[1:]], references, baseline=tmp_path / "a").document["notes"]
+    assert "the baseline has 0 of rouge2, which nothing can fail; judged by the rest" in notes
 
 
 def test_one_yardstick_at_a_time(tmp_path: Path, references: Path) -> None:
@@ -274,3 +317,26 @@ def test_lines_without_references(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "p.jsonl", [{"prompt": "p", "reference": "x"}, {"prompt": "q"}])
     with pytest.raises(UsageError, match=r"p\.jsonl, line 2: no reference"):
         judged(tmp_path / "a", ["x", "y"], path)
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def test_one_answer_has_no_standard_error(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "reference": f"word{row}", "task": "spell" if row else "sort"} for row in range(3)]
+    lines = write_lines(tmp_path / "r.jsonl", rows)
+    tokenizer = make_tokenizer(tmp_path / "model")
+    write_log(tmp_path / "mlperf_log_accuracy.json", [tokenizer.encode(f"word{row}").ids for row in range(3)])
+    code, out, _ = call_here("accuracy", tmp_path, "--references", lines, "--model", tmp_path / "model")
+    assert code == 0
+    assert "100.0000 ± -" in out and "100.0000 ± 0.00" in out and "nan" not in out
+
+
+def test_a_note_on_sentences_speaks_of_scores_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatoken.accuracy.evaluate.sentence_splitter", lambda: None)
+    texts = ["one two", "three four"]
+    (note,) = judged(tmp_path / "a", texts, write_openorca(tmp_path / "a.pkl", texts)).document["notes"]
+    assert note == "no NLTK sentence data: rougeLsum and gen_len are left out"
+    questions = write_405b(tmp_path / "b.pkl", texts, ["rouge", "qa_em"])
+    (note,) = judged(tmp_path / "b", texts, questions).document["notes"]
+    assert note == "no NLTK sentence data: gen_len is left out, exact_match is of texts not split"

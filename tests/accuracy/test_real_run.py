@@ -92,9 +92,16 @@ def test_an_audit_scores_the_run_again(run: Path, tmp_path: Path) -> None:
     )
 
 
-def test_a_person_reads_a_table_and_a_verdict(run: Path) -> None:
+def test_a_person_reads_a_table_and_a_verdict(run: Path, tmp_path: Path) -> None:
     assert call_here("accuracy", run)[0] == 0
-    code, out, _ = call_here("accuracy", run, "--baseline", run)
+    before = shutil.copytree(run, tmp_path / "before")
+    log = run / "mlperf" / "mlperf_log_accuracy.json"
+    written = log.read_bytes()
+    log.write_bytes(b"\n" + written)  # another log, of the same answers
+    try:
+        code, out, _ = call_here("accuracy", run, "--baseline", before)
+    finally:
+        log.write_bytes(written)
     assert code == 0
     assert "75.0000 ± 13.06" in out
     assert "VALID: every target is reached (0.99 of " in out

@@ -335,7 +335,7 @@ END = struct.pack("<i", 2).hex().upper()
         (in_first_record(lambda one: one | {"token_count": one["token_count"] + 1}), "Sample length check pass True"),
         (
             in_first_record(lambda one: one | {"data": one["data"][:8] + END + one["data"][16:]}),
-            "result.json sound True, the log gives False; MEASURED, though the log does not pass",
+            "compliance/TEST06/compliance.json sound True, the log gives False; MEASURED, though the log does not pass",
         ),
         (in_result(compliance__passed=False), "result.json passed False, the log gives True"),
         (in_result(compliance__sound=False), "result.json sound False, the log gives True"),
@@ -370,12 +370,36 @@ def test_fields_of_a_kind_that_no_run_writes(
     assert found in edited(request.getfixturevalue(kind), tmp_path, edit)["run_folder.whole"]
 
 
+def test_a_compliance_test_that_was_not_passed_fails(tested: Path, tmp_path: Path) -> None:
+    reasons = [{"code": "COMPLIANCE", "message": "100 of 100 answers end with more than one end token"}]
+    for passed, severity in ((False, Severity.FAIL), (True, Severity.WARN)):
+        folder = Path(shutil.copytree(tested, tmp_path / severity))
+        in_result(verdict="INVALID", reasons=reasons, compliance__passed=passed)(folder)
+        (found,) = [item for item in audit(folder).findings if item.id == "run_folder.healthy"]
+        assert found.severity is severity
+
+
+@pytest.mark.parametrize(
+    ("edit", "problem"),
+    [
+        (in_json("compliance/TEST06/compliance.json", sound=False), "compliance.json sound False, the log gives True"),
+        (in_result(compliance__end_token_ids=[3]), "result.json end_token_ids [3], the model has [2]"),
+    ],
+)
+def test_what_our_own_check_found_is_held_against_the_log(
+    edit: Edit, problem: str, tested: Path, tmp_path: Path
+) -> None:
+    assert problem in edited(tested, tmp_path, edit)["compliance.recomputed"]
+
+
 def test_a_soak_that_was_not_healthy_is_told(tmp_path_factory: pytest.TempPathFactory) -> None:
     run = made(tmp_path_factory, "soak", "--model", "tiny", "--duration", "2s")
     assert json.loads((run / "result.json").read_text())["verdict"] == "INVALID"
     (found,) = [item for item in audit(run).findings if item.id == "run_folder.healthy"]
     assert found.severity is Severity.NOTE
     assert found.found.startswith("INVALID, UNDECIDED: TOO_SHORT ")
+    _, out, _ = call_here("audit", run)
+    assert "tell of a run that says something against itself" in " ".join(out.split())
 
 
 def test_a_run_that_early_stopping_alone_makes_invalid_has_a_reason(tmp_path_factory: pytest.TempPathFactory) -> None:

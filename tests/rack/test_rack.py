@@ -40,6 +40,11 @@ def assert_each_sample_ended_once(run: Run, samples: int) -> None:
     ]
 
 
+def told_against(folder: Path) -> tuple[Severity, str]:
+    (found,) = [item for item in audit(folder).findings if item.id == "run_folder.healthy"]
+    return found.severity, found.found.partition(" 1 of ")[0]
+
+
 def failed_checks(folder: Path) -> list[str]:
     return [f"{item.id}: {item.found}" for item in audit(folder).findings if item.severity is Severity.FAIL]
 
@@ -109,6 +114,7 @@ def test_replicas_that_die_or_hang_cost_no_sample(drive: Any) -> None:
     assert run.result["rack"]["share_left"] == pytest.approx(1 / 3)
     assert "1 of 3 replicas" in run.reasons[0]["message"] and "33.3 %" in run.reasons[0]["message"]
     assert failed_checks(run.path) == []
+    assert told_against(run.path) == (Severity.WARN, "DEGRADED: LOST_REPLICAS")
     assert gone(hangs.pid)
 
 

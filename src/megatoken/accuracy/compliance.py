@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.accuracy.answers import Answer, Answers
-from megatoken.results.files import write_text
+from megatoken.results.files import to_json, write_text
 from megatoken.results.numerals import count_of
 
+TESTS = ("TEST06", "TEST07", "TEST09")
 TEST06_RECORDS = 100  # accuracy_log_sampling_target of its audit.config
 TEST06_SEED = 720381539243781796  # accuracy_log_rng_seed of the same
 TEST06_RUN = "megatoken run --compliance TEST06"
@@ -25,6 +27,7 @@ TEST07_ROWS = 990
 TEST09_MEAN_TOKENS = (1150.38, 1406.02)  # of gpt-oss-120b: 1,278.20, plus and minus 10 %
 TEST09_ROWS = 6396
 MOST_NAMED = 3
+DOCUMENT = "compliance.json"  # ours, beside the file that a submission carries
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class ComplianceResult:
         sound: What our own check asks for is met too.
         lines: Of the file that a submission carries, as MLPerf's checker reads it.
         findings: What failed or proves nothing, each in one sentence with the lines of the log.
+        end_token_ids: TEST06: what was looked for; None: the test looks for none.
     """
 
     test: str
@@ -44,6 +48,13 @@ class ComplianceResult:
     sound: bool
     lines: tuple[str, ...]
     findings: tuple[str, ...]
+    end_token_ids: tuple[int, ...] | None = None
+
+    def to_document(self) -> dict[str, Any]:
+        """Both verdicts and what they rest on, as plain JSON."""
+        ends = {} if self.end_token_ids is None else {"end_token_ids": list(self.end_token_ids)}
+        told = {"test": self.test, "passed": self.passed, "sound": self.sound, "findings": list(self.findings)}
+        return told | ends
 
     @property
     def file(self) -> str:
@@ -51,7 +62,8 @@ class ComplianceResult:
         return "verify_output_len.txt" if self.test == "TEST09" else "verify_accuracy.txt"
 
     def write(self, folder: Path) -> Path:
-        """Writes that file into ``folder``. Raises StorageError."""
+        """Writes that file into ``folder``, and ``compliance.json`` with our own check. Raises StorageError."""
+        write_text(folder / DOCUMENT, to_json(self.to_document()), movable=False)
         write_text(folder / self.file, "\n".join(self.lines) + "\n", movable=False)
         return folder / self.file
 
@@ -106,7 +118,7 @@ def check_test06(
         f"TEST06 verification {'complete' if passed else 'failed'}",
     )
     findings = tuple(finding for finding in (first, again, length, *own, other) if finding)
-    return ComplianceResult("TEST06", passed, not any((*own, other)), lines, findings)
+    return ComplianceResult("TEST06", passed, not any((*own, other)), lines, findings, tuple(end_token_ids))
 
 
 def check_test07(exact_match: float, rows: int) -> ComplianceResult:

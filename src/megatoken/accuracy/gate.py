@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatoken.accuracy.answers import find_log, read_answers
 from megatoken.accuracy.compliance import check_test06
 from megatoken.accuracy.decoding import AnswerDecoder
-from megatoken.accuracy.judge import judge_log
+from megatoken.accuracy.judge import judge_answers
 from megatoken.accuracy.scores import check_installed
 from megatoken.accuracy.targets import FOLDER, Targets, of_baseline
 from megatoken.accuracy.verify import cut_samples, write_result
@@ -65,8 +65,8 @@ class AccuracyGate:
             UsageError: The log is not that of the rows expected.
             StorageError: The results cannot be written.
         """
-        judged = judge_log(
-            find_log(run_folder),
+        judged = judge_answers(
+            read_answers(find_log(run_folder)),
             run_folder / FOLDER,
             self.references,
             self.decoder,
@@ -90,7 +90,7 @@ class ComplianceGate:
     end_token_ids: Sequence[int]
 
     def judge(self, run_folder: Path, requests: pa.Table) -> Judgement:
-        """Checks the answers; the file that a submission carries goes into the run folder.
+        """Checks the answers; the file that a submission carries, and ours, go into the run folder.
 
         Raises:
             UsageError: The log holds no answers.
@@ -103,8 +103,8 @@ class ComplianceGate:
             cut_samples=cut_samples(requests),
         )
         write_result(result, run_folder)
-        told = {name: getattr(result, name) for name in ("test", "passed", "sound", "findings")}
-        return Judgement({"compliance": told}, [Reason(code="COMPLIANCE", message=one) for one in result.findings])
+        found = result.to_document()
+        return Judgement({"compliance": found}, [Reason(code="COMPLIANCE", message=one) for one in result.findings])
 
 
 def reference_gate(content_hash: str, rows: int) -> AccuracyGate | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatoken.accuracy.answers import WHOLE_RUN, AccuracyLogError, find_log, read_answers
+from megatoken.accuracy.answers import SCORES, WHOLE_RUN, AccuracyLogError, Answers, find_log, read_answers
 from megatoken.accuracy.decoding import AnswerDecoder
 from megatoken.accuracy.evaluate import Scores, evaluate
 from megatoken.accuracy.files import document, write_results
@@ -74,11 +74,13 @@ def judge(
     decoder = AnswerDecoder(_model(run, model, log))
     if benchmark is not None and baseline is not None:
         raise UsageError("--benchmark and --baseline: name one, to say what must be reached")
+    folder = log.parent if run is None else run.path / FOLDER
+    answers = read_answers(log)
     targets = None
     if benchmark is not None:
         targets = of_benchmark(benchmark, expected)
     elif baseline is not None:
-        targets = of_baseline(baseline, share, expected)
+        targets = of_baseline(baseline, share, expected, answers, replaces=folder / SCORES)
         if targets.rows != len(expected.texts) and not partial:
             raise UsageError(
                 f"--baseline {baseline}: scores {targets.rows:,} of {count_of(len(expected.texts), 'row')}, as a run "
@@ -87,12 +89,11 @@ def judge(
     notes = []
     if run is not None and references is not None and expected.content_hash != run.result.get("data_set_sha256"):
         notes.append(f"{expected.path} is another file than the prompts of the run")
-    folder = log.parent if run is None else run.path / FOLDER
-    return judge_log(log, folder, expected, decoder, targets, notes=notes, partial=partial, progress=progress)
+    return judge_answers(answers, folder, expected, decoder, targets, notes=notes, partial=partial, progress=progress)
 
 
-def judge_log(
-    log: Path,
+def judge_answers(
+    answers: Answers,
     folder: Path,
     references: References,
     decoder: AnswerDecoder,
@@ -106,7 +107,7 @@ def judge_log(
     """Scores the answers of one log and writes both files.
 
     Args:
-        log: LoadGen's accuracy log.
+        answers: LoadGen's accuracy log.
         folder: Receives the files; made if missing.
         references: The answers expected.
         decoder: Of the model that answered.
@@ -119,10 +120,9 @@ def judge_log(
     Raises:
         UsageError, StorageError: As ``judge``.
     """
-    answers = read_answers(log)
     scores = evaluate(answers, references, decoder, partial=partial, processes=processes, progress=progress)
     reasons = missed(scores, targets) if targets else []
-    result = document(answers, references, scores, targets, reasons, [*notes, *_notes(scores, references)])
+    result = document(answers, references, scores, targets, reasons, [*notes, *_notes(scores, references, targets)])
     write_results(folder, answers, scores, result)
     return Judged(result, folder)
 
@@ -171,7 +171,7 @@ def _model(run: Run | None, given: Path | None, log: Path) -> Path:
     return model
 
 
-def _notes(scores: Scores, references: References) -> Iterator[str]:
+def _notes(scores: Scores, references: References, targets: Targets | None) -> Iterator[str]:
     if scores.answers < len(references.texts):
         yield f"{scores.answers:,} of {count_of(len(references.texts), 'row')} have an answer"
     exact = [text for text, scoring in zip(references.texts, references.scorings, strict=True) if scoring == "exact"]
@@ -181,7 +181,11 @@ def _notes(scores: Scores, references: References) -> Iterator[str]:
             f"{'has' if short == 1 else 'have'} none and score{'s' * (short == 1)} 0, whatever was answered"
         )
     if scores.characters is None and references.data_set is not None:
-        yield "no NLTK sentence data: rougeLsum and gen_len are left out, exact_match is of texts not split"
+        left_out = "rougeLsum and gen_len are" if "summary" in references.scorings else "gen_len is"
+        unsplit = ", exact_match is of texts not split" if "exact_match" in scores.metrics else ""
+        yield f"no NLTK sentence data: {left_out} left out{unsplit}"
+    if targets is not None and (unfailing := [one.name for one in targets.targets if not one.at_least > 0]):
+        yield f"the baseline has 0 of {', '.join(unfailing)}, which nothing can fail; judged by the rest"
     if scores.empty:
         right = f", {scores.empty_and_right:,} of them right by the reference's rule" if scores.empty_and_right else ""
         yield f"{count_of(scores.empty, 'answer')} {'is' if scores.empty == 1 else 'are'} empty{right}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatoken.accuracy.answers import SCORES
+from megatoken.accuracy.answers import SCORES, Answers
 from megatoken.accuracy.evaluate import Scores
 from megatoken.accuracy.scores import SENTENCES_MEND, sentence_splitter
 from megatoken.audit.facts import benchmark_of
@@ -76,29 +77,46 @@ def of_benchmark(name: str, references: References) -> Targets:
     return Targets(f"MLPerf {benchmark.name}", tuple(targets), benchmark.accuracy_rows)
 
 
-def of_baseline(path: Path, share: float, references: References) -> Targets:
+def of_baseline(
+    path: Path, share: float, references: References, answers: Answers | None = None, *, replaces: Path | None = None
+) -> Targets:
     """A share of every metric of another evaluation, and its tokens a sample within 10 %.
 
     Args:
         path: An ``accuracy.json``, or the folder that has one.
         share: Of each metric that must be reached.
         references: Of the evaluation in hand; the baseline's must be the same.
+        answers: Of the evaluation in hand; the baseline's must be others.
+        replaces: The file that will be written.
 
     Raises:
-        UsageError: It cannot be read, or is of other answers expected.
+        UsageError: It cannot be read, is of other answers expected or of the same log, would be replaced, or asks for
+            nothing.
     """
     file, document = read_result(path)
     try:
         metrics = {str(name): float(metric["value"]) for name, metric in document["metrics"].items()}
         tokens, rows, digest = (document[key] for key in ("tokens_per_sample", "gen_num", "references_sha256"))
         tokens, rows = float(tokens), int(rows)
+        if not all(map(math.isfinite, (tokens, *metrics.values()))):
+            raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"{file}: no result of megatoken accuracy; make it anew") from None
     if digest != references.content_hash:
         raise UsageError(
             f"{file}: scored against other expected answers than {references.path}; make it anew with those"
         )
+    if answers is not None and document.get("log_sha256") == answers.sha256:
+        raise UsageError(
+            f"{file}: scored from the very log that is to be judged, or a copy of it (SHA-256 {answers.sha256[:16]}), "
+            "which would only be held against itself; give the evaluation of another run"
+        )
+    if replaces is not None and replaces.exists() and file.samefile(replaces):
+        raise UsageError(f"{file}: would be replaced by what it is to judge; give it from another folder")
     targets = [Target(name, share * value) for name, value in metrics.items()]
+    if not any(target.at_least > 0 for target in targets):
+        why = "a share of 0" if any(value > 0 for value in metrics.values()) else "every score in it is 0"
+        raise UsageError(f"{file}: {why}, so nothing could fail it; give a baseline with scores and a share above 0")
     targets.append(Target("tokens_per_sample", (1 - LENGTH_TOLERANCE) * tokens, (1 + LENGTH_TOLERANCE) * tokens))
     return Targets(f"{share:g} of {file}", tuple(targets), rows)
 

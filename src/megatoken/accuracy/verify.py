@@ -19,9 +19,10 @@ from megatoken.accuracy.judge import run_of, sampled_by
 from megatoken.accuracy.targets import read_result
 from megatoken.audit.detail_log import read_detail_log
 from megatoken.audit.reading import UnreadableError
-from megatoken.engine.config import model_folder
+from megatoken.engine.config import SHAPES, end_token_ids, model_folder
 from megatoken.errors import UsageError
 from megatoken.results import Run
+from megatoken.results.run_folder import RESULT
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -31,14 +32,15 @@ DETAIL = "mlperf_log_detail.txt"
 
 
 def verify(
-    test: str, path: Path, *, model: Path | None = None, end_tokens: str | None = None
+    test: str, path: Path, *, model: str | Path | None = None, end_tokens: str | None = None
 ) -> tuple[ComplianceResult, Path]:
     """Checks one test and writes its file: into the run folder's ``compliance/TEST..``, or beside the log.
 
     Args:
         test: TEST06, TEST07 (which judges the ``accuracy.json`` of the same run) or TEST09.
         path: A run folder, LoadGen's output folder or accuracy log.
-        model: TEST06: folder of the model that answered; by default that of the run.
+        model: TEST06: folder of the model that answered, ``reference`` or a named shape; by default what the run was
+            judged by, else its model.
         end_tokens: TEST06: end token ids with commas between, instead.
 
     Raises:
@@ -67,7 +69,7 @@ def verify(
 
 
 def write_result(result: ComplianceResult, run_folder: Path) -> Path:
-    """Writes the file that a submission carries into a run folder. Raises StorageError."""
+    """Writes the file that a submission carries, and ours, into a run folder. Raises StorageError."""
     folder = run_folder / FOLDER / result.test
     make_folder(folder)
     return result.write(folder)
@@ -90,19 +92,26 @@ def _scenario(log: Path) -> str:
     return scenario
 
 
-def _end_token_ids(run: Run | None, model: Path | None, given: str | None, log: Path) -> Sequence[int]:
+def _end_token_ids(run: Run | None, model: str | Path | None, given: str | None, log: Path) -> Sequence[int]:
     if given is not None:
         words = [word.strip() for word in given.split(",")]
         if not all(word.isascii() and word.isdigit() and len(word) < 11 for word in words):
             raise UsageError(f"--end-tokens {given}: not token ids with commas between, such as 128001,128009")
         return [int(word) for word in words]
+    place = log if model is None else f"--model {model}"
     if model is None and run is not None:
-        model = model_folder(str(run.config.get("model")))
-    if model is None or not model.is_dir():
-        raise UsageError(f"{log}: the model's end tokens are not known here; give --model DIR or --end-tokens")
-    from megatoken.engine.checkpoint import read_config  # PyTorch with it, which takes a while
+        told = run.result.get("compliance")
+        if isinstance(told, dict) and told.get("end_token_ids") is not None:
+            return end_token_ids({"eos_token_id": told["end_token_ids"]}, run.path / RESULT)
+        model = str(run.config.get("model"))
+    folder = None if model is None else model_folder(model)
+    if folder is not None and folder.is_dir():
+        from megatoken.engine.checkpoint import read_config  # PyTorch with it, which takes a while
 
-    return read_config(model).end_token_ids
+        return read_config(folder).end_token_ids
+    if str(model) in SHAPES:
+        return SHAPES[str(model)].end_token_ids
+    raise UsageError(f"{place}: the model's end tokens are not known here; give --model DIR or --end-tokens")
 
 
 def _exact_match(log: Path, folder: Path) -> tuple[float, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ def accuracy(
         Path | None, typer.Option(metavar="FILE", help="Data set with the answers expected; default the run's prompts.")
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Model that answered, for its tokenizer; default the run's.")
+        str | None, typer.Option(metavar="DIR", help="Model that answered, for its tokenizer; default the run's.")
     ] = None,
     benchmark: Annotated[
         str | None, typer.Option(metavar="NAME", help="Judge by MLPerf's targets, such as llama2-70b-99.9.")
@@ -41,12 +42,13 @@ def accuracy(
 ) -> int:
     """Score the answers of an accuracy run. As MLPerf's references do; writes accuracy.txt and accuracy.json."""
     from megatoken.accuracy.judge import judge
+    from megatoken.engine.config import model_folder
 
     with _progress() as progress:
         judged = judge(
             path,
             references=references,
-            model=model,
+            model=None if model is None else model_folder(model),
             benchmark=benchmark,
             baseline=baseline,
             share=share,
@@ -89,7 +91,10 @@ def _show(judged: Judged) -> None:
 
 
 def _cell(metric: dict[str, float] | None) -> str:
-    return "-" if metric is None else f"{metric['value']:.4f} ± {metric['standard_error']:.2f}"
+    if metric is None:
+        return "-"
+    error = metric["standard_error"]  # of one answer there is none
+    return f"{metric['value']:.4f} ± {'-' if math.isnan(error) else f'{error:.2f}'}"
 
 
 @contextmanager

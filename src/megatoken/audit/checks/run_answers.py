@@ -29,7 +29,7 @@ from megatoken.results.numerals import count_of
 from megatoken.results.run_folder import MLPERF, RESULT
 
 LOG, TEXT, DOCUMENT = f"{MLPERF}/mlperf_log_accuracy.json", "accuracy/accuracy.txt", "accuracy/accuracy.json"
-VERIFIED = "compliance/TEST06/verify_accuracy.txt"
+VERIFIED, OWN_VERDICT = "compliance/TEST06/verify_accuracy.txt", "compliance/TEST06/compliance.json"
 TEST06_SAMPLES = 100
 GATE_SHARE = 0.99  # of what the reference model scores in fp32
 LENGTH_TOLERANCE = 0.1  # of the tokens of a mean answer
@@ -244,9 +244,13 @@ def _test06(
     passed = None if eos is None and first and length else bool(first and eos and length)
     stated = _mapping(folder.result.get("compliance"))
     problems = [] if stated else [f"{RESULT} says nothing of compliance"]
-    for name, value in (("passed", passed), ("sound", sound)) if stated else ():
-        if value is not None and stated.get(name) is not value:
-            problems.append(f"{RESULT} {name} {stated.get(name)}, the log gives {value}")
+    for file, told in ((RESULT, stated), (OWN_VERDICT, _document(tree, below(path, OWN_VERDICT)) or {})):
+        for name, value in (("passed", passed), ("sound", sound)) if told else ():
+            if value is not None and told.get(name) is not value:
+                problems.append(f"{file} {name} {told.get(name)}, the log gives {value}")
+    judged_by = stated.get("end_token_ids")
+    if ends is not None and judged_by is not None and judged_by != list(ends):
+        problems.append(f"{RESULT} end_token_ids {judged_by}, the model has {list(ends)}")
     if stated and bool(stated.get("findings")) is (stated.get("passed") is True and stated.get("sound") is True):
         problems.append(f"{RESULT} passed {stated['passed']}, sound {stated['sound']}, findings {stated['findings']}")
     if (passed is False or sound is False) and folder.verdict is not Verdict.INVALID:

@@ -61,13 +61,23 @@ def check_told(folder: Run, log: DetailLog | None, prefix: str) -> Iterator[Obse
 
 
 def check_health(folder: Run, prefix: str) -> Iterator[Observation]:
-    """What a run that came to its end says against itself, so that nobody takes an audit without a fail for health."""
+    """What a run that came to its end says against itself, so that nobody takes an audit without a fail for health.
+
+    A compliance test that was not passed is a rule that is broken. A check of our own that was not, and replicas that
+    were lost, leave results that are less than they look.
+    """
     against = [f"{reason['code']} {reason['message']}" for reason in (*folder.reasons, *folder.doubts)]
     word = (folder.result.get("stability") or {}).get("verdict")
     if folder.verdict in (Verdict.INVALID, Verdict.DEGRADED) or folder.doubts:
         found = f"{folder.verdict}{f', {word}' if word else ''}: {'; '.join(against) or 'no reason given'}"
         expected = "a run that says nothing against itself"
-        yield Observation("run_folder.healthy", Severity.NOTE, expected, shown(found), (Where(prefix + RESULT),))
+        yield Observation("run_folder.healthy", _weight(folder), expected, shown(found), (Where(prefix + RESULT),))
+
+
+def _weight(folder: Run) -> Severity:
+    if any(reason["code"] == "COMPLIANCE" for reason in folder.reasons):
+        return Severity.WARN if _mapping(folder.result.get("compliance")).get("passed") is True else Severity.FAIL
+    return Severity.WARN if folder.verdict is Verdict.DEGRADED else Severity.NOTE
 
 
 def _found(check: str, problems: Iterator[str], expected: str, where: tuple[Where, ...]) -> Observation:

@@ -72,14 +72,16 @@ def _counts(findings: Sequence[Document]) -> Iterator[Badge]:
 
 
 def _meaning(findings: Sequence[Document]) -> str:
+    told = any(one.text("id") == "run_folder.healthy" for one in findings)
+    but = ", which tell of a run that says something against itself" if told else ""
     severities = {finding.text("severity") for finding in findings}
     if "fail" in severities:
         return "the artefacts break rules, or contradict each other or the facts"
     if "warn" in severities:
         return "nothing fails; something needs an explanation"
     if "unknown" in severities:
-        return "nothing speaks against the artefacts; some questions they cannot answer"
-    return "nothing speaks against the artefacts" if findings else "nothing was found to check"
+        return f"nothing speaks against the artefacts{but}; some questions they cannot answer"
+    return f"nothing speaks against the artefacts{but}" if findings else "nothing was found to check"
 
 
 def _findings(findings: Sequence[Document]) -> Iterator[Table]:
