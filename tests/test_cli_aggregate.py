@@ -49,7 +49,7 @@ def test_what_cannot_be_aggregated(tmp_path_factory: pytest.TempPathFactory, tmp
     for flags, why in (
         (("--straggler-threshold", 3), "must be a share such as 0.03"),
         (("--baseline", "nan"), "give the rate of one node alone"),
-        (("--baseline", "fast"), "'--baseline'"),
+        (("--baseline", "fast"), "--baseline: must be a number, got 'fast'"),
         (("--base-line", 3), "--base-line: unknown flag; did you mean --baseline?"),
     ):
         assert why in refused("aggregate", run, *flags)

@@ -113,7 +113,7 @@ def test_what_cannot_be_planned() -> None:
         (("fleet", *RACK, *DEMAND, "--unit", "output-tokens"), "--profile beside --unit output-tokens"),
         (("fleet", *RACK, *DEMAND, "--burst-tokens-per-second", "inf"), "--burst-tokens-per-second is inf"),
         (("fleet", *RACK, *DEMAND, "--replace-nodes", 3, "--replace-rate", 5), "--demand beside --replace-nodes"),
-        (("cost", *RACK, "--watts", "many"), "'--watts'"),
+        (("cost", *RACK, "--watts", "many"), "--watts: must be a number, got 'many'"),
         (("fleet", *RACK, "--burst-accelerators-per-node", 8), "give --burst-tokens-per-second too"),
         (("capcity", *RACK), "Did you mean 'capacity'?"),
         (("capacity", *RACK, "--out", "/dev/null/out"), "cannot be written"),

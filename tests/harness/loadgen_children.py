@@ -145,7 +145,8 @@ def scenario(
         rows = len(data_set.requests)
         rules.ROUNDS["v5.1"] = replace(rules.ROUNDS["v5.1"], min_duration_seconds=rules_seconds)
         table = benchmarks._benchmarks()
-        table["llama2-70b"] = replace(table["llama2-70b"], rows=rows)
+        of = table["llama2-70b"]
+        table["llama2-70b"] = replace(of, facts=replace(of.facts, rows=rows))
     settings = RunConfig(**{"out": out, "warm_up_seconds": 0.05, **config})
     serving = QueueingTarget(*queueing) if queueing else PacedTarget(**target)
     facts = {"model": "paced", "precision": "bf16", "weights": "paced", "memory_plan": {"pages": 8}}

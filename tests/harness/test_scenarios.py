@@ -179,7 +179,8 @@ def test_a_duration_is_filled_and_few_queries_show_no_percentile(tmp_path: Path,
 def test_a_claim_that_is_met_is_valid(tmp_path: Path, data_set: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rules.ROUNDS, "v5.1", replace(rules.ROUNDS["v5.1"], min_duration_seconds=2.0))
     table = benchmarks._benchmarks()
-    monkeypatch.setitem(table, "llama2-70b", replace(table["llama2-70b"], rows=40))
+    of = table["llama2-70b"]
+    monkeypatch.setitem(table, "llama2-70b", replace(of, facts=replace(of.facts, rows=40)))
     config = {"scenario": "server", "rate": 300.0, "rules": "v5.1", "min_duration_seconds": 2.0}
     finished = run(tmp_path, data_set, 50, 0.02, **config)
     assert (finished.verdict, finished.reasons, finished.rules_unmet) == (Verdict.VALID, [], [])
