@@ -29,7 +29,7 @@ _ROUGES: Mapping[str, tuple[str, ...]] = {
     "summary": ("rouge1", "rouge2", "rougeL"),  # rougeLsum needs NLTK's sentences, which differ by its release
     "rouge": ("rougeL",),
 }
-_NO_SPACE_BEFORE = (" .", " ?", " !", " ,", " n't", " 'm", " 's", " 've", " 're")
+_PUNCTUATION, _CONTRACTIONS = (" .", " ?", " !", " ,"), (" n't", " 'm", " 's", " 've", " 're")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +166,9 @@ def _decoded(answers: Sequence[LoggedAnswer], tokenizer: Path) -> list[str]:
 
 
 def _cleaned(text: str) -> str:
-    for ending in _NO_SPACE_BEFORE[:4]:
+    for ending in _PUNCTUATION:
         text = text.replace(ending, ending[1:])
     text = text.replace(" ' ", "'")
-    for ending in _NO_SPACE_BEFORE[4:]:
+    for ending in _CONTRACTIONS:
         text = text.replace(ending, ending[1:])
     return text

@@ -16,7 +16,7 @@ from megatoken.audit.discovery import Tree, below, place_of
 from megatoken.audit.documents import structured
 from megatoken.audit.evidence import Role, Run, RunFigures
 from megatoken.audit.facts import round_seeds
-from megatoken.audit.reading import Damage, UnreadableError, display, read_json_object, read_text
+from megatoken.audit.reading import Damage, UnreadableError, display, mapping, read_json_object, read_text
 from megatoken.audit.view import RunFiles
 from megatoken.results.numerals import natural
 
@@ -187,8 +187,8 @@ def _round(values: Mapping[str, Any]) -> str | None:
 def _part(values: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
     value: Any = values
     for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value if isinstance(value, dict) else {}
+        value = mapping(value).get(key)
+    return mapping(value)
 
 
 def accuracy_scores(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -108,6 +108,11 @@ def read_json_object(path: Path) -> tuple[Mapping[str, Any], dict[str, int], lis
     return value, lines, [*damages, *(Damage(lines.get(key), f"key {key!r} stands twice") for key in twice)]
 
 
+def mapping(value: Any) -> Mapping[str, Any]:
+    """A part of a document, empty where something else stands in its place."""
+    return value if isinstance(value, Mapping) else {}
+
+
 def _deeper_than(value: Any, levels: int) -> bool:
     layer = [value]
     for _ in range(levels):

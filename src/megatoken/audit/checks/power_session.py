@@ -17,7 +17,7 @@ from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Run, Where
 from megatoken.audit.facts import rules
 from megatoken.audit.finding import Observation, shown
-from megatoken.audit.reading import UnreadableError, display, open_regular, read_json_object
+from megatoken.audit.reading import UnreadableError, display, mapping, open_regular, read_json_object
 from megatoken.audit.view import observe
 
 CHUNK_BYTES = 2**20
@@ -46,8 +46,7 @@ class _End:
         return Where(self.path, self.lines.get(key))
 
     def part(self, key: str) -> Mapping[str, Any]:
-        value = self.values.get(key)
-        return value if isinstance(value, dict) else {}
+        return mapping(self.values.get(key))
 
     def phase_seconds(self, mode: str) -> list[float] | None:
         """When each phase of a mode began, in seconds since 1970; None if that is not said."""

@@ -20,7 +20,7 @@ from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Observation, shown
-from megatoken.audit.reading import UnreadableError, read_json_object, read_text
+from megatoken.audit.reading import UnreadableError, mapping, read_json_object, read_text
 from megatoken.audit.view import observe
 from megatoken.engine.config import REFERENCE, SHAPES, end_token_ids, model_folder
 from megatoken.errors import MegatokenError
@@ -71,7 +71,7 @@ def check_answers(
 def _scores(
     tree: Tree, folder: Run, answers: Sequence[LoggedAnswer], path: str, where: tuple[Where, ...]
 ) -> Iterator[Observation]:
-    result, stated = folder.result, _mapping(folder.result.get("accuracy"))
+    result, stated = folder.result, mapping(folder.result.get("accuracy"))
     document, text = _document(tree, below(path, DOCUMENT)), _text_scores(tree, below(path, TEXT))
     problems = [*_needed(folder, document, text)]
     if not stated and document is None and text is None:
@@ -145,7 +145,7 @@ def _again(
 
 def _differing(file: str, values: Mapping[str, Any], again: Rescored) -> Iterator[str]:
     flat = values.get("metrics") is None
-    stated = values if flat else _mapping(values["metrics"])
+    stated = values if flat else mapping(values["metrics"])
     for name, (value, error, answers) in again.metrics.items():
         told = stated.get(name.lower() if flat else name)
         if told is None and (values or not flat):
@@ -156,12 +156,12 @@ def _differing(file: str, values: Mapping[str, Any], again: Rescored) -> Iterato
             yield from _differing_mean(f"{file} {name}", told, value, error, answers)
     for task, metrics in again.by_task.items() if isinstance(values.get("by_task"), Mapping) else ():
         for name, (value, error, answers) in metrics.items():
-            told = _mapping(values["by_task"].get(task)).get(name)
+            told = mapping(values["by_task"].get(task)).get(name)
             yield from _differing_mean(f"{file} {task} {name}", told, value, error, answers)
 
 
 def _differing_mean(place: str, told: Any, value: float, error: float, answers: int) -> Iterator[str]:
-    mean = _mapping(told)
+    mean = mapping(told)
     if not _near(mean.get("value"), value, SAME):
         yield f"{place} {mean.get('value')}, computed again {value:.7g}"
     elif not math.isnan(error) and not _near(mean.get("standard_error"), error, SAME):
@@ -181,8 +181,8 @@ def _judged(
         targets = values.get("targets")
         if not isinstance(targets, Mapping):
             continue
-        metrics = _mapping(values.get("metrics"))
-        scores = {name: _mapping(mean).get("value") for name, mean in metrics.items()} | dict(counts)
+        metrics = mapping(values.get("metrics"))
+        scores = {name: mapping(mean).get("value") for name, mean in metrics.items()} | dict(counts)
         listed = [target for target in targets.get("targets") or () if isinstance(target, Mapping)]
         missed = [str(one.get("name")) for one in listed if not _reached(one, scores)]
         if targets.get("rows") != counts["gen_num"]:
@@ -191,7 +191,7 @@ def _judged(
             yield f"{file} {verdict}, though {', '.join(missed)} miss their targets"
         if str(targets.get("source")).startswith("the reference model's gate"):
             yield from _gate(file, listed)
-    mine, theirs = _mapping(stated.get("targets")), _mapping(document.get("targets"))
+    mine, theirs = mapping(stated.get("targets")), mapping(document.get("targets"))
     if mine and mine != theirs and mine.get("source") == theirs.get("source"):
         yield f"targets of {RESULT} are not those of {DOCUMENT}"
 
@@ -209,10 +209,10 @@ def _gate(file: str, listed: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     baseline = json.loads((model_folder(REFERENCE) / "baseline.json").read_bytes())
     told = {str(target.get("name")): target for target in listed}
     for name, mean in baseline["metrics"].items():
-        least = _mapping(told.get(name)).get("at_least")
+        least = mapping(told.get(name)).get("at_least")
         if not _near(least, GATE_SHARE * mean["value"], SAME):
             yield f"{file} asks for {name} of {least}, the model's gate for {GATE_SHARE * mean['value']:.7g}"
-    tokens, bounds = baseline["tokens_per_sample"], _mapping(told.get("tokens_per_sample"))
+    tokens, bounds = baseline["tokens_per_sample"], mapping(told.get("tokens_per_sample"))
     for name, share in (("at_least", 1 - LENGTH_TOLERANCE), ("at_most", 1 + LENGTH_TOLERANCE)):
         if not _near(bounds.get(name), share * tokens, SAME):
             yield f"{file} asks for tokens_per_sample {name} {bounds.get(name)}, the model's gate {share * tokens:.7g}"
@@ -242,7 +242,7 @@ def _test06(
         "Sample length check pass": str(length),
     }
     passed = None if eos is None and first and length else bool(first and eos and length)
-    stated = _mapping(folder.result.get("compliance"))
+    stated = mapping(folder.result.get("compliance"))
     problems = [] if stated else [f"{RESULT} says nothing of compliance"]
     for file, told in ((RESULT, stated), (OWN_VERDICT, _document(tree, below(path, OWN_VERDICT)) or {})):
         for name, value in (("passed", passed), ("sound", sound)) if told else ():
@@ -339,7 +339,3 @@ def _text_scores(tree: Tree, path: str) -> Mapping[str, float] | None:
 
 def _near(told: Any, value: float, tolerance: float) -> bool:
     return isinstance(told, int | float) and abs(told - value) <= tolerance * max(1.0, abs(value) / 100)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

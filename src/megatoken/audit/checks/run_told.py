@@ -18,7 +18,7 @@ from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.evidence import Where
 from megatoken.audit.figures import samples_answers, whole
 from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.reading import read_json_object
+from megatoken.audit.reading import mapping, read_json_object
 from megatoken.audit.view import observe
 from megatoken.engine.config import REFERENCE, SHAPES, ModelConfig, Precision, model_folder, sharded
 from megatoken.engine.kernel_words import NO_KERNELS, SIMULATED
@@ -76,7 +76,7 @@ def check_health(folder: Run, prefix: str) -> Iterator[Observation]:
 
 def _weight(folder: Run) -> Severity:
     if any(reason["code"] == "COMPLIANCE" for reason in folder.reasons):
-        return Severity.WARN if _mapping(folder.result.get("compliance")).get("passed") is True else Severity.FAIL
+        return Severity.WARN if mapping(folder.result.get("compliance")).get("passed") is True else Severity.FAIL
     return Severity.WARN if folder.verdict is Verdict.DEGRADED else Severity.NOTE
 
 
@@ -87,9 +87,9 @@ def _found(check: str, problems: Iterator[str], expected: str, where: tuple[Wher
 
 def _simulation(folder: Run) -> Iterator[str]:
     """Every place that tells of simulated GPUs names the same one."""
-    target = _mapping(folder.result.get("target"))
+    target = mapping(folder.result.get("target"))
     named: dict[str, str | None] = {}
-    if "simulated_gpu" in (rack := _mapping(folder.config.get("rack"))):
+    if "simulated_gpu" in (rack := mapping(folder.config.get("rack"))):
         named[f"{CONFIG} rack.simulated_gpu"] = rack["simulated_gpu"]
     if isinstance(device := target.get("device"), str):
         named["target.device"] = device.removeprefix(SIMULATED) if device.startswith(SIMULATED) else None
@@ -110,8 +110,8 @@ def _simulation(folder: Run) -> Iterator[str]:
 def _notes(folder: Run) -> Iterator[str]:
     result, config = folder.result, folder.config
     notes = [str(note) for note in result.get("notes") or ()]
-    target = _mapping(result.get("target"))
-    simulated = _mapping(config.get("rack")).get("simulated_gpu")
+    target = mapping(result.get("target"))
+    simulated = mapping(config.get("rack")).get("simulated_gpu")
     drawn = str(result.get("weights")).startswith("random") or config.get("random_weights") is True
     needed = {
         "simulated": bool(simulated),
@@ -150,8 +150,8 @@ def _core_wait(folder: Run, where: tuple[Where, ...]) -> Iterator[Observation]:
 
 
 def _memory(folder: Run) -> Iterator[str]:
-    plan, result = _mapping(folder.result.get("memory_plan")), folder.result
-    engine, alone = _mapping(folder.config.get("engine")), "rack_nodes" not in result
+    plan, result = mapping(folder.result.get("memory_plan")), folder.result
+    engine, alone = mapping(folder.config.get("engine")), "rack_nodes" not in result
     wrong = [name for name, value in plan.items() if name != "device" and not _is_size(value)]
     if wrong:
         yield f"memory_plan {', '.join(f'{name} {plan[name]}' for name in wrong)}"
@@ -175,7 +175,7 @@ def _memory(folder: Run) -> Iterator[str]:
 def _of_the_shape(folder: Run, plan: Mapping[str, Any]) -> Iterator[str]:
     """Weights and cache of a model whose shape is known; a folder of somebody's may have a published name."""
     model = _shape(folder)
-    device, engine = plan.get("device"), _mapping(folder.config.get("engine"))
+    device, engine = plan.get("device"), mapping(folder.config.get("engine"))
     if model is None or folder.result.get("precision") not in get_args(Precision) or device not in ("cpu", "cuda"):
         return
     precision = cast("Precision", folder.result["precision"])
@@ -209,7 +209,7 @@ def _shape(folder: Run) -> ModelConfig | None:
 def _of_the_machine(folder: Run, plan: Mapping[str, Any]) -> Iterator[str]:
     """Resident and available memory lie between the weights and the memory of the machine, where both are its own."""
     result = folder.result
-    told = _mapping(folder.environment.get("memory")).get("total_bytes")
+    told = mapping(folder.environment.get("memory")).get("total_bytes")
     total: float = told if isinstance(told, int) else math.inf
     on_cpu = plan.get("device") == "cpu" and "rack_nodes" not in result
     available, weights, peak = plan.get("available_bytes"), plan.get("weights_bytes"), result.get("peak_memory_bytes")
@@ -219,7 +219,7 @@ def _of_the_machine(folder: Run, plan: Mapping[str, Any]) -> Iterator[str]:
         return
     if peak > total:
         yield f"peak_memory_bytes {peak:,} of a machine with {total:,}"
-    alone = (_mapping(folder.config.get("engine")).get("tensor_parallel") or 1) == 1
+    alone = (mapping(folder.config.get("engine")).get("tensor_parallel") or 1) == 1
     if on_cpu and alone and weights is not None and peak < weights:
         yield f"peak_memory_bytes {peak:,}, below weights_bytes {weights:,}"
 
@@ -234,7 +234,7 @@ def _subject(folder: Run, log: DetailLog | None) -> Iterator[str]:
         yield from _rows(folder, log)
     if "rack_nodes" in result:  # whose nodes have machines and sizes of their own
         return
-    target, engine = _mapping(result.get("target")), _mapping(folder.config.get("engine"))
+    target, engine = mapping(result.get("target")), mapping(folder.config.get("engine"))
     gpus = [gpu["name"] for gpu in folder.environment.get("gpus") or ()]
     device = target.get("device")
     if gpus and isinstance(device, str) and device not in (*gpus, "cpu") and not device.startswith(SIMULATED):
@@ -273,7 +273,3 @@ def _rows(folder: Run, log: DetailLog) -> Iterator[str]:
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
