@@ -37,15 +37,19 @@ from gpu_measuring import (
     write_report,
 )
 from megatoken.datasets.lengths import LLAMA2_70B_LENGTHS
-from megatoken.engine.ops import paged_attention
-from megatoken.engine.ops.paged_attention import ChunkConfig, DecodeConfig
+from megatoken.engine.ops import paged_attention, prompt_attention
+from megatoken.engine.ops.paged_attention import DecodeConfig
+from megatoken.engine.ops.prompt_attention import GATHERED_CHUNKS, PAGED_CHUNKS, ChunkConfig
 from megatoken.errors import MegatokenError
 from xqa import XqaBuffers, xqa_available, xqa_decode
 
 KV_HEADS, HEAD_DIM = 8, 128
 HEADS = {"70b": 64, "8b": 32}
+PROMPTS = [[(222, 222)] * 18, [(500, 500)] * 8, [(1000, 1000)] * 4, [(2000, 2000)] * 2, [(512, 2000)] * 2]
+LONG_PROMPTS = [[(64, 2048)], [(128, 1024)], [(256, 1024)], [(1024, 1024)], [(1536, 4608)], [(1536, 9216)]]
+"""Rows and context of every chunk."""
 POOL_TOKENS = 2**20
-LIMIT_SECONDS = 80.0
+LIMIT_SECONDS = 150.0
 GRAPH_LAUNCHES = 8
 SCALE = HEAD_DIM**-0.5
 OUT_SCALE = 0.01
@@ -64,11 +68,12 @@ DECODE_CONFIGS = {
     BF16: [DecodeConfig(64, 4, 2), DecodeConfig(64, 4, 1), DecodeConfig(128, 8, 2), DecodeConfig(32, 4, 2)],
 }
 CHUNK_CONFIGS = [
-    ChunkConfig(128, 64, 8, 2),
     ChunkConfig(64, 64, 4, 2),
     ChunkConfig(128, 128, 8, 2),
     ChunkConfig(128, 64, 8, 3),
+    ChunkConfig(128, 64, 8, 3, gathered=True),
 ]
+"""Beside the engine's two."""
 
 
 XQA_BUILDS = (("70b", 32, BF16), ("70b", 32, E4M3), ("70b", 64, BF16), ("8b", 32, BF16))
@@ -315,8 +320,11 @@ class Bench:
                     self.decode(batch, dtype, expected, "xqa", None, out_dtype)
         return best
 
-    def chunks(self, prompts: list[tuple[int, int]], dtype: torch.dtype, name: str, config: ChunkConfig) -> None:
-        """Chunks of ``(rows, context)``."""
+    def chunks(self, prompts: list[tuple[int, int]], dtype: torch.dtype, config: ChunkConfig) -> None:
+        """Chunks of ``(rows, context)``, all of one kind."""
+        (count, (kind_rows, kind_context)) = len(prompts), prompts[0]
+        before = kind_context - kind_rows
+        name = f"{count} x {kind_rows} rows" + (f" after {before:,}" if before else "")
         if not self.in_time(f"chunks {name} {config}"):
             return
         rows = [chunk_rows for chunk_rows, _ in prompts]
@@ -328,15 +336,16 @@ class Bench:
         out = torch.empty_like(batch.q_BHE)
 
         def launch(number: int) -> Tensor:
-            return paged_attention.chunk_attention(
+            return prompt_attention.chunk_attention(
                 batch.q_BHE,
                 *caches,
                 batch.tables[number],
                 starts_C1,
                 batch.lengths_B,
-                max(rows),
                 out,
                 softmax_scale=SCALE,
+                max_rows=max(rows),
+                max_context=int(contexts.max()),
                 config=config,
             )
 
@@ -370,13 +379,12 @@ def run(bench: Bench) -> None:
     default = DecodeConfig()
     best = bench.decode_all(make_batch("900 running", "70b", 32, full), E4M3, DECODE_CONFIGS[E4M3])
     configs = list(dict.fromkeys((default, best)))
-    for rows, count in ((222, 18), (500, 8), (1000, 4), (2000, 2)):
-        bench.chunks([(rows, rows)] * count, E4M3, f"{count} x {rows} rows", ChunkConfig())
-    bench.chunks([(222, 222)] * 3, E4M3, "3 x 222 rows", ChunkConfig())
-    for config in CHUNK_CONFIGS[1:]:
-        for rows, count in ((222, 3), (2000, 2)):
-            bench.chunks([(rows, rows)] * count, E4M3, f"{count} x {rows} rows", config)
-    bench.chunks([(512, 2000)] * 2, E4M3, "2 x 512 rows after 1,488", ChunkConfig())
+    for config in (PAGED_CHUNKS, GATHERED_CHUNKS):
+        for prompts in (*PROMPTS, *LONG_PROMPTS):
+            bench.chunks(prompts, E4M3, config)
+    for config in CHUNK_CONFIGS:
+        for prompts in ([(222, 222)] * 3, [(2000, 2000)] * 2):
+            bench.chunks(prompts, E4M3, config)
     bench.decode_all(make_batch("256 running", "70b", 32, running_lengths(256)), E4M3, configs)
     pieces = [replace(best, split_tokens=piece) for piece in (128, 256, 512, 2048)]
     bench.decode_all(make_batch("64 running", "70b", 32, running_lengths(64)), E4M3, configs + pieces)
@@ -390,8 +398,9 @@ def run(bench: Bench) -> None:
     bench.decode_all(make_batch("900 running", "8b", 32, full), E4M3, configs)
     bench.decode_all(make_batch("64 running", "8b", 32, running_lengths(64)), E4M3, configs)
     bench.decode_all(make_batch("900 running", "8b", 32, full), BF16, [best_bf16])
-    for rows, count in ((222, 18), (1000, 4), (2000, 2)):
-        bench.chunks([(rows, rows)] * count, BF16, f"{count} x {rows} rows", ChunkConfig())
+    for config in (PAGED_CHUNKS, GATHERED_CHUNKS):
+        for prompts in (PROMPTS[0], *PROMPTS[2:]):
+            bench.chunks(prompts, BF16, config)
     bench.decode_all(make_batch("900 running", "70b", 64, full), BF16, [best_bf16])
 
 

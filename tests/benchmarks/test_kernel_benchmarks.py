@@ -15,7 +15,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import attention
 import fused
 import gpu_measuring
-from megatoken.engine.ops.paged_attention import ChunkConfig, DecodeConfig
+from megatoken.engine.ops.paged_attention import DecodeConfig
+from megatoken.engine.ops.prompt_attention import ChunkConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the benchmarks themselves run on a GPU")
 CPU = torch.device("cpu")
@@ -86,8 +87,9 @@ def test_attention_cases_run_and_are_right(monkeypatch: pytest.MonkeyPatch) -> N
     assert batch.tokens == 74 and len(batch.tables) == 31 // 5
     assert not {0} & set(torch.stack(batch.tables)[:, 0].flatten().tolist())  # no sequence on the dump page
     bench.decode_all(batch, attention.E4M3, [DecodeConfig(32, 4, 1)])
-    bench.chunks([(5, 37)] * 2, attention.E4M3, "chunks", ChunkConfig(64, 32, 4, 1))
+    bench.chunks([(5, 37)] * 2, attention.E4M3, ChunkConfig(64, 32, 4, 1))
     decode, chunk = bench.results
+    assert chunk.work == "2 x 5 rows after 32"
     assert bench.skipped == []
     assert decode.kv_gigabytes_per_second == pytest.approx(74 * 2 * 2 * 32 / decode.microseconds / 1e3)
     assert decode.copy_share == pytest.approx(decode.kv_gigabytes_per_second / 4000)

@@ -13,7 +13,7 @@ from gpu_kernels import ON_GPU, needs_gpu, triton
 
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.config import ModelConfig
-from megatoken.engine.ops import compilation, fused, paged_attention, tokens
+from megatoken.engine.ops import compilation, fused, paged_attention, prompt_attention, tokens
 
 LLAMA = ModelConfig("llama", 64, 96, 2, 4, 2, 16, 301, 256)
 MODELS = {"llama": LLAMA, "qwen3": replace(LLAMA, name="qwen3", qk_norm=True)}
@@ -23,8 +23,8 @@ SHAPE = {
     "intermediate_size": 320,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
     "vocab_size": 9001,
     "max_position_embeddings": 2048,
 }
@@ -50,7 +50,7 @@ def test_no_step_compiles(
 ) -> None:
     """Neither warm-up nor requests, short, long, alone and together: all was compiled beside the weights' loading."""
     make_checkpoint(tmp_path, architecture, stored=torch.bfloat16, gain=1.0, **SHAPE)
-    for module in (fused, paged_attention, tokens):
+    for module in (fused, paged_attention, prompt_attention, tokens):
         for kernel in vars(module).values():
             if isinstance(kernel, triton.runtime.JITFunction):
                 kernel.device_caches.clear()  # of what other tests compiled

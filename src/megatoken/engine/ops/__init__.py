@@ -1,8 +1,8 @@
 """The operations a model is made of, one module for each back end.
 
 ``cpu``, ``cuda`` and ``cuda_rows``, which is ``cuda`` with other fp8 scales, are modules with the functions of ``Ops``;
-the model calls them by name and never asks whose they are. ``fused``, ``paged_attention`` and ``tokens`` are Triton
-kernels for ``cuda``; ``native`` calls compiled ones for ``cpu``.
+the model calls them by name and never asks whose they are. ``fused``, ``paged_attention``, ``prompt_attention``
+and ``tokens`` are Triton kernels for ``cuda``; ``native`` calls compiled ones for ``cpu``.
 ``reference`` writes the operations out in plain torch: the definitions, and the oracle of the tests.
 
 Shape letters: T rows in the step, S rows that sample, D hidden size, N output features, F feed-forward size, H query

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megatoken.engine.cache import ACTIVATION_DTYPE, cache_dtype
 from megatoken.engine.config import EngineConfig, Fp8Scales, ModelConfig, Precision
-from megatoken.engine.ops import fused, paged_attention, tokens
+from megatoken.engine.ops import fused, paged_attention, prompt_attention, tokens
 from megatoken.engine.ops.cuda import DECODE
+from megatoken.engine.ops.prompt_attention import ChunkConfig
 
 ROWS = 16
 
@@ -72,15 +73,16 @@ def launches(
             config=replace(DECODE, split_tokens=split),
         )  # fmt: skip
 
-    def chunk(out_THE: Tensor, out_scale: float | None) -> None:
-        paged_attention.chunk_attention(
-            q_THE, cache, cache, pages_TW[:1], int32(0, ROWS), int32(ROWS), ROWS, out_THE,
-            softmax_scale=1.0, out_scale=out_scale,
+    def chunk(way: ChunkConfig, out_THE: Tensor, out_scale: float | None) -> None:
+        prompt_attention.chunk_attention(
+            q_THE, cache, cache, pages_TW[:1], int32(0, ROWS), int32(ROWS), out_THE,
+            softmax_scale=1.0, max_rows=ROWS, max_context=ROWS, out_scale=out_scale, config=way,
         )  # fmt: skip
 
     def norm(delta_TD: Tensor | None, scale: Tensor | None = None) -> Callable[[], object]:
         return lambda: fused.add_rms_norm(delta_TD, x_TD.clone(), norm_D, epsilon, scale)
 
+    ways = prompt_attention.ways(head_dim, device)
     outputs: list[tuple[Tensor, float | None]] = [(zeros(ROWS, heads, head_dim), None)]
     if precision == "fp8" and fp8_scales == "row":
         inputs = [
@@ -98,7 +100,7 @@ def launches(
             inputs += [norm(None, scale), norm(x_TD, scale), lambda: fused.silu_mul(gate_up_T2F, scale)]
 
     return [
-        *(lambda output=output: chunk(*output) for output in outputs),
+        *(lambda way=way, output=output: chunk(way, *output) for way in ways for output in outputs),
         *(lambda output=output: decode(*output) for output in outputs),
         lambda: tokens.gather_tokens(indices_T, indices_T, zeros(ROWS, dtype=torch.int64)),
         *inputs,

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import ModelConfig, Precision
-from megatoken.engine.ops import NO_TOKEN, Ranks, fused, paged_attention, sum_over_ranks, tokens
+from megatoken.engine.ops import NO_TOKEN, Ranks, fused, paged_attention, prompt_attention, sum_over_ranks, tokens
 from megatoken.engine.quant import E4M3_MAX, Fp8Weight, quantise_tensor, stack, with_one_scale
 from megatoken.errors import CapacityError
 
@@ -314,7 +314,7 @@ def _empty_output(q_THE: Tensor, consumer: Linear) -> tuple[Tensor, float | None
 
 
 def attention(q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) -> Tensor:
-    """One launch for the decode rows, then one for all prompt chunks, which may be empty decodes (``pad_step``)."""
+    """The decode rows at once, then all prompt chunks at once, which may be empty decodes (``pad_step``)."""
     out_THE, out_scale = _empty_output(q_THE, consumer)
     decodes, softmax_scale = batch.decodes, q_THE.shape[2] ** -0.5
     if decodes:
@@ -335,16 +335,17 @@ def attention(q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) 
             config=DECODE,
         )
     if batch.longest_chunk_rows:
-        paged_attention.chunk_attention(
+        prompt_attention.chunk_attention(
             q_THE,
             cache.k,
             cache.v,
             batch.pages[decodes:],
             batch.chunk_rows,
             batch.lengths[decodes:],
-            batch.longest_chunk_rows,
             out_THE,
             softmax_scale=softmax_scale,
+            max_rows=batch.longest_chunk_rows,
+            max_context=int(batch.host_lengths[decodes:].max()),
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
             out_scale=out_scale,

@@ -1,4 +1,4 @@
-"""Paged attention on the GPU in Triton: one query row a sequence (decode), and prompt chunks.
+"""Paged attention on the GPU in Triton, one query row a sequence (decode). ``prompt_attention`` has that of prompts.
 
 Keys and values lie in pages, k_cache and v_cache [P, K, S, E], e4m3 or bf16; stored values are ``k / k_scale`` and
 ``v / v_scale``. Slots of a page that no sequence has reached are never read, whatever they hold.
@@ -7,8 +7,8 @@ queries too become fp16 (exact within its range) and softmax weights fp16, or bf
 ``out / out_scale``, saturated at 448.
 
 Shape letters as in ``ops``: T rows, H query heads, K key/value heads, G = H / K <= 16, E head size, B sequences,
-P pages, S tokens per page, W pages per table row, C chunks. Numbers that change from step to step are not specialised
-on, or a new step could mean a new compilation.
+P pages, S tokens per page, W pages per table row. Numbers that change from step to step are not specialised on, or a
+new step could mean a new compilation.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -35,7 +35,7 @@ _NEVER_SPLIT = 2**31 - 1
 
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _FP16_MAX = tl.constexpr(65504.0)
-_INTERPRETED = triton.knobs.runtime.interpret
+IN_INTERPRETER = triton.knobs.runtime.interpret
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +58,11 @@ class DecodeConfig:
     split_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkConfig:
-    """How ``chunk_attention`` runs: query rows x heads per program, keys per tile, warps, tiles in flight."""
-
-    block_rows: int = 128
-    block_tokens: int = 64
-    warps: int = 8
-    stages: int = 2
-
-
 # Kernels ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _cache_rows(table, tokens, live, kv_head, K: tl.constexpr, S: tl.constexpr):
+def cache_rows(table, tokens, live, kv_head, K: tl.constexpr, S: tl.constexpr):
     """Where the tokens' keys and values are, in rows of E elements; 64 bits, as a cache may hold more than 2^31."""
     page = tl.load(table + tokens // S, mask=live, other=0)
     return page.to(tl.int64) * (K * S) + (kv_head * S + tokens % S)
@@ -109,12 +99,14 @@ def _e4m3_pairs(pairs, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _to_fp16(x):
+def to_fp16(x):
+    """Saturated; NaN stays NaN."""
     return tl.clamp(x.to(tl.float32), -_FP16_MAX, _FP16_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
 
 
 @triton.jit
-def _store(pointers, values, mask):
+def store(pointers, values, mask):
+    """In the pointers' dtype; e4m3 saturated, NaN stays NaN."""
     dtype: tl.constexpr = pointers.dtype.element_ty
     if dtype == tl.float8e4nv:
         values = tl.clamp(values, -_E4M3_MAX, _E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
@@ -158,7 +150,7 @@ def _decode_kernel(
         coarse_EG = q_EG.to(tl.float8e4nv).to(tl.float32)
         q_EG = tl.where((column < BLOCK_G)[None, :], coarse_EG, (q_EG - coarse_EG) * 16.0).to(tl.float8e4nv)
     elif E4M3:
-        q_EG = _to_fp16(q_EG)
+        q_EG = to_fp16(q_EG)
     else:
         q_EG = q_EG.to(FLOAT)
 
@@ -174,7 +166,7 @@ def _decode_kernel(
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         token = start + n
         live = token < end
-        row = _cache_rows(table, token, live, kv_head, K, S)[:, None]
+        row = cache_rows(table, token, live, kv_head, K, S)[:, None]
         k_NE = tl.load(k_cache + row * E + e[None, :], mask=live[:, None] & (e < E)[None, :], other=0.0)
         if E4M3:
             v_NE = tl.load(
@@ -218,7 +210,7 @@ def _decode_kernel(
         tl.store(partial + rows * (E + 1) + row, total, mask=g < G)
     else:
         sum_EG *= (value_scale / tl.maximum(total, 1e-30))[None, :]
-        _store(out + (program * G + g)[:, None] * E + e[None, :], tl.trans(sum_EG), mask)
+        store(out + (program * G + g)[:, None] * E + e[None, :], tl.trans(sum_EG), mask)
 
 
 @triton.jit(do_not_specialize=["split_tokens", "splits"], do_not_specialize_on_alignment=["lengths"])
@@ -241,80 +233,7 @@ def _merge_kernel(
     sums = tl.load(partial + at[:, None] * E + e[None, :], mask=live[:, None] & (e < E)[None, :], other=0.0)
     share = tl.exp2(highest - tl.max(highest))
     value = tl.sum(sums * share[:, None], axis=0) * (value_scale / tl.sum(total * share))
-    _store(out + row.to(tl.int64) * E + e, value, e < E)
-
-
-@triton.jit
-def _chunk_tiles(
-    q_ME, highest, total, sum_ME, k_cache, v_cache, table, begin, end, visible_M, score_scale, kv_head,
-    K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    e = tl.arange(0, BLOCK_E)[None, :]
-    n = tl.arange(0, BLOCK_N)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        token = start + n
-        live = token < end
-        row = _cache_rows(table, token, live, kv_head, K, S)[:, None]
-        mask = live[:, None] & (e < E) if MASKED else e < E
-        k_NE = tl.load(k_cache + row * E + e, mask=mask, other=0.0).to(q_ME.dtype)
-        v_NE = tl.load(v_cache + row * E + e, mask=mask, other=0.0).to(q_ME.dtype)
-        score_MN = tl.dot(q_ME, tl.trans(k_NE))
-        if MASKED:
-            score_MN = tl.where(token[None, :] < visible_M[:, None], score_MN, float("-inf"))
-        higher = tl.maximum(highest, tl.max(score_MN, axis=1) * score_scale)
-        fade = tl.exp2(highest - higher)
-        p_MN = tl.exp2(score_MN * score_scale - higher[:, None])
-        total = total * fade + tl.sum(p_MN, axis=1)
-        sum_ME = tl.dot(p_MN.to(q_ME.dtype), v_NE, sum_ME * fade[:, None])
-        highest = higher
-    return highest, total, sum_ME
-
-
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "starts", "contexts"])
-def _chunk_kernel(
-    q, k_cache, v_cache, table, starts, contexts, out, score_scale, value_scale, table_stride,
-    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    # One program serves all G query heads of a key/value head for BLOCK_M // G rows, so a key is read once for all.
-    E4M3: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
-    G: tl.constexpr = H // K
-    ROWS: tl.constexpr = BLOCK_M // G
-    kv_head, chunk = tl.program_id(0), tl.program_id(1)
-    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * ROWS  # the last rows see most keys: they start first
-    begin = tl.load(starts + chunk)
-    rows = tl.load(starts + chunk + 1) - begin
-    if first >= rows:
-        return
-    before = tl.load(contexts + chunk) - rows
-    m = tl.arange(0, BLOCK_M)
-    e = tl.arange(0, BLOCK_E)
-    row = first + m // G
-    at = ((begin + row).to(tl.int64) * H + kv_head * G + m % G)[:, None] * E + e[None, :]
-    mask = ((m < ROWS * G) & (row < rows))[:, None] & (e < E)[None, :]
-    q_ME = tl.load(q + at, mask=mask, other=0.0)
-    if E4M3:
-        q_ME = _to_fp16(q_ME)
-    elif INTERPRETED:
-        q_ME = q_ME.to(tl.float32)
-
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    sum_ME = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    table += chunk.to(tl.int64) * table_stride
-    visible = before + row + 1
-    unmasked = (before + first + 1) // BLOCK_N * BLOCK_N  # every row sees these keys
-    end = before + tl.minimum(first + ROWS, rows)
-    highest, total, sum_ME = _chunk_tiles(
-        q_ME, highest, total, sum_ME, k_cache, v_cache, table, 0, unmasked, visible, score_scale, kv_head,
-        K, S, E, BLOCK_E, BLOCK_N, STAGES, False,
-    )  # fmt: skip
-    highest, total, sum_ME = _chunk_tiles(
-        q_ME, highest, total, sum_ME, k_cache, v_cache, table, unmasked, end, visible, score_scale, kv_head,
-        K, S, E, BLOCK_E, BLOCK_N, STAGES, True,
-    )  # fmt: skip
-    _store(out + at, sum_ME * (value_scale / total)[:, None], mask)
+    store(out + row.to(tl.int64) * E + e, value, e < E)
 
 
 # Functions --------------------------------------------------------------------------------------------------------
@@ -431,7 +350,7 @@ def decode_attention(
         softmax_scale * k_scale * math.log2(math.e), value_scale, page_table_BW.stride(0), piece,
         H=heads, K=kv_heads, S=page_size, E=head_dim, BLOCK_E=block_e, BLOCK_G=8 if group <= 8 else 16,
         BLOCK_N=config.block_tokens, STAGES=config.stages, E4M3_SCORES=config.e4m3_scores and k_cache.itemsize == 1,
-        INTERPRETED=_INTERPRETED, num_warps=config.warps,
+        INTERPRETED=IN_INTERPRETER, num_warps=config.warps,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(sequences * heads,)](
@@ -439,58 +358,3 @@ def decode_attention(
             H=heads, K=kv_heads, E=head_dim, BLOCK_E=block_e, BLOCK_SPLITS=MAX_SPLITS,
         )  # fmt: skip
     return out_BHE
-
-
-def chunk_attention(
-    q_THE: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table_CW: Tensor,
-    chunk_starts_C1: Tensor,
-    contexts_C: Tensor,
-    max_rows: int,
-    out_THE: Tensor,
-    *,
-    softmax_scale: float,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    out_scale: float | None = None,
-    config: ChunkConfig = ChunkConfig(),
-) -> Tensor:
-    """Causal attention of prompt chunks whose keys and values are already in the cache.
-
-    Row t of chunk c's R rows sees keys 0 .. contexts[c] - R + t.
-
-    Args:
-        q_THE: bf16 [T, H, E]; chunk c's rows are chunk_starts[c] .. chunk_starts[c + 1] - 1.
-        k_cache: e4m3 or bf16 [P, K, S, E]; so v_cache.
-        v_cache: as k_cache.
-        page_table_CW: int32 [C, W]. Rows may be strided.
-        chunk_starts_C1: int32 [C + 1], not falling.
-        contexts_C: int32 [C], keys visible to the chunk's last row, at least the chunk's rows.
-        max_rows: at least the rows of the longest chunk.
-        out_THE: written at the chunks' rows: bf16 [T, H, E], or e4m3 with ``out_scale``.
-        softmax_scale: positive; usually E ** -0.5.
-        k_scale: positive.
-        v_scale: any.
-        out_scale: None for a bf16 output.
-        config: tile sizes.
-
-    Returns:
-        out_THE.
-
-    Raises:
-        ValueError: a shape, dtype or layout is not as above.
-    """
-    check(q_THE, k_cache, v_cache, out_THE, out_scale, page_table_CW, chunk_starts_C1, contexts_C)
-    _, heads, head_dim = q_THE.shape
-    _, kv_heads, page_size, _ = k_cache.shape
-    tiles = -(-max_rows // (config.block_rows // (heads // kv_heads)))
-    _chunk_kernel[(kv_heads, len(contexts_C), tiles)](
-        q_THE, k_cache, v_cache, page_table_CW, chunk_starts_C1, contexts_C, out_THE,
-        softmax_scale * k_scale * math.log2(math.e), v_scale / (out_scale or 1.0), page_table_CW.stride(0),
-        H=heads, K=kv_heads, S=page_size, E=head_dim, BLOCK_E=triton.next_power_of_2(head_dim),
-        BLOCK_M=config.block_rows, BLOCK_N=config.block_tokens, STAGES=config.stages,
-        INTERPRETED=_INTERPRETED, num_warps=config.warps,
-    )  # fmt: skip
-    return out_THE

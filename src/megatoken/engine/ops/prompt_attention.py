@@ -1,0 +1,250 @@
+"""Attention of prompt chunks over paged keys and values on the GPU, in Triton.
+
+Caches, dtypes, precision and shape letters are those of ``paged_attention``; C is chunks.
+
+Two ways lead to a tile of keys. Through the page table: every program finds the pages and turns e4m3 into fp16 again,
+though all rows of a prompt read the same keys. Or gathered: one pass lays the pages of each sequence side by side in
+16 bits, and tiles of that come by the bulk copy engine, three in flight. The pass costs little beside a long context.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megatoken.engine.memory import PARTIAL_RESULTS
+from megatoken.engine.ops.paged_attention import IN_INTERPRETER, cache_rows, check, store, to_fp16
+
+GATHER_CONTEXT, GATHER_QUERIES = 1024, 1024
+"""The shortest context, and the fewest queries of a key (rows x G), for which gathering pays on one H200."""
+GATHER_SHARED_BYTES = 232_448
+"""Of a multiprocessor: what three tiles in flight take. Only GPUs with the bulk copy engine have so much."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkConfig:
+    """How ``chunk_attention`` runs. Changes the result by rounding only.
+
+    Attributes:
+        block_rows: query rows x heads per program.
+        block_tokens: keys per tile.
+        warps: warps per program.
+        stages: tiles in flight per program.
+        gathered: read keys and values gathered, see above; the head size is then 64 or 128.
+    """
+
+    block_rows: int = 128
+    block_tokens: int = 64
+    warps: int = 8
+    stages: int = 2
+    gathered: bool = False
+
+
+PAGED_CHUNKS = ChunkConfig()
+GATHERED_CHUNKS = ChunkConfig(block_tokens=128, stages=3, gathered=True)
+
+
+@triton.jit(do_not_specialize=["table_stride", "capacity"], do_not_specialize_on_alignment=["table", "contexts"])
+def _gather_kernel(
+    k_cache, v_cache, table, contexts, k_out, v_out, table_stride, capacity,
+    K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # What is left of the last tile becomes zeros: a weight of zero times whatever was there may be NaN.
+    tile, kv_head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    context = tl.load(contexts + chunk)
+    if tile * BLOCK_N >= context:
+        return
+    token = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = token < context
+    e = tl.arange(0, E)[None, :]
+    row = cache_rows(table + chunk.to(tl.int64) * table_stride, token, live, kv_head, K, S)[:, None]
+    at = ((chunk * K + kv_head).to(tl.int64) * capacity + token)[:, None] * E + e
+    k_NE = tl.load(k_cache + row * E + e, mask=live[:, None], other=0.0)
+    v_NE = tl.load(v_cache + row * E + e, mask=live[:, None], other=0.0)
+    tl.store(k_out + at, k_NE.to(k_out.dtype.element_ty))
+    tl.store(v_out + at, v_NE.to(v_out.dtype.element_ty))
+
+
+@triton.jit
+def _tiles(
+    q_ME, highest, total, sum_ME, keys, values, table, first_row, begin, end, visible_M, score_scale, kv_head,
+    K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, MASKED: tl.constexpr, GATHERED: tl.constexpr,
+):  # fmt: skip
+    e = tl.arange(0, BLOCK_E)[None, :]
+    n = tl.arange(0, BLOCK_N)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        token = start + n
+        if GATHERED:
+            k_NE = keys.load([first_row + start, 0]).to(q_ME.dtype)
+            v_NE = values.load([first_row + start, 0]).to(q_ME.dtype)
+        else:
+            live = token < end
+            row = cache_rows(table, token, live, kv_head, K, S)[:, None]
+            mask = live[:, None] & (e < E) if MASKED else e < E
+            k_NE = tl.load(keys + row * E + e, mask=mask, other=0.0).to(q_ME.dtype)
+            v_NE = tl.load(values + row * E + e, mask=mask, other=0.0).to(q_ME.dtype)
+        score_MN = tl.dot(q_ME, tl.trans(k_NE))
+        if MASKED:
+            score_MN = tl.where(token[None, :] < visible_M[:, None], score_MN, float("-inf"))
+        higher = tl.maximum(highest, tl.max(score_MN, axis=1) * score_scale)
+        fade = tl.exp2(highest - higher)
+        p_MN = tl.exp2(score_MN * score_scale - higher[:, None])
+        total = total * fade + tl.sum(p_MN, axis=1)
+        sum_ME = tl.dot(p_MN.to(q_ME.dtype), v_NE, sum_ME * fade[:, None])
+        highest = higher
+    return highest, total, sum_ME
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "capacity"], do_not_specialize_on_alignment=["table", "starts", "contexts"]
+)
+def _chunk_kernel(
+    q, keys, values, table, starts, contexts, out, score_scale, value_scale, table_stride, capacity,
+    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, E4M3: tl.constexpr, GATHERED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    # One program serves all G query heads of a key/value head for BLOCK_M // G rows, so a key is read once for all.
+    G: tl.constexpr = H // K
+    ROWS: tl.constexpr = BLOCK_M // G
+    kv_head, chunk = tl.program_id(0), tl.program_id(1)
+    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * ROWS  # the last rows see most keys: they start first
+    begin = tl.load(starts + chunk)
+    rows = tl.load(starts + chunk + 1) - begin
+    if first >= rows:
+        return
+    before = tl.load(contexts + chunk) - rows
+    m = tl.arange(0, BLOCK_M)
+    e = tl.arange(0, BLOCK_E)
+    row = first + m // G
+    at = ((begin + row).to(tl.int64) * H + kv_head * G + m % G)[:, None] * E + e[None, :]
+    mask = ((m < ROWS * G) & (row < rows))[:, None] & (e < E)[None, :]
+    q_ME = tl.load(q + at, mask=mask, other=0.0)
+    if E4M3:
+        q_ME = to_fp16(q_ME)
+    elif INTERPRETED:
+        q_ME = q_ME.to(tl.float32)
+
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sum_ME = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    table += chunk.to(tl.int64) * table_stride
+    first_row = (chunk * K + kv_head) * capacity
+    visible = before + row + 1
+    unmasked = (before + first + 1) // BLOCK_N * BLOCK_N  # every row sees these keys
+    end = before + tl.minimum(first + ROWS, rows)
+    highest, total, sum_ME = _tiles(
+        q_ME, highest, total, sum_ME, keys, values, table, first_row, 0, unmasked, visible, score_scale, kv_head,
+        K, S, E, BLOCK_E, BLOCK_N, STAGES, False, GATHERED,
+    )  # fmt: skip
+    highest, total, sum_ME = _tiles(
+        q_ME, highest, total, sum_ME, keys, values, table, first_row, unmasked, end, visible, score_scale, kv_head,
+        K, S, E, BLOCK_E, BLOCK_N, STAGES, True, GATHERED,
+    )  # fmt: skip
+    store(out + at, sum_ME * (value_scale / total)[:, None], mask)
+
+
+def chunk_attention(
+    q_THE: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table_CW: Tensor,
+    chunk_starts_C1: Tensor,
+    contexts_C: Tensor,
+    out_THE: Tensor,
+    *,
+    softmax_scale: float,
+    max_rows: int,
+    max_context: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out_scale: float | None = None,
+    config: ChunkConfig | None = None,
+) -> Tensor:
+    """Causal attention of prompt chunks whose keys and values are already in the cache.
+
+    Row t of chunk c's R rows sees keys 0 .. contexts[c] - R + t.
+
+    Args:
+        q_THE: bf16 [T, H, E]; chunk c's rows are chunk_starts[c] .. chunk_starts[c + 1] - 1.
+        k_cache: e4m3 or bf16 [P, K, S, E]; so v_cache.
+        v_cache: as k_cache.
+        page_table_CW: int32 [C, W]. Rows may be strided.
+        chunk_starts_C1: int32 [C + 1], not falling.
+        contexts_C: int32 [C], keys visible to the chunk's last row, at least the chunk's rows.
+        out_THE: written at the chunks' rows: bf16 [T, H, E], or e4m3 with ``out_scale``.
+        softmax_scale: positive; usually E ** -0.5.
+        max_rows: at least the rows of the longest chunk.
+        max_context: the largest of ``contexts_C``. In a step that is recorded, whose contexts vary: less than
+            ``GATHER_CONTEXT``.
+        k_scale: positive.
+        v_scale: any.
+        out_scale: None for a bf16 output.
+        config: tile sizes; None to choose.
+
+    Returns:
+        out_THE.
+
+    Raises:
+        ValueError: a shape, dtype or layout is not as above.
+    """
+    check(q_THE, k_cache, v_cache, out_THE, out_scale, page_table_CW, chunk_starts_C1, contexts_C)
+    _, heads, head_dim = q_THE.shape
+    _, kv_heads, page_size, _ = k_cache.shape
+    chunks, e4m3 = len(contexts_C), k_cache.itemsize == 1
+    if config is None:
+        pays = gathering_pays(heads // kv_heads, chunks, max_rows, max_context)
+        config = ways(head_dim, q_THE.device)[-1 if pays else 0]
+    keys, values, capacity = k_cache, v_cache, 0
+    if config.gathered:
+        capacity = _capacity(max_context)
+        shape, dtype = (chunks * kv_heads * capacity, head_dim), torch.float16 if e4m3 else k_cache.dtype
+        keys, values = (torch.empty(shape, dtype=dtype, device=k_cache.device) for _ in "kv")
+        _gather_kernel[(capacity // config.block_tokens, kv_heads, chunks)](
+            k_cache, v_cache, page_table_CW, contexts_C, keys, values, page_table_CW.stride(0), capacity,
+            K=kv_heads, S=page_size, E=head_dim, BLOCK_N=config.block_tokens,
+        )  # fmt: skip
+        keys, values = (TensorDescriptor.from_tensor(side, [config.block_tokens, head_dim]) for side in (keys, values))
+    tiles = -(-max_rows // (config.block_rows // (heads // kv_heads)))
+    _chunk_kernel[(kv_heads, chunks, tiles)](
+        q_THE, keys, values, page_table_CW, chunk_starts_C1, contexts_C, out_THE,
+        softmax_scale * k_scale * math.log2(math.e), v_scale / (out_scale or 1.0), page_table_CW.stride(0), capacity,
+        H=heads, K=kv_heads, S=page_size, E=head_dim, BLOCK_E=triton.next_power_of_2(head_dim),
+        BLOCK_M=config.block_rows, BLOCK_N=config.block_tokens, STAGES=config.stages, E4M3=e4m3,
+        GATHERED=config.gathered, INTERPRETED=IN_INTERPRETER, num_warps=config.warps,
+    )  # fmt: skip
+    return out_THE
+
+
+def ways(head_dim: int, device: torch.device) -> list[ChunkConfig]:
+    """What ``chunk_attention`` chooses from."""
+    gathers = head_dim in (64, 128) and _shared_bytes(device) >= GATHER_SHARED_BYTES
+    return [PAGED_CHUNKS, GATHERED_CHUNKS] if gathers else [PAGED_CHUNKS]
+
+
+def gathering_pays(group: int, chunks: int, max_rows: int, max_context: int) -> bool:
+    """Whether to gather, by measurement and by memory."""
+    # What is gathered takes no more memory than the partial sums of decode attention, which are gone by then.
+    fits = chunks * _capacity(max_context) <= PARTIAL_RESULTS * group
+    return fits and max_context >= GATHER_CONTEXT and max_rows * group >= GATHER_QUERIES
+
+
+def _capacity(max_context: int) -> int:
+    """Tokens that each chunk has room for: whole tiles of any size."""
+    return -(-max_context // 128) * 128
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 0
+    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
