@@ -91,7 +91,7 @@ def test_long_prompts_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         scheduler.add(ticket, 9428, 684)
     while (plan := scheduler.plan()) is not None:
         seconds += simulation.costs.step(plan).seconds
-    assert run["output_tokens"] / seconds == pytest.approx(run["output_tokens_per_second"], rel=0.05)
+    assert run["output_tokens"] / seconds == pytest.approx(run["output_tokens_per_second"], rel=0.06)
 
 
 @pytest.mark.parametrize("name", RUNS)

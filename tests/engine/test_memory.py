@@ -17,9 +17,19 @@ from checkpoints import ARCHITECTURES, make_checkpoint
 from hypothesis import given, settings
 
 from megatoken.engine import Engine, EngineConfig, Request
+from megatoken.engine.batch import USUAL_TOKENS
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import SHAPES, ModelConfig
-from megatoken.engine.memory import PROCESS_BYTES, MemoryPlan, graph_rows, plan_memory, plan_memory_of, weight_bytes
+from megatoken.engine.memory import (
+    PAGED_CONTEXT,
+    PROCESS_BYTES,
+    MemoryPlan,
+    gathers_contexts,
+    graph_rows,
+    plan_memory,
+    plan_memory_of,
+    weight_bytes,
+)
 from megatoken.engine.model import load_weights
 from megatoken.engine.ops import cpu
 from megatoken.errors import CapacityError, ConfigError, MegatokenError
@@ -288,3 +298,15 @@ def test_refusals_come_before_anything_is_loaded(
     with pytest.raises(error, match=words) as caught:
         Engine(model, EngineConfig(**config))
     assert "\n" not in str(caught.value)
+
+
+def test_contexts_are_gathered_where_it_pays_and_fits() -> None:
+    def gathers(rows: int, context: int, chunks: int = 1) -> bool:
+        return gathers_contexts(8, chunks, rows, context)
+
+    assert gathers(64, 513)
+    assert not gathers(64, 512)
+    assert not gathers(63, 4000)
+    assert gathers(200, 8100, chunks=8)
+    assert not gathers(200, 8100, chunks=9)  # more than decode attention's partial results
+    assert USUAL_TOKENS <= PAGED_CONTEXT  # steps that are recorded gather nothing

@@ -28,7 +28,7 @@ import numpy as np
 
 from megatoken.engine.config import ModelConfig, Precision, sharded
 from megatoken.engine.gpus import Gpu
-from megatoken.engine.memory import ACTIVATION_BYTES, LINEAR_BYTES, bytes_per_token
+from megatoken.engine.memory import ACTIVATION_BYTES, LINEAR_BYTES, bytes_per_token, gathers_contexts
 from megatoken.engine.scheduler import StepPlan
 from megatoken.errors import ConfigError
 
@@ -47,8 +47,10 @@ WEIGHTS_SHARE, WEIGHTS_EXPONENT = 0.83, 3.25
 (a^p + b^p)^(1/p). Fitted to bursts at 64, 256 and 512 rows."""
 DECODE_SHARE, DECODE_TAIL_SECONDS = 0.716, 17.1e-6
 """Of the bandwidth, by decode attention; and what a layer's takes more, at the highest clock. From two steps."""
-CHUNK_SHARE, CHUNK_TILE = 0.245, 128
+CHUNK_SHARE, CHUNK_TILE = 0.226, 128
 """Of bf16 operations at the highest clock, by prompt attention that computes whole tiles of so many rows."""
+GATHERED_SHARE, GATHERED_SECONDS = 0.527, 14.8e-6
+"""The same where contexts are gathered first, and what a layer's takes more, at the highest clock."""
 ELEMENTWISE_SHARE = 0.861
 """Of the bandwidth, by norms, activation, rotation and cache writes. From two steps."""
 GAP_SECONDS = 27.3e-6
@@ -152,7 +154,10 @@ class CostModel:
         self._decode_bytes = L * queries * (2.0 + item)
         self._decode_rate = DECODE_SHARE * bandwidth
         self._pair_operations = 4.0 * L * queries
-        self._chunk_rate = CHUNK_SHARE * gpu.operations_per_second["bf16"]
+        self._group = m.heads // m.kv_heads
+        self._chunk_rate, self._gathered_rate = (
+            share * gpu.operations_per_second["bf16"] for share in (CHUNK_SHARE, GATHERED_SHARE)
+        )
         norms, activation = 2 * L * D * (6 + item), F * (4 + item)
         rotation = L * (2.0 * (queries + 2 * keys) + 2 * queries + 2 * keys * cache_item)
         self._row_bytes = norms + (L - 1) * activation + rotation
@@ -190,18 +195,23 @@ class CostModel:
             samples: rows that yield a token.
         """
         rows, pairs, sequences = float(decodes), 0.0, decodes
+        longest_rows = longest_context = 0
         for start, count in chunks:
             tiles = -(-count // CHUNK_TILE)
             rows += count
             sequences += 1
             pairs += CHUNK_TILE * tiles * (start + CHUNK_TILE * (tiles + 1) / 2)
+            longest_rows, longest_context = max(longest_rows, count), max(longest_context, start + count)
         operations = rows * self._row.operations + samples * self._sample.operations
         product_seconds = rows * self._row.seconds + samples * self._sample.seconds
         decode_bytes = cached_tokens * self._cached_token_bytes + decodes * self._decode_bytes
         decode_seconds = decode_bytes / self._decode_rate
         tail_seconds = self._layers * DECODE_TAIL_SECONDS if decodes else 0.0
         chunk_operations = pairs * self._pair_operations
-        chunk_seconds = chunk_operations / self._chunk_rate
+        if gathers_contexts(self._group, sequences - decodes, longest_rows, longest_context):
+            chunk_seconds = chunk_operations / self._gathered_rate + self._layers * GATHERED_SECONDS
+        else:
+            chunk_seconds = chunk_operations / self._chunk_rate
         elementwise_bytes = rows * self._row_bytes + samples * self._sample_bytes
         elementwise = elementwise_bytes / self._elementwise_rate
         gaps = self._layers * GAP_SECONDS

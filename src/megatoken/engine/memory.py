@@ -15,6 +15,9 @@ LINEAR_BYTES: dict[Precision, float] = {"fp32": 4, "bf16": 2, "fp8": 1, "fp4": 0
 """Of a weight of the layers' linears on a GPU; an fp4 one has its share of a scale."""
 PARTIAL_RESULTS = 8192
 """Sequences times pieces that a GPU's decode attention may cut them into: bounds its scratch memory."""
+PAGED_CONTEXT, GATHERED_QUERIES = 512, 512
+"""Prompts whose contexts are all this short are read page by page on a GPU; longer ones are gathered first if a key has
+so many queries (rows times query heads). Measured on one H200 (``h200-attention.json``)."""
 BLOCK_ROWS = 16
 """Rows whose next token is drawn at a time, which bounds the copies of their logits."""
 
@@ -234,6 +237,26 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
 def graph_rows(max_rows: int) -> tuple[int, ...]:
     """Those of ``GRAPH_ROWS`` that steps of up to ``max_rows`` are padded to, or that they are recorded up to."""
     return GRAPH_ROWS[: bisect_left(GRAPH_ROWS, max_rows) + 1]
+
+
+def gathers_contexts(group: int, chunks: int, longest_rows: int, longest_context: int) -> bool:
+    """Whether a step's prompt attention gathers keys and values on a GPU that can (``ops.prompt_attention``).
+
+    It then takes no more memory than the partial results of decode attention, which are gone by that time.
+
+    Args:
+        group: query heads of a key head.
+        chunks: prompts in the step.
+        longest_rows: of any chunk.
+        longest_context: tokens that any chunk's last row sees.
+    """
+    fits = chunks * gathered_tokens(longest_context) <= PARTIAL_RESULTS * group
+    return fits and longest_context > PAGED_CONTEXT and longest_rows * group >= GATHERED_QUERIES
+
+
+def gathered_tokens(longest_context: int) -> int:
+    """Room for each gathered context: whole tiles of any size."""
+    return -(-longest_context // 128) * 128
 
 
 def _cpu_step_bytes(

@@ -180,17 +180,6 @@ def test_e4m3_outputs_saturate(config: ChunkConfig) -> None:
     assert (out.float().abs() == 448).any()
 
 
-def test_gathers_where_it_pays_and_fits() -> None:
-    def pays(rows: int, context: int, chunks: int = 1) -> bool:
-        return prompt_attention.gathering_pays(group=8, chunks=chunks, max_rows=rows, max_context=context)
-
-    assert pays(128, 1024)
-    assert not pays(128, 1023)
-    assert not pays(127, 4000)
-    assert pays(200, 8100, chunks=8)
-    assert not pays(200, 8100, chunks=9)  # more than the scratch memory of decodes
-
-
 @needs_gpu
 @pytest.mark.gpu
 def test_steps_compile_nothing_new() -> None:

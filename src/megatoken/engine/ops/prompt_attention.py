@@ -20,11 +20,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatoken.engine.memory import PARTIAL_RESULTS
+from megatoken.engine.memory import gathered_tokens, gathers_contexts
 from megatoken.engine.ops.paged_attention import IN_INTERPRETER, cache_rows, check, store, to_fp16
 
-GATHER_CONTEXT, GATHER_QUERIES = 1024, 1024
-"""The shortest context, and the fewest queries of a key (rows x G), for which gathering pays on one H200."""
 GATHER_SHARED_BYTES = 232_448
 """Of a multiprocessor: what three tiles in flight take. Only GPUs with the bulk copy engine have so much."""
 
@@ -184,8 +182,8 @@ def chunk_attention(
         out_THE: written at the chunks' rows: bf16 [T, H, E], or e4m3 with ``out_scale``.
         softmax_scale: positive; usually E ** -0.5.
         max_rows: at least the rows of the longest chunk.
-        max_context: the largest of ``contexts_C``. In a step that is recorded, whose contexts vary: less than
-            ``GATHER_CONTEXT``.
+        max_context: the largest of ``contexts_C``. In a step that is recorded, whose contexts vary: no more than
+            ``PAGED_CONTEXT``.
         k_scale: positive.
         v_scale: any.
         out_scale: None for a bf16 output.
@@ -202,11 +200,11 @@ def chunk_attention(
     _, kv_heads, page_size, _ = k_cache.shape
     chunks, e4m3 = len(contexts_C), k_cache.itemsize == 1
     if config is None:
-        pays = gathering_pays(heads // kv_heads, chunks, max_rows, max_context)
-        config = ways(head_dim, q_THE.device)[-1 if pays else 0]
+        gathers = gathers_contexts(heads // kv_heads, chunks, max_rows, max_context)
+        config = ways(head_dim, q_THE.device)[-1 if gathers else 0]
     keys, values, capacity = k_cache, v_cache, 0
     if config.gathered:
-        capacity = _capacity(max_context)
+        capacity = gathered_tokens(max_context)
         shape, dtype = (chunks * kv_heads * capacity, head_dim), torch.float16 if e4m3 else k_cache.dtype
         keys, values = (torch.empty(shape, dtype=dtype, device=k_cache.device) for _ in "kv")
         _gather_kernel[(capacity // config.block_tokens, kv_heads, chunks)](
@@ -229,18 +227,6 @@ def ways(head_dim: int, device: torch.device) -> list[ChunkConfig]:
     """What ``chunk_attention`` chooses from."""
     gathers = head_dim in (64, 128) and _shared_bytes(device) >= GATHER_SHARED_BYTES
     return [PAGED_CHUNKS, GATHERED_CHUNKS] if gathers else [PAGED_CHUNKS]
-
-
-def gathering_pays(group: int, chunks: int, max_rows: int, max_context: int) -> bool:
-    """Whether to gather, by measurement and by memory."""
-    # What is gathered takes no more memory than the partial sums of decode attention, which are gone by then.
-    fits = chunks * _capacity(max_context) <= PARTIAL_RESULTS * group
-    return fits and max_context >= GATHER_CONTEXT and max_rows * group >= GATHER_QUERIES
-
-
-def _capacity(max_context: int) -> int:
-    """Tokens that each chunk has room for: whole tiles of any size."""
-    return -(-max_context // 128) * 128
 
 
 @cache
