@@ -201,6 +201,24 @@ def test_the_benchmark_follows_from_model_and_scores(copies: Make, tmp_path: Pat
     assert made.benchmark == "llama2-70b-99"
 
 
+def test_scores_of_another_data_set(copies: Make, tmp_path: Path) -> None:
+    """They choose no benchmark, are noted in the open division and refused in the closed."""
+    runs = all_runs(copies, ("offline",))
+    told = runs[1] / "accuracy/accuracy.json"
+    told.write_text(json.dumps({"data_set": None, "references": "own.jsonl"}))
+    made = build(runs, submitter="V", division="open", round_="v5.1", out=tmp_path / "open")
+    assert made.benchmark == "llama2-70b-99"
+    assert made.notes == ("scored against own.jsonl, none of MLPerf's data sets: no scores of llama2-70b-99",)
+    assert f"Note: {made.notes[0]}" in list(made.describe())
+    assert refusals(runs, tmp_path / "closed") == (
+        f"{runs[1]}: its answers were scored against own.jsonl, none of MLPerf's data sets; the closed division asks "
+        "for MLPerf's (--prompts, --references)",
+    )
+    told.write_text(json.dumps({"data_set": "llama2-70b", "references": "own.jsonl"}))
+    made = build(runs, submitter="V", division="closed", round_="v5.1", out=tmp_path / "closed")
+    assert (made.benchmark, made.notes) == ("llama2-70b-99.9", ())
+
+
 def test_another_model_in_the_open_division(originals: Make, tmp_path: Path) -> None:
     """The shape tiny as it is: random weights, random prompts, held against llama2-70b as its runs say."""
     out = str(tmp_path)
@@ -409,6 +427,10 @@ def test_runs_that_are_missing_or_not_evaluated(copies: Make, tmp_path: Path) ->
         ({"system": ".hidden"}, "--system '.hidden': letters, digits"),
         ({"benchmark": "bert-99"}, "--benchmark bert-99: v5.1 has llama2-70b-99"),
         ({"benchmark": "llama3.1-8b"}, "model llama2-70b is not that of llama3.1-8b"),
+        (
+            {"benchmark": "llama3.1-405b", "division": "open"},
+            "claims the rules of llama2-70b, not those of llama3.1-405b; take llama2-70b-99 or llama2-70b-99.9",
+        ),
     ],
 )
 def test_words_that_cannot_be_used(originals: Make, tmp_path: Path, options: dict[str, str], words: str) -> None:

@@ -27,6 +27,7 @@ from megatoken.submission.runs import (
     SubmittedRun,
     family_of,
     missing_runs,
+    other_references,
     read_runs,
 )
 from megatoken.submission.tree_checks import MODEL_MAPPING
@@ -42,13 +43,14 @@ Content = bytes | Path  # what a file holds, or the file to copy
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A tree that was written, and what a person has to fill in: file below it, line from 1, text of the line."""
+    """A tree that was written: what a person has to fill in (file below it, line from 1, its text), and to know."""
 
     path: Path
     benchmark: str
     system: str
     scenarios: tuple[str, ...]
     to_fill: tuple[tuple[str, int, str], ...]
+    notes: tuple[str, ...]
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON of the kind ``submission_build``."""
@@ -60,6 +62,7 @@ class Built:
             "system": self.system,
             "scenarios": list(self.scenarios),
             "to_fill": [{"file": file, "line": line, "text": text} for file, line, text in self.to_fill],
+            "notes": list(self.notes),
         }
 
     def describe(self) -> Iterator[str]:
@@ -69,6 +72,7 @@ class Built:
         if self.to_fill:
             fields = count_of(len(self.to_fill), "field")
             yield f"{fields} to fill in; megatoken submission check refuses the tree until that is done"
+        yield from (f"Note: {note}" for note in self.notes)
         yield f"Submission of {self.benchmark}, {', '.join(self.scenarios)}, system {self.system}: {self.path}"
 
 
@@ -91,8 +95,8 @@ def build(
         division: closed or open.
         round_: v5.1, v6.0 or v6.1.
         out: folder to make; it must not exist, or be empty.
-        benchmark: as MLPerf names its folder; None: by the model's name and the scores. In the open division it is
-            what another model is measured by.
+        benchmark: as MLPerf names its folder; None: by the model's name and the scores. In the open division another
+            model is measured by the benchmark that its runs claim.
         system: name of the system's folder and description; None: by the inventory.
 
     Raises:
@@ -116,7 +120,12 @@ def build(
     files = dict(_files(runs, chosen, submitter, division, layout_of(round_), name))
     _write({f"{division}/{submitter}/{path}": content for path, content in files.items()}, out)
     scenarios = tuple(dict.fromkeys(run.scenario for run in runs))
-    return Built(out, chosen.name, name, scenarios, tuple(_left(out)))
+    notes = tuple(
+        f"scored against {references}, none of MLPerf's data sets: no scores of {chosen.name}"
+        for references in map(other_references, runs)
+        if references
+    )
+    return Built(out, chosen.name, name, scenarios, tuple(_left(out)), notes)
 
 
 def truncated(path: Path) -> bytes:
@@ -134,8 +143,8 @@ def truncated(path: Path) -> bytes:
 def _benchmark(runs: Sequence[SubmittedRun], round_: str, division: str, wanted: str | None) -> Benchmark:
     """The benchmark that the runs are of, by the name of the model, the data set's rows and the scores."""
     family = family_of(runs[0].model)
-    if family is None and division == "open":
-        family = runs[0].run.result.get("benchmark") or runs[0].run.config.get("benchmark")
+    if division == "open":
+        family = runs[0].run.result.get("benchmark") or runs[0].run.config.get("benchmark") or family
     known = {name: entry.in_round(round_) for name, entry in benchmarks().items() if round_ in entry.rounds}
     candidates = [name for name in known if family and re.fullmatch(rf"{re.escape(family)}(-99|-99\.9|-edge)?", name)]
     if wanted is not None:
@@ -145,6 +154,11 @@ def _benchmark(runs: Sequence[SubmittedRun], round_: str, division: str, wanted:
             raise UsageError(
                 f"{runs[0].path}: model {runs[0].model} is not that of {wanted}; give the run of that model, "
                 "or --division open"
+            )
+        if candidates and wanted not in candidates:
+            raise UsageError(
+                f"{runs[0].path}: claims the rules of {family}, not those of {wanted}; take {' or '.join(candidates)}, "
+                f"or repeat the runs for {wanted}"
             )
         return known[wanted]
     if not candidates:
@@ -159,7 +173,9 @@ def _benchmark(runs: Sequence[SubmittedRun], round_: str, division: str, wanted:
 
 
 def _reaches(runs: Sequence[SubmittedRun], benchmark: Benchmark) -> bool:
-    """Whether every accuracy run has the scores."""
+    """Whether every accuracy run has the scores, on MLPerf's data set."""
+    if any(map(other_references, runs)):
+        return False
     files = [run.path / ACCURACY_TXT for run in runs if run.role is Role.ACCURACY]
     if not files or not all(file.is_file() for file in files):
         return False

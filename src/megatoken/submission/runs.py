@@ -16,7 +16,7 @@ from megatoken.audit.examine import Job, examine
 from megatoken.audit.facts import Benchmark
 from megatoken.audit.figures import run_figures, samples_answers
 from megatoken.audit.finding import Severity
-from megatoken.audit.reading import UnreadableError
+from megatoken.audit.reading import UnreadableError, read_json_object
 from megatoken.errors import UsageError
 from megatoken.results import Run, Verdict, read_run
 from megatoken.results.numerals import count_of
@@ -27,7 +27,7 @@ DETAIL = "mlperf_log_detail.txt"
 SUMMARY = "mlperf_log_summary.txt"
 ANSWERS = "mlperf_log_accuracy.json"
 USER_CONF = "user.conf"
-ACCURACY_TXT = "accuracy/accuracy.txt"
+ACCURACY_TXT, ACCURACY_JSON = "accuracy/accuracy.txt", "accuracy/accuracy.json"
 ABANDONED = "ABANDONED.txt"
 ONE_FOR_ALL = {"model": "model", "weights": "weights", "precision": "precision", "data_set_sha256": "data set"}
 LATENCY_CODES = {"TTFT_LIMIT", "TPOT_LIMIT"}
@@ -101,6 +101,15 @@ def family_of(model: str) -> str | None:
     return next((family for family, pattern in _FAMILIES.items() if re.search(pattern, name)), None)
 
 
+def other_references(run: SubmittedRun) -> str | None:
+    """What the answers of an accuracy run were scored against, where that is none of MLPerf's data sets."""
+    path = run.path / ACCURACY_JSON
+    if run.role is not Role.ACCURACY or not path.is_file():
+        return None
+    document, _, _ = read_json_object(path)
+    return None if document.get("data_set", "") is not None else str(document.get("references"))
+
+
 def missing_runs(runs: Sequence[SubmittedRun], benchmark: Benchmark, division: str) -> Iterator[str]:
     """One line for each run that a scenario lacks, has twice, or that is not evaluated."""
     for scenario in dict.fromkeys(run.scenario for run in runs):
@@ -118,6 +127,11 @@ def missing_runs(runs: Sequence[SubmittedRun], benchmark: Benchmark, division: s
     for run in runs:
         yield from _unevaluated(run, benchmark)
         yield from _other_limits(run, benchmark)
+        if division == "closed" and (references := other_references(run)):
+            yield (
+                f"{run.path}: its answers were scored against {references}, none of MLPerf's data sets; the closed "
+                "division asks for MLPerf's (--prompts, --references)"
+            )
 
 
 def sha256(path: Path) -> str:
