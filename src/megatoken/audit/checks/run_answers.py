@@ -95,6 +95,8 @@ def _scores(
         own.pop(RESULT)  # scored again, against other answers
     again = _again(tree, folder, answers, document, path, digest)
     if isinstance(again, Rescored):
+        if not foreign and result.get("data_set_rows") != again.rows:
+            problems.append(f"{RESULT} data_set_rows {result.get('data_set_rows')}, the data set has {again.rows}")
         for file, values in own.items():
             problems += _differing(file, values, again)
     problems += _judged(folder, stated, document, counts)
