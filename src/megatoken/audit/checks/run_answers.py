@@ -16,6 +16,7 @@ import numpy as np
 
 from megatoken.audit.accuracy_log import read_accuracy_scores
 from megatoken.audit.answers import LoggedAnswer, Rescored, find_references, read_logged_answers, rescore
+from megatoken.audit.checks.accuracy import TEST06_SAMPLES
 from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Where
@@ -30,7 +31,6 @@ from megatoken.results.run_folder import MLPERF, RESULT
 
 LOG, TEXT, DOCUMENT = f"{MLPERF}/mlperf_log_accuracy.json", "accuracy/accuracy.txt", "accuracy/accuracy.json"
 VERIFIED, OWN_VERDICT = "compliance/TEST06/verify_accuracy.txt", "compliance/TEST06/compliance.json"
-TEST06_SAMPLES = 100
 GATE_SHARE = 0.99  # of what the reference model scores in fp32
 LENGTH_TOLERANCE = 0.1  # of the tokens of a mean answer
 SAME = 6e-5  # of a score: four decimals are the fewest that any reference keeps

@@ -25,7 +25,7 @@ from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Run, Where
 from megatoken.audit.figures import elapsed, in_seconds
 from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.reading import UnreadableError, display, read_json_object
+from megatoken.audit.reading import UnreadableError, display, mapping, read_json_object
 from megatoken.audit.view import observe
 from megatoken.errors import MegatokenError
 from megatoken.results import Run as RunFolder
@@ -324,7 +324,7 @@ def _send_lag_limit_seconds(result: Mapping[str, Any]) -> float | None:
 def _at(result: Mapping[str, Any], name: str) -> Any:
     value: Any = result
     for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+        value = mapping(value).get(part)
     return value
 
 
@@ -361,14 +361,13 @@ def _stability(folder: RunFolder, where: tuple[Where, ...]) -> Observation:
         again = plain(judge_soak(folder.result, folder.environment, folder.requests, folder.series))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         return observe("run_folder.stability", False, expected, shown(f"cannot be judged: {error!r}"), where)
-    stated = folder.result.get("stability")
-    agrees = isinstance(stated, Mapping) and set(stated) == set(again) and _same(_coded(again), _coded(stated))
+    stated = mapping(folder.result.get("stability"))
+    agrees = set(stated) == set(again) and _same(_coded(again), _coded(stated))
     of_the_run = [reason for reason in folder.result["reasons"] if reason["code"] not in NO_SOAKS_OWN]
-    repeated = isinstance(stated, Mapping) and of_the_run == stated.get("reasons")
+    repeated = of_the_run == stated.get("reasons")
     steady = again["verdict"] == Stability.STABLE
     healthy = folder.verdict is Verdict.INVALID or (steady and folder.verdict is held)
-    word = stated.get("verdict") if isinstance(stated, Mapping) else None
-    found = f"{word}, judged again {again['verdict']}; the run is {folder.verdict}"
+    found = f"{stated.get('verdict')}, judged again {again['verdict']}; the run is {folder.verdict}"
     if not repeated:
         found += ", for other reasons than its stability has"
     return observe("run_folder.stability", bool(agrees and repeated and healthy), expected, shown(found), where)

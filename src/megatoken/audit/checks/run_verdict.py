@@ -240,14 +240,10 @@ def _client(folder: Run, scenario: str) -> Iterator[str]:
         most = max(SHORTEST_SEND_LAG_LIMIT_SECONDS, SEND_LAG_SHARE * limits.ttft_ns / 1e9 if limits else 0.0)
         if len(lags) and lags[int(0.99 * len(lags))] > most:
             yield "SEND_LAG"
-    offered, alone = result.get("offered_samples_per_second"), _number(result.get("client_limit"), "samples_per_second")
-    if isinstance(offered, int | float) and alone is not None and offered > CLIENT_SHARE * alone:
+    offered = result.get("offered_samples_per_second")
+    alone = mapping(result.get("client_limit")).get("samples_per_second")
+    if isinstance(offered, int | float) and isinstance(alone, int | float) and offered > CLIENT_SHARE * alone:
         yield "CLIENT_LIMIT"
     step = result.get("wall_clock_step_seconds")
     if isinstance(step, int | float) and abs(step) > WALL_CLOCK_STEP_SECONDS:
         yield "WALL_CLOCK"
-
-
-def _number(value: object, key: str) -> float | None:
-    found = value.get(key) if isinstance(value, Mapping) else None
-    return float(found) if isinstance(found, int | float) else None
