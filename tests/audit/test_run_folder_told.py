@@ -314,12 +314,12 @@ def worse_at_the_first(by_task: dict[str, Any]) -> dict[str, Any]:
     return {**by_task, name: {**metrics, "rouge1": {**metrics["rouge1"], "value": 1.0}}}
 
 
-def gated(metric_share: float) -> Edit:
+def gated(metric_share: float, source: str = "the reference model's gate (99 % of fp32)") -> Edit:
     """The reference model's gate over these rows, asking for that share of what its baseline has."""
     targets = [{"name": name, "at_least": metric_share * one["value"]} for name, one in BASELINE["metrics"].items()]
     tokens = BASELINE["tokens_per_sample"]
     targets.append({"name": "tokens_per_sample", "at_least": 0.9 * tokens, "at_most": 1.1 * tokens})
-    told = {"source": "the reference model's gate (99 % of fp32)", "targets": targets, "rows": 48}
+    told = {"source": source, "targets": targets, "rows": 48}
     return in_result(accuracy__targets=told)
 
 
@@ -345,6 +345,7 @@ def gated(metric_share: float) -> Edit:
         ([without("accuracy")], "no result.json accuracy"),
         ([lambda folder: shutil.rmtree(folder / "accuracy")], "no accuracy/accuracy.json; no accuracy/accuracy.txt"),
         ([gated(0.5)], "result.json asks for rouge1 of 49.6"),
+        ([gated(0.5, "MLPerf llama2-70b")], "result.json asks for rouge1 of 49.6"),
         ([gated(0.99)], "MEASURED, though rouge2, tokens_per_sample miss their targets"),
     ],
 )
@@ -440,6 +441,7 @@ def test_a_compliance_test_that_was_not_passed_fails(tested: Path, tmp_path: Pat
     [
         (in_json("compliance/TEST06/compliance.json", sound=False), "compliance.json sound False, the log gives True"),
         (in_result(compliance__end_token_ids=[3]), "result.json end_token_ids [3], the model has [2]"),
+        (in_json("compliance/TEST06/compliance.json", end_token_ids=[]), "compliance.json end_token_ids [], the model"),
     ],
 )
 def test_what_our_own_check_found_is_held_against_the_log(
@@ -478,3 +480,12 @@ def test_what_a_soak_recorded(soaked: Path, tmp_path: Path, edit: Edit, check: s
 def test_a_run_that_early_stopping_alone_makes_invalid_has_a_reason(served: Path) -> None:
     (found,) = [item for item in audit(served).findings if item.id == "rules.valid"]
     assert "INVALID: early stopping not satisfied: Run unsuccessful. Processed " in found.found
+
+
+def test_a_directory_with_the_name_of_a_shape_has_end_tokens_of_its_own(tested: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tested, tmp_path / "run"))
+    in_config(None, model="llama3.1-8b")(folder)
+    in_result(model="llama3.1-8b")(folder)
+    (found,) = [item for item in audit(folder).findings if item.id == "compliance.recomputed"]
+    assert found.severity is Severity.UNKNOWN
+    assert "the model's end tokens are not known here" in found.found
