@@ -282,12 +282,25 @@ def test_a_configuration_that_asks_for_something_else(
 def test_answers_of_one_token_of_which_loadgen_counts_none(
     scenario: tuple[object, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(f'{{"prompt_token_ids": [5], "max_tokens": {1 + 4 * (row % 2)}}}\n' for row in range(8)))
-    run = made(tmp_path_factory, "run", "--model", "tiny", "--prompts", prompts, "--samples", 8, *scenario)
+    run = made_of_lengths(tmp_path_factory, [1, 5] * 4, *scenario)
     assert "run_folder.tokens" not in edited(run, tmp_path)
     (found,) = [item for item in audit(run).findings if item.id == "run_folder.tokens"]
     assert found.found == "8 samples and 24 tokens, of which LoadGen leaves out 4 that were answers of one"
+
+
+@pytest.mark.parametrize("scenario", [("offline",), ("server", "--rate", 20), ("singlestream",)])
+def test_a_run_whose_answers_are_all_of_one_token(
+    scenario: tuple[object, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = made_of_lengths(tmp_path_factory, [1] * 8, "--scenario", *scenario)
+    assert edited(run, tmp_path).keys() <= {"rules.no_errors"}
+
+
+def made_of_lengths(factory: pytest.TempPathFactory, max_tokens: list[int], *flags: object) -> Path:
+    prompts = factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [{"prompt_token_ids": [5], "max_tokens": most} for most in max_tokens]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return made(factory, "run", "--model", "tiny", "--prompts", prompts, "--samples", len(rows), *flags)
 
 
 def other_answers(count: int) -> Edit:
