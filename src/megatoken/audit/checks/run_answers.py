@@ -231,7 +231,9 @@ def _test06(
 ) -> Iterator[Observation]:
     """TEST06's rules and our own about end tokens."""
     offline = log.text("effective_scenario") == "Offline"
-    ends = _end_tokens(folder)
+    stated = mapping(folder.result.get("compliance"))
+    known = _end_tokens(folder)
+    ends = _named_end_tokens(stated) if known is None else known
     samples, reasons = (folder.requests[name].to_pylist() for name in ("sample_id", "finish_reason"))
     cut = {sample for sample, reason in zip(samples, reasons, strict=True) if reason == "length"}
     first = offline or all(_begins(answer) for answer in answers)
@@ -245,23 +247,24 @@ def _test06(
         "Sample length check pass": str(length),
     }
     passed = None if eos is None and first and length else bool(first and eos and length)
-    stated = mapping(folder.result.get("compliance"))
     problems = [] if stated else [f"{RESULT} says nothing of compliance"]
     for file, told in ((RESULT, stated), (OWN_VERDICT, _document(tree, below(path, OWN_VERDICT)) or {})):
         for name, value in (("passed", passed), ("sound", sound)) if told else ():
             if value is not None and told.get(name) is not value:
                 problems.append(f"{file} {name} {told.get(name)}, the log gives {value}")
         if ends is not None and told.get("end_token_ids", list(ends)) != list(ends):
-            problems.append(f"{file} end_token_ids {told['end_token_ids']}, the model has {list(ends)}")
+            whose = f"{RESULT} names" if known is None else "the model has"
+            problems.append(f"{file} end_token_ids {told['end_token_ids']}, {whose} {list(ends)}")
     if stated and bool(stated.get("findings")) is (stated.get("passed") is True and stated.get("sound") is True):
         problems.append(f"{RESULT} passed {stated['passed']}, sound {stated['sound']}, findings {stated['findings']}")
     if (passed is False or sound is False) and folder.verdict is not Verdict.INVALID:
         problems.append(f"{folder.verdict}, though the log does not pass")
     problems += _verified(tree, path, verdicts, passed)
-    unknown = "" if ends is not None else "; the model's end tokens are not known here, so nothing was said of them"
+    by = "taken as the run names them" if ends is not None else "so nothing was said of them"
+    unknown = "" if known is not None else f"; the model's end tokens are not known here, {by}"
     yield observe(
         "compliance.recomputed",
-        not problems if problems or ends is not None else None,
+        not problems if problems or known is not None else None,
         "first token, end tokens and lengths as the logged answers give them",
         shown("; ".join(problems)) or f"{count_of(len(answers), 'answer')} tested again, the same{unknown}",
         where,
@@ -297,6 +300,12 @@ def _end_tokens(folder: Run) -> tuple[int, ...] | None:
         except (UnreadableError, MegatokenError):
             continue
     return None
+
+
+def _named_end_tokens(compliance: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Those that a run says it looked for; None: it does not say."""
+    named = compliance.get("end_token_ids")
+    return tuple(named) if isinstance(named, list) and all(isinstance(one, int) for one in named) else None
 
 
 def _begins(answer: LoggedAnswer) -> bool:
