@@ -39,6 +39,19 @@ def tested(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made(tmp_path_factory, "run", "--compliance", "TEST06", "--scenario", "server", "--rate", 25)
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the Server scenario that is too short for early stopping."""
+    load = ("--scenario", "server", "--rate", 10, "--min-duration", 1.2345)
+    return made(tmp_path_factory, "run", "--model", "tiny", *load)
+
+
+@pytest.fixture(scope="module")
+def soaked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A soak that is too short to be judged."""
+    return made(tmp_path_factory, "soak", "--model", "tiny", "--duration", "2s")
+
+
 def made(factory: pytest.TempPathFactory, *arguments: object) -> Path:
     _, out, err = call_here(*arguments, *OPTIONS, "--out", factory.mktemp("runs"))
     assert err == "" or "Traceback" not in err
@@ -103,7 +116,7 @@ def in_text(name: str, old: str, new: str) -> Edit:
     return edit
 
 
-@pytest.mark.parametrize("kind", ["drawn", "scored", "tested"])
+@pytest.mark.parametrize("kind", ["drawn", "scored", "served", "tested"])
 def test_what_was_not_edited_passes(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     run = request.getfixturevalue(kind)
     assert edited(run, tmp_path) == {}
@@ -139,8 +152,8 @@ def test_contradictions_about_simulation(drawn: Path, tmp_path: Path, edits: lis
 
 
 def test_a_simulation_that_is_told_everywhere_is_no_contradiction(drawn: Path, tmp_path: Path) -> None:
-    note = "every GPU is a simulated H200: speed and text are made up, by a cost model"
-    edits = (in_config("rack", simulated_gpu="H200"), in_result(target__device="simulated H200", notes=[note]))
+    note = "every GPU is a simulated h200: speed and text are made up, by a cost model"
+    edits = (in_config("rack", simulated_gpu="h200"), in_result(target__device="simulated H200", notes=[note]))
     assert not {"run_folder.simulation", "run_folder.notes"} & edited(drawn, tmp_path, *edits).keys()
 
 
@@ -218,6 +231,11 @@ def test_another_label_in_every_place_has_other_sizes(
         ("drawn", [in_result(target__threads=64)], "target.threads 64, config.yaml 1"),
         (
             "drawn",
+            [in_result(target__device="NVIDIA GB300"), in_json("environment.json", gpus=[{"name": "NVIDIA GB300"}])],
+            "target.device NVIDIA GB300, memory_plan device cpu",
+        ),
+        (
+            "drawn",
             [in_result(target__device="NVIDIA GB300"), in_json("environment.json", gpus=[{"name": "NVIDIA H200"}])],
             "target.device NVIDIA GB300, environment.json NVIDIA H200",
         ),
@@ -229,10 +247,60 @@ def test_another_data_set_or_machine(
     assert found in edited(request.getfixturevalue(kind), tmp_path, *edits)["run_folder.subject"]
 
 
-@pytest.mark.parametrize("edit", [without("seeds"), in_result(seeds={}), in_result(seeds__schedule=7)])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        *(without("seeds"), in_result(seeds={}), in_result(seeds__schedule=7)),
+        in_result(seeds__schedule=lambda seed: seed + 1),
+    ],
+)
 @pytest.mark.parametrize("kind", ["drawn", "scored"])
 def test_seeds(kind: str, edit: Edit, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     assert "seeds.schedule" in edited(request.getfixturevalue(kind), tmp_path, edit)["run_folder.asked"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("drawn", "samples", 24_576),
+        ("drawn", "min_duration_seconds", 600.0),
+        ("served", "samples", 24_576),
+        ("served", "min_duration_seconds", 600.0),
+        ("served", "rate", 10.001),
+        ("served", "ttft_limit_seconds", 0.5),
+        ("served", "tpot_limit_seconds", 0.01),
+    ],
+)
+def test_a_configuration_that_asks_for_something_else(
+    kind: str, key: str, value: float, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    found = edited(request.getfixturevalue(kind), tmp_path, in_config(None, **{key: value}))
+    assert found["run_folder.asked"] == f"config.yaml {key} {value}"
+
+
+@pytest.mark.parametrize("scenario", [(), ("--scenario", "server", "--rate", 20)])
+def test_answers_of_one_token_of_which_loadgen_counts_none(
+    scenario: tuple[object, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = made_of_lengths(tmp_path_factory, [1, 5] * 4, *scenario)
+    assert "run_folder.tokens" not in edited(run, tmp_path)
+    (found,) = [item for item in audit(run).findings if item.id == "run_folder.tokens"]
+    assert found.found == "8 samples and 24 tokens, of which LoadGen leaves out 4 that were answers of one"
+
+
+@pytest.mark.parametrize("scenario", [("offline",), ("server", "--rate", 20), ("singlestream",)])
+def test_a_run_whose_answers_are_all_of_one_token(
+    scenario: tuple[object, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = made_of_lengths(tmp_path_factory, [1] * 8, "--scenario", *scenario)
+    assert edited(run, tmp_path).keys() <= {"rules.no_errors"}
+
+
+def made_of_lengths(factory: pytest.TempPathFactory, max_tokens: list[int], *flags: object) -> Path:
+    prompts = factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [{"prompt_token_ids": [5], "max_tokens": most} for most in max_tokens]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return made(factory, "run", "--model", "tiny", "--prompts", prompts, "--samples", len(rows), *flags)
 
 
 def other_answers(count: int) -> Edit:
@@ -259,18 +327,19 @@ def worse_at_the_first(by_task: dict[str, Any]) -> dict[str, Any]:
     return {**by_task, name: {**metrics, "rouge1": {**metrics["rouge1"], "value": 1.0}}}
 
 
-def gated(metric_share: float) -> Edit:
+def gated(metric_share: float, source: str = "the reference model's gate (99 % of fp32)") -> Edit:
     """The reference model's gate over these rows, asking for that share of what its baseline has."""
     targets = [{"name": name, "at_least": metric_share * one["value"]} for name, one in BASELINE["metrics"].items()]
     tokens = BASELINE["tokens_per_sample"]
     targets.append({"name": "tokens_per_sample", "at_least": 0.9 * tokens, "at_most": 1.1 * tokens})
-    told = {"source": "the reference model's gate (99 % of fp32)", "targets": targets, "rows": 48}
+    told = {"source": source, "targets": targets, "rows": 48}
     return in_result(accuracy__targets=told)
 
 
 @pytest.mark.parametrize(
     ("edits", "found"),
     [
+        ([in_result(data_set_rows=24_576)], "result.json data_set_rows 24576, the data set has 2048"),
         ([in_result(accuracy__metrics__exact_match__value=12.5)], "result.json exact_match 12.5, computed again"),
         ([in_result(accuracy__metrics__rouge2__value=99.0)], "result.json rouge2 99.0, computed again"),
         ([in_result(accuracy__metrics__rouge1__answers=2048)], "result.json rouge1 of 2048 answers, there are 48"),
@@ -289,6 +358,7 @@ def gated(metric_share: float) -> Edit:
         ([without("accuracy")], "no result.json accuracy"),
         ([lambda folder: shutil.rmtree(folder / "accuracy")], "no accuracy/accuracy.json; no accuracy/accuracy.txt"),
         ([gated(0.5)], "result.json asks for rouge1 of 49.6"),
+        ([gated(0.5, "MLPerf llama2-70b")], "result.json asks for rouge1 of 49.6"),
         ([gated(0.99)], "MEASURED, though rouge2, tokens_per_sample miss their targets"),
     ],
 )
@@ -384,6 +454,7 @@ def test_a_compliance_test_that_was_not_passed_fails(tested: Path, tmp_path: Pat
     [
         (in_json("compliance/TEST06/compliance.json", sound=False), "compliance.json sound False, the log gives True"),
         (in_result(compliance__end_token_ids=[3]), "result.json end_token_ids [3], the model has [2]"),
+        (in_json("compliance/TEST06/compliance.json", end_token_ids=[]), "compliance.json end_token_ids [], the model"),
     ],
 )
 def test_what_our_own_check_found_is_held_against_the_log(
@@ -392,17 +463,42 @@ def test_what_our_own_check_found_is_held_against_the_log(
     assert problem in edited(tested, tmp_path, edit)["compliance.recomputed"]
 
 
-def test_a_soak_that_was_not_healthy_is_told(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run = made(tmp_path_factory, "soak", "--model", "tiny", "--duration", "2s")
-    assert json.loads((run / "result.json").read_text())["verdict"] == "INVALID"
-    (found,) = [item for item in audit(run).findings if item.id == "run_folder.healthy"]
+def test_a_soak_that_was_not_healthy_is_told(soaked: Path) -> None:
+    assert json.loads((soaked / "result.json").read_text())["verdict"] == "INVALID"
+    (found,) = [item for item in audit(soaked).findings if item.id == "run_folder.healthy"]
     assert found.severity is Severity.NOTE
     assert found.found.startswith("INVALID, UNDECIDED: TOO_SHORT ")
-    _, out, _ = call_here("audit", run)
+    _, out, _ = call_here("audit", soaked)
     assert "tell of a run that says something against itself" in " ".join(out.split())
 
 
-def test_a_run_that_early_stopping_alone_makes_invalid_has_a_reason(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run = made(tmp_path_factory, "run", "--model", "tiny", "--scenario", "server", "--rate", 10, "--samples", 12)
-    (found,) = [item for item in audit(run).findings if item.id == "rules.valid"]
-    assert "INVALID: early stopping not satisfied: Run unsuccessful. Processed 12 queries." in found.found
+@pytest.mark.parametrize(
+    ("edit", "check", "found"),
+    [
+        (in_config(None, seed=5), "run_folder.configuration", "seed 0, configured 5"),
+        (in_config("engine", threads=8), "run_folder.configuration", "engine.threads 1, configured 8"),
+        (
+            in_config(None, min_duration_seconds=7200.0),
+            "run_folder.configuration",
+            "min_duration_seconds 2.0, configured 7200.0",
+        ),
+        (in_result(reasons=[]), "run_folder.stability", "for other reasons than its stability has"),
+    ],
+)
+def test_what_a_soak_recorded(soaked: Path, tmp_path: Path, edit: Edit, check: str, found: str) -> None:
+    assert check not in edited(soaked, tmp_path / "as it was")
+    assert found in edited(soaked, tmp_path / "edited", edit)[check]
+
+
+def test_a_run_that_early_stopping_alone_makes_invalid_has_a_reason(served: Path) -> None:
+    (found,) = [item for item in audit(served).findings if item.id == "rules.valid"]
+    assert "INVALID: early stopping not satisfied: Run unsuccessful. Processed " in found.found
+
+
+def test_a_directory_with_the_name_of_a_shape_has_end_tokens_of_its_own(tested: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tested, tmp_path / "run"))
+    in_config(None, model="llama3.1-8b")(folder)
+    in_result(model="llama3.1-8b")(folder)
+    (found,) = [item for item in audit(folder).findings if item.id == "compliance.recomputed"]
+    assert found.severity is Severity.UNKNOWN
+    assert "the model's end tokens are not known here, taken as the run names them" in found.found

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 
 from megatoken.engine import EngineConfig
 from megatoken.engine.config import SHAPES
@@ -86,12 +87,17 @@ def test_long_prompts_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     simulation = plan_simulation("half", config, "H200")
     assert simulation.memory.pages == run["memory_plan"]["pages"]
-    scheduler, seconds = simulation.memory.scheduler(), 0.0
+    scheduler, seconds, rows = simulation.memory.scheduler(), [0.0], [0]
     for ticket in range(run["samples_completed"]):
         scheduler.add(ticket, 9428, 684)
     while (plan := scheduler.plan()) is not None:
-        seconds += simulation.costs.step(plan).seconds
-    assert run["output_tokens"] / seconds == pytest.approx(run["output_tokens_per_second"], rel=0.06)
+        seconds.append(seconds[-1] + simulation.costs.step(plan).seconds)
+        rows.append(rows[-1] + int(plan.count.sum()))
+    assert run["output_tokens"] / seconds[-1] == pytest.approx(run["output_tokens_per_second"], rel=0.06)
+    series = parquet.read_table(RESULTS / "h200x2-llama3.1-405b-half-fp8-offline/series.parquet").to_pydict()
+    reading = [20.0, 100.0]  # seconds
+    measured = np.diff(np.interp(reading, series["elapsed_seconds"], series["processed_tokens"]))
+    assert np.diff(np.interp(reading, seconds, rows)) == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.parametrize("name", RUNS)

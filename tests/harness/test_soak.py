@@ -244,6 +244,7 @@ def test_a_soak_of_another_model_or_machine_is_not_gone_on_with(
         process.communicate(timeout=TIMEOUT_SECONDS)
     result: dict[str, Any] = json.loads((path / "result.json").read_text())
     assert any(note.startswith("without compiled kernels") for note in result["notes"])
+    assert "model" not in result["soak"]["settings"]  # it may lie elsewhere by now: the hash of its weights tells it
     file = path / "config.yaml"
     settings = file.read_text()
     for line, other, words in (
@@ -278,6 +279,17 @@ def test_a_soak_of_another_model_or_machine_is_not_gone_on_with(
         of_rack.check({**result, "rack_nodes": nodes[1:]})
     with pytest.raises(UsageError, match="hardware was Grace, 4 GB300, here it is "):
         Earlier(replace(run, environment=machine, result=result), 1.0, ()).check(result)
+
+
+def test_drawn_weights_of_another_shape_are_another_model(tmp_path: Path) -> None:
+    flags = ("--warm-up", 0.1, "--engine.threads", 1, "--json")
+    _, out, _ = call_here("soak", "--model", "tiny", "--duration", "1s", "--out", tmp_path, *flags)
+    path = Path(json.loads(out)["run_folder"])
+    file = path / "config.yaml"
+    Earlier(read_run(path), 1.0, ()).check_settings(load_run_config(file, {}))
+    file.write_text(file.read_text().replace("model: tiny", "model: 125m"))
+    with pytest.raises(UsageError, match="cannot be resumed: model was tiny, here it is 125m; "):
+        Earlier(read_run(path), 1.0, ()).check_settings(load_run_config(file, {}))
 
 
 def test_an_error_says_how_to_go_on(tmp_path: Path) -> None:

@@ -75,6 +75,14 @@ def test_loadgens_rate_as_result_json_repeats_it(path: Path) -> None:
         read_consistent_run(say(path, loadgen_output_tokens_per_second=12.0))
 
 
+def test_answers_of_one_token_are_none_to_loadgen(path: Path) -> None:
+    (path / "mlperf" / "mlperf_log_summary.txt").write_text(SUMMARY.format("2.0"))
+    say(path, loadgen_output_tokens_per_second=2.0, samples_without_tpot=90)
+    assert read_consistent_run(path).result["output_tokens_per_second"] == 11.0
+    with pytest.raises(UsageError, match=r"is 11, by mlperf/mlperf_log_summary.txt it is 2"):
+        read_consistent_run(say(path, samples_without_tpot=20))
+
+
 @pytest.mark.parametrize("text", ["", "Tokens per second: \n", "Tokens per second: e.e\n", "Tokens per second: 0\n"])
 def test_a_summary_that_says_nothing_is_no_contradiction(path: Path, text: str) -> None:
     (path / "mlperf" / "mlperf_log_summary.txt").write_text(text)

@@ -52,11 +52,13 @@ class Rescored:
         metrics: 0 to 100 by name, with standard error and how many answers.
         by_task: The same for the rows of each task.
         left_out: Why others could not be computed; None: all were.
+        rows: Of the data set, answered or not.
     """
 
     metrics: Mapping[str, tuple[float, float, int]]
     by_task: Mapping[str, Mapping[str, tuple[float, float, int]]]
     left_out: str | None
+    rows: int
 
 
 def read_logged_answers(path: Path) -> list[LoggedAnswer]:
@@ -134,6 +136,7 @@ def rescore(answers: Sequence[LoggedAnswer], references: References, tokenizer: 
             for task in sorted(set(tasks))
         },
         left_out,
+        len(references.texts),
     )
 
 

@@ -46,7 +46,7 @@ def run_figures(log: DetailLog) -> RunFigures:
         samples_requested=whole(log, "effective_samples_per_query") if offline else None,
         data_set_rows=whole(log, "qsl_reported_total_count"),
         target_qps=log.number("effective_target_qps"),
-        min_duration_seconds=_seconds(log.number("effective_min_duration_ms"), 1e3),
+        min_duration_seconds=in_seconds(log.number("effective_min_duration_ms"), 1e3),
         duration_seconds=duration,
         latency_seconds=_latencies(log, "result_{}_latency_ns", "result_{}_percentile_latency_ns"),
         ttft_seconds=_latencies(log, "result_first_token_{}_latency_ns", "result_first_token_{}_percentile_latency_ns"),
@@ -134,7 +134,8 @@ def _latencies(log: DetailLog, ends: str, percentile: str) -> Mapping[str, float
     return values
 
 
-def _seconds(value: float | None, per_second: float) -> float | None:
+def in_seconds(value: float | None, per_second: float) -> float | None:
+    """``value`` in seconds, of which a second has ``per_second``; None stays None."""
     return None if value is None else value / per_second
 
 

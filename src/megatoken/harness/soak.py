@@ -244,11 +244,13 @@ def _population(max_sequences: int) -> int:
 
 
 def _create(config: RunConfig, facts: Mapping[str, Any], population: int) -> RunFolder:
-    now = datetime.now(UTC)
+    now, settings = datetime.now(UTC), _settings(config)
+    if not str(facts["weights"]).startswith("random"):
+        del settings["model"]  # whose weights tell it, wherever they lie
     soak = {
         "duration_seconds": config.min_duration_seconds,
         "population": population,
-        "settings": _settings(config),
+        "settings": settings,
         "segments": [{"begins_seconds": 0.0, "started_at": utc_text(now)}],
         "interruptions": [],
     }
@@ -264,10 +266,10 @@ def _create(config: RunConfig, facts: Mapping[str, Any], population: int) -> Run
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """By dotted key, what the records depend on; the name of a model only where the weights do not tell it."""
+    """By dotted key, what the records depend on."""
     there = config.model_dump(mode="json")
     flat: dict[str, Any] = {}
-    for key in KEYS.keys() - MAY_CHANGE - (set() if config.random_weights else {"model"}):
+    for key in KEYS.keys() - MAY_CHANGE:
         value: Any = there
         for part in key.split("."):
             value = value[part]

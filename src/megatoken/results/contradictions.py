@@ -92,6 +92,7 @@ def _unlike_loadgen(run: Run) -> Iterator[str]:
     """LoadGen counts to where it hears of the last sample, on the wall clock; failed samples count otherwise."""
     result = run.result
     rate, tokens = result.get("output_tokens_per_second"), result.get("output_tokens")
+    single = result.get("samples_without_tpot")
     if not rate or result.get("soak") is not None or result.get("samples_failed") or result.get("samples_cancelled"):
         return
     logged = _logged_rate(run)
@@ -102,8 +103,9 @@ def _unlike_loadgen(run: Run) -> Iterator[str]:
     if is_number(repeated) and not math.isclose(repeated, logged, rel_tol=PRINTED):
         yield _told("loadgen_output_tokens_per_second", repeated, summary, logged)
     step = result.get("wall_clock_step_seconds")
-    slack = LATE_SECONDS + LATE_SHARE * tokens / logged + (abs(step) if is_number(step) else 0.0)
-    if abs(tokens / logged - tokens / rate) > slack:
+    heard_of = tokens - (single if is_number(single) else 0)  # LoadGen takes an answer of one token for none
+    slack = LATE_SECONDS + LATE_SHARE * heard_of / logged + (abs(step) if is_number(step) else 0.0)
+    if abs(heard_of / logged - tokens / rate) > slack:
         yield _told("output_tokens_per_second", rate, summary, logged)
 
 

@@ -160,7 +160,8 @@ def _token_counts(run: RunView) -> Iterator[Observation]:
     issued = tokens / issued_rate if issued_rate else 0.0
     if run.figures.scenario == "SingleStream":
         queries_rate = log.number("result_qps_with_loadgen_overhead")
-        if queries_rate and samples > 1 and not _close(issued * queries_rate, samples - 1, PRODUCT):
+        told = bool(tokens or issued_rate)  # else every answer was of one token, which LoadGen takes for none
+        if told and queries_rate and samples > 1 and not _close(issued * queries_rate, samples - 1, PRODUCT):
             problems.append(f"{tokens * queries_rate / (samples - 1):.6g} tokens/s with overhead, not {issued_rate:g}")
         if done_rate and tokens / done_rate < issued * (1 - PRODUCT):
             problems.append("the last query completed after it was issued")
@@ -251,7 +252,8 @@ def impossible_mean(values: Mapping[str, float], samples: int | None, unit: str 
     low = sum(share * point for share, point in zip(shares, points, strict=False))
     high = sum(share * point for share, point in zip(shares, points[1:], strict=False))
     mean = values["mean"]
-    if high * samples * 1e9 >= 2.0**63:  # LoadGen's sum of nanoseconds overflows, and its mean means nothing
+    # LoadGen's sum of nanoseconds overflows, or is below zero, as of answers of one token: its mean means nothing.
+    if high * samples * 1e9 >= 2.0**63 or low < 0:
         return ""
     if low * (1 - 1e-9) - 1e-8 - slack <= mean <= high * (1 + 1e-9) + 1e-8 + slack:
         return ""

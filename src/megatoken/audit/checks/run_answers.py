@@ -16,6 +16,7 @@ import numpy as np
 
 from megatoken.audit.accuracy_log import read_accuracy_scores
 from megatoken.audit.answers import LoggedAnswer, Rescored, find_references, read_logged_answers, rescore
+from megatoken.audit.checks.accuracy import TEST06_SAMPLES
 from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Where
@@ -30,7 +31,6 @@ from megatoken.results.run_folder import MLPERF, RESULT
 
 LOG, TEXT, DOCUMENT = f"{MLPERF}/mlperf_log_accuracy.json", "accuracy/accuracy.txt", "accuracy/accuracy.json"
 VERIFIED, OWN_VERDICT = "compliance/TEST06/verify_accuracy.txt", "compliance/TEST06/compliance.json"
-TEST06_SAMPLES = 100
 GATE_SHARE = 0.99  # of what the reference model scores in fp32
 LENGTH_TOLERANCE = 0.1  # of the tokens of a mean answer
 SAME = 6e-5  # of a score: four decimals are the fewest that any reference keeps
@@ -95,6 +95,8 @@ def _scores(
         own.pop(RESULT)  # scored again, against other answers
     again = _again(tree, folder, answers, document, path, digest)
     if isinstance(again, Rescored):
+        if not foreign and result.get("data_set_rows") != again.rows:
+            problems.append(f"{RESULT} data_set_rows {result.get('data_set_rows')}, the data set has {again.rows}")
         for file, values in own.items():
             problems += _differing(file, values, again)
     problems += _judged(folder, stated, document, counts)
@@ -189,7 +191,8 @@ def _judged(
             missed.append("rows")
         if bool(missed) and verdict != Verdict.INVALID:
             yield f"{file} {verdict}, though {', '.join(missed)} miss their targets"
-        if str(targets.get("source")).startswith("the reference model's gate"):
+        # A run has no other; accuracy.json may be of a later evaluation, by other targets.
+        if file == RESULT or str(targets.get("source")).startswith("the reference model's gate"):
             yield from _gate(file, listed)
     mine, theirs = mapping(stated.get("targets")), mapping(document.get("targets"))
     if mine and mine != theirs and mine.get("source") == theirs.get("source"):
@@ -228,7 +231,9 @@ def _test06(
 ) -> Iterator[Observation]:
     """TEST06's rules and our own about end tokens."""
     offline = log.text("effective_scenario") == "Offline"
-    ends = _end_tokens(str(folder.config.get("model")))
+    stated = mapping(folder.result.get("compliance"))
+    known = _end_tokens(folder)
+    ends = _named_end_tokens(stated) if known is None else known
     samples, reasons = (folder.requests[name].to_pylist() for name in ("sample_id", "finish_reason"))
     cut = {sample for sample, reason in zip(samples, reasons, strict=True) if reason == "length"}
     first = offline or all(_begins(answer) for answer in answers)
@@ -242,24 +247,24 @@ def _test06(
         "Sample length check pass": str(length),
     }
     passed = None if eos is None and first and length else bool(first and eos and length)
-    stated = mapping(folder.result.get("compliance"))
     problems = [] if stated else [f"{RESULT} says nothing of compliance"]
     for file, told in ((RESULT, stated), (OWN_VERDICT, _document(tree, below(path, OWN_VERDICT)) or {})):
         for name, value in (("passed", passed), ("sound", sound)) if told else ():
             if value is not None and told.get(name) is not value:
                 problems.append(f"{file} {name} {told.get(name)}, the log gives {value}")
-    judged_by = stated.get("end_token_ids")
-    if ends is not None and judged_by is not None and judged_by != list(ends):
-        problems.append(f"{RESULT} end_token_ids {judged_by}, the model has {list(ends)}")
+        if ends is not None and told.get("end_token_ids", list(ends)) != list(ends):
+            whose = f"{RESULT} names" if known is None else "the model has"
+            problems.append(f"{file} end_token_ids {told['end_token_ids']}, {whose} {list(ends)}")
     if stated and bool(stated.get("findings")) is (stated.get("passed") is True and stated.get("sound") is True):
         problems.append(f"{RESULT} passed {stated['passed']}, sound {stated['sound']}, findings {stated['findings']}")
     if (passed is False or sound is False) and folder.verdict is not Verdict.INVALID:
         problems.append(f"{folder.verdict}, though the log does not pass")
     problems += _verified(tree, path, verdicts, passed)
-    unknown = "" if ends is not None else "; the model's end tokens are not known here, so nothing was said of them"
+    by = "taken as the run names them" if ends is not None else "so nothing was said of them"
+    unknown = "" if known is not None else f"; the model's end tokens are not known here, {by}"
     yield observe(
         "compliance.recomputed",
-        not problems if problems or ends is not None else None,
+        not problems if problems or known is not None else None,
         "first token, end tokens and lengths as the logged answers give them",
         shown("; ".join(problems)) or f"{count_of(len(answers), 'answer')} tested again, the same{unknown}",
         where,
@@ -283,9 +288,10 @@ def _verified(tree: Tree, path: str, verdicts: Mapping[str, str | None], passed:
         yield f"{VERIFIED} {lines[-1] if lines else 'is empty'}, the log {'passes' if passed else 'fails'}"
 
 
-def _end_tokens(model: str) -> tuple[int, ...] | None:
+def _end_tokens(folder: Run) -> tuple[int, ...] | None:
     """Those of a published shape or of a model whose files are here; None where they are not."""
-    if model in SHAPES:
+    model = str(folder.config.get("model"))
+    if model in SHAPES and str(folder.result.get("weights")).startswith("random"):  # else a directory of that name
         return SHAPES[model].end_token_ids
     for name in ("generation_config.json", "config.json"):
         file = model_folder(model) / name
@@ -294,6 +300,12 @@ def _end_tokens(model: str) -> tuple[int, ...] | None:
         except (UnreadableError, MegatokenError):
             continue
     return None
+
+
+def _named_end_tokens(compliance: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Those that a run says it looked for; None: it does not say."""
+    named = compliance.get("end_token_ids")
+    return tuple(named) if isinstance(named, list) and all(isinstance(one, int) for one in named) else None
 
 
 def _begins(answer: LoggedAnswer) -> bool:

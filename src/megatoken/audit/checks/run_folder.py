@@ -13,6 +13,7 @@ from megatoken.audit.checks.run_answers import check_answers
 from megatoken.audit.checks.run_latencies import check_duration, check_latencies
 from megatoken.audit.checks.run_told import check_health, check_told
 from megatoken.audit.checks.run_verdict import (
+    LOST_REPLICAS,
     SEND_LAG_SHARE,
     SHORTEST_SEND_LAG_LIMIT_SECONDS,
     check_configured,
@@ -22,9 +23,9 @@ from megatoken.audit.checks.run_verdict import (
 from megatoken.audit.detail_log import DetailLog, read_detail_log
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Run, Where
-from megatoken.audit.figures import elapsed
+from megatoken.audit.figures import elapsed, in_seconds
 from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.reading import UnreadableError, display, read_json_object
+from megatoken.audit.reading import UnreadableError, display, mapping, read_json_object
 from megatoken.audit.view import observe
 from megatoken.errors import MegatokenError
 from megatoken.results import Run as RunFolder
@@ -40,6 +41,7 @@ NODES = "nodes"  # of a run folder: those of each node of a rack
 SEEDS = ("qsl", "sample_index", "schedule")
 CLOCK_SECONDS = 1.0  # dates are told in whole seconds, and a clock may be set a little
 LATE_SECONDS = 60.0  # between LoadGen's own start and when the run noted it, on a machine that is busy
+NO_SOAKS_OWN = ("FAILED_SAMPLES", LOST_REPLICAS)  # codes of reasons that a soak has as every run does
 SAME = 1e-9  # relative; the same arithmetic on the same rows
 MOST_UNWRITTEN_SECONDS = 30  # rows of the series that a killed process may have written since the metrics
 LOGGED = 1e-4  # LoadGen's clock runs until it has been told of the last sample, and its rates have six digits
@@ -166,7 +168,7 @@ def _folder_checks(
 
 def _log_checks(folder: RunFolder, logged: Run, log: DetailLog, where: tuple[Where, ...]) -> Iterator[Observation]:
     yield from _against_log(folder.result, logged, log, where)
-    yield from _asked(folder.result, log, (*where, logged.where("effective_qsl_rng_seed")))
+    yield from _asked(folder, log, (*where, logged.where("effective_qsl_rng_seed")))
     yield _times(folder.result, logged, where)
     yield from check_duration(folder, log, where)
     yield from check_latencies(folder, log, where)
@@ -226,8 +228,7 @@ def _against_log(
     for name, keys in (_OFFLINE_FROM_LOG if offline else _FROM_LOG).items():
         expected[name] = _finite(next((log.get(key) for key in keys if key in log.first), None))
     for name, key in _SECONDS_FROM_LOG.items():
-        nanoseconds = None if offline else log.number(key)
-        expected[name] = None if nanoseconds is None else nanoseconds / 1e9
+        expected[name] = None if offline else in_seconds(log.number(key), 1e9)
     if offline:
         expected |= dict.fromkeys(_FROM_LOG.keys() - _OFFLINE_FROM_LOG.keys())
     differing = [name for name, value in expected.items() if not _same(result.get(name), value)]
@@ -242,11 +243,14 @@ def _against_log(
     )
     tokens, samples = result.get("output_tokens"), result.get("samples_completed")
     if figures.output_tokens is not None and isinstance(tokens, int) and result.get("mode") == "performance":
+        single = result.get("samples_without_tpot") or 0  # of one token, which LoadGen takes for none
+        found = f"{samples} samples and {tokens:,} tokens"
         yield observe(
             "run_folder.tokens",
-            samples == figures.samples_issued and abs(tokens - figures.output_tokens) <= LOGGED * max(tokens, 1),
+            samples == figures.samples_issued
+            and abs(tokens - single - figures.output_tokens) <= LOGGED * max(tokens, 1),
             f"{figures.samples_issued:,} samples and about {figures.output_tokens:,.0f} tokens, as LoadGen counted",
-            f"{samples} samples and {tokens:,} tokens",
+            f"{found}, of which LoadGen leaves out {single:,} that were answers of one" if single else found,
             (*where, logged.where("result_tokens_per_second")),
             Severity.FAIL,
         )
@@ -257,20 +261,22 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _asked(result: Mapping[str, Any], log: DetailLog, where: tuple[Where, ...]) -> Iterator[Observation]:
-    """What result.json says that LoadGen was asked for."""
+def _asked(folder: RunFolder, log: DetailLog, where: tuple[Where, ...]) -> Iterator[Observation]:
+    """What result.json and config.yaml say that LoadGen was asked for."""
+    result = folder.result
     expected: dict[str, Any] = {}
     expected |= {f"seeds.{name}": log.get(f"effective_{name}_rng_seed") for name in SEEDS}
     if result.get("scenario") in ("server", "interactive"):
         expected["offered_samples_per_second"] = log.number("effective_target_qps")
         for name in ("ttft", "tpot"):
-            nanoseconds = log.number(f"requested_server_{name}_latency")
-            expected[f"{name}_limit_seconds"] = None if nanoseconds is None else nanoseconds / 1e9
+            expected[f"{name}_limit_seconds"] = in_seconds(log.number(f"requested_server_{name}_latency"), 1e9)
     else:
         expected |= dict.fromkeys(("offered_samples_per_second", "ttft_limit_seconds", "tpot_limit_seconds"))
     if result.get("mode") == "performance":
         expected["send_lag_limit_seconds"] = _send_lag_limit_seconds(result)
     told = {name: _at(result, name) for name in expected}
+    for key, value, asked in _configured(folder.config, log):
+        told[f"{CONFIG} {key}"], expected[f"{CONFIG} {key}"] = value, asked
     wrong = [name for name, value in expected.items() if not _same(told[name], value)]
     yield observe(
         "run_folder.asked",
@@ -279,6 +285,32 @@ def _asked(result: Mapping[str, Any], log: DetailLog, where: tuple[Where, ...]) 
         shown("; ".join(f"{name} {told[name]}" for name in wrong)) or f"{len(expected)} compared, all agree",
         where,
     )
+
+
+def _configured(config: Mapping[str, Any], log: DetailLog) -> Iterator[tuple[str, Any, float]]:
+    """Keys of config.yaml that are what LoadGen was asked for, their values, and what its log says of that.
+
+    A compliance test has its own duration, a search offers other rates than the first, and SingleStream is asked for
+    one sample less (``harness.loadgen_plan``).
+    """
+    searched = config.get("find_rate") is True
+    known: dict[str, float | None] = {}
+    if config.get("compliance") is None:
+        known["min_duration_seconds"] = in_seconds(log.number("effective_min_duration_ms"), 1e3)
+    if config.get("samples") is not None and config.get("scenario") != "singlestream" and not searched:
+        known["samples"] = log.number("requested_min_query_count")
+    if config.get("scenario") in ("server", "interactive"):
+        if not searched:
+            known["rate"] = log.number("effective_target_qps")
+        for name in ("ttft", "tpot"):
+            if config.get(f"{name}_limit_seconds") is not None:
+                known[f"{name}_limit_seconds"] = in_seconds(log.number(f"requested_server_{name}_latency"), 1e9)
+    for key, asked in known.items():
+        if key in config and asked is not None:
+            value = config[key]
+            if key == "min_duration_seconds" and isinstance(value, float):
+                value = round(1e3 * value) / 1e3  # as LoadGen is given it
+            yield key, value, asked
 
 
 def _send_lag_limit_seconds(result: Mapping[str, Any]) -> float | None:
@@ -292,7 +324,7 @@ def _send_lag_limit_seconds(result: Mapping[str, Any]) -> float | None:
 def _at(result: Mapping[str, Any], name: str) -> Any:
     value: Any = result
     for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+        value = mapping(value).get(part)
     return value
 
 
@@ -329,13 +361,16 @@ def _stability(folder: RunFolder, where: tuple[Where, ...]) -> Observation:
         again = plain(judge_soak(folder.result, folder.environment, folder.requests, folder.series))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         return observe("run_folder.stability", False, expected, shown(f"cannot be judged: {error!r}"), where)
-    stated = folder.result.get("stability")
-    agrees = isinstance(stated, Mapping) and set(stated) == set(again) and _same(_coded(again), _coded(stated))
+    stated = mapping(folder.result.get("stability"))
+    agrees = set(stated) == set(again) and _same(_coded(again), _coded(stated))
+    of_the_run = [reason for reason in folder.result["reasons"] if reason["code"] not in NO_SOAKS_OWN]
+    repeated = of_the_run == stated.get("reasons")
     steady = again["verdict"] == Stability.STABLE
     healthy = folder.verdict is Verdict.INVALID or (steady and folder.verdict is held)
-    word = stated.get("verdict") if isinstance(stated, Mapping) else None
-    found = f"{word}, judged again {again['verdict']}; the run is {folder.verdict}"
-    return observe("run_folder.stability", bool(agrees and healthy), expected, shown(found), where)
+    found = f"{stated.get('verdict')}, judged again {again['verdict']}; the run is {folder.verdict}"
+    if not repeated:
+        found += ", for other reasons than its stability has"
+    return observe("run_folder.stability", bool(agrees and repeated and healthy), expected, shown(found), where)
 
 
 def _logged_by_nodes(tree: Tree, folder: RunFolder, path: str) -> bool:
@@ -366,6 +401,8 @@ def _same(one: Any, other: Any) -> bool:
         return all(_same(one.get(key), value) for key, value in other.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, int | float) and isinstance(other, int | float) and not isinstance(one, bool):
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other  # a seed has 20 digits
+    if isinstance(one, int | float) and isinstance(other, int | float):
         return math.isclose(one, other, rel_tol=SAME, abs_tol=1e-12)
     return bool(one == other)

@@ -96,7 +96,7 @@ def _simulation(folder: Run) -> Iterator[str]:
     if "notes" in folder.result:
         notes = map(_NOTED_SIMULATION.search, map(str, folder.result["notes"] or ()))
         named["notes"] = next((found.group(1) for found in notes if found), None)
-    if len(set(named.values())) > 1:
+    if len({name and name.lower() for name in named.values()}) > 1:  # config.yaml has it as it was typed
         yield ", ".join(f"{place}: {f'simulated {name}' if name else 'not simulated'}" for place, name in named.items())
     if not any(named.values()):
         if str(target.get("kernels", "")).startswith(_COST_MODEL):
@@ -237,7 +237,11 @@ def _subject(folder: Run, log: DetailLog | None) -> Iterator[str]:
     target, engine = mapping(result.get("target")), mapping(folder.config.get("engine"))
     gpus = [gpu["name"] for gpu in folder.environment.get("gpus") or ()]
     device = target.get("device")
-    if gpus and isinstance(device, str) and device not in (*gpus, "cpu") and not device.startswith(SIMULATED):
+    real = isinstance(device, str) and not device.startswith(SIMULATED)
+    planned = mapping(result.get("memory_plan")).get("device")
+    if real and planned is not None and (device == "cpu") is not (planned == "cpu"):
+        yield f"target.device {device}, memory_plan device {planned}"
+    if real and gpus and device not in (*gpus, "cpu"):
         yield f"target.device {device}, {ENVIRONMENT} {', '.join(dict.fromkeys(gpus))}"
     if "fp8_scales" in target and (target["fp8_scales"] is not None) is not (result.get("precision") == "fp8"):
         yield f"precision {result.get('precision')}, target.fp8_scales {target['fp8_scales']}"

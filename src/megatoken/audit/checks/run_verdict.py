@@ -19,6 +19,7 @@ from megatoken.audit.evidence import Where
 from megatoken.audit.facts import DEFAULT_ROUND, Benchmark, benchmark_of, round_seeds, rules
 from megatoken.audit.figures import round_of, samples_answers, whole
 from megatoken.audit.finding import Observation, Severity, shown
+from megatoken.audit.reading import mapping
 from megatoken.audit.view import observe
 from megatoken.results import Run, Verdict
 from megatoken.results.run_folder import CONFIG, RESULT
@@ -102,6 +103,7 @@ def check_configured(folder: Run, prefix: str) -> Iterator[Observation]:
         for key in CONFIGURED
         if key in config and result.get(key) != config[key]
     ]
+    differing += _unlike_settings(folder)
     given = config.get("prompts") or config.get("lengths")
     if isinstance(given, str) and "data_set" in result and result["data_set"] != PurePath(given).name:
         differing.append(f"data_set {result['data_set']}, configured {given}")
@@ -131,6 +133,21 @@ def check_configured(folder: Run, prefix: str) -> Iterator[Observation]:
         (Where(prefix + RESULT), Where(prefix + CONFIG)),
         Severity.WARN if linked and len(differing) == 1 else Severity.FAIL,
     )
+
+
+def _unlike_settings(folder: Run) -> Iterator[str]:
+    """Settings of config.yaml that are not those that a soak recorded, which it would not go on with."""
+    soak = mapping(folder.result.get("soak"))
+    recorded = dict(mapping(soak.get("settings")))
+    if "duration_seconds" in soak:
+        recorded["min_duration_seconds"] = soak["duration_seconds"]
+    for key, value in recorded.items():
+        *above, last = key.split(".")
+        section: Mapping[str, Any] = folder.config
+        for name in above:
+            section = mapping(section.get(name))
+        if last in section and section[last] != value:
+            yield f"{key} {value}, configured {section[last]}"
 
 
 def _benchmark(result: Mapping[str, Any]) -> Benchmark | None:
@@ -223,14 +240,10 @@ def _client(folder: Run, scenario: str) -> Iterator[str]:
         most = max(SHORTEST_SEND_LAG_LIMIT_SECONDS, SEND_LAG_SHARE * limits.ttft_ns / 1e9 if limits else 0.0)
         if len(lags) and lags[int(0.99 * len(lags))] > most:
             yield "SEND_LAG"
-    offered, alone = result.get("offered_samples_per_second"), _number(result.get("client_limit"), "samples_per_second")
-    if isinstance(offered, int | float) and alone is not None and offered > CLIENT_SHARE * alone:
+    offered = result.get("offered_samples_per_second")
+    alone = mapping(result.get("client_limit")).get("samples_per_second")
+    if isinstance(offered, int | float) and isinstance(alone, int | float) and offered > CLIENT_SHARE * alone:
         yield "CLIENT_LIMIT"
     step = result.get("wall_clock_step_seconds")
     if isinstance(step, int | float) and abs(step) > WALL_CLOCK_STEP_SECONDS:
         yield "WALL_CLOCK"
-
-
-def _number(value: object, key: str) -> float | None:
-    found = value.get(key) if isinstance(value, Mapping) else None
-    return float(found) if isinstance(found, int | float) else None
