@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import megatoken
 
@@ -58,6 +61,26 @@ def test_arrows_point_down() -> None:
         if ORDER.index(room) < ORDER.index(room_of(module))
     ]
     assert not upward
+
+
+def imported_modules(module: Path) -> set[Path]:
+    """Also within functions and for types alone. A package's ``__init__`` is no module of its own here."""
+    names = []
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    paths = {ROOT.parent.joinpath(*name.split(".")).with_suffix(".py") for name in names}
+    return {path for path in paths if path.is_relative_to(ROOT) and path.is_file()}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {module: imported_modules(module) for module in ROOT.rglob("*.py")}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(str(module.relative_to(ROOT)) for module in error.args[1]))
 
 
 def test_the_engine_imports_nothing_but_errors() -> None:

@@ -20,13 +20,13 @@ from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.batch import USUAL_TOKENS
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import SHAPES, ModelConfig
+from megatoken.engine.device import plan_memory
 from megatoken.engine.memory import (
     PAGED_CONTEXT,
     PROCESS_BYTES,
     MemoryPlan,
     gathers_contexts,
     graph_rows,
-    plan_memory,
     plan_memory_of,
     weight_bytes,
 )

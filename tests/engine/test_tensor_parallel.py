@@ -20,8 +20,8 @@ from quantized_checkpoints import LAYOUTS, quantize
 from megatoken.engine import EngineConfig, Sampling, parallel
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import SHAPES
-from megatoken.engine.device import operations
-from megatoken.engine.memory import MemoryPlan, plan_memory
+from megatoken.engine.device import operations, plan_memory
+from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.parallel import OWN_ROWS_FROM_BYTES, RankGroup, RankWeights
 from megatoken.engine.quantized_checkpoint import linear_shapes
 from megatoken.engine.runner import Runner

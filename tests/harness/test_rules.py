@@ -4,11 +4,11 @@ from typing import Any
 import pytest
 
 from megatoken.harness.benchmarks import BENCHMARKS, LatencyLimits, benchmark
-from megatoken.harness.client_limit import ClientLimit
 from megatoken.harness.latencies import Latencies, latencies
 from megatoken.harness.loadgen_log import LoadGenLog
 from megatoken.harness.rules import (
     ROUNDS,
+    ClientLimit,
     Observed,
     Round,
     Shortfall,

@@ -12,7 +12,7 @@ from megatoken.accuracy.evaluate import Mean, Scores
 from megatoken.accuracy.targets import Targets, numbers
 from megatoken.datasets.references import References
 from megatoken.results.files import storage_error, to_json, write_text
-from megatoken.results.run_folder import Reason, Verdict
+from megatoken.results.run import Reason, Verdict
 
 SCHEMA_VERSION = 1
 TEXT = "accuracy.txt"

@@ -17,7 +17,7 @@ from megatoken.datasets.references import HELD_OUT, References, load_references
 from megatoken.engine.config import model_folder
 from megatoken.errors import DatasetError, UsageError
 from megatoken.results.numerals import count_of
-from megatoken.results.run_folder import RESULT, Run, Verdict, read_run
+from megatoken.results.run import RESULT, Run, Verdict, read_run
 
 _WORD = re.compile(r"[a-z0-9]+")  # as rouge-score takes texts apart
 

@@ -18,7 +18,7 @@ from megatoken.datasets.catalog import catalog
 from megatoken.datasets.references import References
 from megatoken.errors import UsageError
 from megatoken.results.numerals import count_of
-from megatoken.results.run_folder import Reason
+from megatoken.results.run import Reason
 
 FOLDER = "accuracy"  # of a run folder
 BY_SENTENCES = frozenset(("rougeLsum", "gen_len", "exact_match"))  # of MLPerf's references, which split texts first

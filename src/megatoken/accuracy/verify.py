@@ -22,7 +22,7 @@ from megatoken.audit.reading import UnreadableError
 from megatoken.engine.config import SHAPES, end_token_ids, model_folder
 from megatoken.errors import UsageError
 from megatoken.results import Run
-from megatoken.results.run_folder import RESULT
+from megatoken.results.run import RESULT
 
 if TYPE_CHECKING:
     import pyarrow as pa

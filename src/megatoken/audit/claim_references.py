@@ -18,7 +18,7 @@ from megatoken.results.lookup import run_folders
 from megatoken.results.nodes import NodeRow, run_node_rows
 from megatoken.results.reference import SUBMISSION_ID, published_result
 from megatoken.results.repeats import missing_notes, missing_repeats
-from megatoken.results.run_folder import Run, read_run
+from megatoken.results.run import Run, read_run
 
 Reader = Callable[[Path], Evidence]
 

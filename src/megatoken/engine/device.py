@@ -9,7 +9,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from megatoken.engine.config import EngineConfig, Precision
+from megatoken.engine.cache import ACTIVATION_DTYPE
+from megatoken.engine.config import EngineConfig, ModelConfig, Precision, sharded
+from megatoken.engine.memory import MemoryPlan, check_sizes, plan_memory_of
 from megatoken.engine.ops import Ops
 from megatoken.errors import CapacityError, ConfigError, how_to_install
 
@@ -85,3 +87,22 @@ def available_memory_bytes(device: torch.device) -> int:
         return available
     # File pages that nobody uses count as used until the kernel wants them back, which it then takes.
     return min(available, limit - used + int(statistics.get("inactive_file", 0)))
+
+
+def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
+    """Derive every size of an engine on this machine.
+
+    Raises:
+        ConfigError: an unknown precision, scales that it has not, or a size below 1.
+        CapacityError: model, context and cache cannot fit, with the numbers.
+    """
+    if config.precision not in ACTIVATION_DTYPE:
+        raise ConfigError(f"precision is {config.precision}; take one of {', '.join(ACTIVATION_DTYPE)}")
+    check_sizes(config)
+    sharded(model, config.tensor_parallel)
+    device, _ = choose_device(config)
+    if device.type == "cuda" and config.tensor_parallel > torch.cuda.device_count():
+        raise CapacityError(
+            f"tensor_parallel {config.tensor_parallel} needs as many GPUs, and {torch.cuda.device_count()} are here"
+        )
+    return plan_memory_of(model, config, device.type, available_memory_bytes(device))

@@ -14,9 +14,9 @@ import torch
 
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import EngineConfig, ModelConfig, model_folder
-from megatoken.engine.device import choose_device, operations
+from megatoken.engine.device import choose_device, operations, plan_memory
 from megatoken.engine.follower import specification
-from megatoken.engine.memory import MemoryPlan, plan_memory
+from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.ops import NO_TOKEN
 from megatoken.engine.parallel import Followers, RankWeights
 from megatoken.engine.request import (

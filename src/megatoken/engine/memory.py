@@ -114,30 +114,6 @@ def bytes_per_token(model: ModelConfig, precision: Precision, device: str) -> in
     return 2 * model.layers * model.kv_heads * model.head_dim * item
 
 
-def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
-    """Derive every size of an engine on this machine.
-
-    Raises:
-        ConfigError: an unknown precision, scales that it has not, or a size below 1.
-        CapacityError: model, context and cache cannot fit, with the numbers.
-    """
-    import torch  # a simulated engine plans without it
-
-    from megatoken.engine.cache import ACTIVATION_DTYPE
-    from megatoken.engine.device import available_memory_bytes, choose_device
-
-    if config.precision not in ACTIVATION_DTYPE:
-        raise ConfigError(f"precision is {config.precision}; take one of {', '.join(ACTIVATION_DTYPE)}")
-    check_sizes(config)
-    sharded(model, config.tensor_parallel)
-    device, _ = choose_device(config)
-    if device.type == "cuda" and config.tensor_parallel > torch.cuda.device_count():
-        raise CapacityError(
-            f"tensor_parallel {config.tensor_parallel} needs as many GPUs, and {torch.cuda.device_count()} are here"
-        )
-    return plan_memory_of(model, config, device.type, available_memory_bytes(device))
-
-
 def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, available: int) -> MemoryPlan:
     """Derive every size of an engine on a device, "cpu" or "cuda", that has ``available`` bytes left: a GPU for a rank.
 

@@ -13,7 +13,6 @@ from megatoken.config import RunConfig
 from megatoken.datasets.requests import Dataset
 from megatoken.errors import MegatokenError
 from megatoken.hardware.inventory import peak_memory_bytes, take_inventory
-from megatoken.harness.client_limit import ClientLimit
 from megatoken.harness.latencies import latencies, percentile
 from megatoken.harness.loadgen import LoadGenTest, TestSettings
 from megatoken.harness.loadgen_log import LoadGenLog
@@ -21,7 +20,7 @@ from megatoken.harness.loadgen_plan import library_to_data_set, resolve_test, ru
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
 from megatoken.harness.result_facts import asked_facts, core_wait_notes, latency_facts, loadgen_facts, run_notes
-from megatoken.harness.rules import Observed, doubts, judge, send_lag_limit_seconds, unmet_rules
+from megatoken.harness.rules import ClientLimit, Observed, doubts, judge, send_lag_limit_seconds, unmet_rules
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.harness.stop import Stop
 from megatoken.harness.text_stages import TextStages

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,13 @@ from megatoken.engine.request import Request
 from megatoken.harness.loadgen import LoadGenTest, TestSettings
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
+from megatoken.harness.rules import ClientLimit
 from megatoken.results import SampleRow, SeriesRow
 from megatoken.targets import Outcome, ReplicaState, SampleEvent, TargetCounters
 
 SAMPLES = 20_000
 OFFERED_RATE = 1e6  # far beyond reach, so that every sample is due at once
 MOST_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ClientLimit:
-    """What the client can do on the answers of a data set, each token an event of its own."""
-
-    samples_per_second: float
-    output_tokens_per_second: float
 
 
 def measure_client_limit(settings: TestSettings, data_set: Dataset) -> ClientLimit:

@@ -24,7 +24,8 @@ from megatoken.datasets.requests import Dataset
 from megatoken.datasets.tables import SUFFIXES
 from megatoken.engine.checkpoint import Checkpoint, RandomWeights, open_model
 from megatoken.engine.config import REFERENCE, ModelConfig, model_folder
-from megatoken.engine.memory import MemoryPlan, plan_memory
+from megatoken.engine.device import plan_memory
+from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, StorageError, UsageError
 from megatoken.hardware.inventory import cpu

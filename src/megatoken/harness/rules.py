@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from megatoken.audit.facts import rules as rules_table
 from megatoken.config import RoundName
@@ -14,9 +14,6 @@ from megatoken.harness.loadgen import Seeds
 from megatoken.harness.loadgen_log import LoadGenLog
 from megatoken.results import Reason, Verdict
 from megatoken.results.numerals import count_of, precise
-
-if TYPE_CHECKING:
-    from megatoken.harness.client_limit import ClientLimit
 
 CLIENT_SHARE = 0.5  # of what the client can do alone; beyond it, the client is part of what is measured
 SHORTEST_SEND_LAG_LIMIT_SECONDS = 0.01
@@ -78,6 +75,14 @@ class Shortfall(Reason):
 
     found: float | str
     required: float | str
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimit:
+    """What the client can do on the answers of a data set, each token an event of its own."""
+
+    samples_per_second: float
+    output_tokens_per_second: float
 
 
 @dataclass(frozen=True, slots=True)

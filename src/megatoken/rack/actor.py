@@ -117,7 +117,7 @@ class WorkerActor:
             return {**facts, "content_hash": engine.content_hash, "memory_plan": asdict(engine.memory_plan)}
 
         from megatoken.engine.checkpoint import open_model
-        from megatoken.engine.memory import plan_memory
+        from megatoken.engine.device import plan_memory
 
         source = open_model(spec.model, random_weights=spec.random_weights, seed=spec.seed)
         plan = plan_memory(source.config, config)

@@ -14,7 +14,7 @@ from megatoken.results import Run
 from megatoken.results.files import plain, storage_error, to_json, write_text
 from megatoken.results.lookup import read_consistent_run, run_folders
 from megatoken.results.repeats import REPEATS, are_repeats, missing_repeats, read_repeats, summarise_repeats
-from megatoken.results.run_folder import REPORT
+from megatoken.results.run import REPORT
 
 OURS = b"megatoken</title>"  # near the start of every page
 HEAD_BYTES = 8192

@@ -1,6 +1,7 @@
 """The run folder: writing it while the run lasts, reading it years later, and the statistics that it states."""
 
-from megatoken.results.run_folder import Reason, Run, RunFolder, Verdict, read_run, run_name
+from megatoken.results.run import Reason, Run, Verdict, read_run
+from megatoken.results.run_folder import RunFolder, run_name
 from megatoken.results.statistics import summarise
 from megatoken.results.tables import SampleRow, SeriesRow
 

@@ -17,7 +17,7 @@ from megatoken.results.numerals import exact, is_number, precise
 from megatoken.results.series import tokens_per_second_within
 
 if TYPE_CHECKING:
-    from megatoken.results.run_folder import Run
+    from megatoken.results.run import Run
 
 SUMMARY = ("mlperf", "mlperf_log_summary.txt")
 SAME = 1e-6  # relative: the same division of the same numbers

@@ -24,7 +24,7 @@ from megatoken.results.repeats import check_repeats, whole_runs, worst_verdict
 
 if TYPE_CHECKING:
     from megatoken.results.aggregation import Aggregate
-    from megatoken.results.run_folder import Run
+    from megatoken.results.run import Run
 
 ACCURACY_TARGET = re.compile(r"-(99(?:\.9)?)$")
 LOCAL_KEYS = {"out"}  # of a configuration: they say where, not how

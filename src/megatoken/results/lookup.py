@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatoken.errors import UsageError
 from megatoken.results.contradictions import check_rates
-from megatoken.results.run_folder import CONFIG, RESULT, Run, read_run
+from megatoken.results.run import CONFIG, RESULT, Run, read_run
 
 DEEPEST = 4  # folders between a path and its runs: runs/ of a machine, of a month, and their repeats
 

@@ -13,7 +13,7 @@ from megatoken.engine.kernel_words import SIMULATED
 from megatoken.results.numerals import precise
 
 if TYPE_CHECKING:
-    from megatoken.results.run_folder import Run
+    from megatoken.results.run import Run
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from megatoken.results.series import Floats
 from megatoken.results.statistics import Samples
 
 if TYPE_CHECKING:
-    from megatoken.results.run_folder import Run
+    from megatoken.results.run import Run
 
 WORKLOAD = ("scenario", "mode", "model", "precision", "data_set")
 PROGRESS_POINTS = 1001

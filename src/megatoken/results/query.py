@@ -13,7 +13,7 @@ from megatoken.results.files import plain
 from megatoken.results.lookup import read_runs
 from megatoken.results.numerals import count_of
 from megatoken.results.repeats import REPEATS
-from megatoken.results.run_folder import Run
+from megatoken.results.run import Run
 
 if TYPE_CHECKING:
     import duckdb

@@ -16,7 +16,7 @@ from megatoken.results.comparison import CONFIDENCE, student_t
 from megatoken.results.files import plain
 from megatoken.results.lookup import read_runs
 from megatoken.results.machine import contentions, simulated_gpu
-from megatoken.results.run_folder import Run, Verdict
+from megatoken.results.run import Run, Verdict
 
 REPEATS = "repeats.json"
 SCHEMA_VERSION = 1

@@ -1,4 +1,4 @@
-"""The run folder: the only code that knows its layout.
+"""The run folder as it is written; ``run`` reads it. No other code knows its layout.
 
 A folder appears under its name by one rename, already complete and saying INTERRUPTED. While the run lasts a thread
 replaces its tables about once a second, each by one rename. So a process that dies at any moment leaves a folder that
@@ -7,74 +7,48 @@ can be read as it is, with every sample that ended up to the last second.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from enum import StrEnum
 from errno import EEXIST, ENOTEMPTY
 from functools import partial
 from itertools import chain, count
 from os import getpid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
-from megatoken.errors import ExitCode, StorageError, UsageError
+from megatoken.errors import StorageError, UsageError
 from megatoken.results.aggregation import aggregate, aggregate_fields
 from megatoken.results.files import plain, redact, storage_error, to_json, write_atomically, write_text
 from megatoken.results.nodes import run_node_rows
-from megatoken.results.shapes import check_environment, check_result
+from megatoken.results.run import (
+    CONFIG,
+    ENVIRONMENT,
+    MLPERF,
+    REQUESTS,
+    RESULT,
+    SCHEMA_VERSION,
+    SERIES,
+    Reason,
+    Run,
+    Verdict,
+    read_run,
+)
 from megatoken.results.statistics import seconds_under_load, summarise
-from megatoken.results.tables import SampleRow, SeriesRow, append, read_parquet, to_table, write_parquet
+from megatoken.results.tables import SampleRow, SeriesRow, append, to_table, write_parquet
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SCHEMA_VERSION = 1
 PERIOD_SECONDS = 1.0
 BUSY_SHARE = 0.05
-
-CONFIG = "config.yaml"
-ENVIRONMENT = "environment.json"
-MLPERF = "mlperf"
-REQUESTS = "requests.parquet"
-SERIES = "series.parquet"
-RESULT = "result.json"
-REPORT = "report.html"
 _HEAD = ("schema_version", "verdict", "reasons", "rules_unmet")  # of result.json, whatever the facts
-
-
-class Verdict(StrEnum):
-    """How a run ended; no number is shown without it."""
-
-    MEASURED = "MEASURED"
-    VALID = "VALID"
-    INVALID = "INVALID"
-    DEGRADED = "DEGRADED"
-    INTERRUPTED = "INTERRUPTED"
-
-    @property
-    def exit_code(self) -> ExitCode:
-        """What the process returns for this verdict."""
-        return {
-            Verdict.INVALID: ExitCode.INVALID,
-            Verdict.DEGRADED: ExitCode.DEGRADED,
-            Verdict.INTERRUPTED: ExitCode.INTERRUPTED,
-        }.get(self, ExitCode.OK)
-
-
-class Reason(TypedDict):
-    """Why a verdict is what it is, or a rule that was not met: a stable code and a sentence with the numbers."""
-
-    code: str
-    message: str
 
 
 def run_name(started: datetime, scenario: str, model: str) -> str:
@@ -340,89 +314,6 @@ class RunFolder:
             return aggregate_fields(aggregate(run_node_rows(run)))
         except UsageError:
             return None
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A run folder as read: enough to rebuild every number and every page about it."""
-
-    path: Path
-    verdict: Verdict
-    reasons: list[Reason]
-    rules_unmet: list[Reason]
-    doubts: list[Reason]  # about the measurement, of a run that claimed no rules
-    result: dict[str, Any]
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    requests: pa.Table
-    series: pa.Table
-
-
-def read_run(path: Path) -> Run:
-    """Read a run folder, finished or not.
-
-    Raises:
-        UsageError: the folder or files of it are missing or damaged; one line names every one of them.
-    """
-    if not path.is_dir():
-        raise UsageError(f"{path}: no such folder; give a run folder, such as runs/20261120T091233Z-offline-tiny")
-    readers: dict[str, Callable[[Path], Any]] = {
-        RESULT: lambda file: _checked_result(json.loads(file.read_bytes())),
-        CONFIG: lambda file: _mapping(yaml.safe_load(file.read_bytes())),
-        ENVIRONMENT: lambda file: _checked_environment(json.loads(file.read_bytes())),
-        REQUESTS: lambda file: read_parquet(file, SampleRow),
-        SERIES: lambda file: read_parquet(file, SeriesRow),
-    }
-    contents, problems = {}, []
-    for name, read in readers.items():
-        if (path / name).exists() and not (path / name).is_file():
-            problems.append(f"{name} is no file")  # a pipe would be waited for
-            continue
-        try:
-            contents[name] = read(path / name)
-        except FileNotFoundError:
-            problems.append(f"{name} is missing")
-        except (OSError, ValueError, TypeError, KeyError, NotImplementedError, RecursionError, yaml.YAMLError) as error:
-            problems.append(f"{name} is damaged ({' '.join(str(error).split())[:120]})")
-    if problems:
-        raise UsageError(f"{path} is not a whole run folder: {'; '.join(problems)}; copy it again or repeat the run")
-    result = contents[RESULT]
-    return Run(
-        path=path,
-        verdict=Verdict(result["verdict"]),
-        reasons=result["reasons"],
-        rules_unmet=result["rules_unmet"],
-        doubts=result.get("doubts", []),
-        result=result,
-        config=contents[CONFIG],
-        environment=contents[ENVIRONMENT],
-        requests=contents[REQUESTS],
-        series=contents[SERIES],
-    )
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError("not a mapping")
-    return value
-
-
-def _checked_result(value: Any) -> dict[str, Any]:
-    result = _mapping(value)
-    version = result.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise ValueError(f"schema_version {version!r}, this megatoken reads {SCHEMA_VERSION}")
-    Verdict(result["verdict"])
-    for reason in (*result["reasons"], *result["rules_unmet"], *result.get("doubts", [])):
-        _mapping(reason)["code"], reason["message"]
-    check_result(result)
-    return result
-
-
-def _checked_environment(value: Any) -> dict[str, Any]:
-    environment = _mapping(value)
-    check_environment(environment)
-    return environment
 
 
 def _rename_to_free_name(draft: Path, wanted: Path) -> Path:

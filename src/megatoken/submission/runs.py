@@ -20,7 +20,7 @@ from megatoken.audit.reading import UnreadableError, read_json_object
 from megatoken.errors import UsageError
 from megatoken.results import Run, Verdict, read_run
 from megatoken.results.numerals import count_of
-from megatoken.results.run_folder import MLPERF
+from megatoken.results.run import MLPERF
 from megatoken.submission.description import is_random, same_system
 
 DETAIL = "mlperf_log_detail.txt"

@@ -16,7 +16,7 @@ from megatoken.results import Run, read_run
 from megatoken.results.files import plain
 from megatoken.results.numerals import count_of
 from megatoken.results.repeats import REPEATS, summarise_repeats
-from megatoken.results.run_folder import RESULT
+from megatoken.results.run import RESULT
 
 COMPARED = ("verdict", "verdicts", "metrics", "percentiles", "confidence", "seeds")
 MOST_REPEATS = 1_000

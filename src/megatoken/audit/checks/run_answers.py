@@ -27,7 +27,7 @@ from megatoken.engine.config import REFERENCE, SHAPES, end_token_ids, model_fold
 from megatoken.errors import MegatokenError
 from megatoken.results import Run, Verdict
 from megatoken.results.numerals import count_of
-from megatoken.results.run_folder import MLPERF, RESULT
+from megatoken.results.run import MLPERF, RESULT
 
 LOG, TEXT, DOCUMENT = f"{MLPERF}/mlperf_log_accuracy.json", "accuracy/accuracy.txt", "accuracy/accuracy.json"
 VERIFIED, OWN_VERDICT = "compliance/TEST06/verify_accuracy.txt", "compliance/TEST06/compliance.json"

@@ -33,7 +33,7 @@ from megatoken.results import Verdict, read_run, summarise
 from megatoken.results.files import plain
 from megatoken.results.machine import rate_state, simulated_gpu
 from megatoken.results.numerals import count_of, natural
-from megatoken.results.run_folder import CONFIG, MLPERF, REQUESTS, RESULT
+from megatoken.results.run import CONFIG, MLPERF, REQUESTS, RESULT
 from megatoken.results.stability import Stability, judge_soak
 from megatoken.results.statistics import seconds_under_load
 

@@ -26,7 +26,7 @@ from megatoken.engine.memory import bytes_per_token, weight_bytes
 from megatoken.errors import MegatokenError
 from megatoken.results import Run, Verdict
 from megatoken.results.numerals import count_of
-from megatoken.results.run_folder import CONFIG, ENVIRONMENT, RESULT, SERIES
+from megatoken.results.run import CONFIG, ENVIRONMENT, RESULT, SERIES
 
 CORE_WAIT_SHARE = 0.05  # of the time, beyond which a run must say that it was kept waiting
 CORE_WAIT_DRIFT = 0.02  # the note has whole percents

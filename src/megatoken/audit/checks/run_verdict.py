@@ -22,7 +22,7 @@ from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.reading import mapping
 from megatoken.audit.view import observe
 from megatoken.results import Run, Verdict
-from megatoken.results.run_folder import CONFIG, RESULT
+from megatoken.results.run import CONFIG, RESULT
 from megatoken.results.statistics import SOAK, Samples
 
 CONFIGURED = ("scenario", "mode", "rules", "precision", "text")  # what result.json says as config.yaml does
