@@ -25,7 +25,7 @@ def taught(prices: tuple[float, float, float], target: float, noise: float = 0.0
     for _ in range(steps):
         rows = rng.randint(1, 1536)
         cached = rng.randint(0, rows * 800)
-        learnt.note(rows, cached, cost(prices, rows, cached) * math.exp(rng.gauss(0, noise)))
+        learnt.note(rows, cached, cost(prices, rows, cached) * math.exp(rng.gauss(0, noise)), decodes=True)
     learnt.saved_seconds = 0.0
     return learnt
 
@@ -59,12 +59,12 @@ def test_what_steps_save_a_prompt_gets_and_debts_it_does_not_pay() -> None:
     before = learnt.prompt_rows(50, 20_000)
     assert before < 200
     for _ in range(20):
-        learnt.note(50, 20_000, cost(PRICES[0], 50, 20_000))
+        learnt.note(50, 20_000, cost(PRICES[0], 50, 20_000), decodes=True)
     assert learnt.saved_seconds == pytest.approx(20 * (0.04 - cost(PRICES[0], 50, 20_000)))
     rows = learnt.prompt_rows(50, 20_000)
     assert rows == 1486
     for _ in range(3):
-        learnt.note(50 + rows, 20_000 + rows * 700, cost(PRICES[0], 50 + rows, 20_000 + rows * 700))
+        learnt.note(50 + rows, 20_000 + rows * 700, cost(PRICES[0], 50 + rows, 20_000 + rows * 700), decodes=True)
     assert learnt.saved_seconds < 0
     assert learnt.prompt_rows(50, 20_000) == pytest.approx(before, abs=2)
 
@@ -89,7 +89,7 @@ def test_what_was_saved_is_spent_once_however_many_steps_are_on_their_way(in_fli
         seconds.append(cost(PRICES[0], *on_the_way[-1]))
         if len(on_the_way) > in_flight:
             step = on_the_way.popleft()
-            learnt.note(*step, cost(PRICES[0], *step))
+            learnt.note(*step, cost(PRICES[0], *step), decodes=True)
     assert max(seconds) > 4 * 0.04
     assert sum(seconds) <= (12 + 1.05 * MOST_SAVED) * 0.04
 
@@ -97,9 +97,9 @@ def test_what_was_saved_is_spent_once_however_many_steps_are_on_their_way(in_fli
 def test_savings_and_debts_have_an_end() -> None:
     learnt = StepTime(0.1, 1024)
     for _ in range(1000):
-        learnt.note(1, 10, 0.01)
+        learnt.note(1, 10, 0.01, decodes=True)
     assert learnt.saved_seconds == pytest.approx(MOST_SAVED * 0.1)
-    learnt.note(1, 10, 3000.0)
+    learnt.note(1, 10, 3000.0, decodes=True)
     assert learnt.saved_seconds == pytest.approx(-MOST_SAVED * 0.1)
 
 
@@ -110,7 +110,7 @@ def test_a_step_of_prompts_alone_delays_nobody() -> None:
     learnt.note(1536, 1_000_000, 0.25, decodes=False)
     assert learnt.saved_seconds == 0.0
     assert learnt.prompt_rows(50, 20_000) == pytest.approx(before, rel=0.05)
-    learnt.note(1536, 1_000_000, 0.25)
+    learnt.note(1536, 1_000_000, 0.25, decodes=True)
     assert learnt.saved_seconds == pytest.approx(0.04 - 0.25)
 
 
@@ -148,7 +148,7 @@ def test_a_target_that_one_alone_misses_holds_nobody_up() -> None:
 def test_one_step_that_waited_for_a_compiler_changes_little() -> None:
     learnt = taught(PRICES[0], 0.1)
     before = learnt.prompt_rows(300, 120_000)
-    learnt.note(700, 280_000, 60.0)
+    learnt.note(700, 280_000, 60.0, decodes=True)
     learnt.saved_seconds = 0.0
     assert learnt.prompt_rows(300, 120_000) == pytest.approx(before, rel=0.05)
 
@@ -158,14 +158,14 @@ def test_prices_follow_a_machine_that_slows_down() -> None:
     rng = random.Random(4)
     for _ in range(1500):
         rows = rng.randint(1, 1536)
-        learnt.note(rows, rows * 300, 5 * cost(PRICES[0], rows, rows * 300))
+        learnt.note(rows, rows * 300, 5 * cost(PRICES[0], rows, rows * 300), decodes=True)
     assert learnt.expected_seconds(800, 240_000) == pytest.approx(5 * cost(PRICES[0], 800, 240_000), rel=0.05)
 
 
 def test_steps_that_are_all_alike_still_tell_their_own_time() -> None:
     learnt = StepTime(0.1, 64)
     for _ in range(50):
-        learnt.note(20, 4_000, 0.03)
+        learnt.note(20, 4_000, 0.03, decodes=True)
     assert learnt.expected_seconds(20, 4_000) == pytest.approx(0.03, rel=0.01)
     assert 0 < learnt.prompt_rows(20, 4_000) <= 44
 
@@ -181,7 +181,7 @@ def test_whatever_was_seen_the_budget_is_within_bounds(
 ) -> None:
     learnt = StepTime(0.1, 1024)
     for rows, tokens, seconds in steps:
-        learnt.note(rows, tokens, seconds)
+        learnt.note(rows, tokens, seconds, decodes=True)
     rows = learnt.prompt_rows(decodes, cached)
     assert min(1024 - decodes, 64) <= rows <= 1024 or (decodes >= 1024 and rows == 0)
     most = learnt.most_sequences(decodes, cached)
@@ -223,7 +223,7 @@ def test_a_queue_is_served_in_order_and_decodes_stay_within_the_target() -> None
             begun += 1
             waits.append(now - arrived)
         seconds = cost(prices, rows, cached) * math.exp(rng.gauss(0, 0.03))
-        learnt.note(rows, cached, seconds)
+        learnt.note(rows, cached, seconds, decodes=True)
         now += seconds
         steps += 1
         slow += seconds > 0.066

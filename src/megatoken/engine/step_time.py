@@ -60,7 +60,7 @@ class StepTime:
         self._prices: NDArray[np.float64] | None = None
         self.saved_seconds = 0.0
 
-    def note(self, rows: int, cached_tokens: int, seconds: float, *, decodes: bool = True) -> None:
+    def note(self, rows: int, cached_tokens: int, seconds: float, *, decodes: bool) -> None:
         """Takes the time of a step that ran; one without rows or of no plausible time is ignored.
 
         Args:
