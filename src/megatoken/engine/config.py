@@ -88,7 +88,7 @@ class ModelConfig:
         if head_dim % 2:
             raise keys.refuse("head_dim", f"rotary positions need an even head size, not {head_dim}")
 
-        max_positions = keys.integer("max_position_embeddings")
+        max_positions, vocabulary_size = keys.integer("max_position_embeddings"), keys.integer("vocab_size")
         llama, qwen3 = architecture == "LlamaForCausalLM", architecture == "Qwen3ForCausalLM"
         attention_bias = (llama or qwen3) and keys.boolean("attention_bias")
         return cls(
@@ -99,7 +99,7 @@ class ModelConfig:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            vocabulary_size=keys.integer("vocab_size"),
+            vocabulary_size=vocabulary_size,
             max_positions=min(max_positions, _attention_window(keys, architecture)),
             rms_norm_epsilon=keys.number("rms_norm_eps", 1e-6),
             rope=_rope(keys, max_positions),
@@ -108,7 +108,7 @@ class ModelConfig:
             output_bias=attention_bias,
             mlp_bias=llama and keys.boolean("mlp_bias"),
             qk_norm=qwen3,
-            end_token_ids=end_token_ids(values, source),
+            end_token_ids=end_token_ids(values, source, vocabulary_size),
         )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -261,7 +261,9 @@ def _name(folder: Path) -> str:
     return REFERENCE if folder == _REFERENCE_FOLDER else folder.name
 
 
-def end_token_ids(values: Mapping[str, object], source: Path) -> tuple[int, ...]:
+def end_token_ids(
+    values: Mapping[str, object], source: Path, vocabulary_size: int = _LARGEST_INTEGER
+) -> tuple[int, ...]:
     """``eos_token_id`` of a ``config.json`` or ``generation_config.json``: absent, one id or a list of ids.
 
     Raises:
@@ -274,6 +276,8 @@ def end_token_ids(values: Mapping[str, object], source: Path) -> tuple[int, ...]
     each = ids if isinstance(ids, list) else [ids]
     if not all(_is_integer(item, 0, _LARGEST_INTEGER) for item in each):
         raise keys.refuse("eos_token_id", "expected a token id or a list of them")
+    if any(item >= vocabulary_size for item in each):
+        raise keys.refuse("eos_token_id", f"expected ids of the vocabulary, 0 to {vocabulary_size - 1}")
     return tuple(each)
 
 
