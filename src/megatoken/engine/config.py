@@ -219,7 +219,7 @@ def find_shape(name: str) -> ModelConfig:
         CheckpointError: there is none.
     """
     if name not in SHAPES:
-        raise CheckpointError(f"{name}: not one of the named shapes {', '.join(SHAPES)}")
+        raise CheckpointError(f"{name}: not one of the named shapes; give --model, one of {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
