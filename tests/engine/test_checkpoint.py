@@ -223,7 +223,9 @@ def test_sliding_window_caps_the_context_where_attention_stops_being_full(archit
 )
 def test_sliding_window_defaults(architecture: str, keys: dict[str, object], max_positions: int) -> None:
     values = {**SMALL, "architectures": [architecture], "max_position_embeddings": 9000, **keys}
-    assert ModelConfig.from_hugging_face(values, Path("model/config.json")).max_positions == max_positions
+    config = ModelConfig.from_hugging_face(values, Path("model/config.json"))
+    assert config.max_positions == max_positions
+    assert config.sliding_window == (max_positions if max_positions < 9000 else None)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeGuard
 
@@ -55,6 +55,9 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     end_token_ids: tuple[int, ...] = ()
+    # The attention window that max_positions ends at; None: it ends where the model's positions do. What computes is
+    # the same, so the hash of random weights, made of what is printed of a shape, does not have it.
+    sliding_window: int | None = field(default=None, repr=False)
 
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, object], source: Path) -> ModelConfig:
@@ -90,6 +93,7 @@ class ModelConfig:
 
         max_positions, vocabulary_size = keys.integer("max_position_embeddings"), keys.integer("vocab_size")
         llama, qwen3 = architecture == "LlamaForCausalLM", architecture == "Qwen3ForCausalLM"
+        window = _attention_window(keys, architecture)
         attention_bias = (llama or qwen3) and keys.boolean("attention_bias")
         return cls(
             name=_name(source.parent.resolve()),
@@ -100,7 +104,7 @@ class ModelConfig:
             kv_heads=kv_heads,
             head_dim=head_dim,
             vocabulary_size=vocabulary_size,
-            max_positions=min(max_positions, _attention_window(keys, architecture)),
+            max_positions=min(max_positions, window),
             rms_norm_epsilon=keys.number("rms_norm_eps", 1e-6),
             rope=_rope(keys, max_positions),
             tied_embeddings=keys.boolean("tie_word_embeddings"),
@@ -109,6 +113,7 @@ class ModelConfig:
             mlp_bias=llama and keys.boolean("mlp_bias"),
             qk_norm=qwen3,
             end_token_ids=end_token_ids(values, source, vocabulary_size),
+            sliding_window=window if window < max_positions else None,
         )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
