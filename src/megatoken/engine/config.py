@@ -279,11 +279,12 @@ def end_token_ids(
     if ids is None:
         return ()
     each = ids if isinstance(ids, list) else [ids]
-    if not all(_is_integer(item, 0, _LARGEST_INTEGER) for item in each):
+    found = tuple(item for item in each if _is_integer(item, 0, _LARGEST_INTEGER))
+    if len(found) != len(each):
         raise keys.refuse("eos_token_id", "expected a token id or a list of them")
-    if any(item >= vocabulary_size for item in each):
+    if max(found, default=0) >= vocabulary_size:
         raise keys.refuse("eos_token_id", f"expected ids of the vocabulary, 0 to {vocabulary_size - 1}")
-    return tuple(each)
+    return found
 
 
 def _architecture(keys: Keys) -> str:

@@ -222,6 +222,15 @@ class Hub:
         with self._lock:
             return [one.place for peer in self._peers.values() for one in peer.replicas]
 
+    def withdraw(self) -> list[int]:
+        """Drops every sample that no replica holds; their ids."""
+        with self._lock:
+            withdrawn = list(self._queue)
+            self._queue.clear()
+            for sample in withdrawn:
+                del self._requests[sample]
+            return withdrawn
+
     def cancel_all(self) -> None:
         """Drops every sample and waits until the replicas hold none."""
         with self._lock:
