@@ -144,6 +144,42 @@ def test_a_prompt_from_the_command_line_is_streamed(model: Path, tmp_path: Path)
     assert (code, stdout, err) == (0, json.loads(out.read_text())["text"] + "\n", "")
 
 
+def test_a_streamed_prompt_is_held_against_vocabulary_and_context_like_one_of_a_file(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model")
+    tokenizer = directory / "tokenizer.json"
+    read = json.loads(tokenizer.read_text())
+    context = json.loads((directory / "config.json").read_text())["max_position_embeddings"]
+    prompt = "a" * (context - 9)
+    out = tmp_path / "out.jsonl"
+    prompts = write_lines(tmp_path / "in.jsonl", {"prompt": prompt})
+    assert generate("--model", directory, "--prompts", prompts, "--out", out)[0] == 0
+    answer = json.loads(out.read_text())
+    assert (len(answer["token_ids"]), answer["finish_reason"]) == (9, "length")
+    assert generate("--model", directory, "--prompt", prompt) == (0, answer["text"] + "\n", "")
+    assert generate("--model", directory, "--prompt", prompt, "--max-tokens", 10) == (
+        2,
+        "",
+        f"megatoken: --prompt: a prompt of {context - 9} tokens and max_tokens 10 exceed the context of {context}; "
+        "lower max_tokens to 9, or raise max_length where model and cache allow more\n",
+    )
+
+    read["model"]["vocab"]["a"] = 300
+    tokenizer.write_text(json.dumps(read))
+    warning = f"warning: {tokenizer} has ids up to 300, the model's vocabulary ends at 255: "
+    code, stdout, err = generate("--model", directory, "--prompt", "ba")
+    assert (code, stdout) == (2, "")
+    assert err.startswith(warning) and err.splitlines()[1:] == [
+        "megatoken: --prompt: token id 300 at index 1 is outside the vocabulary of 256 (0 to 255); "
+        "use the model's own tokenizer"
+    ]
+    code, _, err = generate("--model", directory, "--prompts", write_lines(prompts, {"prompt": "b"}), "--out", out)
+    assert code == 0
+    assert err.startswith(warning) and err.count("\n") == 1
+    dry_run = ("run", "--model", directory, "--dry-run", "--out", tmp_path)
+    assert f"# {warning.removeprefix('warning: ')}" in call_here(*dry_run, "--prompts", prompts)[1]
+    assert "has ids up to" not in call_here(*dry_run)[1]  # no text, no tokenizer
+
+
 def test_an_interrupted_stream_says_that_its_answer_is_cut_off(model: Path) -> None:
     config = load_run_config(None, {"model": str(model), "max-tokens": "30"})
     pieces = stream_prompt(config, load_answer_config({}), "hello")

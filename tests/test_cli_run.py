@@ -228,6 +228,45 @@ def test_a_context_too_short_for_the_prompts_that_ship(tmp_path: Path, sizes: st
     assert call_here("run", "--dry-run", "--out", tmp_path, *advised)[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("H200", "reference: not one of the named shapes; give --model, one of tiny, "),
+        ("GB3000 --model llama2-70b", "GPU 'GB3000' is not in gpu_specs.csv; did you mean GB300?"),
+        ("H200 --model llama2-70b --precision fp4", "H200 is not known to multiply in fp4; take one of bf16, fp8"),
+        ("H200 --model llama3.1-405b", "llama3.1-405b in bf16 does not fit: "),
+        (
+            "H200 --model llama2-70b --engine.tensor_parallel 8",
+            "engine.tensor_parallel 8 does not divide the 4 GPUs of a simulated node; change it or rack.simulated_gpus",
+        ),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_before_a_cluster_is_looked_for(
+    tmp_path: Path, flags: str, message: str
+) -> None:
+    nobody = ("--rack", "127.0.0.1:1", "--out", tmp_path, "--rack.simulated_gpu")
+    code, stdout, err = call_here("run", *nobody, *flags.split())
+    assert (code, stdout) == (2, "")
+    assert err.startswith(f"megatoken: {message}") and err.count("\n") == 1
+
+
+def test_a_context_that_ends_at_a_sliding_window_says_so(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model")
+    file = directory / "config.json"
+    values = json.loads(file.read_text())
+    dry_run = ("run", "--dry-run", "--model", directory, "--out", tmp_path / "runs")
+    assert "sliding_window" not in call_here(*dry_run)[1]
+    file.write_text(json.dumps(values | {"architectures": ["MistralForCausalLM"], "sliding_window": 16}))
+    code, stdout, _ = call_here(*dry_run)
+    assert code == 0 and "# the context ends at the sliding_window of model, 16 tokens: " in stdout
+    assert "sliding_window" not in call_here(*dry_run, "--engine.max_length", 15)[1]  # what was asked for ends it
+    for rack in ((), ("--rack", "127.0.0.1:1")):
+        code, stdout, err = call_here(*dry_run, "--engine.max_length", 64, *rack)
+        assert (code, stdout) == (2, "")
+        assert err.startswith("megatoken: max_length 64 is more than the sliding_window of model, 16: ")
+        assert err.endswith("; lower it to 16\n")
+
+
 def test_flags_may_be_typed_with_underscores(tmp_path: Path) -> None:
     flags = ("--dry_run", "--min_duration", 7, "--engine.max-rows=64", "--warm_up", 1)
     code, stdout, err = call_here("run", "--json", "--out", tmp_path, *flags)

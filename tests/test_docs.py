@@ -1,5 +1,6 @@
 """docs/: every flag that a command has, and every field that a run writes, is told."""
 
+import ast
 import json
 import re
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+import megatoken
 from cli_support import call_here, make_checkpoint
 from megatoken.cli.application import app
 from megatoken.config import FLAG_ALIASES, KEYS
@@ -17,6 +19,8 @@ from told_fields import fields, untold_fields
 
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.insert(0, str(Path(__file__).parent / "harness"))
+SOURCES = Path(megatoken.__file__).parent
+MAKERS = {"Reason", "Saturation", "_reason", "_shortfall"}  # what makes a reason of a code, and its first argument
 SHARED = {"audit", "aggregate", "compare", "plan"}  # result documents, whose two flags have a section of their own
 
 
@@ -53,6 +57,60 @@ def test_every_key_of_the_configuration_is_told() -> None:
     told = section("run")
     assert {key for key in KEYS if f"`{key}`" not in told} == set()
     assert {alias for alias in FLAG_ALIASES if f"`--{alias.replace('_', '-')}`" not in told} == set()
+
+
+def reason_codes(source: str) -> set[str]:
+    """Codes that a module gives: what it hands to those that make a reason.
+
+    Where the code is put together or comes out of a list, any single word in capitals of that function may be it.
+    """
+    found = set()
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        texts = [one.value for one in ast.walk(function) if isinstance(one, ast.Constant) and type(one.value) is str]
+        words = [text for text in texts if re.fullmatch("[A-Z]{2,}", text)]
+        for call in ast.walk(function):
+            if not isinstance(call, ast.Call) or getattr(call.func, "id", "") not in MAKERS:
+                continue
+            code = next((one.value for one in call.keywords if one.arg == "code"), call.args[0] if call.args else None)
+            match code:
+                case ast.Constant():
+                    found.add(code.value)
+                case ast.JoinedStr():
+                    parts = [one.value if isinstance(one, ast.Constant) else "{}" for one in code.values]
+                    found |= {"".join(parts).format(word) for word in words}
+                case ast.Name():
+                    found |= set(words)
+        for entry in ast.walk(function):
+            if isinstance(entry, ast.Dict):
+                pairs = zip(entry.keys, entry.values, strict=True)
+                found |= {
+                    value.value for key, value in pairs if is_text(key, "code") and isinstance(value, ast.Constant)
+                }
+    return found
+
+
+def is_text(node: ast.AST | None, text: str) -> bool:
+    return isinstance(node, ast.Constant) and node.value == text
+
+
+def tables(text: str) -> Iterator[list[list[str]]]:
+    """Cells of every table, the head first."""
+    for table in re.findall(r"(?:^\|.*\|\n)+", text, flags=re.MULTILINE):
+        yield [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
+
+
+def test_every_reason_code_is_told_with_what_to_do() -> None:
+    rooms = [SOURCES / room for room in ("harness", "results", "accuracy")]
+    codes = {code for room in rooms for path in room.rglob("*.py") for code in reason_codes(path.read_text())}
+    assert {"LOST_REPLICAS", "TPOT_LIMIT", "DRIFT", "NO_VALID_RATE", "FALLS_SHORT", "INTERRUPTED"} <= codes
+    told = set()
+    for page in ("commands.md", "scenarios.md"):
+        for head, _, *rows in tables((DOCS / page).read_text()):
+            if head[0] == "code" and head[-1].rstrip(" |") == "what to do":
+                told |= {code for row in rows if row[-1].rstrip(" |") for code in re.findall("`([A-Z_]+)`", row[0])}
+    assert told == codes
 
 
 def queueing_runs(folder: Path) -> Iterator[dict[str, Any]]:

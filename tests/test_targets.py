@@ -62,6 +62,23 @@ def test_cancelled_samples_are_gone_and_leave_no_event(engine: Engine) -> None:
     assert sum(len(event.token_ids) for event in events) == 4
 
 
+def test_what_was_not_begun_is_withdrawn_and_leaves_no_event(engine: Engine) -> None:
+    target = InProcessTarget(engine)
+    for index, request in enumerate(REQUESTS):
+        target.submit(index, request)
+    begun = {event.sample_id for event in target.poll(timeout_seconds=0.1)}
+    held = 8 - target.counters().waiting
+    assert begun and 0 < held < 8
+    assert target.withdraw() == list(range(held, 8))
+    assert target.withdraw() == []
+    ended = []
+    while target.counters().in_flight:
+        events = target.poll(timeout_seconds=0.1)
+        ended += [event.sample_id for event in events if event.finish_reason is not None]
+    assert sorted(ended) == list(range(held))
+    assert target.poll(timeout_seconds=0.1) == []
+
+
 def test_facts_are_the_engines_own(engine: Engine) -> None:
     facts = InProcessTarget(engine).facts()
     assert facts["memory_plan"] == asdict(engine.memory_plan)

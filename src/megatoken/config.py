@@ -142,7 +142,9 @@ class RunConfig(_Section):
     lengths: GivenPath | None = Field(default=None, description="CSV of input_tokens,output_tokens")
     max_tokens: Count = Field(default=128, description="answer length of prompts that state none")
     samples: Count | None = Field(
-        default=None, le=100_000_000, description="samples to issue; null: enough for the duration"
+        default=None,
+        le=100_000_000,
+        description="samples to issue, with rack.count per_node on every node; null: enough for the duration",
     )
     min_duration_seconds: Seconds | None = Field(
         default=None, description="shortest run; null: 600 under rules, otherwise about 15 if samples is null"

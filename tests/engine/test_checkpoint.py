@@ -223,7 +223,9 @@ def test_sliding_window_caps_the_context_where_attention_stops_being_full(archit
 )
 def test_sliding_window_defaults(architecture: str, keys: dict[str, object], max_positions: int) -> None:
     values = {**SMALL, "architectures": [architecture], "max_position_embeddings": 9000, **keys}
-    assert ModelConfig.from_hugging_face(values, Path("model/config.json")).max_positions == max_positions
+    config = ModelConfig.from_hugging_face(values, Path("model/config.json"))
+    assert config.max_positions == max_positions
+    assert config.sliding_window == (max_positions if max_positions < 9000 else None)
 
 
 @pytest.mark.parametrize(
@@ -349,6 +351,13 @@ def test_configuration_that_is_not_json(broken: Path, file: str, content: bytes)
 def test_generation_configuration_refused(broken: Path) -> None:
     edit_json(broken / "generation_config.json", eos_token_id={"a": 1})
     assert "generation_config.json: eos_token_id is {'a': 1}" in refusal(broken)
+    vocabulary_size = json.loads((broken / "config.json").read_text())["vocab_size"]
+    edit_json(broken / "generation_config.json", eos_token_id=[2, vocabulary_size])
+    assert f"generation_config.json: eos_token_id is [2, {vocabulary_size}]; expected ids of the vocabulary" in refusal(
+        broken
+    )
+    edit_json(broken / "generation_config.json", eos_token_id=[2, vocabulary_size - 1])
+    assert read_config(broken).end_token_ids == (2, vocabulary_size - 1)
 
 
 def test_quantized_by_a_file_of_its_own(broken: Path) -> None:

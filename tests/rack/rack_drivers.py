@@ -33,8 +33,8 @@ class RayNodes:
 
 
 @contextmanager
-def ray_nodes() -> Iterator[RayNodes]:
-    """The cluster of ``ray_nodes.py``, until it is left; whatever is dead of it by then."""
+def ray_nodes(**other: str) -> Iterator[RayNodes]:
+    """The cluster of ``ray_nodes.py``, until it is left; whatever is dead by then; ``other`` is of its environment."""
     # A short name: Ray makes sockets in there.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -46,7 +46,7 @@ def ray_nodes() -> Iterator[RayNodes]:
                 stdout=subprocess.PIPE,
                 stderr=sink,
                 text=True,
-                env=environment(folder),
+                env=environment(folder) | other,
                 start_new_session=True,
             ) as process,
         ):

@@ -77,11 +77,12 @@ def test_an_address_that_is_stale_costs_seconds(
     with pytest.raises(UsageError) as caught:
         address.find_cluster(silent, notes.append)
     start = f"no Ray cluster answers at {silent}"
-    assert str(caught.value) == f"{start}; start one with: ray start --head, or give --rack auto"
+    assert str(caught.value) == f"{start}; start one with: RAY_AUTH_MODE=token ray start --head, or give --rack auto"
     monkeypatch.setenv("RAY_ADDRESS", silent)
     with pytest.raises(UsageError) as caught:
         address.find_cluster("auto", notes.append)
-    assert str(caught.value) == f"{start}, the RAY_ADDRESS; start one with: ray start --head, or unset it"
+    mend = "start one with: RAY_AUTH_MODE=token ray start --head, or unset it"
+    assert str(caught.value) == f"{start}, the RAY_ADDRESS; {mend}"
     assert len(notes) == 1
 
 
@@ -100,12 +101,33 @@ def test_a_head_whose_node_is_dead_is_refused_at_once(end: signal.Signals, left_
         with pytest.raises(UsageError) as caught:
             Cluster(nodes.address, note=print)
         gone = f"no node of the Ray cluster at {nodes.address}"
-        mend = f"start one with: ray start --address={nodes.address}, or give --rack auto"
+        mend = f"start one with: RAY_AUTH_MODE=token ray start --address={nodes.address}, or give --rack auto"
         assert str(caught.value) == f"{gone} runs on this machine; {mend}"
         left_behind.write_text(nodes.address)
         notes: list[str] = []
         assert address.find_cluster("auto", notes.append) is None
         assert notes == [f"{gone}, which {left_behind} names, runs here; takes this machine alone"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "message"),
+    [
+        ("token", None, "asks for its token; set RAY_AUTH_MODE=token for this command too, and RAY_AUTH_TOKEN where "),
+        ("disabled", "token", "knows no token, and RAY_AUTH_MODE is token here; start it with: RAY_AUTH_MODE=token "),
+    ],
+)
+def test_a_token_that_one_side_alone_has_is_refused_at_once(
+    theirs: str, ours: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ray_nodes(RAY_AUTH_MODE=theirs) as nodes:
+        monkeypatch.setenv("RAY_AUTH_MODE", theirs)
+        address.check_token(nodes.address)
+        monkeypatch.delenv("RAY_AUTH_MODE")
+        if ours is not None:
+            monkeypatch.setenv("RAY_AUTH_MODE", ours)
+        with pytest.raises(UsageError) as caught:
+            Cluster(nodes.address, note=print)
+        assert str(caught.value).startswith(f"the Ray cluster at {nodes.address} {message}")
 
 
 def test_a_cluster_that_starts_nothing_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -342,6 +342,20 @@ def test_cancelled_samples_never_answer(rig: Rig) -> None:
     assert set(run_to_the_end(target, 1)) == {7}
 
 
+def test_what_no_replica_holds_is_withdrawn(rig: Rig) -> None:
+    rig.add(0)
+    target = RackTarget(rig.hub, {}, streams=rig.streams)
+    for number in range(300):
+        target.submit(number, Request([3, 5], 10, ignore_end_token=True))
+    target.poll(0.1)
+    withdrawn = target.withdraw()
+    held = 300 - len(withdrawn)
+    assert 0 < held < 300 and withdrawn == list(range(held, 300))
+    assert target.counters().waiting == 0
+    assert set(run_to_the_end(target, held)) == set(range(held))
+    assert (target.counters().in_flight, target.poll(0.1)) == (0, [])
+
+
 def test_a_rack_without_replicas_gives_up(rig: Rig) -> None:
     rig.add(0)
     target = RackTarget(rig.hub, {}, streams=rig.streams)

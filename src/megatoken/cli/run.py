@@ -47,7 +47,7 @@ def run(
     mode: Annotated[str | None, typer.Option(metavar="performance|accuracy")] = None,
     prompts: Prompts = None,
     lengths: Lengths = None,
-    samples: Annotated[str | None, typer.Option(metavar="N", help="Samples to issue.")] = None,
+    samples: Annotated[str | None, typer.Option(metavar="N", help="Samples to issue; per_node: on each.")] = None,
     min_duration: Annotated[str | None, typer.Option(metavar="SECONDS", help="Shortest duration of the run.")] = None,
     rate: Annotated[str | None, typer.Option(metavar="SAMPLES/S", help="Rate offered in server, interactive.")] = None,
     find_rate: Annotated[bool, typer.Option("--find-rate", help="Search the highest valid rate, confirm it.")] = False,

@@ -83,6 +83,38 @@ _NO_SEED = -1
 _PACKED_OPTIONS = struct.Struct("<idIdq?")
 
 
+def check_ids(place: str, kind: str, ids: Sequence[int], vocabulary_size: int) -> None:
+    """Refuses ids outside the vocabulary. Raises DatasetError, which begins with ``place``."""
+    if ids and (min(ids) < 0 or max(ids) >= vocabulary_size):
+        index, wrong = next(entry for entry in enumerate(ids) if not 0 <= entry[1] < vocabulary_size)
+        shown = str(wrong) if abs(wrong) < 2**64 else "of more than 64 bits"
+        raise DatasetError(
+            f"{place}: {kind} {shown} at index {index} is outside the vocabulary of {vocabulary_size:,} "
+            f"(0 to {vocabulary_size - 1}); use the model's own tokenizer"
+        )
+
+
+def answer_room(place: str, prompt_tokens: int, max_tokens: int | None, max_length: int) -> int:
+    """Tokens that the context leaves an answer, which must be as many as were asked for; None: at least one.
+
+    Raises:
+        DatasetError: they are fewer; it begins with ``place``.
+    """
+    room = max_length - prompt_tokens
+    prompt = f"{place}: a prompt of {count_of(prompt_tokens, 'token')}"
+    if room < 1:
+        raise DatasetError(
+            f"{prompt} leaves no room for an answer in the context of {max_length:,}; shorten it to "
+            f"{max_length - 1:,}, or raise max_length where model and cache allow more"
+        )
+    if max_tokens is not None and max_tokens > room:
+        raise DatasetError(
+            f"{prompt} and max_tokens {max_tokens:,} exceed the context of {max_length:,}; lower max_tokens to "
+            f"{room:,}, or raise max_length where model and cache allow more"
+        )
+    return room
+
+
 class RequestRows:
     """Checks prompts against model and context and keeps them end to end in flat buffers."""
 
@@ -110,25 +142,13 @@ class RequestRows:
         """Takes one more row. Raises DatasetError, which begins with ``place``, if it cannot be served."""
         if not ids:
             raise DatasetError(f"{place}: the prompt is empty; a request needs at least one token")
-        self._check_ids(place, "token id", ids)
-        self._check_ids(place, "stop token id", stop_token_ids)
-        room = self._max_length - len(ids)
-        if room < 1:
-            raise DatasetError(
-                f"{place}: a prompt of {count_of(len(ids), 'token')} leaves no room for an answer in the context of "
-                f"{self._max_length:,}; shorten it to {self._max_length - 1:,}, or raise max_length "
-                "where model and cache allow more"
-            )
+        check_ids(place, "token id", ids, self._vocabulary_size)
+        check_ids(place, "stop token id", stop_token_ids, self._vocabulary_size)
+        room = answer_room(place, len(ids), max_tokens, self._max_length)
         if max_tokens is None:
             self._default_used = True
             max_tokens = min(self._default_max_tokens, room)
             self._shortened += max_tokens < self._default_max_tokens
-        elif max_tokens > room:
-            raise DatasetError(
-                f"{place}: a prompt of {count_of(len(ids), 'token')} and max_tokens {max_tokens:,} exceed the "
-                f"context of {self._max_length:,}; lower max_tokens to {room:,}, or raise max_length where model and "
-                "cache allow more"
-            )
         if stop_token_ids:
             self._stop_token_ids[len(self._ends) - 1] = stop_token_ids
         self.tokens.fromlist(ids)
@@ -141,15 +161,6 @@ class RequestRows:
             _NO_SEED if sampling.seed is None else sampling.seed,
             ignore_end_token,
         )
-
-    def _check_ids(self, place: str, kind: str, ids: Sequence[int]) -> None:
-        if ids and (min(ids) < 0 or max(ids) >= self._vocabulary_size):
-            index, wrong = next(entry for entry in enumerate(ids) if not 0 <= entry[1] < self._vocabulary_size)
-            shown = str(wrong) if abs(wrong) < 2**64 else "of more than 64 bits"
-            raise DatasetError(
-                f"{place}: {kind} {shown} at index {index} is outside the vocabulary of {self._vocabulary_size:,} "
-                f"(0 to {self._vocabulary_size - 1}); use the model's own tokenizer"
-            )
 
     def dataset(self, content_hash: str) -> Dataset:
         """The rows taken so far. Raises DatasetError if there are none."""

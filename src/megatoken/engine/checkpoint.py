@@ -182,7 +182,8 @@ def read_config(directory: Path) -> ModelConfig:
         generation = directory / "generation_config.json"
         if generation.is_file():
             # The file replaces what config.json says, also by saying nothing: transformers reads it so.
-            config = replace(config, end_token_ids=end_token_ids(read_json(generation), generation))
+            ids = end_token_ids(read_json(generation), generation, config.vocabulary_size)
+            config = replace(config, end_token_ids=ids)
     return config
 
 

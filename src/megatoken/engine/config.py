@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeGuard
 
@@ -55,6 +55,9 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     end_token_ids: tuple[int, ...] = ()
+    # The attention window that max_positions ends at; None: it ends where the model's positions do. What computes is
+    # the same, so the hash of random weights, made of what is printed of a shape, does not have it.
+    sliding_window: int | None = field(default=None, repr=False)
 
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, object], source: Path) -> ModelConfig:
@@ -88,8 +91,9 @@ class ModelConfig:
         if head_dim % 2:
             raise keys.refuse("head_dim", f"rotary positions need an even head size, not {head_dim}")
 
-        max_positions = keys.integer("max_position_embeddings")
+        max_positions, vocabulary_size = keys.integer("max_position_embeddings"), keys.integer("vocab_size")
         llama, qwen3 = architecture == "LlamaForCausalLM", architecture == "Qwen3ForCausalLM"
+        window = _attention_window(keys, architecture)
         attention_bias = (llama or qwen3) and keys.boolean("attention_bias")
         return cls(
             name=_name(source.parent.resolve()),
@@ -99,8 +103,8 @@ class ModelConfig:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            vocabulary_size=keys.integer("vocab_size"),
-            max_positions=min(max_positions, _attention_window(keys, architecture)),
+            vocabulary_size=vocabulary_size,
+            max_positions=min(max_positions, window),
             rms_norm_epsilon=keys.number("rms_norm_eps", 1e-6),
             rope=_rope(keys, max_positions),
             tied_embeddings=keys.boolean("tie_word_embeddings"),
@@ -108,7 +112,8 @@ class ModelConfig:
             output_bias=attention_bias,
             mlp_bias=llama and keys.boolean("mlp_bias"),
             qk_norm=qwen3,
-            end_token_ids=end_token_ids(values, source),
+            end_token_ids=end_token_ids(values, source, vocabulary_size),
+            sliding_window=window if window < max_positions else None,
         )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -219,7 +224,7 @@ def find_shape(name: str) -> ModelConfig:
         CheckpointError: there is none.
     """
     if name not in SHAPES:
-        raise CheckpointError(f"{name}: not one of the named shapes {', '.join(SHAPES)}")
+        raise CheckpointError(f"{name}: not one of the named shapes; give --model, one of {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
@@ -261,7 +266,9 @@ def _name(folder: Path) -> str:
     return REFERENCE if folder == _REFERENCE_FOLDER else folder.name
 
 
-def end_token_ids(values: Mapping[str, object], source: Path) -> tuple[int, ...]:
+def end_token_ids(
+    values: Mapping[str, object], source: Path, vocabulary_size: int = _LARGEST_INTEGER
+) -> tuple[int, ...]:
     """``eos_token_id`` of a ``config.json`` or ``generation_config.json``: absent, one id or a list of ids.
 
     Raises:
@@ -272,9 +279,12 @@ def end_token_ids(values: Mapping[str, object], source: Path) -> tuple[int, ...]
     if ids is None:
         return ()
     each = ids if isinstance(ids, list) else [ids]
-    if not all(_is_integer(item, 0, _LARGEST_INTEGER) for item in each):
+    found = tuple(item for item in each if _is_integer(item, 0, _LARGEST_INTEGER))
+    if len(found) != len(each):
         raise keys.refuse("eos_token_id", "expected a token id or a list of them")
-    return tuple(each)
+    if max(found, default=0) >= vocabulary_size:
+        raise keys.refuse("eos_token_id", f"expected ids of the vocabulary, 0 to {vocabulary_size - 1}")
+    return found
 
 
 def _architecture(keys: Keys) -> str:

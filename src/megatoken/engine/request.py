@@ -108,7 +108,9 @@ def check_request(prompt: Sequence[int], request: Request, vocabulary_size: int)
     lowest, highest = min(prompt), max(prompt)
     if lowest < 0 or highest >= vocabulary_size:
         wrong = lowest if lowest < 0 else highest
-        raise RequestError(f"prompt token id {wrong} is outside the vocabulary of {vocabulary_size:,}")
+        raise RequestError(
+            f"prompt token id {wrong} is outside the vocabulary of {vocabulary_size:,}; use the model's own tokenizer"
+        )
     _check_types(request)
     if request.max_tokens < 1:
         raise RequestError(f"max_tokens is {request.max_tokens}; it must be at least 1")

@@ -25,6 +25,11 @@ class Tokenizer:
                 f"{file}: not a tokenizer.json that can be read ({_one_line(error)}); export it again"
             ) from error
 
+    @property
+    def largest_id(self) -> int:
+        """Of all its tokens, added ones too; -1 if it has none."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, with the special tokens the tokenizer itself puts around it.
 

@@ -87,6 +87,10 @@ class InstantTarget:
         """Nothing can be lost."""
         return Outcome({}, None)
 
+    def withdraw(self) -> list[int]:
+        """Nothing waits."""
+        return []
+
     def cancel_all(self) -> None:
         """Drops what was submitted."""
         self._submitted.clear()

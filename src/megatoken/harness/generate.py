@@ -10,9 +10,11 @@ from typing import Literal
 
 from megatoken.config import AnswerConfig, RunConfig
 from megatoken.datasets.prompts import load_prompts
+from megatoken.datasets.requests import answer_room, check_ids
 from megatoken.engine import Engine, Request
 from megatoken.errors import MegatokenError, RequestError, StorageError
-from megatoken.harness.prepare import build_engine, check_writable, encoder, open_and_plan
+from megatoken.harness.prepare import build_engine, check_writable, encoder, open_and_plan, tokenizer_warnings
+from megatoken.harness.progress import Progress
 from megatoken.results.files import storage_error, write_text
 from megatoken.results.numerals import count_of
 
@@ -59,7 +61,7 @@ def stream_prompt(config: RunConfig, answers: AnswerConfig, prompt: str) -> Iter
     """Yields the answer to ``prompt`` as it is made.
 
     Raises:
-        CheckpointError, CapacityError, RequestError: what cannot be used.
+        CheckpointError, CapacityError, DatasetError, RequestError: what cannot be used.
         KeyboardInterrupt: as it came, but saying that the answer is cut off.
     """
     if not prompt:
@@ -68,15 +70,23 @@ def stream_prompt(config: RunConfig, answers: AnswerConfig, prompt: str) -> Iter
         prompt.encode()
     except UnicodeEncodeError:  # what Python makes of other bytes on a command line
         raise RequestError("--prompt: must be UTF-8 text, and some of its bytes are not") from None
-    source, _ = open_and_plan(config)
-    stop_token_ids = _stop_token_ids(answers, source.config.vocabulary_size)
-    if encoder(config.model) is None:
+    source, memory = open_and_plan(config)
+    vocabulary_size = source.config.vocabulary_size
+    stop_token_ids = _stop_token_ids(answers, vocabulary_size)
+    encode = encoder(config.model)
+    if encode is None:
         raise RequestError(f"{source.config.name} has no tokenizer.json; give token ids in a file with --prompts")
+    _warn(config, vocabulary_size)
+    ids = encode(prompt)
+    check_ids("--prompt", "token id", ids, vocabulary_size)
+    stated = config.max_tokens if "max_tokens" in config.model_fields_set else None
+    room = answer_room("--prompt", len(ids), stated, memory.max_length)
+    request = Request(ids, min(config.max_tokens, room), answers.sampling(), stop_token_ids)
     engine = build_engine(config)
     assert engine.tokenizer is not None
     decoder = engine.tokenizer.incremental()
     try:
-        for event in engine.stream(Request(prompt, config.max_tokens, answers.sampling(), stop_token_ids)):
+        for event in engine.stream(request):
             for token_id in event.token_ids:
                 yield decoder.add(token_id)
     except KeyboardInterrupt:
@@ -106,6 +116,7 @@ def _check_files(prompts: Path, out: Path) -> tuple[Path, Path]:
 def _load_requests(config: RunConfig, answers: AnswerConfig, prompts: Path) -> list[Request]:
     source, memory = open_and_plan(config)
     stop_token_ids = _stop_token_ids(answers, source.config.vocabulary_size)
+    _warn(config, source.config.vocabulary_size)
     data_set = load_prompts(
         prompts,
         encode=encoder(config.model),
@@ -117,10 +128,17 @@ def _load_requests(config: RunConfig, answers: AnswerConfig, prompts: Path) -> l
     return [replace(request, stop_token_ids=request.stop_token_ids + stop_token_ids) for request in data_set.requests]
 
 
+def _warn(config: RunConfig, vocabulary_size: int) -> None:
+    for warning in tokenizer_warnings(config.model, vocabulary_size):
+        Progress().note(f"warning: {warning}")
+
+
 def _stop_token_ids(answers: AnswerConfig, vocabulary_size: int) -> tuple[int, ...]:
     for token_id in answers.stop_token_ids:
         if not 0 <= token_id < vocabulary_size:
-            raise RequestError(f"--stop-token-ids: {token_id} is outside the vocabulary of {vocabulary_size:,}")
+            raise RequestError(
+                f"--stop-token-ids: {token_id} is outside the vocabulary of {vocabulary_size:,}; give ids below it"
+            )
     return answers.stop_token_ids
 
 

@@ -233,6 +233,18 @@ class Measurement:
         if time.monotonic_ns() - self._noted_ns >= SERIES_PERIOD_NS:
             self.note_state()
 
+    def withdraw(self) -> list[int]:
+        """Takes back what the target has not begun; the numbers of those samples, of which no row is kept.
+
+        For a load whose end is a matter of time: the share that is done is not told of samples.
+        """
+        numbers = [number for query in self._queue for number in query.numbers]
+        self._queue.clear()
+        for number in self._target.withdraw():
+            del self._open[number]
+            numbers.append(number)
+        return numbers
+
     def note_state(self) -> None:
         """Adds a row to the time series, notes the memory and refreshes the live line."""
         counters, replicas, now_ns = self._target.counters(), self._target.replicas(), time.monotonic_ns()

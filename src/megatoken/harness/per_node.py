@@ -141,7 +141,9 @@ def run_per_node(rack: Rack, prepared: Prepared, progress: Progress) -> Path:
         try:
             _measure_clocks(rack, nodes)
             start_ns = time.time_ns() + round(HEAD_START_SECONDS * 1e9)
-            progress.stage(f"measuring {count_of(len(nodes), 'node')}, each with a LoadGen of its own")
+            asked = rack.config.samples
+            own = "" if asked is None else f" and {count_of(asked, 'sample')}"
+            progress.stage(f"measuring {count_of(len(nodes), 'node')}, each with a LoadGen of its own{own}")
             for node in nodes:
                 offset = node.clock.offset()
                 ahead_ns = round(offset.wall_seconds * 1e9) if offset else 0

@@ -135,6 +135,11 @@ def prepare(config: RunConfig, memory: MemoryPlan | None = None) -> Prepared:
         if (why := too_few(config.rate, *length)) is not None:
             raise UsageError(why)
     notes = list(data_set.notes)
+    if memory.max_length == source.config.sliding_window:
+        notes.append(
+            f"the context ends at the sliding_window of {source.config.name}, {memory.max_length:,} tokens: beyond it "
+            "its attention is another"
+        )
     if _prompts(config) is None:
         notes.append("prompts are random tokens of the data set's lengths")
     if isinstance(source, Checkpoint):
@@ -155,7 +160,7 @@ def prepare(config: RunConfig, memory: MemoryPlan | None = None) -> Prepared:
                 notes.append(f"every score of the answers must reach {100 * SHARE:.0f} % of the model's own in fp32")
             else:
                 notes.append("accuracy is not judged: that takes every row of the held-out set, once")
-    warnings = []
+    warnings = list(tokenizer_warnings(config.model, source.config.vocabulary_size)) if _reads_text(config) else []
     if config.rules:
         rows, rows_required = len(data_set.requests), run_round(config).data_set_rows
         if rows != rows_required:
@@ -241,9 +246,19 @@ def open_and_plan(config: RunConfig) -> tuple[Checkpoint | RandomWeights, Memory
             f"take {cores}, at most {THREADS_PER_CORE * cores}"
         )
     source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
+    check_positions(source.config, config.engine.max_length)
     memory = plan_memory(source.config, config.engine_config())
     _check_longest(memory)
     return source, memory
+
+
+def check_positions(model: ModelConfig, max_length: int | None) -> None:
+    """Refuses a context beyond a sliding window, which no other number of the model's tells. Raises CapacityError."""
+    if model.sliding_window is not None and max_length is not None and max_length > model.sliding_window:
+        raise CapacityError(
+            f"max_length {max_length:,} is more than the sliding_window of {model.name}, {model.sliding_window:,}: its "
+            f"attention is computed up to there; lower it to {model.sliding_window:,}"
+        )
 
 
 def _check_longest(memory: MemoryPlan) -> None:
@@ -290,8 +305,24 @@ def encoder(model: str) -> Callable[[str], list[int]] | None:
 
 def tokenizer_of(model: str) -> Tokenizer | None:
     """The tokenizer of a checkpoint directory; None without one."""
-    file = model_folder(model) / "tokenizer.json"
+    file = tokenizer_file(model)
     return Tokenizer(file) if file.is_file() else None
+
+
+def tokenizer_file(model: str) -> Path:
+    """Where the tokenizer of a checkpoint directory is, if it has one."""
+    return model_folder(model) / "tokenizer.json"
+
+
+def tokenizer_warnings(model: str, vocabulary_size: int) -> tuple[str, ...]:
+    """What a model's tokenizer would be refused for by some texts only."""
+    tokenizer = tokenizer_of(model)
+    if tokenizer is None or tokenizer.largest_id < vocabulary_size:
+        return ()
+    return (
+        f"{tokenizer_file(model)} has ids up to {tokenizer.largest_id:,}, the model's vocabulary ends at "
+        f"{vocabulary_size - 1:,}: text with one above is refused; use the model's own tokenizer",
+    )
 
 
 def _is_reference(config: RunConfig) -> bool:
@@ -303,6 +334,11 @@ def _prompts(config: RunConfig) -> Path | None:
     if config.prompts is None and config.lengths is None and _is_reference(config):
         return HELD_OUT
     return config.prompts
+
+
+def _reads_text(config: RunConfig) -> bool:
+    """Whether the model's tokenizer has a part in the run."""
+    return config.text or _prompts(config) is not None
 
 
 def _check_max_tokens(config: RunConfig, data_set: Dataset) -> None:

@@ -13,10 +13,12 @@ from typing import Any
 
 from megatoken.config import RunConfig
 from megatoken.engine.checkpoint import open_model
-from megatoken.engine.config import REFERENCE, model_folder, sharded
+from megatoken.engine.config import REFERENCE, EngineConfig, model_folder, sharded
 from megatoken.engine.memory import MemoryPlan
+from megatoken.engine.simulated import plan_simulation
 from megatoken.errors import UsageError
 from megatoken.harness.loadgen_plan import with_target_step
+from megatoken.harness.prepare import check_positions
 from megatoken.harness.progress import Progress
 from megatoken.rack.actor import WorkerSpec
 from megatoken.rack.cluster import Cluster, new_key
@@ -93,10 +95,14 @@ def open_rack(config: RunConfig, progress: Progress) -> Iterator[Rack]:
     """Takes a cluster, places the processes and has them open the model.
 
     Raises:
+        CheckpointError, ConfigError, CapacityError: of what is simulated, before anything is started.
         UsageError: what does not fit together, with the numbers.
     """
     source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
     sharded(source.config, config.engine.tensor_parallel)
+    check_positions(source.config, config.engine.max_length)
+    if config.rack.simulated_gpu is not None:
+        _check_simulated(config, config.rack.simulated_gpu)
     progress.stage("looking for the rack's nodes")
     # Ray prints messages of its daemons on standard output, which belongs to the command's result.
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
@@ -123,6 +129,17 @@ def _hold(config: RunConfig, content_hash: str | None, progress: Progress) -> It
         yield Rack(config, cluster, slots, min(plans, key=lambda plan: plan.max_length), found)
     finally:
         cluster.close()
+
+
+def _check_simulated(config: RunConfig, gpu: str) -> None:
+    """Says now what each simulated node would say after Ray and all of them have started."""
+    spec, ranks, per_node = _spec(config), config.engine.tensor_parallel, config.rack.simulated_gpus
+    plan_simulation(spec.model, EngineConfig(**spec.engine), gpu)
+    if per_node % ranks:
+        raise UsageError(
+            f"engine.tensor_parallel {ranks} does not divide the {count_of(per_node, 'GPU')} of a simulated node; "
+            "change it or rack.simulated_gpus"
+        )
 
 
 def _slots(config: RunConfig, nodes: Sequence[Node], device: str) -> list[Slot]:

@@ -15,6 +15,7 @@ REACH_SECONDS = 2.0
 ANSWER_SECONDS = 5.0  # for a head on a busy machine to greet; Ray itself waits for minutes for one that is stopped
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # and empty SETTINGS (RFC 9113, 3.4 and 6.5)
 SETTINGS_FRAME, FRAME_HEAD_BYTES = 4, 9
+START = "RAY_AUTH_MODE=token ray start"  # named in full: whether Ray asks for its token must be the same on both sides
 
 
 def find_cluster(address: str, note: Callable[[str], None]) -> str | None:
@@ -30,11 +31,11 @@ def find_cluster(address: str, note: Callable[[str], None]) -> str | None:
     if asked != "auto":
         where, mend = ("", "give --rack auto") if address != "auto" else (", the RAY_ADDRESS", "unset it")
         if not answers(asked):
-            raise UsageError(f"no Ray cluster answers at {asked}{where}; start one with: ray start --head, or {mend}")
+            raise UsageError(f"no Ray cluster answers at {asked}{where}; start one with: {START} --head, or {mend}")
         if not has_node_here(asked):
             raise UsageError(
                 f"no node of the Ray cluster at {asked}{where} runs on this machine; start one with: "
-                f"ray start --address={asked}, or {mend}"
+                f"{START} --address={asked}, or {mend}"
             )
         return asked
     left = _address_file()
@@ -76,11 +77,39 @@ def answers(address: str) -> bool:
 
 def has_node_here(address: str) -> bool:
     """Whether a raylet of that cluster runs on this machine: a driver needs one, and Ray waits a minute for it."""
+    return _node_here(address) is not None
+
+
+def check_token(address: str) -> None:
+    """Refuses a token that only one side has: Ray itself tries for 20 s, and then does not say why.
+
+    Raises:
+        UsageError: ``RAY_AUTH_MODE`` is not that of the cluster's node on this machine.
+    """
+    node = _node_here(address)
+    try:
+        theirs = {} if node is None else node.environ()
+    except psutil.Error:  # another user's
+        return
+    wants, has = (env.get("RAY_AUTH_MODE", "").lower() == "token" for env in (theirs, os.environ))
+    if wants and not has:
+        raise UsageError(
+            f"the Ray cluster at {address} asks for its token; set RAY_AUTH_MODE=token for this command too, and "
+            "RAY_AUTH_TOKEN where ~/.ray/auth_token is not the cluster's"
+        )
+    if has and not wants:
+        raise UsageError(
+            f"the Ray cluster at {address} knows no token, and RAY_AUTH_MODE is token here; start it with: "
+            f"{START} --head, or unset RAY_AUTH_MODE"
+        )
+
+
+def _node_here(address: str) -> psutil.Process | None:
     port = address.rpartition(":")[2]
     for process in psutil.process_iter(["cmdline", "status"]):
         words = " ".join(process.info["cmdline"] or ()).split()
         if words and Path(words[0]).name.startswith("raylet") and process.info["status"] != psutil.STATUS_STOPPED:
             heads = [word for word in words if word.startswith("--gcs-address=")]
             if any(head.endswith(f":{port}") for head in heads):  # a host has many names
-                return True
-    return False
+                return process
+    return None

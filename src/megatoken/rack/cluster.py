@@ -17,7 +17,7 @@ from typing import Any
 from megatoken import __version__
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.rack.actor import WorkerActor, WorkerSpec
-from megatoken.rack.address import REACH_SECONDS, find_cluster
+from megatoken.rack.address import REACH_SECONDS, START, check_token, find_cluster
 from megatoken.rack.hub import Hub
 from megatoken.rack.placement import Node, Slot, name_nodes
 from megatoken.rack.wire import KEY_BYTES
@@ -73,6 +73,8 @@ class Cluster:
         self._note = note
         found = find_cluster(address, note)
         environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        if found is not None:
+            check_token(found)
         if found is None:  # has Ray take the loopback address; read when it is imported, inherited by what it starts
             environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         for name, value in environment.items():
@@ -391,8 +393,13 @@ def _connect(ray: Any, address: str | None, local_cpus: int | None) -> None:
                 **quiet,
             )
     except (ConnectionError, RuntimeError, ValueError) as error:
-        where = address or "this machine"
-        raise UsageError(f"Ray cannot be used at {where}: {_cause(error)}") from None
+        where, mend = address or "this machine", ""
+        if address is not None:
+            mend = (
+                "; is the token this cluster's? set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as for its nodes, or start "
+                f"one with: {START} --head"
+            )
+        raise UsageError(f"Ray cannot be used at {where}: {_cause(error)}{mend}") from None
     finally:  # Ray takes them over; they belong to the command
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():

@@ -31,6 +31,7 @@ from megatoken.rack.wire import (
     PING,
     PONG,
     STATE,
+    TOTALS,
     Channel,
     Kind,
     WireError,
@@ -47,16 +48,6 @@ LONGEST_ROUND_SECONDS = 1.0
 HANDSHAKE_SECONDS = 5.0
 MOST_HANDSHAKES = 64  # at a time
 LOW_QUEUE, LOW_QUEUE_PER_REPLICA = 256, 32  # samples below which whoever fills the queue is woken
-
-_SUMMED = (
-    "processed_tokens",
-    "output_tokens",
-    "decoded_tokens",
-    "read_tokens",
-    "steps",
-    "preemptions",
-    "computed_seconds",
-)
 
 
 @dataclass(slots=True)
@@ -212,7 +203,7 @@ class Hub:
                 elif gone is not None:
                     state = state.copy()
                 if gone is not None:
-                    for name in _SUMMED:
+                    for name in TOTALS:
                         state[name] += gone[name]
                 rows.append((place, state))
             return rows
@@ -221,6 +212,15 @@ class Hub:
         """Replicas that serve now."""
         with self._lock:
             return [one.place for peer in self._peers.values() for one in peer.replicas]
+
+    def withdraw(self) -> list[int]:
+        """Drops every sample that no replica holds; their ids."""
+        with self._lock:
+            withdrawn = list(self._queue)
+            self._queue.clear()
+            for sample in withdrawn:
+                del self._requests[sample]
+            return withdrawn
 
     def cancel_all(self) -> None:
         """Drops every sample and waits until the replicas hold none."""
@@ -480,7 +480,7 @@ class Hub:
             self.losses.append(Loss(replica.place, now_ns, cause, len(replica.tickets), dropped, left))
             replica.wanted = 0  # whoever hands out samples just now gives it no more
             gone = self._gone.setdefault(replica.place, np.zeros((), STATE))
-            for name in _SUMMED:
+            for name in TOTALS:
                 gone[name] += replica.state[name]
             gone["output_tokens"] -= dropped  # those answers begin anew elsewhere, and no token counts twice
         self._queue.extendleft(sorted(returned, reverse=True))

@@ -71,6 +71,16 @@ STATE = np.dtype(
         ("temperature_celsius", "<f8"),
     ]
 )
+# Those of its fields that count from the start of a connection.
+TOTALS = (
+    "processed_tokens",
+    "output_tokens",
+    "decoded_tokens",
+    "read_tokens",
+    "steps",
+    "preemptions",
+    "computed_seconds",
+)
 FIRST = np.dtype([("ticket", "<i8"), ("token", "<i4"), ("started_ns", "<i8")])
 DONE = np.dtype(
     [

@@ -140,6 +140,9 @@ class Target(Protocol):
     def outcome(self, since_ns: int) -> Outcome:
         """What became of the target since that moment (``time.monotonic_ns()``)."""
 
+    def withdraw(self) -> list[int]:
+        """Drops every sample that no engine has been given to begin with; their ids, of which no event follows."""
+
     def cancel_all(self) -> None:
         """Drops every sample in flight; no event follows for any of them."""
 

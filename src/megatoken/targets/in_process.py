@@ -53,6 +53,7 @@ class InProcessTarget:
                 self._started_ns.pop(event.ticket, None),
             )
             for event in events
+            if event.ticket in self._samples  # not of what was withdrawn
         ]
 
     def counters(self) -> TargetCounters:
@@ -77,6 +78,14 @@ class InProcessTarget:
     def outcome(self, since_ns: int) -> Outcome:
         """An engine in this process is lost only together with it."""
         return Outcome({}, None)
+
+    def withdraw(self) -> list[int]:
+        """Drops what was never in a step; the ids of those samples."""
+        tickets = list(self._unstarted)
+        self._unstarted.clear()
+        for ticket in tickets:
+            self._engine.cancel(ticket)
+        return [self._samples.pop(ticket) for ticket in tickets]
 
     def cancel_all(self) -> None:
         """Drops every sample in flight and steps until the engine has nothing left to tell of them."""

@@ -128,6 +128,10 @@ class RackTarget:
             lost += f"; lost: {losses_by_cause(losses)}" if losses else "; the others were lost before"
         return Outcome({"rack": facts}, lost)
 
+    def withdraw(self) -> list[int]:
+        """Drops what no replica holds; the ids of those samples."""
+        return self._hub.withdraw()
+
     def cancel_all(self) -> None:
         """Drops every sample, here and on the replicas."""
         self._hub.cancel_all()
