@@ -133,8 +133,9 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
         _check_gpu_shapes(model, page_size)
     max_length = config.max_length or min(model.max_positions, DEFAULT_MAX_LENGTH)
     if max_length > model.max_positions:
+        limit = "positions" if model.sliding_window is None else "tokens of the sliding_window"
         raise CapacityError(
-            f"max_length {max_length:,} is more than the {model.max_positions:,} positions of {model.name}; lower it"
+            f"max_length {max_length:,} is more than the {model.max_positions:,} {limit} of {model.name}; lower it"
         )
     pages = None
     if config.cache_tokens is not None:

@@ -246,19 +246,9 @@ def open_and_plan(config: RunConfig) -> tuple[Checkpoint | RandomWeights, Memory
             f"take {cores}, at most {THREADS_PER_CORE * cores}"
         )
     source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
-    check_positions(source.config, config.engine.max_length)
     memory = plan_memory(source.config, config.engine_config())
     _check_longest(memory)
     return source, memory
-
-
-def check_positions(model: ModelConfig, max_length: int | None) -> None:
-    """Refuses a context beyond a sliding window, which no other number of the model's tells. Raises CapacityError."""
-    if model.sliding_window is not None and max_length is not None and max_length > model.sliding_window:
-        raise CapacityError(
-            f"max_length {max_length:,} is more than the sliding_window of {model.name}, {model.sliding_window:,}: its "
-            f"attention is computed up to there; lower it to {model.sliding_window:,}"
-        )
 
 
 def _check_longest(memory: MemoryPlan) -> None:

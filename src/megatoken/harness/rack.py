@@ -18,7 +18,6 @@ from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.simulated import plan_simulation
 from megatoken.errors import UsageError
 from megatoken.harness.loadgen_plan import with_target_step
-from megatoken.harness.prepare import check_positions
 from megatoken.harness.progress import Progress
 from megatoken.rack.actor import WorkerSpec
 from megatoken.rack.cluster import Cluster, new_key
@@ -100,7 +99,6 @@ def open_rack(config: RunConfig, progress: Progress) -> Iterator[Rack]:
     """
     source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
     sharded(source.config, config.engine.tensor_parallel)
-    check_positions(source.config, config.engine.max_length)
     if config.rack.simulated_gpu is not None:
         _check_simulated(config, config.rack.simulated_gpu)
     progress.stage("looking for the rack's nodes")
