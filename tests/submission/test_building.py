@@ -12,6 +12,7 @@ import pytest
 import yaml
 from submission_trees import SEEDS, Make, all_runs, evaluate, fill, verify
 
+from megatoken.audit import audit
 from megatoken.audit.facts import rules
 from megatoken.errors import StorageError, UsageError
 from megatoken.results import read_run
@@ -227,6 +228,9 @@ def test_another_model_in_the_open_division(originals: Make, tmp_path: Path) -> 
     assert json.loads((root / "open/Vendor/model_mapping.json").read_text()) == {"tiny": "llama2-70b-99.9"}
     assert check(root).refusals == ()
     assert [figure.key.benchmark for _, _, figure in check(root).results] == ["tiny"]
+    evidence = audit(root).evidence
+    assert {run.benchmark for run in evidence.runs} == {"llama2-70b-99.9"}
+    assert [result.benchmark for result in evidence.accuracy_results] == ["llama2-70b-99.9"]
     (root / "open/Vendor/model_mapping.json").unlink()
     assert {problem.rule.id for problem in check(root).refusals if problem.rule} == {"P17"}
     assert refusals(runs, tmp_path / "closed", benchmark="llama2-70b-99") == tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatoken.audit.examine import Job
 from megatoken.audit.figures import round_of
 from megatoken.audit.finding import Observation
 from megatoken.audit.parallel import Progress, examine_all
+from megatoken.audit.placement import Meaning, benchmark_names, meanings, meant, results_above
 from megatoken.audit.reading import UnreadableError, display
 from megatoken.audit.view import RunFiles, observe
 from megatoken.errors import ExitCode, UsageError
@@ -32,7 +33,6 @@ from megatoken.submission.layout import ROUNDS, Key, layout_of, supported_round
 from megatoken.submission.tree_checks import (
     at,
     benchmark_named,
-    benchmark_names,
     check_description,
     check_files,
     check_scenario,
@@ -46,7 +46,6 @@ SCHEMA_VERSION = 1
 MOST_WARNINGS_SHOWN = 20
 MOST_LOGS_ASKED = 20  # for the round
 READ = ("performance/run_1", "performance/ranging", "accuracy")
-MOST_DEPTH = 5  # of a log below its scenario
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +159,8 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
         raise UsageError(f"{path}: no submission below it; expected closed/SUBMITTER/results/SYSTEM or open/...")
     wanted = supported_round(round) if round else None
     systems, damages = systems_in(tree)
-    names = {one.path: benchmark_names(tree, one) for one in submissions}
-    places = _places(submissions, names)
-    files = [run for found in runs_in(tree) if (run := _placed(found, places)) is not None]
+    known = meanings(tree, submissions)
+    files = [meant(run, known) for run in runs_in(tree) if _is_read(run, known)]
     chosen = wanted or _round_of(tree, files)
     jobs = [Job(str(tree.root), run, _system_of(run, systems), chosen, True) for run in files]
     examined = list(examine_all(jobs, progress))
@@ -187,7 +185,7 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
         judge.take(check_submission(tree, one, systems, judge.version))
         judge.take(check_strays(tree, one))
         undecided += [display(folder) for folder in one.results.values() if is_endpoint_result(tree, folder)]
-        for figure in _check_results(tree, one, systems, names[one.path], chosen, judge):
+        for figure in _check_results(tree, one, systems, chosen, judge):
             results.append((one.division, one.submitter, figure))
     return Check(
         str(path), chosen, wanted is not None, tuple(judge.problems()), tuple(results), tuple(sorted(undecided))
@@ -195,9 +193,10 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
 
 
 def _check_results(
-    tree: Tree, one: Submission, systems: Sequence[System], names: Mapping[str, str], round_: str, judge: Judge
+    tree: Tree, one: Submission, systems: Sequence[System], round_: str, judge: Judge
 ) -> Iterator[Published]:
     layout = layout_of(round_)
+    names = benchmark_names(tree, one)
     described = {system.name: system for system in systems if system.path.startswith(at(one, "systems/"))}
     for (system, model, scenario), folder in sorted(one.results.items()):
         if is_endpoint_result(tree, folder):
@@ -221,25 +220,11 @@ def _unreadable(tree: Tree) -> Iterator[Observation]:
         yield observe("tree.unreadable", False, "folders that can be read", tree.unreadable[0][1], places)
 
 
-def _places(submissions: Sequence[Submission], names: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
-    """System and benchmark of every folder of results and of compliance tests."""
-    places = {}
-    for one in submissions:
-        for (system, model, scenario), folder in one.results.items():
-            meaning = system, names[one.path].get(model, model)
-            places[folder] = places[at(one, f"compliance/{system}/{model}/{scenario}")] = meaning
-    return places
-
-
-def _placed(run: RunFiles, places: Mapping[str, tuple[str, str]]) -> RunFiles | None:
-    """The run with the benchmark that its model's folder stands for; None if it stands where nobody reads it."""
-    parts = run.folder.split("/")
-    for depth in range(1, min(len(parts), MOST_DEPTH)):
-        place, inside = "/".join(parts[:-depth]), "/".join(parts[-depth:])
-        if place in places and (inside in READ or inside.startswith("TEST")):
-            system, benchmark = places[place]
-            return replace(run, benchmark=benchmark, system=system)
-    return None
+def _is_read(run: RunFiles, known: Mapping[str, Meaning]) -> bool:
+    """Whether a run stands where MLCommons' checker looks for one."""
+    place = results_above(run.folder, known)
+    inside = "" if place is None else run.folder.removeprefix(f"{place}/")
+    return inside in READ or inside.startswith("TEST")
 
 
 def _system_of(run: RunFiles, systems: Sequence[System]) -> str | None:
