@@ -8,19 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatoken.audit.checks.cross import check_accuracy_evidence
+from megatoken.audit.checks.nodes import check_systems_apart
 from megatoken.audit.checks.power import power_of
 from megatoken.audit.checks.submission import Submission, check_submission, submissions_in
 from megatoken.audit.checks.systems import check_system
 from megatoken.audit.detail_log import read_detail_log
 from megatoken.audit.discovery import Tree, runs_in, walk
-from megatoken.audit.documents import systems_in
+from megatoken.audit.documents import accuracy_results_in, systems_in, user_conf_of
 from megatoken.audit.endpoints import is_endpoint_result
-from megatoken.audit.evidence import Role, System, Where
+from megatoken.audit.evidence import Evidence, Role, System, Where
 from megatoken.audit.examine import Job
 from megatoken.audit.figures import round_of
 from megatoken.audit.finding import Observation
 from megatoken.audit.parallel import Progress, examine_all
-from megatoken.audit.placement import Meaning, benchmark_names, meanings, meant, results_above
+from megatoken.audit.placement import Meaning, benchmark_names, meanings, meant, results_above, scores_meant
 from megatoken.audit.reading import UnreadableError, display
 from megatoken.audit.view import RunFiles, observe
 from megatoken.errors import ExitCode, UsageError
@@ -162,7 +164,10 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
     known = meanings(tree, submissions)
     files = [meant(run, known) for run in runs_in(tree) if _is_read(run, known)]
     chosen = wanted or _round_of(tree, files)
-    jobs = [Job(str(tree.root), run, _system_of(run, systems), chosen, True) for run in files]
+    jobs = [
+        Job(str(tree.root), run, _system_of(run, systems), chosen, True, user_conf_of(tree, run.folder))
+        for run in files
+    ]
     examined = list(examine_all(jobs, progress))
     judge = Judge(tree, submissions, layout_of(chosen).version)
     for item in examined:
@@ -172,7 +177,12 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
         if display(file) not in readable:
             where = (Where(display(file), damage.line),)
             judge.take([observe("system.readable", False, "a JSON object", damage.what, where)])
-    judge.take(power_of(tree, [item.run for item in examined])[1])
+    runs = tuple(item.run for item in examined)
+    judge.take(power_of(tree, runs)[1])
+    scores = tuple(scores_meant(accuracy_results_in(tree), known))
+    evidence = Evidence(str(path), "submission", chosen, runs, tuple(systems), accuracy_results=scores)
+    judge.take(check_accuracy_evidence(evidence, claimed=True))
+    judge.take(check_systems_apart(evidence.performance_runs))
     judge.take(check_files(tree))
     judge.take(_unreadable(tree))
     judge.take(check_to_fill(tree))
