@@ -502,3 +502,53 @@ def test_a_directory_with_the_name_of_a_shape_has_end_tokens_of_its_own(tested: 
     (found,) = [item for item in audit(folder).findings if item.id == "compliance.recomputed"]
     assert found.severity is Severity.UNKNOWN
     assert "the model's end tokens are not known here, taken as the run names them" in found.found
+
+
+def shortfalls(code: str, **values: Any) -> Edit:
+    """Another number, or other words, of a rule that is not met."""
+
+    def edit(folder: Path) -> None:
+        path = folder / "result.json"
+        result = json.loads(path.read_text())
+        (one,) = [one for one in result["rules_unmet"] if one["code"] == code]
+        one |= values
+        path.write_text(json.dumps(result))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit", "found"),
+    [
+        (
+            "drawn",
+            shortfalls("MIN_DURATION", found=599.9, message="ran 599.9 s of 600 s"),
+            "MIN_DURATION found 599.9, required 600.0; log and rows give ",
+        ),
+        ("drawn", shortfalls("MIN_DURATION", message="ran 599.9 s of 600 s"), "its message says: ran 599.9 s of 600 s"),
+        ("drawn", shortfalls("MIN_DURATION", required=0.1), "required 0.1; log and rows give "),
+        (
+            "drawn",
+            shortfalls("MIN_SAMPLES", found=24_000),
+            "found 24000, required 24576; log and rows give 40 of 24576",
+        ),
+        (
+            "drawn",
+            shortfalls("DATA_SET_SIZE", found=None),
+            "DATA_SET_SIZE found None, required 24576; log and rows give",
+        ),
+        ("served", shortfalls("MIN_DURATION", found=599.9), "found 599.9, required 600.0; log and rows give "),
+        (
+            "served",
+            shortfalls("EARLY_STOPPING", found=458),
+            "EARLY_STOPPING found 458, required 459; log and rows give",
+        ),
+        ("served", shortfalls("LOADGEN_INVALID", found="VALID"), "LOADGEN_INVALID found VALID, required VALID;"),
+        ("scored", shortfalls("DATA_SET_SIZE", found=24_575), "found 24575, required 24576; log and rows give 48 of"),
+    ],
+)
+def test_numbers_of_rules_that_are_not_met(
+    kind: str, edit: Edit, found: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    told = edited(request.getfixturevalue(kind), tmp_path, edit)
+    assert found in told["run_folder.reasons"]

@@ -292,7 +292,9 @@ CHECKS: dict[str, Check] = {
     "run_folder.verdict": Check(
         "The verdict follows from log, rows and rules", "A number may be quoted only as its verdict allows."
     ),
-    "run_folder.reasons": Check("Every rule that is not met is told", "What was left out would be believed."),
+    "run_folder.reasons": Check(
+        "Every rule that is not met is told, with its numbers", "What was left out, or made small, would be believed."
+    ),
     "run_folder.configuration": Check(
         "What ran is what was configured", "A number of one model or precision is not that of another."
     ),
