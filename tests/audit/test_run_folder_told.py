@@ -327,6 +327,18 @@ def worse_at_the_first(by_task: dict[str, Any]) -> dict[str, Any]:
     return {**by_task, name: {**metrics, "rouge1": {**metrics["rouge1"], "value": 1.0}}}
 
 
+def said_to_miss(name: str, message: str) -> Edit:
+    """A reason to be INVALID: a target that was missed."""
+    return in_json(name, verdict="INVALID", reasons=[{"code": "ACCURACY", "message": message}])
+
+
+def missed_by_none(folder: Path) -> None:
+    """Targets below the scores, and a reason that says otherwise."""
+    targets = {"source": "0.5 of other", "targets": [{"name": "rouge1", "at_least": 1.0}], "rows": 48}
+    in_json("accuracy/accuracy.json", targets=targets)(folder)
+    said_to_miss("accuracy/accuracy.json", "rouge1 is 100; 0.5 of other asks for 101 or more")(folder)
+
+
 def gated(metric_share: float, source: str = "the reference model's gate (99 % of fp32)") -> Edit:
     """The reference model's gate over these rows, asking for that share of what its baseline has."""
     targets = [{"name": name, "at_least": metric_share * one["value"]} for name, one in BASELINE["metrics"].items()]
@@ -359,6 +371,9 @@ def gated(metric_share: float, source: str = "the reference model's gate (99 % o
         ([lambda folder: shutil.rmtree(folder / "accuracy")], "no accuracy/accuracy.json; no accuracy/accuracy.txt"),
         ([gated(0.5)], "result.json asks for rouge1 of 49.6"),
         ([gated(0.5, "MLPerf llama2-70b")], "result.json asks for rouge1 of 49.6"),
+        ([said_to_miss("result.json", "rouge1 is 1; the gate asks for 2 or more")], "result.json ACCURACY rouge1 is 1"),
+        ([without("accuracy"), said_to_miss("result.json", "rouge1 is 1")], "result.json ACCURACY rouge1 is 1"),
+        ([missed_by_none], "accuracy.json ACCURACY rouge1 is 100; 0.5 of other asks for 101 or more, though no such"),
         ([gated(0.99)], "MEASURED, though rouge2, tokens_per_sample miss their targets"),
     ],
 )

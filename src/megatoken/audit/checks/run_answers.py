@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ VERIFIED, OWN_VERDICT = "compliance/TEST06/verify_accuracy.txt", "compliance/TES
 GATE_SHARE = 0.99  # of what the reference model scores in fp32
 LENGTH_TOLERANCE = 0.1  # of the tokens of a mean answer
 SAME = 6e-5  # of a score: four decimals are the fewest that any reference keeps
+_MISSED_TARGET = re.compile(r"(?:no )?(\w+)\b")  # how a reason names it
 _OTHER_REFERENCES = "is another file than the prompts of the run"
 
 
@@ -75,6 +77,7 @@ def _scores(
     document, text = _document(tree, below(path, DOCUMENT)), _text_scores(tree, below(path, TEXT))
     problems = [*_needed(folder, document, text)]
     if not stated and document is None and text is None:
+        problems += _unfounded(RESULT, folder.reasons, ())
         if problems:
             yield observe("accuracy.recomputed", False, "scores of such a run", shown("; ".join(problems)), where)
         return
@@ -176,12 +179,13 @@ def _judged(
     folder: Run, stated: Mapping[str, Any], document: Mapping[str, Any], counts: Mapping[str, float]
 ) -> Iterator[str]:
     """Targets as they were set, and a verdict that follows from them."""
-    for file, values, verdict in (
-        (RESULT, stated, folder.verdict),
-        (DOCUMENT, document, document.get("verdict")),
+    for file, values, verdict, reasons in (
+        (RESULT, stated, folder.verdict, folder.reasons),
+        (DOCUMENT, document, document.get("verdict"), document.get("reasons")),
     ):
         targets = values.get("targets")
         if not isinstance(targets, Mapping):
+            yield from _unfounded(file, reasons, ())
             continue
         metrics = mapping(values.get("metrics"))
         scores = {name: mapping(mean).get("value") for name, mean in metrics.items()} | dict(counts)
@@ -191,12 +195,25 @@ def _judged(
             missed.append("rows")
         if bool(missed) and verdict != Verdict.INVALID:
             yield f"{file} {verdict}, though {', '.join(missed)} miss their targets"
+        elif file == DOCUMENT and verdict == Verdict.INVALID and not reasons:
+            yield f"{file} {verdict}, for no reason"
+        yield from _unfounded(file, reasons, missed)
         # A run has no other; accuracy.json may be of a later evaluation, by other targets.
         if file == RESULT or str(targets.get("source")).startswith("the reference model's gate"):
             yield from _gate(file, listed)
     mine, theirs = mapping(stated.get("targets")), mapping(document.get("targets"))
     if mine and mine != theirs and mine.get("source") == theirs.get("source"):
         yield f"targets of {RESULT} are not those of {DOCUMENT}"
+
+
+def _unfounded(file: str, reasons: object, missed: Collection[str]) -> Iterator[str]:
+    """Reasons to be INVALID that the answers do not give."""
+    for reason in map(mapping, reasons if isinstance(reasons, list) else ()):
+        code, message = reason.get("code"), str(reason.get("message"))
+        name = _MISSED_TARGET.match(message)
+        target = "rows" if code == "ANSWERS" else name.group(1) if name else message
+        if code in ("ANSWERS", "ACCURACY") and target not in (*missed, "gen_len"):
+            yield f"{file} {code} {message}, though no such target is missed"
 
 
 def _reached(target: Mapping[str, Any], scores: Mapping[str, Any]) -> bool:
