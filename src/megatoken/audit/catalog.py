@@ -203,6 +203,9 @@ CHECKS: dict[str, Check] = {
     "compliance.recomputed": Check(
         "TEST06 comes out the same", "Its rules are arithmetic on the logged answers, whatever a file says of them."
     ),
+    "compliance.end_tokens": Check(
+        "TEST06 was verified by the end tokens of the run", "By others it says nothing of the model that answered."
+    ),
     "accuracy.hash": Check(
         "accuracy.txt has the hash of the full log", "It ties the truncated log to the evaluated one."
     ),
