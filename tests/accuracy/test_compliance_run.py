@@ -55,6 +55,24 @@ def test_the_model_that_ships_passes(tmp_path: Path, scenario: str, round_: str 
     assert file.read_text() == before
 
 
+def test_a_run_that_was_verified_by_other_end_tokens_is_no_forgery(tmp_path: Path) -> None:
+    """Both files are then of those, which the audit tells; what they say of those is still held against the log."""
+    _, run = compliance_run(tmp_path)
+    assert call_here("verify", "TEST06", run, "--end-tokens", "7")[0] == 3
+    found = {item.id: item for item in audit(run).findings}
+    assert {item.id for item in found.values() if item.severity in (Severity.FAIL, Severity.WARN)} == set()
+    told = found["compliance.end_tokens"]
+    assert (told.severity, told.found) == (Severity.NOTE, "compliance/TEST06/compliance.json looked for 7")
+    own = run / "compliance/TEST06/compliance.json"
+    own.write_text(json.dumps({**json.loads(own.read_text()), "sound": True}))
+    assert (
+        "compliance.json sound True, the log gives False"
+        in {item.id: item.found for item in audit(run).findings if item.severity is Severity.FAIL}[
+            "compliance.recomputed"
+        ]
+    )
+
+
 def test_what_else_a_run_of_the_test_is_no_good_for(tmp_path: Path) -> None:
     """Each refusal names the command that makes the run which is wanted, and no command sends back to another."""
     _, run = compliance_run(tmp_path)

@@ -327,6 +327,18 @@ def worse_at_the_first(by_task: dict[str, Any]) -> dict[str, Any]:
     return {**by_task, name: {**metrics, "rouge1": {**metrics["rouge1"], "value": 1.0}}}
 
 
+def said_to_miss(name: str, message: str) -> Edit:
+    """A reason to be INVALID: a target that was missed."""
+    return in_json(name, verdict="INVALID", reasons=[{"code": "ACCURACY", "message": message}])
+
+
+def missed_by_none(folder: Path) -> None:
+    """Targets below the scores, and a reason that says otherwise."""
+    targets = {"source": "0.5 of other", "targets": [{"name": "rouge1", "at_least": 1.0}], "rows": 48}
+    in_json("accuracy/accuracy.json", targets=targets)(folder)
+    said_to_miss("accuracy/accuracy.json", "rouge1 is 100; 0.5 of other asks for 101 or more")(folder)
+
+
 def gated(metric_share: float, source: str = "the reference model's gate (99 % of fp32)") -> Edit:
     """The reference model's gate over these rows, asking for that share of what its baseline has."""
     targets = [{"name": name, "at_least": metric_share * one["value"]} for name, one in BASELINE["metrics"].items()]
@@ -359,6 +371,9 @@ def gated(metric_share: float, source: str = "the reference model's gate (99 % o
         ([lambda folder: shutil.rmtree(folder / "accuracy")], "no accuracy/accuracy.json; no accuracy/accuracy.txt"),
         ([gated(0.5)], "result.json asks for rouge1 of 49.6"),
         ([gated(0.5, "MLPerf llama2-70b")], "result.json asks for rouge1 of 49.6"),
+        ([said_to_miss("result.json", "rouge1 is 1; the gate asks for 2 or more")], "result.json ACCURACY rouge1 is 1"),
+        ([without("accuracy"), said_to_miss("result.json", "rouge1 is 1")], "result.json ACCURACY rouge1 is 1"),
+        ([missed_by_none], "accuracy.json ACCURACY rouge1 is 100; 0.5 of other asks for 101 or more, though no such"),
         ([gated(0.99)], "MEASURED, though rouge2, tokens_per_sample miss their targets"),
     ],
 )
@@ -454,7 +469,10 @@ def test_a_compliance_test_that_was_not_passed_fails(tested: Path, tmp_path: Pat
     [
         (in_json("compliance/TEST06/compliance.json", sound=False), "compliance.json sound False, the log gives True"),
         (in_result(compliance__end_token_ids=[3]), "result.json end_token_ids [3], the model has [2]"),
-        (in_json("compliance/TEST06/compliance.json", end_token_ids=[]), "compliance.json end_token_ids [], the model"),
+        (
+            in_json("compliance/TEST06/compliance.json", end_token_ids=[]),
+            "compliance.json sound True, the log gives Fa",
+        ),
     ],
 )
 def test_what_our_own_check_found_is_held_against_the_log(
@@ -502,3 +520,53 @@ def test_a_directory_with_the_name_of_a_shape_has_end_tokens_of_its_own(tested: 
     (found,) = [item for item in audit(folder).findings if item.id == "compliance.recomputed"]
     assert found.severity is Severity.UNKNOWN
     assert "the model's end tokens are not known here, taken as the run names them" in found.found
+
+
+def shortfalls(code: str, **values: Any) -> Edit:
+    """Another number, or other words, of a rule that is not met."""
+
+    def edit(folder: Path) -> None:
+        path = folder / "result.json"
+        result = json.loads(path.read_text())
+        (one,) = [one for one in result["rules_unmet"] if one["code"] == code]
+        one |= values
+        path.write_text(json.dumps(result))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit", "found"),
+    [
+        (
+            "drawn",
+            shortfalls("MIN_DURATION", found=599.9, message="ran 599.9 s of 600 s"),
+            "MIN_DURATION found 599.9, required 600.0; log and rows give ",
+        ),
+        ("drawn", shortfalls("MIN_DURATION", message="ran 599.9 s of 600 s"), "its message says: ran 599.9 s of 600 s"),
+        ("drawn", shortfalls("MIN_DURATION", required=0.1), "required 0.1; log and rows give "),
+        (
+            "drawn",
+            shortfalls("MIN_SAMPLES", found=24_000),
+            "found 24000, required 24576; log and rows give 40 of 24576",
+        ),
+        (
+            "drawn",
+            shortfalls("DATA_SET_SIZE", found=None),
+            "DATA_SET_SIZE found None, required 24576; log and rows give",
+        ),
+        ("served", shortfalls("MIN_DURATION", found=599.9), "found 599.9, required 600.0; log and rows give "),
+        (
+            "served",
+            shortfalls("EARLY_STOPPING", found=458),
+            "EARLY_STOPPING found 458, required 459; log and rows give",
+        ),
+        ("served", shortfalls("LOADGEN_INVALID", found="VALID"), "LOADGEN_INVALID found VALID, required VALID;"),
+        ("scored", shortfalls("DATA_SET_SIZE", found=24_575), "found 24575, required 24576; log and rows give 48 of"),
+    ],
+)
+def test_numbers_of_rules_that_are_not_met(
+    kind: str, edit: Edit, found: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    told = edited(request.getfixturevalue(kind), tmp_path, edit)
+    assert found in told["run_folder.reasons"]

@@ -12,11 +12,15 @@ import pytest
 import yaml
 from submission_trees import SEEDS, Make, all_runs, evaluate, fill, verify
 
-from megatoken.audit.facts import rules
+from megatoken.audit import audit
+from megatoken.audit.detail_log import read_detail_log
+from megatoken.audit.evidence import Role
+from megatoken.audit.facts import benchmarks, rules
 from megatoken.errors import StorageError, UsageError
 from megatoken.results import read_run
 from megatoken.submission import RefusedRunsError, build, check
 from megatoken.submission.description import system_description, system_name
+from megatoken.submission.runs import SubmittedRun, missing_runs
 
 H200 = {
     "operating_system": "Ubuntu 24.04.2 LTS",
@@ -227,6 +231,9 @@ def test_another_model_in_the_open_division(originals: Make, tmp_path: Path) -> 
     assert json.loads((root / "open/Vendor/model_mapping.json").read_text()) == {"tiny": "llama2-70b-99.9"}
     assert check(root).refusals == ()
     assert [figure.key.benchmark for _, _, figure in check(root).results] == ["tiny"]
+    evidence = audit(root).evidence
+    assert {run.benchmark for run in evidence.runs} == {"llama2-70b-99.9"}
+    assert [result.benchmark for result in evidence.accuracy_results] == ["llama2-70b-99.9"]
     (root / "open/Vendor/model_mapping.json").unlink()
     assert {problem.rule.id for problem in check(root).refusals if problem.rule} == {"P17"}
     assert refusals(runs, tmp_path / "closed", benchmark="llama2-70b-99") == tuple(
@@ -363,6 +370,21 @@ def test_a_compliance_test_that_failed_is_refused(copies: Make, tmp_path: Path) 
     rewrite(runs[2], verdict="INVALID", reasons=[reason])
     [line] = refusals(runs, tmp_path / "tree")
     assert line.startswith(f"{runs[2]}: INVALID (COMPLIANCE); repeat the run with --rules v5.1 --compliance TEST06")
+
+
+def test_a_compliance_test_that_was_verified_by_other_end_tokens(copies: Make) -> None:
+    runs = all_runs(copies, ("server",))
+    path = runs[2]
+    for mine, refused in (([2], False), ([3, 2], True)):
+        rewrite(path, compliance={"test": "TEST06", "end_token_ids": mine})
+        log = read_detail_log(path / "mlperf/mlperf_log_detail.txt")
+        submitted = SubmittedRun(read_run(path), Role.COMPLIANCE, "Server", log)
+        lines = [
+            line for line in missing_runs([submitted], benchmarks()["llama2-70b-99"], "closed") if "verify" in line
+        ]
+        file = path / "compliance/TEST06/verify_accuracy.txt"
+        line = f"{file}: verified by end tokens 2, not by the run's; repeat megatoken verify TEST06 {path}"
+        assert lines == ([line] if refused else [])
 
 
 @pytest.mark.parametrize("role", ["performance", "accuracy", "compliance"])

@@ -58,3 +58,28 @@ def test_results_of_endpoints_are_not_decided(built: Callable[[str, str], Path],
     result = check(root)
     assert (result.refusals, result.undecided) == ((), (str(folder.relative_to(root)),))
     assert any(line.startswith(f"not decided: {folder.relative_to(root)}") for line in result.describe())
+
+
+@pytest.mark.parametrize("round_", ROUNDS)
+def test_contradictions_that_an_audit_finds_are_warnings(
+    built: Callable[[str, str], Path], tmp_path: Path, round_: str
+) -> None:
+    """One run for two systems, and a user.conf of another rate, which speaks for the performance run alone."""
+    root = Path(shutil.copytree(built(round_, "closed"), tmp_path / "tree"))
+    vendor = root / "closed/Vendor"
+    for folder in [path for path in vendor.rglob("sys") if path.is_dir()]:
+        shutil.copytree(folder, folder.with_name("twin"))
+    shutil.copyfile(vendor / "systems/sys.json", vendor / "systems/twin.json")
+    for described in vendor.rglob("twin/**/sys_megatoken_*.json"):
+        described.rename(described.with_name(described.name.replace("sys", "twin", 1)))
+    configured = next(vendor.rglob("sys/*/Offline/user.conf"))
+    configured.write_text("*.Offline.target_qps = 12345\n")
+    result = check(root)
+    against = (Severity.FAIL, Severity.WARN)
+    found = {finding.id for finding in audit(root, round=round_).findings if finding.severity in against}
+    warnings = {problem.check: problem for problem in result.warnings}
+    assert found == warnings.keys() == {"submission.copies", "configuration.user_conf"}
+    assert result.refusals == ()
+    places = [str(Path(place.file).parent) for place in warnings["configuration.user_conf"].where]
+    run = vendor / "results/sys" / configured.parent.parent.name / "Offline/performance/run_1"
+    assert places == [str(folder.relative_to(root)) for folder in (configured.parent, run)]

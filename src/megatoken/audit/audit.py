@@ -27,6 +27,7 @@ from megatoken.audit.examine import ABANDONED, Job
 from megatoken.audit.facts import known_round
 from megatoken.audit.finding import Finding, Ledger, Observation, Severity
 from megatoken.audit.parallel import Progress, examine_all
+from megatoken.audit.placement import meanings, meant, scores_meant
 from megatoken.audit.reading import Damage, UnreadableError, display, read_text
 from megatoken.audit.view import RunFiles, observe
 from megatoken.errors import ExitCode, UsageError
@@ -120,7 +121,9 @@ def read_evidence(path: Path) -> Evidence:
 
 
 def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | None, workers: int | None) -> Audit:
-    files = runs_in(tree)
+    submissions = submissions_in(tree)
+    meaning = meanings(tree, submissions)
+    files = [meant(run, meaning) for run in runs_in(tree)]
     endpoints, endpoint_damages = endpoint_results_in(tree)
     run_folders = run_folders_in(tree)
     if not files and not endpoints and not endpoint_damages and not run_folders:
@@ -128,7 +131,6 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
             f"{path}: no LoadGen logs below it; expected files named mlperf_log_detail.txt and mlperf_log_summary.txt"
         )
     ledger = Ledger()
-    submissions = submissions_in(tree)
     systems, damages = systems_in(tree)
     ledger.add(_damaged("system.readable", damages))
     ledger.add(_damaged("endpoint.readable", endpoint_damages))
@@ -170,7 +172,7 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         runs=tuple(runs),
         systems=tuple(systems),
         configurations=configurations,
-        accuracy_results=tuple(accuracy_results_in(tree)),
+        accuracy_results=tuple(scores_meant(accuracy_results_in(tree), meaning)),
         power=tuple(power),
     )
     ledger.add(_check_tree(tree))

@@ -203,6 +203,9 @@ CHECKS: dict[str, Check] = {
     "compliance.recomputed": Check(
         "TEST06 comes out the same", "Its rules are arithmetic on the logged answers, whatever a file says of them."
     ),
+    "compliance.end_tokens": Check(
+        "TEST06 was verified by the end tokens of the run", "By others it says nothing of the model that answered."
+    ),
     "accuracy.hash": Check(
         "accuracy.txt has the hash of the full log", "It ties the truncated log to the evaluated one."
     ),
@@ -292,7 +295,9 @@ CHECKS: dict[str, Check] = {
     "run_folder.verdict": Check(
         "The verdict follows from log, rows and rules", "A number may be quoted only as its verdict allows."
     ),
-    "run_folder.reasons": Check("Every rule that is not met is told", "What was left out would be believed."),
+    "run_folder.reasons": Check(
+        "Every rule that is not met is told, with its numbers", "What was left out, or made small, would be believed."
+    ),
     "run_folder.configuration": Check(
         "What ran is what was configured", "A number of one model or precision is not that of another."
     ),

@@ -13,6 +13,7 @@ from typing import Any
 from megatoken.audit.accuracy_log import TRUNCATED_BYTES, read_accuracy_scores
 from megatoken.audit.evidence import Role
 from megatoken.audit.facts import Benchmark, benchmarks
+from megatoken.audit.placement import MODEL_MAPPING
 from megatoken.errors import UsageError
 from megatoken.results.files import storage_error, to_json
 from megatoken.results.numerals import count_of
@@ -30,7 +31,6 @@ from megatoken.submission.runs import (
     other_references,
     read_runs,
 )
-from megatoken.submission.tree_checks import MODEL_MAPPING
 
 SCHEMA_VERSION = 1
 DIVISIONS = ("closed", "open")

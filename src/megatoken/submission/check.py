@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatoken.audit.checks.cross import check_accuracy_evidence
+from megatoken.audit.checks.nodes import check_systems_apart
 from megatoken.audit.checks.power import power_of
 from megatoken.audit.checks.submission import Submission, check_submission, submissions_in
 from megatoken.audit.checks.systems import check_system
 from megatoken.audit.detail_log import read_detail_log
 from megatoken.audit.discovery import Tree, runs_in, walk
-from megatoken.audit.documents import systems_in
+from megatoken.audit.documents import accuracy_results_in, systems_in, user_conf_of
 from megatoken.audit.endpoints import is_endpoint_result
-from megatoken.audit.evidence import Role, System, Where
+from megatoken.audit.evidence import Evidence, Role, System, Where
 from megatoken.audit.examine import Job
 from megatoken.audit.figures import round_of
 from megatoken.audit.finding import Observation
 from megatoken.audit.parallel import Progress, examine_all
+from megatoken.audit.placement import Meaning, benchmark_names, meanings, meant, results_above, scores_meant
 from megatoken.audit.reading import UnreadableError, display
 from megatoken.audit.view import RunFiles, observe
 from megatoken.errors import ExitCode, UsageError
@@ -32,7 +35,6 @@ from megatoken.submission.layout import ROUNDS, Key, layout_of, supported_round
 from megatoken.submission.tree_checks import (
     at,
     benchmark_named,
-    benchmark_names,
     check_description,
     check_files,
     check_scenario,
@@ -46,7 +48,6 @@ SCHEMA_VERSION = 1
 MOST_WARNINGS_SHOWN = 20
 MOST_LOGS_ASKED = 20  # for the round
 READ = ("performance/run_1", "performance/ranging", "accuracy")
-MOST_DEPTH = 5  # of a log below its scenario
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +161,13 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
         raise UsageError(f"{path}: no submission below it; expected closed/SUBMITTER/results/SYSTEM or open/...")
     wanted = supported_round(round) if round else None
     systems, damages = systems_in(tree)
-    names = {one.path: benchmark_names(tree, one) for one in submissions}
-    places = _places(submissions, names)
-    files = [run for found in runs_in(tree) if (run := _placed(found, places)) is not None]
+    known = meanings(tree, submissions)
+    files = [meant(run, known) for run in runs_in(tree) if _is_read(run, known)]
     chosen = wanted or _round_of(tree, files)
-    jobs = [Job(str(tree.root), run, _system_of(run, systems), chosen, True) for run in files]
+    jobs = [
+        Job(str(tree.root), run, _system_of(run, systems), chosen, True, user_conf_of(tree, run.folder))
+        for run in files
+    ]
     examined = list(examine_all(jobs, progress))
     judge = Judge(tree, submissions, layout_of(chosen).version)
     for item in examined:
@@ -174,7 +177,12 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
         if display(file) not in readable:
             where = (Where(display(file), damage.line),)
             judge.take([observe("system.readable", False, "a JSON object", damage.what, where)])
-    judge.take(power_of(tree, [item.run for item in examined])[1])
+    runs = tuple(item.run for item in examined)
+    judge.take(power_of(tree, runs)[1])
+    scores = tuple(scores_meant(accuracy_results_in(tree), known))
+    evidence = Evidence(str(path), "submission", chosen, runs, tuple(systems), accuracy_results=scores)
+    judge.take(check_accuracy_evidence(evidence, claimed=True))
+    judge.take(check_systems_apart(evidence.performance_runs))
     judge.take(check_files(tree))
     judge.take(_unreadable(tree))
     judge.take(check_to_fill(tree))
@@ -187,7 +195,7 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
         judge.take(check_submission(tree, one, systems, judge.version))
         judge.take(check_strays(tree, one))
         undecided += [display(folder) for folder in one.results.values() if is_endpoint_result(tree, folder)]
-        for figure in _check_results(tree, one, systems, names[one.path], chosen, judge):
+        for figure in _check_results(tree, one, systems, chosen, judge):
             results.append((one.division, one.submitter, figure))
     return Check(
         str(path), chosen, wanted is not None, tuple(judge.problems()), tuple(results), tuple(sorted(undecided))
@@ -195,9 +203,10 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
 
 
 def _check_results(
-    tree: Tree, one: Submission, systems: Sequence[System], names: Mapping[str, str], round_: str, judge: Judge
+    tree: Tree, one: Submission, systems: Sequence[System], round_: str, judge: Judge
 ) -> Iterator[Published]:
     layout = layout_of(round_)
+    names = benchmark_names(tree, one)
     described = {system.name: system for system in systems if system.path.startswith(at(one, "systems/"))}
     for (system, model, scenario), folder in sorted(one.results.items()):
         if is_endpoint_result(tree, folder):
@@ -221,25 +230,11 @@ def _unreadable(tree: Tree) -> Iterator[Observation]:
         yield observe("tree.unreadable", False, "folders that can be read", tree.unreadable[0][1], places)
 
 
-def _places(submissions: Sequence[Submission], names: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
-    """System and benchmark of every folder of results and of compliance tests."""
-    places = {}
-    for one in submissions:
-        for (system, model, scenario), folder in one.results.items():
-            meaning = system, names[one.path].get(model, model)
-            places[folder] = places[at(one, f"compliance/{system}/{model}/{scenario}")] = meaning
-    return places
-
-
-def _placed(run: RunFiles, places: Mapping[str, tuple[str, str]]) -> RunFiles | None:
-    """The run with the benchmark that its model's folder stands for; None if it stands where nobody reads it."""
-    parts = run.folder.split("/")
-    for depth in range(1, min(len(parts), MOST_DEPTH)):
-        place, inside = "/".join(parts[:-depth]), "/".join(parts[-depth:])
-        if place in places and (inside in READ or inside.startswith("TEST")):
-            system, benchmark = places[place]
-            return replace(run, benchmark=benchmark, system=system)
-    return None
+def _is_read(run: RunFiles, known: Mapping[str, Meaning]) -> bool:
+    """Whether a run stands where MLCommons' checker looks for one."""
+    place = results_above(run.folder, known)
+    inside = "" if place is None else run.folder.removeprefix(f"{place}/")
+    return inside in READ or inside.startswith("TEST")
 
 
 def _system_of(run: RunFiles, systems: Sequence[System]) -> str | None:

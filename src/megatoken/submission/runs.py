@@ -29,6 +29,7 @@ ANSWERS = "mlperf_log_accuracy.json"
 USER_CONF = "user.conf"
 ACCURACY_TXT, ACCURACY_JSON = "accuracy/accuracy.txt", "accuracy/accuracy.json"
 ABANDONED = "ABANDONED.txt"
+COMPLIANCE_JSON = "compliance.json"  # of a test, beside the file that a submission carries
 ONE_FOR_ALL = {"model": "model", "weights": "weights", "precision": "precision", "data_set_sha256": "data set"}
 LATENCY_CODES = {"TTFT_LIMIT", "TPOT_LIMIT"}
 _FAMILIES = {
@@ -249,6 +250,21 @@ def _unevaluated(run: SubmittedRun, benchmark: Benchmark) -> Iterator[str]:
                 yield f"{run.path}: no {file.relative_to(run.path)}; make it: megatoken verify {test} {run.path}"
             elif not file.read_text(encoding="utf-8", errors="replace").endswith(f"{test} verification complete\n"):
                 yield f"{file}: the test is not passed; megatoken verify {test} {run.path} says why"
+            elif (found := _other_end_tokens(run, file.with_name(COMPLIANCE_JSON))) is not None:
+                yield f"{file}: verified by {found}, not by the run's; repeat megatoken verify {test} {run.path}"
+
+
+def _other_end_tokens(run: SubmittedRun, file: Path) -> str | None:
+    """The end tokens that a test was verified by, where the run has others."""
+    told = run.run.result.get("compliance")
+    mine = told.get("end_token_ids") if isinstance(told, dict) else None
+    try:
+        theirs = read_json_object(file)[0].get("end_token_ids")
+    except UnreadableError:
+        return None
+    if not isinstance(mine, list) or not isinstance(theirs, list) or set(map(str, mine)) == set(map(str, theirs)):
+        return None
+    return f"end tokens {', '.join(map(str, theirs))}"
 
 
 def _other_limits(run: SubmittedRun, benchmark: Benchmark) -> Iterator[str]:

@@ -12,12 +12,10 @@ from megatoken.audit.discovery import DIVISIONS, SCENARIOS, Tree
 from megatoken.audit.evidence import System, Where
 from megatoken.audit.facts import Benchmark, benchmarks, rules
 from megatoken.audit.finding import Observation, shown
-from megatoken.audit.reading import UnreadableError, display, read_json_object, read_text
+from megatoken.audit.reading import UnreadableError, display, read_text
 from megatoken.audit.view import observe
 from megatoken.submission.layout import TO_FILL, Key, Layout
 
-MODEL_MAPPING = "model_mapping.json"
-ALIASES = {name.replace(".", "_", 1): name for name in benchmarks() if name.startswith("llama3.1")}
 NETWORK_KEYS = (
     *("network_type", "network_media", "network_rate", "nic_loadgen", "number_nic_loadgen", "nic_sut"),
     *("net_software_stack_loadgen", "network_protocol", "number_connections", "number_nic_sut"),
@@ -35,19 +33,6 @@ _FILLED_IN = re.compile(
 def at(one: Submission, path: str) -> str:
     """A path of the tree, from one below ``<division>/<submitter>``."""
     return f"{one.path}/{path}" if one.path else path
-
-
-def benchmark_names(tree: Tree, one: Submission) -> dict[str, str]:
-    """The benchmark that each model's folder of a submission stands for, by model_mapping.json in the open division."""
-    names: dict[str, str] = {}
-    if one.division == "open" and at(one, MODEL_MAPPING) in tree.files:
-        try:
-            mapping, _, _ = read_json_object(tree.path(at(one, MODEL_MAPPING)))
-        except UnreadableError:
-            mapping = {}
-        names = {model: name for model, name in mapping.items() if isinstance(name, str)}
-    names |= ALIASES | {name: name for name in benchmarks()}  # a benchmark's own name cannot be mapped away
-    return {model: names.get(model, model) for _, model, _ in one.results}
 
 
 def check_files(tree: Tree) -> Iterator[Observation]:

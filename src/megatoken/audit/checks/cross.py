@@ -173,7 +173,7 @@ def _scores(result: AccuracyResult, evidence: Evidence) -> Iterator[Observation]
             "a line hash=...",
             shown(result.hash or "none"),
             place,
-            Severity.FAIL,
+            Severity.FAIL if closed else Severity.NOTE,
         )
     tokens = result.scores.get("tokens_per_sample")
     folder = result.path.rpartition("/accuracy/")[0]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from megatoken.audit.checks.accuracy import TEST06_SAMPLES
 from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Where
-from megatoken.audit.finding import Observation, shown
+from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.reading import UnreadableError, mapping, read_json_object, read_text
 from megatoken.audit.view import observe
 from megatoken.engine.config import REFERENCE, SHAPES, end_token_ids, model_folder
@@ -34,6 +36,7 @@ VERIFIED, OWN_VERDICT = "compliance/TEST06/verify_accuracy.txt", "compliance/TES
 GATE_SHARE = 0.99  # of what the reference model scores in fp32
 LENGTH_TOLERANCE = 0.1  # of the tokens of a mean answer
 SAME = 6e-5  # of a score: four decimals are the fewest that any reference keeps
+_MISSED_TARGET = re.compile(r"(?:no )?(\w+)\b")  # how a reason names it
 _OTHER_REFERENCES = "is another file than the prompts of the run"
 
 
@@ -75,6 +78,7 @@ def _scores(
     document, text = _document(tree, below(path, DOCUMENT)), _text_scores(tree, below(path, TEXT))
     problems = [*_needed(folder, document, text)]
     if not stated and document is None and text is None:
+        problems += _unfounded(RESULT, folder.reasons, ())
         if problems:
             yield observe("accuracy.recomputed", False, "scores of such a run", shown("; ".join(problems)), where)
         return
@@ -176,12 +180,13 @@ def _judged(
     folder: Run, stated: Mapping[str, Any], document: Mapping[str, Any], counts: Mapping[str, float]
 ) -> Iterator[str]:
     """Targets as they were set, and a verdict that follows from them."""
-    for file, values, verdict in (
-        (RESULT, stated, folder.verdict),
-        (DOCUMENT, document, document.get("verdict")),
+    for file, values, verdict, reasons in (
+        (RESULT, stated, folder.verdict, folder.reasons),
+        (DOCUMENT, document, document.get("verdict"), document.get("reasons")),
     ):
         targets = values.get("targets")
         if not isinstance(targets, Mapping):
+            yield from _unfounded(file, reasons, ())
             continue
         metrics = mapping(values.get("metrics"))
         scores = {name: mapping(mean).get("value") for name, mean in metrics.items()} | dict(counts)
@@ -191,12 +196,25 @@ def _judged(
             missed.append("rows")
         if bool(missed) and verdict != Verdict.INVALID:
             yield f"{file} {verdict}, though {', '.join(missed)} miss their targets"
+        elif file == DOCUMENT and verdict == Verdict.INVALID and not reasons:
+            yield f"{file} {verdict}, for no reason"
+        yield from _unfounded(file, reasons, missed)
         # A run has no other; accuracy.json may be of a later evaluation, by other targets.
         if file == RESULT or str(targets.get("source")).startswith("the reference model's gate"):
             yield from _gate(file, listed)
     mine, theirs = mapping(stated.get("targets")), mapping(document.get("targets"))
     if mine and mine != theirs and mine.get("source") == theirs.get("source"):
         yield f"targets of {RESULT} are not those of {DOCUMENT}"
+
+
+def _unfounded(file: str, reasons: object, missed: Collection[str]) -> Iterator[str]:
+    """Reasons to be INVALID that the answers do not give."""
+    for reason in map(mapping, reasons if isinstance(reasons, list) else ()):
+        code, message = reason.get("code"), str(reason.get("message"))
+        name = _MISSED_TARGET.match(message)
+        target = "rows" if code == "ANSWERS" else name.group(1) if name else message
+        if code in ("ANSWERS", "ACCURACY") and target not in (*missed, "gen_len"):
+            yield f"{file} {code} {message}, though no such target is missed"
 
 
 def _reached(target: Mapping[str, Any], scores: Mapping[str, Any]) -> bool:
@@ -231,35 +249,27 @@ def _test06(
 ) -> Iterator[Observation]:
     """TEST06's rules and our own about end tokens."""
     offline = log.text("effective_scenario") == "Offline"
-    stated = mapping(folder.result.get("compliance"))
+    stated, own = mapping(folder.result.get("compliance")), _document(tree, below(path, OWN_VERDICT)) or {}
     known = _end_tokens(folder)
     ends = _named_end_tokens(stated) if known is None else known
+    named = _named_end_tokens(own)
+    later = ends if named is None else named  # the file may have been made anew, as somebody asked for it
     samples, reasons = (folder.requests[name].to_pylist() for name in ("sample_id", "finish_reason"))
     cut = {sample for sample, reason in zip(samples, reasons, strict=True) if reason == "length"}
-    first = offline or all(_begins(answer) for answer in answers)
-    length = all(answer.counted == len(answer.ids) for answer in answers)
-    trailing = [_trailing(answer, ends or ()) for answer in answers]
-    eos = None if ends is None else max(trailing) < 2
-    sound = None if ends is None else _sound(answers, trailing, ends, cut)
-    verdicts = {
-        "First token check pass": "Skipped" if offline else str(first),
-        "EOS check pass": None if eos is None else str(eos),
-        "Sample length check pass": str(length),
-    }
-    passed = None if eos is None and first and length else bool(first and eos and length)
+    outcome = _tested(answers, offline, ends, cut)
+    again = outcome if later == ends else _tested(answers, offline, later, cut)
     problems = [] if stated else [f"{RESULT} says nothing of compliance"]
-    for file, told in ((RESULT, stated), (OWN_VERDICT, _document(tree, below(path, OWN_VERDICT)) or {})):
-        for name, value in (("passed", passed), ("sound", sound)) if told else ():
+    for file, told, tested in ((RESULT, stated, outcome), (OWN_VERDICT, own, again)):
+        for name, value in (("passed", tested.passed), ("sound", tested.sound)) if told else ():
             if value is not None and told.get(name) is not value:
                 problems.append(f"{file} {name} {told.get(name)}, the log gives {value}")
-        if ends is not None and told.get("end_token_ids", list(ends)) != list(ends):
-            whose = f"{RESULT} names" if known is None else "the model has"
-            problems.append(f"{file} end_token_ids {told['end_token_ids']}, {whose} {list(ends)}")
+    if known is not None and stated.get("end_token_ids", list(known)) != list(known):
+        problems.append(f"{RESULT} end_token_ids {stated['end_token_ids']}, the model has {list(known)}")
     if stated and bool(stated.get("findings")) is (stated.get("passed") is True and stated.get("sound") is True):
         problems.append(f"{RESULT} passed {stated['passed']}, sound {stated['sound']}, findings {stated['findings']}")
-    if (passed is False or sound is False) and folder.verdict is not Verdict.INVALID:
+    if (outcome.passed is False or outcome.sound is False) and folder.verdict is not Verdict.INVALID:
         problems.append(f"{folder.verdict}, though the log does not pass")
-    problems += _verified(tree, path, verdicts, passed)
+    problems += _verified(tree, path, again)
     by = "taken as the run names them" if ends is not None else "so nothing was said of them"
     unknown = "" if known is not None else f"; the model's end tokens are not known here, {by}"
     yield observe(
@@ -269,9 +279,50 @@ def _test06(
         shown("; ".join(problems)) or f"{count_of(len(answers), 'answer')} tested again, the same{unknown}",
         where,
     )
+    if ends is not None and later is not None and set(later) != set(ends):
+        expected = f"verified by the end tokens of the run: {', '.join(map(str, ends))}"
+        found = shown(f"{OWN_VERDICT} looked for {', '.join(map(str, later))}")
+        yield Observation("compliance.end_tokens", Severity.NOTE, expected, found, where)
 
 
-def _verified(tree: Tree, path: str, verdicts: Mapping[str, str | None], passed: bool | None) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """TEST06 of some answers; None where no end tokens are known."""
+
+    first: bool | None  # None: the scenario reports no first tokens
+    eos: bool | None
+    length: bool
+    sound: bool | None
+
+    @property
+    def passed(self) -> bool | None:
+        if self.first is False or not self.length:
+            return False
+        return self.eos
+
+    @property
+    def lines(self) -> dict[str, str | None]:
+        """Of the file that a submission carries."""
+        return {
+            "First token check pass": "Skipped" if self.first is None else str(self.first),
+            "EOS check pass": None if self.eos is None else str(self.eos),
+            "Sample length check pass": str(self.length),
+        }
+
+
+def _tested(
+    answers: Sequence[LoggedAnswer], offline: bool, ends: Collection[int] | None, cut: Collection[int]
+) -> _Outcome:
+    trailing = [_trailing(answer, ends or ()) for answer in answers]
+    return _Outcome(
+        first=None if offline else all(_begins(answer) for answer in answers),
+        eos=None if ends is None else max(trailing) < 2,
+        length=all(answer.counted == len(answer.ids) for answer in answers),
+        sound=None if ends is None else _sound(answers, trailing, ends, cut),
+    )
+
+
+def _verified(tree: Tree, path: str, outcome: _Outcome) -> Iterator[str]:
     """The file that a submission carries."""
     if below(path, VERIFIED) not in tree.files:
         return
@@ -281,9 +332,10 @@ def _verified(tree: Tree, path: str, verdicts: Mapping[str, str | None], passed:
         yield f"{VERIFIED} {error}"
         return
     told = dict(line.split(": ", 1) for line in lines if ": " in line)
-    for name, value in verdicts.items():
+    for name, value in outcome.lines.items():
         if value is not None and told.get(name) != value:
             yield f"{VERIFIED} {name} {told.get(name)}, the log gives {value}"
+    passed = outcome.passed
     if passed is not None and f"TEST06 verification {'complete' if passed else 'failed'}" not in lines:
         yield f"{VERIFIED} {lines[-1] if lines else 'is empty'}, the log {'passes' if passed else 'fails'}"
 

@@ -12,14 +12,8 @@ from typing import Any
 from megatoken.audit.checks.run_answers import check_answers
 from megatoken.audit.checks.run_latencies import check_duration, check_latencies
 from megatoken.audit.checks.run_told import check_health, check_told
-from megatoken.audit.checks.run_verdict import (
-    LOST_REPLICAS,
-    SEND_LAG_SHARE,
-    SHORTEST_SEND_LAG_LIMIT_SECONDS,
-    check_configured,
-    check_verdict,
-    lost_replicas,
-)
+from megatoken.audit.checks.run_unmet import SEND_LAG_SHARE, SHORTEST_SEND_LAG_LIMIT_SECONDS
+from megatoken.audit.checks.run_verdict import LOST_REPLICAS, check_configured, check_verdict, lost_replicas
 from megatoken.audit.detail_log import DetailLog, read_detail_log
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Run, Where

@@ -36,7 +36,7 @@ _LOGGED = {
 def check_latencies(folder: Run, log: DetailLog, where: tuple[Where, ...]) -> Iterator[Observation]:
     """``latency_verdict`` of a run with limits, computed again."""
     told = folder.result.get("latency_verdict")
-    limits = _limits(folder.result)
+    limits = limits_of(folder.result)
     if limits is None or not isinstance(told, Mapping):
         return
     expected = latencies_of(folder, limits)
@@ -82,21 +82,20 @@ def check_duration(folder: Run, log: DetailLog, where: tuple[Where, ...]) -> Ite
     )
 
 
-def disagreement(folder: Run, log: DetailLog) -> bool:
-    """Whether LoadGen's 99th percentiles are further from those of the rows than passing tokens on explains."""
-    limits = _limits(folder.result)
+def disagreements(folder: Run, log: DetailLog) -> Iterator[tuple[float, float]]:
+    """99th percentiles of the rows, and LoadGen's, that are further apart than passing tokens on explains [s]."""
+    limits = limits_of(folder.result)
     own = None if limits is None else latencies_of(folder, limits)
     if own is None or limits is None:
-        return False
+        return
     later = AGREEMENT_SHARE * limits["ttft"]
     tolerances = {"ttft": later, "tpot": later / max(1.0, own["tokens_after_first"])}
     for name, key in _LOGGED.items():
         theirs_ns = log.number(key)
         if theirs_ns is not None:
-            theirs = theirs_ns / 1e9
-            if abs(theirs - own[f"{name}_p99_seconds"]) > tolerances[name] + AGREEMENT_SHARE * theirs:
-                return True
-    return False
+            ours, theirs = own[f"{name}_p99_seconds"], theirs_ns / 1e9
+            if abs(theirs - ours) > tolerances[name] + AGREEMENT_SHARE * theirs:
+                yield ours, theirs
 
 
 def latencies_of(folder: Run, limits: Mapping[str, float]) -> dict[str, Any] | None:
@@ -123,7 +122,8 @@ def latencies_of(folder: Run, limits: Mapping[str, float]) -> dict[str, Any] | N
     }
 
 
-def _limits(result: Mapping[str, Any]) -> dict[str, float] | None:
+def limits_of(result: Mapping[str, Any]) -> dict[str, float] | None:
+    """Limits on TTFT and TPOT that a run was held against [s]; None where it had none."""
     values = {name: result.get(f"{name}_limit_seconds") for name in _LOGGED}
     numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
     return numbers if len(numbers) == len(values) else None

@@ -37,10 +37,16 @@ def user_conf_entries(text: str) -> dict[tuple[str, str, str], tuple[str, int]]:
 
 
 def check_user_conf(run: RunView) -> Iterator[Observation]:
-    """Compliance tests are configured by an audit.config too, and are left out."""
+    """A file that lies apart from the logs speaks for performance runs alone: others may have a rate of their own.
+
+    Compliance tests are configured by an audit.config too, and are left out.
+    """
     if run.user_conf is None or run.files.role is Role.COMPLIANCE or run.figures.scenario is None:
         return
     path, text = run.user_conf
+    beside = path.rpartition("/")[0] == run.files.folder
+    if not beside and run.files.role is not Role.PERFORMANCE:
+        return
     entries = user_conf_entries(text)
     scenario = run.figures.scenario
     logged = {

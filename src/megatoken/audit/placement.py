@@ -1,0 +1,75 @@
+"""Which benchmark and system the results of a submission are of: by their folders, and by model_mapping.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatoken.audit.checks.submission import Submission
+from megatoken.audit.discovery import Tree, below
+from megatoken.audit.evidence import AccuracyResult
+from megatoken.audit.facts import benchmarks
+from megatoken.audit.reading import UnreadableError, display, read_json_object
+from megatoken.audit.view import RunFiles
+
+MODEL_MAPPING = "model_mapping.json"  # of a submission to the open division: model's folder -> benchmark
+ALIASES = {name.replace(".", "_", 1): name for name in benchmarks() if name.startswith("llama3.1")}
+MOST_DEPTH = 5  # of a log below its scenario
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a folder of results, or of compliance tests, is of."""
+
+    system: str
+    benchmark: str
+
+
+def benchmark_names(tree: Tree, one: Submission) -> dict[str, str]:
+    """The benchmark that each model's folder of a submission stands for, by model_mapping.json in the open division."""
+    names: dict[str, str] = {}
+    path = below(one.path, MODEL_MAPPING)
+    if one.division == "open" and path in tree.files:
+        try:
+            mapping, _, _ = read_json_object(tree.path(path))
+        except UnreadableError:
+            mapping = {}
+        names = {model: name for model, name in mapping.items() if isinstance(name, str)}
+    names |= ALIASES | {name: name for name in benchmarks()}  # a benchmark's own name cannot be mapped away
+    return {model: names.get(model, model) for _, model, _ in one.results}
+
+
+def meanings(tree: Tree, submissions: Sequence[Submission]) -> dict[str, Meaning]:
+    """System and benchmark of every folder of results and of compliance tests."""
+    found = {}
+    for one in submissions:
+        names = benchmark_names(tree, one)
+        for (system, model, scenario), folder in one.results.items():
+            meaning = Meaning(system, names[model])
+            found[folder] = found[below(one.path, f"compliance/{system}/{model}/{scenario}")] = meaning
+    return found
+
+
+def results_above(folder: str, known: Mapping[str, Meaning]) -> str | None:
+    """The folder of results, or of compliance tests, that the logs in ``folder`` belong to."""
+    parts = folder.split("/")
+    places = ("/".join(parts[:-depth]) for depth in range(1, min(len(parts), MOST_DEPTH)))
+    return next((place for place in places if place in known), None)
+
+
+def meant(run: RunFiles, known: Mapping[str, Meaning]) -> RunFiles:
+    """The run with the system and the benchmark that its folders stand for; as it is where it belongs to no results."""
+    place = results_above(run.folder, known)
+    if place is None:
+        return run
+    meaning = known[place]
+    node = meaning.system if run.system is None else run.node
+    return replace(run, system=meaning.system, benchmark=meaning.benchmark, node=node)
+
+
+def scores_meant(results: Iterable[AccuracyResult], known: Mapping[str, Meaning]) -> Iterator[AccuracyResult]:
+    """The scores with the benchmarks that their folders stand for."""
+    displayed = {display(folder): meaning for folder, meaning in known.items()}
+    for result in results:
+        place = results_above(result.path.rpartition("/")[0], displayed)
+        yield result if place is None else replace(result, benchmark=displayed[place].benchmark)
