@@ -173,14 +173,19 @@ def test_notes_that_were_taken_out(
     assert found in edited(request.getfixturevalue(kind), tmp_path, edit)["run_folder.notes"]
 
 
-@pytest.mark.parametrize(("share", "note"), [(0.4, None), (0.4, 10), (0.001, 50), (None, 50), (7.0, None)])
+@pytest.mark.parametrize(
+    ("share", "note"), [(0.4, None), (0.06, None), (0.4, 10), (0.4, 41), (0.001, 50), (None, 50), (7.0, None)]
+)
 def test_a_wait_for_cores_and_its_note(drawn: Path, tmp_path: Path, share: float | None, note: int | None) -> None:
     def busy(notes: list[str]) -> list[str]:
         kept = [one for one in notes if not one.startswith("a busy machine")]
         words = f"a busy machine, so slower than it could be: {note} % of the time that this process wanted a core, it"
         return kept + ([words] if note is not None else [])
 
-    assert "run_folder.core_wait" in edited(drawn, tmp_path, in_result(core_wait_share=share, notes=busy))
+    folder = Path(shutil.copytree(drawn, tmp_path / drawn.name))
+    in_result(core_wait_share=share, notes=busy)(folder)
+    (found,) = [item for item in audit(folder).findings if item.id == "run_folder.core_wait"]
+    assert found.severity is Severity.FAIL
 
 
 @pytest.mark.parametrize(
