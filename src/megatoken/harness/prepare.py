@@ -24,7 +24,6 @@ from megatoken.datasets.requests import Dataset
 from megatoken.datasets.tables import SUFFIXES
 from megatoken.engine.checkpoint import Checkpoint, RandomWeights, open_model
 from megatoken.engine.config import REFERENCE, ModelConfig, model_folder
-from megatoken.engine.device import plan_memory
 from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, StorageError, UsageError
@@ -238,6 +237,8 @@ def open_and_plan(config: RunConfig) -> tuple[Checkpoint | RandomWeights, Memory
     Raises:
         CheckpointError, CapacityError: what cannot be used, or not on this machine.
     """
+    from megatoken.engine.device import plan_memory  # PyTorch, which a rack of simulated GPUs does without
+
     cores = cpu()["usable_cores"]
     threads = config.engine.threads
     if threads is not None and threads > THREADS_PER_CORE * cores:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import SHAPES, EngineConfig, Fp8Scales, ModelConfig, Precision, sharded
 from megatoken.engine.memory import plan_memory_of
 from megatoken.engine.model import LayerWeights, Weights, forward
-from megatoken.engine.ops import cuda, cuda_rows, fused, paged_attention
+from megatoken.engine.ops import cuda, cuda_rows, fused, paged_attention, prompt_attention
 from megatoken.engine.quant import Fp8Weight
 
 META = torch.device("meta")
@@ -59,9 +60,10 @@ class LiveBytes(TorchDispatchMode):
 def _no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel allocates nothing; there is nothing here that it could run on."""
     kinds = (triton.runtime.JITFunction, triton.runtime.interpreter.InterpretedFunction)
-    for kernel in (*vars(fused).values(), *vars(paged_attention).values()):
+    for kernel in chain(*(vars(module).values() for module in (fused, paged_attention, prompt_attention))):
         if isinstance(kernel, kinds):
             monkeypatch.setattr(kernel, "run", lambda *_, **__: None)
+    monkeypatch.setattr(prompt_attention, "_shared_bytes", lambda device: prompt_attention.GATHER_SHARED_BYTES)
 
 
 def bf16(*shape: int) -> torch.Tensor:

@@ -231,6 +231,6 @@ def ways(head_dim: int, device: torch.device) -> list[ChunkConfig]:
 
 @cache
 def _shared_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
+    if device.type != "cuda":
         return 0
     return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
