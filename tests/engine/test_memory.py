@@ -17,7 +17,7 @@ from checkpoints import ARCHITECTURES, make_checkpoint
 from hypothesis import given, settings
 
 from megatoken.engine import Engine, EngineConfig, Request
-from megatoken.engine.batch import USUAL_TOKENS
+from megatoken.engine.batch import StepShape, largest_step
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import SHAPES, ModelConfig
 from megatoken.engine.device import plan_memory
@@ -309,4 +309,9 @@ def test_contexts_are_gathered_where_it_pays_and_fits() -> None:
     assert not gathers(63, 4000)
     assert gathers(200, 8100, chunks=8)
     assert not gathers(200, 8100, chunks=9)  # more than decode attention's partial results
-    assert USUAL_TOKENS <= PAGED_CONTEXT  # steps that are recorded gather nothing
+
+
+def test_steps_that_are_recorded_gather_nothing() -> None:
+    """They are replayed for longer contexts, for which there would be no room."""
+    step = largest_step(StepShape(rows=512, chunks=8, tokens=8192, pages=256))
+    assert 0 < step.lengths[step.decodes :].max() <= PAGED_CONTEXT

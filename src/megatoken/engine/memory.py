@@ -17,7 +17,8 @@ PARTIAL_RESULTS = 8192
 """Sequences times pieces that a GPU's decode attention may cut them into: bounds its scratch memory."""
 PAGED_CONTEXT, GATHERED_QUERIES = 512, 512
 """Prompts whose contexts are all this short are read page by page on a GPU; longer ones are gathered first if a key has
-so many queries (rows times query heads). Measured on one H200 (``h200-attention.json``)."""
+so many queries (rows times query heads). Measured on one H200 (``h200-attention.json``), where 500 would gain too; but
+steps that are recorded stand for contexts that vary, and are recorded with ``batch.USUAL_TOKENS``."""
 BLOCK_ROWS = 16
 """Rows whose next token is drawn at a time, which bounds the copies of their logits."""
 
@@ -232,7 +233,7 @@ def gathers_contexts(group: int, chunks: int, longest_rows: int, longest_context
 
 
 def gathered_tokens(longest_context: int) -> int:
-    """Room for each gathered context: whole tiles of any size."""
+    """Room for each gathered context: whole tiles of 128 keys, and so of any fewer that a launch may take."""
     return -(-longest_context // 128) * 128
 
 
