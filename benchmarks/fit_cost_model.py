@@ -191,7 +191,7 @@ def chunk_attention(attention: Any, steps: tuple[Step, Step]) -> list[Fit]:
     group = LLAMA_70B.heads // LLAMA_70B.kv_heads
     fastest: dict[bool, dict[float, float]] = {False: {}, True: {}}
     for run in attention["results"]:
-        if (run["kernel"], run["cache"], run["page_size"]) != ("chunk", "e4m3", 32):
+        if (run["kernel"], run["model"], run["cache"], run["page_size"]) != ("chunk", "70b", "e4m3", 32):
             continue
         prompts, rows, *start = (int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", run["work"]))
         before, tiles = sum(start), -(-rows // tile)

@@ -19,6 +19,7 @@ PAGED_CONTEXT, GATHERED_QUERIES = 512, 512
 """Prompts whose contexts are all this short are read page by page on a GPU; longer ones are gathered first if a key has
 so many queries (rows times query heads). Measured on one H200 (``h200-attention.json``), where 500 would gain too; but
 steps that are recorded stand for contexts that vary, and are recorded with ``batch.USUAL_TOKENS``."""
+GATHERED_HEAD_SIZES = (64, 128)
 BLOCK_ROWS = 16
 """Rows whose next token is drawn at a time, which bounds the copies of their logits."""
 

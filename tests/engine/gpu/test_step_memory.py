@@ -63,7 +63,8 @@ def _no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in chain(*(vars(module).values() for module in (fused, paged_attention, prompt_attention))):
         if isinstance(kernel, kinds):
             monkeypatch.setattr(kernel, "run", lambda *_, **__: None)
-    monkeypatch.setattr(prompt_attention, "_shared_bytes", lambda device: prompt_attention.GATHER_SHARED_BYTES)
+    ways = [prompt_attention.PAGED_CHUNKS, prompt_attention.GATHERED_CHUNKS]
+    monkeypatch.setattr(prompt_attention, "ways", lambda head_dim, device: ways)
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -114,6 +115,7 @@ def batch_of(rows: int, decodes: int) -> cuda.Batch:
         host_lengths=host_lengths,
         chunk_rows=indices(samples - decodes + 1),
         longest_chunk_rows=rows - decodes,
+        longest_context=LENGTH,
         samples=samples,
         sample_rows=indices(samples),
         sample_slots=indices(samples),

@@ -70,6 +70,7 @@ class Batch:
     host_lengths: NDArray[np.int32]
     chunk_rows: Tensor
     longest_chunk_rows: int  # 0 without chunks
+    longest_context: int  # of the chunks
     samples: int
     sample_rows: Tensor
     sample_slots: Tensor
@@ -209,6 +210,7 @@ def unpack(arrays: StepArrays, parts: Sequence[NDArray[np.int32]], indices: Tens
         host_lengths=arrays.lengths,
         chunk_rows=chunk_rows,
         longest_chunk_rows=int(np.diff(arrays.chunk_rows).max(initial=0)),
+        longest_context=int(arrays.lengths[arrays.decodes :].max(initial=0)),
         samples=arrays.samples,
         sample_rows=sample_rows,
         sample_slots=sample_slots,
@@ -345,7 +347,7 @@ def attention(q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) 
             out_THE,
             softmax_scale=softmax_scale,
             max_rows=batch.longest_chunk_rows,
-            max_context=int(batch.host_lengths[decodes:].max()),
+            max_context=batch.longest_context,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
             out_scale=out_scale,

@@ -20,11 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatoken.engine.memory import gathered_tokens, gathers_contexts
+from megatoken.engine.memory import GATHERED_HEAD_SIZES, gathered_tokens, gathers_contexts
 from megatoken.engine.ops.paged_attention import IN_INTERPRETER, cache_rows, check, store, to_fp16
-
-GATHER_SHARED_BYTES = 232_448
-"""Of a multiprocessor: what three tiles in flight take. Only GPUs with the bulk copy engine have so much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +221,11 @@ def chunk_attention(
 
 
 def ways(head_dim: int, device: torch.device) -> list[ChunkConfig]:
-    """What ``chunk_attention`` chooses from."""
-    gathers = head_dim in (64, 128) and _shared_bytes(device) >= GATHER_SHARED_BYTES
+    """What ``chunk_attention`` chooses from. Gathering was seen to work, and to pay, on Hopper alone."""
+    gathers = head_dim in GATHERED_HEAD_SIZES and device.type == "cuda" and _is_hopper(device)
     return [PAGED_CHUNKS, GATHERED_CHUNKS] if gathers else [PAGED_CHUNKS]
 
 
 @cache
-def _shared_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
