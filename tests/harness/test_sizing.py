@@ -2,7 +2,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,6 +231,32 @@ def test_without_time_one_step_has_to_do(monkeypatch: pytest.MonkeyPatch, data_s
 def test_a_target_faster_than_the_clock_still_gets_an_estimate(data_set: Dataset) -> None:
     target: Any = ChunkedEngine(Clock(), 0.0, 0.0, budget=10_000, residents=10_000)
     assert 0 < estimate_rate(target, data_set, seconds=0.05, learning_seconds=0.0) < math.inf
+
+
+class LateTimes(ChunkedEngine):
+    """Tells of the time of its steps once in ``every``, and else of their work alone."""
+
+    every = 5
+    told_seconds = 0.0
+
+    def counters(self) -> TargetCounters:
+        if self.steps % self.every == 0:
+            self.told_seconds = self._clock.now
+        return replace(super().counters(), computed=Computed(self.told_seconds, self.steps, 0, 0))
+
+
+@pytest.mark.parametrize("every", [5, 10**6])
+def test_work_told_apart_from_its_time_still_has_a_price(
+    every: int, monkeypatch: pytest.MonkeyPatch, data_set: Dataset
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(sizing, "time", clock)
+    monkeypatch.setattr(LateTimes, "every", every)
+    target: Any = LateTimes(clock, 1e-3, 1e-3)
+    mean_tokens = data_set.input_tokens.mean() + data_set.output_limits.mean()
+    assert estimate_rate(target, data_set, seconds=3.0, learning_seconds=0.0) == pytest.approx(
+        1000 / mean_tokens, rel=0.3
+    )
 
 
 def random_lengths(path: Path, input_tokens: int, output_tokens: int) -> Dataset:

@@ -17,6 +17,7 @@ from megatoken.targets import Target
 WARM_UP_QUEUE = 16
 REFITS = 20
 SAME_FIT = 1e-6  # of the time: with a fit so near the best one, the fewer kinds of costs are the likelier
+LEAST_EXPLAINED = 0.01  # of the time: what waits for a compiler or a neighbour is never so much more than the rest
 KNOWN_SHARE = 0.8  # answers are known well enough when the running ones could add no more than a quarter
 DEVIATIONS = 2.0  # of the mean of a sample: too long an estimate in 1 of 40 runs
 
@@ -90,7 +91,11 @@ def _fit(work: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.
         if rank == len(kinds) and prices.min() >= 0:
             fits.append((float(np.abs(work @ prices - seconds).sum()), prices))
     enough = min(error for error, _ in fits) + SAME_FIT * seconds.sum()
-    return next(prices for error, prices in fits if error <= enough)
+    prices = next(prices for error, prices in fits if error <= enough)
+    if (work @ prices).sum() < LEAST_EXPLAINED * seconds.sum():  # most of the work was told apart from its time
+        prices = np.zeros(work.shape[1])
+        prices[1] = seconds.sum() / work[:, 1].sum()
+    return prices
 
 
 def _subsets(count: int) -> Iterator[tuple[int, ...]]:
@@ -135,6 +140,9 @@ class _WarmUp:
             if done.rows:
                 work.append(done)
                 work_seconds.append(seconds_taken)
+        if not any(work_seconds):  # none of it told yet: no more than all that passed
+            rows, passed = sum(done.rows for done in work), (ended - began) * self._target.counters().replicas
+            work_seconds = [passed * done.rows / rows for done in work]
         return _fit(np.asarray(work, np.float64), np.asarray(work_seconds))
 
     def answer_tokens(self, learning_seconds: float) -> float:
