@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from gpu_kernels import BF16, DEVICE, E4M3, normal
@@ -24,6 +24,11 @@ class Shape:
 LLAMA_70B = Shape(64, 8, 128, 32)
 LLAMA_8B = Shape(32, 8, 128, 32)
 TINY = Shape(2, 1, 64, 16)
+
+
+def both(shape: Shape) -> list[Shape]:
+    """With either kind of cache."""
+    return [shape, replace(shape, dtype=BF16)]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from gpu_kernels import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import LLAMA_8B, LLAMA_70B, TINY, Case, Shape, assert_close, exact_decode, make_case
+from paged_cases import LLAMA_8B, LLAMA_70B, TINY, Case, Shape, assert_close, both, exact_decode, make_case
 from torch import Tensor
 
 from megatoken.engine.ops import paged_attention
@@ -49,10 +49,6 @@ def decode(case: Case, q_BHE: Tensor, config: DecodeConfig = DEFAULT, **options:
 
 
 # Decode
-
-
-def both(shape: Shape) -> list[Shape]:
-    return [shape, replace(shape, dtype=BF16)]
 
 
 RAGGED = [1, 32, 31, 33, 0, 64, 256, 4096, 1023, 460]

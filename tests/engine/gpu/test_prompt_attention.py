@@ -21,7 +21,7 @@ from gpu_kernels import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import LLAMA_8B, LLAMA_70B, TINY, Case, Shape, assert_close, exact, make_case
+from paged_cases import LLAMA_8B, LLAMA_70B, TINY, Case, Shape, assert_close, both, exact, make_case
 from torch import Tensor
 
 from megatoken.engine.ops import prompt_attention
@@ -72,10 +72,6 @@ def assert_chunks_close(
         assert_close(out[rows], expected, out_scale)
     untouched = torch.cat((out[: starts[0]], out[starts[-1] :]))
     assert (untouched.view(torch.uint8) == 0xFF).all()
-
-
-def both(shape: Shape) -> list[Shape]:
-    return [shape, replace(shape, dtype=BF16)]
 
 
 SMALL = ChunkConfig(block_rows=32, block_tokens=32)
