@@ -1,6 +1,7 @@
-"""Sums over the ranks of a tensor-parallel model: one all-reduce, or a reduce-scatter and an all-gather in e4m3.
+"""Sums over the ranks of a tensor-parallel model: NCCL's all-reduce and a norm, or one kernel in shared memory.
 
-Between the two halves of the second form each rank norms only its own rows. Both forms are ``RankGroup``'s.
+In the second form each rank norms only its own rows and writes them to all. Both are what ``cuda.linear_add_norm`` runs
+after its product.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from gpu_measuring import BF16, E4M3, median_milliseconds, report, require_gpu, timing_event, write_report
+from gpu_measuring import BF16, median_milliseconds, report, require_gpu, timing_event, write_report
 from megatoken.engine.ops import fused
 from megatoken.engine.parallel import RankGroup
 from megatoken.errors import MegatokenError
@@ -45,24 +46,23 @@ def forms(group: RankGroup, rows: int, width: int) -> dict[str, Callable[[], Ten
     delta_TN = torch.randn(rows, width, dtype=BF16, device="cuda")
     residual_TN = torch.randn(rows, width, dtype=BF16, device="cuda")
     norm_N, scale = torch.ones(width, dtype=BF16, device="cuda"), torch.ones(1, device="cuda")
-    own = slice(group.rank * rows // group.ranks, (group.rank + 1) * rows // group.ranks)
+    shared = group.shared
+    assert shared is not None
+    shared.products(rows).copy_(delta_TN)
+    own_TN = shared.keep(residual_TN)
 
-    def all_rows() -> Tensor:
+    def all_reduce() -> Tensor:
         h_TN: Tensor = fused.add_rms_norm(group.add(delta_TN), residual_TN, norm_N, 1e-5, scale)
         return h_TN
 
-    def own_rows() -> Tensor:
-        h_TN = fused.add_rms_norm(group.add_own_rows(delta_TN), residual_TN[own], norm_N, 1e-5, scale)
-        assert h_TN.dtype == E4M3
-        return group.all_rows(h_TN)
-
-    return {"all_reduce": all_rows, "reduce_scatter_all_gather": own_rows}
+    return {"all_reduce": all_reduce, "shared": lambda: shared.add_rms_norm(rows, own_TN, norm_N, 1e-5, scale)}
 
 
 def rank_main(rank: int, ranks: int, width: int, folder: str) -> None:
     """One rank; rank 0 saves the figures."""
     torch.cuda.set_device(rank)
     group = RankGroup(Path(folder), rank, ranks, torch.device("cuda", rank))
+    group.share_rows(max(ROWS), width)
     figures = [
         {"rows": rows}
         | {f"{name}_microseconds": microseconds(form) for name, form in forms(group, rows, width).items()}
@@ -87,11 +87,9 @@ def main() -> int:
         spawn(rank_main, (options.ranks, options.width, folder), nprocs=options.ranks)  # type: ignore[no-untyped-call]
         figures: list[dict[str, Any]] = torch.load(Path(folder) / "figures")
     for row in figures:
-        one, two = row["all_reduce_microseconds"], row["reduce_scatter_all_gather_microseconds"]
+        one, two = row["all_reduce_microseconds"], row["shared_microseconds"]
         row["ratio"] = one / two
-        print(
-            f"{row['rows']:6} rows: all-reduce and norm {one:7.1f} us, rows apart {two:7.1f} us, {one / two:.2f} times"
-        )
+        print(f"{row['rows']:6} rows: all-reduce and norm {one:7.1f} us, shared {two:7.1f} us, {one / two:.2f} times")
     write_report(
         options.out, report("collectives.py", {"ranks": options.ranks, "width": options.width, "sums": figures})
     )

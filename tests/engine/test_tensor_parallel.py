@@ -6,25 +6,22 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from checkpoints import SMALL, make_checkpoint
-from engines import SIZES, assert_idle, drain, make_engine, request
+from checkpoints import make_checkpoint
+from engines import assert_idle, drain, make_engine, request
 from over_admission import expect_short_answers
 from quantized_checkpoints import LAYOUTS, quantize
 
-from megatoken.engine import EngineConfig, Sampling, parallel
+from megatoken.engine import EngineConfig, Sampling
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import SHAPES
-from megatoken.engine.device import operations, plan_memory
-from megatoken.engine.memory import MemoryPlan
-from megatoken.engine.parallel import OWN_ROWS_FROM_BYTES, RankGroup, RankWeights
+from megatoken.engine.device import plan_memory
+from megatoken.engine.parallel import RankWeights
 from megatoken.engine.quantized_checkpoint import linear_shapes
-from megatoken.engine.runner import Runner
 from megatoken.errors import CapacityError, ConfigError, MegatokenError
 
 CPU = torch.device("cpu")
@@ -57,59 +54,6 @@ def test_ranks_together_answer_as_one_does(architecture: str, ranks: int, tmp_pa
     assert engine.counters().preemptions > 0
     assert engine.describe()["tensor_parallel"] == ranks
     assert_idle(engine)
-
-
-def sampled(runner: Runner, memory: MemoryPlan) -> list[list[int]]:
-    """What a runner samples, step after step: six prompts of two chunks each, two tokens of each answer."""
-    scheduler = memory.scheduler()
-    for ticket in range(6):
-        scheduler.add(ticket, 20 + ticket, 2)
-    steps = []
-    while (plan := scheduler.plan()) is not None:
-        ids = runner.launch(plan, scheduler, lambda ticket, start, count: [*range(ticket, ticket + count)], None)
-        steps.append(ids.wait())
-    return steps
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_rows_kept_apart_answer_the_same(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks as threads of this process, so that small steps can count as large ones; in fp32, which rounds least."""
-    monkeypatch.setattr(parallel, "OWN_ROWS_FROM_BYTES", 1)
-    kept_apart = []
-    add_own_rows = RankGroup.add_own_rows
-    monkeypatch.setattr(
-        RankGroup, "add_own_rows", lambda group, x: kept_apart.append(group.rank) or add_own_rows(group, x)
-    )
-    source = open_model(wide_checkpoint(tmp_path / "model", num_hidden_layers=3))
-    config = EngineConfig(**SIZES, tensor_parallel=ranks)
-    memory = plan_memory(source.config, config)
-
-    def rank_samples(rank: int) -> list[list[int]]:
-        runner = Runner(RankWeights(source, rank, ranks), config, memory, operations(CPU, config), CPU)
-        runner._sends_e4m3 = True
-        runner._group = RankGroup(tmp_path, rank, ranks, CPU)
-        return sampled(runner, memory)
-
-    with ThreadPoolExecutor(ranks) as threads:
-        together = list(threads.map(rank_samples, range(ranks)))
-    alone = sampled(Runner(source, EngineConfig(**SIZES), memory, operations(CPU, config), CPU), memory)
-    assert together == [alone] * ranks
-    assert sorted(set(kept_apart)) == list(range(ranks))
-
-
-@pytest.mark.parametrize(
-    ("precision", "fp8_scales", "apart"),
-    [("bf16", "tensor", False), ("fp8", "row", False), ("fp8", "tensor", True)],
-)
-def test_rows_are_kept_apart_only_where_that_saves_bytes(
-    precision: str, fp8_scales: str, apart: bool, tmp_path: Path
-) -> None:
-    """In fp8 with one scale, the second half of a sum is a byte an element."""
-    directory = wide_checkpoint(tmp_path / "model")
-    engine = make_engine(directory, precision=precision, fp8_scales=fp8_scales, tensor_parallel=2)
-    rows = OWN_ROWS_FROM_BYTES // (SMALL["hidden_size"] * 2)
-    assert engine._runner._own_rows(rows) == (slice(0, rows // 2) if apart else None)
-    assert engine._runner._own_rows(rows - 2) is None
 
 
 def test_a_rank_holds_its_share_alone(tmp_path: Path) -> None:

@@ -218,6 +218,11 @@ def graph_rows(max_rows: int) -> tuple[int, ...]:
     return GRAPH_ROWS[: bisect_left(GRAPH_ROWS, max_rows) + 1]
 
 
+def most_rows(max_rows: int) -> int:
+    """Rows of any one tensor of a step of up to ``max_rows``, padding and samples of recorded steps included."""
+    return max(max_rows, graph_rows(max_rows)[-1] + GRAPH_CHUNKS)
+
+
 def gathers_contexts(group: int, chunks: int, longest_rows: int, longest_context: int) -> bool:
     """Whether a step's prompt attention gathers keys and values on a GPU that can (``ops.prompt_attention``).
 

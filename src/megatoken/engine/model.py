@@ -175,18 +175,16 @@ def forward(
     cache: list[LayerCache],
     batch: Batch,
     ranks: Ranks | None = None,
-    own_rows: slice | None = None,
 ) -> Tensor:
     """One step: logits [S, V] of the rows that sample, in the activations' dtype. Writes the cache.
 
-    ``ranks``: that the model is cut over. ``own_rows``: those of the residual stream that this rank keeps between the
-    layers, None for all; each rank has as many.
+    ``ranks``: that the model is cut over. With shared memory each keeps its own rows of the residual stream alone.
     """
-    epsilon = config.rms_norm_epsilon
+    epsilon, shared = config.rms_norm_epsilon, None if ranks is None else ranks.shared
     x_TD = weights.embedding_VD.index_select(0, batch.token_ids)
     h_TD = ops.rms_norm(x_TD, weights.layers[0].input_norm_D, epsilon, weights.layers[0].qkv)
-    if own_rows is not None:
-        x_TD = x_TD[own_rows]
+    if shared is not None:
+        x_TD = shared.keep(x_TD)
     following = [(layer.input_norm_D, layer.qkv) for layer in weights.layers[1:]] + [(weights.norm_D, weights.head)]
     for layer, layer_cache, (next_norm_D, consumer) in zip(weights.layers, cache, following, strict=True):
         qkv_TN = ops.linear(h_TD, layer.qkv)
@@ -195,9 +193,11 @@ def forward(
             a_TD = ops.attention(q_THE, layer_cache, batch, layer.output)
         elif batch.samples:
             # Beyond its keys, the last layer matters only to rows that sample.
-            if ranks is not None and own_rows is not None:
-                x_TD = ranks.all_rows(x_TD)
-            x_TD, q_SHE = x_TD.index_select(0, batch.sample_rows), q_THE.index_select(0, batch.sample_rows)
+            if shared is not None:
+                x_TD = shared.select(batch.sample_rows, len(batch.token_ids))
+            else:
+                x_TD = x_TD.index_select(0, batch.sample_rows)
+            q_SHE = q_THE.index_select(0, batch.sample_rows)
             a_TD = ops.sample_attention(q_SHE, layer_cache, batch, layer.output)
         else:
             return x_TD.new_empty(0, config.vocabulary_size)

@@ -2,8 +2,7 @@
 
 Query, key, value, gate and up projections are cut by rows, output and down projections by columns, and what these two
 add to the residual stream is summed over the ranks: two all-reduces a layer (Shoeybi et al., Megatron-LM, 2019).
-In large steps of fp8 with one scale they are a reduce-scatter and an all-gather: each rank keeps and norms its rows
-(sequence parallelism).
+Where GPUs reach each other's memory, each rank keeps and norms its own rows (``ops.shared_rows``).
 Norms, embedding and head are on every rank. Rank 0 lives in the engine's process and plans; the others follow it.
 """
 
@@ -25,7 +24,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,14 +37,14 @@ from megatoken.engine.model import Fp8Source, WeightSource
 from megatoken.engine.quant import Fp8Weight
 from megatoken.errors import MegatokenError
 
+if TYPE_CHECKING:
+    from megatoken.engine.ops.shared_rows import SharedRows
+
 _c10d: Any = torch.distributed  # groups made by hand: the module's own are global
 
 _CUT_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _CUT_BY_COLUMNS = ("o_proj", "down_proj")
 _FIELDS = [field.name for field in dataclasses.fields(StepArrays) if field.name != "decodes"]
-OWN_ROWS_FROM_BYTES = 32 << 20
-"""Of a step's residual stream, from which each rank keeps only its rows of it: measured on four H200 in fp8 with one
-scale, where it is 7 % quicker at 32 MiB and 7 % slower at 24 (``benchmarks/results/h200x4-collectives.json``)."""
 _LAST_WORDS_SECONDS = 1.0  # between the end of a rank's sockets and that of its process
 _ABORT_SECONDS = 10.0  # that NCCL may take to give up; a process that ends does not need it to
 _RUNNING_SUMS_SECONDS = 0.3  # of them, for what runs on the GPU to end; microseconds are enough
@@ -117,18 +116,20 @@ class RankGroup:
         """Meets the others through a file in ``folder``; waits until all are there."""
         self.rank = rank
         self.ranks = ranks
-        store = _c10d.FileStore(str(folder / "store"), ranks)
+        self.shared: SharedRows | None = None
+        self._name = folder.name
+        self._store = _c10d.FileStore(str(folder / "store"), ranks)
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [_c10d.ProcessGroupGloo.create_device(interface="lo")]
         options._timeout = _AS_LONG_AS_IT_TAKES
-        host = _c10d.PrefixStore("host", store)
+        host = _c10d.PrefixStore("host", self._store)
         self._host: Any = _c10d.ProcessGroupGloo(host, rank, ranks, options)
         self._device: Any = self._host
         if device.type == "cuda":
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
             nccl = _c10d.ProcessGroupNCCL.Options()
-            self._device = _c10d.ProcessGroupNCCL(_c10d.PrefixStore("device", store), rank, ranks, nccl)
+            self._device = _c10d.ProcessGroupNCCL(_c10d.PrefixStore("device", self._store), rank, ranks, nccl)
         self._from_rank_0 = _c10d.BroadcastOptions()
         self._from_rank_0.rootRank = 0
         self.recordings: MutableMapping[Any, Any] = {}
@@ -140,34 +141,18 @@ class RankGroup:
             self._aborting = Thread(target=_abort_when, args=(self._gives_up, self._device), daemon=True)
             self._aborting.start()
 
+    def share_rows(self, max_rows: int, hidden: int) -> None:
+        """Gives steps of up to so many rows, bf16 [T, ``hidden``], ``shared`` memory, if the GPUs can have it."""
+        from megatoken.engine.ops.shared_rows import SharedRows
+
+        if SharedRows.reachable(self.ranks):
+            store = _c10d.PrefixStore("shared", self._store)
+            self.shared = SharedRows.meet(self._name, store, self.rank, self.ranks, max_rows, hidden)
+
     def add(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over all ranks, in place."""
         self._device.allreduce([x]).wait()
         return x
-
-    def add_own_rows(self, x_TN: Tensor) -> Tensor:
-        """This rank's rows of the sum of ``x`` over all ranks -> [T / ranks, N]."""
-        own_TN = x_TN.new_empty(len(x_TN) // self.ranks, x_TN.shape[1])
-        self._device._reduce_scatter_base(own_TN, x_TN).wait()
-        return own_TN
-
-    def all_rows(self, x_TN: Tensor) -> Tensor:
-        """The rows of all ranks, each of which has T -> [T x ranks, N]."""
-        all_TN = x_TN.new_empty(len(x_TN) * self.ranks, x_TN.shape[1])
-        # As bytes: e4m3 is nothing that can be sent.
-        self._device._allgather_base(all_TN.view(torch.uint8), x_TN.view(torch.uint8)).wait()
-        return all_TN
-
-    def own_rows(self, rows: int, row_bytes: int) -> slice | None:
-        """Which of a step's rows this rank keeps of the residual stream; None if it keeps all.
-
-        Half of the bytes between the ranks are then e4m3, and each rank norms only its rows; but there are two
-        transfers instead of one, so it pays in large steps only.
-        """
-        if rows % self.ranks or rows * row_bytes < OWN_ROWS_FROM_BYTES:
-            return None
-        each = rows // self.ranks
-        return slice(self.rank * each, (self.rank + 1) * each)
 
     def share(self, x: Tensor) -> None:
         """Gives every rank what rank 0 has in ``x``."""
@@ -207,6 +192,8 @@ class RankGroup:
         NCCL first ends what runs, then waits until no graph has a sum of it. A graph must not be taken away before what
         runs has ended: that can wait for it, and keeps the lock without which Python lets no other thread begin.
         """
+        if self.shared is not None:
+            self.shared.let_go()
         if self._aborting is not None:
             self._gives_up.set()
             self._aborting.join(_RUNNING_SUMS_SECONDS)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatoken.engine.batch import StepArrays, step_arrays
-from megatoken.engine.cache import ACTIVATION_DTYPE, allocate_cache
+from megatoken.engine.cache import allocate_cache
 from megatoken.engine.config import EngineConfig
-from megatoken.engine.memory import MemoryPlan
+from megatoken.engine.memory import MemoryPlan, most_rows
 from megatoken.engine.model import WeightSource, forward, load_weights
 from megatoken.engine.ops import Ops
 from megatoken.engine.parallel import Followers, Order, RankGroup
@@ -96,10 +96,12 @@ class Runner:
         self._followers = followers
         for kernel in compiling:
             kernel.result()
-        self._row_bytes = source.config.hidden_size * ACTIVATION_DTYPE[config.precision].itemsize
-        self._sends_e4m3 = config.precision == "fp8" and config.fp8_scales == "tensor"
-        self._group = None if followers is None else followers.meet(device)
         self._memory = memory
+        # Scales of rows are no part of what ranks share.
+        self._shares_rows = device.type == "cuda" and config.fp8_scales == "tensor"
+        self._group: RankGroup | None = None
+        if followers is not None:
+            self._meet(followers.meet(device))
         self._cuda_graphs = config.cuda_graphs and device.type == "cuda"
         self._graphs: StepGraphs | None = None
         if device.type == "cuda" and (followers is not None or config.tensor_parallel == 1):
@@ -107,7 +109,7 @@ class Runner:
 
     def follow(self, group: RankGroup) -> NoReturn:
         """Does what rank 0 says until that is gone, which is an error."""
-        self._group = group
+        self._meet(group)
         while True:
             order, arrays = group.receive()
             if arrays is not None:
@@ -116,6 +118,11 @@ class Runner:
                 self._fix_input_scales()
             elif order is Order.RECORD_STEPS:
                 self._record_steps()
+
+    def _meet(self, group: RankGroup) -> None:
+        self._group = group
+        if self._shares_rows:
+            group.share_rows(most_rows(self._memory.max_rows), self._config.hidden_size)
 
     @torch.inference_mode()
     def launch(
@@ -165,14 +172,7 @@ class Runner:
         return ids_S
 
     def _forward(self, batch: Any) -> Tensor:
-        own_rows = self._own_rows(len(batch.token_ids))
-        return forward(self._weights, self._config, self._ops, self._cache, batch, self._group, own_rows)
-
-    def _own_rows(self, rows: int) -> slice | None:
-        # In bf16 both transfers are as long as the all-reduce, and scales of rows would be a third.
-        if self._group is None or not self._sends_e4m3:
-            return None
-        return self._group.own_rows(rows, self._row_bytes)
+        return forward(self._weights, self._config, self._ops, self._cache, batch, self._group)
 
     def _warm_up(self, *, record_ahead: bool) -> None:
         """Fix the scales of fp8 inputs, compile kernels, take the memory of the largest steps: all before a request.

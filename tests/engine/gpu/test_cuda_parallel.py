@@ -11,7 +11,6 @@ from engines import drain
 from gpu_engines import SIZES, bf16_checkpoint
 
 from megatoken.engine import Engine, EngineConfig, Request
-from megatoken.engine.parallel import OWN_ROWS_FROM_BYTES
 from megatoken.errors import MegatokenError
 
 pytestmark = [
@@ -39,7 +38,9 @@ def requests() -> list[Request]:
 def test_two_gpus_answer_as_one(llama: Path, precision: str, fp8_scales: str) -> None:
     """First tokens, since an answer that once takes the other of two close logits goes its own way."""
     config = {"precision": precision, "fp8_scales": fp8_scales, **SIZES}
-    one, two = (Engine(llama, EngineConfig(tensor_parallel=ranks, **config)).generate(requests()) for ranks in (1, 2))
+    engines = [Engine(llama, EngineConfig(tensor_parallel=ranks, **config)) for ranks in (1, 2)]
+    assert (engines[1]._runner._group.shared is not None) == (fp8_scales == "tensor")
+    one, two = (engine.generate(requests()) for engine in engines)
     same = sum(left.token_ids[0] == right.token_ids[0] for left, right in zip(one, two, strict=True))
     print(f"\n{precision}, {fp8_scales}: {same} of {len(one)} first tokens agree")
     assert same >= (0.9 if precision == "bf16" else 0.7) * len(one)
@@ -48,10 +49,8 @@ def test_two_gpus_answer_as_one(llama: Path, precision: str, fp8_scales: str) ->
 
 @pytest.mark.parametrize(("precision", "fp8_scales"), [("bf16", "tensor"), ("fp8", "tensor"), ("fp8", "row")])
 def test_large_steps_answer_as_one(precision: str, fp8_scales: str, tmp_path: Path) -> None:
-    """In fp8 with one scale their rows are kept apart."""
     rows = 4096
     bf16_checkpoint(tmp_path, vocab_size=1024, hidden_size=4096)
-    assert rows * 4096 * 2 >= OWN_ROWS_FROM_BYTES
     draw = random.Random(1)
     asked = [
         Request([draw.randrange(1024) for _ in range(500 + 10 * number)], 1 + number % 3, ignore_end_token=True)

@@ -1,8 +1,8 @@
 """The operations a model is made of, one module for each back end.
 
 ``cpu``, ``cuda`` and ``cuda_rows``, which is ``cuda`` with other fp8 scales, are modules with the functions of ``Ops``;
-the model calls them by name and never asks whose they are. ``fused``, ``paged_attention``, ``prompt_attention``
-and ``tokens`` are Triton kernels for ``cuda``; ``native`` calls compiled ones for ``cpu``.
+the model calls them by name and never asks whose they are. ``fused``, ``paged_attention``, ``prompt_attention``,
+``shared_rows`` and ``tokens`` are Triton kernels for ``cuda``; ``native`` calls compiled ones for ``cpu``.
 ``reference`` writes the operations out in plain torch: the definitions, and the oracle of the tests.
 
 Shape letters: T rows in the step, S rows that sample, D hidden size, N output features, F feed-forward size, H query
@@ -11,8 +11,7 @@ heads, K key/value heads, G = H / K, E head dimension, V vocabulary, R sequences
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -20,6 +19,9 @@ from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import ModelConfig, Precision
 from megatoken.engine.quant import Fp8Weight
+
+if TYPE_CHECKING:
+    from megatoken.engine.ops.shared_rows import SharedRows
 
 NO_TOKEN = -1
 """The id of a row whose logits are no numbers."""
@@ -37,32 +39,12 @@ class Batch(Protocol):
 class Ranks(Protocol):
     """The ranks that a model is cut over, as one of them calls the others: all call the same, in the same order."""
 
+    @property
+    def shared(self) -> SharedRows | None:
+        """Memory in which the ranks' GPUs add up; None where they have none: then each keeps all rows, and ``add``s."""
+
     def add(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over all ranks, in place."""
-
-    def add_own_rows(self, x_TN: Tensor) -> Tensor:
-        """This rank's rows of that sum -> [T / ranks, N]."""
-
-    def all_rows(self, x_TN: Tensor) -> Tensor:
-        """The rows of all ranks, each of which has T -> [T x ranks, N]."""
-
-
-def sum_over_ranks(
-    delta_TN: Tensor, residual_TN: Tensor, ranks: Ranks | None
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Those rows of the sum of ``delta`` over the ranks that the residual has, and what brings their norms together.
-
-    ``delta`` may be overwritten. ``residual``: all rows, or this rank's own, [T / ranks, N]; every rank has as many.
-    """
-    if ranks is None:
-        return delta_TN, _as_it_is
-    if len(residual_TN) == len(delta_TN):
-        return ranks.add(delta_TN), _as_it_is
-    return ranks.add_own_rows(delta_TN), ranks.all_rows
-
-
-def _as_it_is(x_TN: Tensor) -> Tensor:
-    return x_TN
 
 
 class Ops(Protocol):
@@ -112,9 +94,8 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Any]:
         """``r = residual + x W^T + b`` -> (r, rms_norm(r)), both [T, N]; ``residual`` may be overwritten.
 
-        With ``ranks``, which have parts of ``x`` and ``W``, the product is summed over them. If the residual has only
-        this rank's rows, so has ``r``; the norms come from all ranks (Korthikanti et al., 2022: sequence parallelism).
-        That happens only where a linear has one scale for its input.
+        With ``ranks``, which have parts of ``x`` and ``W``, the product is summed over them. If they have shared
+        memory, the residual and ``r`` have only this rank's rows; the norms come from all.
         """
 
     def gated(self, x_TD: Any, gate_up: Any, consumer: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import DUMP_PAGE, LayerCache
 from megatoken.engine.config import ModelConfig, Precision
-from megatoken.engine.ops import NO_TOKEN, Ranks, native, sum_over_ranks
+from megatoken.engine.ops import NO_TOKEN, Ranks, native
 from megatoken.engine.quant import Fp8Weight, quantise_rows, quantise_tensor
 
 MASKED = -1e30
@@ -180,9 +180,8 @@ def linear_add_norm(
     if ranks is None:
         residual_TN = linear_add(x_TD, linear_, residual_TN)
         return residual_TN, rms_norm(residual_TN, weight_N, epsilon)
-    delta_TN, together = sum_over_ranks(linear(x_TD, linear_), residual_TN, ranks)
-    residual_TN = residual_TN + delta_TN
-    return residual_TN, together(rms_norm(residual_TN, weight_N, epsilon))
+    residual_TN = residual_TN + ranks.add(linear(x_TD, linear_))
+    return residual_TN, rms_norm(residual_TN, weight_N, epsilon)
 
 
 def gated(x_TD: Tensor, gate_up: tuple[Linear, Linear], consumer: Linear | None = None) -> Tensor:

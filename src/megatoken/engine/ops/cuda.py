@@ -21,7 +21,7 @@ from torch import Tensor
 from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import ModelConfig, Precision
-from megatoken.engine.ops import NO_TOKEN, Ranks, fused, paged_attention, prompt_attention, sum_over_ranks, tokens
+from megatoken.engine.ops import NO_TOKEN, Ranks, fused, paged_attention, prompt_attention, tokens
 from megatoken.engine.quant import E4M3_MAX, Fp8Weight, quantise_tensor, stack, with_one_scale
 from megatoken.errors import CapacityError
 
@@ -234,10 +234,13 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, consumer: Linear | 
     return fused.add_rms_norm(None, x_TD, weight_D, epsilon, _input_scale(consumer))
 
 
-def linear(x_TD: Tensor, linear: Linear) -> Tensor:
-    """bf16 [T, N]; ``x`` is in the linear's input format."""
+def linear(x_TD: Tensor, linear: Linear, out_TN: Tensor | None = None) -> Tensor:
+    """bf16 [T, N], in ``out`` if there is one; ``x`` is in the linear's input format."""
     if linear.weight_scale is None:
-        return torch.nn.functional.linear(x_TD, linear.weight, linear.bias)
+        weight_DN = linear.weight.t()
+        if linear.bias is None:
+            return torch.mm(x_TD, weight_DN, out=out_TN)
+        return torch.addmm(linear.bias, x_TD, weight_DN, out=out_TN)
     if linear.input_scale is None:
         x_TD, input_scale = _measured(x_TD, linear)
     else:
@@ -250,6 +253,7 @@ def linear(x_TD: Tensor, linear: Linear) -> Tensor:
         bias=linear.bias,
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
+        out=out_TN,
     )
 
 
@@ -270,13 +274,15 @@ def linear_add_norm(
     consumer: Linear,
     ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A product, then sum, norm and quantisation in one pass; the residual is written in place.
-
-    Ranks that have their own rows of the residual hand on what the consumer reads: one byte an element in fp8.
-    """
-    delta_TN, together = sum_over_ranks(linear(x_TD, linear_), residual_TN, ranks)
-    h_TN = fused.add_rms_norm(delta_TN, residual_TN, weight_N, epsilon, _input_scale(consumer))
-    return residual_TN, together(h_TN)
+    """A product, then sum, norm and quantisation in one pass; the residual is written in place."""
+    scale = _input_scale(consumer)
+    if ranks is not None and ranks.shared is not None:
+        linear(x_TD, linear_, ranks.shared.products(len(x_TD)))
+        return residual_TN, ranks.shared.add_rms_norm(len(x_TD), residual_TN, weight_N, epsilon, scale)
+    delta_TN = linear(x_TD, linear_)
+    if ranks is not None:
+        ranks.add(delta_TN)
+    return residual_TN, fused.add_rms_norm(delta_TN, residual_TN, weight_N, epsilon, scale)
 
 
 def gated(x_TD: Tensor, gate_up: Linear, consumer: Linear) -> Tensor:

@@ -25,9 +25,9 @@ from megatoken.engine.quant import E4M3_MAX
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _SMALLEST_SCALE = tl.constexpr(1e-12)
 _MINUS_LOG2_E = tl.constexpr(-math.log2(math.e))
-# Threads own runs of this many elements whatever the type: 16 bytes of bf16, 8 of e4m3. Wider runs for e4m3 alone would
-# send each tile through shared memory on its way from the loads' layout to the stores'.
-_RUN = tl.constexpr(8)
+RUN = tl.constexpr(8)
+"""Elements in a row that a thread owns, whatever the type: 16 bytes of bf16, 8 of e4m3. Wider runs for e4m3 alone would
+send each tile through shared memory on its way from the loads' layout to the stores'."""
 
 
 def require_contiguous(*tensors: Tensor | None) -> None:
@@ -41,7 +41,8 @@ def require_contiguous(*tensors: Tensor | None) -> None:
 
 
 @triton.jit
-def _saturate(x):
+def saturate(x):
+    """fp32 within the range of e4m3; NaN stays."""
     return tl.clamp(x, -_E4M3_MAX, _E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -53,7 +54,7 @@ def _row_scale(largest):
 @triton.jit(do_not_specialize=["scale"])
 def _add_rms_norm_kernel(delta, residual, weight, scale, out, out_scale, epsilon, D: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.max_contiguous(tl.arange(0, BLOCK), _RUN)
+    column = tl.max_contiguous(tl.arange(0, BLOCK), RUN)
     inside = column < D
     at = row * D + column
     x = tl.load(residual + at, mask=inside, other=0.0)
@@ -65,11 +66,11 @@ def _add_rms_norm_kernel(delta, residual, weight, scale, out, out_scale, epsilon
     # The weight is loaded late: held across the reduction it would cost half of the occupancy in registers.
     y = x * factor * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if scale is not None:
-        y = _saturate(y * (1.0 / tl.load(scale)))
+        y = saturate(y * (1.0 / tl.load(scale)))
     if out_scale is not None:
         row_scale = _row_scale(tl.max(tl.abs(y)))
         tl.store(out_scale + row, row_scale)
-        y = _saturate(y * (1.0 / row_scale))
+        y = saturate(y * (1.0 / row_scale))
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -166,10 +167,10 @@ def _silu_mul_kernel(gate_up, scale, out, F: tl.constexpr, BLOCK: tl.constexpr):
     blocks: tl.constexpr = (F + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
-    column = program % blocks * BLOCK + tl.max_contiguous(tl.arange(0, BLOCK), _RUN)
+    column = program % blocks * BLOCK + tl.max_contiguous(tl.arange(0, BLOCK), RUN)
     y = _load_silu_mul(gate_up + row * (2 * F), column, F)
     if scale is not None:
-        y = _saturate(y * (1.0 / tl.load(scale)))
+        y = saturate(y * (1.0 / tl.load(scale)))
     tl.store(out + row * F + column, y.to(out.dtype.element_ty), mask=column < F)
 
 
@@ -177,7 +178,7 @@ def _silu_mul_kernel(gate_up, scale, out, F: tl.constexpr, BLOCK: tl.constexpr):
 def _silu_mul_rows_kernel(gate_up, out, out_scale, F: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     gate_up += row * (2 * F)
-    lane = tl.max_contiguous(tl.arange(0, BLOCK), _RUN)
+    lane = tl.max_contiguous(tl.arange(0, BLOCK), RUN)
     largest = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, F, BLOCK):
         largest = tl.maximum(largest, tl.abs(_load_silu_mul(gate_up, start + lane, F)))
@@ -185,7 +186,7 @@ def _silu_mul_rows_kernel(gate_up, out, out_scale, F: tl.constexpr, BLOCK: tl.co
     tl.store(out_scale + row, row_scale)
     for start in range(0, F, BLOCK):
         column = start + lane
-        y = _saturate(_load_silu_mul(gate_up, column, F) * (1.0 / row_scale))
+        y = saturate(_load_silu_mul(gate_up, column, F) * (1.0 / row_scale))
         tl.store(out + row * F + column, y.to(out.dtype.element_ty), mask=column < F)
 
 
@@ -242,12 +243,12 @@ def silu_mul_reference(gate_up_T2F: Tensor) -> Tensor:
 @triton.jit
 def _quantise_rows_kernel(x, out, out_scale, D: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.max_contiguous(tl.arange(0, BLOCK), _RUN)
+    column = tl.max_contiguous(tl.arange(0, BLOCK), RUN)
     inside = column < D
     y = tl.load(x + row * D + column, mask=inside, other=0.0).to(tl.float32)
     row_scale = _row_scale(tl.max(tl.abs(y)))
     tl.store(out_scale + row, row_scale)
-    tl.store(out + row * D + column, _saturate(y * (1.0 / row_scale)).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * D + column, saturate(y * (1.0 / row_scale)).to(out.dtype.element_ty), mask=inside)
 
 
 def quantise_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -298,8 +299,8 @@ def _rotate(first, second, cos, sin, position, E: tl.constexpr, BLOCK_HALF: tl.c
 @triton.jit
 def _store_halves(head_row, first, second, inside, E: tl.constexpr):
     if head_row.dtype.element_ty.is_fp8():
-        first = _saturate(first)
-        second = _saturate(second)
+        first = saturate(first)
+        second = saturate(second)
     tl.store(head_row, first.to(head_row.dtype.element_ty), mask=inside)
     tl.store(head_row + E // 2, second.to(head_row.dtype.element_ty), mask=inside)
 
@@ -333,7 +334,7 @@ def _rotate_and_write_kernel(
     token = (program // parts).to(tl.int64)
     part = program % parts
     qkv += token * ((H + 2 * K) * E)
-    pair = tl.max_contiguous(tl.arange(0, BLOCK_HALF), _RUN)[None, :]
+    pair = tl.max_contiguous(tl.arange(0, BLOCK_HALF), RUN)[None, :]
 
     if part < q_parts:
         head = (part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]

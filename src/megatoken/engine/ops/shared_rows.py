@@ -1,0 +1,275 @@
+"""Sums over ranks through memory that every rank's GPU reads and writes: one kernel from product to next product.
+
+Each rank keeps and norms its own rows of the residual stream alone (Korthikanti et al., 2022: sequence parallelism).
+The kernel reads its rows of every rank's product, adds them up, adds the residual, norms, quantises and writes the
+result to every rank: what a reduce-scatter, a norm and an all-gather would do with three times the launches. The
+ranks meet in it twice: before it reads what others computed, and before anybody computes with what others wrote.
+
+Kernels meet by counting: each has a number, and a rank's flag holds the number of the newest kernel that it has come
+to. Numbers wrap around; shape letters as in ``ops``, T being the rows of all ranks.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import accumulate
+from typing import Any, Self
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatoken.engine.ops.fused import RUN, require_contiguous, saturate
+
+_ALIGNMENT = 256  # bytes
+_REGISTERS = 32
+"""Of a thread: with 16 columns each, that many let threads fill a multiprocessor, and rows hide each other's waits."""
+_NEVER = 1 << 30
+"""Kernels ahead of a flag that says that a rank will not come any more."""
+
+
+def own_rows(rows: int, rank: int, ranks: int) -> slice:
+    """Which of a step's rows a rank keeps."""
+    each = -(-rows // ranks)
+    return slice(min(rank * each, rows), min((rank + 1) * each, rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where in each rank's memory what is, in bytes."""
+
+    products: int  # bf16 [T, D], this rank's part of a sum
+    inputs: int  # [T, D] of the next linear
+    residual: int  # bf16 [T / ranks, D]
+    flags: int  # int32 [2, ranks]: kernels that each rank has begun, and ended
+    end: int
+
+    @classmethod
+    def of(cls, max_rows: int, hidden: int, ranks: int) -> Self:
+        row = 2 * hidden
+        sizes = (max_rows * row, max_rows * row, -(-max_rows // ranks) * row, 8 * ranks)
+        return cls(*accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+
+
+class SharedRows:
+    """The memory of one rank, and the addresses of all."""
+
+    def __init__(self, memory: Tensor, addresses: list[int], rank: int, max_rows: int, hidden: int) -> None:
+        """As it is; ``meet`` makes it.
+
+        Args:
+            memory: zeros, uint8 [bytes], on this rank's device.
+            addresses: of every rank's memory, as this rank's device sees it.
+            rank: of them.
+            max_rows: of a step.
+            hidden: D.
+        """
+        self.rank, self.ranks = rank, len(addresses)
+        self._places = places = _Places.of(max_rows, hidden, self.ranks)
+        self._hidden = hidden
+        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
+        self._products_TD = memory[: max_rows * hidden * 2].view(torch.bfloat16).view(max_rows, hidden)
+        self._inputs = memory[places.inputs : places.residual]
+        residual = memory[places.residual : places.flags].view(torch.bfloat16)
+        self._residual_TD = residual[: len(residual) // hidden * hidden].view(-1, hidden)
+        self._flags = memory[places.flags : places.flags + 8 * self.ranks].view(torch.int32)
+        self._state = torch.zeros(2, dtype=torch.int32, device=memory.device)  # kernels so far; programs of this one
+        self._on_host = torch.zeros(2, dtype=torch.int32, pin_memory=memory.is_cuda)
+
+    @classmethod
+    def meet(cls, name: str, store: Any, rank: int, ranks: int, max_rows: int, hidden: int) -> Self:
+        """With every rank's, each on the CUDA device of its number; all wait for each other.
+
+        ``name``: of the group, the same on every rank and of no other group. ``store``: that the ranks have together.
+        """
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        c10d: Any = import_module("torch._C._distributed_c10d")  # what is public is of global groups alone
+        group = c10d.ProcessGroup(store, rank, ranks)
+        c10d._register_process_group(name, group)
+        size = _Places.of(max_rows, hidden, ranks).end
+        allocate, rendezvous = c10d._SymmetricMemory.empty_strided_p2p, c10d._SymmetricMemory.rendezvous
+        memory = allocate((size,), (1,), torch.uint8, torch.device("cuda", rank), name)
+        memory.zero_()
+        torch.cuda.synchronize()
+        addresses = rendezvous(memory).buffer_ptrs
+        c10d._unregister_process_group(name)
+        return cls(memory, addresses, rank, max_rows, hidden)
+
+    @staticmethod
+    def reachable(ranks: int) -> bool:
+        """Whether the GPUs of so many ranks reach each other's memory."""
+        return all(
+            torch.cuda.can_device_access_peer(one, other)
+            for one in range(ranks)
+            for other in range(ranks)
+            if one != other
+        )
+
+    def products(self, rows: int) -> Tensor:
+        """bf16 [T, D], where this rank's part of the next sum belongs."""
+        if rows > len(self._products_TD):
+            raise ValueError(f"a step of {rows} rows; the ranks share memory for {len(self._products_TD)}")
+        return self._products_TD[:rows]
+
+    def keep(self, x_TD: Tensor) -> Tensor:
+        """This rank's rows of a residual stream, bf16 [T / ranks, D], in memory that ``select`` of all ranks reads."""
+        own = x_TD[own_rows(len(x_TD), self.rank, self.ranks)]
+        return self._residual_TD[: len(own)].copy_(own)
+
+    def select(self, rows_S: Tensor, rows: int) -> Tensor:
+        """This rank's part, [S / ranks, D], of those ``rows_S`` (int32) of a residual stream that all ranks kept.
+
+        ``rows``: T.
+        """
+        count = len(rows_S)
+        each = -(-count // self.ranks)
+        own_SD = torch.empty((each, self._hidden), dtype=torch.bfloat16, device=self._state.device)
+        _select_kernel[(max(each, self.ranks),)](
+            self._addresses, self._state, rows_S, own_SD, count, -(-rows // self.ranks), self.rank,
+            self._places.residual, self._places.flags, D=self._hidden,
+            BLOCK=triton.next_power_of_2(self._hidden), RANKS=self.ranks, num_warps=4,
+        )  # fmt: skip
+        return own_SD[: len(range(count)[own_rows(count, self.rank, self.ranks)])]
+
+    def add_rms_norm(
+        self, rows: int, residual_TD: Tensor, weight_D: Tensor, epsilon: float, scale: Tensor | None
+    ) -> Tensor:
+        """``residual +=`` the sum of all ranks' ``products`` in place, then RMSNorm of all ranks' rows.
+
+        Args:
+            rows: T.
+            residual_TD: bf16 [T / ranks, D], this rank's.
+            weight_D: bf16 or fp32 [D].
+            epsilon: added to the mean square.
+            scale: fp32, one element: the result is e4m3 of ``y / scale``. None: the result is bf16.
+
+        Returns:
+            e4m3 or bf16 [T, D], the same on every rank, until the next sum.
+        """
+        require_contiguous(residual_TD, weight_D)
+        dtype = torch.bfloat16 if scale is None else torch.float8_e4m3fn
+        block = triton.next_power_of_2(self._hidden)
+        each = -(-rows // self.ranks)
+        _add_rms_norm_kernel[(max(each, self.ranks),)](
+            self._addresses, self._state, residual_TD, weight_D, scale, rows, each, self.rank, float(epsilon),
+            self._places.inputs, self._places.flags,
+            INPUTS=tl.bfloat16 if scale is None else tl.float8e4nv, D=self._hidden, BLOCK=block, RANKS=self.ranks,
+            num_warps=min(max(block // 512, 1), 32), maxnreg=_REGISTERS,
+        )  # fmt: skip
+        return self._inputs[: rows * self._hidden * dtype.itemsize].view(dtype).view(rows, self._hidden)
+
+    def let_go(self) -> None:
+        """Ends kernels that wait for ranks that are gone: all have come, to this one.
+
+        By copies alone: kernels that wait may leave no other room to run.
+        """
+        with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(self._flags.device)):
+            self._on_host.copy_(self._state, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+            never = (self._on_host[:1] + _NEVER).repeat(2 * self.ranks)
+            self._flags.copy_(never, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+
+
+@triton.jit
+def _rows_at(addresses, rank, place, dtype: tl.constexpr):
+    return tl.multiple_of((tl.load(addresses + rank) + place).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _flags_at(addresses, rank, place, mark: tl.constexpr, RANKS: tl.constexpr):
+    return (tl.load(addresses + rank) + place).to(tl.pointer_type(tl.int32)) + mark * RANKS
+
+
+@triton.jit
+def _tell(addresses, place, to, rank, number, mark: tl.constexpr, RANKS: tl.constexpr):
+    """Rank ``to``: this one has begun (mark 0) or ended (1) kernel ``number``."""
+    flags = _flags_at(addresses, to, place, mark, RANKS)
+    tl.atomic_xchg(flags + rank, number, sem="release", scope="sys")
+
+
+@triton.jit
+def _wait(addresses, place, rank, number, mark: tl.constexpr, RANKS: tl.constexpr):
+    """Until all ranks have begun or ended kernel ``number``."""
+    flags = _flags_at(addresses, rank, place, mark, RANKS)
+    for other in tl.static_range(RANKS):
+        while tl.atomic_add(flags + other, 0, sem="acquire", scope="sys") - number < 0:
+            pass
+
+
+@triton.jit
+def _begin(addresses, state, place, rank, RANKS: tl.constexpr):
+    """The number of this kernel, once every rank has come to it. A kernel has at least ``RANKS`` programs."""
+    number = tl.load(state) + 1
+    if tl.program_id(0) < RANKS:
+        _tell(addresses, place, tl.program_id(0), rank, number, 0, RANKS)
+    _wait(addresses, place, rank, number, 0, RANKS)
+    return number
+
+
+@triton.jit
+def _is_last(state, number):
+    """Whether all other programs of this kernel have come here."""
+    tl.debug_barrier()  # before one thread speaks for all
+    last = tl.atomic_add(state + 1, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
+    if last:
+        tl.store(state + 1, 0)
+        tl.store(state, number)
+    return last
+
+
+@triton.jit(do_not_specialize=["rows", "each", "rank", "epsilon"])
+def _add_rms_norm_kernel(
+    addresses, state, residual, weight, scale, rows, each, rank, epsilon, inputs_place, flags_place,
+    INPUTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    number = _begin(addresses, state, flags_place, rank, RANKS)
+    program = tl.program_id(0)
+    row = rank * each + program
+    if (program < each) & (row < rows):
+        column = tl.max_contiguous(tl.arange(0, BLOCK), RUN)
+        inside = column < D
+        at = row.to(tl.int64) * D + column
+        total = tl.zeros([BLOCK], dtype=tl.float32)
+        for other in tl.static_range(RANKS):
+            products = _rows_at(addresses, other, 0, tl.bfloat16)
+            total += tl.load(products + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        own = program.to(tl.int64) * D + column
+        x = (total + tl.load(residual + own, mask=inside, other=0.0).to(tl.float32)).to(tl.bfloat16)
+        tl.store(residual + own, x, mask=inside)
+        x = x.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(x * x) / D + epsilon)
+        y = x * factor * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        if scale is not None:
+            y = saturate(y * (1.0 / tl.load(scale)))
+        y = y.to(INPUTS)
+        for other in tl.static_range(RANKS):
+            tl.store(_rows_at(addresses, other, inputs_place, INPUTS) + at, y, mask=inside)
+    if _is_last(state, number):
+        for other in tl.static_range(RANKS):
+            _tell(addresses, flags_place, other, rank, number, 1, RANKS)
+        _wait(addresses, flags_place, rank, number, 1, RANKS)
+
+
+@triton.jit(do_not_specialize=["count", "each", "rank"])
+def _select_kernel(
+    addresses, state, rows, own, count, each, rank, residual_place, flags_place,
+    D: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    number = _begin(addresses, state, flags_place, rank, RANKS)
+    program = tl.program_id(0)
+    own_count = (count + RANKS - 1) // RANKS
+    sample = rank * own_count + program
+    if (program < own_count) & (sample < count):
+        row = tl.load(rows + sample)
+        column = tl.max_contiguous(tl.arange(0, BLOCK), RUN)
+        inside = column < D
+        residual = _rows_at(addresses, row // each, residual_place, tl.bfloat16)
+        x = tl.load(residual + (row % each).to(tl.int64) * D + column, mask=inside, other=0.0, cache_modifier=".cg")
+        tl.store(own + program.to(tl.int64) * D + column, x, mask=inside)
+    _is_last(state, number)

@@ -1,0 +1,86 @@
+"""Sums through shared memory against torch: ranks of one device after each other, whom no flag keeps waiting."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_kernels import BF16, DEVICE, E4M3, MARKS, full_size, normal
+from torch import Tensor
+
+from megatoken.engine.ops import reference
+from megatoken.engine.ops.shared_rows import SharedRows, _Places, own_rows
+
+pytestmark = MARKS
+EPSILON = 1e-5
+
+
+def all_ranks(ranks: int, max_rows: int, hidden: int) -> list[SharedRows]:
+    """Each is told that all others have come and gone long ago."""
+    size = _Places.of(max_rows, hidden, ranks).end
+    memories = [torch.zeros(size, dtype=torch.uint8, device=DEVICE) for _ in range(ranks)]
+    addresses = [memory.data_ptr() for memory in memories]
+    together = [SharedRows(memory, addresses, rank, max_rows, hidden) for rank, memory in enumerate(memories)]
+    for one in together:
+        one._flags.fill_(1 << 20)
+    return together
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_row_is_kept_once(ranks: int, rows: int) -> None:
+    kept = [row for rank in range(ranks) for row in range(rows)[own_rows(rows, rank, ranks)]]
+    assert kept == list(range(rows))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "rows", "hidden"),
+    [(2, 6, 64), (2, 1, 64), (3, 5, 100), (4, 3, 256), full_size(2, 1536, 8192), full_size(4, 1537, 16384)],
+)
+def test_rows_are_summed_and_normed_for_all(ranks: int, rows: int, hidden: int, scaled: bool) -> None:
+    max_rows = rows + 2
+    together = all_ranks(ranks, max_rows, hidden)
+    parts = [normal(rows, hidden, seed=rank) for rank in range(ranks)]
+    residual_TD = normal(rows, hidden, seed=10, spread=3.0)
+    weight_D = normal(hidden, seed=11, spread=0.3) + 1
+    scale = torch.tensor([0.02], device=DEVICE) if scaled else None
+    for one, part in zip(together, parts, strict=True):
+        one.products(rows).copy_(part)
+    kept = [one.keep(residual_TD) for one in together]
+    for one, own_TD in zip(together, kept, strict=True):
+        one.add_rms_norm(rows, own_TD, weight_D, EPSILON, scale)
+    dtype = BF16 if scale is None else E4M3
+    results = [one._inputs[: rows * hidden * dtype.itemsize].view(dtype).view(rows, hidden) for one in together]
+
+    sums_TD = sum(part.float() for part in parts) + residual_TD.float()
+    assert torch.equal(torch.cat(kept), sums_TD.to(BF16))
+    exact_TD = reference.rms_norm(sums_TD.to(BF16).float(), weight_D.float(), EPSILON)
+    exact_TD = exact_TD if scale is None else (exact_TD / scale).clamp(-448, 448)
+    for result in results:
+        assert torch.equal(result.view(torch.uint8), results[0].view(torch.uint8))
+        torch.testing.assert_close(result.float(), exact_TD, rtol=2**-3 if scaled else 2**-7, atol=1e-2)
+    for one in together:
+        assert one._state.tolist() == [1, 0]
+        assert one._flags.view(2, ranks).tolist() == [[1] * ranks] * 2
+
+
+@pytest.mark.parametrize(("ranks", "rows", "hidden"), [(2, 6, 64), (3, 5, 100), (4, 2, 64), full_size(4, 1537, 16384)])
+def test_rows_are_fetched_from_where_they_are_kept(ranks: int, rows: int, hidden: int) -> None:
+    together = all_ranks(ranks, rows, hidden)
+    x_TD = normal(rows, hidden, seed=1)
+    sampled = torch.tensor([rows - 1, 0, rows // 2, 0, 0], dtype=torch.int32, device=DEVICE)
+    for one in together:
+        one.keep(x_TD)
+    found: list[Tensor] = [one.select(sampled, rows) for one in together]
+    assert torch.equal(torch.cat(found), x_TD[sampled.long()])
+
+
+def test_kernels_are_counted_past_the_largest_number() -> None:
+    together = all_ranks(2, 4, 64)
+    weight_D = torch.ones(64, dtype=BF16, device=DEVICE)
+    largest = torch.iinfo(torch.int32).max
+    for one in together:
+        one._state[0] = largest
+        one._flags.fill_(-largest)  # comes after the largest and the smallest
+        one.add_rms_norm(4, one.keep(normal(4, 64, seed=2)), weight_D, EPSILON, None)
+        assert one._state.tolist() == [-largest - 1, 0]
