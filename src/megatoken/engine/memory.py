@@ -160,7 +160,8 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     page = page_size * bytes_per_token(model, config.precision, device)
     step_bytes = _gpu_step_bytes if on_gpu else _cpu_step_bytes
     step, step_page = step_bytes(model, config, page_size, max_rows, max_sequences, max_length)
-    # While loading, when the cache is not there yet: the largest matrix, its parts, and its fp32 copy.
+    # While loading, when the cache is not there yet: the largest matrix, its parts, and its fp32 copy. A rank
+    # reads embedding and head whole before it cuts them.
     loading = max(model.vocabulary_size, 2 * model.intermediate_size) * model.hidden_size * (10 if on_gpu else 4)
     process = GPU_LIBRARY_BYTES if on_gpu else PROCESS_BYTES
     if on_gpu and config.tensor_parallel > 1:
@@ -248,7 +249,7 @@ def _cpu_step_bytes(
     row = item * (4 * model.hidden_size + 3 * (queries + 2 * keys) + 2 * model.intermediate_size)
     if config.precision == "fp8":  # quantised rows, and products in fp32 before they are scaled
         row += 16 * (model.hidden_size + model.intermediate_size)
-    logits = sampled * model.vocabulary_size * item + BLOCK_ROWS * model.vocabulary_size * 96
+    logits = sampled * _logit_elements(model) * item + BLOCK_ROWS * model.vocabulary_size * 96
     # A prompt's later chunk: the sequence's keys and values gathered, and the mask.
     chunk = max_length * (4 * keys * item + max_rows * 5)
     # Decode: scores and weights by sequence, queries and partial sums by page, and the page itself where it is copied.
@@ -271,11 +272,17 @@ def _gpu_step_bytes(
         # While its scales are being found, inputs of linears are there in bf16, fp32 and e4m3. A scale per row is found
         # within a kernel, and e4m3 values and their scales take less than the same in bf16.
         row += 8 * max(feed_forward, queries, hidden)
-    logits = sampled * model.vocabulary_size * 2 + BLOCK_ROWS * model.vocabulary_size * 96
+    logits = sampled * _logit_elements(model) * 2 + BLOCK_ROWS * model.vocabulary_size * 96
     partial = max(PARTIAL_RESULTS, sampled) * model.heads * (model.head_dim + 2) * 4
     indices = 2 * 4 * (2 * sampled * -(-max_length // page_size) + 8 * max_rows)
     rotary = 2 * max_length * model.head_dim * 2
     return max_rows * row + logits + partial + indices + rotary, 0
+
+
+def _logit_elements(model: ModelConfig) -> int:
+    """Of one row: its logits; where ranks share the head also this rank's, and all as they arrive, rank by rank."""
+    vocabulary, ranks = model.vocabulary_size, model.vocabulary_ranks
+    return vocabulary if ranks == 1 else 2 * vocabulary + vocabulary // ranks
 
 
 def _check_gpu_shapes(model: ModelConfig, page_size: int) -> None:

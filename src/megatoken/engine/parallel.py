@@ -4,7 +4,9 @@ Query, key, value, gate and up projections are cut by rows, output and down proj
 add to the residual stream is summed over the ranks: two all-reduces a layer (Shoeybi et al., Megatron-LM, 2019).
 In large steps of fp8 with one scale they are a reduce-scatter and an all-gather: each rank keeps and norms its rows
 (sequence parallelism).
-Norms, embedding and head are on every rank. Rank 0 lives in the engine's process and plans; the others follow it.
+Where the ranks divide hidden size and vocabulary, the embedding is cut by columns and the head by rows, and what they
+give is gathered; otherwise both are on every rank, as norms are.
+Rank 0 lives in the engine's process and plans; the others follow it.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ from megatoken.errors import MegatokenError
 
 _c10d: Any = torch.distributed  # groups made by hand: the module's own are global
 
-_CUT_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-_CUT_BY_COLUMNS = ("o_proj", "down_proj")
+_EMBEDDING, _HEAD = "embed_tokens", "lm_head"
+_CUT_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", _HEAD)
+_CUT_BY_COLUMNS = ("o_proj", "down_proj", _EMBEDDING)
 _FIELDS = [field.name for field in dataclasses.fields(StepArrays) if field.name != "decodes"]
 OWN_ROWS_FROM_BYTES = 32 << 20
 """Of a step's residual stream, from which each rank keeps only its rows of it: measured on four H200 in fp8 with one
@@ -64,10 +67,14 @@ class RankWeights:
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A fresh tensor on ``device``; for a moment the whole one is there too."""
-        whole = self._source.read(name, dtype, device)
         part, kind = name.split(".")[-2:]
+        if part == _HEAD and self._source.config.tied_embeddings:
+            name = f"model.{_EMBEDDING}.weight"
+        whole = self._source.read(name, dtype, device)
         if part in _CUT_BY_COLUMNS and kind == "bias":
             return whole if self._rank == 0 else whole.zero_()
+        if part in (_EMBEDDING, _HEAD) and self.config.vocabulary_ranks == 1:
+            return whole
         return _share(whole, part, self._rank, self._ranks)
 
 
@@ -108,9 +115,9 @@ class Order(IntEnum):
 
 
 class RankGroup:
-    """The ranks of one model as one of them sees them: sums over all, and orders from rank 0.
+    """The ranks of one model as one of them sees them: sums and gathers over all, and orders from rank 0.
 
-    Orders travel over sockets of the loopback device; sums on GPUs through NCCL, with NVLink multicast left off.
+    Orders travel over sockets of the loopback device; what GPUs send goes through NCCL, with NVLink multicast left off.
     """
 
     def __init__(self, folder: Path, rank: int, ranks: int, device: torch.device) -> None:
@@ -157,6 +164,13 @@ class RankGroup:
         # As bytes: e4m3 is nothing that can be sent.
         self._device._allgather_base(all_TN.view(torch.uint8), x_TN.view(torch.uint8)).wait()
         return all_TN
+
+    def all_columns(self, x_TN: Tensor) -> Tensor:
+        """The columns of all ranks, each of which has N -> [T, N x ranks], in the order of the ranks."""
+        rows, columns = x_TN.shape
+        by_rank_TN = x_TN.new_empty(self.ranks * rows, columns)
+        self._device._allgather_base(by_rank_TN.view(torch.uint8), x_TN.view(torch.uint8)).wait()
+        return by_rank_TN.view(self.ranks, rows, columns).transpose(0, 1).reshape(rows, -1)
 
     def own_rows(self, rows: int, row_bytes: int) -> slice | None:
         """Which of a step's rows this rank keeps of the residual stream; None if it keeps all.

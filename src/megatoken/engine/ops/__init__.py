@@ -46,6 +46,9 @@ class Ranks(Protocol):
     def all_rows(self, x_TN: Tensor) -> Tensor:
         """The rows of all ranks, each of which has T -> [T x ranks, N]."""
 
+    def all_columns(self, x_TN: Tensor) -> Tensor:
+        """The columns of all ranks, each of which has N -> [T, N x ranks], in the order of the ranks."""
+
 
 def sum_over_ranks(
     delta_TN: Tensor, residual_TN: Tensor, ranks: Ranks | None
