@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from megatoken.engine import EngineConfig
 from megatoken.engine.config import SHAPES
-from megatoken.engine.cost_model import CostModel
+from megatoken.engine.cost_model import ALL_REDUCE_SECONDS, ELEMENTWISE_SHARE, LINK_SHARE, CostModel
 from megatoken.engine.gpus import find_gpu, gpus
 from megatoken.engine.memory import GPU_LIBRARY_BYTES
 from megatoken.engine.simulated import plan_simulation
@@ -193,7 +193,7 @@ def test_ranks_share_a_step_and_sum_what_they_have() -> None:
 
 def test_an_all_reduce_takes_what_was_measured() -> None:
     """Four H200, bf16: 16 KB in 18.7 us, 25 MB in 137 us, 1 GB at 354 GB/s of bus bandwidth."""
-    wide = replace(LLAMA_70B, layers=1, hidden_size=8192)
+    wide = replace(LLAMA_70B, layers=1, hidden_size=8192, vocabulary_size=32_001)  # which is on every rank
     costs = CostModel(wide, "fp8", find_gpu("H200"), ranks=4)
 
     def seconds(nbytes: float) -> float:
@@ -202,6 +202,23 @@ def test_an_all_reduce_takes_what_was_measured() -> None:
     assert seconds(16e3) == pytest.approx(18.7e-6, rel=0.05)
     assert seconds(25e6) == pytest.approx(137e-6, rel=0.1)
     assert seconds(1e9) == pytest.approx(1e9 * 1.5 / 354e9, rel=0.02)
+
+
+def test_ranks_share_the_head_and_gather_what_it_gives() -> None:
+    rows, samples = 1000, 500
+    of_ranks, of_each = (
+        CostModel(replace(LLAMA_70B, vocabulary_size=size), "fp8", find_gpu("H200"), ranks=4).step_of(
+            samples, 5e4, [(0, rows - samples)], samples
+        )
+        for size in (128_000, 128_001)
+    )
+    assert of_ranks.head * of_ranks.clock_mhz == pytest.approx(of_each.head * of_each.clock_mhz / 4, rel=1e-4)
+    gathered_bytes = 2 * (rows * 8192 + samples * 128_000)
+    arriving_seconds = gathered_bytes * 3 / 4 / (LINK_SHARE * 450e9)
+    gathers_seconds = 2 * ALL_REDUCE_SECONDS + arriving_seconds
+    assert of_ranks.all_reduce - of_each.all_reduce == pytest.approx(gathers_seconds)
+    ordering_seconds = 2 * gathered_bytes / (ELEMENTWISE_SHARE * 4.8e12)
+    assert of_ranks.elementwise - of_each.elementwise == pytest.approx(ordering_seconds)
 
 
 def test_every_gpu_of_the_table_can_be_simulated() -> None:

@@ -6,13 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from engines import assert_idle, drain, make_engine, request
+from engines import answer_and_logits, assert_idle, drain, make_engine, request
 from over_admission import expect_short_answers
 from quantized_checkpoints import LAYOUTS, quantize
 
@@ -20,11 +22,12 @@ from megatoken.engine import EngineConfig, Sampling
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import SHAPES
 from megatoken.engine.device import plan_memory
-from megatoken.engine.parallel import RankWeights
+from megatoken.engine.parallel import RankGroup, RankWeights
 from megatoken.engine.quantized_checkpoint import linear_shapes
 from megatoken.errors import CapacityError, ConfigError, MegatokenError
 
 CPU = torch.device("cpu")
+CUT_VOCABULARY, WHOLE_VOCABULARY = 304, 301  # by two ranks or four
 FAMILIES = {
     "Llama": {"attention_bias": True, "mlp_bias": True},
     "Qwen2": {"tie_word_embeddings": True},
@@ -32,8 +35,17 @@ FAMILIES = {
 }
 
 
-def wide_checkpoint(directory: Path, architecture: str = "Llama", **changes: object) -> Path:
-    make_checkpoint(directory, architecture, num_attention_heads=8, num_key_value_heads=4, **changes)
+def wide_checkpoint(
+    directory: Path, architecture: str = "Llama", vocabulary_size: int = CUT_VOCABULARY, **changes: object
+) -> Path:
+    make_checkpoint(
+        directory,
+        architecture,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=vocabulary_size,
+        **changes,
+    )
     return directory
 
 
@@ -41,10 +53,19 @@ def followers() -> list[psutil.Process]:
     return [one for one in psutil.Process().children() if "megatoken.engine.follower" in one.cmdline()]
 
 
-@pytest.mark.parametrize(("architecture", "ranks"), [("Llama", 2), ("Qwen2", 4), ("Qwen3", 2)])
-def test_ranks_together_answer_as_one_does(architecture: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "ranks", "vocabulary_size"),
+    [
+        ("Llama", 2, CUT_VOCABULARY),
+        ("Llama", 4, WHOLE_VOCABULARY),
+        ("Qwen2", 2, WHOLE_VOCABULARY),
+        ("Qwen2", 4, CUT_VOCABULARY),
+        ("Qwen3", 4, CUT_VOCABULARY),
+    ],
+)
+def test_ranks_together_answer_as_one_does(architecture: str, ranks: int, vocabulary_size: int, tmp_path: Path) -> None:
     """Prompts in chunks, decodes, draws, preemptions. Sums over ranks are rounded otherwise, so ties might differ."""
-    directory = wide_checkpoint(tmp_path / "model", architecture, **FAMILIES[architecture])
+    directory = wide_checkpoint(tmp_path / "model", architecture, vocabulary_size, **FAMILIES[architecture])
     requests = [request(seed, 4 + seed % 9, 3 + seed * 7 % 29) for seed in range(12)]
     requests += [request(seed, 6, 5, sampling=Sampling(0.9, top_k=20, seed=seed)) for seed in range(3)]
     alone = make_engine(directory).generate(requests)
@@ -56,20 +77,60 @@ def test_ranks_together_answer_as_one_does(architecture: str, ranks: int, tmp_pa
     assert_idle(engine)
 
 
-def test_a_rank_holds_its_share_alone(tmp_path: Path) -> None:
-    source = open_model(wide_checkpoint(tmp_path / "model", attention_bias=True))
+@pytest.mark.parametrize(
+    ("architecture", "ranks", "vocabulary_size"),
+    [("Llama", 2, CUT_VOCABULARY), ("Llama", 2, WHOLE_VOCABULARY), ("Qwen2", 4, CUT_VOCABULARY)],
+)
+def test_logits_are_those_of_one_rank(
+    architecture: str, ranks: int, vocabulary_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = wide_checkpoint(tmp_path / "model", architecture, vocabulary_size, **FAMILIES[architecture])
+    prompt = [number * 31 % vocabulary_size for number in range(20)]
+    alone, together = (
+        answer_and_logits(make_engine(directory, tensor_parallel=number), prompt, 6, monkeypatch)
+        for number in (1, ranks)
+    )
+    assert together[0] == alone[0]
+    assert together[1].shape == (6, vocabulary_size)
+    torch.testing.assert_close(together[1], alone[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_columns_of_all_ranks_stand_in_their_order(ranks: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    whole_TN = torch.arange(3 * 5 * ranks, dtype=dtype).view(3, -1)
+
+    def gathered(rank: int) -> torch.Tensor:
+        own_TN = whole_TN.chunk(ranks, dim=1)[rank].contiguous()
+        return RankGroup(tmp_path, rank, ranks, CPU).all_columns(own_TN)
+
+    with ThreadPoolExecutor(ranks) as threads:
+        for result_TN in threads.map(gathered, range(ranks)):
+            assert torch.equal(result_TN, whole_TN)
+            assert result_TN.is_contiguous()
+
+
+@pytest.mark.parametrize("vocabulary_size", [CUT_VOCABULARY, WHOLE_VOCABULARY])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rank_holds_its_share_alone(tied: bool, vocabulary_size: int, tmp_path: Path) -> None:
+    changes = {"attention_bias": True, "tie_word_embeddings": tied}
+    source = open_model(wide_checkpoint(tmp_path / "model", vocabulary_size=vocabulary_size, **changes))
     shares = [RankWeights(source, rank, 4) for rank in range(4)]
-    for name, shape in shares[0].config.tensor_shapes().items():
+    cut = vocabulary_size == CUT_VOCABULARY
+    held = shares[0].config.tensor_shapes()
+    assert ("lm_head.weight" in held) == (cut or not tied)
+    for name, shape in held.items():
         parts = [share.read(name, torch.float32, CPU) for share in shares]
-        whole = source.read(name, torch.float32)
+        whole = source.read("model.embed_tokens.weight" if tied and "head" in name else name, torch.float32)
         if name.endswith("o_proj.bias"):
             assert torch.equal(sum(parts[1:], parts[0]), whole)
         elif parts[0].shape == whole.shape:
-            assert "norm" in name or "embed" in name or "head" in name
+            assert "norm" in name or (not cut and ("embed" in name or "head" in name))
             assert all(torch.equal(part, whole) for part in parts)
         else:
             assert all(part.shape == shape and part.is_contiguous() for part in parts)
-            assert torch.equal(torch.cat(parts, dim=int("o_proj" in name or "down_proj" in name)), whole)
+            by_columns = any(linear in name for linear in ("o_proj", "down_proj", "embed_tokens"))
+            assert torch.equal(torch.cat(parts, dim=int(by_columns)), whole)
 
 
 @pytest.mark.parametrize("layout", ["modelopt cache", "compressed dynamic"])
@@ -157,8 +218,13 @@ def test_what_cannot_be_cut_is_refused_with_the_numbers(tmp_path: Path) -> None:
         make_engine(directory, tensor_parallel=0)
 
 
-def test_each_rank_needs_its_share_of_the_memory() -> None:
-    whole, half = (plan_memory(SHAPES["1.1b"], EngineConfig(tensor_parallel=ranks, max_length=64)) for ranks in (1, 2))
-    linears = SHAPES["1.1b"].linear_parameters
-    assert whole.weights_bytes - half.weights_bytes == linears // 2 * 2  # bf16
+@pytest.mark.parametrize("vocabulary_size", [32_000, 32_001])
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_rank_needs_its_share_of_the_memory(tied: bool, vocabulary_size: int) -> None:
+    model = replace(SHAPES["1.1b"], tied_embeddings=tied, vocabulary_size=vocabulary_size)
+    whole, half = (plan_memory(model, EngineConfig(tensor_parallel=ranks, max_length=64)) for ranks in (1, 2))
+    shared = model.linear_parameters
+    if vocabulary_size % 2 == 0:
+        shared += 2 * vocabulary_size * model.hidden_size
+    assert whole.weights_bytes - half.weights_bytes == shared // 2 * 2  # bf16
     assert half.available_bytes == pytest.approx(whole.available_bytes / 2, rel=0.05)

@@ -58,6 +58,8 @@ class ModelConfig:
     # The attention window that max_positions ends at; None: it ends where the model's positions do. What computes is
     # the same, so the hash of random weights, made of what is printed of a shape, does not have it.
     sliding_window: int | None = field(default=None, repr=False)
+    # That share embedding and head: each has columns of the one and rows of the other. See ``sharded``.
+    vocabulary_ranks: int = field(default=1, repr=False)
 
     @classmethod
     def from_hugging_face(cls, values: Mapping[str, object], source: Path) -> ModelConfig:
@@ -141,12 +143,13 @@ class ModelConfig:
             layer |= {"self_attn.q_norm.weight": (self.head_dim,), "self_attn.k_norm.weight": (self.head_dim,)}
         layer["post_attention_layernorm.weight"] = (hidden,)
 
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocabulary_size, hidden)}
+        vocabulary, ranks = self.vocabulary_size, self.vocabulary_ranks
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden // ranks)}
         for index in range(self.layers):
             shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
         shapes["model.norm.weight"] = (hidden,)
         if not self.tied_embeddings:
-            shapes["lm_head.weight"] = (self.vocabulary_size, hidden)
+            shapes["lm_head.weight"] = (vocabulary // ranks, hidden)
         return shapes
 
     @property
@@ -231,6 +234,9 @@ def find_shape(name: str) -> ModelConfig:
 def sharded(model: ModelConfig, ranks: int) -> ModelConfig:
     """What one of ``ranks`` holds and computes.
 
+    Embedding and head are whole where ``ranks`` do not divide vocabulary and hidden size. Where they do, tied ones are
+    tied no more: columns and rows of a matrix are two tensors.
+
     Raises:
         CapacityError: heads or features cannot be shared out evenly.
     """
@@ -241,11 +247,14 @@ def sharded(model: ModelConfig, ranks: int) -> ModelConfig:
                 f"tensor_parallel {ranks} does not divide the {count:,} {name} of {model.name}; "
                 f"take a divisor of {math.gcd(model.heads, model.kv_heads, model.intermediate_size)}"
             )
+    vocabulary_ranks = 1 if model.vocabulary_size % ranks or model.hidden_size % ranks else ranks
     return replace(
         model,
         heads=model.heads // ranks,
         kv_heads=model.kv_heads // ranks,
         intermediate_size=model.intermediate_size // ranks,
+        vocabulary_ranks=vocabulary_ranks,
+        tied_embeddings=model.tied_embeddings and vocabulary_ranks == 1,
     )
 
 

@@ -11,7 +11,8 @@ A step's time is that of its parts, one after the other:
   the weights are read;
 - attention: of decodes the bytes of cached keys and values, of prompts operations;
 - what is elementwise: bytes;
-- the head, for the rows that sample; a gap between launches; sums over the ranks of tensor parallelism.
+- the head, for the rows that sample; a gap between launches; sums and gathers over the ranks of tensor
+  parallelism.
 
 A Hopper GPU under such load is limited by its power: its clock is the highest at which what the step computes and moves
 stays within the limit. No such law is known for other GPUs; their products take the share of the data sheet that an
@@ -66,7 +67,7 @@ GAP_SECONDS = 27.3e-6
 """Between the kernels of a layer, with the copies of ids. From two steps."""
 ALL_REDUCE_SECONDS, LINK_SHARE = 19e-6, 0.787
 """A sum over ranks: what it takes at least, and its share of the link. Four H200, 16 KB and 1 GB; no step of several
-ranks was measured."""
+ranks was measured. Assumed of a gather too, which moves half as many bytes."""
 
 IDLE_WATTS = 100.0
 """Assumed: an H200 that computes nothing at a high clock. Between 80 and 150 no rate changes by more than 0.3 %."""
@@ -94,7 +95,10 @@ _HEAD_PRECISION: Precision = "bf16"
 
 
 class StepCost(NamedTuple):
-    """One step: seconds of it and of its parts. Clock and power are NaN where no law of them is known."""
+    """One step: seconds of it and of its parts. Clock and power are NaN where no law of them is known.
+
+    ``all_reduce`` has the gathers over the ranks too.
+    """
 
     seconds: float
     products: float
@@ -173,15 +177,22 @@ class CostModel:
         self._row_bytes = norms + (L - 1) * activation + rotation
         self._sample_bytes = activation + 8 * D
         self._elementwise_rate = ELEMENTWISE_SHARE * bandwidth
-        head_depth = D + DEPTH_OVERHEAD
-        self._head_operations, self._head_seconds = 2.0 * D * V, 2.0 * head_depth * V / head_rate
-        self._head_bytes = ACTIVATION_BYTES["bf16"] * float(D * V)
+        head_depth, head_width = D + DEPTH_OVERHEAD, V // m.vocabulary_ranks
+        self._head_operations, self._head_seconds = 2.0 * D * head_width, 2.0 * head_depth * head_width / head_rate
+        self._head_bytes = ACTIVATION_BYTES["bf16"] * float(D * head_width)
         self._head_bytes_seconds = self._head_bytes / (WEIGHTS_SHARE * bandwidth)
-        self._sums = 2 * L if ranks > 1 else 0
-        self._row_sum_seconds = 0.0
+        self._transfers, self._row_link_seconds, self._sample_link_seconds = 0, 0.0, 0.0
         if ranks > 1 and gpu.link_bytes_per_second is not None:
-            link = LINK_SHARE * gpu.link_bytes_per_second
-            self._row_sum_seconds = 2 * (ranks - 1) / ranks * ACTIVATION_BYTES[precision] * D / link
+            from_others = (ranks - 1) / ranks * ACTIVATION_BYTES[precision]
+            element_seconds = from_others / (LINK_SHARE * gpu.link_bytes_per_second)
+            self._transfers, self._row_link_seconds = 2 * L, 2 * L * 2 * D * element_seconds
+            if m.vocabulary_ranks > 1:
+                self._transfers += 2
+                self._row_link_seconds += D * element_seconds
+                self._sample_link_seconds = V * element_seconds
+                # What arrives is read and written once more, into the order of columns.
+                self._row_bytes += 2 * ACTIVATION_BYTES[precision] * D
+                self._sample_bytes += 2 * ACTIVATION_BYTES[precision] * V
         self._limit_watts = LIMIT_SHARE * gpu.power_limit_watts if gpu.name in CLOCK_LIMITED else None
         self._watts_per_operation = WATTS_PER_OPERATION.get(precision, 0.0)
 
@@ -225,7 +236,9 @@ class CostModel:
         elementwise_bytes = rows * self._row_bytes + samples * self._sample_bytes
         elementwise = elementwise_bytes / self._elementwise_rate
         gaps = self._layers * GAP_SECONDS
-        all_reduce = self._sums * ALL_REDUCE_SECONDS + self._sums * rows * self._row_sum_seconds
+        all_reduce = (
+            self._transfers * ALL_REDUCE_SECONDS + rows * self._row_link_seconds + samples * self._sample_link_seconds
+        )
         stack = sequences * self._seconds_per_sequence
         head_seconds = samples * self._head_seconds
 

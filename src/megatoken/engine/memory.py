@@ -33,7 +33,8 @@ GRAPH_CHUNKS = 8
 GRAPH_LAYER_BYTES = 8_000_000
 """Of GPU memory for each layer: what the driver keeps of all recorded graphs, of which 4.9 MB were measured."""
 GPU_COLLECTIVES_BYTES = 2_000_000_000
-"""Of each GPU's memory where several share a model: NCCL takes it at the first sum, and 405B on four H200 left none."""
+"""Of each GPU's memory where several share a model: NCCL takes it at the first sum, and 405B on four H200 left none.
+What the ranks share takes the place of tensors that a step would have."""
 DEFAULT_MAX_LENGTH = 8192
 DEFAULT_MAX_ROWS = {"cpu": 256, "cuda": 2048}
 LARGE_WEIGHTS_ROWS_ON_CPU = 1024  # where weights are read from memory in every step, fewer steps are less to read
@@ -41,7 +42,7 @@ DEFAULT_MAX_SEQUENCES_ON_CPU = 128  # on a GPU three quarters of the rows: the o
 DEFAULT_PAGE_SIZE = 32
 GPU_PAGE_SIZES = (16, 32, 64, 128)
 LARGE_MODEL_PARAMETERS = 30e9
-LARGE_MODEL_ROWS_ON_GPU = 1536  # sweep in docs/performance.md
+LARGE_MODEL_ROWS_ON_GPU = 1536  # on one, to which a smaller step leaves more cache; sweep in docs/performance.md
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
         max_length = min(max_length, pages * page_size)
     default_rows = DEFAULT_MAX_ROWS[device]
     weights = weight_bytes(model, config.precision, device, config.fp8_scales)
-    if on_gpu and model.parameters > LARGE_MODEL_PARAMETERS:
+    if on_gpu and config.tensor_parallel == 1 and model.parameters > LARGE_MODEL_PARAMETERS:
         default_rows = LARGE_MODEL_ROWS_ON_GPU
     if not on_gpu and weights >= HUGE_PAGES_FROM_BYTES:
         default_rows = LARGE_WEIGHTS_ROWS_ON_CPU
@@ -160,7 +161,8 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     page = page_size * bytes_per_token(model, config.precision, device)
     step_bytes = _gpu_step_bytes if on_gpu else _cpu_step_bytes
     step, step_page = step_bytes(model, config, page_size, max_rows, max_sequences, max_length)
-    # While loading, when the cache is not there yet: the largest matrix, its parts, and its fp32 copy.
+    # While loading, when the cache is not there yet: the largest matrix, its parts, and its fp32 copy. A rank
+    # reads embedding and head whole before it cuts them.
     loading = max(model.vocabulary_size, 2 * model.intermediate_size) * model.hidden_size * (10 if on_gpu else 4)
     process = GPU_LIBRARY_BYTES if on_gpu else PROCESS_BYTES
     if on_gpu and config.tensor_parallel > 1:
@@ -253,7 +255,7 @@ def _cpu_step_bytes(
     row = item * (4 * model.hidden_size + 3 * (queries + 2 * keys) + 2 * model.intermediate_size)
     if config.precision == "fp8":  # quantised rows, and products in fp32 before they are scaled
         row += 16 * (model.hidden_size + model.intermediate_size)
-    logits = sampled * model.vocabulary_size * item + BLOCK_ROWS * model.vocabulary_size * 96
+    logits = sampled * _logit_elements(model) * item + BLOCK_ROWS * model.vocabulary_size * 96
     # A prompt's later chunk: the sequence's keys and values gathered, and the mask.
     chunk = max_length * (4 * keys * item + max_rows * 5)
     # Decode: scores and weights by sequence, queries and partial sums by page, and the page itself where it is copied.
@@ -276,11 +278,17 @@ def _gpu_step_bytes(
         # While its scales are being found, inputs of linears are there in bf16, fp32 and e4m3. A scale per row is found
         # within a kernel, and e4m3 values and their scales take less than the same in bf16.
         row += 8 * max(feed_forward, queries, hidden)
-    logits = sampled * model.vocabulary_size * 2 + BLOCK_ROWS * model.vocabulary_size * 96
+    logits = sampled * _logit_elements(model) * 2 + BLOCK_ROWS * model.vocabulary_size * 96
     partial = max(PARTIAL_RESULTS, sampled) * model.heads * (model.head_dim + 2) * 4
     indices = 2 * 4 * (2 * sampled * -(-max_length // page_size) + 8 * max_rows)
     rotary = 2 * max_length * model.head_dim * 2
     return max_rows * row + logits + partial + indices + rotary, 0
+
+
+def _logit_elements(model: ModelConfig) -> int:
+    """Of one row: its logits; where ranks share the head also this rank's, and all as they arrive, rank by rank."""
+    vocabulary, ranks = model.vocabulary_size, model.vocabulary_ranks
+    return vocabulary if ranks == 1 else 2 * vocabulary + vocabulary // ranks
 
 
 def _check_gpu_shapes(model: ModelConfig, page_size: int) -> None:

@@ -63,7 +63,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The whole model. ``rotary_LE``: cosine and sine for every position."""
+    """The whole model. ``rotary_LE``: cosine and sine for every position.
+
+    Of a rank that shares them, the embedding has columns alone, [V, D / ranks], and the head rows, [V / ranks, D].
+    """
 
     embedding_VD: Tensor
     layers: list[LayerWeights]
@@ -181,7 +184,11 @@ def forward(
     ``ranks``: that the model is cut over. With shared memory each keeps its own rows of the residual stream alone.
     """
     epsilon, shared = config.rms_norm_epsilon, None if ranks is None else ranks.shared
-    x_TD = weights.embedding_VD.index_select(0, batch.token_ids)
+
+    def whole(x_TN: Tensor) -> Tensor:
+        return x_TN if ranks is None or config.vocabulary_ranks == 1 else ranks.all_columns(x_TN)
+
+    x_TD = whole(weights.embedding_VD.index_select(0, batch.token_ids))
     h_TD = ops.rms_norm(x_TD, weights.layers[0].input_norm_D, epsilon, weights.layers[0].qkv)
     if shared is not None:
         x_TD = shared.keep(x_TD)
@@ -204,4 +211,4 @@ def forward(
         x_TD, h_TD = ops.linear_add_norm(a_TD, layer.output, x_TD, layer.post_norm_D, epsilon, layer.gate_up, ranks)
         f_TF = ops.gated(h_TD, layer.gate_up, layer.down)
         x_TD, h_TD = ops.linear_add_norm(f_TF, layer.down, x_TD, next_norm_D, epsilon, consumer, ranks)
-    return ops.linear(h_TD, weights.head)[: batch.samples]
+    return whole(ops.linear(h_TD, weights.head)[: batch.samples])

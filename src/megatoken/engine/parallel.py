@@ -3,7 +3,9 @@
 Query, key, value, gate and up projections are cut by rows, output and down projections by columns, and what these two
 add to the residual stream is summed over the ranks: two all-reduces a layer (Shoeybi et al., Megatron-LM, 2019).
 Where GPUs reach each other's memory, each rank keeps and norms its own rows (``ops.shared_rows``).
-Norms, embedding and head are on every rank. Rank 0 lives in the engine's process and plans; the others follow it.
+Where the ranks divide hidden size and vocabulary, the embedding is cut by columns and the head by rows, and what they
+give is gathered; otherwise both are on every rank, as norms are.
+Rank 0 lives in the engine's process and plans; the others follow it.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ if TYPE_CHECKING:
 
 _c10d: Any = torch.distributed  # groups made by hand: the module's own are global
 
-_CUT_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-_CUT_BY_COLUMNS = ("o_proj", "down_proj")
+_EMBEDDING, _HEAD = "embed_tokens", "lm_head"
+_CUT_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", _HEAD)
+_CUT_BY_COLUMNS = ("o_proj", "down_proj", _EMBEDDING)
 _FIELDS = [field.name for field in dataclasses.fields(StepArrays) if field.name != "decodes"]
 _LAST_WORDS_SECONDS = 1.0  # between the end of a rank's sockets and that of its process
 _ABORT_SECONDS = 10.0  # that NCCL may take to give up; a process that ends does not need it to
@@ -63,10 +66,14 @@ class RankWeights:
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A fresh tensor on ``device``; for a moment the whole one is there too."""
-        whole = self._source.read(name, dtype, device)
         part, kind = name.split(".")[-2:]
+        if part == _HEAD and self._source.config.tied_embeddings:
+            name = f"model.{_EMBEDDING}.weight"
+        whole = self._source.read(name, dtype, device)
         if part in _CUT_BY_COLUMNS and kind == "bias":
             return whole if self._rank == 0 else whole.zero_()
+        if part in (_EMBEDDING, _HEAD) and self.config.vocabulary_ranks == 1:
+            return whole
         return _share(whole, part, self._rank, self._ranks)
 
 
@@ -107,9 +114,9 @@ class Order(IntEnum):
 
 
 class RankGroup:
-    """The ranks of one model as one of them sees them: sums over all, and orders from rank 0.
+    """The ranks of one model as one of them sees them: sums and gathers over all, and orders from rank 0.
 
-    Orders travel over sockets of the loopback device; sums on GPUs through NCCL, with NVLink multicast left off.
+    Orders travel over sockets of the loopback device; what GPUs send goes through NCCL, with NVLink multicast left off.
     """
 
     def __init__(self, folder: Path, rank: int, ranks: int, device: torch.device) -> None:
@@ -153,6 +160,13 @@ class RankGroup:
         """The sum of ``x`` over all ranks, in place."""
         self._device.allreduce([x]).wait()
         return x
+
+    def all_columns(self, x_TN: Tensor) -> Tensor:
+        """The columns of all ranks, each of which has N -> [T, N x ranks], in the order of the ranks."""
+        rows, columns = x_TN.shape
+        by_rank_TN = x_TN.new_empty(self.ranks * rows, columns)
+        self._device._allgather_base(by_rank_TN.view(torch.uint8), x_TN.view(torch.uint8)).wait()
+        return by_rank_TN.view(self.ranks, rows, columns).transpose(0, 1).reshape(rows, -1)
 
     def share(self, x: Tensor) -> None:
         """Gives every rank what rank 0 has in ``x``."""

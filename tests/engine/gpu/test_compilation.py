@@ -37,6 +37,8 @@ def test_every_launch_runs(model: str, precision: str, fp8_scales: str) -> None:
     """What they compute is no number of ours: they read zeros. They must only accept what they are given."""
     launches = compilation.launches(MODELS[model], precision, 16, torch.device("cpu"), fp8_scales)
     assert len(launches) >= 9
+    if fp8_scales == "tensor":
+        launches += compilation.shared_launches(MODELS[model], precision, torch.device("cpu"), 2)
     for launch in launches:
         launch()
 

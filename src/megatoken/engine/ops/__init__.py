@@ -46,6 +46,9 @@ class Ranks(Protocol):
     def add(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over all ranks, in place."""
 
+    def all_columns(self, x_TN: Tensor) -> Tensor:
+        """The columns of all ranks, each of which has N -> [T, N x ranks], in the order of the ranks."""
+
 
 class Ops(Protocol):
     """What a back end provides.

@@ -18,6 +18,7 @@ from megatoken.engine.config import EngineConfig, Fp8Scales, ModelConfig, Precis
 from megatoken.engine.ops import fused, paged_attention, prompt_attention, tokens
 from megatoken.engine.ops.cuda import DECODE
 from megatoken.engine.ops.prompt_attention import ChunkConfig
+from megatoken.engine.ops.shared_rows import SharedRows
 
 ROWS = 16
 
@@ -26,7 +27,7 @@ def start_compiling(
     config: ModelConfig, engine: EngineConfig, page_size: int, device: torch.device
 ) -> list[Future[None]]:
     """Begins; each future is one kernel's, done when the kernel can run."""
-    kernels = launches(config, engine.precision, page_size, device, engine.fp8_scales)
+    kernels = launches(config, engine.precision, page_size, device, engine.fp8_scales, engine.tensor_parallel)
     pool = ThreadPoolExecutor(max_workers=len(kernels), thread_name_prefix="compile")
 
     def launch(kernel: Callable[[], object]) -> None:
@@ -44,8 +45,12 @@ def launches(
     page_size: int,
     device: torch.device,
     fp8_scales: Fp8Scales = "tensor",
+    ranks: int = 1,
 ) -> list[Callable[[], object]]:
-    """Every kernel that steps of this model launch, in every form. Longest to compile first."""
+    """Every kernel that steps of this model launch, in every form. Longest to compile first.
+
+    ``config``: of one of the ``ranks``.
+    """
     heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
     epsilon = config.rms_norm_epsilon
 
@@ -99,6 +104,8 @@ def launches(
             outputs.append((zeros(ROWS, heads, head_dim, dtype=torch.float8_e4m3fn), 1.0))
             inputs += [norm(None, scale), norm(x_TD, scale), lambda: fused.silu_mul(gate_up_T2F, scale)]
 
+    if ranks > 1 and fp8_scales == "tensor" and SharedRows.reachable(ranks):
+        inputs += shared_launches(config, precision, device, ranks)
     return [
         *(lambda way=way, output=output: chunk(way, *output) for way in ways for output in outputs),
         *(lambda output=output: decode(*output) for output in outputs),
@@ -111,3 +118,20 @@ def launches(
         lambda: tokens.argmax_rows(logits_TV),
         lambda: tokens.argmax_rows(logits_TV, programs=1),
     ]  # fmt: skip
+
+
+def shared_launches(
+    config: ModelConfig, precision: Precision, device: torch.device, ranks: int
+) -> list[Callable[[], object]]:
+    """Kernels in shared memory, of a rank alone that all others have come to meet."""
+    hidden = config.hidden_size
+    norm_D = torch.zeros(hidden, dtype=torch.bfloat16, device=device)
+    rows_S = torch.zeros(ROWS, dtype=torch.int32, device=device)
+
+    def add_rms_norm(scale: Tensor | None) -> Callable[[], object]:
+        shared = SharedRows.alone(ranks, ROWS, hidden, device)
+        return lambda: shared.add_rms_norm(ROWS, shared.products(ROWS), norm_D, config.rms_norm_epsilon, scale)
+
+    scales = [None, torch.ones(1, device=device)] if precision == "fp8" else [None]
+    shared = SharedRows.alone(ranks, ROWS, hidden, device)
+    return [*map(add_rms_norm, scales), lambda: shared.select(rows_S, ROWS)]

@@ -100,6 +100,14 @@ class SharedRows:
         c10d._unregister_process_group(name)
         return cls(memory, addresses, rank, max_rows, hidden)
 
+    @classmethod
+    def alone(cls, ranks: int, max_rows: int, hidden: int, device: torch.device) -> Self:
+        """Of rank 0, whose memory stands for that of all ranks, and to whom they all have come: waits for nobody."""
+        memory = torch.zeros(_Places.of(max_rows, hidden, ranks).end, dtype=torch.uint8, device=device)
+        shared = cls(memory, [memory.data_ptr()] * ranks, 0, max_rows, hidden)
+        shared._flags.fill_(_NEVER)
+        return shared
+
     @staticmethod
     def reachable(ranks: int) -> bool:
         """Whether the GPUs of so many ranks reach each other's memory."""
