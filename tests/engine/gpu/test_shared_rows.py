@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 import torch
 from gpu_kernels import BF16, DEVICE, E4M3, MARKS, full_size, normal
 from torch import Tensor
+from torch.distributed import FileStore, PrefixStore
 
 from megatoken.engine.ops import reference
-from megatoken.engine.ops.shared_rows import SharedRows, _Places, own_rows
+from megatoken.engine.ops.shared_rows import SharedRows, _Meeting, _Places, own_rows
 
 pytestmark = MARKS
 EPSILON = 1e-5
@@ -73,6 +77,20 @@ def test_rows_are_fetched_from_where_they_are_kept(ranks: int, rows: int, hidden
         one.keep(x_TD)
     found: list[Tensor] = [one.select(sampled, rows) for one in together]
     assert torch.equal(torch.cat(found), x_TD[sampled.long()])
+
+
+def test_a_process_that_met_others_before_meets_a_new_one(tmp_path: Path) -> None:
+    """As PyTorch calls them: through its own classes, with numbers of each process."""
+    file = str(tmp_path / "store")
+    meetings = [_Meeting(FileStore(file, 2)) for _ in range(2)]
+    old, new = (PrefixStore("group", meeting) for meeting in meetings)
+    for number in range(3):
+        old.set(f"exchange/{number + 7}/0", f"old {number}")
+        new.set(f"exchange/{number}/1", f"new {number}")
+        old.wait([f"exchange/{number + 7}/1"])
+        new.wait([f"exchange/{number}/0"], timedelta(seconds=5))
+        assert old.get(f"exchange/{number + 7}/1") == f"new {number}".encode()
+        assert new.get(f"exchange/{number}/0") == f"old {number}".encode()
 
 
 def test_kernels_are_counted_past_the_largest_number() -> None:

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatoken.engine.ops.fused import RUN, require_contiguous, saturate
 
@@ -54,6 +55,28 @@ class _Places:
         row = 2 * hidden
         sizes = (max_rows * row, max_rows * row, -(-max_rows // ranks) * row, 8 * ranks)
         return cls(*accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+
+
+class _Meeting(Store):
+    """A store for one meeting. PyTorch counts what it exchanges from a process's start, and one may have met before."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+        self._first: dict[str, int] = {}
+
+    def _key(self, key: str) -> str:
+        prefix, number, rank = key.rsplit("/", 2)
+        return f"{prefix}/{int(number) - self._first.setdefault(prefix, int(number))}/{rank}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._key(key))
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._store.wait([self._key(key) for key in keys], *timeout)
 
 
 class SharedRows:
@@ -89,7 +112,8 @@ class SharedRows:
         """
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         c10d: Any = import_module("torch._C._distributed_c10d")  # what is public is of global groups alone
-        group = c10d.ProcessGroup(store, rank, ranks)
+        meeting = _Meeting(store)  # held here: what has only its C++ part calls no method of ours
+        group = c10d.ProcessGroup(meeting, rank, ranks)
         c10d._register_process_group(name, group)
         size = _Places.of(max_rows, hidden, ranks).end
         allocate, rendezvous = c10d._SymmetricMemory.empty_strided_p2p, c10d._SymmetricMemory.rendezvous
