@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from megatoken.engine import EngineConfig
 from megatoken.engine.config import SHAPES
-from megatoken.engine.cost_model import ALL_REDUCE_SECONDS, ELEMENTWISE_SHARE, LINK_SHARE, CostModel
+from megatoken.engine.cost_model import ELEMENTWISE_SHARE, GATHER_LINK_SHARE, GATHER_SECONDS, SUM_SECONDS, CostModel
 from megatoken.engine.gpus import find_gpu, gpus
 from megatoken.engine.memory import GPU_LIBRARY_BYTES
 from megatoken.engine.simulated import plan_simulation
@@ -93,11 +93,11 @@ def test_long_prompts_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     while (plan := scheduler.plan()) is not None:
         seconds.append(seconds[-1] + simulation.costs.step(plan).seconds)
         rows.append(rows[-1] + int(plan.count.sum()))
-    assert run["output_tokens"] / seconds[-1] == pytest.approx(run["output_tokens_per_second"], rel=0.06)
+    assert run["output_tokens"] / seconds[-1] == pytest.approx(run["output_tokens_per_second"], rel=0.02)
     series = parquet.read_table(RESULTS / "h200x2-llama3.1-405b-half-fp8-offline/series.parquet").to_pydict()
     reading = [20.0, 100.0]  # seconds
     measured = np.diff(np.interp(reading, series["elapsed_seconds"], series["processed_tokens"]))
-    assert np.diff(np.interp(reading, seconds, rows)) == pytest.approx(measured, rel=0.03)
+    assert np.diff(np.interp(reading, seconds, rows)) == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -185,23 +185,21 @@ def test_ranks_share_a_step_and_sum_what_they_have() -> None:
     seconds = [one.seconds]
     for ranks in (2, 4, 8):
         cost = CostModel(LLAMA_70B, "fp8", find_gpu("H200"), ranks=ranks).step_of(512, 2e5, [(0, 512)], 513)
-        assert cost.all_reduce > 160 * 19e-6
+        assert cost.transfers > 160 * SUM_SECONDS
         assert cost.seconds > one.seconds / ranks
         seconds.append(cost.seconds)
     assert seconds == sorted(seconds, reverse=True)
 
 
-def test_an_all_reduce_takes_what_was_measured() -> None:
-    """Four H200, bf16: 16 KB in 18.7 us, 25 MB in 137 us, 1 GB at 354 GB/s of bus bandwidth."""
-    wide = replace(LLAMA_70B, layers=1, hidden_size=8192, vocabulary_size=32_001)  # which is on every rank
-    costs = CostModel(wide, "fp8", find_gpu("H200"), ranks=4)
-
-    def seconds(nbytes: float) -> float:
-        return costs.step_of(0, 0, [(0, round(nbytes / 2 / 8192))], 0).all_reduce / 2
-
-    assert seconds(16e3) == pytest.approx(18.7e-6, rel=0.05)
-    assert seconds(25e6) == pytest.approx(137e-6, rel=0.1)
-    assert seconds(1e9) == pytest.approx(1e9 * 1.5 / 354e9, rel=0.02)
+@pytest.mark.parametrize("width", [8192, 16_384])
+def test_a_sum_over_ranks_takes_what_was_measured(width: int) -> None:
+    measured = read(f"h200x2-collectives-{width}")
+    wide = replace(LLAMA_70B, layers=1, hidden_size=width, vocabulary_size=32_001)  # which is on every rank
+    costs = CostModel(wide, "fp8", find_gpu("H200"), ranks=measured["ranks"])
+    for row in measured["sums"]:
+        if row["rows"] >= 512:  # fewer take the host longer than the GPU
+            seconds = costs.step_of(0, 0, [(0, row["rows"])], 0).transfers / 2
+            assert seconds == pytest.approx(row["shared_microseconds"] * 1e-6, rel=0.05)
 
 
 def test_ranks_share_the_head_and_gather_what_it_gives() -> None:
@@ -214,9 +212,9 @@ def test_ranks_share_the_head_and_gather_what_it_gives() -> None:
     )
     assert of_ranks.head * of_ranks.clock_mhz == pytest.approx(of_each.head * of_each.clock_mhz / 4, rel=1e-4)
     gathered_bytes = 2 * (rows * 8192 + samples * 128_000)
-    arriving_seconds = gathered_bytes * 3 / 4 / (LINK_SHARE * 450e9)
-    gathers_seconds = 2 * ALL_REDUCE_SECONDS + arriving_seconds
-    assert of_ranks.all_reduce - of_each.all_reduce == pytest.approx(gathers_seconds)
+    arriving_seconds = gathered_bytes * 3 / 4 / (GATHER_LINK_SHARE * 450e9)
+    gathers_seconds = 2 * GATHER_SECONDS + arriving_seconds
+    assert of_ranks.transfers - of_each.transfers == pytest.approx(gathers_seconds)
     ordering_seconds = 2 * gathered_bytes / (ELEMENTWISE_SHARE * 4.8e12)
     assert of_ranks.elementwise - of_each.elementwise == pytest.approx(ordering_seconds)
 

@@ -65,9 +65,12 @@ ELEMENTWISE_SHARE = 0.861
 """Of the bandwidth, by norms, activation, rotation and cache writes. From two steps."""
 GAP_SECONDS = 27.3e-6
 """Between the kernels of a layer, with the copies of ids. From two steps."""
-ALL_REDUCE_SECONDS, LINK_SHARE = 19e-6, 0.787
-"""A sum over ranks: what it takes at least, and its share of the link. Four H200, 16 KB and 1 GB; no step of several
-ranks was measured. Assumed of a gather too, which moves half as many bytes."""
+SUM_SECONDS, SUM_LINK_SHARE = 6.5e-6, 0.69
+"""A sum over ranks with the norm after it, through shared memory: what it takes at least, and its share of the link.
+Two H200, from 512 rows on (``h200x2-collectives-*.json``); of more ranks it is assumed, and of products in other
+precisions."""
+GATHER_SECONDS, GATHER_LINK_SHARE = 19e-6, 0.787
+"""The same of NCCL: its sums of 16 KB and 1 GB over four H200, which move twice as many bytes."""
 
 IDLE_WATTS = 100.0
 """Assumed: an H200 that computes nothing at a high clock. Between 80 and 150 no rate changes by more than 0.3 %."""
@@ -97,7 +100,7 @@ _HEAD_PRECISION: Precision = "bf16"
 class StepCost(NamedTuple):
     """One step: seconds of it and of its parts. Clock and power are NaN where no law of them is known.
 
-    ``all_reduce`` has the gathers over the ranks too.
+    ``transfers``: sums and gathers over ranks, with the norms that are a part of a sum.
     """
 
     seconds: float
@@ -107,7 +110,7 @@ class StepCost(NamedTuple):
     elementwise: float
     head: float
     gaps: float
-    all_reduce: float
+    transfers: float
     stack: float
     clock_mhz: float
     watts: float
@@ -181,15 +184,18 @@ class CostModel:
         self._head_operations, self._head_seconds = 2.0 * D * head_width, 2.0 * head_depth * head_width / head_rate
         self._head_bytes = ACTIVATION_BYTES["bf16"] * float(D * head_width)
         self._head_bytes_seconds = self._head_bytes / (WEIGHTS_SHARE * bandwidth)
-        self._transfers, self._row_link_seconds, self._sample_link_seconds = 0, 0.0, 0.0
+        self._transfer_seconds, self._row_transfer_seconds, self._sample_transfer_seconds = 0.0, 0.0, 0.0
         if ranks > 1 and gpu.link_bytes_per_second is not None:
-            from_others = (ranks - 1) / ranks * ACTIVATION_BYTES[precision]
-            element_seconds = from_others / (LINK_SHARE * gpu.link_bytes_per_second)
-            self._transfers, self._row_link_seconds = 2 * L, 2 * L * 2 * D * element_seconds
+            link, from_others = gpu.link_bytes_per_second, (ranks - 1) / ranks
+            products_and_inputs = from_others * (ACTIVATION_BYTES[precision] + item) * D
+            self._transfer_seconds = 2 * L * SUM_SECONDS
+            self._row_transfer_seconds = 2 * L * products_and_inputs / (SUM_LINK_SHARE * link)
+            self._row_bytes -= norms
             if m.vocabulary_ranks > 1:
-                self._transfers += 2
-                self._row_link_seconds += D * element_seconds
-                self._sample_link_seconds = V * element_seconds
+                element_seconds = from_others * ACTIVATION_BYTES[precision] / (GATHER_LINK_SHARE * link)
+                self._transfer_seconds += 2 * GATHER_SECONDS
+                self._row_transfer_seconds += D * element_seconds
+                self._sample_transfer_seconds = V * element_seconds
                 # What arrives is read and written once more, into the order of columns.
                 self._row_bytes += 2 * ACTIVATION_BYTES[precision] * D
                 self._sample_bytes += 2 * ACTIVATION_BYTES[precision] * V
@@ -236,9 +242,7 @@ class CostModel:
         elementwise_bytes = rows * self._row_bytes + samples * self._sample_bytes
         elementwise = elementwise_bytes / self._elementwise_rate
         gaps = self._layers * GAP_SECONDS
-        all_reduce = (
-            self._transfers * ALL_REDUCE_SECONDS + rows * self._row_link_seconds + samples * self._sample_link_seconds
-        )
+        transfers = self._transfer_seconds + rows * self._row_transfer_seconds + samples * self._sample_transfer_seconds
         stack = sequences * self._seconds_per_sequence
         head_seconds = samples * self._head_seconds
 
@@ -257,13 +261,13 @@ class CostModel:
                 operations * self._watts_per_operation
                 + (chunk_operations + samples * self._head_operations) * WATTS_PER_OPERATION["bf16"]
             )
-            fixed = decode_seconds + elementwise + gaps + all_reduce + stack
+            fixed = decode_seconds + elementwise + gaps + transfers + stack
             by_clock = chunk_seconds + tail_seconds
             clock = self._clock(product_seconds, by_clock, head_seconds, fixed, energy_of_bytes, at_full_clock)
         products = self._products(product_seconds / clock)
         head = max(head_seconds / clock, self._head_bytes_seconds) if samples else 0.0
         decode_attention, chunk_attention = decode_seconds + tail_seconds / clock, chunk_seconds / clock
-        seconds = products + decode_attention + chunk_attention + elementwise + head + gaps + all_reduce + stack
+        seconds = products + decode_attention + chunk_attention + elementwise + head + gaps + transfers + stack
         if self._limit_watts is not None:
             watts = IDLE_WATTS + (at_full_clock * clock * clock + energy_of_bytes) / seconds
         return StepCost(
@@ -274,7 +278,7 @@ class CostModel:
             elementwise,
             head,
             gaps,
-            all_reduce,
+            transfers,
             stack,
             clock * HIGHEST_CLOCK_MHZ if self._limit_watts is not None else math.nan,
             watts,

@@ -24,7 +24,7 @@ _PARTS = {
     "elementwise": "elementwise",
     "head": "head",
     "gaps": "gaps between kernels",
-    "all_reduce": "sums and gathers over ranks",
+    "transfers": "sums and gathers over ranks",
     "stack": "software, for each sequence",
 }
 _LIMITS = (
