@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_kernels import BF16, DEVICE, E4M3, MARKS, full_size, normal
+from gpu_kernels import BF16, DEVICE, E4M3, MARKS, full_size, needs_gpu, normal
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore
 
@@ -18,14 +18,14 @@ pytestmark = MARKS
 EPSILON = 1e-5
 
 
-def all_ranks(ranks: int, max_rows: int, hidden: int) -> list[SharedRows]:
-    """Each is told that all others have come and gone long ago."""
+def all_ranks(ranks: int, max_rows: int, hidden: int, *, wait: bool = False) -> list[SharedRows]:
+    """If they shall not ``wait``, each is told that all others have come and gone long ago."""
     size = _Places.of(max_rows, hidden, ranks).end
     memories = [torch.zeros(size, dtype=torch.uint8, device=DEVICE) for _ in range(ranks)]
     addresses = [memory.data_ptr() for memory in memories]
     together = [SharedRows(memory, addresses, rank, max_rows, hidden) for rank, memory in enumerate(memories)]
     for one in together:
-        one._flags.fill_(1 << 20)
+        one._flags.fill_(0 if wait else 1 << 20)
     return together
 
 
@@ -102,3 +102,53 @@ def test_kernels_are_counted_past_the_largest_number() -> None:
         one._flags.fill_(-largest)  # comes after the largest and the smallest
         one.add_rms_norm(4, one.keep(normal(4, 64, seed=2)), weight_D, EPSILON, None)
         assert one._state.tolist() == [-largest - 1, 0]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_run_side_by_side_wait_for_each_other(ranks: int) -> None:
+    """In streams of one device, each late in its turn: sums of sums, and a row of each that another rank keeps."""
+    rows, hidden, layers = 10, 512, 60
+    together = all_ranks(ranks, rows, hidden, wait=True)
+    x_TD, weight_D = normal(rows, hidden, seed=1), torch.ones(hidden, dtype=BF16, device=DEVICE)
+    sampled = torch.arange(rows - 1, -1, -1, dtype=torch.int32, device=DEVICE)
+    streams = [torch.cuda.Stream() for _ in range(ranks)]
+    kept, found = [one.keep(x_TD) for one in together], []
+    h_TD, exact_TD = x_TD.clone(), x_TD.clone()
+    torch.cuda.synchronize()
+    for layer in range(layers):
+        for rank, (one, stream, own_TD) in enumerate(zip(together, streams, kept, strict=True)):
+            with torch.cuda.stream(stream):
+                if layer % ranks == rank:
+                    torch.cuda._sleep(200_000)
+                one.products(rows).copy_(one._inputs.view(BF16).view(rows, hidden) if layer else h_TD)
+                one.add_rms_norm(rows, own_TD, weight_D, EPSILON, None)
+        exact_TD = (exact_TD.float() + ranks * h_TD.float()).to(BF16)
+        h_TD = reference.rms_norm(exact_TD.float(), weight_D.float(), EPSILON).to(BF16)
+    for one, stream in zip(together, streams, strict=True):
+        with torch.cuda.stream(stream):
+            found.append(one.select(sampled, rows))
+    torch.cuda.synchronize()
+    torch.testing.assert_close(torch.cat(kept).float(), exact_TD.float(), rtol=0.05, atol=0.5)
+    assert torch.equal(torch.cat(found), torch.cat(kept).flip(0))
+    for one in together:
+        assert one._state.tolist() == [layers + 1, 0]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_rank_whose_others_are_gone_comes_to_its_end() -> None:
+    """More programs than there is room for, and more kernels than one."""
+    rows = 4096
+    [one, _] = all_ranks(2, rows, 512, wait=True)
+    own_TD, weight_D = one.keep(normal(rows, 512, seed=1)), torch.ones(512, dtype=BF16, device=DEVICE)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            one.add_rms_norm(rows, own_TD, weight_D, EPSILON, None)
+    assert not stream.query()
+    one.let_go()
+    stream.synchronize()
+    assert one._state.tolist() == [3, 0]

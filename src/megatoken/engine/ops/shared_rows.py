@@ -103,6 +103,7 @@ class SharedRows:
         self._flags = memory[places.flags : places.flags + 8 * self.ranks].view(torch.int32)
         self._state = torch.zeros(2, dtype=torch.int32, device=memory.device)  # kernels so far; programs of this one
         self._on_host = torch.zeros(2, dtype=torch.int32, pin_memory=memory.is_cuda)
+        self._mapped: Any = None  # what holds the others' memory here
 
     @classmethod
     def meet(cls, name: str, store: Any, rank: int, ranks: int, max_rows: int, hidden: int) -> Self:
@@ -120,9 +121,11 @@ class SharedRows:
         memory = allocate((size,), (1,), torch.uint8, torch.device("cuda", rank), name)
         memory.zero_()
         torch.cuda.synchronize()
-        addresses = rendezvous(memory).buffer_ptrs
+        mapped = rendezvous(memory)
         c10d._unregister_process_group(name)
-        return cls(memory, addresses, rank, max_rows, hidden)
+        together = cls(memory, mapped.buffer_ptrs, rank, max_rows, hidden)
+        together._mapped = mapped
+        return together
 
     @classmethod
     def alone(cls, ranks: int, max_rows: int, hidden: int, device: torch.device) -> Self:
@@ -158,15 +161,16 @@ class SharedRows:
 
         ``rows``: T.
         """
-        count = len(rows_S)
-        each = -(-count // self.ranks)
-        own_SD = torch.empty((each, self._hidden), dtype=torch.bfloat16, device=self._state.device)
-        _select_kernel[(max(each, self.ranks),)](
-            self._addresses, self._state, rows_S, own_SD, count, -(-rows // self.ranks), self.rank,
+        samples = len(rows_S)
+        own = own_rows(samples, self.rank, self.ranks)
+        own_SD = torch.empty((own.stop - own.start, self._hidden), dtype=torch.bfloat16, device=self._state.device)
+        each_S, each_T = (-(-count // self.ranks) for count in (samples, rows))
+        _select_kernel[(max(each_S, self.ranks),)](
+            self._addresses, self._state, rows_S, own_SD, samples, each_S, each_T, self.rank,
             self._places.residual, self._places.flags, D=self._hidden,
             BLOCK=triton.next_power_of_2(self._hidden), RANKS=self.ranks, num_warps=4,
         )  # fmt: skip
-        return own_SD[: len(range(count)[own_rows(count, self.rank, self.ranks)])]
+        return own_SD
 
     def add_rms_norm(
         self, rows: int, residual_TD: Tensor, weight_D: Tensor, epsilon: float, scale: Tensor | None
@@ -288,20 +292,19 @@ def _add_rms_norm_kernel(
         _wait(addresses, flags_place, rank, number, 1, RANKS)
 
 
-@triton.jit(do_not_specialize=["count", "each", "rank"])
+@triton.jit(do_not_specialize=["samples", "each_S", "each_T", "rank"])
 def _select_kernel(
-    addresses, state, rows, own, count, each, rank, residual_place, flags_place,
+    addresses, state, rows, own, samples, each_S, each_T, rank, residual_place, flags_place,
     D: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     number = _begin(addresses, state, flags_place, rank, RANKS)
     program = tl.program_id(0)
-    own_count = (count + RANKS - 1) // RANKS
-    sample = rank * own_count + program
-    if (program < own_count) & (sample < count):
+    sample = rank * each_S + program
+    if (program < each_S) & (sample < samples):
         row = tl.load(rows + sample)
         column = tl.max_contiguous(tl.arange(0, BLOCK), RUN)
         inside = column < D
-        residual = _rows_at(addresses, row // each, residual_place, tl.bfloat16)
-        x = tl.load(residual + (row % each).to(tl.int64) * D + column, mask=inside, other=0.0, cache_modifier=".cg")
+        residual = _rows_at(addresses, row // each_T, residual_place, tl.bfloat16)
+        x = tl.load(residual + (row % each_T).to(tl.int64) * D + column, mask=inside, other=0.0, cache_modifier=".cg")
         tl.store(own + program.to(tl.int64) * D + column, x, mask=inside)
     _is_last(state, number)
