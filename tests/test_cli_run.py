@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import yaml
 
@@ -443,6 +445,21 @@ def test_an_error_during_the_measurement_names_the_folder(tmp_path: Path) -> Non
     assert message.startswith("megatoken: logits after 1 token of a request are no numbers")
     assert message.endswith(f"; {folder} says INTERRUPTED and keeps what was done")
     assert read_run(folder).verdict is Verdict.INTERRUPTED
+
+
+@pytest.mark.parametrize("verb", ["run", "generate"])
+def test_a_tokenizer_is_read_once(verb: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def from_file(path: str) -> tokenizers.Tokenizer:
+        read.append(path)
+        return tokenizers.Tokenizer.from_file(path)
+
+    monkeypatch.setattr("megatoken.engine.tokenizer.FastTokenizer", SimpleNamespace(from_file=from_file))
+    prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "ab", "max_tokens": 2})
+    own = ("--samples", 3, "--text", "--out", tmp_path / "runs", *QUICK) if verb == "run" else ("--out", tmp_path / "o")
+    code, _, err = call_here(verb, "--model", model, "--prompts", prompts, *own)
+    assert (code, read) == (0, [str(model / "tokenizer.json")]), err
 
 
 def test_a_run_without_compiled_kernels_says_that_it_is_slower(

@@ -74,16 +74,19 @@ def test_empty_files_and_empty_sections_are_the_defaults(tmp_path: Path) -> None
         (f"samples: {'9' * 5000}\n", "run.yaml:1: samples: must be a whole number of fewer digits, got '9999"),
         ("samples: 100000001\n", "run.yaml:1: samples: must be at most 100,000,000, got '100000001'"),
         ("warm_up_seconds: 1e9\n", "run.yaml:1: warm_up_seconds: must be less than 1,000,000,000, got '1e9'"),
-        ("engine.max_rows: 5\nengine: {max_rows: 6}\n", "run.yaml:2: key 'engine.max_rows' is given twice"),
-        ("engine: {max_rows: 6}\nengine: {threads: 1}\n", "run.yaml:2: key 'engine' is given twice"),
+        ("engine.max_rows: 5\nengine: {max_rows: 6}\n", "run.yaml:2: key 'engine.max_rows' is given twice; keep one"),
+        ("engine: {max_rows: 6}\nengine: {threads: 1}\n", "run.yaml:2: key 'engine' is given twice; keep one"),
         ("model: " + "[" * 3000, "run.yaml: nested too deeply"),
         ("out: ''\n", "run.yaml:1: out: must be a path, got ''"),
         ("min_duration: 5\n", "run.yaml:1: unknown key 'min_duration'; did you mean min_duration_seconds?"),
         ("\nxyzzy: 5\n", "run.yaml:2: unknown key 'xyzzy'; see megatoken run --help"),
-        ("engine: 5\n", "run.yaml:1: 'engine' must be a mapping of keys to values"),
+        ("engine: 5\n", "run.yaml:1: 'engine' must be a mapping of keys to values; write KEY: VALUE"),
         ("- model\n", "run.yaml:1: the file must be a mapping of keys to values"),
         ("samples: 3\nsamples: 4\n", "run.yaml:2: key 'samples' is given twice"),
-        ("model: [\n", "run.yaml:2: not YAML:"),
+        (
+            "model: [\n",
+            "run.yaml:2: not YAML: expected the node content, but found '<stream end>'; correct it there or just above",
+        ),
         ("samples: 0\n", "run.yaml:1: samples: must be at least 1, got '0'"),
         ("samples: 2020-01-01\n", "run.yaml:1: samples: must be a whole number, got '2020-01-01'"),
         ("precision: fp4\n", "run.yaml:1: precision: must be 'fp32', 'bf16' or 'fp8', got 'fp4', of simulated GPUs"),
@@ -222,7 +225,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"binary\.yaml: not UTF-8 at byte 7; give a YAML file of settings"):
         load_run_config(tmp_path / "binary.yaml", {})
     (tmp_path / "nul.yaml").write_bytes(b"model: a\0b")
-    with pytest.raises(ConfigError, match=r"nul\.yaml: not YAML"):
+    with pytest.raises(ConfigError, match=r"nul\.yaml: not YAML: .*; correct it and save the file as UTF-8 text$"):
         load_run_config(tmp_path / "nul.yaml", {})
 
 

@@ -18,7 +18,7 @@ from megatoken.engine.config import REFERENCE, EngineConfig, Precision
 from megatoken.engine.request import Sampling
 from megatoken.errors import ConfigError
 from megatoken.input_files import open_input
-from megatoken.yaml_core import CoreLoader
+from megatoken.yaml_core import CoreLoader, not_yaml
 
 FLAG_ALIASES = {name: f"{name}_seconds" for name in ("min_duration", "warm_up", "probe", "ttft_limit", "tpot_limit")}
 
@@ -278,11 +278,8 @@ def _read_yaml(path: Path, section: str = "") -> dict[str, _Setting]:
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}; {mend}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; {_GIVE_YAML}") from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line}: not YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}; {_GIVE_YAML}") from None
+        raise ConfigError(not_yaml(path, error)) from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply; see megatoken run --help for the keys") from None
 
@@ -295,13 +292,15 @@ def _settings(root: yaml.Node, file: str, section: str) -> Iterator[tuple[str, _
             if section and _is_null(node):
                 return
             where = f"'{section}'" if section else "the file"
-            raise ConfigError(f"{file}:{node.start_mark.line + 1}: {where} must be a mapping of keys to values")
+            raise ConfigError(
+                f"{file}:{node.start_mark.line + 1}: {where} must be a mapping of keys to values; write KEY: VALUE"
+            )
         for key_node, value_node in node.value:
             place = f"{file}:{key_node.start_mark.line + 1}"
             name = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
             key = f"{section}.{name}" if section else name
             if key in seen:
-                raise ConfigError(f"{place}: key '{key}' is given twice")
+                raise ConfigError(f"{place}: key '{key}' is given twice; keep one")
             seen.add(key)
             if key in KEYS:
                 yield key, _Setting(_as_typed(value_node, f"{place}: {key}"), place)

@@ -20,6 +20,9 @@ _RESOLVERS = (  # tag, what it looks like, first letters; chapter 10.3.2 of the 
     ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
 )
 
+_MEND_FILE = "correct it and save the file as UTF-8 text"
+_MEND_PLACE = "correct it there or just above: indent with spaces, quote text that has signs such as : # [ { @"
+
 
 class CoreLoader(yaml.SafeLoader):
     """PyYAML's safe loader with the core schema of YAML 1.2."""
@@ -41,6 +44,16 @@ for _name, _pattern, _letters in _RESOLVERS:
     CoreLoader.add_implicit_resolver(f"{_TAG}{_name}", re.compile(f"(?:{_pattern})$"), _letters)
 CoreLoader.add_constructor(f"{_TAG}int", CoreLoader.construct_whole_number)
 CoreLoader.add_constructor(f"{_TAG}float", CoreLoader.construct_real_number)
+
+
+def not_yaml(file: object, error: Exception) -> str:
+    """One line on a ``file`` that cannot be parsed: where, what and how to mend it, which a ``note`` may say better."""
+    mark, note = getattr(error, "problem_mark", None), getattr(error, "note", None)
+    problem = getattr(error, "problem", None) or " ".join(str(error).split())
+    place = f"{file}:{mark.line + 1}" if mark else f"{file}"
+    if note:
+        return f"{place}: {problem}; {note}"
+    return f"{place}: not YAML: {problem:.200}; {_MEND_PLACE if mark else _MEND_FILE}"
 
 
 def load_yaml(text: str) -> Any:

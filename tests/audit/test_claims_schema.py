@@ -33,7 +33,7 @@ GOOD = "- {id: a, text: t, value: 1.5, unit: x, formula: 3 / 2}"
             "- {id: a, text: t, value: 1, ratio: {of: {name: x, valu: 1}, to: {name: y, value: 1}}}",
             "claim a: ratio: of: unknown key 'valu'; did you mean value?",
         ),
-        (GOOD.replace("id: a, ", ""), "claim 1: id: is missing"),
+        (GOOD.replace("id: a, ", ""), "claim 1: id: is missing; add it"),
         (GOOD.replace("value: 1.5", "value: '1,100,948.3'"), "is a text; write the number without quotes, commas"),
         (GOOD.replace("value: 1.5", "value: .nan"), "claim a: value"),
         (GOOD.replace("unit: x", "scope: galaxy"), "claim a: scope: input should be 'gpu', 'node' or 'rack'"),
@@ -47,10 +47,13 @@ GOOD = "- {id: a, text: t, value: 1.5, unit: x, formula: 3 / 2}"
         ),
         ("- {id: a, text: t, value: 1, ratio: {of: {name: x, published: nope}, to: {name: y, value: 1}}}", "published"),
         ("- 3", "claim 1: "),
-        ("- {id: a, text: t, text: u}", "line 5: key 'text' comes twice"),
-        ("- &x {id: a}\n- *x", "line 5: anchors and aliases are not taken"),
-        ("- [", "claims.yaml, line"),
-        ("- !!python/object:os.system {}", "claims.yaml, line 5: could not determine a constructor"),
+        ("- {id: a, text: t, text: u}", "claims.yaml:5: key 'text' comes twice; keep one"),
+        ("- &x {id: a}\n- *x", "claims.yaml:5: anchors and aliases are not taken; write the value out"),
+        (
+            "- [",
+            "claims.yaml:6: not YAML: expected the node content, but found '<stream end>'; correct it there or just",
+        ),
+        ("- !!python/object:os.system {}", "claims.yaml:5: not YAML: could not determine a constructor"),
     ],
 )
 def test_one_line_says_what_is_wrong(tmp_path, claims, message):

@@ -159,6 +159,23 @@ def test_missing_part(tree, path):
     assert BREAKS[path] in grave(tree[0])
 
 
+def test_models_mapped_to_one_benchmark_answer_each_for_itself(tree):
+    root, _ = tree
+    vendor = shutil.move(root / "closed", root / "open") / "Vendor"
+    for part in ("results", "measurements", "compliance"):
+        if (vendor / part).is_dir():
+            shutil.copytree(vendor / part / "sys/llama2-70b-99.9", vendor / part / "sys/large")
+            shutil.move(vendor / part / "sys/llama2-70b-99.9", vendor / part / "sys/small")
+    write(vendor / "model_mapping.json", json.dumps(dict.fromkeys(("large", "small"), "llama2-70b-99.9")))
+    assert {run.benchmark for run in audit(root).evidence.runs} == {"llama2-70b-99.9"}
+    assert "accuracy.evidence" not in grave(root)
+    shutil.rmtree(vendor / "results/sys/small/Server/accuracy")
+    (missed,) = (item for item in audit(root).findings if item.id == "accuracy.evidence")
+    assert missed.severity is Severity.FAIL
+    assert missed.found.startswith("no accuracy run for 1 of 4 performance runs (sys/small/Server); beside them ")
+    assert [where.file.split("/results/")[1].split("/")[1] for where in missed.where] == ["small"]
+
+
 def test_answers_of_the_compliance_test(tree):
     """Its log stands without a detail log; the rows that it answers follow from the seeds all the same."""
     root, _ = tree

@@ -13,7 +13,15 @@ from pyarrow import parquet
 
 from megatoken.engine import EngineConfig
 from megatoken.engine.config import SHAPES
-from megatoken.engine.cost_model import ELEMENTWISE_SHARE, GATHER_LINK_SHARE, GATHER_SECONDS, SUM_SECONDS, CostModel
+from megatoken.engine.cost_model import (
+    CHUNK_SHARE,
+    ELEMENTWISE_SHARE,
+    GATHER_LINK_SHARE,
+    GATHER_SECONDS,
+    HIGHEST_CLOCK_MHZ,
+    SUM_SECONDS,
+    CostModel,
+)
 from megatoken.engine.gpus import find_gpu, gpus
 from megatoken.engine.memory import GPU_LIBRARY_BYTES
 from megatoken.engine.simulated import plan_simulation
@@ -178,6 +186,23 @@ def test_more_of_anything_takes_longer() -> None:
     assert costs.step_of(500, 2e5, [(0, 200)], 501).seconds > base
     assert costs.step_of(500, 1e5, [(0, 400)], 501).seconds > base
     assert costs.step_of(500, 1e5, [(3000, 200)], 501).seconds > base
+
+
+def test_steps_recorded_as_graphs_gather_no_contexts() -> None:
+    """Of 512 rows at most with this model, of somebody's next tokens and at most 8 prompts."""
+    h200, work = find_gpu("H200"), (4, 4e3, [(3000, 256)], 5)
+    recorded = CostModel(LLAMA_8B, "fp8", h200).step_of(*work)
+    launched = CostModel(LLAMA_8B, "fp8", h200, cuda_graphs=False).step_of(*work)
+    operations = 256 * (3000 + 128 * 3 / 2) * 4 * 32 * 4096
+    paged = operations / (CHUNK_SHARE * h200.operations_per_second["bf16"]) / (recorded.clock_mhz / HIGHEST_CLOCK_MHZ)
+    assert recorded.chunk_attention == pytest.approx(paged)
+    assert launched.chunk_attention < 0.8 * paged
+    for decodes, chunks in ((0, [(3000, 256)]), (4, [(3000, 512)]), (4, [(600, 56)] * 9)):
+        costs = [
+            CostModel(LLAMA_8B, "fp8", h200, cuda_graphs=graphs).step_of(decodes, 4e3, chunks, decodes)
+            for graphs in (True, False)
+        ]
+        assert costs[0] == costs[1]
 
 
 def test_ranks_share_a_step_and_sum_what_they_have() -> None:

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from megatoken.errors import UsageError
-from megatoken.yaml_core import CoreLoader
+from megatoken.yaml_core import CoreLoader, not_yaml
 
 LARGEST_FILE_BYTES = 1_000_000
 IDENTIFIER = r"^[A-Za-z][A-Za-z0-9_.-]*$"
@@ -182,10 +182,10 @@ def load_claims(path: Path) -> ClaimsFile:
         raise UsageError(f"{path}: cannot be read ({error.strerror}); give a file of claims") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path}{_yaml_place(error)}") from error
-    except (RecursionError, ValueError) as error:
-        raise UsageError(f"{path}: {error or 'nested too deeply'}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise UsageError(not_yaml(path, error)) from error
+    except RecursionError as error:
+        raise UsageError(f"{path}: nested too deeply; write fewer levels") from error
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a mapping with title, source and claims")
     try:
@@ -200,22 +200,18 @@ class _Loader(CoreLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise yaml.MarkedYAMLError(problem="anchors and aliases are not taken", problem_mark=event.start_mark)
+            problem, mend = "anchors and aliases are not taken", "write the value out"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark, note=mend)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for key, _ in node.value:
             if key.value in seen and isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} comes twice", problem_mark=key.start_mark)
+                problem = f"key {key.value!r} comes twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark, note="keep one")
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
         return super().construct_mapping(node, deep)
-
-
-def _yaml_place(error: yaml.YAMLError) -> str:
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    text = problem or " ".join(str(error).split())
-    return f", line {mark.line + 1}: {text}" if mark else f": {text}"
 
 
 def _explain(error: ValidationError, content: dict[str, Any]) -> str:
@@ -230,7 +226,7 @@ def _explain(error: ValidationError, content: dict[str, Any]) -> str:
         return f"{place}unknown key {str(location[-1])!r}; {mend}"
     key = next((part for part in reversed(location) if isinstance(part, str) and part != "claims"), None)
     message = first["msg"].removeprefix("Value error, ")
-    message = "is missing" if first["type"] == "missing" else message[0].lower() + message[1:]
+    message = "is missing; add it" if first["type"] == "missing" else message[0].lower() + message[1:]
     return f"{place}{key + ': ' if key and first['type'] != 'value_error' else ''}{message}"
 
 

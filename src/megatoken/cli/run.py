@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from megatoken.config import RunConfig
     from megatoken.harness.prepare import Prepared
     from megatoken.harness.progress import Progress
-    from megatoken.harness.text_stages import Codec
     from megatoken.targets import Target
 
-    Measure = Callable[[Prepared, RunConfig, Target, Progress, Codec | None], Path]
+    Measure = Callable[[Prepared, RunConfig, Target, Progress], Path]
     Check = Callable[[Mapping[str, Any]], None]
 
 
@@ -83,10 +82,11 @@ def run(
     }
     config = load_run_config(config_file, declared | ctx.meta[FLAGS], rack)
 
-    def measure(prepared: Prepared, config: RunConfig, target: Target, progress: Progress, codec: Codec | None) -> Path:
+    def measure(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
         from megatoken.harness.run import run_scenario
 
-        return run_scenario(config, prepared.data_set, target, prepared.facts(), progress, codec, prepared.gate)
+        facts, tokenizer = prepared.facts(), prepared.tokenizer
+        return run_scenario(config, prepared.data_set, target, facts, progress, tokenizer, prepared.gate)
 
     return measure_and_show(config, measure, dry_run=dry_run, json_only=json_only)
 
@@ -162,9 +162,9 @@ def _run_here(
     compiling = "; compiling its kernels, once" if prepared.memory.device == "cpu" and must_build() else ""
     progress.stage(f"loading {prepared.model.name} in {prepared.config.precision}{compiling}")
     try:
-        engine = build_engine(prepared.config)
+        engine = build_engine(prepared.config, prepared.tokenizer)
         config, target = resolve(prepared.config, engine.memory_plan), InProcessTarget(engine)
-        return prepared, measure(prepared, config, target, progress, engine.tokenizer)
+        return prepared, measure(prepared, config, target, progress)
     finally:
         progress.clear()
 
@@ -173,7 +173,7 @@ def _run_on_rack(
     config: RunConfig, measure: Measure, check: Check, dry_run: bool, quiet: bool
 ) -> tuple[Prepared, Path | None]:
     """The same on the nodes of a Ray cluster."""
-    from megatoken.harness.prepare import prepare, resolve, tokenizer_of
+    from megatoken.harness.prepare import prepare, resolve
     from megatoken.harness.progress import Progress
     from megatoken.harness.rack import open_rack
 
@@ -182,7 +182,6 @@ def _run_on_rack(
         with open_rack(config, progress) as rack:
             prepared = prepare(config, rack.memory)
             check({**prepared.facts(), "rack_nodes": rack.nodes()})
-            tokenizer = tokenizer_of(config.model) if config.text else None
             if dry_run:
                 return prepared, None
             for warning in prepared.warnings:
@@ -193,6 +192,6 @@ def _run_on_rack(
                 return prepared, run_per_node(rack, prepared, progress)
             with rack.target(progress) as target:
                 config = resolve(prepared.config, rack.memory)
-                return prepared, measure(prepared, config, target, progress, tokenizer)
+                return prepared, measure(prepared, config, target, progress)
     finally:
         progress.clear()

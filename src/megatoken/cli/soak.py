@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from megatoken.harness.prepare import Prepared
     from megatoken.harness.progress import Progress
     from megatoken.harness.soak import Earlier
-    from megatoken.harness.text_stages import Codec
     from megatoken.targets import Target
 
 SHORTEST_SECONDS, LONGEST_SECONDS = 1.0, 7 * 86_400.0
@@ -69,10 +68,10 @@ def soak(
     else:
         config, earlier = _new(config_file, given, rack, duration), None
 
-    def measure(prepared: Prepared, config: RunConfig, target: Target, progress: Progress, codec: Codec | None) -> Path:
+    def measure(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
         from megatoken.harness.soak import run_soak
 
-        return run_soak(prepared, config, target, progress, codec, earlier)
+        return run_soak(prepared, config, target, progress, earlier)
 
     check = earlier.check if earlier is not None else None
     return measure_and_show(config, measure, dry_run=dry_run, json_only=json_only, check=check)

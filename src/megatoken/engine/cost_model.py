@@ -35,6 +35,8 @@ from megatoken.engine.memory import (
     LINEAR_BYTES,
     bytes_per_token,
     gathers_contexts,
+    most_recorded_rows,
+    records_step,
 )
 from megatoken.engine.scheduler import StepPlan
 from megatoken.errors import ConfigError
@@ -58,7 +60,7 @@ CHUNK_SHARE, CHUNK_TILE = 0.226, 128
 """Of bf16 operations at the highest clock, by prompt attention that computes whole tiles of so many rows."""
 GATHERED_SHARE, GATHERED_SECONDS = 0.527, 14.8e-6
 """The same where contexts are gathered first, and what a layer's takes more, at the highest clock; up to a quarter off
-the pieces of work it was fitted to. Recorded steps, which gather nothing, are priced so too."""
+the pieces of work it was fitted to. Steps recorded as CUDA graphs gather nothing."""
 GATHERING = ("H100", "H200")
 """The GPUs on which the engine gathers."""
 ELEMENTWISE_SHARE = 0.861
@@ -131,6 +133,7 @@ class CostModel:
         *,
         ranks: int = 1,
         seconds_per_sequence: float = 0.0,
+        cuda_graphs: bool = True,
     ) -> None:
         """Derives what does not change from step to step.
 
@@ -141,6 +144,7 @@ class CostModel:
             ranks: GPUs that share each layer.
             seconds_per_sequence: what the serving software adds to a step for each of its sequences. None of this
                 engine's was seen: the GPU never waits for it.
+            cuda_graphs: whether the engine records short steps.
 
         Raises:
             ConfigError: the GPU has no such products, or no link to other ranks is known.
@@ -172,6 +176,7 @@ class CostModel:
         self._pair_operations = 4.0 * L * queries
         self._group = m.heads // m.kv_heads
         self._gathers = gpu.name in GATHERING and m.head_dim in GATHERED_HEAD_SIZES
+        self._most_recorded_rows = most_recorded_rows(m, precision) if self._gathers and cuda_graphs else 0.0
         self._chunk_rate, self._gathered_rate = (
             share * gpu.operations_per_second["bf16"] for share in (CHUNK_SHARE, GATHERED_SHARE)
         )
@@ -235,7 +240,9 @@ class CostModel:
         decode_seconds = decode_bytes / self._decode_rate
         tail_seconds = self._layers * DECODE_TAIL_SECONDS if decodes else 0.0
         chunk_operations = pairs * self._pair_operations
-        if self._gathers and gathers_contexts(self._group, sequences - decodes, longest_rows, longest_context):
+        prompts = sequences - decodes
+        recorded = records_step(decodes, prompts, rows, self._most_recorded_rows)
+        if self._gathers and not recorded and gathers_contexts(self._group, prompts, longest_rows, longest_context):
             chunk_seconds = chunk_operations / self._gathered_rate + self._layers * GATHERED_SECONDS
         else:
             chunk_seconds = chunk_operations / self._chunk_rate

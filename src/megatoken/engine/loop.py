@@ -65,6 +65,7 @@ class Engine:
         config: precision and sizes; what is left out is derived, see ``memory_plan``.
         random_weights: take only the directory's configuration.
         seed: of random weights.
+        tokenizer: the model's, where it has been read already.
 
     Raises:
         CheckpointError: the directory cannot be loaded.
@@ -78,6 +79,7 @@ class Engine:
         *,
         random_weights: bool = False,
         seed: int = 0,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         config = config or EngineConfig()
         source = open_model(model, random_weights=random_weights, seed=seed)
@@ -86,7 +88,9 @@ class Engine:
         self.content_hash = source.content_hash
         self.memory_plan: MemoryPlan = plan_memory(source.config, config)
         tokenizer_file = model_folder(model) / "tokenizer.json"
-        self.tokenizer = Tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
+        if tokenizer is None and tokenizer_file.is_file():
+            tokenizer = Tokenizer(tokenizer_file)
+        self.tokenizer = tokenizer
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.device, self._why_no_gpu = choose_device(config)

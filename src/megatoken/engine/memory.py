@@ -27,9 +27,13 @@ PROCESS_BYTES = 300_000_000
 """Python, PyTorch and the command's other libraries, measured 224 to 260 MB, before the first weight."""
 GPU_LIBRARY_BYTES = 2_000_000_000
 """Of GPU memory, beyond what is in use when the plan is made: kernels, cuBLAS workspaces, gaps between blocks."""
-GRAPH_ROWS = (1, 2, 4, 8, *range(16, 513, 16))
+GRAPH_ROWS: tuple[int, ...] = (1, 2, 4, 8, *range(16, 513, 16))
 GRAPH_CHUNKS = 8
 """Rows that steps recorded as CUDA graphs are padded to, and most prompts in one."""
+LAUNCH_SECONDS_PER_LAYER = 4e-4
+"""Of the host, one after the other: some eleven launches."""
+PRODUCT_OPERATIONS_PER_SECOND: dict[Precision, float] = {"fp8": 1.2e15, "bf16": 0.65e15}
+"""Of one H200 (benchmarks/gemm.py). A card with fewer records steps that it need not, which costs it padding."""
 GRAPH_LAYER_BYTES = 8_000_000
 """Of GPU memory for each layer: what the driver keeps of all recorded graphs, of which 4.9 MB were measured."""
 GPU_COLLECTIVES_BYTES = 2_000_000_000
@@ -223,6 +227,21 @@ def graph_rows(max_rows: int) -> tuple[int, ...]:
 def most_rows(max_rows: int) -> int:
     """Rows of any one tensor of a step of up to ``max_rows``, padding and samples of recorded steps included."""
     return max(max_rows, graph_rows(max_rows)[-1] + GRAPH_CHUNKS)
+
+
+def most_recorded_rows(model: ModelConfig, precision: Precision) -> float:
+    """Of a step that a GPU takes no longer for than the host for its launches. ``model``: a rank's part of it."""
+    launch_seconds = LAUNCH_SECONDS_PER_LAYER * model.layers
+    row_seconds = 2 * model.linear_parameters / PRODUCT_OPERATIONS_PER_SECOND[precision]
+    return min(GRAPH_ROWS[-1], launch_seconds / row_seconds)
+
+
+def records_step(decodes: int, chunks: int, rows: float, longest: float) -> bool:
+    """Whether a step is short enough to be recorded as a CUDA graph, of ``longest`` rows, and delays somebody.
+
+    A step of prompts alone has nobody waiting for a token.
+    """
+    return decodes > 0 and chunks <= GRAPH_CHUNKS and rows <= longest
 
 
 def gathers_contexts(group: int, chunks: int, longest_rows: int, longest_context: int) -> bool:

@@ -106,7 +106,14 @@ def plan_simulation(
         model = find_shape(model)
     kind = find_gpu(gpu)
     ranks = config.tensor_parallel
-    costs = CostModel(model, config.precision, kind, ranks=ranks, seconds_per_sequence=seconds_per_sequence)
+    costs = CostModel(
+        model,
+        config.precision,
+        kind,
+        ranks=ranks,
+        seconds_per_sequence=seconds_per_sequence,
+        cuda_graphs=config.cuda_graphs,
+    )
     memory = plan_memory_of(model, config, "cuda", kind.memory_bytes - CONTEXT_BYTES)
     return Simulation(model, memory, costs, kind)
 

@@ -16,6 +16,7 @@ class Tokenizer:
     """A Hugging Face fast tokenizer. Special tokens are added on encoding and left out on decoding."""
 
     def __init__(self, file: Path) -> None:
+        self.file = file
         try:
             self._tokenizer = FastTokenizer.from_file(str(file))
             self._tokenizer.no_truncation()  # a saved file may carry both, and would cut or pad prompts in silence

@@ -12,8 +12,9 @@ from megatoken.config import AnswerConfig, RunConfig
 from megatoken.datasets.prompts import load_prompts
 from megatoken.datasets.requests import answer_room, check_ids
 from megatoken.engine import Engine, Request
+from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import MegatokenError, RequestError, StorageError
-from megatoken.harness.prepare import build_engine, check_writable, encoder, open_and_plan, tokenizer_warnings
+from megatoken.harness.prepare import build_engine, check_writable, open_and_plan, tokenizer_of, tokenizer_warnings
 from megatoken.harness.progress import Progress
 from megatoken.results.files import storage_error, write_text
 from megatoken.results.numerals import count_of
@@ -40,8 +41,9 @@ def generate_file(config: RunConfig, answers: AnswerConfig, prompts: Path, out: 
     out, partial = _check_files(prompts, out)
     lines: dict[int, str] = {}
     try:
-        requests = _load_requests(config, answers, prompts)
-        for index, line in _answer(build_engine(config), requests):
+        tokenizer = tokenizer_of(config.model)
+        requests = _load_requests(config, answers, prompts, tokenizer)
+        for index, line in _answer(build_engine(config, tokenizer), requests):
             lines[index] = line
             _write(partial, line, mode="a" if len(lines) > 1 else "w")
         write_text(out, "".join(lines[index] for index in range(len(requests))))
@@ -73,18 +75,17 @@ def stream_prompt(config: RunConfig, answers: AnswerConfig, prompt: str) -> Iter
     source, memory = open_and_plan(config)
     vocabulary_size = source.config.vocabulary_size
     stop_token_ids = _stop_token_ids(answers, vocabulary_size)
-    encode = encoder(config.model)
-    if encode is None:
+    tokenizer = tokenizer_of(config.model)
+    if tokenizer is None:
         raise RequestError(f"{source.config.name} has no tokenizer.json; give token ids in a file with --prompts")
-    _warn(config, vocabulary_size)
-    ids = encode(prompt)
+    _warn(tokenizer, vocabulary_size)
+    ids = tokenizer.encode(prompt)
     check_ids("--prompt", "token id", ids, vocabulary_size)
     stated = config.max_tokens if "max_tokens" in config.model_fields_set else None
     room = answer_room("--prompt", len(ids), stated, memory.max_length)
     request = Request(ids, min(config.max_tokens, room), answers.sampling(), stop_token_ids)
-    engine = build_engine(config)
-    assert engine.tokenizer is not None
-    decoder = engine.tokenizer.incremental()
+    engine = build_engine(config, tokenizer)
+    decoder = tokenizer.incremental()
     try:
         for event in engine.stream(request):
             for token_id in event.token_ids:
@@ -113,13 +114,15 @@ def _check_files(prompts: Path, out: Path) -> tuple[Path, Path]:
     return out, partial
 
 
-def _load_requests(config: RunConfig, answers: AnswerConfig, prompts: Path) -> list[Request]:
+def _load_requests(
+    config: RunConfig, answers: AnswerConfig, prompts: Path, tokenizer: Tokenizer | None
+) -> list[Request]:
     source, memory = open_and_plan(config)
     stop_token_ids = _stop_token_ids(answers, source.config.vocabulary_size)
-    _warn(config, source.config.vocabulary_size)
+    _warn(tokenizer, source.config.vocabulary_size)
     data_set = load_prompts(
         prompts,
-        encode=encoder(config.model),
+        encode=tokenizer.encode if tokenizer else None,
         vocabulary_size=source.config.vocabulary_size,
         max_length=memory.max_length,
         default_max_tokens=config.max_tokens,
@@ -128,8 +131,8 @@ def _load_requests(config: RunConfig, answers: AnswerConfig, prompts: Path) -> l
     return [replace(request, stop_token_ids=request.stop_token_ids + stop_token_ids) for request in data_set.requests]
 
 
-def _warn(config: RunConfig, vocabulary_size: int) -> None:
-    for warning in tokenizer_warnings(config.model, vocabulary_size):
+def _warn(tokenizer: Tokenizer | None, vocabulary_size: int) -> None:
+    for warning in tokenizer_warnings(tokenizer, vocabulary_size):
         Progress().note(f"warning: {warning}")
 
 

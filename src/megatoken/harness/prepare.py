@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -55,7 +54,7 @@ class Prepared:
     """What a run needs and what is known about it.
 
     ``warnings`` say why the run may not be worth its time; ``notes``, what a reader of its number must know; ``gate``,
-    what the answers are held against.
+    what the answers are held against; ``tokenizer`` is there if it has a part in the run and the model has one.
     """
 
     config: RunConfig
@@ -66,6 +65,7 @@ class Prepared:
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     gate: Gate | None
+    tokenizer: Tokenizer | None
 
     def facts(self) -> dict[str, Any]:
         """The part of ``result.json`` that is known before the run."""
@@ -125,9 +125,10 @@ def prepare(config: RunConfig, memory: MemoryPlan | None = None) -> Prepared:
     else:
         source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
         _check_longest(memory)
-    if config.text and tokenizer_of(config.model) is None:
+    tokenizer = tokenizer_of(config.model) if config.text or _prompts(config) is not None else None
+    if config.text and tokenizer is None:
         raise UsageError(f"text: {source.config.name} has no tokenizer.json; add it to the model's folder")
-    data_set = _load_data_set(config, source.config, memory)
+    data_set = _load_data_set(config, source.config, memory, tokenizer)
     _check_max_tokens(config, data_set)
     if config.find_rate and config.rate is not None:
         length = full_length(plan_test(config, len(data_set.requests), config.rate))
@@ -159,7 +160,7 @@ def prepare(config: RunConfig, memory: MemoryPlan | None = None) -> Prepared:
                 notes.append(f"every score of the answers must reach {100 * SHARE:.0f} % of the model's own in fp32")
             else:
                 notes.append("accuracy is not judged: that takes every row of the held-out set, once")
-    warnings = list(tokenizer_warnings(config.model, source.config.vocabulary_size)) if _reads_text(config) else []
+    warnings = list(tokenizer_warnings(tokenizer, source.config.vocabulary_size))
     if config.rules:
         rows, rows_required = len(data_set.requests), run_round(config).data_set_rows
         if rows != rows_required:
@@ -177,7 +178,7 @@ def prepare(config: RunConfig, memory: MemoryPlan | None = None) -> Prepared:
     if config.compliance is not None:
         notes.append(f"compliance test {config.compliance}: few samples whose answers are logged, no measure of speed")
         gate = ComplianceGate(config.scenario == "offline", source.config.end_token_ids)
-    return Prepared(config, source.config, memory, data_set, weights, tuple(warnings), tuple(notes), gate)
+    return Prepared(config, source.config, memory, data_set, weights, tuple(warnings), tuple(notes), gate, tokenizer)
 
 
 def check_benchmark(config: RunConfig) -> None:
@@ -199,11 +200,17 @@ def check_benchmark(config: RunConfig) -> None:
         )
 
 
-def build_engine(config: RunConfig) -> Engine:
-    """Loads the weights."""
+def build_engine(config: RunConfig, tokenizer: Tokenizer | None = None) -> Engine:
+    """Loads the weights, and the model's tokenizer unless it is there already."""
     from megatoken.engine import Engine  # and PyTorch, which nothing before this needs
 
-    return Engine(config.model, config.engine_config(), random_weights=config.random_weights, seed=config.seed)
+    return Engine(
+        config.model,
+        config.engine_config(),
+        random_weights=config.random_weights,
+        seed=config.seed,
+        tokenizer=tokenizer,
+    )
 
 
 def resolve(config: RunConfig, memory: MemoryPlan) -> RunConfig:
@@ -288,30 +295,18 @@ def _loadgen_version() -> str:
         return "of unknown version"
 
 
-def encoder(model: str) -> Callable[[str], list[int]] | None:
-    """Text to token ids with the tokenizer of a checkpoint directory; None without one."""
-    tokenizer = tokenizer_of(model)
-    return tokenizer.encode if tokenizer else None
-
-
 def tokenizer_of(model: str) -> Tokenizer | None:
     """The tokenizer of a checkpoint directory; None without one."""
-    file = tokenizer_file(model)
+    file = model_folder(model) / "tokenizer.json"
     return Tokenizer(file) if file.is_file() else None
 
 
-def tokenizer_file(model: str) -> Path:
-    """Where the tokenizer of a checkpoint directory is, if it has one."""
-    return model_folder(model) / "tokenizer.json"
-
-
-def tokenizer_warnings(model: str, vocabulary_size: int) -> tuple[str, ...]:
+def tokenizer_warnings(tokenizer: Tokenizer | None, vocabulary_size: int) -> tuple[str, ...]:
     """What a model's tokenizer would be refused for by some texts only."""
-    tokenizer = tokenizer_of(model)
     if tokenizer is None or tokenizer.largest_id < vocabulary_size:
         return ()
     return (
-        f"{tokenizer_file(model)} has ids up to {tokenizer.largest_id:,}, the model's vocabulary ends at "
+        f"{tokenizer.file} has ids up to {tokenizer.largest_id:,}, the model's vocabulary ends at "
         f"{vocabulary_size - 1:,}: text with one above is refused; use the model's own tokenizer",
     )
 
@@ -327,11 +322,6 @@ def _prompts(config: RunConfig) -> Path | None:
     return config.prompts
 
 
-def _reads_text(config: RunConfig) -> bool:
-    """Whether the model's tokenizer has a part in the run."""
-    return config.text or _prompts(config) is not None
-
-
 def _check_max_tokens(config: RunConfig, data_set: Dataset) -> None:
     """Refuses an answer length that no row takes. Raises UsageError."""
     if config.max_tokens != KEYS["max_tokens"].default and not data_set.default_used:
@@ -341,25 +331,23 @@ def _check_max_tokens(config: RunConfig, data_set: Dataset) -> None:
         )
 
 
-def _load_data_set(config: RunConfig, model: ModelConfig, memory: MemoryPlan) -> Dataset:
+def _load_data_set(config: RunConfig, model: ModelConfig, memory: MemoryPlan, tokenizer: Tokenizer | None) -> Dataset:
     vocabulary_size, max_length = model.vocabulary_size, memory.max_length
     prompts = _prompts(config)
     if prompts is None:
         return load_lengths(config.lengths, vocabulary_size=vocabulary_size, max_length=max_length, seed=config.seed)
     if prompts.suffix.lower() in SUFFIXES:
-        tokenizer = tokenizer_of(config.model)
-        decode = tokenizer.decode if tokenizer else None
         return load_mlperf(
             prompts,
             vocabulary_size=vocabulary_size,
             max_length=max_length,
-            decode=decode,
+            decode=tokenizer.decode if tokenizer else None,
             as_published=config.rules is not None,
         )
     packaged = config.prompts is None
     data_set = load_prompts(
         prompts,
-        encode=encoder(config.model),
+        encode=tokenizer.encode if tokenizer else None,
         vocabulary_size=vocabulary_size,
         max_length=model.max_positions if packaged else max_length,
         default_max_tokens=config.max_tokens,

@@ -32,7 +32,6 @@ from megatoken.harness.result_facts import core_wait_notes, run_notes
 from megatoken.harness.rules import judge
 from megatoken.harness.run import make_bench
 from megatoken.harness.stop import Stop, StopSignals
-from megatoken.harness.text_stages import Codec
 from megatoken.results import Reason, Run, RunFolder, SampleRow, SeriesRow, Verdict, read_run, run_name
 from megatoken.results.machine import unix_seconds, utc_text
 from megatoken.results.numerals import count_of
@@ -185,7 +184,6 @@ def run_soak(
     config: RunConfig,
     target: Target,
     progress: Progress,
-    tokenizer: Codec | None,
     earlier: Earlier | None = None,
 ) -> Path:
     """Warms up, keeps the target full until the duration is over, lets what is under way end, and judges.
@@ -195,7 +193,6 @@ def run_soak(
         config: resolved; ``min_duration_seconds`` is how long.
         target: what serves; nobody else may use it meanwhile.
         progress: where to say how far it is.
-        tokenizer: of the model; only ``config.text`` needs it.
         earlier: the soak to go on with, which has been checked; None: a new one.
 
     Returns:
@@ -206,7 +203,7 @@ def run_soak(
     """
     # One sample: the warm-up has no number of samples to find out.
     warm_up = config.model_copy(update={"samples": 1, "min_duration_seconds": 0.0})
-    bench, settings, _ = make_bench(warm_up, prepared.data_set, target, prepared.facts(), progress, tokenizer)
+    bench, settings, _ = make_bench(warm_up, prepared.data_set, target, prepared.facts(), progress, prepared.tokenizer)
     population = target.counters().replicas * _population(prepared.memory.max_sequences)
     with StopSignals() as stop:
         if earlier is None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatoken.config import nearest
 from megatoken.errors import ConfigError
-from megatoken.yaml_core import CoreLoader
+from megatoken.yaml_core import CoreLoader, not_yaml
 
 LARGEST_FILE_BYTES = 1 << 20
 LONGEST_MESSAGE = 400
@@ -60,7 +60,7 @@ def _read(path: Path) -> tuple[Any, dict[Place, int]]:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # a pipe would wait for ever
-            raise _refusal(path, None, "cannot be read: it is no regular file")
+            raise _refusal(path, None, "cannot be read: it is no regular file; give a YAML file")
         if status.st_size > LARGEST_FILE_BYTES:
             raise _refusal(path, None, f"larger than {LARGEST_FILE_BYTES:,} bytes; this is no file of settings")
         loader = CoreLoader(path.read_text(encoding="utf-8"))
@@ -68,16 +68,13 @@ def _read(path: Path) -> tuple[Any, dict[Place, int]]:
         lines: dict[Place, int] = {}
         return ({} if root is None else _plain(loader, root, (), lines, path, set())), lines
     except OSError as error:
-        raise _refusal(path, None, f"cannot be read: {error.strerror}") from None
+        raise _refusal(path, None, f"cannot be read: {error.strerror}; give a YAML file") from None
     except UnicodeDecodeError as error:
-        raise _refusal(path, None, f"not UTF-8 at byte {error.start}") from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise _refusal(path, line, f"not YAML: {error.problem}") from None
+        raise _refusal(path, None, f"not UTF-8 at byte {error.start}; save it as UTF-8") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise _refusal(path, None, f"not YAML: {str(error).splitlines()[0]}") from None
+        raise ConfigError(not_yaml(path, error)) from None
     except RecursionError:
-        raise _refusal(path, None, "nested too deeply") from None
+        raise _refusal(path, None, "nested too deeply; write fewer levels") from None
 
 
 def _plain(
@@ -98,7 +95,7 @@ def _plain(
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
         lines[*place, key] = key_node.start_mark.line + 1
         if key in data:
-            raise _refusal(path, lines[*place, key], f"key '{key}' is given twice")
+            raise _refusal(path, lines[*place, key], f"key '{key}' is given twice; keep one")
         data[key] = _plain(loader, value_node, (*place, key), lines, path, seen)
     return data
 
@@ -112,7 +109,7 @@ def _explain(schema: type[Strict], lines: dict[Place, int], at: Place, kind: str
         meant = nearest(str(at[-1]), known)
         return line, f"unknown key '{key}'; " + (f"did you mean {meant}?" if meant else f"known are {', '.join(known)}")
     if kind == "missing":
-        return line, f"key '{key}' is missing"
+        return line, f"key '{key}' is missing; add it"
     subject = f"'{key}'" if key else "the file"
     return line, f"{subject}: {message}"
 

@@ -55,29 +55,29 @@ def check_files(tree: Tree) -> Iterator[Observation]:
 
 def check_strays(tree: Tree, one: Submission) -> Iterator[Observation]:
     """Files, folders and links among the results that belong to none of them and that nobody reads."""
-    place = at(one, "results")
-    leading = {"/".join(key[:depth]) for key in one.results for depth in range(len(key) + 1)}
+    results = at(one, "results")
+    known = {key[:depth] for key in one.results for depth in range(len(key) + 1)}
     undescribed: list[str] = []
-    others = [link for link in tree.folder_links if link.startswith(f"{place}/")]
-    for folder in sorted(folder for folder in tree.folders if f"{folder}/".startswith(f"{place}/")):
-        parts = folder.removeprefix(place).strip("/").split("/") if folder != place else []
-        inside = "/".join(parts[3:])
-        if len(parts) < 3 and "/".join(parts) not in leading:
-            if len(parts) == 1:
-                described = at(one, f"systems/{parts[0]}.json") in tree.files
+    others = [link for link in tree.folder_links if link.startswith(f"{results}/")]
+    for folder in sorted(folder for folder in tree.folders if f"{folder}/".startswith(f"{results}/")):
+        levels = tuple(folder.removeprefix(results).split("/")[1:])
+        match levels:
+            case (system,) if levels not in known:
+                described = at(one, f"systems/{system}.json") in tree.files
                 (others if described else undescribed).append(folder)
-            elif parts[0] in leading:
+            case (system, _) if levels not in known:
+                if (system,) in known:  # else all of the system is a stray
+                    others.append(folder)
+            case (_, _, _, part) if not _FOLDERS_OF_RESULTS.fullmatch(part):
                 others.append(folder)
-        elif len(parts) == 4 and not _FOLDERS_OF_RESULTS.fullmatch(inside):
-            others.append(folder)
-        elif (len(parts) < 4 and "/".join(parts) in leading) or inside == "performance":
-            others += [f"{folder}/{name}" for name in tree.children(folder) if not _BESIDE_RESULTS.search(name)]
+            case _ if levels in known or levels[3:] == ("performance",):
+                others += [f"{folder}/{name}" for name in tree.children(folder) if not _BESIDE_RESULTS.search(name)]
     for id_, found in (("check.stray_system", undescribed), ("check.strays", others)):
         yield observe(
             id_,
             not found,
             "results/SYSTEM/BENCHMARK/SCENARIO with performance, accuracy and compliance tests, and nothing else",
-            shown(f"a stray file, folder or link: {', '.join(path.removeprefix(place)[1:] for path in found)}")
+            shown(f"a stray file, folder or link: {', '.join(path.removeprefix(results)[1:] for path in found)}")
             if found
             else "nothing else",
             tuple(Where(display(path)) for path in found[:MOST_STRAYS]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 
@@ -50,22 +51,20 @@ def check_accuracy_evidence(
         return
     with_accuracy = {_key(run) for run in evidence.runs if run.role is Role.ACCURACY}
     scored = scored | {result.path.rpartition("/accuracy/")[0] for result in evidence.accuracy_results}
-    without = [
-        run
-        for run in performance
-        if _key(run) not in with_accuracy and run.path.partition("/performance")[0] not in scored
-    ]
+    without = [run for run in performance if _key(run) not in with_accuracy and _scenario_folder(run) not in scored]
     empty = sum(run.accuracy_records == 0 for run in performance)
     absent = len(performance) - empty
-    found = f"no accuracy run for {len(without)} of {len(performance)} performance runs; beside them "
-    found += f"{empty} empty accuracy logs" + (f", {absent} other or none" if absent else "")
+    found = f"no accuracy run for {len(without)} of {len(performance)} performance runs"
+    if evidence.kind == "submission":  # where several models may stand for one benchmark
+        found += f" ({', '.join(dict.fromkeys(_scenario_folder(run).rpartition('results/')[2] for run in without))})"
+    found += f"; beside them {empty} empty accuracy logs" + (f", {absent} other or none" if absent else "")
     division = {str(system.values.get("division", "")).strip().lower() for system in evidence.systems}
     severity = Severity.FAIL if claimed else Severity.UNKNOWN if "closed" in division else Severity.NOTE
     yield observe(
         "accuracy.evidence",
         not without,
         "an accuracy run for every performance run",
-        found if without else f"{len(performance)} performance runs have one",
+        shown(found) if without else f"{len(performance)} performance runs have one",
         tuple(Where(run.accuracy or run.path) for run in without[:50]),
         severity,
     )
@@ -214,4 +213,11 @@ def _targets(result: AccuracyResult, benchmark: Benchmark, closed: bool) -> Iter
 
 
 def _key(run: Run) -> tuple[str | None, ...]:
-    return run.division, run.submitter, run.node, run.benchmark, run.folder_scenario
+    """What a performance run shares with its accuracy run: in a submission the folder, elsewhere what it is of."""
+    if run.submitter is not None:
+        return (_scenario_folder(run),)
+    return run.node, run.benchmark, run.folder_scenario
+
+
+def _scenario_folder(run: Run) -> str:
+    return re.split(r"/(?:performance|accuracy)(?=/|$)", run.path)[0]

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatoken.engine.batch import StepArrays, StepShape, largest_step, pad_step
 from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import ModelConfig, Precision
-from megatoken.engine.memory import GRAPH_CHUNKS, graph_rows
+from megatoken.engine.memory import GRAPH_CHUNKS, graph_rows, most_recorded_rows, records_step
 from megatoken.engine.ops import cuda
 
 SHORTEST_TOKENS, LENGTH_RATIO = 512, 4
@@ -31,10 +31,6 @@ UNRECORDED_RUNS = 3
 """Of a shape before it is recorded: that costs as much as five to ten replays save, and some shapes come but once."""
 MOST_GRAPHS = 128
 """Kept at a time; the one that was not used for longest makes room."""
-LAUNCH_SECONDS_PER_LAYER = 4e-4
-"""Of the host, one after the other: some eleven launches."""
-PRODUCT_OPERATIONS_PER_SECOND = {"fp8": 1.2e15, "bf16": 0.65e15}
-"""Of one H200 (benchmarks/gemm.py). A card with fewer records steps that it need not, which costs it padding."""
 
 Forward = Callable[[cuda.Batch], Tensor]
 """Logits [S, V] of a step."""
@@ -66,14 +62,12 @@ class StepGraphs:
         self._met: Counter[StepShape] = Counter()
         self.recorded: dict[StepShape, _Recorded] = {}
         """Least recently used first."""
-        launch_seconds = LAUNCH_SECONDS_PER_LAYER * config.layers
-        row_seconds = 2 * config.linear_parameters / PRODUCT_OPERATIONS_PER_SECOND[precision]
-        self._most_rows = min(self._rows[-1], launch_seconds / row_seconds)
+        self._most_rows = min(self._rows[-1], most_recorded_rows(config, precision))
 
     def takes(self, arrays: StepArrays) -> bool:
-        """Whether a step is small enough, and delays somebody: one of prompts alone has nobody waiting for a token."""
+        """Whether a step is one to record."""
         chunks = len(arrays.lengths) - arrays.decodes
-        return arrays.decodes > 0 and chunks <= GRAPH_CHUNKS and len(arrays.token_ids) <= self._most_rows
+        return records_step(arrays.decodes, chunks, len(arrays.token_ids), self._most_rows)
 
     def run(self, arrays: StepArrays, forward: Forward) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [S, V], greedy ids [S] and slots [S], valid until the next step runs.
