@@ -71,7 +71,7 @@ def test_what_cannot_be_audited(tmp_path: Path) -> None:
     assert "only the seeds are known here" in told and "v4.1," not in told and "v5.0, v5.1, v6.0, v6.1" in told
     assert "absent.yaml: no such file" in refused("audit", paths["empty"], "--claims", tmp_path / "absent.yaml")
     (tmp_path / "claims.yaml").write_text("claims: [")
-    assert "claims.yaml, line 1" in refused("audit", paths["empty"], "--claims", tmp_path / "claims.yaml")
+    assert "claims.yaml:1: not YAML" in refused("audit", paths["empty"], "--claims", tmp_path / "claims.yaml")
     assert "--clams: unknown flag; did you mean --claims?" in refused("audit", paths["empty"], "--clams", "x")
     assert "did you mean 'audit'?" in refused("aduit", tmp_path).lower()
     assert "Missing argument 'PATH'" in refused("audit")
