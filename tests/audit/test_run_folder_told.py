@@ -234,6 +234,8 @@ def test_another_label_in_every_place_has_other_sizes(
             "precision fp8, target.fp8_scales None",
         ),
         ("drawn", [in_result(target__threads=64)], "target.threads 64, config.yaml 1"),
+        ("drawn", [in_result(target__steps_in_flight=2)], "target.steps_in_flight 2, config.yaml overlap False"),
+        ("served", [in_result(target__target_step_seconds=0.01)], "target.target_step_seconds 0.01, config.yaml 0."),
         (
             "drawn",
             [in_result(target__device="NVIDIA GB300"), in_json("environment.json", gpus=[{"name": "NVIDIA GB300"}])],
