@@ -412,6 +412,26 @@ def test_a_full_disk_is_one_line_and_never_a_result(tmp_path: Path, lengths: Pat
         assert read_run(next(out.iterdir())).verdict is Verdict.INTERRUPTED
 
 
+def test_repeats_that_find_no_room_for_the_next_keep_what_is_told_of_the_last(tmp_path: Path, lengths: Path) -> None:
+    """What is written beside ``repeats.json`` goes to a full device from the second repeat on."""
+    flags = ("--lengths", lengths, "--samples", 9, "--repeat", 100, "--out", tmp_path, "--json", *QUICK)
+    with started("run", *flags) as process:
+        while not (there := list(tmp_path.glob("*-repeats/repeats.json"))):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        there[0].with_name(".repeats.json.tmp").symlink_to("/dev/full")
+        stdout, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    folder = there[0].parent
+    assert (process.returncode, stdout) == (2, "")
+    mend = "make room or choose another folder with --out"
+    assert err.splitlines()[-1] == f"megatoken: {there[0]}: cannot be written (No space left on device); {mend}"
+    ended = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    assert json.loads(there[0].read_text())["runs"] == ended[:-1]
+    assert all(read_run(folder / name).verdict is Verdict.MEASURED for name in ended)
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+    assert call_here("report", folder)[0] == 0
+
+
 @pytest.mark.parametrize("repeat", [1, 2])
 def test_a_page_that_finds_no_room_costs_no_number(tmp_path: Path, lengths: Path, repeat: int) -> None:
     """The page is larger than every file that it is made of."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import yaml
 
 from cli_support import call_here
 from megatoken.audit import Severity, audit
+from megatoken.audit.checks.run_verdict import REASON_CODES
 from megatoken.engine.config import model_folder
 
 Edit = Callable[[Path], object]
@@ -234,6 +236,8 @@ def test_another_label_in_every_place_has_other_sizes(
             "precision fp8, target.fp8_scales None",
         ),
         ("drawn", [in_result(target__threads=64)], "target.threads 64, config.yaml 1"),
+        ("drawn", [in_result(target__steps_in_flight=2)], "target.steps_in_flight 2, config.yaml overlap False"),
+        ("served", [in_result(target__target_step_seconds=0.01)], "target.target_step_seconds 0.01, config.yaml 0."),
         (
             "drawn",
             [in_result(target__device="NVIDIA GB300"), in_json("environment.json", gpus=[{"name": "NVIDIA GB300"}])],
@@ -511,6 +515,26 @@ def test_a_soak_that_was_not_healthy_is_told(soaked: Path) -> None:
 def test_what_a_soak_recorded(soaked: Path, tmp_path: Path, edit: Edit, check: str, found: str) -> None:
     assert check not in edited(soaked, tmp_path / "as it was")
     assert found in edited(soaked, tmp_path / "edited", edit)[check]
+
+
+@pytest.mark.parametrize("kind", ["drawn", "soaked"])
+@pytest.mark.parametrize("place", ["reasons", "rules_unmet", "doubts"])
+def test_a_reason_that_no_run_has(kind: str, place: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    def more(listed: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        return [*(listed or []), {"code": "MOON_PHASE", "message": "the moon was full"}]
+
+    edits = [in_result(**{place: more})] + [in_result(verdict="INVALID")] * (place == "reasons")
+    found = edited(request.getfixturevalue(kind), tmp_path, *edits)
+    assert "MOON_PHASE" in found["run_folder.reasons"]
+
+
+def test_the_audit_knows_the_codes_that_the_documentation_tells_of() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    told: set[str] = set()
+    for page in ("commands.md", "scenarios.md"):
+        for table in re.findall(r"(?m)^\| code \|.*\n(?:\|.*\n)+", (docs / page).read_text()):
+            told.update(*(re.findall(r"`([A-Z_]+)`", row.split("|")[1]) for row in table.splitlines()))
+    assert told == REASON_CODES
 
 
 def test_a_run_that_early_stopping_alone_makes_invalid_has_a_reason(served: Path) -> None:

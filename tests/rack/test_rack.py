@@ -6,6 +6,7 @@ one is it only comes later. Faults come when the run folder shows that samples h
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -28,6 +29,7 @@ SIMULATED = (
     *("--rack.simulated-gpu", "H200", "--rack.simulated-nodes", "3", "--rack.simulated-gpus", "1"),
     *("--model", "llama2-70b", "--precision", "fp8", "--engine.max-sequences", "4"),
 )
+REPLICAS = ("replicas", "replicas_least", "replicas_at_end")
 NODES = ["node-1", "node-2", "node-3"]
 ENDLESS = ("--samples", "1000000")
 
@@ -90,6 +92,22 @@ def test_two_nodes_share_one_query(drive: Any) -> None:
         assert abs(offset["wall_seconds"]) <= offset["uncertainty_seconds"] + 0.001
         assert abs(offset["monotonic_seconds"]) <= offset["uncertainty_seconds"] + 0.001
     assert run.result["rack"]["share_left"] == 1.0
+    assert failed_checks(run.path) == []
+    replicas_edited: dict[str, tuple[dict[str, int], list[int]]] = {  # of rack, and of each node
+        "rack_nodes have 1 replica, rack.replicas 2": ({}, [1, 0]),
+        "1 replica of rack_nodes without rows in series.parquet": ({}, [2, 0]),
+        "2 replicas of rack_nodes without rows in series.parquet": (dict.fromkeys(REPLICAS, 4), [2, 2]),
+        "2 replicas served in series.parquet, rack.replicas_at_end 1 and 0 lost": (dict.fromkeys(REPLICAS, 1), [1, 0]),
+        "target.steps_in_flight 2, config.yaml overlap False": ({}, [1, 1]),
+    }
+    for found, (rack, of_nodes) in replicas_edited.items():
+        result = json.loads(json.dumps(run.result))
+        result["rack"] |= rack
+        for node, replicas in zip(result["rack_nodes"], of_nodes, strict=True):
+            node["replicas"] = replicas
+        result["target"]["steps_in_flight"] = 2
+        (run.path / "result.json").write_text(json.dumps(result))
+        assert any(found in failed for failed in failed_checks(run.path)), found
 
 
 def test_replicas_that_die_or_hang_cost_no_sample(drive: Any) -> None:

@@ -292,6 +292,13 @@ CHECKS: dict[str, Check] = {
     "run_folder.metrics": Check("Metrics follow from the raw rows", "Every number can be computed again."),
     "run_folder.loadgen": Check("LoadGen's numbers are as logged", "The log is the source."),
     "run_folder.stability": Check("A soak's verdict follows from its time series", "No log of LoadGen's tells it."),
+    "run_folder.segments": Check(
+        "When a soak began and went on fits its dates and its time series",
+        "A pause that is not told makes a soak longer.",
+    ),
+    "run_folder.replicas": Check(
+        "A rack has the replicas of its time series", "Fewer of them would make the rate of each higher."
+    ),
     "run_folder.verdict": Check(
         "The verdict follows from log, rows and rules", "A number may be quoted only as its verdict allows."
     ),

@@ -11,9 +11,16 @@ from typing import Any
 
 from megatoken.audit.checks.run_answers import check_answers
 from megatoken.audit.checks.run_latencies import check_duration, check_latencies
+from megatoken.audit.checks.run_series import check_replicas, check_segments
 from megatoken.audit.checks.run_told import check_health, check_told
 from megatoken.audit.checks.run_unmet import SEND_LAG_SHARE, SHORTEST_SEND_LAG_LIMIT_SECONDS
-from megatoken.audit.checks.run_verdict import LOST_REPLICAS, check_configured, check_verdict, lost_replicas
+from megatoken.audit.checks.run_verdict import (
+    LOST_REPLICAS,
+    check_codes,
+    check_configured,
+    check_verdict,
+    lost_replicas,
+)
 from megatoken.audit.detail_log import DetailLog, read_detail_log
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Run, Where
@@ -155,9 +162,13 @@ def _folder_checks(
         shown("; ".join(unlike)) or f"{count_of(len(again), 'metric')} compared, all agree",
         where,
     )
+    yield from check_codes(folder, where[:1])
     yield from check_configured(folder, prefix)
-    if "soak" in result and folder.verdict is not Verdict.INTERRUPTED:
-        yield _stability(folder, where)
+    yield from check_replicas(folder, where)
+    if "soak" in result:
+        yield from check_segments(folder, where)
+        if folder.verdict is not Verdict.INTERRUPTED:
+            yield _stability(folder, where)
 
 
 def _log_checks(folder: RunFolder, logged: Run, log: DetailLog, where: tuple[Where, ...]) -> Iterator[Observation]:

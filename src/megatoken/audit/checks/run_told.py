@@ -230,9 +230,15 @@ def _subject(folder: Run, log: DetailLog | None) -> Iterator[str]:
         yield f"data_set {name}, data_set_source {source}"
     if log is not None and "soak" not in result:
         yield from _rows(folder, log)
+    target, engine = mapping(result.get("target")), mapping(folder.config.get("engine"))
+    steps = target.get("steps_in_flight")
+    if steps is not None and engine.get("overlap") is not None and steps != 1 + engine["overlap"]:
+        yield f"target.steps_in_flight {steps}, {CONFIG} overlap {engine['overlap']}"
+    name = "target_step_seconds"
+    if name in target and name in engine and target[name] != engine[name]:
+        yield f"target.{name} {target[name]}, {CONFIG} {engine[name]}"
     if "rack_nodes" in result:  # whose nodes have machines and sizes of their own
         return
-    target, engine = mapping(result.get("target")), mapping(folder.config.get("engine"))
     gpus = [gpu["name"] for gpu in folder.environment.get("gpus") or ()]
     device = target.get("device")
     real = isinstance(device, str) and not device.startswith(SIMULATED)

@@ -19,6 +19,15 @@ from megatoken.results.statistics import SOAK, Samples
 
 CONFIGURED = ("scenario", "mode", "rules", "precision", "text")  # what result.json says as config.yaml does
 LOST_REPLICAS = "LOST_REPLICAS"
+REASON_CODES = {
+    *("MIN_DURATION", "MIN_SAMPLES", "DATA_SET_SIZE", "SCENARIO", "EQUAL_ISSUE", "SEEDS"),
+    *("TTFT_LIMIT", "TPOT_LIMIT", "EARLY_STOPPING", "LATENCY_LIMITS"),
+    *("LOADGEN_INVALID", "LOADGEN_ERRORS", "LOADGEN_DISAGREES", "SEND_LAG", "CLIENT_LIMIT", "WALL_CLOCK"),
+    *("FAILED_SAMPLES", "ACCURACY", "ANSWERS", "COMPLIANCE", LOST_REPLICAS),
+    *("NO_VALID_RATE", "OVER_LIMIT", "FALLS_SHORT", "INTERRUPTED", "NOT_FINISHED"),
+    *("TREND", "DRIFT", "VARIATION", "WORST_WINDOW", "STANDSTILL", "GAP", "THROTTLED"),
+    *("TOO_SHORT", "TREND_UNCERTAIN", "NOT_FULL"),
+}  # of shortfalls, which stay what they are from release to release
 
 
 def check_verdict(folder: Run, log: DetailLog, where: tuple[Where, ...]) -> Iterator[Observation]:
@@ -67,6 +76,13 @@ def check_verdict(folder: Run, log: DetailLog, where: tuple[Where, ...]) -> Iter
         where,
         Severity.FAIL if otherwise else Severity.WARN,
     )
+
+
+def check_codes(folder: Run, where: tuple[Where, ...]) -> Iterator[Observation]:
+    """Codes of shortfalls that nothing gives: a verdict may rest on one, which log and rows can then not bear out."""
+    shortfalls = [*folder.reasons, *folder.rules_unmet, *folder.doubts]
+    if unknown := [*dict.fromkeys(str(one["code"]) for one in shortfalls if one["code"] not in REASON_CODES)]:
+        yield observe("run_folder.reasons", False, "reason codes that are known", shown(", ".join(unknown)), where)
 
 
 def lost_replicas(result: Mapping[str, Any]) -> bool:
