@@ -141,7 +141,6 @@ def test_a_rate_beyond_the_capacity_is_over_its_limits(tmp_path: Path, data_set:
     config = {"scenario": "interactive", "rate": 300.0, "samples": 900, "benchmark": "llama3.1-8b"}
     finished = run(tmp_path, data_set, 4, 0.02, **config)  # serves 200 samples/s
     assert {"TTFT_LIMIT", "EARLY_STOPPING", "LOADGEN_INVALID"} <= codes(finished)
-    assert "TPOT_LIMIT" not in codes(finished)
     (rule,) = [rule for rule in finished.rules_unmet if rule["code"] == "TTFT_LIMIT"]
     assert rule["required"] == 0.5 < rule["found"]
     result = finished.result
@@ -154,7 +153,6 @@ def test_the_users_limits_are_loadgens_and_the_rules_name_the_benchmarks(tmp_pat
     limits = {"ttft_limit_seconds": 3.0, "tpot_limit_seconds": 0.005}
     finished = run(tmp_path, data_set, 50, 0.02, scenario="server", rate=300.0, samples=500, **limits)
     assert codes(finished) >= {"LATENCY_LIMITS", "LOADGEN_INVALID", "EARLY_STOPPING"}  # TPOT is 10 ms
-    assert "TPOT_LIMIT" not in codes(finished)
     (rule,) = [rule for rule in finished.rules_unmet if rule["code"] == "LATENCY_LIMITS"]
     assert (rule["found"], rule["required"]) == (3.0, 2.0)
     assert finished.result["tpot_limit_seconds"] == 0.005
