@@ -261,6 +261,8 @@ class Followers:
 
     def check(self) -> None:
         """Raises MegatokenError if a rank has ended, with its last words, and ends the others."""
+        if not self.end.alive:
+            raise MegatokenError("the engine's ranks have ended after an error; make a new engine")
         for rank, process in enumerate(self._processes, 1):
             if process.poll() is not None:
                 words = (self.folder / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()
@@ -271,7 +273,10 @@ class Followers:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """Where a sum or an order fails because a rank has ended: says so instead. Raises MegatokenError."""
+        """Where a sum or an order fails because a rank has ended: says so instead. Raises MegatokenError.
+
+        After any other error the ranks are not at the same place of a step any more, and end.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -279,8 +284,13 @@ class Followers:
             while time.monotonic() < deadline:
                 self.check()
                 time.sleep(0.01)
+            self.end()
             if isinstance(error, _c10d.DistBackendError):
                 raise MegatokenError(f"the ranks' GPUs cannot sum: {str(error).strip().splitlines()[-1]}") from error
+            raise
+        except BaseException:
+            if self.end.alive:
+                self.end()
             raise
 
 
@@ -295,10 +305,10 @@ def join(folder: Path, rank: int, ranks: int, device: torch.device) -> RankGroup
 
 
 def _end(groups: Sequence[RankGroup], processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    for group in groups:
-        group.abort()
     for process in processes:
         process.kill()
     for process in processes:
         process.wait()
+    for group in groups:  # afterwards: a rank that lives could take back what lets this one go
+        group.abort()
     shutil.rmtree(folder, ignore_errors=True)

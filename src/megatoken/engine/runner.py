@@ -101,7 +101,8 @@ class Runner:
         self._shares_rows = device.type == "cuda" and config.fp8_scales == "tensor"
         self._group: RankGroup | None = None
         if followers is not None:
-            self._meet(followers.meet(device))
+            with followers.blamed():
+                self._meet(followers.meet(device))
         self._cuda_graphs = config.cuda_graphs and device.type == "cuda"
         self._graphs: StepGraphs | None = None
         if device.type == "cuda" and (followers is not None or config.tensor_parallel == 1):

@@ -98,10 +98,10 @@ def test_kernels_are_counted_past_the_largest_number() -> None:
     weight_D = torch.ones(64, dtype=BF16, device=DEVICE)
     largest = torch.iinfo(torch.int32).max
     for one in together:
-        one._state[0] = largest
-        one._flags.fill_(-largest)  # comes after the largest and the smallest
+        one._state[0] = largest - 1
+        one._flags.fill_(-largest - 1)  # which comes after the largest
         one.add_rms_norm(4, one.keep(normal(4, 64, seed=2)), weight_D, EPSILON, None)
-        assert one._state.tolist() == [-largest - 1, 0]
+        assert one._state.tolist() == [largest, 0]
 
 
 @pytest.mark.gpu

@@ -12,11 +12,12 @@ to. Numbers wrap around; shape letters as in ``ops``, T being the rows of all ra
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from __future__ import annotations
 
+import ctypes
 import os
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import accumulate
+from itertools import accumulate, permutations
 from typing import Any, Self
 
 import torch
@@ -26,17 +27,24 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatoken.engine.ops.fused import RUN, require_contiguous, saturate
+from megatoken.errors import MegatokenError
 
 _ALIGNMENT = 256  # bytes
 _REGISTERS = 32
 """Of a thread: with 16 columns each, that many let threads fill a multiprocessor, and rows hide each other's waits."""
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, cuda.h
 _NEVER = 1 << 30
 """Kernels ahead of a flag that says that a rank will not come any more."""
 
 
+def rows_each(rows: int, ranks: int) -> int:
+    """Rows that a rank keeps; the last ranks may have fewer."""
+    return -(-rows // ranks)
+
+
 def own_rows(rows: int, rank: int, ranks: int) -> slice:
     """Which of a step's rows a rank keeps."""
-    each = -(-rows // ranks)
+    each = rows_each(rows, ranks)
     return slice(min(rank * each, rows), min((rank + 1) * each, rows))
 
 
@@ -53,12 +61,15 @@ class _Places:
     @classmethod
     def of(cls, max_rows: int, hidden: int, ranks: int) -> Self:
         row = 2 * hidden
-        sizes = (max_rows * row, max_rows * row, -(-max_rows // ranks) * row, 8 * ranks)
+        sizes = (max_rows * row, max_rows * row, rows_each(max_rows, ranks) * row, 8 * ranks)
         return cls(*accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
 
 
 class _Meeting(Store):
-    """A store for one meeting. PyTorch counts what it exchanges from a process's start, and one may have met before."""
+    """A store for one meeting of processes, of which one may have met others before.
+
+    PyTorch's ``StoreExchange`` asks for PREFIX/NUMBER/RANK and counts from a process's start; here, from the first.
+    """
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -82,8 +93,10 @@ class _Meeting(Store):
 class SharedRows:
     """The memory of one rank, and the addresses of all."""
 
-    def __init__(self, memory: Tensor, addresses: list[int], rank: int, max_rows: int, hidden: int) -> None:
-        """As it is; ``meet`` makes it.
+    def __init__(
+        self, memory: Tensor, addresses: list[int], rank: int, max_rows: int, hidden: int, mapped: Any = None
+    ) -> None:
+        """Of memory that is there; ``meet`` makes it.
 
         Args:
             memory: zeros, uint8 [bytes], on this rank's device.
@@ -91,6 +104,7 @@ class SharedRows:
             rank: of them.
             max_rows: of a step.
             hidden: D.
+            mapped: what keeps the others' memory within reach.
         """
         self.rank, self.ranks = rank, len(addresses)
         self._places = places = _Places.of(max_rows, hidden, self.ranks)
@@ -103,29 +117,40 @@ class SharedRows:
         self._flags = memory[places.flags : places.flags + 8 * self.ranks].view(torch.int32)
         self._state = torch.zeros(2, dtype=torch.int32, device=memory.device)  # kernels so far; programs of this one
         self._on_host = torch.zeros(2, dtype=torch.int32, pin_memory=memory.is_cuda)
-        self._mapped: Any = None  # what holds the others' memory here
+        self._mapped = mapped
 
     @classmethod
     def meet(cls, name: str, store: Any, rank: int, ranks: int, max_rows: int, hidden: int) -> Self:
         """With every rank's, each on the CUDA device of its number; all wait for each other.
 
-        ``name``: of the group, the same on every rank and of no other group. ``store``: that the ranks have together.
+        Args:
+            name: of the group, the same on every rank and of no other group.
+            store: that the ranks have together.
+            rank: this one.
+            ranks: how many.
+            max_rows: of a step.
+            hidden: D.
+
+        Raises:
+            MegatokenError: the GPUs or the system do not let them.
         """
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         c10d: Any = import_module("torch._C._distributed_c10d")  # what is public is of global groups alone
+        symmetric = c10d._SymmetricMemory
         meeting = _Meeting(store)  # held here: what has only its C++ part calls no method of ours
-        group = c10d.ProcessGroup(meeting, rank, ranks)
-        c10d._register_process_group(name, group)
-        size = _Places.of(max_rows, hidden, ranks).end
-        allocate, rendezvous = c10d._SymmetricMemory.empty_strided_p2p, c10d._SymmetricMemory.rendezvous
-        memory = allocate((size,), (1,), torch.uint8, torch.device("cuda", rank), name)
-        memory.zero_()
-        torch.cuda.synchronize()
-        mapped = rendezvous(memory)
-        c10d._unregister_process_group(name)
-        together = cls(memory, mapped.buffer_ptrs, rank, max_rows, hidden)
-        together._mapped = mapped
-        return together
+        c10d._register_process_group(name, group := c10d.ProcessGroup(meeting, rank, ranks))
+        symmetric.set_group_info(name, group.rank(), group.size(), meeting)  # before PyTorch 2.11
+        try:
+            size = _Places.of(max_rows, hidden, ranks).end
+            memory = symmetric.empty_strided_p2p((size,), (1,), torch.uint8, torch.device("cuda", rank), name)
+            memory.zero_()
+            torch.cuda.synchronize()
+            mapped = symmetric.rendezvous(memory)
+        except RuntimeError as error:
+            raise MegatokenError(f"the ranks' GPUs cannot share memory: {str(error).splitlines()[0]}") from error
+        finally:
+            c10d._unregister_process_group(name)
+        return cls(memory, mapped.buffer_ptrs, rank, max_rows, hidden, mapped)
 
     @classmethod
     def alone(cls, ranks: int, max_rows: int, hidden: int, device: torch.device) -> Self:
@@ -137,13 +162,13 @@ class SharedRows:
 
     @staticmethod
     def reachable(ranks: int) -> bool:
-        """Whether the GPUs of so many ranks reach each other's memory."""
-        return all(
-            torch.cuda.can_device_access_peer(one, other)
-            for one in range(ranks)
-            for other in range(ranks)
-            if one != other
-        )
+        """Whether the GPUs of so many ranks reach each other's memory, atomic operations included: over NVLink."""
+        driver, whether = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        for one, other in permutations(range(ranks), 2):
+            status = driver.cuDeviceGetP2PAttribute(ctypes.byref(whether), _NATIVE_ATOMICS, one, other)
+            if status or not whether.value:
+                return False
+        return True
 
     def products(self, rows: int) -> Tensor:
         """bf16 [T, D], where this rank's part of the next sum belongs."""
@@ -159,13 +184,13 @@ class SharedRows:
     def select(self, rows_S: Tensor, rows: int) -> Tensor:
         """This rank's part, [S / ranks, D], of those ``rows_S`` (int32) of a residual stream that all ranks kept.
 
-        ``rows``: T.
+        ``rows``: T. A sum must follow: until it begins on all ranks, others may read what this one ``keep``s.
         """
         samples = len(rows_S)
         own = own_rows(samples, self.rank, self.ranks)
         own_SD = torch.empty((own.stop - own.start, self._hidden), dtype=torch.bfloat16, device=self._state.device)
-        each_S, each_T = (-(-count // self.ranks) for count in (samples, rows))
-        _select_kernel[(max(each_S, self.ranks),)](
+        each_S, each_T = (rows_each(count, self.ranks) for count in (samples, rows))
+        _select_kernel[(each_S,)](
             self._addresses, self._state, rows_S, own_SD, samples, each_S, each_T, self.rank,
             self._places.residual, self._places.flags, D=self._hidden,
             BLOCK=triton.next_power_of_2(self._hidden), RANKS=self.ranks, num_warps=4,
@@ -182,7 +207,7 @@ class SharedRows:
             residual_TD: bf16 [T / ranks, D], this rank's.
             weight_D: bf16 or fp32 [D].
             epsilon: added to the mean square.
-            scale: fp32, one element: the result is e4m3 of ``y / scale``. None: the result is bf16.
+            scale: fp32, one element, the same on every rank: the result is e4m3 of ``y / scale``. None: bf16.
 
         Returns:
             e4m3 or bf16 [T, D], the same on every rank, until the next sum.
@@ -190,8 +215,8 @@ class SharedRows:
         require_contiguous(residual_TD, weight_D)
         dtype = torch.bfloat16 if scale is None else torch.float8_e4m3fn
         block = triton.next_power_of_2(self._hidden)
-        each = -(-rows // self.ranks)
-        _add_rms_norm_kernel[(max(each, self.ranks),)](
+        each = rows_each(rows, self.ranks)
+        _add_rms_norm_kernel[(each,)](
             self._addresses, self._state, residual_TD, weight_D, scale, rows, each, self.rank, float(epsilon),
             self._places.inputs, self._places.flags,
             INPUTS=tl.bfloat16 if scale is None else tl.float8e4nv, D=self._hidden, BLOCK=block, RANKS=self.ranks,
@@ -218,21 +243,17 @@ def _rows_at(addresses, rank, place, dtype: tl.constexpr):
 
 
 @triton.jit
-def _flags_at(addresses, rank, place, mark: tl.constexpr, RANKS: tl.constexpr):
-    return (tl.load(addresses + rank) + place).to(tl.pointer_type(tl.int32)) + mark * RANKS
-
-
-@triton.jit
-def _tell(addresses, place, to, rank, number, mark: tl.constexpr, RANKS: tl.constexpr):
-    """Rank ``to``: this one has begun (mark 0) or ended (1) kernel ``number``."""
-    flags = _flags_at(addresses, to, place, mark, RANKS)
-    tl.atomic_xchg(flags + rank, number, sem="release", scope="sys")
+def _tell(addresses, place, rank, number, mark: tl.constexpr, RANKS: tl.constexpr):
+    """All ranks: this one has begun (mark 0) or ended (1) kernel ``number``."""
+    other = tl.arange(0, triton.next_power_of_2(RANKS))
+    flags = (tl.load(addresses + other, mask=other < RANKS, other=0) + place).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(flags + mark * RANKS + rank, number, mask=other < RANKS, sem="release", scope="sys")
 
 
 @triton.jit
 def _wait(addresses, place, rank, number, mark: tl.constexpr, RANKS: tl.constexpr):
     """Until all ranks have begun or ended kernel ``number``."""
-    flags = _flags_at(addresses, rank, place, mark, RANKS)
+    flags = (tl.load(addresses + rank) + place).to(tl.pointer_type(tl.int32)) + mark * RANKS
     for other in tl.static_range(RANKS):
         while tl.atomic_add(flags + other, 0, sem="acquire", scope="sys") - number < 0:
             pass
@@ -240,10 +261,10 @@ def _wait(addresses, place, rank, number, mark: tl.constexpr, RANKS: tl.constexp
 
 @triton.jit
 def _begin(addresses, state, place, rank, RANKS: tl.constexpr):
-    """The number of this kernel, once every rank has come to it. A kernel has at least ``RANKS`` programs."""
+    """The number of this kernel, once every rank has come to it."""
     number = tl.load(state) + 1
-    if tl.program_id(0) < RANKS:
-        _tell(addresses, place, tl.program_id(0), rank, number, 0, RANKS)
+    if tl.program_id(0) == 0:
+        _tell(addresses, place, rank, number, 0, RANKS)
     _wait(addresses, place, rank, number, 0, RANKS)
     return number
 
@@ -267,7 +288,7 @@ def _add_rms_norm_kernel(
     number = _begin(addresses, state, flags_place, rank, RANKS)
     program = tl.program_id(0)
     row = rank * each + program
-    if (program < each) & (row < rows):
+    if row < rows:
         column = tl.max_contiguous(tl.arange(0, BLOCK), RUN)
         inside = column < D
         at = row.to(tl.int64) * D + column
@@ -287,8 +308,7 @@ def _add_rms_norm_kernel(
         for other in tl.static_range(RANKS):
             tl.store(_rows_at(addresses, other, inputs_place, INPUTS) + at, y, mask=inside)
     if _is_last(state, number):
-        for other in tl.static_range(RANKS):
-            _tell(addresses, flags_place, other, rank, number, 1, RANKS)
+        _tell(addresses, flags_place, rank, number, 1, RANKS)
         _wait(addresses, flags_place, rank, number, 1, RANKS)
 
 
@@ -300,7 +320,7 @@ def _select_kernel(
     number = _begin(addresses, state, flags_place, rank, RANKS)
     program = tl.program_id(0)
     sample = rank * each_S + program
-    if (program < each_S) & (sample < samples):
+    if sample < samples:
         row = tl.load(rows + sample)
         column = tl.max_contiguous(tl.arange(0, BLOCK), RUN)
         inside = column < D
