@@ -1,6 +1,6 @@
 """How long one step takes on a GPU that need not be here: its data sheet, times what a measured GPU achieves of it.
 
-Everything was measured on one H200 with this engine: its products, its attention and the anatomy of its steps
+All but transfers was measured on one H200 with this engine: its products, its attention and the anatomy of its steps
 (``h200-gemm.json``, ``h200-attention.json`` and ``h200-*-steps*.json`` in ``benchmarks/results``). From these files
 ``benchmarks/fit_cost_model.py`` finds the constants again and says how well they fit. ``docs/simulation.md`` says how
 well whole runs are met that nothing was fitted to.
@@ -69,8 +69,8 @@ GAP_SECONDS = 27.3e-6
 """Between the kernels of a layer, with the copies of ids. From two steps."""
 SUM_SECONDS, SUM_LINK_SHARE = 6.5e-6, 0.69
 """A sum over ranks with the norm after it, through shared memory: what it takes at least, and its share of the link.
-Two H200, from 512 rows on (``h200x2-collectives-*.json``); of more ranks it is assumed, and of products in other
-precisions."""
+By hand, two H200, from 512 rows on (``h200x2-collectives-*.json``); of more ranks it is assumed, and of products in
+other precisions or with a scale per row, which NCCL sums."""
 GATHER_SECONDS, GATHER_LINK_SHARE = 19e-6, 0.787
 """The same of NCCL: its sums of 16 KB and 1 GB over four H200, which move twice as many bytes."""
 
@@ -194,13 +194,15 @@ class CostModel:
             link, from_others = gpu.link_bytes_per_second, (ranks - 1) / ranks
             products_and_inputs = from_others * (ACTIVATION_BYTES[precision] + item) * D
             self._transfer_seconds = 2 * L * SUM_SECONDS
-            self._row_transfer_seconds = 2 * L * products_and_inputs / (SUM_LINK_SHARE * link)
+            sum_seconds = products_and_inputs / (SUM_LINK_SHARE * link)
+            # In the last layer they are of the rows that sample alone.
+            self._row_transfer_seconds, self._sample_transfer_seconds = (2 * L - 2) * sum_seconds, 2 * sum_seconds
             self._row_bytes -= norms
             if m.vocabulary_ranks > 1:
                 element_seconds = from_others * ACTIVATION_BYTES[precision] / (GATHER_LINK_SHARE * link)
                 self._transfer_seconds += 2 * GATHER_SECONDS
                 self._row_transfer_seconds += D * element_seconds
-                self._sample_transfer_seconds = V * element_seconds
+                self._sample_transfer_seconds += V * element_seconds
                 # What arrives is read and written once more, into the order of columns.
                 self._row_bytes += 2 * ACTIVATION_BYTES[precision] * D
                 self._sample_bytes += 2 * ACTIVATION_BYTES[precision] * V
