@@ -119,7 +119,10 @@ def gone(pid: int) -> bool:
     """Whether the process ends."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
             return True
         time.sleep(0.1)
     return False
