@@ -10,7 +10,7 @@ import torch
 from engines import drain
 from gpu_engines import SIZES, bf16_checkpoint
 
-from megatoken.engine import Engine, EngineConfig, Request
+from megatoken.engine import Completion, Engine, EngineConfig, Request
 from megatoken.errors import MegatokenError
 
 pytestmark = [
@@ -34,17 +34,28 @@ def requests() -> list[Request]:
     ]
 
 
+def agreement(one: list[Completion], two: list[Completion]) -> float:
+    """Share of first tokens: an answer that once takes the other of two close logits goes its own way."""
+    assert [len(answer.token_ids) for answer in one] == [len(answer.token_ids) for answer in two]
+    return sum(left.token_ids[0] == right.token_ids[0] for left, right in zip(one, two, strict=True)) / len(one)
+
+
 @pytest.mark.parametrize(("precision", "fp8_scales"), [("bf16", "tensor"), ("fp8", "tensor"), ("fp8", "row")])
 def test_two_gpus_answer_as_one(llama: Path, precision: str, fp8_scales: str) -> None:
-    """First tokens, since an answer that once takes the other of two close logits goes its own way."""
     config = {"precision": precision, "fp8_scales": fp8_scales, **SIZES}
     engines = [Engine(llama, EngineConfig(tensor_parallel=ranks, **config)) for ranks in (1, 2)]
     assert (engines[1]._runner._group.shared is not None) == (fp8_scales == "tensor")
-    one, two = (engine.generate(requests()) for engine in engines)
-    same = sum(left.token_ids[0] == right.token_ids[0] for left, right in zip(one, two, strict=True))
-    print(f"\n{precision}, {fp8_scales}: {same} of {len(one)} first tokens agree")
-    assert same >= (0.9 if precision == "bf16" else 0.7) * len(one)
-    assert [len(answer.token_ids) for answer in one] == [len(answer.token_ids) for answer in two]
+    assert agreement(*(engine.generate(requests()) for engine in engines)) >= (0.9 if precision == "bf16" else 0.7)
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": 1025}, {"num_hidden_layers": 1}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_other_shapes_answer_as_one(tmp_path: Path, precision: str, change: dict[str, int]) -> None:
+    """A vocabulary that is on every rank, a first layer that is the last, an embedding that is the head."""
+    bf16_checkpoint(tmp_path, **{"vocab_size": 1024, **change})
+    config = {"precision": precision, **SIZES}
+    one, two = (Engine(tmp_path, EngineConfig(tensor_parallel=n, **config)).generate(requests()) for n in (1, 2))
+    assert agreement(one, two) >= (0.9 if precision == "bf16" else 0.7)
 
 
 @pytest.mark.parametrize(("precision", "fp8_scales"), [("bf16", "tensor"), ("fp8", "tensor"), ("fp8", "row")])
@@ -58,9 +69,7 @@ def test_large_steps_answer_as_one(precision: str, fp8_scales: str, tmp_path: Pa
     ]
     config = {"precision": precision, "fp8_scales": fp8_scales, "max_rows": rows, "cache_tokens": 65536}
     one, two = (Engine(tmp_path, EngineConfig(tensor_parallel=ranks, **config)).generate(asked) for ranks in (1, 2))
-    same = sum(left.token_ids[0] == right.token_ids[0] for left, right in zip(one, two, strict=True))
-    print(f"\n{precision}: {same} of {len(one)} first tokens agree")
-    assert same >= (0.9 if precision == "bf16" else 0.7) * len(one)
+    assert agreement(one, two) >= (0.9 if precision == "bf16" else 0.7)
 
 
 @pytest.mark.parametrize("target_step_seconds", [None, 0.04])
@@ -77,6 +86,21 @@ def test_a_process_whose_sums_were_recorded_comes_to_its_end(llama: Path, target
     done = subprocess.run([sys.executable, "-c", code, str(llama)], capture_output=True, timeout=90, check=True)
     assert done.stdout.split()[-1] == b"40"
     assert b"Traceback" not in done.stderr
+
+
+def test_an_engine_forgotten_at_work_lets_its_process_end(llama: Path) -> None:
+    """Its sums are on the GPU then, and the ranks that they wait for end first."""
+    code = (
+        "import sys; from megatoken.engine import Engine, EngineConfig, Request\n"
+        "engine = Engine(sys.argv[1], EngineConfig(tensor_parallel=2, max_rows=64, cache_tokens=4096))\n"
+        "engine.submit(Request([1, 2, 3], 400, ignore_end_token=True))\n"
+        "for _ in range(40):\n"
+        "    engine.step()\n"
+        "del engine\n"
+        "import torch; torch.cuda.synchronize(); print('done')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(llama)], capture_output=True, timeout=90, check=True)
+    assert done.stdout.split()[-1] == b"done"
 
 
 @pytest.mark.parametrize("steps", [1, 40])
