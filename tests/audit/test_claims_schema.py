@@ -35,18 +35,30 @@ GOOD = "- {id: a, text: t, value: 1.5, unit: x, formula: 3 / 2}"
         ),
         (GOOD.replace("id: a, ", ""), "claim 1: id: is missing; add it"),
         (GOOD.replace("value: 1.5", "value: '1,100,948.3'"), "is a text; write the number without quotes, commas"),
-        (GOOD.replace("value: 1.5", "value: .nan"), "claim a: value"),
-        (GOOD.replace("unit: x", "scope: galaxy"), "claim a: scope: input should be 'gpu', 'node' or 'rack'"),
+        (GOOD.replace("value: 1.5", "value: .nan"), "claim a: value: must be a finite number, a text, or yes or no"),
+        (GOOD.replace("value: 1.5", "value: [1]"), "claim a: value: must be a finite number, a text, or yes or no"),
+        (GOOD.replace("unit: x", "scope: galaxy"), "claim a: scope: must be 'gpu', 'node' or 'rack'"),
+        (GOOD.replace("unit: x", "accelerators: 1.5"), "claim a: accelerators: must be a whole number"),
+        (GOOD.replace("unit: x", "settle: x"), "claim a: settle: must be a list; begin each entry with a dash"),
+        (GOOD.replace("unit: x", "inputs: {v: {value: y}}"), "claim a: inputs: v: value: must be a number"),
+        (GOOD.replace("unit: x", "inputs: {V: {value: 1}}"), "claim a: inputs: V: a name must be a small letter"),
+        (GOOD.replace("3 / 2", "3"), "claim a: formula: must be a formula, or definitions by name"),
+        (GOOD.replace("3 / 2", "{x: 3}"), "claim a: formula: must be a formula, or definitions by name"),
         (GOOD.replace("formula: 3 / 2", ""), "says nothing to recompute"),
         (GOOD.replace("formula: 3 / 2", "formula: {}"), "formula names no definition"),
-        (GOOD.replace("unit: x", "rounded_to: 0"), "claim a: rounded_to: input should be greater than 0"),
+        (GOOD.replace("unit: x", "rounded_to: 0"), "claim a: rounded_to: must be more than 0"),
         (GOOD + "\n" + GOOD, "several claims have the id a"),
         (
             "- {id: a, text: t, value: 1, ratio: {of: {name: x}, to: {name: y, value: 1}}}",
             "exactly one of value, published",
         ),
-        ("- {id: a, text: t, value: 1, ratio: {of: {name: x, published: nope}, to: {name: y, value: 1}}}", "published"),
-        ("- 3", "claim 1: "),
+        (
+            "- {id: a, text: t, value: 1, ratio: {of: {name: x, published: nope}, to: {name: y, value: 1}}}",
+            "published: must be like",
+        ),
+        ("- 3", "claim 1: must be a mapping of keys to values"),
+        ("  []", "claims: must not be empty"),
+        ("  3", "claims: must be a list"),
         ("- {id: a, text: t, text: u}", "claims.yaml:5: key 'text' comes twice; keep one"),
         ("- &x {id: a}\n- *x", "claims.yaml:5: anchors and aliases are not taken; write the value out"),
         (
@@ -137,7 +149,11 @@ def test_formulas(formula, value):
         ("number('2 GB', 'TB')", "found none"),
         ("tokens_per_secnd", "did you mean tokens_per_second?"),
         ("sum(tokens_per_second, x=1)", "is not arithmetic"),
-        ("nosuch('a')", "look-ups are"),
+        ("nosuch('a')", "unknown function 'nosuch'; there are abs, accelerator"),
+        ("medain(1)", "unknown function 'medain'; did you mean median?"),
+        ("model('a', 'b')", "model() with 2 arguments; write model(name)"),
+        ("claim(b)", "claim(b) lacks quotes; write claim('b')"),
+        ("9 ** 9 ** 9 ** 9", "has no result: Numerical result out of range"),
         ("accelerator('GB30', 'tdp_w')", "unknown accelerator 'GB30'; did you mean GB300?"),
         ("accelerator('GB300', 'tdp')", "unknown column 'tdp'; did you mean tdp_w?"),
         ("model('llama3.1-405')", "did you mean llama3.1-405b?"),
@@ -159,6 +175,42 @@ def test_lists_do_not_enter_arithmetic(tmp_path):
     claims = load_claims(write(tmp_path, "- {id: a, text: t, value: 1, formula: tokens_per_second}"))
     with pytest.raises(UsageError, match="list of different values"):
         judge(claims, azure_evidence())
+
+
+def answers(tmp_path, *claims):
+    return judge(load_claims(write(tmp_path, "\n".join(claims))), None)
+
+
+@pytest.mark.parametrize("formula", ["1 / 0", "9 ** 9 ** 9 ** 9"])
+def test_a_formula_of_constants_without_a_result_is_a_mistake(tmp_path, formula):
+    with pytest.raises(UsageError, match=r"claim a: formula .* has no result: .*; correct the formula"):
+        answers(tmp_path, f"- {{id: a, text: t, value: 1, formula: {formula}}}")
+
+
+@pytest.mark.parametrize(
+    ("formulas", "circle"),
+    [(("claim('a')",), "a -> a"), (("claim('b') * 2", "claim('c')", "sum(claim('a'), 1)"), "a -> b -> c -> a")],
+)
+def test_no_claim_proves_itself(tmp_path, formulas, circle):
+    claims = [
+        f'- {{id: {name}, text: t, value: 5, formula: "{formula}"}}'
+        for name, formula in zip("abc", formulas, strict=False)
+    ]
+    with pytest.raises(UsageError) as error:
+        answers(tmp_path, *claims)
+    assert f"({circle}); give it a formula of its own" in str(error.value)
+
+
+def test_what_rests_on_the_file_alone_says_so(tmp_path):
+    alone, on_another, published = answers(
+        tmp_path,
+        "- {id: a, text: t, value: 3, formula: median(3)}",
+        "- {id: b, text: t, value: 216, formula: \"claim('a') * 72\"}",
+        "- {id: c, text: t, value: 288, formula: \"accelerator('GB300', 'hbm_gb')\"}",
+    )
+    assert [one.answer for one in (alone, on_another, published)] == ["holds"] * 3
+    assert all("from numbers of the claims file alone" in one.why for one in (alone, on_another))
+    assert "alone" not in published.why
 
 
 def test_a_ratio_without_its_counts_is_a_mistake(tmp_path):

@@ -76,7 +76,17 @@ def evaluate(formula: str, names: Names) -> Value:
     except FormulaError as error:
         raise type(error)(f"formula {formula!r}: {error}") from error
     except (ArithmeticError, ValueError) as error:
-        raise NoResultError(f"formula {formula!r} has no result: {error}") from error
+        raise NoResultError(f"formula {formula!r} has no result: {error.args[-1]}") from error
+
+
+def claims_named(formula: str) -> set[str]:
+    """The claims that ``formula`` rests on: ids that stand in ``claim(...)``. Raises FormulaError."""
+    found = set()
+    for node in ast.walk(_parse(formula)):
+        match node:
+            case ast.Call(func=ast.Name(id="claim"), args=[ast.Constant(value=str() as name)]):
+                found.add(name)
+    return found
 
 
 def _parse(formula: str) -> ast.expr:
@@ -107,6 +117,8 @@ def _value(node: ast.expr, names: Names) -> Value:
             if isinstance(result, complex) or not math.isfinite(result):
                 raise NoResultError("a number that is not finite")
             return result
+        case ast.Call(func=ast.Name(id="claim" | "model" as function), args=[ast.Name(id=name)]):
+            raise FormulaError(f"{function}({name}) lacks quotes; write {function}('{name}')")
         case ast.Call(func=ast.Name(id=function), args=arguments, keywords=[]):
             return _call(function, [_value(argument, names) for argument in arguments], names)
     raise FormulaError(f"{ast.unparse(node)!r} is not arithmetic over facts")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from megatoken.audit.claim_facts import Facts, UnknownFactError
-from megatoken.audit.claim_formula import FormulaError, Value
+from megatoken.audit.claim_formula import OF_LISTS, OF_NUMBERS, FormulaError, Value
 from megatoken.audit.claim_schema import Claim, Input
 from megatoken.audit.evidence import Where
 from megatoken.errors import UsageError
@@ -25,6 +25,12 @@ from megatoken.results.reference import (
 
 T = TypeVar("T")
 
+LOOKUPS = {
+    "published": "published(id, benchmark, scenario) or published(id, benchmark, scenario, what)",
+    "accelerator": "accelerator(name, column)",
+    "model": "model(name)",
+    "claim": "claim(id)",
+}
 SECONDS = ("s", "second", "seconds")
 WATTS = {"W": 1.0, "kW": 1000.0}
 
@@ -41,12 +47,15 @@ class Lookups:
         self.conditions: list[str] = []
         self.published: list[Entry] = []
         self.uses_time = self.uses_rates = False
+        self.shown_elsewhere = False
+        """Whether anything in the formula stands outside the claims file."""
 
     def value(self, name: str) -> Value:
         """An input of the claim or a fact of the artefacts."""
         if name in self._claim.inputs:
             return self._input(name, self._claim.inputs[name])
         fact = self._facts.find(name)
+        self.shown_elsewhere = True
         self.where += [place for place in fact.where if place not in self.where]
         self.uses_time |= name.endswith("_seconds")
         self.uses_rates |= name == "tokens_per_second"
@@ -56,6 +65,7 @@ class Lookups:
 
     def call(self, function: str, arguments: Sequence[Value]) -> Value:
         """One of published, accelerator, model and claim."""
+        _known(dict.fromkeys((*OF_LISTS, *OF_NUMBERS, "number", *LOOKUPS)), function, "function")
         texts = [argument for argument in arguments if isinstance(argument, str)]
         if len(texts) < len(arguments):
             raise FormulaError(f"{function}() takes texts")
@@ -72,10 +82,7 @@ class Lookups:
             case "claim", [name]:
                 value = _known(self._claims, name, "claim").value
                 return value if isinstance(value, str) else float(value)
-        raise FormulaError(
-            f"{function}() with {count_of(len(arguments), 'argument')} is none; look-ups are"
-            " published(id, benchmark, scenario, what), accelerator(name, column), model(name) and claim(id)"
-        )
+        raise FormulaError(f"{function}() with {count_of(len(arguments), 'argument')}; write {LOOKUPS[function]}")
 
     def _input(self, name: str, given: Input) -> float:
         self.uses_time |= given.unit in SECONDS
@@ -144,6 +151,7 @@ class Lookups:
             self.nameplate.append(text)
 
     def _place(self, table: str, line: int | None) -> None:
+        self.shown_elsewhere = True
         place = Where(f"megatoken/data/{table}", line)
         if place not in self.where:
             self.where.append(place)

@@ -214,20 +214,53 @@ class _Loader(CoreLoader):
         return super().construct_mapping(node, deep)
 
 
+_DEMANDS = {  # pydantic's types of errors
+    "finite_number": "must be a finite number",
+    "float_type": "must be a number",
+    "greater_than": "must be more than {gt:g}",
+    "int_from_float": "must be a whole number",
+    "int_type": "must be a whole number",
+    "dict_type": "must be a mapping of names to inputs; write NAME: {{value: ...}}",
+    "literal_error": "must be {expected}",
+    "missing": "is missing; add it",
+    "model_type": "must be a mapping of keys to values; write KEY: VALUE",
+    "string_too_short": "must not be empty",
+    "string_type": "must be a text",
+    "too_short": "must not be empty; write at least one",
+    "tuple_type": "must be a list; begin each entry with a dash",
+}
+_OF_SEVERAL_KINDS = {
+    "formula": "must be a formula, or definitions by name",
+    "value": "must be a finite number, a text, or yes or no",
+}
+_PATTERNS = {
+    "id": "must be a letter, then letters, digits, '.', '_' and '-'",
+    "published": "must be like 5.1-0008:llama2-70b-99:Offline",
+    "[key]": "a name must be a small letter, then small letters, digits and '_'",
+}
+
+
 def _explain(error: ValidationError, content: dict[str, Any]) -> str:
     """The first thing wrong, where it stands, and for an unknown key the nearest right one."""
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a typo also leaves its key missing
-    location = [part for part in first["loc"] if part not in ("bool", "float", "str") or part == first["loc"][-1]]
-    place = _place(first["loc"], content)
-    if first["type"] == "extra_forbidden":
-        known = _keys_at(first["loc"])
-        close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+    location, kind = first["loc"], first["type"]
+    if len(location) > 3 and location[2] in _OF_SEVERAL_KINDS:  # pydantic goes on to tell of each
+        location, kind = location[:3], "several kinds"
+    place = _place(location, content)
+    key = next((part for part in reversed(location) if isinstance(part, str)), "claims")
+    if kind == "extra_forbidden":
+        known = _keys_at(location)
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         mend = f"did you mean {close[0]}?" if close else f"the keys here are {', '.join(known)}"
-        return f"{place}unknown key {str(location[-1])!r}; {mend}"
-    key = next((part for part in reversed(location) if isinstance(part, str) and part != "claims"), None)
-    message = first["msg"].removeprefix("Value error, ")
-    message = "is missing; add it" if first["type"] == "missing" else message[0].lower() + message[1:]
-    return f"{place}{key + ': ' if key and first['type'] != 'value_error' else ''}{message}"
+        return f"{place}unknown key {key!r}; {mend}"
+    if kind == "value_error":
+        message = first["msg"].removeprefix("Value error, ")
+        return place + (f"{key}: {message}" if message.startswith("must") else message)
+    demand = _DEMANDS.get(kind) or first["msg"].lower()
+    if kind in ("several kinds", "string_pattern_mismatch"):
+        demand = _OF_SEVERAL_KINDS.get(key) or _PATTERNS[key]
+    subject = "" if key == "[key]" or (place and key == "claims") else f"{key}: "
+    return place + subject + demand.format(**first.get("ctx", {}))
 
 
 def _place(location: tuple[int | str, ...], content: dict[str, Any]) -> str:
@@ -236,7 +269,7 @@ def _place(location: tuple[int | str, ...], content: dict[str, Any]) -> str:
     claims = content["claims"]
     claim = claims[location[1]] if isinstance(claims, list) else None
     name = claim.get("id") if isinstance(claim, dict) else None
-    inside = [str(part) for part in location[2:-1] if isinstance(part, str) and part not in ("bool", "float", "str")]
+    inside = [part for part in location[2:-1] if isinstance(part, str)]
     return f"claim {name or location[1] + 1}: " + "".join(f"{part}: " for part in inside)
 
 

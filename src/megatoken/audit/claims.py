@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from megatoken.audit.claim_facts import POWER, Facts, UnknownFactError, gather
-from megatoken.audit.claim_formula import FormulaError, NoResultError, Value, beside, evaluate, exact
+from megatoken.audit.claim_formula import FormulaError, NoResultError, Value, beside, claims_named, evaluate, exact
 from megatoken.audit.claim_lookups import Lookups
 from megatoken.audit.claim_ratio import judge_ratio
 from megatoken.audit.claim_schema import Answered, Claim, ClaimsFile, load_claims
@@ -34,6 +35,7 @@ DEFAULT_FORMULAS = {
     "gpu": "sum(tokens_per_second) / accelerators",
 }
 MOST_PLACES = 20
+OWN_NUMBERS = "from numbers of the claims file alone: no artefact or published result was asked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +97,31 @@ def judge(claims: ClaimsFile, evidence: Evidence | None) -> list[ClaimAnswer]:
         evidence: what an audit read; None leaves the published table and what the claims state themselves.
 
     Raises:
-        UsageError: a formula or ratio is wrong in itself, or ``runs`` matches nothing.
+        UsageError: a formula or ratio is wrong in itself, claims rest on each other, or ``runs`` matches nothing.
     """
     facts = gather(evidence, claims.runs)
     by_id = {claim.id: claim for claim in claims.claims}
     answers = []
+    rests_on: dict[str, set[str]] = {}
     for claim in claims.claims:
         source = "; ".join(filter(None, (claims.source, claim.source)))
         try:
             answers.append(_answer(claim, source, facts, by_id))
+            rests_on[claim.id] = set().union(*map(claims_named, _formulas(claim).values()))
         except UsageError as error:
             raise UsageError(f"claim {claim.id}: {error}") from error
+    try:
+        TopologicalSorter(rests_on).prepare()
+    except CycleError as error:
+        circle = " -> ".join(reversed(error.args[1]))
+        raise UsageError(f"claim {error.args[1][0]} rests on itself ({circle}); give it a formula of its own") from None
     return answers
+
+
+def _formulas(claim: Claim) -> dict[str, str]:
+    """By definition; without a name where there is one alone."""
+    formula = claim.formula or (DEFAULT_FORMULAS[str(claim.scope)] if claim.is_plain_rate else {})
+    return formula if isinstance(formula, dict) else {"": formula}
 
 
 def _answer(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Claim]) -> ClaimAnswer:
@@ -127,15 +142,15 @@ def _answer(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Claim]
 
 
 def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Claim]) -> ClaimAnswer:
-    formulas = claim.formula or DEFAULT_FORMULAS[str(claim.scope)]
-    named = formulas if isinstance(formulas, dict) else {"": formulas}
     results: dict[str, tuple[Recomputed, Lookups]] = {}
     unknown: list[UnknownFactError | NoResultError] = []
-    for name, formula in named.items():
+    for name, formula in _formulas(claim).items():
         lookups = Lookups(claim, facts, claims)
         try:
             value = _single(evaluate(formula, lookups))
         except (UnknownFactError, NoResultError) as error:
+            if isinstance(error, NoResultError) and not lookups.shown_elsewhere:
+                raise FormulaError(f"{error}; correct the formula") from error
             unknown.append(error)
             continue
         results[name] = (Recomputed(value, claim.unit, f"{name}: {formula}" if name else formula), lookups)
@@ -159,6 +174,8 @@ def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Cl
     if others:
         alternatives = "; ".join(f"{name}: {_amount(result, claim)}" for name, result in others.items())
         reasons.append(f"that is by the definition {chosen!r}; others give {alternatives}")
+    if not lookups.shown_elsewhere:
+        reasons.append(OWN_NUMBERS)
     if lookups.uses_rates and claim.scope == "rack" and facts.sum_label:
         reasons.append(facts.sum_label)
     return ClaimAnswer(
@@ -200,13 +217,15 @@ def _ratio(claim: Claim, source: str, facts: Facts) -> ClaimAnswer:
     right = Recomputed(judged.value, claim.unit, judged.formula)
     errors = [*judged.errors, *_forecast(claim)]
     reasons = [*judged.reasons, *_future_words(claim)]
-    found = f"{beside(judged.stated_value, claim.value)} {claim.unit} {judged.stated_basis}"
+    found = " ".join(filter(None, (beside(judged.stated_value, claim.value), claim.unit, judged.stated_basis)))
     if not agrees(claim, judged.stated_value):
         errors.append("arithmetic")
         reasons.insert(0, f"not {_claimed(claim)}: {found}")
     if not errors:
         reasons.insert(0, f"recomputed {found}")
     answer: Answered = "does not hold" if errors else "holds"
+    if not judged.where:
+        reasons.append(OWN_NUMBERS)
     if claim.ratio and claim.ratio.of.evidence and facts.sum_label:
         reasons.append(f"{claim.ratio.of.name}: {facts.sum_label}")
     why = "; ".join([*reasons, *judged.remarks])
