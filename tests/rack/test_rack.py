@@ -51,6 +51,25 @@ def failed_checks(folder: Path) -> list[str]:
     return [f"{item.id}: {item.found}" for item in audit(folder).findings if item.severity is Severity.FAIL]
 
 
+def failed_after(run: Run, **values: Any) -> list[str]:
+    """What an audit finds once ``result.json`` has other values; double underscores lead into it, None takes away."""
+    path = run.path / "result.json"
+    whole = path.read_text()
+    result = json.loads(whole)
+    for key, value in values.items():
+        *above, last = key.split("__")
+        holder = result
+        for part in above:
+            holder = holder[int(part) if part.isdigit() else part]
+        holder[last] = value
+        if value is None:
+            del holder[last]
+    path.write_text(json.dumps(result))
+    failed = failed_checks(run.path)
+    path.write_text(whole)
+    return failed
+
+
 def ended(samples: int) -> Any:
     return lambda run: len(run.requests) >= samples
 
@@ -69,6 +88,11 @@ def _answers_again(node: str) -> Any:
         return bool(joined) and any(name == node and seconds > joined[0] for name, seconds in ends)
 
     return asked
+
+
+def replicas_told(of_rack: int, of_alpha: int, of_beta: int) -> dict[str, int]:
+    told = {f"rack__{name}": of_rack for name in REPLICAS}
+    return told | {"rack_nodes__0__replicas": of_alpha, "rack_nodes__1__replicas": of_beta}
 
 
 def test_two_nodes_share_one_query(drive: Any) -> None:
@@ -93,21 +117,27 @@ def test_two_nodes_share_one_query(drive: Any) -> None:
         assert abs(offset["monotonic_seconds"]) <= offset["uncertainty_seconds"] + 0.001
     assert run.result["rack"]["share_left"] == 1.0
     assert failed_checks(run.path) == []
-    replicas_edited: dict[str, tuple[dict[str, int], list[int]]] = {  # of rack, and of each node
-        "rack_nodes have 1 replica, rack.replicas 2": ({}, [1, 0]),
-        "1 replica of rack_nodes without rows in series.parquet": ({}, [2, 0]),
-        "2 replicas of rack_nodes without rows in series.parquet": (dict.fromkeys(REPLICAS, 4), [2, 2]),
-        "2 replicas served in series.parquet, rack.replicas_at_end 1 and 0 lost": (dict.fromkeys(REPLICAS, 1), [1, 0]),
-        "target.steps_in_flight 2, config.yaml overlap False": ({}, [1, 1]),
-    }
-    for found, (rack, of_nodes) in replicas_edited.items():
-        result = json.loads(json.dumps(run.result))
-        result["rack"] |= rack
-        for node, replicas in zip(result["rack_nodes"], of_nodes, strict=True):
-            node["replicas"] = replicas
-        result["target"]["steps_in_flight"] = 2
-        (run.path / "result.json").write_text(json.dumps(result))
-        assert any(found in failed for failed in failed_checks(run.path)), found
+    for found, values in {
+        "rack_nodes have 1 replica, rack.replicas 2": {"rack_nodes__1__replicas": 0},
+        "1 replica of rack_nodes without rows in series.parquet": replicas_told(2, 2, 0),
+        "2 replicas of rack_nodes without rows in series.parquet": replicas_told(4, 2, 2),
+        "2 replicas served in series.parquet, rack.replicas_at_end 1 and 0 lost": replicas_told(1, 1, 0),
+        "target.steps_in_flight 2, config.yaml overlap False": {"target__steps_in_flight": 2},
+        "replicas_least 2, replicas_at_end 3 of 2 and 0 that joined": {"rack__replicas_at_end": 3},
+        "share_left 0.9, replicas_least 2 of 2": {"rack__share_left": 0.9},
+        "alpha has 4 GPUs, 1 replicas of 1 each": {"rack_nodes__0__gpus": 4},
+        "run_folder.replicas: no rack_nodes": {"rack_nodes": None},
+        "run_folder.replicas: no rack and no rack_nodes": {"rack": None, "rack_nodes": None},
+        "run_folder.aggregate: no aggregate": {"aggregate": {}},
+        "run_folder.aggregate: no spread": {"aggregate__spread": None},
+        "run_folder.aggregate: mean_tokens_per_second 1.0": {"aggregate__mean_tokens_per_second": 1.0},
+        "run_folder.aggregate: common_window {'output_tokens_per_second': 1000000.0": {
+            "aggregate__common_window__output_tokens_per_second": 1e6
+        },
+        "run_folder.aggregate: accelerators 2": {"aggregate__accelerators": 2},
+    }.items():
+        failed = failed_after(run, **values)
+        assert any(found in one for one in failed), (found, failed)
 
 
 def test_replicas_that_die_or_hang_cost_no_sample(drive: Any) -> None:
@@ -219,6 +249,10 @@ def test_a_loadgen_on_every_node(drive: Any) -> None:
     assert together["sum_of_rates_tokens_per_second"] == pytest.approx(sum(rates), rel=0.05)
     assert together["makespan"]["output_tokens"] == run.result["output_tokens"]
     assert together["common_window"]["seconds"] > 0
+    assert failed_checks(run.path) == []
+    for name in ("makespan", "common_window"):
+        (failed,) = failed_after(run, **{f"aggregate__{name}__output_tokens_per_second": 1e6})
+        assert failed.startswith(f"run_folder.aggregate: {name} ")
 
 
 def test_a_node_lost_with_its_loadgen(drive: Any, cluster: RayNodes) -> None:

@@ -299,6 +299,9 @@ CHECKS: dict[str, Check] = {
     "run_folder.replicas": Check(
         "A rack has the replicas of its time series", "Fewer of them would make the rate of each higher."
     ),
+    "run_folder.aggregate": Check(
+        "What a rack's nodes did together follows from their rows", "Rates add up only while all of them run."
+    ),
     "run_folder.verdict": Check(
         "The verdict follows from log, rows and rules", "A number may be quoted only as its verdict allows."
     ),

@@ -37,6 +37,7 @@ from megatoken.results.aggregation import aggregate, aggregate_fields
 from megatoken.results.machine import utc_text
 from megatoken.results.nodes import offsets_words, run_node_rows
 from megatoken.results.numerals import count_of
+from megatoken.results.run import NODES
 from megatoken.results.tables import joined_runs
 from megatoken.targets.rack import RackTarget
 
@@ -44,7 +45,6 @@ CLOCK_ROUNDS = 32
 HEAD_START_SECONDS = 3.0  # for LoadGen's processes to be there when the moment comes
 START_SECONDS = 120.0  # for a node's driver to be there
 WARM_UP_PATIENCE = 20.0  # times the time that a warm-up should take
-NODES = "nodes"
 
 
 class NodeDriver:

@@ -22,6 +22,7 @@ SCHEMA_VERSION = 1
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 MLPERF = "mlperf"
+NODES = "nodes"  # of a rack, where each had a LoadGen of its own: a run folder of each
 REQUESTS = "requests.parquet"
 SERIES = "series.parquet"
 RESULT = "result.json"

@@ -11,7 +11,8 @@ from typing import Any
 
 from megatoken.audit.checks.run_answers import check_answers
 from megatoken.audit.checks.run_latencies import check_duration, check_latencies
-from megatoken.audit.checks.run_series import check_replicas, check_segments
+from megatoken.audit.checks.run_rack import check_aggregate, check_replicas
+from megatoken.audit.checks.run_series import check_segments
 from megatoken.audit.checks.run_told import check_health, check_told
 from megatoken.audit.checks.run_unmet import SEND_LAG_SHARE, SHORTEST_SEND_LAG_LIMIT_SECONDS
 from megatoken.audit.checks.run_verdict import (
@@ -34,11 +35,10 @@ from megatoken.results import Verdict, read_run, summarise
 from megatoken.results.files import plain
 from megatoken.results.machine import rate_state, simulated_gpu
 from megatoken.results.numerals import count_of, natural
-from megatoken.results.run import CONFIG, MLPERF, REQUESTS, RESULT
+from megatoken.results.run import CONFIG, MLPERF, NODES, REQUESTS, RESULT
 from megatoken.results.stability import Stability, judge_soak
 from megatoken.results.statistics import seconds_under_load
 
-NODES = "nodes"  # of a run folder: those of each node of a rack
 SEEDS = ("qsl", "sample_index", "schedule")
 CLOCK_SECONDS = 1.0  # dates are told in whole seconds, and a clock may be set a little
 LATE_SECONDS = 60.0  # between LoadGen's own start and when the run noted it, on a machine that is busy
@@ -165,6 +165,7 @@ def _folder_checks(
     yield from check_codes(folder, where[:1])
     yield from check_configured(folder, prefix)
     yield from check_replicas(folder, where)
+    yield from check_aggregate(folder, where)
     if "soak" in result:
         yield from check_segments(folder, where)
         if folder.verdict is not Verdict.INTERRUPTED:

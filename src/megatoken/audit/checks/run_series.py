@@ -1,9 +1,8 @@
-"""What a megatoken run folder tells of a rack's replicas and of a soak's segments, against its time series."""
+"""What a megatoken run folder tells of a soak's segments, against its dates and its time series."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -11,9 +10,8 @@ import numpy as np
 
 from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Observation, shown
-from megatoken.audit.reading import mapping
 from megatoken.audit.view import observe
-from megatoken.results import Run, Verdict
+from megatoken.results import Run
 from megatoken.results.machine import unix_seconds
 from megatoken.results.numerals import count_of
 from megatoken.results.run import SERIES
@@ -23,41 +21,6 @@ CLOCK_SECONDS = 1.0  # dates are told in whole seconds, and a clock may be set a
 CLOCK_DRIFT = 0.01  # of a soak, for which nobody may have set the clock
 LATE_SECONDS = 60.0  # from the first segment to the folder, and on to its first sample, on a machine that is busy
 GAP_ROUNDING_SECONDS = 1e-3
-
-
-def check_replicas(folder: Run, where: tuple[Where, ...]) -> Iterator[Observation]:
-    """``rack_nodes`` and ``rack``, of a run that came to its end without going on after an interruption.
-
-    A killed process may have written rows of replicas that joined after it last told of them, and a soak that went on
-    tells of the nodes that it has since.
-    """
-    result, again = folder.result, mapping(folder.result.get("soak")).get("interruptions")
-    if folder.verdict is Verdict.INTERRUPTED or again or not (result.get("rack_nodes") and result.get("rack")):
-        return
-    problems, expected = [*_replicas(folder)], f"as many replicas as {SERIES} has, but for what was lost"
-    found = shown("; ".join(problems)) or f"{count_of(result['rack']['replicas'], 'replica')}, all there"
-    yield observe("run_folder.replicas", not problems, expected, found, where)
-
-
-def _replicas(folder: Run) -> Iterator[str]:
-    rack, pages = folder.result["rack"], numbers(folder.series["pages"])
-    told = {entry["node"]: entry["replicas"] for entry in folder.result["rack_nodes"]}
-    places = {(node, number): bool(pages[rows].any()) for node, number, rows in replicas(folder.series)}
-    counted = Counter(node for node, _ in places)
-    if mapping(folder.result.get("target")).get("count") == "per_node" and sum(told.values()) != rack["replicas"]:
-        told = {node: told.get(node, 0) for node in counted}  # the folder of one node tells of the others too
-    planned = sum(told.values())
-    if planned != rack["replicas"]:
-        yield f"rack_nodes have {count_of(planned, 'replica')}, rack.replicas {rack['replicas']}"
-    absent = planned - len(places)
-    if counted.keys() == told.keys():  # else a node that came may have taken over what another had
-        absent = sum(max(0, planned_here - counted[node]) for node, planned_here in told.items())
-    if absent > rack["replicas"] - rack["replicas_least"]:
-        yield f"{count_of(absent, 'replica')} of rack_nodes without rows in {SERIES}"
-    # One that was lost before the start has rows without pages.
-    served, lost = sum(places.values()), {(loss.get("node"), loss.get("replica")) for loss in rack.get("lost", ())}
-    if (at_end := rack.get("replicas_at_end")) is not None and served > at_end + len(lost):
-        yield f"{served} replicas served in {SERIES}, rack.replicas_at_end {at_end} and {len(lost)} lost"
 
 
 def check_segments(folder: Run, where: tuple[Where, ...]) -> Iterator[Observation]:
