@@ -249,7 +249,7 @@ def swap_tables(path: Path) -> None:
     ("harm", "told"),
     [
         (lambda path: (path / "result.json").unlink(), "result.json is missing"),
-        (lambda path: (path / "config.yaml").write_text("a: [1"), "config.yaml is damaged"),
+        (lambda path: (path / "config.yaml").write_text("a: [1"), "config.yaml is damaged (line 1: expected ','"),
         (lambda path: (path / "config.yaml").write_text("[" * 100_000), "config.yaml is damaged"),
         (lambda path: (path / "result.json").rename(path / "old") and os.mkfifo(path / "result.json"), "is no file"),
         (lambda path: (path / "environment.json").write_bytes(b"\xff\xfe"), "environment.json is damaged"),

@@ -96,7 +96,7 @@ def read_run(path: Path) -> Run:
         except FileNotFoundError:
             problems.append(f"{name} is missing")
         except (OSError, ValueError, TypeError, KeyError, NotImplementedError, RecursionError, yaml.YAMLError) as error:
-            problems.append(f"{name} is damaged ({' '.join(str(error).split())[:120]})")
+            problems.append(f"{name} is damaged ({_in_words(error)[:120]})")
     if problems:
         raise UsageError(f"{path} is not a whole run folder: {'; '.join(problems)}; copy it again or repeat the run")
     result = contents[RESULT]
@@ -112,6 +112,11 @@ def read_run(path: Path) -> Run:
         requests=contents[REQUESTS],
         series=contents[SERIES],
     )
+
+
+def _in_words(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)  # of YAML, whose own words quote the file
+    return " ".join((f"line {mark.line + 1}: {getattr(error, 'problem', None)}" if mark else str(error)).split())
 
 
 def _mapping(value: Any) -> dict[str, Any]:
