@@ -229,6 +229,14 @@ def test_a_trend_that_the_windows_cannot_exclude_is_undecided() -> None:
     assert (stability["verdict"], codes(stability)) == ("UNDECIDED", ["TREND_UNCERTAIN"])
 
 
+def test_a_trend_without_an_interval_says_so() -> None:
+    """Windows that wander: as uncertain as a few independent ones, of which an interval has no end."""
+    stability = judged(RATE * (1 + 0.01 * np.cumsum(np.random.default_rng(3).normal(size=20)) / 3))
+    (reason,) = stability["reasons"]
+    assert reason["code"] == "TREND_UNCERTAIN"
+    assert "% (too few windows for an interval), could be more than 2 %: soak for longer" in reason["message"]
+
+
 def test_a_target_that_waits_for_samples_is_not_soaked() -> None:
     stability = judged(steady(), waiting=lambda second: 0 if second % 5 == 0 else 4)
     assert (stability["verdict"], codes(stability)) == ("UNDECIDED", ["NOT_FULL"])

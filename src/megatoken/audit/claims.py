@@ -166,7 +166,7 @@ def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Cl
         errors.insert(0, "scope")
         reasons.insert(0, wrong_scope)
     elif not agreeing:
-        errors.insert(0, "arithmetic" if claim.is_number else "fact")
+        errors.insert(0, "arithmetic" if claim.is_number and not isinstance(best.value, str) else "fact")
         by_any = " by any definition" if others else ""
         reasons.insert(0, f"not {_claimed(claim)}{by_any}: recomputed {_amount(best, claim)}")
     if not errors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -140,7 +141,7 @@ def _storable(value: Any) -> Any:
 
 def _explained(message: str) -> str:
     """DuckDB's message on one line, without its echo of the query and guesses at its own catalogue."""
-    lines = message.split("\nLINE ")[0].splitlines()
-    kept = [line.strip() for line in lines if line.strip() and 'Did you mean "pg_' not in line]
+    lines = re.sub(r"^\w+ Error: ", "", message.split("\nLINE ")[0]).splitlines()
+    kept = [line.strip().removesuffix("!") for line in lines if line.strip() and 'Did you mean "pg_' not in line]
     told = "; ".join(kept)[:400]
     return f"{told}; the tables are {', '.join(TABLES)}" if "Table with name" in told else told

@@ -391,7 +391,8 @@ def _unknown(figures: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _percent(change: Mapping[str, float]) -> str:
     share, low, high = (100 * change[name] for name in ("change_share", "low_share", "high_share"))
-    return f"{share:+.1f} % ({low:+.1f} to {high:+.1f} %)"
+    known = math.isfinite(low) and math.isfinite(high)
+    return f"{share:+.1f} % ({f'{low:+.1f} to {high:+.1f} %' if known else 'too few windows for an interval'})"
 
 
 def _reason(code: str, found: float, required: float, message: str) -> dict[str, Any]:
