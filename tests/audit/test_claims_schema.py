@@ -153,6 +153,7 @@ def test_formulas(formula, value):
         ("medain(1)", "unknown function 'medain'; did you mean median?"),
         ("model('a', 'b')", "model() with 2 arguments; write model(name)"),
         ("claim(b)", "claim(b) lacks quotes; write claim('b')"),
+        ("claim(system.framework)", "names no claim; write its id in quotes"),
         ("9 ** 9 ** 9 ** 9", "has no result: Numerical result out of range"),
         ("accelerator('GB30', 'tdp_w')", "unknown accelerator 'GB30'; did you mean GB300?"),
         ("accelerator('GB300', 'tdp')", "unknown column 'tdp'; did you mean tdp_w?"),

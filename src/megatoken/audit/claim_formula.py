@@ -119,6 +119,8 @@ def _value(node: ast.expr, names: Names) -> Value:
             return result
         case ast.Call(func=ast.Name(id="claim" | "model" as function), args=[ast.Name(id=name)]):
             raise FormulaError(f"{function}({name}) lacks quotes; write {function}('{name}')")
+        case ast.Call(func=ast.Name(id="claim"), args=[argument]) if not isinstance(argument, ast.Constant):
+            raise FormulaError(f"claim({ast.unparse(argument)}) names no claim; write its id in quotes")
         case ast.Call(func=ast.Name(id=function), args=arguments, keywords=[]):
             return _call(function, [_value(argument, names) for argument in arguments], names)
     raise FormulaError(f"{ast.unparse(node)!r} is not arithmetic over facts")
