@@ -128,3 +128,33 @@ def test_help_alone_and_a_closed_output() -> None:
     for arguments in ((), ("capacity", *RACK), ("capacity", *RACK, "--json")):
         code, _, err = redirected(">&-", "plan", *arguments)
         assert (code, err) == (1, "megatoken: cannot write to standard output: Bad file descriptor\n")
+
+
+THROUGHPUT = ("plan", "throughput", "--gpu", "H200")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--model", "llama3.1-405b", "--engine.tensor_parallel", 4), "give --gpus-per-node 4"),
+        (("--gpus-per-node", 0), "--gpus-per-node is 0; "),
+        (("--nodes", -1), "--nodes is -1; "),
+        (("--minutes", 0), "--minutes is 0; "),
+        (("--minutes", "nan"), "--minutes is nan; "),
+        (("--output-tokens", -3), "--output-tokens is -3; "),
+        (("--engine.device", "cpu"), "--engine.device: nothing is computed on this machine"),
+        (("--engine.threads=7",), "--engine.threads: nothing is computed on this machine"),
+    ],
+)
+def test_a_flag_that_cannot_be_simulated_is_named(flags: tuple[object, ...], said: str) -> None:
+    assert said in refused(*THROUGHPUT, *flags)
+
+
+def test_lengths_of_another_model_are_told_of(tmp_path: Path) -> None:
+    short = (*THROUGHPUT, "--minutes", 0.01, "--output-tokens", 2)
+    shared = (*short, "--model", "llama3.1-405b", "--engine.tensor_parallel", 4, "--gpus-per-node", 4)
+    (note,) = (note for note in document_of(*shared)["notes"] if "lengths" in note)
+    assert "MLPerf's llama2-70b, not of llama3.1-405b" in note and "--lengths" in note
+    (tmp_path / "own.csv").write_text("input_tokens,output_tokens\n100,2\n")
+    for flags in (short, (*shared, "--lengths", tmp_path / "own.csv")):
+        assert not [note for note in document_of(*flags)["notes"] if "lengths" in note]

@@ -355,7 +355,7 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
 
     def refuse(key: str, why: str) -> None:
         if key in settings and attrgetter(key)(config) != KEYS[key].default:
-            raise ConfigError(f"{settings[key].place}: {why}")
+            raise ConfigError(f"{_place_of(key, settings)}: {why}")
 
     if config.scenario not in ("server", "interactive"):
         for key in ("rate", "find_rate", "ttft_limit_seconds", "tpot_limit_seconds", "probe_seconds"):
@@ -370,9 +370,8 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
             refuse(key, "only a rack has it; give --rack auto")
     if config.rack.simulated_gpu is None:
         if config.precision == "fp4":
-            place = settings["precision"].place
-            label = "" if place.startswith("--") else " precision:"
-            raise ConfigError(f"{place}:{label} must be 'fp32', 'bf16' or 'fp8', got 'fp4', of simulated GPUs alone")
+            place = _place_of("precision", settings)
+            raise ConfigError(f"{place}: must be 'fp32', 'bf16' or 'fp8', got 'fp4', of simulated GPUs alone")
     else:
         for key in ("rules", "compliance", "rack.replicas", "text"):
             refuse(key, "not together with rack.simulated_gpu: nothing is computed")
@@ -412,11 +411,16 @@ def explain_value(error: ValidationError) -> str | None:
 def _explain(error: ValidationError, settings: Mapping[str, _Setting]) -> str:
     first = error.errors()[0]
     key = next(key for key in settings if key == ".".join(str(part) for part in first["loc"][: key.count(".") + 1]))
-    place = settings[key].place
-    label = "" if place.startswith("--") else f" {key}:"
+    place = _place_of(key, settings)
     if first["input"] is None:
-        return f"{place}:{label} must not be null"
-    return f"{place}:{label} {_demand(first)}, got {first['input']!r:.60}"
+        return f"{place}: must not be null"
+    return f"{place}: {_demand(first)}, got {first['input']!r:.60}"
+
+
+def _place_of(key: str, settings: Mapping[str, _Setting]) -> str:
+    """Where it was set, with its name where a line of a file alone does not say it."""
+    place = settings[key].place
+    return place if place.startswith("--") else f"{place}: {key}"
 
 
 def _demand(error: ErrorDetails) -> str:

@@ -1,5 +1,6 @@
 """A real soak that was killed twice: its segments are held against each other, its dates and its time series."""
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from test_run_folder_told import OPTIONS, Edit, edited, in_result, made
 
 from cli_support import TIMEOUT_SECONDS, started
 from megatoken.audit import Severity, audit
+from megatoken.errors import UsageError
 from megatoken.results import read_run
 
 OPTIONS_OF_SOAK = ("--model", "tiny", "--engine.max_sequences", 4, "--duration", "1h", *OPTIONS)
@@ -100,3 +102,13 @@ def test_a_soak_cannot_have_ended_before_its_time_was_over(ended: Path, tmp_path
     start = read_run(ended).result["soak"]["segments"][0]["started_at"]
     found = edited(ended, tmp_path, in_result(ended_at=start, created_at=start, started_at=start))
     assert f"ended_at {start}, " in found["run_folder.segments"]
+
+
+def test_a_soak_without_its_result_is_told_so(ended: Path, tmp_path: Path) -> None:
+    soak = tmp_path / "runs" / ended.name
+    shutil.copytree(ended, soak)
+    (soak / "result.json").unlink()
+    for path in (soak, soak.parent):
+        with pytest.raises(UsageError) as caught:
+            audit(path)
+        assert str(caught.value).startswith(f"{soak}: a run folder, but result.json is missing, ")

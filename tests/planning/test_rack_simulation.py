@@ -121,11 +121,11 @@ def test_what_cannot_be_a_rack() -> None:
         simulate_rack(SMALL, np.array([[200, 200]]), seconds=1)
     with pytest.raises(UsageError, match="at least one"):
         simulate_rack(SMALL, np.array([[200, 0]]), seconds=1)
-    with pytest.raises(UsageError, match="tensor_parallel divides"):
+    with pytest.raises(UsageError, match=r"--gpus-per-node is 6, .* replicas of 4 GPUs .*give --gpus-per-node 8"):
         Rack.of("llama3.1-405b", EngineConfig(precision="fp8", tensor_parallel=4), "H200", nodes=1, gpus_per_node=6)
     with pytest.raises(CheckpointError, match="named shapes"):
         Rack.of("gpt", EngineConfig(), "H200", nodes=1, gpus_per_node=1)
-    with pytest.raises(CapacityError, match="does not fit"):
+    with pytest.raises(CapacityError, match=r"does not fit.*or raise engine\.tensor_parallel"):
         simulate_rack(Rack(SHAPES["llama3.1-405b"], EngineConfig(precision="fp8"), "H200"), lengths, seconds=1)
 
 

@@ -9,6 +9,7 @@ from pages import parsed, table_rows, words
 from megatoken.audit import read_evidence
 from megatoken.audit.claim_references import comparison_entry
 from megatoken.errors import UsageError
+from megatoken.planning.commands import Common, Rate, capacity
 from megatoken.report import read_subject, write_report, write_reports
 from megatoken.report.documents import checked
 from megatoken.report.page import page
@@ -55,13 +56,20 @@ def test_a_folder_of_repeats_has_a_page_on_all_and_one_on_each(runs, tmp_path):
     assert read_subject(folder).values["runs_wanted"] == 5
 
 
-def test_a_repeat_that_was_deleted_is_told_by_page_and_comparison(runs, tmp_path):
+@pytest.mark.parametrize("lost", ["folder", "result.json"])
+def test_a_repeat_that_was_deleted_is_told_by_page_comparison_and_plan(runs, tmp_path, lost):
     folder = tmp_path / "x-repeats"
     write_text(folder / REPEATS, to_json(summarise_repeats(runs, 3)))
-    words_on_it = "missing: 002, of which repeats.json tells; that folder is gone, so all numbers are of the others"
+    words_on_it = f"missing: 002 (its {lost} is gone), of which repeats.json tells, so all numbers are of the others"
+    rate = Rate(run=folder, accelerators=1)
     assert words_on_it not in words(parsed(write_report(folder).read_text()))
     assert words_on_it not in (comparison_entry(str(folder), read_evidence, **PUBLISHED).note or "")
-    shutil.rmtree(folder / "002")
+    assert not [note for note in capacity(rate, Common()).notes if words_on_it in note]
+    if lost == "folder":
+        shutil.rmtree(folder / "002")
+    else:
+        (folder / "002" / lost).unlink()
+    assert [note for note in capacity(rate, Common()).notes if words_on_it in note]
     assert words_on_it in words(parsed(write_report(folder).read_text()))
     assert words_on_it in (comparison_entry(str(folder), read_evidence, **PUBLISHED).note or "")
     assert comparison_entry(str(folder / "001"), read_evidence, **PUBLISHED).note is None

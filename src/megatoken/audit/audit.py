@@ -15,7 +15,7 @@ from megatoken.audit.checks.endpoints import check_endpoint
 from megatoken.audit.checks.nodes import check_nodes, check_systems_apart, process_steps
 from megatoken.audit.checks.power import power_of
 from megatoken.audit.checks.repeats import check_repeats
-from megatoken.audit.checks.run_folder import check_run_folder, interruptions, owner, run_folders_in
+from megatoken.audit.checks.run_folder import check_run_folder, interruptions, owner, run_folders_in, without_result
 from megatoken.audit.checks.submission import Submission, check_names, check_submission, submissions_in
 from megatoken.audit.checks.systems import check_configurations, check_system, check_versions_elsewhere
 from megatoken.audit.claim_facts import node_rows
@@ -35,6 +35,7 @@ from megatoken.results import Verdict
 from megatoken.results.aggregation import Aggregate, aggregate, now
 from megatoken.results.files import plain
 from megatoken.results.numerals import count_of
+from megatoken.results.run import RESULT
 
 SCHEMA_VERSION = 1
 MOST_README_BYTES = 2**20
@@ -127,6 +128,12 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     endpoints, endpoint_damages = endpoint_results_in(tree)
     run_folders = run_folders_in(tree)
     if not files and not endpoints and not endpoint_damages and not run_folders:
+        lost = without_result(tree)
+        if lost is not None:
+            raise UsageError(
+                f"{path / lost}: a run folder, but {RESULT} is missing, so nothing says a result to audit; "
+                "copy it again or repeat the run"
+            )
         raise UsageError(
             f"{path}: no LoadGen logs below it; expected files named mlperf_log_detail.txt and mlperf_log_summary.txt"
         )

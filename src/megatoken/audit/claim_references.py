@@ -17,7 +17,7 @@ from megatoken.results.entries import accelerator_entry, aggregate_entry, publis
 from megatoken.results.lookup import run_folders
 from megatoken.results.nodes import NodeRow, run_node_rows
 from megatoken.results.reference import SUBMISSION_ID, published_result
-from megatoken.results.repeats import missing_notes, missing_repeats
+from megatoken.results.repeats import missing_notes
 from megatoken.results.run import Run, read_run
 
 Reader = Callable[[Path], Evidence]
@@ -72,13 +72,8 @@ def comparison_entry(reference: str, read: Reader, *, benchmark: str, scenario: 
 
 def _runs_entry(path: Path, runs: Sequence[Run], name: str) -> Entry:
     """Run folders below a path as one entry, which says where repeats of them are missing."""
-    below: dict[Path, list[Run]] = {}
-    for run in runs:
-        if run.path != path:  # else one of several is meant
-            below.setdefault(run.path.parent, []).append(run)
-    missing = [one for folder, there in below.items() for one in missing_repeats(folder, there)]
     entry = run_entry(runs, name)
-    return replace(entry, note="; ".join(filter(None, (*missing_notes(missing), entry.note))) or None)
+    return replace(entry, note="; ".join(filter(None, (*missing_notes(path, runs), entry.note))) or None)
 
 
 def _runs(path: Path) -> list[Run]:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(rich_markup_mode=None, help="What a rate means in users, machines, watts and money.")
 
+LENGTHS_MODEL = "llama2-70b"  # whose requests the lengths that ship are
+MOST_MINUTES = 10_000_000  # of virtual time
+
 Factors = Annotated[
     list[str] | None, typer.Option("--factor", metavar="NAME=SHARE", help="A share below the peak; repeatable.")
 ]
@@ -199,6 +202,11 @@ def throughput(
     from megatoken.planning.rack_simulation import Rack
     from megatoken.planning.throughput_plan import plan_throughput, scaled_answers
 
+    for key in ("device", "threads"):
+        if f"engine.{key}" in ctx.meta[FLAGS]:
+            raise UsageError(f"--engine.{key}: nothing is computed on this machine; leave it out")
+    if not 0 < minutes < MOST_MINUTES:
+        raise UsageError(f"--minutes is {minutes:g}; give a number above 0 and below {MOST_MINUTES:,}")
     config = load_run_config(None, {"precision": precision, "rack.simulated_gpu": gpu, **ctx.meta[FLAGS]}, rack="auto")
     rack = Rack.of(model, config.engine_config(), gpu, nodes=nodes, gpus_per_node=gpus_per_node)
     simulation = rack.simulation()
@@ -212,5 +220,8 @@ def throughput(
         plan = plan_throughput(
             rack, requests, seconds=minutes * 60, software=software, lengths_source=table.name, progress=progress
         )
+    if lengths is None and rack.model.name != LENGTHS_MODEL:
+        note = f"The token lengths are those of MLPerf's {LENGTHS_MODEL}, not of {rack.model.name}; give --lengths."
+        plan = replace(plan, notes=(note, *plan.notes))
     deliver(plan.to_document(), json_only=json_only, out=out)
     return ExitCode.OK

@@ -204,12 +204,13 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     )
     if plan.total_bytes > available:
         limit = "" if config.memory_bytes is None else ", or raise memory_bytes"
+        sharing = ", or raise engine.tensor_parallel, with as many GPUs to a node" if device.startswith("cuda") else ""
         raise CapacityError(
             f"{model.name} in {config.precision} does not fit: weights {_gigabytes(weights)} + "
             f"cache {_gigabytes(plan.cache_bytes)} + workspace {_gigabytes(workspace)} + "
             f"process {_gigabytes(process)} = {_gigabytes(plan.total_bytes)}, "
             f"available {_gigabytes(available)}; take a smaller model, precision, cache_tokens, max_rows or "
-            f"max_length{limit}"
+            f"max_length{limit}{sharing}"
         )
     if config.max_length is not None and plan.max_length < config.max_length:
         raise CapacityError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -195,10 +195,12 @@ def _throughput(
             if getattr(rate, name) is not None:
                 flag = name.replace("_", "-")
                 raise UsageError(f"{rate.run}: a run says its own --{flag}; give a run or a number, not both")
-        from megatoken.results.repeats import read_repeats_in  # pyarrow with it
+        from megatoken.results.repeats import missing_notes, read_repeats_in  # pyarrow with it
 
         runs = read_repeats_in(rate.run)
-        return from_runs(runs, assumptions, accelerators=rate.accelerators, accelerator=rate.accelerator), runs
+        told = from_runs(runs, assumptions, accelerators=rate.accelerators, accelerator=rate.accelerator)
+        missing = (f"{rate.run}: {note}" for note in missing_notes(rate.run, runs))
+        return replace(told, notes=(*missing, *told.notes)), runs
     if rate.tokens_per_second is None:
         raise UsageError("nothing to plan with: give a run folder, or --tokens-per-second with --per")
     if rate.per is None:

@@ -57,10 +57,13 @@ class Rack:
             CheckpointError: no such shape.
         """
         ranks = config.tensor_parallel
-        if nodes < 1 or gpus_per_node < 1 or gpus_per_node % ranks:
+        for flag, number in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
+            if number < 1:
+                raise UsageError(f"{flag} is {number}; give 1 or more")
+        if gpus_per_node % ranks:
             raise UsageError(
-                f"{nodes} nodes of {gpus_per_node} GPUs, {ranks} to a replica: give numbers above 0, and as many GPUs "
-                "to a node as tensor_parallel divides"
+                f"--gpus-per-node is {gpus_per_node}, which replicas of {ranks} GPUs (engine.tensor_parallel) cannot "
+                f"share; give --gpus-per-node {-(-gpus_per_node // ranks) * ranks}"
             )
         return cls(find_shape(model), config, gpu, nodes, gpus_per_node // ranks)
 

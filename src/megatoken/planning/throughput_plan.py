@@ -81,10 +81,10 @@ def scaled_answers(lengths: NDArray[np.int64], mean_tokens: float) -> NDArray[np
     """The same requests with answers of another mean length.
 
     Raises:
-        UsageError: a mean below 1.
+        UsageError: a mean below 1, or of a million or more.
     """
     if not 1 <= mean_tokens < 1e6:
-        raise UsageError(f"the mean answer is {mean_tokens:g} tokens; give 1 or more")
+        raise UsageError(f"--output-tokens is {mean_tokens:g}; give a mean of 1 to 999,999")
     answers = np.maximum(1, np.rint(lengths[:, 1] * (mean_tokens / lengths[:, 1].mean()))).astype(np.int64)
     return np.stack((lengths[:, 0], answers), axis=1)
 

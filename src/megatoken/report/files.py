@@ -13,7 +13,7 @@ from megatoken.report.views import document_view, run_view
 from megatoken.results import Run
 from megatoken.results.files import plain, storage_error, to_json, write_text
 from megatoken.results.lookup import read_consistent_run, run_folders
-from megatoken.results.repeats import REPEATS, are_repeats, missing_repeats, read_repeats, summarise_repeats
+from megatoken.results.repeats import REPEATS, are_repeats, missing_notes, read_repeats, summarise_repeats
 from megatoken.results.run import REPORT
 
 OURS = b"megatoken</title>"  # near the start of every page
@@ -117,7 +117,7 @@ def _subjects(path: Path) -> Iterator[tuple[Run | Document, Path]]:
         known = read_repeats(parent)
         if (known or len(runs) > 1) and are_repeats(runs):
             known = known or {}
-            missing = missing_repeats(parent, runs)
+            missing = missing_notes(parent, runs)
             document = summarise_repeats(runs, known.get("runs_wanted", len(runs)), missing)
             place = parent / REPEATS
             yield checked(plain(document), str(place)), place.with_suffix(".html")

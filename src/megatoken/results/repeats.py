@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatoken.results.comparison import CONFIDENCE, student_t
 from megatoken.results.files import plain
 from megatoken.results.lookup import read_runs
 from megatoken.results.machine import contentions, simulated_gpu
-from megatoken.results.run import Run, Verdict
+from megatoken.results.run import RESULT, Run, Verdict
 
 REPEATS = "repeats.json"
 SCHEMA_VERSION = 1
@@ -102,7 +103,7 @@ def summarise_repeats(runs: Sequence[Run], wanted: int, missing: Sequence[str] =
     Args:
         runs: as they are now.
         wanted: how many were asked for.
-        missing: from ``missing_repeats``.
+        missing: from ``missing_notes``.
     """
     whole = whole_runs(runs)
     metrics = {name: interval(values) for name in _METRICS if (values := _values(whole, name))}
@@ -117,7 +118,7 @@ def summarise_repeats(runs: Sequence[Run], wanted: int, missing: Sequence[str] =
         "created_at": now(),
         "title": f"Repeats of {' '.join(str(part) for part in subject if part)}",
         "inputs": [plain(run.path) for run in runs],
-        "notes": [*missing_notes(missing), *_notes(runs, whole)],
+        "notes": [*missing, *_notes(runs, whole)],
         "verdict": worst_verdict(runs),
         "verdicts": [run.verdict for run in runs],
         "reasons": [{"run": run.path.name, **reason} for run in runs for reason in run.reasons],
@@ -202,23 +203,28 @@ def worst_verdict(runs: Sequence[Run]) -> Verdict:
     return min((run.verdict for run in runs), key=_WORST.index)
 
 
-def missing_repeats(folder: Path, runs: Sequence[Run]) -> list[str]:
-    """Runs that ``repeats.json`` of a folder names and that are not among ``runs``, which are all that lie there.
+def missing_notes(path: Path, runs: Sequence[Run]) -> list[str]:
+    """What a reader of ``runs``, all that lie below ``path``, must know where ``repeats.json`` names others too.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: a ``repeats.json`` cannot be read.
     """
-    told = (read_repeats(folder) or {}).get("runs")
-    there = {run.path.name for run in runs}
-    return [str(name) for name in told if str(name) not in there] if isinstance(told, list) else []
-
-
-def missing_notes(missing: Sequence[str]) -> list[str]:
-    """What a reader of repeats must know where some of them are missing."""
+    below: dict[Path, set[str]] = {}
+    for run in runs:
+        if run.path != path:  # else one of several is meant
+            below.setdefault(run.path.parent, set()).add(run.path.name)
+    missing = [one for folder, there in below.items() for one in _missing(folder, there)]
     if not missing:
         return []
-    those = "those folders are" if len(missing) > 1 else "that folder is"
-    return [f"missing: {', '.join(missing)}, of which {REPEATS} tells; {those} gone, so all numbers are of the others"]
+    return [f"missing: {', '.join(missing)}, of which {REPEATS} tells, so all numbers are of the others"]
+
+
+def _missing(folder: Path, there: Container[str]) -> Iterator[str]:
+    told = (read_repeats(folder) or {}).get("runs")
+    for name in map(str, told) if isinstance(told, list) else ():
+        if name not in there:
+            lost = RESULT if os.path.isdir(folder / name) else "folder"  # noqa: PTH112 - the name is anybody's
+            yield f"{name} (its {lost} is gone)"
 
 
 def read_repeats(folder: Path) -> dict[str, Any] | None:
