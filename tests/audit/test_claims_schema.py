@@ -59,6 +59,8 @@ GOOD = "- {id: a, text: t, value: 1.5, unit: x, formula: 3 / 2}"
         ("- 3", "claim 1: must be a mapping of keys to values"),
         ("  []", "claims: must not be empty"),
         ("  3", "claims: must be a list"),
+        ("- {id: a, 7: t}", "claims.yaml:5: key 7 is no text; write it in quotes"),
+        ("- {id: a, [t]: u}", "claims.yaml:5: key ? is no text; write it in quotes"),
         ("- {id: a, text: t, text: u}", "claims.yaml:5: key 'text' comes twice; keep one"),
         ("- &x {id: a}\n- *x", "claims.yaml:5: anchors and aliases are not taken; write the value out"),
         (

@@ -207,6 +207,9 @@ class _Loader(CoreLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:str":
+                problem = f"key {key.value if isinstance(key, yaml.ScalarNode) else '?'} is no text"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark, note="write it in quotes")
             if key.value in seen and isinstance(key, yaml.ScalarNode):
                 problem = f"key {key.value!r} comes twice"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark, note="keep one")
@@ -256,11 +259,12 @@ def _explain(error: ValidationError, content: dict[str, Any]) -> str:
     if kind == "value_error":
         message = first["msg"].removeprefix("Value error, ")
         return place + (f"{key}: {message}" if message.startswith("must") else message)
-    demand = _DEMANDS.get(kind) or first["msg"].lower()
     if kind in ("several kinds", "string_pattern_mismatch"):
         demand = _OF_SEVERAL_KINDS.get(key) or _PATTERNS[key]
+    else:
+        demand = _DEMANDS[kind].format(**first.get("ctx", {})) if kind in _DEMANDS else first["msg"].lower()
     subject = "" if key == "[key]" or (place and key == "claims") else f"{key}: "
-    return place + subject + demand.format(**first.get("ctx", {}))
+    return place + subject + demand
 
 
 def _place(location: tuple[int | str, ...], content: dict[str, Any]) -> str:

@@ -136,6 +136,7 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         yield Observation("run_folder.interrupted", severity, "a run that came to its end", done, where[:1])
     log = _detail_log(tree, path)
     yield from _guarded(_folder_checks(folder, again, prefix, where), where)
+    yield from _guarded(check_aggregate(tree, path, folder, where), where)
     yield from _guarded(check_told(folder, log, prefix), where)
     if not part_of_another:
         yield from _guarded(check_health(folder, prefix), where)
@@ -174,7 +175,6 @@ def _folder_checks(
     yield from check_codes(folder, where[:1])
     yield from check_configured(folder, prefix)
     yield from check_replicas(folder, where)
-    yield from check_aggregate(folder, where)
     if "soak" in result:
         yield from check_segments(folder, where)
         if folder.verdict is not Verdict.INTERRUPTED:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Observation, shown
 from megatoken.audit.reading import mapping
@@ -20,7 +21,7 @@ from megatoken.results.aggregation import aggregate, aggregate_fields
 from megatoken.results.machine import unix_seconds
 from megatoken.results.nodes import NodeRow, offsets_words, run_node_rows
 from megatoken.results.numerals import count_of
-from megatoken.results.run import NODES, SERIES
+from megatoken.results.run import NODES, RESULT, SERIES
 from megatoken.results.series import numbers, replicas
 
 SAME = 1e-9  # relative; the same arithmetic on the same rows
@@ -78,14 +79,21 @@ def _replicas(folder: Run) -> Iterator[str]:
         yield f"{served} replicas served in {SERIES}, rack.replicas_at_end {at_end} and {len(lost)} lost"
 
 
-def check_aggregate(folder: Run, where: tuple[Where, ...]) -> Iterator[Observation]:
-    """``aggregate``, computed again from the rows of the nodes."""
+def check_aggregate(tree: Tree, path: str, folder: Run, where: tuple[Where, ...]) -> Iterator[Observation]:
+    """``aggregate``, computed again from the rows of the nodes.
+
+    Args:
+        tree: all files.
+        path: of the folder in it.
+        folder: the run.
+        where: its files.
+    """
     result = folder.result
     apart = "node_verdicts" in result  # each node had a LoadGen of its own
     if folder.verdict is Verdict.INTERRUPTED or not (apart or len(result["nodes"]) > 1):
         return
     try:
-        rows = list(_rows_of_nodes(folder)) if apart else run_node_rows(folder)
+        rows = list(_rows_of_nodes(tree, path, folder)) if apart else run_node_rows(folder)
         clocks = offsets_words(result["rack"]["clock_offsets"]) if apart else None
         again: Mapping[str, Any] = aggregate_fields(aggregate(rows, clocks=clocks))
     except UsageError:
@@ -104,14 +112,15 @@ def check_aggregate(folder: Run, where: tuple[Where, ...]) -> Iterator[Observati
     )
 
 
-def _rows_of_nodes(folder: Run) -> Iterator[NodeRow]:
+def _rows_of_nodes(tree: Tree, path: str, folder: Run) -> Iterator[NodeRow]:
     """Each node's own row, begun when its samples begin among those of all."""
     first = unix_seconds(folder.result["started_at"])
     nodes, scheduled = np.asarray(folder.requests["node"].to_pylist()), numbers(folder.requests["scheduled_seconds"])
     for name, verdict in folder.result["node_verdicts"].items():
-        if verdict is None:
+        there = below(path, f"{NODES}/{name}")
+        if verdict is None or f"{there}/{RESULT}" not in tree.files:  # a name may lead elsewhere
             continue
-        own = read_run(folder.path / NODES / name)
+        own = read_run(tree.path(there))
         after = float(scheduled[nodes == name].min() - numbers(own.requests["scheduled_seconds"]).min())
         started = None if first is None else first + after
         yield from (replace(row, started_seconds=started, source=f"{NODES}/{name}") for row in run_node_rows(own))
