@@ -253,8 +253,6 @@ def test_a_loadgen_on_every_node(drive: Any) -> None:
     for name in ("makespan", "common_window"):
         (failed,) = failed_after(run, **{f"aggregate__{name}__output_tokens_per_second": 1e6})
         assert failed.startswith(f"run_folder.aggregate: {name} ")
-    elsewhere = {f"../{run.path.name}/nodes/{node}": "MEASURED" for node in offsets}
-    assert any(one.startswith("run_folder.aggregate: ") for one in failed_after(run, node_verdicts=elsewhere))
 
 
 def test_a_node_lost_with_its_loadgen(drive: Any, cluster: RayNodes) -> None:
