@@ -46,6 +46,7 @@ GOOD = "- {id: a, text: t, value: 1.5, unit: x, formula: 3 / 2}"
         (GOOD.replace("3 / 2", "{x: 3}"), "claim a: formula: must be a formula, or definitions by name"),
         (GOOD.replace("formula: 3 / 2", ""), "says nothing to recompute"),
         (GOOD.replace("formula: 3 / 2", "formula: {}"), "formula names no definition"),
+        (GOOD.replace("formula: 3 / 2", "formula: ''"), "formula names no definition"),
         (GOOD.replace("unit: x", "rounded_to: 0"), "claim a: rounded_to: must be more than 0"),
         (GOOD + "\n" + GOOD, "several claims have the id a"),
         (

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from rack_drivers import PATIENCE_SECONDS, RayNodes, gone, workers_of
 
@@ -224,6 +226,16 @@ def test_what_does_not_fit_is_refused(drive: Any, flags: tuple[str, ...], words:
     assert not driver.out.exists()
 
 
+def test_a_search_that_found_no_rate_is_not_held_against_a_rack(drive: Any) -> None:
+    limits = ("--ttft-limit", "0.001", "--tpot-limit", "0.001")
+    driver = drive(*SIMULATED, "--scenario", "server", "--find-rate", "--rate", "50", "--probe-seconds", "2", *limits)
+    code, output, messages = driver.end()
+    assert code == 3, (output, messages)
+    run = driver.run()
+    assert [reason["code"] for reason in run.reasons] == ["NO_VALID_RATE"] and "rack" not in run.result
+    assert failed_checks(run.path) == []
+
+
 def test_a_loadgen_on_every_node(drive: Any) -> None:
     driver = drive(*TINY, "--rack.count", "per_node", "--samples", "30")
     code, output, messages = driver.end()
@@ -253,6 +265,14 @@ def test_a_loadgen_on_every_node(drive: Any) -> None:
     for name in ("makespan", "common_window"):
         (failed,) = failed_after(run, **{f"aggregate__{name}__output_tokens_per_second": 1e6})
         assert failed.startswith(f"run_folder.aggregate: {name} ")
+    rows = pq.read_table(run.path / "requests.parquet")
+    doubled = rows.set_column(
+        rows.column_names.index("output_tokens"),
+        rows.schema.field("output_tokens"),
+        pc.multiply(rows["output_tokens"], 2).cast(rows.schema.field("output_tokens").type),
+    )
+    pq.write_table(doubled, run.path / "requests.parquet")
+    assert "run_folder.node_rows: output_tokens of requests.parquet is not that of the nodes" in failed_checks(run.path)
 
 
 def test_a_node_lost_with_its_loadgen(drive: Any, cluster: RayNodes) -> None:

@@ -299,6 +299,9 @@ CHECKS: dict[str, Check] = {
     "run_folder.replicas": Check(
         "A rack has the replicas of its time series", "Fewer of them would make the rate of each higher."
     ),
+    "run_folder.node_rows": Check(
+        "A rack's rows are those of its nodes", "Each node's own LoadGen logged its share, and nobody the whole."
+    ),
     "run_folder.aggregate": Check(
         "What a rack's nodes did together follows from their rows", "Rates add up only while all of them run."
     ),

@@ -112,7 +112,7 @@ class Claim(Strict):
             raise ValueError(f"value {self.value!r} is a text; write the number without quotes, commas and underscores")
         if self.formula is not None and self.ratio is not None:
             raise ValueError("has both formula and ratio; give one of them")
-        if self.formula == {}:
+        if self.formula in ("", {}):
             raise ValueError("formula names no definition")
         if self.ratio is not None and not self.is_number:
             raise ValueError("is a ratio, so value must be a number")

@@ -120,7 +120,9 @@ def judge(claims: ClaimsFile, evidence: Evidence | None) -> list[ClaimAnswer]:
 
 def _formulas(claim: Claim) -> dict[str, str]:
     """By definition; without a name where there is one alone."""
-    formula = claim.formula or (DEFAULT_FORMULAS[str(claim.scope)] if claim.is_plain_rate else {})
+    formula = claim.formula
+    if formula is None:
+        formula = DEFAULT_FORMULAS[str(claim.scope)] if claim.is_plain_rate else {}
     return formula if isinstance(formula, dict) else {"": formula}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatoken.audit.checks.run_answers import check_answers
 from megatoken.audit.checks.run_latencies import check_duration, check_latencies
-from megatoken.audit.checks.run_rack import check_aggregate, check_replicas
+from megatoken.audit.checks.run_rack import check_replicas, check_together
 from megatoken.audit.checks.run_series import check_segments
 from megatoken.audit.checks.run_told import check_health, check_told
 from megatoken.audit.checks.run_unmet import SEND_LAG_SHARE, SHORTEST_SEND_LAG_LIMIT_SECONDS
@@ -136,7 +136,7 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         yield Observation("run_folder.interrupted", severity, "a run that came to its end", done, where[:1])
     log = _detail_log(tree, path)
     yield from _guarded(_folder_checks(folder, again, prefix, where), where)
-    yield from _guarded(check_aggregate(tree, path, folder, where), where)
+    yield from _guarded(check_together(tree, path, folder, where), where)
     yield from _guarded(check_told(folder, log, prefix), where)
     if not part_of_another:
         yield from _guarded(check_health(folder, prefix), where)

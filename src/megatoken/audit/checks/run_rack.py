@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Where
@@ -18,14 +16,20 @@ from megatoken.audit.view import observe
 from megatoken.errors import UsageError
 from megatoken.results import Run, Verdict, read_run
 from megatoken.results.aggregation import aggregate, aggregate_fields
-from megatoken.results.machine import unix_seconds
+from megatoken.results.machine import simulated_gpu, unix_seconds
 from megatoken.results.nodes import NodeRow, offsets_words, run_node_rows
 from megatoken.results.numerals import count_of
-from megatoken.results.run import NODES, RESULT, SERIES
+from megatoken.results.run import NODES, REQUESTS, RESULT, SERIES
 from megatoken.results.series import numbers, replicas
+from megatoken.results.tables import joined_runs
 
 SAME = 1e-9  # relative; the same arithmetic on the same rows
-ROUNDING = 1e-5  # relative, of times; dates have whole microseconds
+ROUNDING = 1e-4  # relative, of rates and times; dates have whole microseconds
+ROUNDING_SECONDS = 1e-5
+IN_WORDS = {
+    *("notes", "sum_label", "basis", "reason", "formula", "coefficient_of_variation_formula"),
+    *("statement", "observations"),
+}  # which other versions word otherwise
 
 
 def check_replicas(folder: Run, where: tuple[Where, ...]) -> Iterator[Observation]:
@@ -37,7 +41,8 @@ def check_replicas(folder: Run, where: tuple[Where, ...]) -> Iterator[Observatio
     result, again = folder.result, mapping(folder.result.get("soak")).get("interruptions")
     absent = [name for name in ("rack", "rack_nodes") if not result.get(name)]
     asked = mapping(folder.config.get("rack")).get("cluster") is not None or "ray" in mapping(result.get("target"))
-    if folder.verdict is Verdict.INTERRUPTED or again or (absent and not asked):
+    nothing_served = not len(folder.requests)  # as of a search that found no rate, which tells of its nodes alone
+    if folder.verdict is Verdict.INTERRUPTED or again or (absent and (nothing_served or not asked)):
         return
     if absent:
         yield observe(
@@ -64,9 +69,11 @@ def _replicas(folder: Run) -> Iterator[str]:
         yield f"replicas_least {least}, replicas_at_end {at_end} of {rack['replicas']} and {joined} that joined"
     if not math.isclose(rack["share_left"], least / rack["replicas"], rel_tol=SAME):
         yield f"share_left {rack['share_left']}, replicas_least {least} of {rack['replicas']}"
-    ranks = mapping(folder.result.get("target")).get("tensor_parallel") or 1
+    target = mapping(folder.result.get("target"))
+    ranks = target.get("tensor_parallel") or 1
+    without = target.get("device") == "cpu" or simulated_gpu(folder) is not None
     for entry in folder.result["rack_nodes"]:
-        if entry["gpus"] not in (0, entry["replicas"] * ranks):
+        if entry["gpus"] != (0 if without else entry["replicas"] * ranks):
             yield f"{entry['node']} has {count_of(entry['gpus'], 'GPU')}, {entry['replicas']} replicas of {ranks} each"
     absent = planned - len(places)
     if counted.keys() == told.keys():  # else a node that came may have taken over what another had
@@ -79,8 +86,8 @@ def _replicas(folder: Run) -> Iterator[str]:
         yield f"{served} replicas served in {SERIES}, rack.replicas_at_end {at_end} and {len(lost)} lost"
 
 
-def check_aggregate(tree: Tree, path: str, folder: Run, where: tuple[Where, ...]) -> Iterator[Observation]:
-    """``aggregate``, computed again from the rows of the nodes.
+def check_together(tree: Tree, path: str, folder: Run, where: tuple[Where, ...]) -> Iterator[Observation]:
+    """The rows of nodes that had a LoadGen each, against those of the whole; ``aggregate``, computed from them again.
 
     Args:
         tree: all files.
@@ -89,21 +96,44 @@ def check_aggregate(tree: Tree, path: str, folder: Run, where: tuple[Where, ...]
         where: its files.
     """
     result = folder.result
-    apart = "node_verdicts" in result  # each node had a LoadGen of its own
+    apart = "node_verdicts" in result
     if folder.verdict is Verdict.INTERRUPTED or not (apart or len(result["nodes"]) > 1):
         return
+    if not apart:
+        yield _aggregate(folder, run_node_rows(folder), None, SAME, where)
+        return
     try:
-        rows = list(_rows_of_nodes(tree, path, folder)) if apart else run_node_rows(folder)
-        clocks = offsets_words(result["rack"]["clock_offsets"]) if apart else None
+        nodes = [*_nodes(tree, path, folder)]
+    except UsageError as error:  # run_folder.whole and run_folder.loadgen say so too
+        yield observe("run_folder.node_rows", None, "the run folder of each node", shown(str(error)), where)
+        return
+    problems = [*_unlike_nodes(folder, nodes)]
+    found = shown("; ".join(problems)) or f"{count_of(len(nodes), 'node')}, all rows the same"
+    yield observe("run_folder.node_rows", not problems, "the rows of its nodes, one after the other", found, where)
+    first = unix_seconds(result["started_at"])
+    rows = [
+        replace(row, started_seconds=None if first is None else first + after, source=f"{NODES}/{name}")
+        for name, own, after in nodes
+        for row in run_node_rows(own)
+    ]
+    yield _aggregate(folder, rows, offsets_words(result["rack"]["clock_offsets"]), ROUNDING, where)
+
+
+def _aggregate(
+    folder: Run, rows: Sequence[NodeRow], clocks: str | None, tolerance: float, where: tuple[Where, ...]
+) -> Observation:
+    try:
         again: Mapping[str, Any] = aggregate_fields(aggregate(rows, clocks=clocks))
     except UsageError:
         again = {}  # a node completed nothing
-    told = mapping(result.get("aggregate"))
+    told = mapping(folder.result.get("aggregate"))
     differing = [
-        name for name in {**again, **told} if name not in again or not _same(told.get(name, ...), again[name], apart)
+        name
+        for name in {**again, **told}
+        if name not in IN_WORDS and (name not in again or not _same(told.get(name, ...), again[name], tolerance))
     ]
     unlike = "; ".join(f"{name} {told[name]}" if name in told else f"no {name}" for name in differing)
-    yield observe(
+    return observe(
         "run_folder.aggregate",
         not differing,
         shown("; ".join(f"{name} {again.get(name)}" for name in differing)) or "what the rows of its nodes give",
@@ -112,25 +142,50 @@ def check_aggregate(tree: Tree, path: str, folder: Run, where: tuple[Where, ...]
     )
 
 
-def _rows_of_nodes(tree: Tree, path: str, folder: Run) -> Iterator[NodeRow]:
-    """Each node's own row, begun when its samples begin among those of all."""
-    first = unix_seconds(folder.result["started_at"])
-    nodes, scheduled = np.asarray(folder.requests["node"].to_pylist()), numbers(folder.requests["scheduled_seconds"])
+def _nodes(tree: Tree, path: str, folder: Run) -> Iterator[tuple[str, Run, float]]:
+    """Each node that came to its end: name, run, and seconds from the start of all to its own.
+
+    Raises:
+        UsageError: one is not there or damaged.
+    """
+    begun = numbers(folder.requests["scheduled_seconds"])
     for name, verdict in folder.result["node_verdicts"].items():
-        there = below(path, f"{NODES}/{name}")
-        if verdict is None or f"{there}/{RESULT}" not in tree.files:  # a name may lead elsewhere
+        if verdict is None:
             continue
+        there = below(path, f"{NODES}/{name}")
+        if f"{there}/{RESULT}" not in tree.files:  # a name may lead elsewhere
+            raise UsageError(f"no {NODES}/{name}")
         own = read_run(tree.path(there))
-        after = float(scheduled[nodes == name].min() - numbers(own.requests["scheduled_seconds"]).min())
-        started = None if first is None else first + after
-        yield from (replace(row, started_seconds=started, source=f"{NODES}/{name}") for row in run_node_rows(own))
+        block, begun = begun[: len(own.requests)], begun[len(own.requests) :]
+        scheduled = numbers(own.requests["scheduled_seconds"])
+        yield name, own, float(block.min() - scheduled.min()) if len(block) else 0.0
 
 
-def _same(told: Any, again: Any, apart: bool) -> bool:
+def _unlike_nodes(folder: Run, nodes: Sequence[tuple[str, Run, float]]) -> Iterator[str]:
+    """Columns of the whole that are not those of its nodes; times to whole microseconds."""
+    requests, series = joined_runs([(own.requests, own.series, after) for _, own, after in nodes])
+    for told, again, file in ((folder.requests, requests, REQUESTS), (folder.series, series, SERIES)):
+        if len(told) != len(again):
+            yield f"{file} has {count_of(len(told), 'row')}, those of the nodes {len(again):,}"
+            continue
+        for name in told.column_names:
+            one, other = (table[name].to_pylist() for table in (told, again))
+            if file == SERIES:  # rows of one moment have no order
+                one, other = (sorted(values, key=lambda value: (value is not None, value)) for values in (one, other))
+            if not all(_same(*pair, SAME, ROUNDING_SECONDS) for pair in zip(one, other, strict=True)):
+                yield f"{name} of {file} is not that of the nodes"
+
+
+def _same(told: Any, again: Any, relative: float, absolute: float = 1e-12) -> bool:
+    """Numbers and names, and not what is said of them in words."""
     if isinstance(told, Mapping) and isinstance(again, Mapping):
-        return told.keys() == again.keys() and all(_same(told[name], again[name], apart) for name in again)
+        known = (told.keys() & again.keys()) - IN_WORDS
+        return all(_same(told[name], again[name], relative, absolute) for name in known)
     if isinstance(told, list) and isinstance(again, list):
-        return len(told) == len(again) and all(_same(*pair, apart) for pair in zip(told, again, strict=True))
+        return len(told) == len(again) and all(
+            _same(*pair, relative, absolute) for pair in zip(told, again, strict=True)
+        )
     if isinstance(told, float) and isinstance(again, float):
-        return math.isclose(told, again, rel_tol=ROUNDING if apart else SAME, abs_tol=1e-12)
+        alike = math.isclose(told, again, rel_tol=relative, abs_tol=absolute)
+        return alike or (math.isnan(told) and math.isnan(again))
     return bool(told == again)
