@@ -1,7 +1,7 @@
 """Sums over the ranks of a tensor-parallel model: NCCL's all-reduce and a norm, or one kernel in shared memory.
 
 In the second form each rank norms only its own rows and writes them to all. Both are what ``cuda.linear_add_norm`` runs
-after its product.
+after its product. They are timed in a CUDA graph, as steps of few rows run them: the host's launches do not count.
 """
 
 from __future__ import annotations
@@ -17,33 +17,17 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from gpu_measuring import BF16, median_milliseconds, report, require_gpu, timing_event, write_report
+from gpu_measuring import BF16, graph_microseconds, report, require_gpu, write_report
 from megatoken.engine.ops import fused
 from megatoken.engine.parallel import RankGroup
 from megatoken.errors import MegatokenError
 
 ROWS = (16, 64, 256, 512, 1024, 1536, 2048)
-REPEATS, LAUNCHES = 7, 20
 
 
-def microseconds(launch: Callable[[], object]) -> float:
-    """Median over repeats of the mean time of one launch."""
-    for _ in range(LAUNCHES):
-        launch()
-    events = [timing_event()]
-    events[0].record()
-    for _ in range(REPEATS):
-        for _ in range(LAUNCHES):
-            launch()
-        events.append(timing_event())
-        events[-1].record()
-    torch.cuda.synchronize()
-    return median_milliseconds(events) / LAUNCHES * 1e3
-
-
-def forms(group: RankGroup, rows: int, width: int) -> dict[str, Callable[[], Tensor]]:
+def forms(group: RankGroup, rows: int, width: int) -> dict[str, Callable[[int], Tensor]]:
     """What follows a product that every rank has a part of, up to what the next product reads."""
-    delta_TN = torch.randn(rows, width, dtype=BF16, device="cuda")
+    delta_TN = torch.randn(rows, width, dtype=BF16, device="cuda") * 1e-30  # which every all-reduce doubles
     residual_TN = torch.randn(rows, width, dtype=BF16, device="cuda")
     norm_N, scale = torch.ones(width, dtype=BF16, device="cuda"), torch.ones(1, device="cuda")
     shared = group.shared
@@ -51,11 +35,11 @@ def forms(group: RankGroup, rows: int, width: int) -> dict[str, Callable[[], Ten
     shared.products(rows).copy_(delta_TN)
     own_TN = shared.keep(residual_TN)
 
-    def all_reduce() -> Tensor:
+    def all_reduce(_: int) -> Tensor:
         h_TN: Tensor = fused.add_rms_norm(group.add(delta_TN), residual_TN, norm_N, 1e-5, scale)
         return h_TN
 
-    return {"all_reduce": all_reduce, "shared": lambda: shared.add_rms_norm(rows, own_TN, norm_N, 1e-5, scale)}
+    return {"all_reduce": all_reduce, "shared": lambda _: shared.add_rms_norm(rows, own_TN, norm_N, 1e-5, scale)}
 
 
 def rank_main(rank: int, ranks: int, width: int, folder: str) -> None:
@@ -65,7 +49,7 @@ def rank_main(rank: int, ranks: int, width: int, folder: str) -> None:
     group.share_rows(max(ROWS), width)
     figures = [
         {"rows": rows}
-        | {f"{name}_microseconds": microseconds(form) for name, form in forms(group, rows, width).items()}
+        | {f"{name}_microseconds": graph_microseconds(form, 1) for name, form in forms(group, rows, width).items()}
         for rows in ROWS
     ]
     if rank == 0:
