@@ -46,7 +46,7 @@ def rank_main(rank: int, ranks: int, width: int, folder: str) -> None:
     """One rank; rank 0 saves the figures."""
     torch.cuda.set_device(rank)
     group = RankGroup(Path(folder), rank, ranks, torch.device("cuda", rank))
-    group.share_rows(max(ROWS), width)
+    group.share_rows(max(ROWS), width, lambda: None)
     figures = [
         {"rows": rows}
         | {f"{name}_microseconds": graph_microseconds(form, 1) for name, form in forms(group, rows, width).items()}

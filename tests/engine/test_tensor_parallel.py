@@ -165,6 +165,13 @@ def test_a_rank_that_dies_is_an_error_with_its_name(tmp_path: Path) -> None:
     assert followers() == []
 
 
+def test_what_fails_because_a_rank_has_ended_is_said_of_the_rank(tmp_path: Path) -> None:
+    engine = make_engine(wide_checkpoint(tmp_path / "model"), tensor_parallel=2)
+    followers()[0].kill()
+    with pytest.raises(MegatokenError, match="rank 1 ended with SIGKILL"), engine._runner._followers.blamed():
+        raise MegatokenError("the ranks' GPUs cannot share memory")
+
+
 def test_a_rank_that_cannot_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = wide_checkpoint(tmp_path / "model")
     monkeypatch.setattr("megatoken.engine.loop.specification", lambda *_: b'{"parent": %d}' % os.getpid())

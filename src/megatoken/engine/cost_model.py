@@ -180,7 +180,8 @@ class CostModel:
         self._chunk_rate, self._gathered_rate = (
             share * gpu.operations_per_second["bf16"] for share in (CHUNK_SHARE, GATHERED_SHARE)
         )
-        norms, activation = 2 * L * D * (6 + item), F * (4 + item)
+        # Of several ranks norms are a part of the sums.
+        norms, activation = 2 * L * D * (6 + item) if ranks == 1 else 0, F * (4 + item)
         rotation = L * (2.0 * (queries + 2 * keys) + 2 * queries + 2 * keys * cache_item)
         self._row_bytes = norms + (L - 1) * activation + rotation
         self._sample_bytes = activation + 8 * D
@@ -197,7 +198,6 @@ class CostModel:
             sum_seconds = products_and_inputs / (SUM_LINK_SHARE * link)
             # In the last layer they are of the rows that sample alone.
             self._row_transfer_seconds, self._sample_transfer_seconds = (2 * L - 2) * sum_seconds, 2 * sum_seconds
-            self._row_bytes -= norms
             if m.vocabulary_ranks > 1:
                 element_seconds = from_others * ACTIVATION_BYTES[precision] / (GATHER_LINK_SHARE * link)
                 self._transfer_seconds += 2 * GATHER_SECONDS

@@ -2,7 +2,7 @@
 
 Query, key, value, gate and up projections are cut by rows, output and down projections by columns, and what these two
 add to the residual stream is summed over the ranks: two all-reduces a layer (Shoeybi et al., Megatron-LM, 2019).
-Where GPUs reach each other's memory, each rank keeps and norms its own rows (``ops.shared_rows``).
+Where GPUs reach each other's memory over NVLink, each rank keeps and norms its own rows (``ops.shared_rows``).
 Where the ranks divide hidden size and vocabulary, the embedding is cut by columns and the head by rows, and what they
 give is gathered; otherwise both are on every rank, as norms are.
 Rank 0 lives in the engine's process and plans; the others follow it.
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -148,13 +148,16 @@ class RankGroup:
             self._aborting = Thread(target=_abort_when, args=(self._gives_up, self._device), daemon=True)
             self._aborting.start()
 
-    def share_rows(self, max_rows: int, hidden: int) -> None:
-        """Gives steps of up to so many rows, bf16 [T, ``hidden``], ``shared`` memory, if the GPUs can have it."""
+    def share_rows(self, max_rows: int, hidden: int, check: Callable[[], None]) -> None:
+        """Gives steps of up to so many rows, bf16 [T, ``hidden``], ``shared`` memory, if the GPUs can have it.
+
+        ``check`` raises if a rank has ended; it is called while this one waits for the others.
+        """
         from megatoken.engine.ops.shared_rows import SharedRows
 
         if SharedRows.reachable(self.ranks):
             store = _c10d.PrefixStore("shared", self._store)
-            self.shared = SharedRows.meet(self._name, store, self.rank, self.ranks, max_rows, hidden)
+            self.shared = SharedRows.meet(self._name, store, self.rank, self.ranks, max_rows, hidden, check)
 
     def add(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over all ranks, in place."""
@@ -279,9 +282,9 @@ class Followers:
         """
         try:
             yield
-        except RuntimeError as error:
+        except Exception as error:
             deadline = time.monotonic() + _LAST_WORDS_SECONDS
-            while time.monotonic() < deadline:
+            while self.end.alive and time.monotonic() < deadline:
                 self.check()
                 time.sleep(0.01)
             self.end()
@@ -289,8 +292,7 @@ class Followers:
                 raise MegatokenError(f"the ranks' GPUs cannot sum: {str(error).strip().splitlines()[-1]}") from error
             raise
         except BaseException:
-            if self.end.alive:
-                self.end()
+            self.end()
             raise
 
 

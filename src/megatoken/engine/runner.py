@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -100,17 +101,17 @@ class Runner:
         # Scales of rows are no part of what ranks share.
         self._shares_rows = device.type == "cuda" and config.fp8_scales == "tensor"
         self._group: RankGroup | None = None
-        if followers is not None:
-            with followers.blamed():
-                self._meet(followers.meet(device))
         self._cuda_graphs = config.cuda_graphs and device.type == "cuda"
         self._graphs: StepGraphs | None = None
-        if device.type == "cuda" and (followers is not None or config.tensor_parallel == 1):
-            self._warm_up(record_ahead=config.target_step_seconds is not None)
+        with nullcontext() if followers is None else followers.blamed():
+            if followers is not None:
+                self._meet(followers.meet(device), followers.check)
+            if device.type == "cuda" and (followers is not None or config.tensor_parallel == 1):
+                self._warm_up(record_ahead=config.target_step_seconds is not None)
 
     def follow(self, group: RankGroup) -> NoReturn:
         """Does what rank 0 says until that is gone, which is an error."""
-        self._meet(group)
+        self._meet(group, lambda: None)  # which ends with rank 0
         while True:
             order, arrays = group.receive()
             if arrays is not None:
@@ -120,10 +121,10 @@ class Runner:
             elif order is Order.RECORD_STEPS:
                 self._record_steps()
 
-    def _meet(self, group: RankGroup) -> None:
+    def _meet(self, group: RankGroup, check: Callable[[], None]) -> None:
         self._group = group
         if self._shares_rows:
-            group.share_rows(most_rows(self._memory.max_rows), self._config.hidden_size)
+            group.share_rows(most_rows(self._memory.max_rows), self._config.hidden_size, check)
 
     @torch.inference_mode()
     def launch(
@@ -189,7 +190,11 @@ class Runner:
         if record_ahead:
             self._order(Order.RECORD_STEPS)
             self._record_steps()
-        torch.cuda.synchronize()
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Waits until the device has done what it was told. Raises MegatokenError where a rank has ended."""
+        SampledIds(self._last_tokens[:1], self._followers).wait()
 
     def _order(self, order: Order) -> None:
         if self._group is not None:
@@ -213,7 +218,7 @@ class Runner:
     @torch.inference_mode()
     def _record_steps(self) -> None:
         if self._graphs is not None:
-            self._graphs.record_ahead(self._forward, self._memory.max_length)
+            self._graphs.record_ahead(self._forward, self._memory.max_length, self._catch_up)
 
     def _run(self, prompts: int, prompt_tokens: int) -> None:
         """Serve random prompts, two tokens each."""

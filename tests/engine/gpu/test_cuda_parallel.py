@@ -122,3 +122,27 @@ def test_a_rank_that_dies_is_noticed(llama: Path, steps: int) -> None:
         process.kill()
     with pytest.raises(MegatokenError, match="rank 1 ended with SIGKILL"):
         drain(engine)
+
+
+@pytest.mark.parametrize("moment", ["shared_rows.SharedRows.meet", "step_graphs.StepGraphs._record"])
+def test_a_rank_that_dies_at_the_start_is_noticed(llama: Path, moment: str) -> None:
+    """While ranks meet, and among the steps that are recorded ahead: within a process that could wait for ever."""
+    code = (
+        "import sys, psutil\n"
+        "from megatoken.engine import Engine, EngineConfig\n"
+        "from megatoken.engine.ops import shared_rows, step_graphs\n"
+        "from megatoken.errors import MegatokenError\n"
+        f"then = {moment}\n"
+        "def die(*arguments):\n"
+        "    for process in psutil.Process().children():\n"
+        "        if 'megatoken.engine.follower' in process.cmdline():\n"
+        "            process.kill()\n"
+        "    return then(*arguments)\n"
+        f"{moment} = die\n"
+        "config = EngineConfig(tensor_parallel=2, target_step_seconds=0.04, max_rows=64, cache_tokens=4096)\n"
+        "try:\n"
+        "    Engine(sys.argv[1], config)\n"
+        "except MegatokenError as error:\n"
+        "    print(str(error).replace(' ', '_'))"
+    )
+    assert last_word_of(code, llama) == b"rank_1_ended_with_SIGKILL:_it_said_nothing"

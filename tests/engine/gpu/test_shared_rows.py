@@ -13,6 +13,7 @@ from torch.distributed import FileStore, PrefixStore
 
 from megatoken.engine.ops import reference
 from megatoken.engine.ops.shared_rows import SharedRows, _Meeting, _Places, own_rows
+from megatoken.errors import MegatokenError
 
 pytestmark = MARKS
 EPSILON = 1e-5
@@ -82,7 +83,7 @@ def test_rows_are_fetched_from_where_they_are_kept(ranks: int, rows: int, hidden
 def test_a_process_that_met_others_before_meets_a_new_one(tmp_path: Path) -> None:
     """As PyTorch calls them: through its own classes, with numbers of each process."""
     file = str(tmp_path / "store")
-    meetings = [_Meeting(FileStore(file, 2)) for _ in range(2)]
+    meetings = [_Meeting(FileStore(file, 2), lambda: None) for _ in range(2)]
     old, new = (PrefixStore("group", meeting) for meeting in meetings)
     for number in range(3):
         old.set(f"exchange/{number + 7}/0", f"old {number}")
@@ -91,6 +92,18 @@ def test_a_process_that_met_others_before_meets_a_new_one(tmp_path: Path) -> Non
         new.wait([f"exchange/{number}/0"], timedelta(seconds=5))
         assert old.get(f"exchange/{number + 7}/1") == f"new {number}".encode()
         assert new.get(f"exchange/{number}/0") == f"old {number}".encode()
+
+
+def test_a_meeting_to_which_a_rank_will_not_come_is_over_at_once(tmp_path: Path) -> None:
+    def check() -> None:
+        raise MegatokenError("rank 1 ended")
+
+    meeting = _Meeting(FileStore(str(tmp_path / "store"), 2), check)
+    group = PrefixStore("group", meeting)
+    with pytest.raises(MegatokenError, match="rank 1 ended"):
+        group.wait(["exchange/0/1"])
+    group.set("exchange/0/1", "here")
+    group.wait(["exchange/0/1"])
 
 
 def test_kernels_are_counted_past_the_largest_number() -> None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -33,6 +35,7 @@ _ALIGNMENT = 256  # bytes
 _REGISTERS = 32
 """Of a thread: with 16 columns each, that many let threads fill a multiprocessor, and rows hide each other's waits."""
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, cuda.h
+_CHECK_SECONDS = 0.01
 _NEVER = 1 << 30
 """Kernels ahead of a flag that says that a rank will not come any more."""
 
@@ -66,14 +69,16 @@ class _Places:
 
 
 class _Meeting(Store):
-    """A store for one meeting of processes, of which one may have met others before.
+    """A store for one meeting of processes, of which one may have met others before, and one may end meanwhile.
 
     PyTorch's ``StoreExchange`` asks for PREFIX/NUMBER/RANK and counts from a process's start; here, from the first.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, check: Callable[[], None]) -> None:
+        """``check`` is called while others are waited for, and raises if they will not come."""
         super().__init__()
         self._store = store
+        self._check = check
         self._first: dict[str, int] = {}
 
     def _key(self, key: str) -> str:
@@ -87,7 +92,11 @@ class _Meeting(Store):
         return self._store.get(self._key(key))
 
     def wait(self, keys: list[str], *timeout: Any) -> None:
-        self._store.wait([self._key(key) for key in keys], *timeout)
+        known = [self._key(key) for key in keys]
+        while not self._store.check(known):
+            self._check()
+            time.sleep(_CHECK_SECONDS)
+        self._store.wait(known, *timeout)
 
 
 class SharedRows:
@@ -120,7 +129,9 @@ class SharedRows:
         self._mapped = mapped
 
     @classmethod
-    def meet(cls, name: str, store: Any, rank: int, ranks: int, max_rows: int, hidden: int) -> Self:
+    def meet(
+        cls, name: str, store: Any, rank: int, ranks: int, max_rows: int, hidden: int, check: Callable[[], None]
+    ) -> Self:
         """With every rank's, each on the CUDA device of its number; all wait for each other.
 
         Args:
@@ -130,6 +141,7 @@ class SharedRows:
             ranks: how many.
             max_rows: of a step.
             hidden: D.
+            check: raises if a rank has ended.
 
         Raises:
             MegatokenError: the GPUs or the system do not let them.
@@ -137,10 +149,10 @@ class SharedRows:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         c10d: Any = import_module("torch._C._distributed_c10d")  # what is public is of global groups alone
         symmetric = c10d._SymmetricMemory
-        meeting = _Meeting(store)  # held here: what has only its C++ part calls no method of ours
-        c10d._register_process_group(name, group := c10d.ProcessGroup(meeting, rank, ranks))
-        symmetric.set_group_info(name, group.rank(), group.size(), meeting)  # before PyTorch 2.11
+        meeting = _Meeting(store, check)  # held here: what has only its C++ part calls no method of ours
+        c10d._register_process_group(name, c10d.ProcessGroup(meeting, rank, ranks))
         try:
+            symmetric.set_group_info(name, rank, ranks, meeting)  # before PyTorch 2.11
             size = _Places.of(max_rows, hidden, ranks).end
             memory = symmetric.empty_strided_p2p((size,), (1,), torch.uint8, torch.device("cuda", rank), name)
             memory.zero_()

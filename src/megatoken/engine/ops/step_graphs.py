@@ -90,10 +90,15 @@ class StepGraphs:
             sample_slots = recorded.sample_slots
         return self._logits[:samples], self._ids[:samples], sample_slots[:samples]
 
-    def record_ahead(self, forward: Forward, max_length: int) -> None:
+    def record_ahead(self, forward: Forward, max_length: int, catch_up: Callable[[], None]) -> None:
         """Records steps of every number of rows, of sequences as most conversations are long.
 
         Those who come first would otherwise wait for recordings, each as long as some steps.
+
+        Args:
+            forward: as in ``run``.
+            max_length: of a sequence.
+            catch_up: waits for the device, or raises where it would never be done.
         """
         for chunks in (0, 1):
             for rows, fewer_rows in zip(self._rows, (0, *self._rows), strict=False):
@@ -103,6 +108,7 @@ class StepGraphs:
                 step = largest_step(shape)
                 indices = cuda.pack(cuda.index_parts(step))
                 self._step(forward, step, indices.to(self._ids.device))
+                catch_up()  # what follows waits for the device without a look at the other ranks
                 self.recorded[shape] = self._record(forward, step, indices)
                 self._met[shape] = UNRECORDED_RUNS
 
