@@ -150,7 +150,8 @@ class SharedRows:
         c10d: Any = import_module("torch._C._distributed_c10d")  # what is public is of global groups alone
         symmetric = c10d._SymmetricMemory
         meeting = _Meeting(store, check)  # held here: what has only its C++ part calls no method of ours
-        c10d._register_process_group(name, c10d.ProcessGroup(meeting, rank, ranks))
+        group = c10d.ProcessGroup(meeting, rank, ranks)  # held here: the register keeps nothing alive
+        c10d._register_process_group(name, group)
         try:
             symmetric.set_group_info(name, rank, ranks, meeting)  # before PyTorch 2.11
             size = _Places.of(max_rows, hidden, ranks).end
