@@ -222,7 +222,7 @@ def test_a_sum_over_ranks_takes_what_was_measured(width: int) -> None:
     wide = replace(LLAMA_70B, layers=1, hidden_size=width, vocabulary_size=32_001)  # which is on every rank
     costs = CostModel(wide, "fp8", find_gpu("H200"), ranks=measured["ranks"])
     for row in measured["sums"]:
-        if row["rows"] >= 512:  # fewer take the host longer than the GPU
+        if row["rows"] >= 256:  # fewer take up to 3 us longer
             seconds = costs.step_of(0, 0, [(0, row["rows"])], row["rows"]).transfers / 2
             assert seconds == pytest.approx(row["shared_microseconds"] * 1e-6, rel=0.05)
 

@@ -67,9 +67,9 @@ ELEMENTWISE_SHARE = 0.861
 """Of the bandwidth, by norms, activation, rotation and cache writes. From two steps."""
 GAP_SECONDS = 27.3e-6
 """Between the kernels of a layer, with the copies of ids. From two steps."""
-SUM_SECONDS, SUM_LINK_SHARE = 6.5e-6, 0.69
+SUM_SECONDS, SUM_LINK_SHARE = 6.5e-6, 0.71
 """A sum over ranks with the norm after it, through shared memory: what it takes at least, and its share of the link.
-By hand, two H200, from 512 rows on (``h200x2-collectives-*.json``); of more ranks it is assumed, and of products in
+By hand, two H200, from 256 rows on (``h200x2-collectives-*.json``); of more ranks it is assumed, and of products in
 other precisions or with a scale per row, which NCCL sums."""
 GATHER_SECONDS, GATHER_LINK_SHARE = 19e-6, 0.787
 """The same of NCCL: its sums of 16 KB and 1 GB over four H200, which move twice as many bytes."""
