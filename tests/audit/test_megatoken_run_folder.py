@@ -187,7 +187,8 @@ def test_logs_of_several_nodes(finished, tmp_path):
 def test_a_stable_soak_is_degraded_where_replicas_were_lost_and_nowhere_else(tmp_path, lost, verdict):
     soak = {"duration_seconds": 60.0, "population": 12, "interruptions": []}
     soak["segments"] = [{"begins_seconds": 0.0, "started_at": "2026-11-20T09:12:33Z"}]
-    facts = {"soak": soak, "rack": {"replicas": 4, "replicas_least": 4 - lost}, "notes": []}
+    rack = {"replicas": 4, "replicas_least": 4 - lost, "replicas_at_end": 4 - lost, "share_left": 1 - lost / 4}
+    facts = {"soak": soak, "rack": rack | {"lost": [], "joined": [], "clock_offsets": []}, "notes": []}
     folder = RunFolder.create(tmp_path, "run", {}, {"hostname": "here", "gpus": []}, scenario="soak", facts=facts)
     folder.add_samples([SampleRow(n, n, 0.0, 0.0, float(n), n + 4.0, 4, 4, "length", "here") for n in range(50)])
     for second in range(61):

@@ -49,11 +49,11 @@ def told_against(folder: Path) -> tuple[Severity, str]:
     return found.severity, found.found.partition(" 1 of ")[0]
 
 
-def failed_checks(folder: Path) -> list[str]:
-    return [f"{item.id}: {item.found}" for item in audit(folder).findings if item.severity is Severity.FAIL]
+def failed_checks(folder: Path, severity: Severity = Severity.FAIL) -> list[str]:
+    return [f"{item.id}: {item.found}" for item in audit(folder).findings if item.severity is severity]
 
 
-def failed_after(run: Run, **values: Any) -> list[str]:
+def failed_after(run: Run, severity: Severity = Severity.FAIL, **values: Any) -> list[str]:
     """What an audit finds once ``result.json`` has other values; double underscores lead into it, None takes away."""
     path = run.path / "result.json"
     whole = path.read_text()
@@ -67,7 +67,7 @@ def failed_after(run: Run, **values: Any) -> list[str]:
         if value is None:
             del holder[last]
     path.write_text(json.dumps(result))
-    failed = failed_checks(run.path)
+    failed = failed_checks(run.path, severity)
     path.write_text(whole)
     return failed
 
@@ -258,6 +258,7 @@ def test_a_loadgen_on_every_node(drive: Any) -> None:
     for name in ("makespan", "common_window"):
         (failed,) = failed_after(run, **{f"aggregate__{name}__output_tokens_per_second": 1e6})
         assert failed.startswith(f"run_folder.aggregate: {name} ")
+    assert_lies_about_nodes_are_found(run)
     rows = pq.read_table(run.path / "requests.parquet")
     doubled = rows.set_column(
         rows.column_names.index("output_tokens"),
@@ -266,6 +267,35 @@ def test_a_loadgen_on_every_node(drive: Any) -> None:
     )
     pq.write_table(doubled, run.path / "requests.parquet")
     assert "run_folder.node_rows: output_tokens of requests.parquet is not that of the nodes" in failed_checks(run.path)
+
+
+def assert_lies_about_nodes_are_found(run: Run) -> None:
+    offsets = run.result["rack"]["clock_offsets"]
+    for found, values in {
+        "run_folder.verdict: VALID": {"verdict": "VALID"},
+        "run_folder.verdict: rules_unmet none; of the nodes MIN_DURATION": {"rules_unmet": []},
+        "run_folder.verdict: node_verdicts.beta VALID, the node says MEASURED": {"node_verdicts__beta": "VALID"},
+        "replicas_least 1, of the nodes 2": {"rack__replicas_least": 1},
+        "run_folder.node_starts: start_spread_seconds 9.0, by the nodes": {"rack__start_spread_seconds": 9.0},
+        "run_folder.node_starts: started_at 2026-01-01T00:00:00Z, its first node": {
+            "started_at": "2026-01-01T00:00:00Z"
+        },
+        "run_folder.node_starts: no clock offset of beta": {"rack__clock_offsets": offsets[:1]},
+        "run_folder.node_rows: scheduled_seconds of requests.parquet": {"rack__clock_offsets__1__wall_seconds": 577.0},
+        "run_folder.aggregate: makespan {}": {"aggregate__makespan": {}},
+        "run_folder.aggregate: sum_label sum": {"aggregate__sum_label": "sum of 9 simultaneous node rates"},
+        "run_folder.whole": {"rack__lost": None},
+    }.items():
+        failed = failed_after(run, **values)
+        assert any(found in one for one in failed), (found, failed)
+    warned = failed_after(run, Severity.WARN, rack__clock_offsets__1__wall_seconds=577.0)
+    assert "run_folder.node_starts: beta 577 s" in warned
+    path = run.path / "series.parquet"
+    rows = pq.read_table(path)
+    place, backwards = rows.column_names.index("elapsed_seconds"), rows["elapsed_seconds"].to_pylist()[::-1]
+    pq.write_table(rows.set_column(place, rows.schema.field(place), [backwards]), path)
+    assert any("run_folder.node_rows: " in one and "series.parquet" in one for one in failed_checks(run.path))
+    pq.write_table(rows, path)
 
 
 def test_a_node_lost_with_its_loadgen(drive: Any, cluster: RayNodes) -> None:

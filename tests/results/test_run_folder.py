@@ -18,6 +18,8 @@ from megatoken.results import RunFolder, SampleRow, SeriesRow, Verdict, read_run
 NAME = "20261120T091233Z-offline-tiny"
 FACTS = {"model": "tiny", "rules_unmet": [{"code": "MIN_DURATION", "message": "ran 20 s of 600 s"}]}
 FILES = {"config.yaml", "environment.json", "mlperf", "requests.parquet", "series.parquet", "result.json"}
+RACK = {"replicas": 4, "replicas_least": 4, "replicas_at_end": 4, "share_left": 1, "lost": [], "joined": []}
+RACK["clock_offsets"] = []
 
 
 def create(out: Path, **config: object) -> RunFolder:
@@ -285,7 +287,14 @@ def swap_tables(path: Path) -> None:
         (damage_result(nodes=[{"node": 3}]), "result.json is damaged (nodes holds what is no node)"),
         (damage_result(nodes=[{"node": "a", "samples_completed": "x"}]), "samples_completed of node a is no number"),
         (damage_result(rack={}), "(rack.replicas is no number)"),
-        (damage_result(rack_nodes=[{"node": "a", "replicas": 4}]), "(machine of node a is no mapping)"),
+        (damage_result(rack_nodes=[{"node": "a", "replicas": 4, "gpus": 4}]), "(machine of node a is no mapping)"),
+        (
+            damage_result(rack={"replicas": 4, "replicas_least": 4, "replicas_at_end": 4}),
+            "(rack.share_left is no number)",
+        ),
+        (damage_result(rack={**RACK, "joined": [{}]}), "(rack.joined is no list of nodes with at_seconds)"),
+        (damage_result(rack={**RACK, "lost": [{"node": "a"}]}), "(rack.lost holds a loss without its replica or"),
+        (damage_result(node_verdicts={"a": "VALID"}), "(rack.start_spread_seconds is no number)"),
         (damage_result(stability="STABLE"), "(stability is no mapping)"),
         (damage_result(stability={"trend": [1]}), "(stability.trend is no mapping)"),
         (damage_result(soak=[]), "(soak is no mapping)"),

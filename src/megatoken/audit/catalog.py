@@ -302,6 +302,9 @@ CHECKS: dict[str, Check] = {
     "run_folder.node_rows": Check(
         "A rack's rows are those of its nodes", "Each node's own LoadGen logged its share, and nobody the whole."
     ),
+    "run_folder.node_starts": Check(
+        "A rack's nodes began when it says", "Rates of runs that took turns do not add up."
+    ),
     "run_folder.aggregate": Check(
         "What a rack's nodes did together follows from their rows", "Rates add up only while all of them run."
     ),

@@ -32,13 +32,14 @@ from megatoken.rack.clock import ClockOffset, OffsetEstimate
 from megatoken.rack.cluster import new_key
 from megatoken.rack.hub import Hub
 from megatoken.rack.records import Place
-from megatoken.results import Reason, Run, RunFolder, Verdict, read_run, run_name
+from megatoken.results import Run, RunFolder, read_run, run_name
 from megatoken.results.aggregation import aggregate, aggregate_fields
 from megatoken.results.machine import utc_text
 from megatoken.results.nodes import offsets_words, run_node_rows
 from megatoken.results.numerals import count_of
 from megatoken.results.run import NODES
 from megatoken.results.tables import joined_runs
+from megatoken.results.verdict_of_nodes import replicas_left, shortfalls_of_nodes, verdict_of_nodes
 from megatoken.targets.rack import RackTarget
 
 CLOCK_ROUNDS = 32
@@ -245,9 +246,9 @@ def _conclude(rack: Rack, nodes: Sequence[_Node], folder: RunFolder, stop: StopS
     shutil.rmtree(folder.mlperf_directory, ignore_errors=True)  # each node has its own
     lost = [node for node in nodes if node.lost is not None]
     replicas = {entry["node"]: entry["replicas"] for entry in rack.nodes()}
-    left = sum(run.result["rack"]["replicas_least"] for run in runs.values())
+    left = replicas_left(runs)
     planned = sum(replicas.values())
-    facts = {
+    facts: dict[str, Any] = {
         "started_at": utc_text(datetime.fromtimestamp(first, UTC)) if runs else None,
         "rack": {
             "replicas": planned,
@@ -271,7 +272,7 @@ def _conclude(rack: Rack, nodes: Sequence[_Node], folder: RunFolder, stop: StopS
             stop.received or f"every node was lost: {'; '.join(f'{one.name}: {one.lost}' for one in lost)}"
         )
         return
-    verdict, reasons = _verdict(nodes, left, planned)
+    verdict, reasons = verdict_of_nodes(runs, planned, facts["rack"]["lost"])
     rows = [
         replace(row, started_seconds=starts[name], source=f"{NODES}/{name}")
         for name, run in runs.items()
@@ -279,8 +280,8 @@ def _conclude(rack: Rack, nodes: Sequence[_Node], folder: RunFolder, stop: StopS
     ]
     said = {
         "notes": _notes(folder.facts["notes"], {name: run.result["notes"] for name, run in runs.items()}),
-        "rules_unmet": _of_nodes({name: run.rules_unmet for name, run in runs.items()}),
-        "doubts": _of_nodes({name: run.doubts for name, run in runs.items()}),
+        "rules_unmet": shortfalls_of_nodes({name: run.rules_unmet for name, run in runs.items()}),
+        "doubts": shortfalls_of_nodes({name: run.doubts for name, run in runs.items()}),
     }
     clocks = offsets_words([asdict(offset) for offset in offsets.values() if offset is not None])
     try:
@@ -293,28 +294,6 @@ def _conclude(rack: Rack, nodes: Sequence[_Node], folder: RunFolder, stop: StopS
 def _notes(common: Sequence[str], of_nodes: Mapping[str, Sequence[str]]) -> list[str]:
     """What is said of the whole, then what is said of single nodes beyond it."""
     return [*common, *(f"{name}: {note}" for name, notes in of_nodes.items() for note in notes if note not in common)]
-
-
-def _of_nodes(found: Mapping[str, Sequence[Reason]]) -> list[Reason]:
-    """What was found on single nodes, with their names."""
-    return [
-        Reason(code=one["code"], message=f"{name}: {one['message']}") for name, ones in found.items() for one in ones
-    ]
-
-
-def _verdict(nodes: Sequence[_Node], left: int, planned: int) -> tuple[Verdict, list[Reason]]:
-    reasons = _of_nodes({node.name: node.run.reasons for node in nodes if node.run is not None})
-    verdicts = {node.run.verdict for node in nodes if node.run is not None}
-    if left < planned:
-        names = "; ".join(f"{node.name} ({node.lost})" for node in nodes if node.lost)
-        message = f"{left} of {count_of(planned, 'replica')} left ({100 * left / planned:.1f} %)"
-        message += f"; lost: {names}" if names else ""
-        reasons.insert(0, Reason(code="LOST_REPLICAS", message=message))
-    if Verdict.INVALID in verdicts:
-        return Verdict.INVALID, reasons
-    if Verdict.INTERRUPTED in verdicts or left < planned:
-        return Verdict.DEGRADED, reasons
-    return (Verdict.VALID if verdicts == {Verdict.VALID} else Verdict.MEASURED), reasons
 
 
 def _started(run: Run, offset: ClockOffset | None) -> float:

@@ -13,7 +13,7 @@ TEXTS = (
 )
 MAPPINGS = (
     *("ttft_seconds", "tpot_seconds", "latency_seconds", "send_lag_seconds", "handover_seconds", "stages"),
-    *("target", "seeds", "rack", "aggregate", "rate_search", "soak", "stability"),
+    *("target", "seeds", "rack", "aggregate", "rate_search", "soak", "stability", "node_verdicts"),
 )
 LISTS = ("notes", "nodes", "rack_nodes", "steady_window_seconds")
 NUMBERS = (  # how their names end
@@ -52,12 +52,12 @@ def check_result(result: Mapping[str, Any]) -> None:
         if not isinstance((result.get("stability") or {}).get(name) or {}, dict):
             raise TypeError(f"stability.{name} is no mapping")
     if (rack := result.get("rack")) is not None:
-        for name in ("replicas", "replicas_least"):
-            if not is_number(rack.get(name)):
-                raise ValueError(f"rack.{name} is no number")
+        _check_rack(rack)
+    if "node_verdicts" in result and not is_number((rack or {}).get("start_spread_seconds")):
+        raise ValueError("rack.start_spread_seconds is no number")
     for node in result.get("rack_nodes") or ():
-        if not isinstance(node, dict) or not is_number(node.get("replicas")) or not isinstance(node.get("node"), str):
-            raise ValueError("rack_nodes holds what is no node with its replicas")
+        if not _is_of_node(node, "replicas", "gpus"):
+            raise ValueError("rack_nodes holds what is no node with its replicas and GPUs")
         if not isinstance(node.get("machine"), dict):
             raise TypeError(f"machine of node {node['node'][:50]} is no mapping")
         check_environment(node["machine"])
@@ -99,6 +99,27 @@ def _check(name: str, value: Any) -> None:
             return
     if name.endswith(NUMBERS) and not is_number(value):
         raise ValueError(f"{name} is no number")
+
+
+def _check_rack(rack: Mapping[str, Any]) -> None:
+    for name in ("replicas", "replicas_least", "replicas_at_end", "share_left"):
+        if not is_number(rack.get(name)):
+            raise ValueError(f"rack.{name} is no number")
+    for name, numbers in (
+        ("lost", ()),
+        ("joined", ("at_seconds",)),
+        ("clock_offsets", ("wall_seconds", "uncertainty_seconds")),
+    ):
+        entries = rack.get(name)
+        if not isinstance(entries, list) or not all(_is_of_node(entry, *numbers) for entry in entries):
+            raise ValueError(f"rack.{name} is no list of nodes{' with ' if numbers else ''}{' and '.join(numbers)}")
+    if not all("replica" in loss and isinstance(loss.get("cause"), str) for loss in rack["lost"]):
+        raise ValueError("rack.lost holds a loss without its replica or its cause")
+
+
+def _is_of_node(entry: Any, *numbers: str) -> bool:
+    named = isinstance(entry, dict) and isinstance(entry.get("node"), str)
+    return named and all(is_number(entry.get(name)) for name in numbers)
 
 
 def _check_soak(soak: Mapping[str, Any]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Observation, Severity, shown
+from megatoken.audit.likeness import same
 from megatoken.audit.reading import UnreadableError, display, read_json_object
 from megatoken.audit.view import observe
 from megatoken.errors import MegatokenError
@@ -43,7 +43,7 @@ def _check(tree: Tree, folder: str, where: tuple[Where, ...]) -> Iterator[Observ
     except Exception as error:  # results of no run can break any step of the arithmetic
         yield observe("run_folder.repeats", False, expected, shown(f"{type(error).__name__}: {error}"), where)
         return
-    wrong = [name for name in COMPARED if not _same(told.get(name), again[name])]
+    wrong = [name for name in COMPARED if not same(told.get(name), again[name])]
     left_out = _left_out(tree, folder, {run.path.name for run in runs})
     found = [f"other {name}" for name in wrong] + [f"{name} is left out" for name in left_out]
     yield observe(
@@ -70,13 +70,3 @@ def _finished(tree: Tree, folder: str) -> bool:
     except MegatokenError:
         return False
     return run.verdict != "INTERRUPTED"
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], value) for key, value in other.items())
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, int | float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12)
-    return bool(one == other)

@@ -11,7 +11,8 @@ from typing import Any
 
 from megatoken.audit.checks.run_answers import check_answers
 from megatoken.audit.checks.run_latencies import check_duration, check_latencies
-from megatoken.audit.checks.run_rack import check_replicas, check_together
+from megatoken.audit.checks.run_nodes import check_together
+from megatoken.audit.checks.run_rack import check_replicas
 from megatoken.audit.checks.run_series import check_segments
 from megatoken.audit.checks.run_told import check_health, check_told
 from megatoken.audit.checks.run_unmet import SEND_LAG_SHARE, SHORTEST_SEND_LAG_LIMIT_SECONDS
@@ -27,6 +28,7 @@ from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Run, Where
 from megatoken.audit.figures import elapsed, in_seconds
 from megatoken.audit.finding import Observation, Severity, shown
+from megatoken.audit.likeness import same
 from megatoken.audit.reading import UnreadableError, display, mapping, read_json_object
 from megatoken.audit.view import observe
 from megatoken.errors import MegatokenError
@@ -43,7 +45,6 @@ SEEDS = ("qsl", "sample_index", "schedule")
 CLOCK_SECONDS = 1.0  # dates are told in whole seconds, and a clock may be set a little
 LATE_SECONDS = 60.0  # between LoadGen's own start and when the run noted it, on a machine that is busy
 NO_SOAKS_OWN = ("FAILED_SAMPLES", LOST_REPLICAS)  # codes of reasons that a soak has as every run does
-SAME = 1e-9  # relative; the same arithmetic on the same rows
 MOST_UNWRITTEN_SECONDS = 30  # rows of the series that a killed process may have written since the metrics
 LOGGED = 1e-4  # LoadGen's clock runs until it has been told of the last sample, and its rates have six digits
 # Fields of result.json by the key of LoadGen's log that they repeat; of several keys the first that the log has.
@@ -223,7 +224,7 @@ def _metrics(folder: RunFolder) -> dict[str, Any]:
 
 
 def _differing(result: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
-    return sorted(name for name, value in metrics.items() if name not in result or not _same(result[name], value))
+    return sorted(name for name, value in metrics.items() if name not in result or not same(result[name], value))
 
 
 def _detail_log(tree: Tree, path: str) -> DetailLog | None:
@@ -246,7 +247,7 @@ def _against_log(
         expected[name] = None if offline else in_seconds(log.number(key), 1e9)
     if offline:
         expected |= dict.fromkeys(_FROM_LOG.keys() - _OFFLINE_FROM_LOG.keys())
-    differing = [name for name, value in expected.items() if not _same(result.get(name), value)]
+    differing = [name for name, value in expected.items() if not same(result.get(name), value)]
     yield observe(
         "run_folder.loadgen",
         not differing,
@@ -292,7 +293,7 @@ def _asked(folder: RunFolder, log: DetailLog, where: tuple[Where, ...]) -> Itera
     told = {name: _at(result, name) for name in expected}
     for key, value, asked in _configured(folder.config, log):
         told[f"{CONFIG} {key}"], expected[f"{CONFIG} {key}"] = value, asked
-    wrong = [name for name, value in expected.items() if not _same(told[name], value)]
+    wrong = [name for name, value in expected.items() if not same(told[name], value)]
     yield observe(
         "run_folder.asked",
         not wrong,
@@ -377,7 +378,7 @@ def _stability(folder: RunFolder, where: tuple[Where, ...]) -> Observation:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         return observe("run_folder.stability", False, expected, shown(f"cannot be judged: {error!r}"), where)
     stated = mapping(folder.result.get("stability"))
-    agrees = set(stated) == set(again) and _same(_coded(again), _coded(stated))
+    agrees = set(stated) == set(again) and same(_coded(again), _coded(stated))
     of_the_run = [reason for reason in folder.result["reasons"] if reason["code"] not in NO_SOAKS_OWN]
     repeated = of_the_run == stated.get("reasons")
     steady = again["verdict"] == Stability.STABLE
@@ -409,15 +410,3 @@ def _moment(text: Any) -> datetime | None:
     except (TypeError, ValueError):
         return None
     return moment if moment.tzinfo else None
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return all(_same(one.get(key), value) for key, value in other.items())
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, int) and isinstance(other, int):
-        return one == other  # a seed has 20 digits
-    if isinstance(one, int | float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=SAME, abs_tol=1e-12)
-    return bool(one == other)
