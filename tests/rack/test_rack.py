@@ -269,6 +269,18 @@ def test_a_loadgen_on_every_node(drive: Any) -> None:
     assert "run_folder.node_rows: output_tokens of requests.parquet is not that of the nodes" in failed_checks(run.path)
 
 
+def test_every_node_offers_a_rate_of_its_own(drive: Any) -> None:
+    driver = drive(*TINY, "--rack.count", "per_node", "--scenario", "interactive", "--rate", "6", "--min-duration", "3")
+    code, output, messages = driver.end()
+    assert code == 0, (output, messages)
+    run = driver.run()
+    for node in ("alpha", "beta"):
+        own = read_run(run.path / "nodes" / node)
+        assert own.result["offered_samples_per_second"] == 6.0
+        assert own.config["engine"]["target_step_seconds"] == own.result["target"]["target_step_seconds"] > 0
+    assert failed_checks(run.path) == []
+
+
 def assert_lies_about_nodes_are_found(run: Run) -> None:
     offsets = run.result["rack"]["clock_offsets"]
     for found, values in {

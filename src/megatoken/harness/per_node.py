@@ -93,8 +93,9 @@ class NodeDriver:
     def run(self, start_wall_ns: int) -> bytes:
         """Runs the test from that moment of this node's wall clock; the run folder as a tar file."""
         with tempfile.TemporaryDirectory(prefix="megatoken-node-") as out:
-            folder = self._bench.create_folder(self._config, self._settings, Path(out))
-            self._bench.run(self._bench.config, self._settings, folder, self, start_wall_ns=start_wall_ns)
+            config = self._bench.config  # with all that was left open
+            folder = self._bench.create_folder(config, self._settings, Path(out))
+            self._bench.run(config, self._settings, folder, self, start_wall_ns=start_wall_ns)
             packed = io.BytesIO()
             with tarfile.open(fileobj=packed, mode="w") as archive:
                 archive.add(folder.path, arcname=".")
