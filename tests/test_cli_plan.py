@@ -141,6 +141,7 @@ THROUGHPUT = ("plan", "throughput", "--gpu", "H200")
         (("--nodes", -1), "--nodes is -1; "),
         (("--minutes", 0), "--minutes is 0; "),
         (("--minutes", "nan"), "--minutes is nan; "),
+        (("--minutes", "inf"), "--minutes is inf; "),
         (("--output-tokens", -3), "--output-tokens is -3; "),
         (("--engine.device", "cpu"), "--engine.device: nothing is computed on this machine"),
         (("--engine.threads=7",), "--engine.threads: nothing is computed on this machine"),

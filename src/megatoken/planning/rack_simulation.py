@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import heapq
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -134,7 +135,7 @@ def simulate_rack(
         UsageError: a size that is none, or a request that no replica could ever serve.
         CheckpointError, ConfigError, CapacityError: as ``plan_simulation``.
     """
-    if min(rack.nodes, rack.replicas_per_node) < 1 or not 0 < seconds < 1e9:
+    if min(rack.nodes, rack.replicas_per_node) < 1 or not 0 < seconds < math.inf:
         raise UsageError("a rack has nodes, a node replicas, and a run some seconds: give numbers above 0")
     memory = rack.simulation().memory
     longest = int(lengths.sum(axis=1).max())
