@@ -33,6 +33,7 @@ SIMULATED = (
 )
 REPLICAS = ("replicas", "replicas_least", "replicas_at_end")
 NODES = ["node-1", "node-2", "node-3"]
+NULL = object()
 ENDLESS = ("--samples", "1000000")
 
 
@@ -63,7 +64,7 @@ def failed_after(run: Run, severity: Severity = Severity.FAIL, **values: Any) ->
         holder = result
         for part in above:
             holder = holder[int(part) if part.isdigit() else part]
-        holder[last] = value
+        holder[last] = None if value is NULL else value
         if value is None:
             del holder[last]
     path.write_text(json.dumps(result))
@@ -284,7 +285,7 @@ def test_every_node_offers_a_rate_of_its_own(drive: Any) -> None:
 def assert_lies_about_nodes_are_found(run: Run) -> None:
     offsets = run.result["rack"]["clock_offsets"]
     for found, values in {
-        "run_folder.verdict: VALID": {"verdict": "VALID"},
+        "run_folder.verdict: verdict VALID": {"verdict": "VALID"},
         "run_folder.verdict: rules_unmet none; of the nodes MIN_DURATION": {"rules_unmet": []},
         "run_folder.verdict: node_verdicts.beta VALID, the node says MEASURED": {"node_verdicts__beta": "VALID"},
         "replicas_least 1, of the nodes 2": {"rack__replicas_least": 1},
@@ -297,6 +298,8 @@ def assert_lies_about_nodes_are_found(run: Run) -> None:
         "run_folder.aggregate: makespan {}": {"aggregate__makespan": {}},
         "run_folder.aggregate: sum_label sum": {"aggregate__sum_label": "sum of 9 simultaneous node rates"},
         "run_folder.whole": {"rack__lost": None},
+        "rack_nodes of alpha are others; rack_nodes of beta are others": {"rack_nodes__1__replicas": 2},
+        "no verdict of beta, which rack.lost tells otherwise": {"node_verdicts__beta": NULL},
     }.items():
         failed = failed_after(run, **values)
         assert any(found in one for one in failed), (found, failed)
@@ -327,4 +330,8 @@ def test_a_node_lost_with_its_loadgen(drive: Any, cluster: RayNodes) -> None:
     assert run.result["rack"]["share_left"] == 0.5
     assert len(run.requests) == 60
     assert failed_checks(run.path) == []
+    hidden = {"rack": {**run.result["rack"], "replicas": 1, "replicas_least": 1, "share_left": 1.0, "lost": []}}
+    failed = failed_after(run, **hidden, verdict="MEASURED", reasons=[])
+    assert any(one.startswith("run_folder.verdict: ") and "rack.lost tells otherwise" in one for one in failed), failed
+    assert any(one.startswith("run_folder.replicas: rack_nodes have 2 replicas, rack.replicas 1") for one in failed)
     assert len(run.result["nodes"]) == 1

@@ -6,13 +6,15 @@ import math
 from collections.abc import Mapping, Set
 from typing import Any
 
+from megatoken.results.numerals import is_number
+
 SAME = 1e-9  # relative; the same arithmetic on the same rows
 
 
 def same(
     told: Any, again: Any, *, relative: float = SAME, absolute: float = 1e-12, ignoring: Set[str] = frozenset()
 ) -> bool:
-    """Whether two values of JSON are alike: keys, names and integers exactly, other numbers nearly.
+    """Whether two values of JSON are alike: names and integers exactly, other numbers nearly; null may be absent.
 
     Args:
         told: as it stands somewhere.
@@ -22,9 +24,9 @@ def same(
         ignoring: keys that are compared nowhere.
     """
     if isinstance(told, Mapping) and isinstance(again, Mapping):
-        keys = told.keys() - ignoring
-        return keys == again.keys() - ignoring and all(
-            same(told[key], again[key], relative=relative, absolute=absolute, ignoring=ignoring) for key in keys
+        return all(
+            same(told.get(key), again.get(key), relative=relative, absolute=absolute, ignoring=ignoring)
+            for key in (told.keys() | again.keys()) - ignoring
         )
     if isinstance(told, list | tuple) and isinstance(again, list | tuple):
         return len(told) == len(again) and all(
@@ -33,9 +35,8 @@ def same(
         )
     if isinstance(told, bool) or isinstance(again, bool):
         return told is again
-    if isinstance(told, int) and isinstance(again, int):
-        return told == again  # a seed has 20 digits
-    if isinstance(told, int | float) and isinstance(again, int | float):
-        alike = math.isclose(told, again, rel_tol=relative, abs_tol=absolute)
-        return alike or (math.isnan(told) and math.isnan(again))
-    return bool(told == again)
+    if isinstance(told, float) and isinstance(again, float) and math.isnan(told):
+        return math.isnan(again)
+    if (isinstance(told, float) and is_number(again)) or (isinstance(again, float) and is_number(told)):
+        return math.isclose(told, again, rel_tol=relative, abs_tol=absolute)
+    return bool(told == again)  # integers too: a seed has 20 digits

@@ -160,7 +160,7 @@ class Runner:
     def _step(self, arrays: StepArrays, draw: Callable[..., None] | None) -> Tensor:
         """One step on the device; ``draw`` replaces the greedy ids of rows that are sampled otherwise."""
         if self._graphs is not None and self._graphs.takes(arrays):
-            logits_SV, ids_S, slots_S = self._graphs.run(arrays, self._forward)
+            logits_SV, ids_S, slots_S = self._graphs.run(arrays, self._forward, self._catch_up)
         else:
             batch = self._ops.prepare(arrays, self._last_tokens, self._cache[0], self._config)
             logits_SV, slots_S = self._forward(batch), batch.sample_slots

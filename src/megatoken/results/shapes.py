@@ -112,9 +112,10 @@ def _check_rack(rack: Mapping[str, Any]) -> None:
     ):
         entries = rack.get(name)
         if not isinstance(entries, list) or not all(_is_of_node(entry, *numbers) for entry in entries):
-            raise ValueError(f"rack.{name} is no list of nodes{' with ' if numbers else ''}{' and '.join(numbers)}")
-    if not all("replica" in loss and isinstance(loss.get("cause"), str) for loss in rack["lost"]):
-        raise ValueError("rack.lost holds a loss without its replica or its cause")
+            raise ValueError(f"rack.{name} is no list of nodes with {' and '.join(('their names', *numbers))}")
+    for loss in rack["lost"]:
+        if not _number_or_none(loss.get("replica", ...)) or not isinstance(loss.get("cause"), str):
+            raise ValueError("rack.lost holds a loss without its replica or its cause")
 
 
 def _is_of_node(entry: Any, *numbers: str) -> bool:

@@ -378,7 +378,7 @@ def _stability(folder: RunFolder, where: tuple[Where, ...]) -> Observation:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         return observe("run_folder.stability", False, expected, shown(f"cannot be judged: {error!r}"), where)
     stated = mapping(folder.result.get("stability"))
-    agrees = set(stated) == set(again) and same(_coded(again), _coded(stated))
+    agrees = same(_coded(stated), _coded(again))
     of_the_run = [reason for reason in folder.result["reasons"] if reason["code"] not in NO_SOAKS_OWN]
     repeated = of_the_run == stated.get("reasons")
     steady = again["verdict"] == Stability.STABLE
@@ -386,7 +386,7 @@ def _stability(folder: RunFolder, where: tuple[Where, ...]) -> Observation:
     found = f"{stated.get('verdict')}, judged again {again['verdict']}; the run is {folder.verdict}"
     if not repeated:
         found += ", for other reasons than its stability has"
-    return observe("run_folder.stability", bool(agrees and repeated and healthy), expected, shown(found), where)
+    return observe("run_folder.stability", agrees and repeated and healthy, expected, shown(found), where)
 
 
 def _logged_by_nodes(tree: Tree, folder: RunFolder, path: str) -> bool:

@@ -27,7 +27,7 @@ from megatoken.results.verdict_of_nodes import replicas_left, shortfalls_of_node
 
 ROUNDING = 1e-4  # relative, of rates and times; dates have whole microseconds
 ROUNDING_SECONDS = 1e-5
-MOST_OFFSET_SECONDS = 60.0  # of clocks that nobody sets; runs that took turns would need more to look simultaneous
+MOST_OFFSET_SECONDS = 60.0  # of clocks that nobody sets
 IN_WORDS = {
     *("notes", "basis", "reason", "formula", "coefficient_of_variation_formula"),
     *("statement", "observations"),
@@ -143,9 +143,11 @@ def _starts(folder: Run, nodes: Sequence[_Node], where: tuple[Where, ...]) -> It
     expected = "starts as the nodes' own dates and the offsets of their clocks give them"
     found = shown("; ".join(problems)) or f"{count_of(len(nodes), 'node')} within {spread:.3g} s"
     yield observe("run_folder.node_starts", not problems, expected, found, where)
-    far = [f"{name} {seconds:,.0f} s" for name, seconds in offsets.items() if abs(seconds) > MOST_OFFSET_SECONDS]
+    # By an offset as long as one of them, runs that took turns look simultaneous.
+    most = min(MOST_OFFSET_SECONDS, *(node.run.result["duration_seconds"] for node in nodes))
+    far = [f"{name} {seconds:,.3g} s" for name, seconds in offsets.items() if abs(seconds) > most]
     if far:
-        expected = f"clocks of nodes within {MOST_OFFSET_SECONDS:.0f} s of the driver's"
+        expected = f"clocks of nodes within {most:.3g} s of the driver's, which is no more than any of them ran"
         yield Observation("run_folder.node_starts", Severity.WARN, expected, shown("; ".join(far)), where)
 
 
@@ -156,15 +158,23 @@ def _distance(started: float | None, first: float) -> str:
 def _verdict(folder: Run, nodes: Sequence[_Node], where: tuple[Where, ...]) -> Observation:
     """The verdict and what speaks against the run, by what each node says, whose own folder is audited beside it."""
     runs, rack = {node.name: node.run for node in nodes}, folder.result["rack"]
-    verdict, reasons = verdict_of_nodes(runs, rack["replicas"], rack["lost"])
+    told_nodes = _planned(folder)
+    planned = sum(replicas for replicas, _ in told_nodes.values())
+    verdict, reasons = verdict_of_nodes(runs, planned, rack["lost"])
     stated = folder.result["node_verdicts"]
     problems = [
         f"node_verdicts.{name} {stated[name]}, the node says {run.verdict}"
         for name, run in runs.items()
         if stated[name] != run.verdict
     ]
+    problems += [f"rack_nodes of {name} are others" for name, run in runs.items() if _planned(run) != told_nodes]
+    gone = [name for name, verdict_there in stated.items() if verdict_there is None]
+    if stated.keys() != told_nodes.keys():
+        problems.append(f"node_verdicts of {', '.join(stated)}, rack_nodes {', '.join(told_nodes)}")
+    if sorted(gone) != sorted(loss["node"] for loss in rack["lost"] if loss["replica"] is None):
+        problems.append(f"no verdict of {', '.join(gone) or 'none'}, which rack.lost tells otherwise")
     if folder.verdict is not verdict:
-        problems.append(f"{folder.verdict}")
+        problems.append(f"verdict {folder.verdict}")
     if rack["replicas_least"] != replicas_left(runs):
         problems.append(f"replicas_least {rack['replicas_least']}, of the nodes {replicas_left(runs)}")
     again: Mapping[str, Sequence[Reason]] = {
@@ -184,6 +194,11 @@ def _verdict(folder: Run, nodes: Sequence[_Node], where: tuple[Where, ...]) -> O
         shown("; ".join(problems)) or f"{folder.verdict}, as its nodes",
         where,
     )
+
+
+def _planned(run: Run) -> dict[str, tuple[int, int]]:
+    """Replicas and GPUs of every node of the rack."""
+    return {entry["node"]: (entry["replicas"], entry["gpus"]) for entry in run.result.get("rack_nodes") or ()}
 
 
 def _aggregate(

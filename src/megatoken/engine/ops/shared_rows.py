@@ -75,7 +75,7 @@ class _Meeting(Store):
     """
 
     def __init__(self, store: Store, check: Callable[[], None]) -> None:
-        """``check`` is called while others are waited for, and raises if they will not come."""
+        """``check`` is called while others are waited for, as long as it takes, and raises if they will not come."""
         super().__init__()
         self._store = store
         self._check = check

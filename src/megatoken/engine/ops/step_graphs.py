@@ -69,11 +69,16 @@ class StepGraphs:
         chunks = len(arrays.lengths) - arrays.decodes
         return records_step(arrays.decodes, chunks, len(arrays.token_ids), self._most_rows)
 
-    def run(self, arrays: StepArrays, forward: Forward) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, arrays: StepArrays, forward: Forward, catch_up: Callable[[], None]) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [S, V], greedy ids [S] and slots [S], valid until the next step runs.
 
-        ``forward`` is the same each time, and not kept: an engine that is forgotten must be freed at once, and one in a
-        cycle of references never is after ``gc.freeze``.
+        The functions are the same each time, and not kept: an engine that is forgotten must be freed at once, and one
+        in a cycle of references never is after ``gc.freeze``.
+
+        Args:
+            arrays: the step.
+            forward: computes it.
+            catch_up: waits for the device, or raises where it would never be done.
         """
         chunks, samples = len(arrays.lengths) - arrays.decodes, arrays.samples
         shape = self._shape(len(arrays.token_ids), chunks, int(arrays.lengths.max()))
@@ -83,7 +88,7 @@ class StepGraphs:
             # As it will be recorded, so that every kernel of it has been compiled and loaded by then.
             sample_slots = self._step(forward, largest_step(shape), indices.to(self._ids.device, non_blocking=True))
         else:
-            recorded = self.recorded.pop(shape, None) or self._record(forward, largest_step(shape), indices)
+            recorded = self.recorded.pop(shape, None) or self._record(forward, largest_step(shape), indices, catch_up)
             self.recorded[shape] = recorded
             recorded.indices.copy_(indices, non_blocking=True)
             recorded.graph.replay()
@@ -93,12 +98,8 @@ class StepGraphs:
     def record_ahead(self, forward: Forward, max_length: int, catch_up: Callable[[], None]) -> None:
         """Records steps of every number of rows, of sequences as most conversations are long.
 
-        Those who come first would otherwise wait for recordings, each as long as some steps.
-
-        Args:
-            forward: as in ``run``.
-            max_length: of a sequence.
-            catch_up: waits for the device, or raises where it would never be done.
+        Those who come first would otherwise wait for recordings, each as long as some steps. ``forward`` and
+        ``catch_up`` are as in ``run``, ``max_length`` is a sequence's.
         """
         for chunks in (0, 1):
             for rows, fewer_rows in zip(self._rows, (0, *self._rows), strict=False):
@@ -108,8 +109,7 @@ class StepGraphs:
                 step = largest_step(shape)
                 indices = cuda.pack(cuda.index_parts(step))
                 self._step(forward, step, indices.to(self._ids.device))
-                catch_up()  # what follows waits for the device without a look at the other ranks
-                self.recorded[shape] = self._record(forward, step, indices)
+                self.recorded[shape] = self._record(forward, step, indices, catch_up)
                 self._met[shape] = UNRECORDED_RUNS
 
     def _shape(self, rows: int, chunks: int, tokens: int) -> StepShape:
@@ -124,13 +124,14 @@ class StepGraphs:
             pages=-(-longest // self._page_size),
         )
 
-    def _record(self, forward: Forward, arrays: StepArrays, indices: Tensor) -> _Recorded:
+    def _record(self, forward: Forward, arrays: StepArrays, indices: Tensor, catch_up: Callable[[], None]) -> _Recorded:
         """Launches are made for what only the host knows of ``arrays``, such as the longest sequence.
 
         ``indices``: of a step of that shape, as ``cuda.pack`` makes them.
         """
         if len(self.recorded) == MOST_GRAPHS:
             del self.recorded[next(iter(self.recorded))]
+        catch_up()  # what follows waits for the device without a look at the other ranks
         current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         indices = indices.to(self._ids.device)
         self._stream.wait_stream(current)
