@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,7 @@ from megatoken.engine import EngineConfig, Sampling
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import SHAPES
 from megatoken.engine.device import plan_memory
-from megatoken.engine.parallel import RankGroup, RankWeights
+from megatoken.engine.parallel import Followers, Order, RankGroup, RankWeights
 from megatoken.engine.quantized_checkpoint import linear_shapes
 from megatoken.errors import CapacityError, ConfigError, MegatokenError
 
@@ -170,6 +171,24 @@ def test_what_fails_because_a_rank_has_ended_is_said_of_the_rank(tmp_path: Path)
     followers()[0].kill()
     with pytest.raises(MegatokenError, match="rank 1 ended with SIGKILL"), engine._runner._followers.blamed():
         raise MegatokenError("the ranks' GPUs cannot share memory")
+
+
+def test_a_rank_that_ends_once_it_is_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatoken.engine.parallel._MEETING_TIME", timedelta(seconds=1))
+    ranks = Followers(2, b'{"parent": 0}')  # of another process: it ends at once
+    (ranks.folder / "rank1.loaded").touch()
+    with pytest.raises(MegatokenError, match="rank 1 ended with code 0"), ranks.blamed():
+        ranks.meet(torch.device("cpu"))
+
+
+def test_ranks_may_be_idle_for_longer_than_they_take_to_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatoken.engine.parallel._MEETING_TIME", timedelta(seconds=2))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda rank: RankGroup(tmp_path, rank, 2, torch.device("cpu")), range(2))
+        received = pool.submit(second.receive)
+        time.sleep(2.5)
+        first.send(Order.RECORD_STEPS)
+        assert received.result() == (Order.RECORD_STEPS, None)
 
 
 def test_a_rank_that_cannot_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ _FIELDS = [field.name for field in dataclasses.fields(StepArrays) if field.name 
 _LAST_WORDS_SECONDS = 1.0  # between the end of a rank's sockets and that of its process
 _ABORT_SECONDS = 10.0  # that NCCL may take to give up; a process that ends does not need it to
 _RUNNING_SUMS_SECONDS = 0.3  # of them, for what runs on the GPU to end; microseconds are enough
+_MEETING_TIME = datetime.timedelta(seconds=60)  # of ranks that are all loaded; one may have ended since
 _AS_LONG_AS_IT_TAKES = datetime.timedelta(days=30)  # an idle engine sends no steps; a rank that dies closes its sockets
 
 
@@ -128,9 +129,10 @@ class RankGroup:
         self._store = _c10d.FileStore(str(folder / "store"), ranks)
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [_c10d.ProcessGroupGloo.create_device(interface="lo")]
-        options._timeout = _AS_LONG_AS_IT_TAKES
+        options._timeout = _MEETING_TIME
         host = _c10d.PrefixStore("host", self._store)
         self._host: Any = _c10d.ProcessGroupGloo(host, rank, ranks, options)
+        self._host._set_default_timeout(_AS_LONG_AS_IT_TAKES)
         self._device: Any = self._host
         if device.type == "cuda":
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
