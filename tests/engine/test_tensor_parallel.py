@@ -176,6 +176,7 @@ def test_what_fails_because_a_rank_has_ended_is_said_of_the_rank(tmp_path: Path)
 def test_a_rank_that_ends_once_it_is_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatoken.engine.parallel._MEETING_TIME", timedelta(seconds=1))
     ranks = Followers(2, b'{"parent": 0}')  # of another process: it ends at once
+    ranks._processes[0].wait()
     (ranks.folder / "rank1.loaded").touch()
     with pytest.raises(MegatokenError, match="rank 1 ended with code 0"), ranks.blamed():
         ranks.meet(torch.device("cpu"))

@@ -399,9 +399,11 @@ def _logged_by_nodes(tree: Tree, folder: RunFolder, path: str) -> bool:
 
 def _coded(stability: Mapping[str, Any]) -> dict[str, Any]:
     """A soak's stability without what its reasons say in words, which other versions word otherwise."""
-    listed = stability["reasons"] if isinstance(stability["reasons"], list) else []
-    reasons = [{**reason, "message": None} if isinstance(reason, Mapping) else reason for reason in listed]
-    return {**stability, "reasons": reasons}
+    reasons = stability.get("reasons")
+    if not isinstance(reasons, list):
+        return dict(stability)
+    coded = [{**reason, "message": None} if isinstance(reason, Mapping) else reason for reason in reasons]
+    return {**stability, "reasons": coded}
 
 
 def _moment(text: Any) -> datetime | None:
