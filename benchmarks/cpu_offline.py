@@ -21,7 +21,7 @@ import psutil
 import megatoken
 from megatoken.engine.config import SHAPES, ModelConfig
 from megatoken.hardware.inventory import take_inventory
-from megatoken.results.numerals import count_of
+from megatoken.text import count_of
 from peers.environments import ENVIRONMENTS, interpreter
 from peers.monitor import ChildFailedError, run_watched, share_of_others
 from peers.protocol import Answer, Specification

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 
 from gpu_measuring import gemm_bound_teraflops, operations_per_row, report, require_gpu, write_report
+from megatoken.analysis.series import totals_over_time
 from megatoken.config import load_run_config
 from megatoken.engine import Engine, Request
 from megatoken.engine.config import SHAPES
@@ -24,8 +25,7 @@ from megatoken.errors import MegatokenError
 from megatoken.harness.prepare import build_engine, prepare
 from megatoken.harness.progress import Progress
 from megatoken.harness.run import run_scenario
-from megatoken.results import Run, read_run
-from megatoken.results.series import totals_over_time
+from megatoken.runs.run import Run, read_run
 from megatoken.targets.in_process import InProcessTarget
 
 BOUND_SECONDS = 10.0

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from megatoken.results import Run, RunFolder, SampleRow, read_run
+from megatoken.runs.run import Run, read_run
+from megatoken.runs.tables import SampleRow
+from megatoken.runs.writer import RunFolder
 
 
 def run_folder(

@@ -36,7 +36,7 @@ from cli_support import (
     write_lines,
 )
 from megatoken.config import load_run_config
-from megatoken.results import Verdict, read_run
+from megatoken.runs.run import Verdict, read_run
 
 QUICK = ("--engine.threads", 1, "--warm-up", 0.1)
 SOURCE = Path(megatoken.__file__).parents[1]

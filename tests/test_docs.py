@@ -121,7 +121,7 @@ def queueing_runs(folder: Path) -> Iterator[dict[str, Any]]:
     from megatoken.datasets.lengths import load_lengths
     from megatoken.harness.progress import Progress
     from megatoken.harness.run import run_scenario
-    from megatoken.results import read_run
+    from megatoken.runs.run import read_run
 
     lengths = folder / "lengths.csv"
     lengths.write_text("input_tokens,output_tokens\n" + "".join(f"{20 + i},2\n" for i in range(40)))

@@ -9,8 +9,8 @@ import pytest
 
 import megatoken.errors
 from megatoken.accuracy.scores import check_installed
+from megatoken.analysis.query import query
 from megatoken.errors import UsageError
-from megatoken.results.query import query
 
 ASK = "from megatoken.errors import how_to_install; print(how_to_install('report'))"
 

@@ -17,7 +17,7 @@ from megatoken.datasets.prompts import load_prompts
 from megatoken.datasets.requests import Dataset
 from megatoken.datasets.tables import read_table
 from megatoken.errors import ConfigError, DatasetError
-from megatoken.input_files import open_input
+from megatoken.files import open_input
 
 LINES = b'{"prompt_token_ids": [1, 2]}\n{"prompt_token_ids": [3]}\n'
 

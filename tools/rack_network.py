@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatoken.errors import UsageError
-from megatoken.results import Run, read_run
+from megatoken.runs.run import Run, read_run
 
 SKIPPED = 77
 NETWORK = "10.213.7"

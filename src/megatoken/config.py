@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -17,8 +16,9 @@ from pydantic_core import ErrorDetails
 from megatoken.engine.config import REFERENCE, EngineConfig, Precision
 from megatoken.engine.request import Sampling
 from megatoken.errors import ConfigError
-from megatoken.input_files import open_input
-from megatoken.yaml_core import CoreLoader, not_yaml
+from megatoken.files import open_input
+from megatoken.text import nearest
+from megatoken.yaml_files import CoreLoader, not_yaml
 
 FLAG_ALIASES = {name: f"{name}_seconds" for name in ("min_duration", "warm_up", "probe", "ttft_limit", "tpot_limit")}
 
@@ -221,12 +221,6 @@ def flag_key(flag: str) -> str:
     """The key that a flag, typed without its leading dashes, would set if the schema has it."""
     key = flag.replace("-", "_")
     return FLAG_ALIASES.get(key, key)
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """What ``name`` was probably meant to be; letters that only changed places count for more than a missing one."""
-    close = difflib.get_close_matches(name, list(known), cutoff=0.5)
-    return max(close, key=lambda one: sorted(one) == sorted(name), default=None)
 
 
 def describe_keys() -> Iterator[tuple[str, str, str]]:

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from accuracy_files import make_tokenizer, write_405b, write_lines, write_log, write_openorca
 
-from megatoken.accuracy.answers import read_answers
 from megatoken.accuracy.decoding import AnswerDecoder
 from megatoken.accuracy.evaluate import evaluate
 from megatoken.audit import answers as audited
 from megatoken.audit.answers import read_logged_answers, rescore
-from megatoken.audit.reading import UnreadableError
 from megatoken.datasets.references import load_references
+from megatoken.files import UnreadableError
+from megatoken.mlperf.answers import read_answers
 
 WORDS = ("the", "cats", "sat", ",", "on", "12", "mats", ".", "don", "'t", "it", "'s", "!", "are", "Running", "?", "yes")
 KEPT = {"rouge1", "rouge2", "rougeL", "exact_match"}  # rougeLsum takes sentences, which the audit leaves out

@@ -7,9 +7,9 @@ import pytest
 from accuracy_files import write_log
 
 from cli_support import call_here
-from megatoken.accuracy.compliance import TEST06_RECORDS
 from megatoken.audit import Severity, audit
 from megatoken.datasets.references import HELD_OUT
+from megatoken.mlperf.compliance import TEST06_RECORDS
 
 DETAIL = """:::MLLOG {"key": "effective_scenario", "value": "Offline", "time_ms": 0.1, "namespace": "mlperf::logging", \
 "event_type": "POINT_IN_TIME", "metadata": {"is_error": false, "is_warning": false, "file": "a.cc", "line_no": 1, \

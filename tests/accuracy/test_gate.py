@@ -15,7 +15,7 @@ from megatoken.accuracy.gate import BASELINE, SHARE, reference_gate
 from megatoken.datasets.references import HELD_OUT, load_references
 from megatoken.engine.config import REFERENCE, model_folder
 from megatoken.errors import UsageError
-from megatoken.results import Verdict, read_run
+from megatoken.runs.run import Verdict, read_run
 from told_fields import untold_fields
 
 ROWS = 128  # of 2,048, which take minutes on a busy core

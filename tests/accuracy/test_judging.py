@@ -10,15 +10,15 @@ from accuracy_files import make_tokenizer, write_405b, write_lines, write_log, w
 
 from cli_support import call_here
 from megatoken.accuracy import scores as scoring
-from megatoken.accuracy.answers import read_answers
-from megatoken.accuracy.compliance import check_test07
 from megatoken.accuracy.evaluate import Mean, Scores
 from megatoken.accuracy.judge import Judged, judge
 from megatoken.accuracy.targets import missed, of_benchmark
-from megatoken.audit.accuracy_log import read_accuracy_scores
 from megatoken.datasets.references import References
 from megatoken.errors import StorageError, UsageError
-from megatoken.results import Verdict
+from megatoken.mlperf.accuracy_log import read_accuracy_scores
+from megatoken.mlperf.answers import read_answers
+from megatoken.mlperf.compliance import check_test07
+from megatoken.runs.run import Verdict
 
 WORDS = [f"word{row}" for row in range(20)]
 

@@ -9,7 +9,7 @@ from accuracy_files import END, make_tokenizer, write_lines
 
 from cli_support import call_here
 from megatoken.audit import Severity, audit
-from megatoken.results import read_run
+from megatoken.runs.run import read_run
 
 ROWS = 12
 MEANT = ("--references", "{run}/../../prompts.jsonl", "--model", "{run}/../../model")

@@ -6,12 +6,12 @@ import pytest
 from accuracy_files import END, make_tokenizer, write_405b, write_lines, write_log, write_openorca
 from transformers import PreTrainedTokenizerFast
 
-from megatoken.accuracy.answers import read_answers
 from megatoken.accuracy.decoding import AnswerDecoder
 from megatoken.accuracy.evaluate import FEW, Scores, evaluate
 from megatoken.accuracy.scores import Pair, score, sentence_splitter
 from megatoken.datasets.references import load_references
 from megatoken.errors import CheckpointError, UsageError
+from megatoken.mlperf.answers import read_answers
 
 WITHOUT_SENTENCES = sentence_splitter() is None
 needs_sentences = pytest.mark.skipif(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.audit.checks.power_session import HASHED
-from megatoken.audit.facts import rules
+from megatoken.mlperf.rounds import rules
 
 
 def write_session(performance: Path, phases: dict[str, list[list[float]]], **more: Any) -> None:

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from megatoken.audit import Severity, audit
-from megatoken.audit.facts import round_seeds, rules
 from megatoken.errors import UsageError
+from megatoken.mlperf.rounds import round_seeds, rules
 
 _, SAMPLE_SEED, SCHEDULE_SEED = round_seeds()["v6.1"]
 PERCENTS = (99.9, 99.0, 97.0, 95.0, 90.0, 80.0, 75.0, 50.0, 25.0, 10.0, 5.0, 1.0)

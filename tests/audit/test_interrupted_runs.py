@@ -12,8 +12,9 @@ import pytest
 
 from cli_results import document_of
 from cli_support import TIMEOUT_SECONDS, started
+from megatoken.analysis.statistics import summarise
 from megatoken.audit import Finding, Severity, audit
-from megatoken.results import read_run, summarise
+from megatoken.runs.run import read_run
 
 CAUSES = {signal.SIGINT: "INTERRUPTED: SIGINT after ", signal.SIGKILL: "INTERRUPTED: NOT_FINISHED "}
 TINY = ("--model", "tiny", "--random-weights", "--warm-up", 0.1, "--engine.threads", 1)

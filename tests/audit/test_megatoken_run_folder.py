@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from megatoken.analysis.stability import judge_soak
 from megatoken.audit import Severity, audit
-from megatoken.results import RunFolder, SampleRow, SeriesRow
-from megatoken.results.stability import judge_soak
+from megatoken.runs.tables import SampleRow, SeriesRow
+from megatoken.runs.writer import RunFolder
 
 CHILD = Path(__file__).parents[1] / "harness" / "loadgen_children.py"
 

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from megatoken.audit import Severity, audit
 from megatoken.audit import archive as archive_module
-from megatoken.audit.accuracy_log import read_accuracy_log
 from megatoken.audit.archive import unpacked
-from megatoken.audit.detail_log import read_detail_log
-from megatoken.audit.reading import UnreadableError, parse_json
-from megatoken.audit.summary_log import parse_summary
 from megatoken.errors import MegatokenError, UsageError
+from megatoken.files import UnreadableError, parse_json
+from megatoken.mlperf.accuracy_log import read_accuracy_log
+from megatoken.mlperf.detail_log import read_detail_log
+from megatoken.mlperf.summary_log import parse_summary
 
 DETAIL, SUMMARY, ACCURACY = "mlperf_log_detail.txt", "mlperf_log_summary.txt", "mlperf_log_accuracy.json"
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -344,8 +344,8 @@ def test_archives_of_too_many_files_are_refused_unread(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("file", [DETAIL, ACCURACY])
 def test_lines_of_one_byte_are_not_read_for_ever(twin, monkeypatch, file):
-    monkeypatch.setattr("megatoken.audit.detail_log.MOST_DAMAGES", 1_000)
-    monkeypatch.setattr("megatoken.audit.accuracy_log.MOST_LINES", 1_000)
+    monkeypatch.setattr("megatoken.mlperf.detail_log.MOST_DAMAGES", 1_000)
+    monkeypatch.setattr("megatoken.mlperf.accuracy_log.MOST_LINES", 1_000)
     folder = twin()
     (folder / file).write_bytes(b"\n" * 30_000_000)
     before = time.process_time()

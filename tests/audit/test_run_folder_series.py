@@ -12,7 +12,7 @@ from test_run_folder_told import OPTIONS, Edit, edited, in_result, made
 from cli_support import TIMEOUT_SECONDS, started
 from megatoken.audit import Severity, audit
 from megatoken.errors import UsageError
-from megatoken.results import read_run
+from megatoken.runs.run import read_run
 
 OPTIONS_OF_SOAK = ("--model", "tiny", "--engine.max_sequences", 4, "--duration", "1h", *OPTIONS)
 

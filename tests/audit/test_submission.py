@@ -11,7 +11,7 @@ from power_session import write_session
 from megatoken.audit import Severity, audit
 from megatoken.audit.checks.submission import Submission, _systems
 from megatoken.audit.evidence import System
-from megatoken.audit.facts import rules
+from megatoken.mlperf.rounds import rules
 
 LOGS = ("mlperf_log_detail.txt", "mlperf_log_summary.txt", "mlperf_log_accuracy.json")
 KEY = "sys/llama2-70b-99.9/Offline"

@@ -12,12 +12,12 @@ import pytest
 from mlperf_files import TEXTS, make_tokenizer, write_405b, write_cnn, write_openorca
 
 from cli_support import call_here, make_checkpoint, write_lines
-from megatoken.audit.facts import benchmarks
 from megatoken.datasets.catalog import catalog
 from megatoken.datasets.mlperf import load_mlperf
 from megatoken.datasets.profiles import OUTPUT_GAMMA_SHAPE, profile_csv
 from megatoken.datasets.requests import Dataset
 from megatoken.errors import DatasetError
+from megatoken.mlperf.rounds import benchmarks
 from megatoken.planning import load_profiles
 
 

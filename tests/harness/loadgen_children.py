@@ -20,9 +20,10 @@ from megatoken.datasets.lengths import load_lengths
 from megatoken.engine.request import Request
 from megatoken.errors import MegatokenError, RequestError
 from megatoken.hardware.telemetry import Telemetry
-from megatoken.harness import benchmarks, rules, stop
+from megatoken.harness import stop
 from megatoken.harness.progress import Progress
 from megatoken.harness.run import run_scenario
+from megatoken.mlperf import benchmarks, rules
 from megatoken.targets import Outcome, ReplicaState, SampleEvent, TargetCounters
 
 TIMEOUT_SECONDS = 200  # only a hang takes this long, however busy the machine

@@ -11,17 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken import targets
+from megatoken.analysis.statistics import Samples
 from megatoken.engine.request import Request
 from megatoken.hardware.telemetry import Telemetry
-from megatoken.harness.benchmarks import LatencyLimits
-from megatoken.harness.latencies import latencies
 from megatoken.harness.rate_finder import Outcome, Probe
 from megatoken.harness.rate_search import Try
 from megatoken.harness.saturation import Saturation, SaturationWatch
-from megatoken.harness.schedule import PoissonSchedule
-from megatoken.results import SampleRow
-from megatoken.results.statistics import Samples
-from megatoken.results.tables import to_table
+from megatoken.mlperf.benchmarks import LatencyLimits
+from megatoken.mlperf.latencies import latencies
+from megatoken.mlperf.schedule import PoissonSchedule
+from megatoken.runs.tables import SampleRow, to_table
 from megatoken.targets import ReplicaState, SampleEvent, TargetCounters
 
 Floats = NDArray[np.float64]

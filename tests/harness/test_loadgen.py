@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from megatoken.errors import MegatokenError, StorageError
 from megatoken.harness.loadgen import LoadGenTest, Seeds, TestSettings
-from megatoken.harness.loadgen_log import LoadGenLog
 from megatoken.harness.loadgen_wire import (
     Completion,
     FirstToken,
@@ -26,7 +25,8 @@ from megatoken.harness.loadgen_wire import (
     unpack_answers,
     unpack_issued,
 )
-from megatoken.harness.schedule import PoissonSchedule
+from megatoken.mlperf.loadgen_log import LoadGenLog
+from megatoken.mlperf.schedule import PoissonSchedule
 
 SEEDS = Seeds(1, 2, 18209322760996052031)
 

@@ -9,7 +9,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from megatoken.config import RunConfig
-from megatoken.harness.benchmarks import BENCHMARKS, benchmark, benchmark_of_model
 from megatoken.harness.loadgen import TestSettings
 from megatoken.harness.loadgen_plan import (
     full_length,
@@ -21,7 +20,8 @@ from megatoken.harness.loadgen_plan import (
     samples_drawn,
     with_target_step,
 )
-from megatoken.harness.schedule import PoissonSchedule
+from megatoken.mlperf.benchmarks import BENCHMARKS, benchmark, benchmark_of_model
+from megatoken.mlperf.schedule import PoissonSchedule
 
 servers = st.sampled_from(["server", "interactive"])
 rows_of_data = st.integers(1, 30_000)

@@ -12,7 +12,7 @@ from loadgen_children import TIMEOUT_SECONDS, call, started, wait_until_running
 
 from cli_support import call as call_command
 from cli_support import make_checkpoint, write_lines
-from megatoken.results import Run, Verdict, read_run
+from megatoken.runs.run import Run, Verdict, read_run
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from queueing import Batching, Serve, Simulated, queue_of, replay, rows_of
 
-from megatoken.harness.benchmarks import LatencyLimits
 from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder
 from megatoken.harness.rate_search import MOST_FULL_LENGTHS, MOST_PROBES, RESOLUTION, RateSearch, Try, Verdict
 from megatoken.harness.saturation import SaturationWatch
-from megatoken.harness.schedule import PoissonSchedule
-from megatoken.results import SampleRow
+from megatoken.mlperf.benchmarks import LatencyLimits
+from megatoken.mlperf.schedule import PoissonSchedule
+from megatoken.runs.tables import SampleRow
 
 SEED = 18209322760996052031  # of round v5.1
 

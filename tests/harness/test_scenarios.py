@@ -17,21 +17,22 @@ from loadgen_children import TIMEOUT_SECONDS, started, wait_until_running
 from queueing import QueueingTarget, Simulated, queue_of
 
 from cli_support import call_here, make_checkpoint
+from megatoken.analysis.repeats import interval, read_repeats
 from megatoken.audit import Severity, audit
 from megatoken.config import RunConfig, load_run_config
 from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.requests import Dataset
-from megatoken.harness import benchmarks, rules
-from megatoken.harness.benchmarks import LatencyLimits
 from megatoken.harness.clock import WallClockSteps
 from megatoken.harness.progress import Progress
 from megatoken.harness.run import run_scenario
-from megatoken.harness.schedule import PoissonSchedule
+from megatoken.mlperf import benchmarks, rules
+from megatoken.mlperf.benchmarks import LatencyLimits
+from megatoken.mlperf.schedule import PoissonSchedule
 from megatoken.report.metrics import metric_rows
-from megatoken.results import Run, RunFolder, Verdict, read_run
-from megatoken.results.numerals import number
-from megatoken.results.repeats import interval, read_repeats
+from megatoken.runs.run import Run, Verdict, read_run
+from megatoken.runs.writer import RunFolder
 from megatoken.targets import SampleEvent
+from megatoken.text import number
 from told_fields import untold_fields
 
 SEED = rules.ROUNDS["v5.1"].seeds.schedule

@@ -27,14 +27,14 @@ from cli_support import (
     started,
     write_lines,
 )
+from megatoken.analysis.stability import judge_soak
 from megatoken.cli.soak import duration_seconds
 from megatoken.config import load_run_config
 from megatoken.errors import UsageError
+from megatoken.files import plain
 from megatoken.harness.result_facts import CORE_WAIT_SHARE
 from megatoken.harness.soak import Earlier, SteadyLoad
-from megatoken.results import Run, Verdict, read_run
-from megatoken.results.files import plain
-from megatoken.results.stability import judge_soak
+from megatoken.runs.run import Run, Verdict, read_run
 
 ROWS = 20
 POPULATION = 4 + 16  # sequences, and the fewest that wait

@@ -15,7 +15,7 @@ import yaml
 
 from cli_support import TIMEOUT_SECONDS
 from megatoken.cli.application import app
-from megatoken.results import Verdict, read_run
+from megatoken.runs.run import Verdict, read_run
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatoken.planning import Assumptions, Throughput, from_number, load_assumptions
-from megatoken.results import Run, RunFolder, SampleRow, SeriesRow, read_run
+from megatoken.runs.run import Run, read_run
+from megatoken.runs.tables import SampleRow, SeriesRow
+from megatoken.runs.writer import RunFolder
 
 
 @pytest.fixture(scope="session")

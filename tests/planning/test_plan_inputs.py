@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatoken.datasets.lengths import load_lengths
 from megatoken.errors import ConfigError
 from megatoken.planning import lengths_csv, load_assumptions, load_profiles
-from megatoken.planning.strict_yaml import LARGEST_FILE_BYTES
+from megatoken.yaml_files import LARGEST_FILE_BYTES
 
 PROFILE = "profiles:\n  mine:\n    input_tokens: 10\n    output_tokens: 20\n"
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from megatoken.analysis.repeats import interval, read_repeats_in
 from megatoken.errors import UsageError
 from megatoken.planning import commands, energy_of, from_runs, load_profiles, plan_capacity, plan_energy, power_of
-from megatoken.results.numerals import precise
-from megatoken.results.repeats import interval, read_repeats_in
+from megatoken.text import precise
 
 GPU = {"gpus": ("NVIDIA H200",), "watts": 400.0}
 

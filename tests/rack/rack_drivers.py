@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 import megatoken
-from megatoken.results import Run, read_run
+from megatoken.runs.run import Run, read_run
 
 SOURCES = Path(megatoken.__file__).parents[1]
 LENGTHS = "input_tokens,output_tokens\n" + "12,40\n20,24\n8,56\n30,32\n" * 25

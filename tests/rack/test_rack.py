@@ -23,7 +23,7 @@ import pytest
 from rack_drivers import PATIENCE_SECONDS, RayNodes, gone, workers_of
 
 from megatoken.audit import Severity, audit
-from megatoken.results import Run, Verdict, read_run
+from megatoken.runs.run import Run, Verdict, read_run
 
 TINY = ("--model", "tiny", "--engine.max-length", "128", "--rack.dead-after-seconds", str(PATIENCE_SECONDS))
 # Three replicas of four sequences at a time, about 14 answers a second together.

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatoken.results import RunFolder, SampleRow, SeriesRow
+from megatoken.runs.tables import SampleRow, SeriesRow
+from megatoken.runs.writer import RunFolder
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from megatoken.results.aggregation import aggregate
-from megatoken.results.comparison import Entry, compare
-from megatoken.results.nodes import NodeRow
+from megatoken.analysis.aggregation import aggregate
+from megatoken.analysis.comparison import Entry, compare
+from megatoken.analysis.nodes import NodeRow
 
 RATES = (62690.8, 62417.3, 61986.5, 59043.8, 61551.6, 62236.9, 61532.7, 59449.4, 62579.9)
 RATES += (62451.1, 62317.7, 62593.4, 58081.1, 57718.7, 61331.1, 57599.1, 62563.3, 62803.9)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from report_documents import DOCUMENTS, audit_document
 
+from megatoken.analysis.comparison import compare
 from megatoken.audit import read_evidence as read
-from megatoken.audit.claim_references import comparison_entry
+from megatoken.claims.references import comparison_entry
 from megatoken.report import save_document, write_report
-from megatoken.results.comparison import compare
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium")

@@ -14,7 +14,7 @@ from megatoken.report.documents import checked
 from megatoken.report.page import page
 from megatoken.report.views import document_view, run_view
 from megatoken.report.words import sentence
-from megatoken.results import read_run
+from megatoken.runs.run import read_run
 
 
 def shown(path, width: int, terminal: bool = False) -> str:

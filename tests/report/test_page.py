@@ -14,7 +14,7 @@ from megatoken.report.documents import KINDS, checked
 from megatoken.report.page import page
 from megatoken.report.style import DARK, LIGHT, STYLE
 from megatoken.report.views import document_view, run_view
-from megatoken.results import read_run
+from megatoken.runs.run import read_run
 
 PAGES = [*DOCUMENTS, "run", "rack"]
 

@@ -7,14 +7,14 @@ import pytest
 from pages import parsed, table_rows, words
 from rich.console import Console
 
+from megatoken.analysis.comparison import compare
+from megatoken.analysis.entries import accelerator_entry
 from megatoken.audit import audit
 from megatoken.planning import commands, load_assumptions
 from megatoken.report import show
 from megatoken.report.documents import checked
 from megatoken.report.page import page
 from megatoken.report.views import document_view
-from megatoken.results.comparison import compare
-from megatoken.results.entries import accelerator_entry
 from published import published_logs
 
 RACK = commands.Rate(

@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 from pages import parsed, table_rows, words
 
+from megatoken.analysis.repeats import REPEATS, summarise_repeats
 from megatoken.audit import read_evidence
-from megatoken.audit.claim_references import comparison_entry
+from megatoken.claims.references import comparison_entry
 from megatoken.errors import UsageError
+from megatoken.files import plain, to_json, write_text
 from megatoken.planning.commands import Common, Rate, capacity
 from megatoken.report import read_subject, write_report, write_reports
 from megatoken.report.documents import checked
 from megatoken.report.page import page
 from megatoken.report.views import document_view
-from megatoken.results import Verdict
-from megatoken.results.files import plain, to_json, write_text
-from megatoken.results.repeats import REPEATS, summarise_repeats
+from megatoken.runs.run import Verdict
 from run_folders import run_folder
 
 PUBLISHED = {"benchmark": "llama2-70b-99", "scenario": "Offline"}

@@ -7,7 +7,7 @@ from megatoken.errors import UsageError
 from megatoken.report import write_report
 from megatoken.report.page import page
 from megatoken.report.views import run_view
-from megatoken.results import read_run
+from megatoken.runs.run import read_run
 
 
 def page_of(path):

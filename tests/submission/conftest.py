@@ -7,8 +7,8 @@ import making
 import pytest
 from submission_trees import MEAN, SEEDS, Make, all_runs, evaluate, fill, verify
 
-from megatoken.audit import facts
-from megatoken.harness.rules import ROUNDS  # made of the rules as they are, before they are cut down
+from megatoken.mlperf import rounds as facts
+from megatoken.mlperf.rules import ROUNDS  # made of the rules as they are, before they are cut down
 from megatoken.submission import build
 
 

@@ -70,11 +70,11 @@ def offline(
     import pytest
 
     from megatoken.config import RunConfig
-    from megatoken.harness import benchmarks, rules
     from megatoken.harness.loadgen import Seeds
     from megatoken.harness.prepare import build_engine, prepare
     from megatoken.harness.progress import Progress
     from megatoken.harness.run import run_scenario
+    from megatoken.mlperf import benchmarks, rules
     from megatoken.targets.in_process import InProcessTarget
 
     claimed = next(name for name, one in rules.ROUNDS.items() if seeds is None or one.seeds == Seeds(*seeds))
@@ -116,10 +116,11 @@ def direct(
     import numpy as np
 
     from megatoken.hardware.inventory import take_inventory
-    from megatoken.harness.loadgen_log import LoadGenLog
     from megatoken.harness.result_facts import loadgen_facts
-    from megatoken.harness.rules import ROUNDS
-    from megatoken.results import RunFolder, SampleRow, SeriesRow, run_name
+    from megatoken.mlperf.loadgen_log import LoadGenLog
+    from megatoken.mlperf.rules import ROUNDS
+    from megatoken.runs.tables import SampleRow, SeriesRow
+    from megatoken.runs.writer import RunFolder, run_name
 
     name = "Server" if scenario == "interactive" else {"singlestream": "SingleStream"}.get(scenario, scenario.title())
     told = f"{model}-interactive" if scenario == "interactive" else model

@@ -13,11 +13,11 @@ import yaml
 from submission_trees import SEEDS, Make, all_runs, evaluate, fill, verify
 
 from megatoken.audit import audit
-from megatoken.audit.detail_log import read_detail_log
 from megatoken.audit.evidence import Role
-from megatoken.audit.facts import benchmarks, rules
 from megatoken.errors import StorageError, UsageError
-from megatoken.results import read_run
+from megatoken.mlperf.detail_log import read_detail_log
+from megatoken.mlperf.rounds import benchmarks, rules
+from megatoken.runs.run import read_run
 from megatoken.submission import RefusedRunsError, build, check
 from megatoken.submission.description import system_description, system_name
 from megatoken.submission.runs import SubmittedRun, missing_runs

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatoken.accuracy.answers import SCORES, Answers
 from megatoken.accuracy.evaluate import Mean, Scores
 from megatoken.accuracy.targets import Targets, numbers
 from megatoken.datasets.references import References
-from megatoken.results.files import storage_error, to_json, write_text
-from megatoken.results.run import Reason, Verdict
+from megatoken.files import storage_error, to_json, write_text
+from megatoken.mlperf.answers import SCORES, Answers
+from megatoken.runs.run import Reason, Verdict
 
 SCHEMA_VERSION = 1
 TEXT = "accuracy.txt"

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatoken.accuracy.answers import find_log, read_answers
-from megatoken.accuracy.compliance import check_test06
 from megatoken.accuracy.decoding import AnswerDecoder
 from megatoken.accuracy.judge import judge_answers
 from megatoken.accuracy.scores import check_installed
@@ -19,7 +17,9 @@ from megatoken.accuracy.targets import FOLDER, Targets, of_baseline
 from megatoken.accuracy.verify import cut_samples, write_result
 from megatoken.datasets.references import HELD_OUT, References, load_references
 from megatoken.engine.config import REFERENCE, model_folder
-from megatoken.results import Reason
+from megatoken.mlperf.answers import find_log, read_answers
+from megatoken.mlperf.compliance import check_test06
+from megatoken.runs.run import Reason
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatoken.accuracy.answers import SCORES, WHOLE_RUN, AccuracyLogError, Answers, find_log, read_answers
 from megatoken.accuracy.decoding import AnswerDecoder
 from megatoken.accuracy.evaluate import Scores, evaluate
 from megatoken.accuracy.files import document, write_results
@@ -16,8 +15,9 @@ from megatoken.accuracy.targets import FOLDER, Targets, missed, of_baseline, of_
 from megatoken.datasets.references import HELD_OUT, References, load_references
 from megatoken.engine.config import model_folder
 from megatoken.errors import DatasetError, UsageError
-from megatoken.results.numerals import count_of
-from megatoken.results.run import RESULT, Run, Verdict, read_run
+from megatoken.mlperf.answers import SCORES, WHOLE_RUN, AccuracyLogError, Answers, find_log, read_answers
+from megatoken.runs.run import RESULT, Run, Verdict, read_run
+from megatoken.text import count_of
 
 _WORD = re.compile(r"[a-z0-9]+")  # as rouge-score takes texts apart
 

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatoken.accuracy.answers import SCORES, Answers
 from megatoken.accuracy.evaluate import Scores
 from megatoken.accuracy.scores import SENTENCES_MEND, sentence_splitter
-from megatoken.audit.facts import benchmark_of
-from megatoken.config import nearest
 from megatoken.datasets.catalog import catalog
 from megatoken.datasets.references import References
 from megatoken.errors import UsageError
-from megatoken.results.numerals import count_of
-from megatoken.results.run import Reason
+from megatoken.mlperf.answers import SCORES, Answers
+from megatoken.mlperf.rounds import benchmark_of
+from megatoken.runs.run import Reason
+from megatoken.text import count_of, nearest
 
 FOLDER = "accuracy"  # of a run folder
 BY_SENTENCES = frozenset(("rougeLsum", "gen_len", "exact_match"))  # of MLPerf's references, which split texts first

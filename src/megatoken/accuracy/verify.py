@@ -6,23 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatoken.accuracy.answers import WHOLE_RUN, find_log, read_answers
-from megatoken.accuracy.compliance import (
+from megatoken.accuracy.files import make_folder
+from megatoken.accuracy.judge import run_of, sampled_by
+from megatoken.accuracy.targets import read_result
+from megatoken.engine.config import SHAPES, end_token_ids, model_folder
+from megatoken.errors import UsageError
+from megatoken.files import UnreadableError
+from megatoken.mlperf.answers import WHOLE_RUN, find_log, read_answers
+from megatoken.mlperf.compliance import (
     TEST06_RUN,
     ComplianceResult,
     check_test06,
     check_test07,
     check_test09,
 )
-from megatoken.accuracy.files import make_folder
-from megatoken.accuracy.judge import run_of, sampled_by
-from megatoken.accuracy.targets import read_result
-from megatoken.audit.detail_log import read_detail_log
-from megatoken.audit.reading import UnreadableError
-from megatoken.engine.config import SHAPES, end_token_ids, model_folder
-from megatoken.errors import UsageError
-from megatoken.results import Run
-from megatoken.results.run import RESULT
+from megatoken.mlperf.detail_log import read_detail_log
+from megatoken.runs.run import RESULT, Run
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken.audit.accuracy_log import records_of
-from megatoken.audit.reading import UnreadableError, open_regular, read_text
 from megatoken.datasets.references import HELD_OUT, References, load_references
 from megatoken.errors import MegatokenError
+from megatoken.files import UnreadableError, open_regular, read_text
+from megatoken.mlperf.accuracy_log import records_of
 
 MOST_LOG_BYTES = MOST_REFERENCES_BYTES = 2**30
 MOST_ROUGE_TOKENS = 500_000  # whose scores take a minute or two of a core

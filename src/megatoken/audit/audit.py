@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatoken.analysis.aggregation import Aggregate, aggregate, now
 from megatoken.audit.archive import unpacked
 from megatoken.audit.checks.cross import check_accuracy_evidence, check_layout, check_rounds
 from megatoken.audit.checks.endpoints import check_endpoint
@@ -18,24 +19,21 @@ from megatoken.audit.checks.repeats import check_repeats
 from megatoken.audit.checks.run_folder import check_run_folder, interruptions, owner, run_folders_in, without_result
 from megatoken.audit.checks.submission import Submission, check_names, check_submission, submissions_in
 from megatoken.audit.checks.systems import check_configurations, check_system, check_versions_elsewhere
-from megatoken.audit.claim_facts import node_rows
 from megatoken.audit.discovery import Tree, runs_in, walk
 from megatoken.audit.documents import accuracy_results_in, configurations_in, systems_in, user_conf_of
 from megatoken.audit.endpoints import ACCURACY, endpoint_results_in
 from megatoken.audit.evidence import Evidence, Role, Run, System, Where
 from megatoken.audit.examine import ABANDONED, Job
-from megatoken.audit.facts import known_round
 from megatoken.audit.finding import Finding, Ledger, Observation, Severity
 from megatoken.audit.parallel import Progress, examine_all
 from megatoken.audit.placement import meanings, meant, scores_meant
-from megatoken.audit.reading import Damage, UnreadableError, display, read_text
 from megatoken.audit.view import RunFiles, observe
+from megatoken.claims.facts import node_rows
 from megatoken.errors import ExitCode, UsageError
-from megatoken.results import Verdict
-from megatoken.results.aggregation import Aggregate, aggregate, now
-from megatoken.results.files import plain
-from megatoken.results.numerals import count_of
-from megatoken.results.run import RESULT
+from megatoken.files import Damage, UnreadableError, display, plain, read_text
+from megatoken.mlperf.rounds import known_round
+from megatoken.runs.run import RESULT, Verdict
+from megatoken.text import count_of
 
 SCHEMA_VERSION = 1
 MOST_README_BYTES = 2**20

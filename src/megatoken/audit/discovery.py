@@ -13,7 +13,7 @@ from pathlib import Path
 from megatoken.audit.evidence import Role
 from megatoken.audit.view import RunFiles
 from megatoken.errors import UsageError
-from megatoken.results.numerals import natural
+from megatoken.text import natural
 
 MOST_ENTRIES = 2_000_000
 DIVISIONS = ("closed", "open", "network")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Set
 from typing import Any
 
-from megatoken.results.numerals import is_number
+from megatoken.text import is_number
 
 SAME = 1e-9  # relative; the same arithmetic on the same rows
 

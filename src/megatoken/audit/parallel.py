@@ -12,7 +12,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 
 from megatoken.audit.examine import Examined, Job, blank_run, examine, not_examined
-from megatoken.audit.reading import display
+from megatoken.files import display
 
 FEW_RUNS = 24
 SMALL_BYTES = 64 * 2**20

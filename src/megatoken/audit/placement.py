@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from megatoken.audit.checks.submission import Submission
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import AccuracyResult
-from megatoken.audit.facts import benchmarks
-from megatoken.audit.reading import UnreadableError, display, read_json_object
 from megatoken.audit.view import RunFiles
+from megatoken.files import UnreadableError, display, read_json_object
+from megatoken.mlperf.rounds import benchmarks
 
 MODEL_MAPPING = "model_mapping.json"  # of a submission to the open division: model's folder -> benchmark
 ALIASES = {name.replace(".", "_", 1): name for name in benchmarks() if name.startswith("llama3.1")}

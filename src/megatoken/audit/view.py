@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatoken.audit.accuracy_log import AccuracyLog
-from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.evidence import Role, RunFigures, Where
-from megatoken.audit.facts import Benchmark
 from megatoken.audit.finding import Observation, Severity
-from megatoken.audit.summary_log import SummaryLog
+from megatoken.mlperf.accuracy_log import AccuracyLog
+from megatoken.mlperf.detail_log import DetailLog
+from megatoken.mlperf.rounds import Benchmark
+from megatoken.mlperf.summary_log import SummaryLog
 
 
 @dataclass(frozen=True, slots=True)

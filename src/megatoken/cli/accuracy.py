@@ -14,7 +14,7 @@ import typer
 
 from megatoken.cli.output import Json
 from megatoken.cli.streams import standard_output
-from megatoken.results.files import plain
+from megatoken.files import plain
 
 if TYPE_CHECKING:
     from megatoken.accuracy.judge import Judged

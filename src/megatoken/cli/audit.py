@@ -25,7 +25,7 @@ def audit(
 ) -> int:
     """Check somebody's artefacts and claims. What stands, what does not, what cannot be known."""
     from megatoken.audit import audit as audited
-    from megatoken.audit.claims import judge, load_claims
+    from megatoken.claims.claims import judge, load_claims
 
     files = {file: load_claims(file) for file in claims or ()}
     with counted("reading runs", "listing files") as progress:

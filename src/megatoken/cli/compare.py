@@ -23,9 +23,9 @@ def aggregate(
     json_only: Json = False,
 ) -> int:
     """Make one result of many nodes. Three rates, spread, stragglers, overlap, what is left if nodes fail."""
+    from megatoken.analysis.aggregation import aggregate as aggregated
     from megatoken.audit import read_evidence
-    from megatoken.audit.claim_references import aggregation_rows
-    from megatoken.results.aggregation import aggregate as aggregated
+    from megatoken.claims.references import aggregation_rows
 
     result = aggregated(
         aggregation_rows(paths, read_evidence),
@@ -53,9 +53,9 @@ def compare(
     json_only: Json = False,
 ) -> int:
     """Put results side by side. Per accelerator, node and rack; says which ratios compare like with like."""
+    from megatoken.analysis.comparison import compare as compared
     from megatoken.audit import read_evidence
-    from megatoken.audit.claim_references import comparison_entry
-    from megatoken.results.comparison import compare as compared
+    from megatoken.claims.references import comparison_entry
 
     entries = [
         comparison_entry(reference, read_evidence, benchmark=benchmark, scenario=scenario) for reference in references

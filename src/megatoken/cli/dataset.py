@@ -155,7 +155,7 @@ def convert(
     profile = next((profile for profile in load_profiles() if profile.name == name), None)
     if profile is not None:
         from megatoken.datasets.profiles import check_replaceable, profile_csv
-        from megatoken.results.files import write_text
+        from megatoken.files import write_text
 
         target = out or Path(f"{name}.csv")
         check_replaceable(target)

@@ -134,7 +134,7 @@ def _boolean(rest: list[str]) -> str:
 
 
 def _unknown_flag(flag: str, known: Iterable[str], command: str) -> ConfigError:
-    from megatoken.config import nearest
+    from megatoken.text import nearest
 
     spellings = {name.replace("_", "-"): name for name in known}
     meant = nearest(flag[2:].replace("_", "-"), spellings)

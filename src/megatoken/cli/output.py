@@ -19,8 +19,8 @@ Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder that recei
 
 def deliver(document: Mapping[str, Any], *, json_only: bool, out: Path | None) -> None:
     """Saves a document and its page in ``out``, where given, and prints it."""
+    from megatoken.files import plain
     from megatoken.report import save_document, show
-    from megatoken.results.files import plain
 
     saved = save_document(document, out) if out is not None else ()
     with standard_output(f"the result is in {out}" if saved else ""):

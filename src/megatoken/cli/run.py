@@ -110,7 +110,7 @@ def measure_and_show(
         return ExitCode.OK
 
     from megatoken.report import read_subject, show
-    from megatoken.results import Run, Verdict
+    from megatoken.runs.run import Run, Verdict
 
     kept = f"the run is in {path}"
     with standard_output(kept):

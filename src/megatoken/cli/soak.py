@@ -102,7 +102,7 @@ def _interrupted(folder: Path, others: list[object], rack: str | None) -> tuple[
         )
     from megatoken.config import load_run_config
     from megatoken.harness.soak import Earlier
-    from megatoken.results.run import CONFIG
+    from megatoken.runs.run import CONFIG
 
     earlier = Earlier.read(folder)
     config = load_run_config(folder / CONFIG, {}, rack)

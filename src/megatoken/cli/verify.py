@@ -25,8 +25,8 @@ def verify(
     json_only: Json = False,
 ) -> int:
     """Hold the log of a compliance test against the rules. And more; writes the file that a submission needs."""
-    from megatoken.accuracy.compliance import DOCUMENT, TESTS
     from megatoken.accuracy.verify import verify as verified
+    from megatoken.mlperf.compliance import DOCUMENT, TESTS
 
     if test not in TESTS:
         raise UsageError(f"{test}: no compliance test that is known here; there are {', '.join(TESTS)}")

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from megatoken.errors import DatasetError
-from megatoken.yaml_core import load_yaml
+from megatoken.yaml_files import load_yaml
 
 FOLDER = Path("datasets")
 

@@ -13,7 +13,7 @@ from megatoken.datasets.lines import read_lines
 from megatoken.datasets.requests import Dataset, LazyRequests
 from megatoken.engine.request import Request
 from megatoken.errors import DatasetError
-from megatoken.results.numerals import count_of
+from megatoken.text import count_of
 
 LLAMA2_70B_LENGTHS = Path(__file__).parents[1] / "data" / "llama2_70b_offline_lengths.csv"
 _LENGTHS_HEADER = "input_tokens,output_tokens"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatoken.errors import DatasetError
-from megatoken.input_files import open_input
+from megatoken.files import open_input
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _GZIP = b"\x1f\x8b"

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from megatoken.datasets.catalog import Algorithm, MlperfDataSet, Role, Sums, catalog, missing
 from megatoken.errors import DatasetError, UsageError
-from megatoken.input_files import open_input
-from megatoken.results.files import write_atomically
+from megatoken.files import open_input, write_atomically
 
 if TYPE_CHECKING:
     import pyarrow as pa

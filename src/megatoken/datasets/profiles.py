@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatoken.errors import UsageError
-from megatoken.results.files import storage_error
+from megatoken.files import storage_error
 
 if TYPE_CHECKING:
     from megatoken.planning.workloads import Profile

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megatoken.engine.request import Request, Sampling
 from megatoken.errors import DatasetError
-from megatoken.results.numerals import count_of
+from megatoken.text import count_of
 
 GREEDY = Sampling()
 

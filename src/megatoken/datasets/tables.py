@@ -17,8 +17,8 @@ from megatoken.datasets.dataframe_pickle import read_columns
 from megatoken.datasets.lines import refuse_compressed, unreadable
 from megatoken.datasets.parquet import file_sum, read_parquet
 from megatoken.errors import DatasetError
-from megatoken.input_files import open_input
-from megatoken.results.numerals import count_of
+from megatoken.files import open_input
+from megatoken.text import count_of
 
 SUFFIXES = (".pkl", ".json", ".parquet")
 _PICKLED = ("llama3.1-405b", "llama2-70b")  # the first one whose own columns a pickle has

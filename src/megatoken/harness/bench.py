@@ -9,26 +9,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatoken.accuracy.gate import Gate, Judgement
+from megatoken.analysis.machine import utc_text
+from megatoken.analysis.statistics import Samples
 from megatoken.config import RunConfig
 from megatoken.datasets.requests import Dataset
 from megatoken.errors import MegatokenError
 from megatoken.hardware.inventory import peak_memory_bytes, take_inventory
-from megatoken.harness.latencies import latencies, percentile
 from megatoken.harness.loadgen import LoadGenTest, TestSettings
-from megatoken.harness.loadgen_log import LoadGenLog
 from megatoken.harness.loadgen_plan import library_to_data_set, resolve_test, run_benchmark, run_limits, run_round
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
 from megatoken.harness.result_facts import asked_facts, core_wait_notes, latency_facts, loadgen_facts, run_notes
-from megatoken.harness.rules import ClientLimit, Observed, doubts, judge, send_lag_limit_seconds, unmet_rules
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.harness.stop import Stop
 from megatoken.harness.text_stages import TextStages
-from megatoken.results import Reason, RunFolder, SampleRow, Verdict, run_name
-from megatoken.results.machine import utc_text
-from megatoken.results.numerals import count_of
-from megatoken.results.statistics import Samples
+from megatoken.mlperf.latencies import latencies, percentile
+from megatoken.mlperf.loadgen_log import LoadGenLog
+from megatoken.mlperf.rules import ClientLimit, Observed, doubts, judge, send_lag_limit_seconds, unmet_rules
+from megatoken.runs.run import Reason, Verdict
+from megatoken.runs.tables import SampleRow
+from megatoken.runs.writer import RunFolder, run_name
 from megatoken.targets import Target
+from megatoken.text import count_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

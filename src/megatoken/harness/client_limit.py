@@ -15,8 +15,8 @@ from megatoken.engine.request import Request
 from megatoken.harness.loadgen import LoadGenTest, TestSettings
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
-from megatoken.harness.rules import ClientLimit
-from megatoken.results import SampleRow, SeriesRow
+from megatoken.mlperf.rules import ClientLimit
+from megatoken.runs.tables import SampleRow, SeriesRow
 from megatoken.targets import Outcome, ReplicaState, SampleEvent, TargetCounters
 
 SAMPLES = 20_000

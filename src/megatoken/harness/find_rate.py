@@ -5,15 +5,16 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
+from megatoken.analysis.machine import utc_text
 from megatoken.errors import UsageError
 from megatoken.harness.bench import Bench
 from megatoken.harness.loadgen_plan import MLPERF_SECONDS, full_length, plan_test, run_limits
 from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder, too_few
 from megatoken.harness.rate_search import Try
 from megatoken.harness.stop import StopSignals
-from megatoken.results import Run, RunFolder, Verdict, read_run
-from megatoken.results.machine import utc_text
-from megatoken.results.numerals import count_of, precise
+from megatoken.runs.run import Run, Verdict, read_run
+from megatoken.runs.writer import RunFolder
+from megatoken.text import count_of, precise
 
 PROBES = "probes"
 FAILURE_CODES = {"LOADGEN_ERRORS", "FAILED_SAMPLES", "SEND_LAG", "CLIENT_LIMIT", "WALL_CLOCK", "LOADGEN_DISAGREES"}

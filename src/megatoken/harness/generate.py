@@ -14,10 +14,10 @@ from megatoken.datasets.requests import answer_room, check_ids
 from megatoken.engine import Engine, Request
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import MegatokenError, RequestError, StorageError
+from megatoken.files import storage_error, write_text
 from megatoken.harness.prepare import build_engine, check_writable, open_and_plan, tokenizer_of, tokenizer_warnings
 from megatoken.harness.progress import Progress
-from megatoken.results.files import storage_error, write_text
-from megatoken.results.numerals import count_of
+from megatoken.text import count_of
 
 
 def generate_file(config: RunConfig, answers: AnswerConfig, prompts: Path, out: Path) -> None:

@@ -20,9 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal, Never, Self
 
-from megatoken.accuracy.compliance import TEST06_RECORDS, TEST06_SEED
 from megatoken.errors import MegatokenError, StorageError
-from megatoken.harness.loadgen_log import LoadGenLog
+from megatoken.files import write_text
 from megatoken.harness.loadgen_wire import (
     ALL_ISSUED,
     ENDED,
@@ -34,8 +33,9 @@ from megatoken.harness.loadgen_wire import (
     pack_answers,
     unpack_issued,
 )
-from megatoken.results.files import write_text
-from megatoken.results.numerals import count_of
+from megatoken.mlperf.compliance import TEST06_RECORDS, TEST06_SEED
+from megatoken.mlperf.loadgen_log import LoadGenLog
+from megatoken.text import count_of
 
 Scenario = Literal["offline", "server", "interactive", "singlestream"]
 LOADGEN_SCENARIOS: dict[str, str] = {

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken.accuracy.compliance import TEST06_RECORDS
 from megatoken.config import RunConfig
-from megatoken.harness.benchmarks import Benchmark, LatencyLimits, benchmark, benchmark_of_model
 from megatoken.harness.loadgen import LOADGEN_SCENARIOS, TestSettings
-from megatoken.harness.rules import DEFAULT_ROUND, ROUNDS, Round, round_of
-from megatoken.harness.schedule import PoissonSchedule
+from megatoken.mlperf.benchmarks import Benchmark, LatencyLimits, benchmark, benchmark_of_model
+from megatoken.mlperf.compliance import TEST06_RECORDS
+from megatoken.mlperf.rules import DEFAULT_ROUND, ROUNDS, Round, round_of
+from megatoken.mlperf.schedule import PoissonSchedule
 
 DEFAULT_DURATION_SECONDS = 15.0
 MLPERF_SECONDS = 600.0  # what LoadGen takes where it is not told

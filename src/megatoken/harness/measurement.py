@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.analysis.machine import utc_text
 from megatoken.datasets.requests import Dataset
 from megatoken.errors import CapacityError, RequestError
 from megatoken.hardware.core_wait import CoreWait
@@ -28,10 +29,9 @@ from megatoken.harness.loadgen import LOADGEN_SCENARIOS, TestSettings
 from megatoken.harness.loadgen_plan import samples_drawn
 from megatoken.harness.loadgen_wire import Issued
 from megatoken.harness.progress import Progress
-from megatoken.harness.schedule import PoissonSchedule
 from megatoken.harness.text_stages import TextStages
-from megatoken.results import SampleRow, SeriesRow
-from megatoken.results.machine import utc_text
+from megatoken.mlperf.schedule import PoissonSchedule
+from megatoken.runs.tables import SampleRow, SeriesRow
 from megatoken.targets import ReplicaState, SampleEvent, Target
 
 SERIES_PERIOD_NS = 1_000_000_000

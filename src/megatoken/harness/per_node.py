@@ -18,6 +18,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megatoken.analysis.aggregation import aggregate, aggregate_fields
+from megatoken.analysis.machine import utc_text
+from megatoken.analysis.nodes import offsets_words, run_node_rows
+from megatoken.analysis.verdict_of_nodes import replicas_left, shortfalls_of_nodes, verdict_of_nodes
 from megatoken.config import RunConfig
 from megatoken.engine.memory import MemoryPlan
 from megatoken.errors import MegatokenError, UsageError
@@ -32,15 +36,11 @@ from megatoken.rack.clock import ClockOffset, OffsetEstimate
 from megatoken.rack.cluster import new_key
 from megatoken.rack.hub import Hub
 from megatoken.rack.records import Place
-from megatoken.results import Run, RunFolder, read_run, run_name
-from megatoken.results.aggregation import aggregate, aggregate_fields
-from megatoken.results.machine import utc_text
-from megatoken.results.nodes import offsets_words, run_node_rows
-from megatoken.results.numerals import count_of
-from megatoken.results.run import NODES
-from megatoken.results.tables import joined_runs
-from megatoken.results.verdict_of_nodes import replicas_left, shortfalls_of_nodes, verdict_of_nodes
+from megatoken.runs.run import NODES, Run, read_run
+from megatoken.runs.tables import joined_runs
+from megatoken.runs.writer import RunFolder, run_name
 from megatoken.targets.rack import RackTarget
+from megatoken.text import count_of
 
 CLOCK_ROUNDS = 32
 HEAD_START_SECONDS = 3.0  # for LoadGen's processes to be there when the moment comes

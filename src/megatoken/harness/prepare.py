@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, get_args
 import yaml
 
 from megatoken.accuracy.gate import SHARE, AccuracyGate, ComplianceGate, Gate, reference_gate
-from megatoken.audit.facts import round_of_build
 from megatoken.config import KEYS, RoundName, RunConfig
 from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.mlperf import load_mlperf
@@ -36,8 +35,9 @@ from megatoken.harness.loadgen_plan import (
     with_target_step,
 )
 from megatoken.harness.rate_finder import too_few
-from megatoken.harness.rules import foreign_scenario
-from megatoken.results.numerals import count_of
+from megatoken.mlperf.rounds import round_of_build
+from megatoken.mlperf.rules import foreign_scenario
+from megatoken.text import count_of
 
 if TYPE_CHECKING:
     from megatoken.engine import Engine

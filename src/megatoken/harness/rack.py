@@ -23,8 +23,8 @@ from megatoken.rack.actor import WorkerSpec
 from megatoken.rack.cluster import Cluster, new_key
 from megatoken.rack.hub import Hub
 from megatoken.rack.placement import Node, Slot, Wanted, place_replicas, place_simulated
-from megatoken.results.numerals import count_of
 from megatoken.targets.rack import RackTarget
+from megatoken.text import count_of
 
 
 @dataclass(slots=True)

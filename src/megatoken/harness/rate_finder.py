@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatoken.harness.benchmarks import PERCENTILE, LatencyLimits
 from megatoken.harness.rate_search import RESOLUTION, RateSearch, Try, Verdict
 from megatoken.harness.saturation import Saturation, SaturationWatch
-from megatoken.harness.schedule import PoissonSchedule
-from megatoken.results.early_stopping import queries_needed
-from megatoken.results.numerals import count_of, precise
+from megatoken.mlperf.benchmarks import PERCENTILE, LatencyLimits
+from megatoken.mlperf.early_stopping import queries_needed
+from megatoken.mlperf.schedule import PoissonSchedule
+from megatoken.text import count_of, precise
 
 PROBE_SAMPLES = 1000  # chance leaves a 99th percentile of fewer wide
 SHORTEST_PROBE_SECONDS = 5.0

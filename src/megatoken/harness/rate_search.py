@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatoken.results.numerals import count_of
+from megatoken.text import count_of
 
 RESOLUTION = 0.02  # between the rate that was valid at full length and the lowest that surely is not
 COARSE = 0.06  # how far probes narrow the bracket; bursts make more of a short probe than they do of a whole run

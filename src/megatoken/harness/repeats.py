@@ -5,12 +5,13 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
+from megatoken.analysis.repeats import REPEATS, summarise_repeats
+from megatoken.files import to_json, write_text
 from megatoken.harness.bench import Bench
 from megatoken.harness.loadgen import TestSettings
 from megatoken.harness.stop import StopSignals
-from megatoken.results import Run, read_run, run_name
-from megatoken.results.files import to_json, write_text
-from megatoken.results.repeats import REPEATS, summarise_repeats
+from megatoken.runs.run import Run, read_run
+from megatoken.runs.writer import run_name
 
 
 def repeat(bench: Bench, settings: TestSettings) -> Path:

@@ -8,11 +8,11 @@ from typing import Any
 
 from megatoken.config import RunConfig
 from megatoken.engine.kernel_words import NO_KERNELS, WIDENED
-from megatoken.harness.benchmarks import LatencyLimits
-from megatoken.harness.latencies import Latencies
 from megatoken.harness.loadgen import TestSettings
-from megatoken.harness.loadgen_log import LoadGenLog
 from megatoken.harness.loadgen_plan import run_benchmark, run_limits
+from megatoken.mlperf.benchmarks import LatencyLimits
+from megatoken.mlperf.latencies import Latencies
+from megatoken.mlperf.loadgen_log import LoadGenLog
 
 CORE_WAIT_SHARE = 0.05  # beyond it a reader of the speed is told
 _OUTPUT_RATES = {"offline": "result_tokens_per_second"}

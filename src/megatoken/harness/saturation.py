@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken.harness.benchmarks import PERCENTILE, LatencyLimits
-from megatoken.results import SampleRow
-from megatoken.results.early_stopping import most_over
-from megatoken.results.numerals import count_of, precise
+from megatoken.mlperf.benchmarks import PERCENTILE, LatencyLimits
+from megatoken.mlperf.early_stopping import most_over
+from megatoken.runs.tables import SampleRow
+from megatoken.text import count_of, precise
 
 Floats = NDArray[np.float64]
 

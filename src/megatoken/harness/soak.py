@@ -19,6 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from megatoken.analysis.machine import unix_seconds, utc_text
+from megatoken.analysis.series import numbers, replicas
+from megatoken.analysis.stability import judge_soak
+from megatoken.analysis.statistics import SOAK
 from megatoken.config import KEYS, RunConfig
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.hardware.inventory import take_inventory
@@ -29,17 +33,14 @@ from megatoken.harness.measurement import Measurement
 from megatoken.harness.prepare import Prepared
 from megatoken.harness.progress import Progress
 from megatoken.harness.result_facts import core_wait_notes, run_notes
-from megatoken.harness.rules import judge
 from megatoken.harness.run import make_bench
 from megatoken.harness.stop import Stop, StopSignals
-from megatoken.results import Reason, Run, RunFolder, SampleRow, SeriesRow, Verdict, read_run, run_name
-from megatoken.results.machine import unix_seconds, utc_text
-from megatoken.results.numerals import count_of
-from megatoken.results.series import numbers, replicas
-from megatoken.results.stability import judge_soak
-from megatoken.results.statistics import SOAK
-from megatoken.results.tables import MOMENTS, TOTALS
+from megatoken.mlperf.rules import judge
+from megatoken.runs.run import Reason, Run, Verdict, read_run
+from megatoken.runs.tables import MOMENTS, TOTALS, SampleRow, SeriesRow
+from megatoken.runs.writer import RunFolder, run_name
 from megatoken.targets import Outcome, Target
+from megatoken.text import count_of
 
 QUEUED_SHARE = 0.5  # samples that wait for each that a replica can hold
 FEWEST_QUEUED = 16

@@ -12,11 +12,10 @@ from typing import TypeVar
 
 from pydantic import Field
 
-from megatoken.config import nearest
 from megatoken.errors import ConfigError
 from megatoken.planning.figures import Input, State
-from megatoken.planning.strict_yaml import Strict, one_line, read_strict
-from megatoken.results.numerals import exact
+from megatoken.text import exact, nearest
+from megatoken.yaml_files import Strict, one_line, read_strict
 
 _Schema = TypeVar("_Schema", bound=Strict)
 

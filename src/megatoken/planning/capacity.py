@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatoken.errors import UsageError
 from megatoken.planning.figures import State
 from megatoken.planning.workloads import Profile
-from megatoken.results.numerals import precise
+from megatoken.text import precise
 
 LIKE_MIXES = 1.25
 

@@ -20,7 +20,7 @@ from megatoken.planning.pricing import Derating, Priced, derating, price
 from megatoken.planning.service_level import Verdict
 from megatoken.planning.throughput import LIMITS, Throughput
 from megatoken.planning.workloads import Profile, profiles_document
-from megatoken.results.numerals import precise
+from megatoken.text import precise
 
 
 def plan_capacity(

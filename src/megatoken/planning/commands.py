@@ -29,7 +29,7 @@ from megatoken.planning.throughput import (
 from megatoken.planning.workloads import Profile, load_profiles
 
 if TYPE_CHECKING:
-    from megatoken.results import Run
+    from megatoken.runs.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ def _throughput(
             if getattr(rate, name) is not None:
                 flag = name.replace("_", "-")
                 raise UsageError(f"{rate.run}: a run says its own --{flag}; give a run or a number, not both")
-        from megatoken.results.repeats import missing_notes, read_repeats_in  # pyarrow with it
+        from megatoken.analysis.repeats import missing_notes, read_repeats_in  # pyarrow with it
 
         runs = read_repeats_in(rate.run)
         told = from_runs(runs, assumptions, accelerators=rate.accelerators, accelerator=rate.accelerator)

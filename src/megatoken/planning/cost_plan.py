@@ -25,7 +25,7 @@ from megatoken.planning.figures import Input, Plan, Result, Sensitivity, State, 
 from megatoken.planning.pricing import Derating, Priced, derating, price
 from megatoken.planning.throughput import LENGTH, MIX, Throughput, check_positive
 from megatoken.planning.workloads import Profile, profiles_document
-from megatoken.results.numerals import precise
+from megatoken.text import precise
 
 SHORTER_SHARE = 0.3
 PRICE, PRICED = "system_price_dollars_per_accelerator", "GB300"  # the assumption, and what its default is the price of

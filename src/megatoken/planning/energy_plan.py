@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from megatoken.analysis.energy import RunEnergy, energy_together, run_energy
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions
 from megatoken.planning.capacity import Prices
@@ -22,11 +23,10 @@ from megatoken.planning.pricing import price
 from megatoken.planning.reference_rows import efficiency_table, tdp_watts, uplift_table
 from megatoken.planning.throughput import Throughput, check_positive, choose
 from megatoken.planning.workloads import Profile, profiles_document
-from megatoken.results.energy import RunEnergy, energy_together, run_energy
-from megatoken.results.numerals import exact, precise
+from megatoken.text import exact, precise
 
 if TYPE_CHECKING:
-    from megatoken.results import Run
+    from megatoken.runs.run import Run
 
 WALL, PUE, CARBON = "wall_to_nameplate_power", "pue", "carbon_grams_per_kwh"
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from megatoken.errors import UsageError
-from megatoken.results.numerals import precise
+from megatoken.text import precise
 
 ROUNDING = 1e-9  # a demand that a fleet meets but for rounding needs no further node
 MOST_NODES = 1_000_000

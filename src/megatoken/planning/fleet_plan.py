@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatoken.config import nearest
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions, read_shipped
 from megatoken.planning.capacity import Factor, interactions_of_users, residence_seconds
@@ -26,10 +25,10 @@ from megatoken.planning.fleet import (
     size,
 )
 from megatoken.planning.pricing import CEILING, derating, price
-from megatoken.planning.strict_yaml import LARGEST_FILE_BYTES, Strict
 from megatoken.planning.throughput import LIMITS, Throughput, check_positive
 from megatoken.planning.workloads import Profile, profiles_document
-from megatoken.results.numerals import count_of, precise
+from megatoken.text import count_of, nearest, precise
+from megatoken.yaml_files import LARGEST_FILE_BYTES, Strict
 
 UNITS = {
     "output-tokens": "output tokens/s",

@@ -8,7 +8,7 @@ from megatoken.engine.gpus import gpus
 from megatoken.planning.assumptions import read_shipped
 from megatoken.planning.energy import nameplate_watts, tokens_per_joule, uplift
 from megatoken.planning.figures import State, Table, weakest
-from megatoken.planning.strict_yaml import Strict
+from megatoken.yaml_files import Strict
 
 
 class _Row(Strict):

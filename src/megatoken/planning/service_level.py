@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatoken.results.goodput import goodput
-from megatoken.results.numerals import count_of
-from megatoken.results.series import Floats
-from megatoken.results.statistics import Samples, samples_needed
+from megatoken.analysis.goodput import goodput
+from megatoken.analysis.series import Floats
+from megatoken.analysis.statistics import Samples, samples_needed
+from megatoken.text import count_of
 
 if TYPE_CHECKING:
-    from megatoken.results import Run
+    from megatoken.runs.run import Run
 
 PERCENT = 99
 

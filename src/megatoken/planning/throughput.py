@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
+from megatoken.analysis.machine import accelerator_name, contentions, rate_state, run_accelerators
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import LARGEST_NUMBER, Assumptions
 from megatoken.planning.figures import STATES, Input, State
 from megatoken.planning.service_level import ServiceLevel, Verdict, how_well_kept, judge_run
-from megatoken.results.machine import accelerator_name, contentions, rate_state, run_accelerators
-from megatoken.results.numerals import count_of, exact, precise
+from megatoken.text import count_of, exact, precise
 
 if TYPE_CHECKING:
-    from megatoken.results import Run
+    from megatoken.runs.run import Run
 
 Scope = Literal["accelerator", "node", "rack", "system"]
 Counted = Literal["output", "total"]
@@ -156,7 +156,7 @@ def from_runs(
     Raises:
         UsageError: a run completed nothing, or used another number of accelerators.
     """
-    from megatoken.results.repeats import interval, whole_runs
+    from megatoken.analysis.repeats import interval, whole_runs
 
     whole = whole_runs(runs)
     for run in whole:
@@ -200,7 +200,7 @@ def _mean_of(runs: Sequence[Run]) -> str:
 
 
 def _run_notes(runs: Sequence[Run], whole: Sequence[Run], rates: Mapping[str, Any]) -> Iterator[str]:
-    from megatoken.results.repeats import shared_notes
+    from megatoken.analysis.repeats import shared_notes
 
     where = runs[0].path if len(runs) == 1 else runs[0].path.parent
     yield from (f"{where}: {note}" for note in shared_notes(runs))

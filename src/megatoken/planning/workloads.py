@@ -10,11 +10,11 @@ from typing import Any
 
 from pydantic import Field
 
-from megatoken.config import nearest
 from megatoken.errors import ConfigError
 from megatoken.planning.assumptions import read_shipped
 from megatoken.planning.figures import State
-from megatoken.planning.strict_yaml import Strict, read_strict
+from megatoken.text import nearest
+from megatoken.yaml_files import Strict, read_strict
 
 LARGEST_COUNT = 100_000_000
 

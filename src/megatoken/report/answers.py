@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatoken.report.blocks import Column, Table
 from megatoken.report.words import aligned, plain_text
-from megatoken.results.numerals import is_number
+from megatoken.text import is_number
 
 if TYPE_CHECKING:
     import pyarrow as pa

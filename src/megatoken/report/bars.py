@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatoken.report.blocks import Column, Figure, Table
 from megatoken.report.scales import WIDTH, box, rule, shortened, text, tick_text, ticks
-from megatoken.results.numerals import precise
+from megatoken.text import precise
 
 ROW, BAR = 40, 12
 DOT_ROW = 17

@@ -35,7 +35,7 @@ from megatoken.report.metrics import (
 )
 from megatoken.report.views import document_view
 from megatoken.report.words import clean, plain_text
-from megatoken.results import Run, Verdict
+from megatoken.runs.run import Run, Verdict
 
 if TYPE_CHECKING:
     from rich.console import Console

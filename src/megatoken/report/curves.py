@@ -9,7 +9,7 @@ import numpy as np
 
 from megatoken.report.blocks import Column, Figure, Table
 from megatoken.report.scales import LEFT, RIGHT, WIDTH, Floats, box, rule, text, tick_text, ticks, top_of
-from megatoken.results.numerals import number, precise
+from megatoken.text import number, precise
 
 HEIGHT, TOP, BOTTOM = 230, 12, 40
 MAX_POINTS = 240

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.errors import UsageError
+from megatoken.files import plain
 from megatoken.report.words import clean
-from megatoken.results.files import plain
-from megatoken.results.numerals import is_number
+from megatoken.text import is_number
 
 PLANS = ("plan_capacity", "plan_fleet", "plan_energy", "plan_cost", "plan_throughput")
 KINDS = ("audit", "aggregate", "comparison", "repeats", *PLANS)

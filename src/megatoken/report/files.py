@@ -6,15 +6,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatoken.analysis.lookup import read_consistent_run, run_folders
+from megatoken.analysis.repeats import REPEATS, are_repeats, missing_notes, read_repeats, summarise_repeats
 from megatoken.errors import UsageError
+from megatoken.files import plain, storage_error, to_json, write_text
 from megatoken.report.documents import Document, checked, document_in, read_document
 from megatoken.report.page import page
 from megatoken.report.views import document_view, run_view
-from megatoken.results import Run
-from megatoken.results.files import plain, storage_error, to_json, write_text
-from megatoken.results.lookup import read_consistent_run, run_folders
-from megatoken.results.repeats import REPEATS, are_repeats, missing_notes, read_repeats, summarise_repeats
-from megatoken.results.run import REPORT
+from megatoken.runs.run import REPORT, Run
 
 OURS = b"megatoken</title>"  # near the start of every page
 HEAD_BYTES = 8192

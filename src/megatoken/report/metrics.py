@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatoken.analysis.machine import simulated_gpu
+from megatoken.analysis.statistics import ARRIVING, SOAK, STAGES
 from megatoken.report.blocks import Badge
-from megatoken.results import Run, Verdict
-from megatoken.results.machine import simulated_gpu
-from megatoken.results.numerals import ABSENT, is_number, number, precise
-from megatoken.results.statistics import ARRIVING, SOAK, STAGES
+from megatoken.runs.run import Run, Verdict
+from megatoken.text import ABSENT, is_number, number, precise
 
 PERCENTILES = ("p50", "p90", "p95", "p99")
 SCORES = {"exact_match": "Exact match", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.report.words import clean
-from megatoken.results.numerals import precise
+from megatoken.text import precise
 
 WIDTH = 400
 LEFT, RIGHT = 48, 16

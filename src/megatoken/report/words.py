@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatoken.results.numerals import ABSENT, is_number, number, precise
+from megatoken.text import ABSENT, is_number, number, precise
 
 LONGEST_TEXT = 2000
 ACRONYMS = {

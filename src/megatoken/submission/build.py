@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatoken.audit.accuracy_log import TRUNCATED_BYTES, read_accuracy_scores
 from megatoken.audit.evidence import Role
-from megatoken.audit.facts import Benchmark, benchmarks
 from megatoken.audit.placement import MODEL_MAPPING
 from megatoken.errors import UsageError
-from megatoken.results.files import storage_error, to_json
-from megatoken.results.numerals import count_of
+from megatoken.files import storage_error, to_json
+from megatoken.mlperf.accuracy_log import TRUNCATED_BYTES, read_accuracy_scores
+from megatoken.mlperf.rounds import Benchmark, benchmarks
 from megatoken.submission import description
 from megatoken.submission.layout import TO_FILL, Key, Layout, layout_of, supported_round
 from megatoken.submission.runs import (
@@ -31,6 +30,7 @@ from megatoken.submission.runs import (
     other_references,
     read_runs,
 )
+from megatoken.text import count_of
 
 SCHEMA_VERSION = 1
 DIVISIONS = ("closed", "open")

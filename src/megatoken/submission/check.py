@@ -8,27 +8,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatoken.analysis.aggregation import now
 from megatoken.audit.checks.cross import check_accuracy_evidence
 from megatoken.audit.checks.nodes import check_systems_apart
 from megatoken.audit.checks.power import power_of
 from megatoken.audit.checks.submission import Submission, check_submission, submissions_in
 from megatoken.audit.checks.systems import check_system
-from megatoken.audit.detail_log import read_detail_log
 from megatoken.audit.discovery import Tree, runs_in, walk
 from megatoken.audit.documents import accuracy_results_in, systems_in, user_conf_of
 from megatoken.audit.endpoints import is_endpoint_result
 from megatoken.audit.evidence import Evidence, Role, System, Where
 from megatoken.audit.examine import Job
-from megatoken.audit.figures import round_of
 from megatoken.audit.finding import Observation
 from megatoken.audit.parallel import Progress, examine_all
 from megatoken.audit.placement import Meaning, benchmark_names, meanings, meant, results_above, scores_meant
-from megatoken.audit.reading import UnreadableError, display
 from megatoken.audit.view import RunFiles, observe
 from megatoken.errors import ExitCode, UsageError
-from megatoken.results.aggregation import now
-from megatoken.results.files import plain
-from megatoken.results.numerals import count_of
+from megatoken.files import UnreadableError, display, plain
+from megatoken.mlperf.detail_log import read_detail_log
+from megatoken.mlperf.figures import round_of
 from megatoken.submission.evidence_checks import Published, check_compliance, check_scores, published
 from megatoken.submission.judge import Judge, Problem
 from megatoken.submission.layout import ROUNDS, Key, layout_of, supported_round
@@ -43,6 +41,7 @@ from megatoken.submission.tree_checks import (
     check_to_fill,
     is_networked,
 )
+from megatoken.text import count_of
 
 SCHEMA_VERSION = 1
 MOST_WARNINGS_SHOWN = 20

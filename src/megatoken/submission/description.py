@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from megatoken.audit.facts import benchmarks, rules
-from megatoken.results import Run
+from megatoken.mlperf.rounds import benchmarks, rules
+from megatoken.runs.run import Run
 from megatoken.submission.layout import IMPLEMENTATION, TO_FILL
 
 NONE = "N/A"  # of accelerators where none is used

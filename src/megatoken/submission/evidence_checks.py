@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatoken.audit.accuracy_log import read_accuracy_scores
 from megatoken.audit.checks.submission import Submission
-from megatoken.audit.detail_log import DetailLog, read_detail_log
 from megatoken.audit.discovery import Tree
 from megatoken.audit.evidence import Where
-from megatoken.audit.facts import Benchmark
 from megatoken.audit.finding import Observation, shown
-from megatoken.audit.reading import UnreadableError, display, read_text
 from megatoken.audit.view import observe
+from megatoken.files import UnreadableError, display, read_text
+from megatoken.mlperf.accuracy_log import read_accuracy_scores
+from megatoken.mlperf.detail_log import DetailLog, read_detail_log
+from megatoken.mlperf.rounds import Benchmark
 from megatoken.submission.layout import Key, Layout
 from megatoken.submission.tree_checks import at
 

@@ -9,9 +9,9 @@ from typing import Any
 from megatoken.audit.checks.submission import ACCURACY_FILES, Submission
 from megatoken.audit.discovery import Tree
 from megatoken.audit.evidence import Role, Run, Where
-from megatoken.audit.facts import rules as facts
 from megatoken.audit.finding import Observation, Severity
-from megatoken.audit.reading import display
+from megatoken.files import display
+from megatoken.mlperf.rounds import rules as facts
 from megatoken.submission.rules import COVERED, RULES, Rule
 from megatoken.submission.tree_checks import benchmark_named
 

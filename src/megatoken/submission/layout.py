@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatoken.audit.facts import known_round
 from megatoken.errors import UsageError
+from megatoken.mlperf.rounds import known_round
 
 ROUNDS = ("v5.1", "v6.0", "v6.1")
 TO_FILL = "TO FILL"  # what `build` writes where nothing is known, and `check` refuses

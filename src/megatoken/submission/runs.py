@@ -9,19 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatoken.audit.checks.run_folder import check_run_folder
-from megatoken.audit.detail_log import DetailLog, read_detail_log
 from megatoken.audit.discovery import SCENARIOS, runs_in, walk
 from megatoken.audit.evidence import Role
 from megatoken.audit.examine import Job, examine
-from megatoken.audit.facts import Benchmark
-from megatoken.audit.figures import run_figures, samples_answers
 from megatoken.audit.finding import Severity
-from megatoken.audit.reading import UnreadableError, read_json_object
 from megatoken.errors import UsageError
-from megatoken.results import Run, Verdict, read_run
-from megatoken.results.numerals import count_of
-from megatoken.results.run import MLPERF
+from megatoken.files import UnreadableError, read_json_object
+from megatoken.mlperf.detail_log import DetailLog, read_detail_log
+from megatoken.mlperf.figures import run_figures, samples_answers
+from megatoken.mlperf.rounds import Benchmark
+from megatoken.runs.run import MLPERF, Run, Verdict, read_run
 from megatoken.submission.description import is_random, same_system
+from megatoken.text import count_of
 
 DETAIL = "mlperf_log_detail.txt"
 SUMMARY = "mlperf_log_summary.txt"

@@ -10,10 +10,10 @@ from itertools import chain
 from megatoken.audit.checks.submission import ROOT_FILES, Submission, check_names
 from megatoken.audit.discovery import DIVISIONS, SCENARIOS, Tree
 from megatoken.audit.evidence import System, Where
-from megatoken.audit.facts import Benchmark, benchmarks, rules
 from megatoken.audit.finding import Observation, shown
-from megatoken.audit.reading import UnreadableError, display, read_text
 from megatoken.audit.view import observe
+from megatoken.files import UnreadableError, display, read_text
+from megatoken.mlperf.rounds import Benchmark, benchmarks, rules
 from megatoken.submission.layout import TO_FILL, Key, Layout
 
 NETWORK_KEYS = (

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatoken.audit.accuracy_log import TRUNCATED_BYTES, AccuracyLog
-from megatoken.audit.detail_log import LIBRARY_SET
 from megatoken.audit.evidence import Role, Where
-from megatoken.audit.facts import Benchmark, round_seeds
-from megatoken.audit.figures import whole
 from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.shuffle import MOST_ROWS, Load, issued_rows, library_order
 from megatoken.audit.view import RunView, observe
-from megatoken.results.numerals import count_of
+from megatoken.mlperf.accuracy_log import TRUNCATED_BYTES, AccuracyLog
+from megatoken.mlperf.detail_log import LIBRARY_SET
+from megatoken.mlperf.draws import MOST_ROWS, Load, issued_rows, library_order
+from megatoken.mlperf.figures import whole
+from megatoken.mlperf.rounds import Benchmark, round_seeds
+from megatoken.text import count_of
 
 ID_BYTES = (4, 8)  # a token id in ``data``: int32, or int64 in a few submissions
 TEST06_SAMPLES = 100

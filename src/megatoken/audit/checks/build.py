@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 
-from megatoken.audit.detail_log import DetailLog
-from megatoken.audit.facts import builds
-from megatoken.audit.figures import logged_start
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import RunView, observe
+from megatoken.mlperf.detail_log import DetailLog
+from megatoken.mlperf.figures import logged_start
+from megatoken.mlperf.rounds import builds
 
 GENERATED = "/mlperf_conf.h"  # made from mlperf.conf at build time
 DAY_SECONDS = 86_400

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Set
 
 from megatoken.audit.checks.accuracy import ID_BYTES
 from megatoken.audit.evidence import AccuracyResult, Evidence, Role, Run, Where
-from megatoken.audit.facts import Benchmark, benchmark_of, benchmarks
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import observe
-from megatoken.results.numerals import count_of
+from megatoken.mlperf.rounds import Benchmark, benchmark_of, benchmarks
+from megatoken.text import count_of
 
 TOKENS_TOLERANCE = 0.10
 USER_CONF = "user.conf"

@@ -17,11 +17,11 @@ from megatoken.audit.endpoints import (
     window_seconds,
 )
 from megatoken.audit.evidence import Where
-from megatoken.audit.facts import Benchmark, benchmark_of, round_seeds, rules
 from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.reading import UnreadableError, display, read_json_object
 from megatoken.audit.view import observe
-from megatoken.results.numerals import count_of
+from megatoken.files import UnreadableError, display, read_json_object
+from megatoken.mlperf.rounds import Benchmark, benchmark_of, round_seeds, rules
+from megatoken.text import count_of
 
 EXACT = 1e-9  # relative; the summary prints every digit of its floats
 ENDED = {"state": "complete", "complete": True}

@@ -6,13 +6,13 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from megatoken.audit.detail_log import COMMON_SETTINGS, LIBRARY_SET, DetailLog, Entry
 from megatoken.audit.evidence import Where
-from megatoken.audit.facts import is_known_version, source_lines
-from megatoken.audit.figures import PERCENTILES
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import RunView, observe
-from megatoken.results.numerals import count_of
+from megatoken.mlperf.detail_log import COMMON_SETTINGS, LIBRARY_SET, DetailLog, Entry
+from megatoken.mlperf.figures import PERCENTILES
+from megatoken.mlperf.rounds import is_known_version, source_lines
+from megatoken.text import count_of
 
 # Keys that LoadGen logs several times: one a message, one a library set, or one a part of a run of two parts.
 _MANY = ("generic_message", LIBRARY_SET)

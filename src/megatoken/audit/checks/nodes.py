@@ -6,11 +6,11 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from megatoken.analysis.aggregation import SIMULTANEOUS_SHARE, Aggregate
 from megatoken.audit.evidence import Evidence, Run
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import observe
-from megatoken.results.aggregation import SIMULTANEOUS_SHARE, Aggregate
-from megatoken.results.numerals import count_of
+from megatoken.text import count_of
 
 TOKENS_TOLERANCE = 0.01
 

@@ -10,9 +10,9 @@ from megatoken.audit.checks.power_session import check_session
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Power, Role, Run, Where
 from megatoken.audit.finding import Observation, Severity
-from megatoken.audit.reading import UnreadableError, display, open_regular
 from megatoken.audit.view import observe
-from megatoken.results.numerals import count_of
+from megatoken.files import UnreadableError, display, open_regular
+from megatoken.text import count_of
 
 POWER_FILES = {"client.json", "client.log", "ptd_logs.txt", "server.json", "server.log"}
 LONGEST_LINE = 4096

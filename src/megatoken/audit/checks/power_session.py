@@ -15,10 +15,10 @@ from typing import Any
 
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Run, Where
-from megatoken.audit.facts import rules
 from megatoken.audit.finding import Observation, shown
-from megatoken.audit.reading import UnreadableError, display, mapping, open_regular, read_json_object
 from megatoken.audit.view import observe
+from megatoken.files import UnreadableError, display, mapping, open_regular, read_json_object
+from megatoken.mlperf.rounds import rules
 
 CHUNK_BYTES = 2**20
 CLOCKS_APART_SECONDS = 0.8

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatoken.analysis.repeats import REPEATS, summarise_repeats
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.likeness import same
-from megatoken.audit.reading import UnreadableError, display, read_json_object
 from megatoken.audit.view import observe
 from megatoken.errors import MegatokenError
-from megatoken.results import Run, read_run
-from megatoken.results.files import plain
-from megatoken.results.numerals import count_of
-from megatoken.results.repeats import REPEATS, summarise_repeats
-from megatoken.results.run import RESULT
+from megatoken.files import UnreadableError, display, plain, read_json_object
+from megatoken.runs.run import RESULT, Run, read_run
+from megatoken.text import count_of
 
 COMPARED = ("verdict", "verdicts", "metrics", "percentiles", "confidence", "seeds")
 MOST_REPEATS = 1_000

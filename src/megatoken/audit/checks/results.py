@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatoken.audit.checks.stopping import RANKS, check_early_stopping
-from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.evidence import Where
-from megatoken.audit.figures import completion_seconds, elapsed, logged_start, power_times, whole
 from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.shuffle import MOST_ARRIVALS, arrival_seconds
 from megatoken.audit.view import RunView, observe
-from megatoken.results.numerals import count_of
+from megatoken.mlperf.detail_log import DetailLog
+from megatoken.mlperf.draws import MOST_ARRIVALS, arrival_seconds
+from megatoken.mlperf.figures import completion_seconds, elapsed, logged_start, power_times, whole
+from megatoken.text import count_of
 
 # Products of two or three numbers of six digits each.
 DIGITS = 6e-6

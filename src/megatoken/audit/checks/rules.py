@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatoken.audit.checks.stopping import SUCCESS, TEXTS
-from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.evidence import Role
-from megatoken.audit.facts import benchmarks, round_seeds, ruled_rounds, rules
-from megatoken.audit.figures import whole
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import RunView, observe
-from megatoken.results.numerals import count_of
+from megatoken.mlperf.detail_log import DetailLog
+from megatoken.mlperf.figures import whole
+from megatoken.mlperf.rounds import benchmarks, round_seeds, ruled_rounds, rules
+from megatoken.text import count_of
 
 _SERVER_RATES = ("completed_tokens_per_second", "completed_samples_per_sec")
 # What LoadGen asks of a run beside its latencies, in the words of its summary.

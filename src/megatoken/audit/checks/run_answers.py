@@ -16,20 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from megatoken.audit.accuracy_log import read_accuracy_scores
 from megatoken.audit.answers import LoggedAnswer, Rescored, find_references, read_logged_answers, rescore
 from megatoken.audit.checks.accuracy import TEST06_SAMPLES
-from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.reading import UnreadableError, mapping, read_json_object, read_text
 from megatoken.audit.view import observe
 from megatoken.engine.config import REFERENCE, SHAPES, end_token_ids, model_folder
 from megatoken.errors import MegatokenError
-from megatoken.results import Run, Verdict
-from megatoken.results.numerals import count_of
-from megatoken.results.run import MLPERF, RESULT
+from megatoken.files import UnreadableError, mapping, read_json_object, read_text
+from megatoken.mlperf.accuracy_log import read_accuracy_scores
+from megatoken.mlperf.detail_log import DetailLog
+from megatoken.runs.run import MLPERF, RESULT, Run, Verdict
+from megatoken.text import count_of
 
 LOG, TEXT, DOCUMENT = f"{MLPERF}/mlperf_log_accuracy.json", "accuracy/accuracy.txt", "accuracy/accuracy.json"
 VERIFIED, OWN_VERDICT = "compliance/TEST06/verify_accuracy.txt", "compliance/TEST06/compliance.json"

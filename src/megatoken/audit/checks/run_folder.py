@@ -9,6 +9,9 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from megatoken.analysis.machine import rate_state, simulated_gpu
+from megatoken.analysis.stability import Stability, judge_soak
+from megatoken.analysis.statistics import seconds_under_load, summarise
 from megatoken.audit.checks.run_answers import check_answers
 from megatoken.audit.checks.run_latencies import check_duration, check_latencies
 from megatoken.audit.checks.run_nodes import check_together
@@ -23,23 +26,18 @@ from megatoken.audit.checks.run_verdict import (
     check_verdict,
     lost_replicas,
 )
-from megatoken.audit.detail_log import DetailLog, read_detail_log
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Run, Where
-from megatoken.audit.figures import elapsed, in_seconds
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.likeness import same
-from megatoken.audit.reading import UnreadableError, display, mapping, read_json_object
 from megatoken.audit.view import observe
 from megatoken.errors import MegatokenError
-from megatoken.results import Run as RunFolder
-from megatoken.results import Verdict, read_run, summarise
-from megatoken.results.files import plain
-from megatoken.results.machine import rate_state, simulated_gpu
-from megatoken.results.numerals import count_of, natural
-from megatoken.results.run import CONFIG, MLPERF, NODES, REQUESTS, RESULT
-from megatoken.results.stability import Stability, judge_soak
-from megatoken.results.statistics import seconds_under_load
+from megatoken.files import UnreadableError, display, mapping, plain, read_json_object
+from megatoken.mlperf.detail_log import DetailLog, read_detail_log
+from megatoken.mlperf.figures import elapsed, in_seconds
+from megatoken.runs.run import CONFIG, MLPERF, NODES, REQUESTS, RESULT, Verdict, read_run
+from megatoken.runs.run import Run as RunFolder
+from megatoken.text import count_of, natural
 
 SEEDS = ("qsl", "sample_index", "schedule")
 CLOCK_SECONDS = 1.0  # dates are told in whole seconds, and a clock may be set a little

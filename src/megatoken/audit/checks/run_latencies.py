@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from megatoken.audit.detail_log import DetailLog
+from megatoken.analysis.statistics import Samples
 from megatoken.audit.evidence import Where
-from megatoken.audit.figures import completion_seconds
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import observe
-from megatoken.results import Run
-from megatoken.results.early_stopping import most_over, queries_needed
-from megatoken.results.numerals import count_of
-from megatoken.results.statistics import Samples
+from megatoken.mlperf.detail_log import DetailLog
+from megatoken.mlperf.early_stopping import most_over, queries_needed
+from megatoken.mlperf.figures import completion_seconds
+from megatoken.runs.run import Run
+from megatoken.text import count_of
 
 PERCENTILE = 0.99
 EARLIER_SECONDS = 0.1  # by which the rows may count from an earlier start than LoadGen

@@ -9,21 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatoken.analysis.aggregation import aggregate, aggregate_fields
+from megatoken.analysis.machine import unix_seconds
+from megatoken.analysis.nodes import NodeRow, offsets_words, run_node_rows
+from megatoken.analysis.verdict_of_nodes import replicas_left, shortfalls_of_nodes, verdict_of_nodes
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.likeness import SAME, same
-from megatoken.audit.reading import mapping
 from megatoken.audit.view import observe
 from megatoken.errors import UsageError
-from megatoken.results import Reason, Run, Verdict, read_run
-from megatoken.results.aggregation import aggregate, aggregate_fields
-from megatoken.results.machine import unix_seconds
-from megatoken.results.nodes import NodeRow, offsets_words, run_node_rows
-from megatoken.results.numerals import count_of
-from megatoken.results.run import NODES, REQUESTS, RESULT, SERIES
-from megatoken.results.tables import joined_runs
-from megatoken.results.verdict_of_nodes import replicas_left, shortfalls_of_nodes, verdict_of_nodes
+from megatoken.files import mapping
+from megatoken.runs.run import NODES, REQUESTS, RESULT, SERIES, Reason, Run, Verdict, read_run
+from megatoken.runs.tables import joined_runs
+from megatoken.text import count_of
 
 ROUNDING = 1e-4  # relative, of rates and times; dates have whole microseconds
 ROUNDING_SECONDS = 1e-5

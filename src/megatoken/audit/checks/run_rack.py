@@ -6,16 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
+from megatoken.analysis.machine import simulated_gpu
+from megatoken.analysis.series import numbers, replicas
 from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Observation, shown
 from megatoken.audit.likeness import SAME
-from megatoken.audit.reading import mapping
 from megatoken.audit.view import observe
-from megatoken.results import Run, Verdict
-from megatoken.results.machine import simulated_gpu
-from megatoken.results.numerals import count_of
-from megatoken.results.run import SERIES
-from megatoken.results.series import numbers, replicas
+from megatoken.files import mapping
+from megatoken.runs.run import SERIES, Run, Verdict
+from megatoken.text import count_of
 
 
 def check_replicas(folder: Run, where: tuple[Where, ...]) -> Iterator[Observation]:

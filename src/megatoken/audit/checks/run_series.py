@@ -8,14 +8,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from megatoken.analysis.machine import unix_seconds
+from megatoken.analysis.series import numbers, replicas
 from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Observation, shown
 from megatoken.audit.view import observe
-from megatoken.results import Run
-from megatoken.results.machine import unix_seconds
-from megatoken.results.numerals import count_of
-from megatoken.results.run import SERIES
-from megatoken.results.series import numbers, replicas
+from megatoken.runs.run import SERIES, Run
+from megatoken.text import count_of
 
 CLOCK_SECONDS = 1.0  # dates are told in whole seconds, and a clock may be set a little
 CLOCK_DRIFT = 0.01  # of a soak, for which nobody may have set the clock

@@ -14,19 +14,18 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.evidence import Where
-from megatoken.audit.figures import samples_answers, whole
 from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.reading import mapping, read_json_object
 from megatoken.audit.view import observe
 from megatoken.engine.config import REFERENCE, SHAPES, ModelConfig, Precision, model_folder, sharded
 from megatoken.engine.kernel_words import NO_KERNELS, SIMULATED
 from megatoken.engine.memory import bytes_per_token, weight_bytes
 from megatoken.errors import MegatokenError
-from megatoken.results import Run, Verdict
-from megatoken.results.numerals import count_of
-from megatoken.results.run import CONFIG, ENVIRONMENT, RESULT, SERIES
+from megatoken.files import mapping, read_json_object
+from megatoken.mlperf.detail_log import DetailLog
+from megatoken.mlperf.figures import samples_answers, whole
+from megatoken.runs.run import CONFIG, ENVIRONMENT, RESULT, SERIES, Run, Verdict
+from megatoken.text import count_of
 
 CORE_WAIT_SHARE = 0.05  # of the time, beyond which a run must say that it was kept waiting
 CORE_WAIT_DRIFT = 0.006  # the note has whole percents

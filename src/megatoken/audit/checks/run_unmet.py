@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatoken.analysis.statistics import Samples
 from megatoken.audit.checks.run_latencies import disagreements, latencies_of, limits_of
-from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.discovery import SCENARIOS
-from megatoken.audit.facts import DEFAULT_ROUND, Benchmark, benchmark_of, rules
-from megatoken.audit.figures import round_of, samples_answers, whole
-from megatoken.audit.reading import mapping
-from megatoken.results import Run
-from megatoken.results.statistics import Samples
+from megatoken.files import mapping
+from megatoken.mlperf.detail_log import DetailLog
+from megatoken.mlperf.figures import round_of, samples_answers, whole
+from megatoken.mlperf.rounds import DEFAULT_ROUND, Benchmark, benchmark_of, rules
+from megatoken.runs.run import Run
 
 SHORTEST_SEND_LAG_LIMIT_SECONDS, SEND_LAG_SHARE = 0.01, 0.05  # of the limit on the time to first token
 CLIENT_SHARE = 0.5

@@ -6,16 +6,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
+from megatoken.analysis.statistics import SOAK, Samples
 from megatoken.audit.checks.run_unmet import benchmark_judged_by, told_otherwise, unmet_rules
-from megatoken.audit.detail_log import DetailLog
 from megatoken.audit.evidence import Where
-from megatoken.audit.facts import DEFAULT_ROUND, round_seeds
 from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.reading import mapping
 from megatoken.audit.view import observe
-from megatoken.results import Run, Verdict
-from megatoken.results.run import CONFIG, RESULT
-from megatoken.results.statistics import SOAK, Samples
+from megatoken.files import mapping
+from megatoken.mlperf.detail_log import DetailLog
+from megatoken.mlperf.rounds import DEFAULT_ROUND, round_seeds
+from megatoken.runs.run import CONFIG, RESULT, Run, Verdict
 
 CONFIGURED = ("scenario", "mode", "rules", "precision", "text")  # what result.json says as config.yaml does
 LOST_REPLICAS = "LOST_REPLICAS"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatoken.audit.detail_log import COMMON_SETTINGS, LIBRARY_SET, DetailLog
-from megatoken.audit.facts import version_number
-from megatoken.audit.figures import LOGS_PADDING, whole
 from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.shuffle import MOST_ARRIVALS, MOST_ROWS, arrival_seconds, library_order
 from megatoken.audit.view import RunView, observe
-from megatoken.results.numerals import count_of
+from megatoken.mlperf.detail_log import COMMON_SETTINGS, LIBRARY_SET, DetailLog
+from megatoken.mlperf.draws import MOST_ARRIVALS, MOST_ROWS, arrival_seconds, library_order
+from megatoken.mlperf.figures import LOGS_PADDING, whole
+from megatoken.mlperf.rounds import version_number
+from megatoken.text import count_of
 
 SIX_DIGITS = 6e-6  # relative error of a number printed with six significant digits
 OFFLINE_SLACK = 1.1

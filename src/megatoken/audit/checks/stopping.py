@@ -6,11 +6,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from megatoken.audit.figures import whole
 from megatoken.audit.finding import Observation, shown
 from megatoken.audit.view import RunView, observe
-from megatoken.results import early_stopping
-from megatoken.results.numerals import count_of
+from megatoken.mlperf import early_stopping
+from megatoken.mlperf.figures import whole
+from megatoken.text import count_of
 
 RANKS = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p97": 0.97, "p99": 0.99, "p99.9": 0.999}
 # In the order in which LoadGen judges them; where the first fails it does not come to the second.

@@ -7,15 +7,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatoken.audit.accuracy_log import TRUNCATED_BYTES
 from megatoken.audit.discovery import DIVISIONS, SCENARIOS, Tree, below
 from megatoken.audit.endpoints import ACCURACY, CONFIGURATIONS, is_endpoint_result
 from megatoken.audit.evidence import System, Where
-from megatoken.audit.facts import benchmark_of, rules
 from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.reading import UnreadableError, display, read_json_object, read_text
 from megatoken.audit.view import observe
-from megatoken.results.numerals import count_of
+from megatoken.files import UnreadableError, display, read_json_object, read_text
+from megatoken.mlperf.accuracy_log import TRUNCATED_BYTES
+from megatoken.mlperf.rounds import benchmark_of, rules
+from megatoken.text import count_of
 
 MOST_FILE_BYTES = 50 * 2**20
 ROOT_FILES = ("readme", "license", "notice", "contributing", "code_of_conduct", "summary", ".git")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from megatoken.audit.detail_log import COMMON_SETTINGS, DetailLog
 from megatoken.audit.evidence import Where
-from megatoken.audit.facts import version_number
-from megatoken.audit.figures import LOGS_PADDING, PERCENTILES
 from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.reading import Damage
-from megatoken.audit.summary_log import HEADINGS, SummaryField, SummaryLog
 from megatoken.audit.view import RunView, observe
-from megatoken.results.numerals import count_of
+from megatoken.files import Damage
+from megatoken.mlperf.detail_log import COMMON_SETTINGS, DetailLog
+from megatoken.mlperf.figures import LOGS_PADDING, PERCENTILES
+from megatoken.mlperf.rounds import version_number
+from megatoken.mlperf.summary_log import HEADINGS, SummaryField, SummaryLog
+from megatoken.text import count_of
 
 _PARAMETERS = [
     "samples_per_query",

@@ -9,9 +9,9 @@ from functools import cache
 from importlib.resources import files
 
 from megatoken.audit.evidence import Configuration, Run, System, Where
-from megatoken.audit.facts import rules
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import observe
+from megatoken.mlperf.rounds import rules
 
 GB_PER_UNIT = {"TB": 1000.0, "TIB": 1099.511627776, "GB": 1.0, "GIB": 1.073741824, "MB": 1e-3, "MIB": 1.048576e-3}
 MEMORY_TOLERANCE = 0.075  # 80 GB is sold for 80 GiB and the other way round

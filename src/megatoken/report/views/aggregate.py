@@ -11,7 +11,7 @@ from megatoken.report.blocks import Block, Column, Figure, Headline, Points, Sec
 from megatoken.report.curves import distribution_chart
 from megatoken.report.documents import Document
 from megatoken.report.views.common import facts_table, records_table, view
-from megatoken.results.numerals import ABSENT, count_of, precise
+from megatoken.text import ABSENT, count_of, precise
 
 SUM = "sum_of_rates_tokens_per_second"
 MANY_NODES = 40

@@ -10,7 +10,7 @@ from megatoken.report.documents import Document
 from megatoken.report.views.aggregate import aggregate_sections, node_figures
 from megatoken.report.views.common import records_table, view
 from megatoken.report.words import plain_text
-from megatoken.results.numerals import exact, is_number, precise
+from megatoken.text import exact, is_number, precise
 
 KNOWN = ("findings", "counts", "claims", "aggregate", "nodes", "artefacts")
 SEVERITIES = {

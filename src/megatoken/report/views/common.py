@@ -8,7 +8,7 @@ from typing import Any
 from megatoken.report.blocks import Badge, Block, Cell, Column, Facts, Points, Section, Table, View, Words, text_of
 from megatoken.report.documents import Document
 from megatoken.report.words import aligned, labelled, plain_text, sentence
-from megatoken.results.numerals import ABSENT, is_number, precise
+from megatoken.text import ABSENT, is_number, precise
 
 COMMON_KEYS = ("kind", "schema_version", "created_at", "title", "inputs", "notes")
 INPUT_KEYS = {"name", "value", "unit", "state", "source", "low", "high"}

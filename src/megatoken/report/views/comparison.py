@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatoken.analysis.comparison import UNSTATED, Difference
 from megatoken.report.bars import Bar, bar_chart
 from megatoken.report.blocks import Badge, Cell, Column, Figure, Section, Table, View, Words
 from megatoken.report.documents import Document
 from megatoken.report.views.common import records_table, state_cell, view
 from megatoken.report.words import aligned, plain_text
-from megatoken.results.comparison import UNSTATED, Difference
-from megatoken.results.numerals import precise
+from megatoken.text import precise
 
 KNOWN = ("rows", "ratios", "software_differences", "interval_method")
 BASES = {

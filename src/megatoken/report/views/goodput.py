@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatoken.analysis.goodput import goodput, within_limits
+from megatoken.analysis.statistics import Samples
 from megatoken.report.blocks import Block, Column, Figure, Table
 from megatoken.report.curves import MAX_POINTS, Line, Mark, line_chart
-from megatoken.results import Run
-from megatoken.results.goodput import goodput, within_limits
-from megatoken.results.numerals import precise
-from megatoken.results.statistics import Samples
+from megatoken.runs.run import Run
+from megatoken.text import precise
 
 
 @dataclass(frozen=True, slots=True)

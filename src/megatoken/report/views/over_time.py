@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.analysis.series import totals_over_time
 from megatoken.report.blocks import Figure
 from megatoken.report.curves import Between, Line, Mark, level, rate, time_chart
 from megatoken.report.scales import Floats
-from megatoken.results import Run
-from megatoken.results.numerals import number
-from megatoken.results.series import totals_over_time
+from megatoken.runs.run import Run
+from megatoken.text import number
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -12,7 +12,7 @@ from megatoken.report.curves import Line, line_chart
 from megatoken.report.documents import Document
 from megatoken.report.views.common import given_tables, records_table, state_cell, view
 from megatoken.report.words import label, plain_text, sentence
-from megatoken.results.numerals import is_number, precise
+from megatoken.text import is_number, precise
 
 KNOWN = ("profiles", "results", "tables", "sensitivities", "waterfall")
 # Tables that are also drawn: what names a bar, its length, how sure it is.

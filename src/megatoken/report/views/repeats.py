@@ -10,7 +10,7 @@ from megatoken.report.documents import Document
 from megatoken.report.metrics import MEANING, of_simulated, verdict_badge
 from megatoken.report.views.common import view
 from megatoken.report.words import label
-from megatoken.results.numerals import count_of, precise
+from megatoken.text import count_of, precise
 
 RATE = "output_tokens_per_second"
 RATES = {

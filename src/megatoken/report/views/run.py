@@ -8,6 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from megatoken.analysis.statistics import (
+    PERCENTILE_METHOD,
+    SHORTEST_STEADY_LIVES,
+    SHORTEST_STEADY_SECONDS,
+    SOAK,
+    STEADY_SHARE,
+    Samples,
+)
 from megatoken.report.bars import Dot, dot_chart
 from megatoken.report.blocks import (
     Block,
@@ -38,16 +46,8 @@ from megatoken.report.views.aggregate import MANY_NODES
 from megatoken.report.views.common import records_table
 from megatoken.report.views.goodput import goodput_blocks
 from megatoken.report.views.over_time import time_figures
-from megatoken.results import Reason, Run
-from megatoken.results.numerals import count_of, natural, number
-from megatoken.results.statistics import (
-    PERCENTILE_METHOD,
-    SHORTEST_STEADY_LIVES,
-    SHORTEST_STEADY_SECONDS,
-    SOAK,
-    STEADY_SHARE,
-    Samples,
-)
+from megatoken.runs.run import Reason, Run
+from megatoken.text import count_of, natural, number
 
 DEFINITIONS = {
     "Output rate": "Output tokens of the completed samples over the time from the start of the run to the"

@@ -1,0 +1,1 @@
+"""Run data -> statistics, aggregation, comparison, stability, goodput, energy. Pure functions."""

@@ -1,0 +1,233 @@
+"""What can be compared, as entries: own runs with their repeats, aggregated nodes, rows of the published table."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import statistics
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatoken.analysis.comparison import Entry
+from megatoken.analysis.contradictions import check_rates
+from megatoken.analysis.machine import Occupation, accelerator_name, rate_state, run_accelerators, simulated_gpu
+from megatoken.analysis.published import (
+    PublishedResult,
+    accelerator_table,
+    mlperf_data_set,
+    published_results,
+    results_of,
+)
+from megatoken.analysis.repeats import check_repeats, whole_runs, worst_verdict
+from megatoken.errors import UsageError
+from megatoken.text import precise
+
+if TYPE_CHECKING:
+    from megatoken.analysis.aggregation import Aggregate
+    from megatoken.runs.run import Run
+
+ACCURACY_TARGET = re.compile(r"-(99(?:\.9)?)$")
+LOCAL_KEYS = {"out"}  # of a configuration: they say where, not how
+
+
+def published_entry(row: PublishedResult, note: str | None = None) -> Entry:
+    """One row of the published table. The model is the one that ran, which open submissions may choose."""
+    model, accuracy_target = split_benchmark(row.used_model)
+    return Entry(
+        name=row.name,
+        source=row.source,
+        state="verified",
+        output_tokens_per_second=row.output_tokens_per_second,
+        division=row.division,
+        scenario=row.scenario,
+        model=model,
+        accuracy_target=accuracy_target or split_benchmark(row.benchmark)[1],
+        precision=row.precision,
+        accelerator=row.accelerator,
+        accelerators=row.accelerators,
+        nodes=row.nodes,
+        verdict="VALID",  # nothing else is published
+        mode="performance",
+        data_set=mlperf_data_set(row.benchmark),
+        measured_watts=row.measured_watts,
+        software=dict(_versions(row.software)),
+        note=note,
+    )
+
+
+def accelerator_entry(accelerator: str, benchmark: str, scenario: str) -> Entry:
+    """The published system with the highest rate per accelerator; without any, an entry that says "no data".
+
+    Raises:
+        UsageError: no row of any benchmark has an accelerator of that name, or no row is of that benchmark or scenario.
+    """
+    _check_published("--benchmark", benchmark, {row.benchmark for row in published_results()})
+    _check_published("--scenario", scenario, {row.scenario for row in published_results()})
+    rows = results_of(accelerator, benchmark, scenario)
+    if rows:
+        same = [row for row in rows if row.division == rows[0].division]
+        low, high = (row.output_tokens_per_second / (row.accelerators or 1) for row in (same[-1], same[0]))
+        note = (
+            f"fastest per accelerator of {len(same)} {same[0].division} rows with {accelerator},"
+            f" which range from {precise(low)} to {precise(high)} tokens/s per accelerator"
+        )
+        return published_entry(rows[0], note if len(same) > 1 else None)
+    elsewhere = [row for row in published_results() if results_of(accelerator, row.benchmark, row.scenario)]
+    if not elsewhere:
+        known = [
+            name
+            for name in accelerator_table()
+            if any(results_of(name, row.benchmark, row.scenario) for row in published_results())
+        ]
+        raise UsageError(
+            f"{accelerator}: neither a folder nor a published id nor an accelerator; published are, among others,"
+            f" {', '.join(known)}"
+        )
+    return Entry(
+        name=f"{accelerator}:{benchmark}:{scenario}",
+        source="MLPerf Inference v5.1",
+        state="no data",
+        output_tokens_per_second=None,
+        note=f"no published {benchmark} {scenario} result of {accelerator}: no data, which is no sign of being worse",
+    )
+
+
+def _check_published(flag: str, name: str, known: Collection[str]) -> None:
+    if name.lower() not in {one.lower() for one in known}:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        mend = f"did you mean {close[0]}?" if close else f"published are {', '.join(sorted(known))}"
+        raise UsageError(f"{flag} {name}: no published result is of it; {mend}")
+
+
+def run_entry(runs: Sequence[Run], name: str) -> Entry:
+    """Run folders of one setting as one entry: the geometric mean of their rates, and each rate as a repeat.
+
+    Runs that were interrupted are left out of the mean where others came to their end.
+
+    Raises:
+        UsageError: no run, a run without a rate or with one that contradicts what stands beside it, or runs that are
+            no repeats of each other.
+    """
+    if not runs:
+        raise UsageError(f"{name}: no run folder in it")
+    check_repeats(runs, name)
+    whole = whole_runs(runs)
+    for run in whole:
+        check_rates(run)
+        if not run.result.get("output_tokens_per_second"):
+            raise UsageError(f"{run.path}: {run.verdict}, without a rate to compare")
+    first, result = whole[0], whole[0].result
+    rates = [float(run.result["output_tokens_per_second"]) for run in whole]
+    accelerators, nodes = run_accelerators(first), len(result.get("nodes", [])) or 1
+    samples = sum(run.result["samples_completed"] for run in whole)
+    return Entry(
+        name=name,
+        source=str(first.path) if len(runs) == 1 else f"{len(whole)} runs: {', '.join(run.path.name for run in whole)}",
+        state=rate_state(first),
+        output_tokens_per_second=rates[0] if len(rates) == 1 else statistics.geometric_mean(rates),
+        scenario=result.get("scenario"),
+        model=result.get("model"),
+        precision=result.get("precision"),
+        accelerator=accelerator_name(first) if accelerators else None,
+        accelerators=accelerators,
+        nodes=nodes,
+        verdict=worst_verdict(whole),
+        mode=result.get("mode"),
+        weights=result.get("weights"),
+        data_set=result.get("data_set"),
+        data_set_sha256=result.get("data_set_sha256"),
+        input_tokens_per_sample=sum(run.result["input_tokens"] for run in whole) / samples,
+        output_tokens_per_sample=sum(run.result["output_tokens"] for run in whole) / samples,
+        duration_seconds=statistics.fmean(run.result["duration_seconds"] for run in whole),
+        ttft_limit_seconds=result.get("ttft_limit_seconds"),
+        tpot_limit_seconds=result.get("tpot_limit_seconds"),
+        occupations=tuple(found for run in whole if (found := Occupation.of(run))),
+        paths=tuple(str(run.path) for run in whole),
+        repeats=tuple(rates) if len(rates) > 1 else (),
+        software=run_software(first),
+        note="; ".join(_run_notes(runs, whole)) or None,
+    )
+
+
+def _run_notes(runs: Sequence[Run], whole: Sequence[Run]) -> Iterator[str]:
+    left_out = [run.path.name for run in runs if run not in whole]
+    if left_out:
+        yield f"without {', '.join(left_out)}, which did not come to an end"
+    result = whole[0].result
+    if gpu := simulated_gpu(whole[0]):
+        yield f"simulated {gpu}: its rate is a cost model's, not a measurement"
+    if result.get("scenario") in ("server", "interactive") and "rate_search" not in result:
+        yield (
+            f"a {result['scenario']} run's rate is the load that it was offered, as long as it keeps up; the highest"
+            " that it can serve takes --find-rate"
+        )
+
+
+def aggregate_entry(result: Aggregate, name: str, *, state: str, accelerator: str | None) -> Entry:
+    """Aggregated nodes as one entry, at the sum of their rates."""
+    return Entry(
+        name=name,
+        source=", ".join(result.inputs),
+        state=state,
+        output_tokens_per_second=result.sum_of_rates_tokens_per_second,
+        scenario=result.workload["scenario"],
+        model=result.workload["model"],
+        precision=result.workload["precision"],
+        verdict=_verdict(result),
+        mode="performance",
+        output_tokens_per_sample=_tokens_per_sample(result),
+        duration_seconds=result.makespan.seconds,
+        paths=result.inputs,
+        accelerator=accelerator,
+        accelerators=result.accelerators,
+        nodes=len(result.nodes),
+        note=result.sum_label if len(result.nodes) > 1 else None,
+    )
+
+
+def _verdict(result: Aggregate) -> str | None:
+    """That of all nodes; INVALID if any is."""
+    verdicts = {node["verdict"] for node in result.nodes}
+    return "INVALID" if "INVALID" in verdicts else verdicts.pop() if len(verdicts) == 1 else None
+
+
+def _tokens_per_sample(result: Aggregate) -> float | None:
+    counts = [node["samples"] for node in result.nodes]
+    return None if None in counts or not sum(counts) else result.output_tokens / sum(counts)
+
+
+def run_software(run: Run) -> dict[str, str]:
+    """Versions and settings of a run, by dotted name: whatever may explain a difference on the same hardware."""
+    environment = run.environment
+    gpus = environment.get("gpus") or [{}]
+    facts: dict[str, Any] = {
+        **{key: environment.get(key) for key in ("operating_system", "kernel", "python")},
+        "target": run.result.get("target"),
+        "driver": gpus[0].get("driver_version"),
+        "packages": environment.get("packages"),
+        "source": environment.get("source"),
+        "variables": environment.get("variables"),
+        "config": {key: value for key, value in run.config.items() if key not in LOCAL_KEYS},
+    }
+    return dict(_flat("", facts))
+
+
+def split_benchmark(name: str) -> tuple[str, str | None]:
+    """Model and accuracy target in percent: ``llama2-70b-99.9`` is llama2-70b at 99.9."""
+    target = ACCURACY_TARGET.search(name)
+    return (name[: target.start()], target.group(1)) if target else (name, None)
+
+
+def _versions(text: str) -> Iterator[tuple[str, str]]:
+    """``TensorRT 10.11, CUDA 12.9`` as pairs of name and version."""
+    for part in text.split(","):
+        name, _, version = part.strip().rpartition(" ")
+        yield (name, version) if name else (version, "")
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(f"{prefix}.{key}" if prefix else str(key), item)
+    elif value is not None:
+        yield prefix, str(value)

@@ -1,0 +1,75 @@
+"""Which runs a path means: a run folder, repeats of one test, or a folder that holds several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatoken.analysis.contradictions import check_rates
+from megatoken.errors import UsageError
+from megatoken.runs.run import CONFIG, RESULT, Run, read_run
+
+DEEPEST = 4  # folders between a path and its runs: runs/ of a machine, of a month, and their repeats
+
+
+def run_folders(path: Path) -> list[Path]:
+    """The run folder ``path``, or all that lie below it, sorted; none if there are none.
+
+    Hidden folders are left out, and what lies inside a run folder is part of that run. A link to a run folder is one,
+    but none is named twice; a link to any other folder is not followed.
+
+    Raises:
+        UsageError: a folder below ``path`` cannot be read.
+    """
+    found: dict[Path, Path] = {}
+    try:
+        for folder in _below(path, 0):
+            found.setdefault(folder.resolve(), folder)
+    except OSError as error:
+        where = error.filename or path
+        raise UsageError(f"{where}: cannot be read ({error.strerror}); name the folders of runs themselves") from error
+    return list(found.values())
+
+
+def read_runs(path: Path) -> list[Run]:
+    """The run folder ``path``, or all below it.
+
+    Raises:
+        UsageError: there is none, or one is damaged or contradicts itself.
+    """
+    folders = run_folders(path)
+    if not folders:
+        what = "no run folder and none below it" if path.is_dir() else "no such folder"
+        raise UsageError(f"{path}: {what}; give a run folder, such as runs/20261120T091233Z-offline-tiny, or runs/")
+    return [read_consistent_run(folder) for folder in folders]
+
+
+def read_consistent_run(folder: Path) -> Run:
+    """A run folder, for those who pass its rates on.
+
+    Raises:
+        UsageError: it is damaged, or its rates contradict what stands beside them.
+    """
+    run = read_run(folder)
+    check_rates(run)
+    return run
+
+
+def _below(path: Path, depth: int) -> Iterator[Path]:
+    # Right where somebody points, result.json alone is a run, though a damaged one; further down it may be anybody's.
+    if (path / RESULT).is_file() and (depth < 2 or (path / CONFIG).is_file()):
+        yield path
+    elif depth < DEEPEST and path.is_dir() and not (depth and path.is_symlink()):
+        for folder in sorted(path.iterdir()):
+            if not folder.name.startswith("."):
+                yield from _below(folder, depth + 1)
+
+
+def names_of(runs: Sequence[Path]) -> list[str]:
+    """What to call run folders: as many of the last parts of their paths as tell each from all others."""
+    parts = [path.absolute().parts for path in runs]
+    for count in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(path[-count:]) for path in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return [str(path) for path in runs]

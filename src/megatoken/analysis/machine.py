@@ -1,0 +1,125 @@
+"""What a run had of its machine: GPUs, when, and with whom it shared it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatoken.engine.kernel_words import SIMULATED
+from megatoken.text import precise
+
+if TYPE_CHECKING:
+    from megatoken.runs.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Occupation:
+    """One run on its machine; times are Unix seconds, ``gpu`` the one that it computed on, None for the CPUs."""
+
+    run: Path
+    host: str
+    gpu: str | None
+    began_seconds: float
+    ended_seconds: float
+
+    @classmethod
+    def of(cls, run: Run) -> Occupation | None:
+        """That of a run folder; None where it does not say when or on which machine it ran."""
+        host, began = run.environment.get("hostname"), unix_seconds(run.result.get("started_at"))
+        if not host or began is None:
+            return None
+        lasted = max(run.series["elapsed_seconds"].to_pylist(), default=0.0)
+        ended = began + max(lasted, run.result.get("duration_seconds") or 0.0)
+        return cls(run.path, str(host), _gpu(run), began, ended)
+
+    def seconds_shared_with(self, other: Occupation) -> float:
+        """How long both ran on the same processors.
+
+        0 for a run and itself, which a copy of its folder is too, and for runs on two GPUs of one machine.
+        """
+        apart = self.gpu is not None and other.gpu is not None and self.gpu != other.gpu
+        if self.host != other.host or apart or self.began_seconds == other.began_seconds:
+            return 0.0
+        return max(0.0, min(self.ended_seconds, other.ended_seconds) - max(self.began_seconds, other.began_seconds))
+
+
+def name_of(run: Path) -> str:
+    """The last two parts of a run folder's path: one repeat is called as another is."""
+    return "/".join(run.absolute().parts[-2:])
+
+
+def contentions(runs: Sequence[Run]) -> Iterator[str]:
+    """A sentence for every two of ``runs`` that ran at the same time on one machine."""
+    known = [found for run in runs if (found := Occupation.of(run))]
+    for one, other in combinations(known, 2):
+        if shared := one.seconds_shared_with(other):
+            both = f"{name_of(one.run)} and {name_of(other.run)}"
+            yield (
+                f"{both} ran at the same time on {one.host} for {precise(shared)} s, so each had what the other left of"
+                " it: measure them one after the other"
+            )
+
+
+def unix_seconds(text: Any) -> float | None:
+    """Seconds since 1970 of an aware ISO time; None for anything else."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return None
+    return moment.timestamp() if moment.tzinfo else None
+
+
+def utc_text(moment: datetime) -> str:
+    """A moment as result.json has it: ISO 8601 in UTC with a Z, which ``unix_seconds`` reads as it reads an offset."""
+    return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
+
+
+def simulated_gpu(run: Run) -> str | None:
+    """The GPU that every replica of the run pretended to be; None where replicas computed.
+
+    Configuration or target: one that says so is enough, since nobody calls computed tokens simulated.
+    """
+    if name := (run.config.get("rack") or {}).get("simulated_gpu"):
+        return str(name)
+    device = str((run.result.get("target") or {}).get("device"))
+    return device.removeprefix(SIMULATED) if device.startswith(SIMULATED) else None
+
+
+def rate_state(run: Run) -> Literal["measured", "estimate"]:
+    """How sure a run's rates and times are: those of simulated GPUs are a cost model's."""
+    return "estimate" if simulated_gpu(run) else "measured"
+
+
+def run_accelerators(run: Run, node: str | None = None) -> int | None:
+    """GPUs that one node of the run used or simulated, or all of them; None where CPUs computed."""
+    ranks = (run.result.get("target") or {}).get("tensor_parallel")
+    ranks = ranks if isinstance(ranks, int) else 1
+    gpus = {
+        entry.get("node"): entry["replicas"] * ranks if simulated_gpu(run) else entry.get("gpus") or 0
+        for entry in run.result.get("rack_nodes") or []
+    }
+    if gpus:
+        return (sum(gpus.values()) if node is None else gpus.get(node, 0)) or None
+    device = (run.config.get("engine") or {}).get("device", "cpu")
+    if device == "cuda" or (device == "auto" and run.environment.get("gpus")):
+        nodes = 1 if node is not None else len(run.result.get("nodes", [])) or 1
+        return nodes * ranks
+    return None
+
+
+def accelerator_name(run: Run) -> str | None:
+    """What the GPUs of the run are called, simulated ones too; None where nothing says so."""
+    gpus = run.environment.get("gpus") or []
+    return simulated_gpu(run) or (gpus[0].get("name") if gpus and isinstance(gpus[0], dict) else None)
+
+
+def _gpu(run: Run) -> str | None:
+    """The engine computes on the first GPU that its process may see; simulated ones are on the CPUs."""
+    if simulated_gpu(run) or run_accelerators(run) is None:
+        return None
+    visible = (run.environment.get("variables") or {}).get("CUDA_VISIBLE_DEVICES")
+    return str(visible).split(",")[0].strip() if visible else "0"

@@ -1,0 +1,243 @@
+"""Equal runs together: whether they are, their verdicts, and the interval that each metric's geometric mean lies in."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import statistics
+from collections.abc import Container, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatoken.analysis.aggregation import now
+from megatoken.analysis.comparison import CONFIDENCE, student_t
+from megatoken.analysis.lookup import read_runs
+from megatoken.analysis.machine import contentions, simulated_gpu
+from megatoken.errors import UsageError
+from megatoken.files import plain
+from megatoken.runs.run import RESULT, Run, Verdict
+
+REPEATS = "repeats.json"
+SCHEMA_VERSION = 1
+INTERVAL_FORMULA = (
+    "exp(m ± t(1 - (1 - confidence) / 2; n - 1) · s / √n), m and s the mean and the standard deviation (with n - 1) of"
+    " the logarithms, exp(m) the geometric mean: a rate differs by factors, and no end of the interval is below zero"
+)
+SEEDS_NOTE = (
+    "Every repeat has the same seeds: LoadGen issues the same samples in the same order at the same times, random"
+    " weights and prompts are the same, and draws of tokens differ only where a sample has no seed of its own. So the"
+    " interval says what the machine makes of equal work; it does not hold what other seeds would change."
+)
+_NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
+_METRICS = (
+    "output_tokens_per_second",
+    "steady_output_tokens_per_second",
+    "samples_per_second",
+    "loadgen_output_tokens_per_second",
+    "energy_joules_per_output_token",
+)
+_OWN_PERCENTILES = ("ttft", "tpot", "latency")  # where LoadGen states none, as in Offline
+_PERCENTILES = ("loadgen_ttft_p99_seconds", "loadgen_tpot_p99_seconds", "loadgen_latency_p90_seconds")
+_WORST = (Verdict.INTERRUPTED, Verdict.INVALID, Verdict.DEGRADED, Verdict.MEASURED, Verdict.VALID)
+# What repeats of one test have in common; the rest of a configuration is where it writes, and sizes from free memory.
+_SETTING = (
+    *("scenario", "mode", "rules", "model", "weights", "precision", "data_set_sha256", "offered_samples_per_second"),
+    *("ttft_limit_seconds", "tpot_limit_seconds"),
+)
+
+
+def read_repeats_in(path: Path) -> list[Run]:
+    """The run folder ``path`` alone, or all below it, which must be repeats of one test.
+
+    Raises:
+        UsageError: there is none, one is damaged, or they are of several tests.
+    """
+    runs = read_runs(path)
+    check_repeats(runs, str(path))
+    return runs
+
+
+def check_repeats(runs: Sequence[Run], name: str) -> None:
+    """Refuse runs that are not the same test on the same machine.
+
+    Raises:
+        UsageError: names the first that is not, and in what it differs.
+    """
+    first = _setting(runs[0])
+    for run in runs[1:]:
+        for key, value in _setting(run).items():
+            if value != first[key]:
+                raise UsageError(
+                    f"{name}: {run.path.name} is no repeat of {runs[0].path.name}: {key} is {value}, not {first[key]};"
+                    " give one of them, or a folder of repeats alone"
+                )
+
+
+def are_repeats(runs: Sequence[Run]) -> bool:
+    """Whether all are the same test on the same machine."""
+    return all(_setting(run) == _setting(runs[0]) for run in runs)
+
+
+def _setting(run: Run) -> dict[str, Any]:
+    target = run.result.get("target") or {}
+    return {
+        **{name: run.result.get(name) for name in _SETTING},
+        "device": target.get("device"),
+        "threads": target.get("threads"),
+        "hostname": run.environment.get("hostname"),
+    }
+
+
+def whole_runs(runs: Sequence[Run]) -> list[Run]:
+    """The runs that came to their end; all of them if none did."""
+    return [run for run in runs if run.verdict is not Verdict.INTERRUPTED] or list(runs)
+
+
+def summarise_repeats(runs: Sequence[Run], wanted: int, missing: Sequence[str] = ()) -> dict[str, Any]:
+    """The document of ``repeats.json``: verdicts, and interval of every metric that all whole runs have.
+
+    Percentiles are listed, not averaged: the mean of p99s is the p99 of nothing.
+
+    Args:
+        runs: as they are now.
+        wanted: how many were asked for.
+        missing: from ``missing_notes``.
+    """
+    whole = whole_runs(runs)
+    metrics = {name: interval(values) for name in _METRICS if (values := _values(whole, name))}
+    percentiles = {name: {"values": values} for name in _PERCENTILES if (values := _values(whole, name))}
+    if not any(run.result.get(name) for run in whole for name in _PERCENTILES):
+        percentiles = {f"{name}_p99_seconds": {"values": values} for name, values in _own_p99s(whole)}
+    result = runs[0].result
+    subject = (result.get("scenario"), result.get("model"), result.get("precision"))
+    return {
+        "kind": "repeats",
+        "schema_version": SCHEMA_VERSION,
+        "created_at": now(),
+        "title": f"Repeats of {' '.join(str(part) for part in subject if part)}",
+        "inputs": [plain(run.path) for run in runs],
+        "notes": [*missing, *_notes(runs, whole)],
+        "verdict": worst_verdict(runs),
+        "verdicts": [run.verdict for run in runs],
+        "reasons": [{"run": run.path.name, **reason} for run in runs for reason in run.reasons],
+        "simulated_gpu": simulated_gpu(runs[0]),
+        "runs": [run.path.name for run in runs],
+        "runs_wanted": wanted,
+        "runs_in_the_mean": [run.path.name for run in whole],
+        "metrics": metrics,
+        "percentiles": percentiles,
+        "confidence": CONFIDENCE,
+        "interval_formula": INTERVAL_FORMULA,
+        "seeds": result.get("seeds"),
+        "seeds_note": SEEDS_NOTE,
+    }
+
+
+def _notes(runs: Sequence[Run], whole: Sequence[Run]) -> list[str]:
+    left_out = [run.path.name for run in runs if run not in whole]
+    return [
+        *shared_notes(runs),
+        *([f"not in the mean, for they did not come to their end: {', '.join(left_out)}"] if left_out else []),
+        *contentions(runs),
+    ]
+
+
+def shared_notes(runs: Sequence[Run]) -> Iterator[str]:
+    """The notes of all runs, each once: with a range where one number differs, with its runs where others lack it."""
+    alike: dict[str, list[tuple[str, str]]] = {}
+    for run in runs:
+        for note in dict.fromkeys(map(str, run.result.get("notes") or ())):
+            alike.setdefault(_NUMBER.sub("#", note), []).append((run.path.name, note))
+    for found in alike.values():
+        names = dict.fromkeys(name for name, _ in found)
+        of = "" if len(names) == len(runs) else f"{', '.join(names)}: "
+        yield from (f"{of}{note}" for note in _with_range(list(dict.fromkeys(note for _, note in found))))
+
+
+def _with_range(notes: list[str]) -> list[str]:
+    """Notes that differ in one number alone as one."""
+    numbers = list(zip(*(_NUMBER.findall(note) for note in notes), strict=True))
+    differing = [place for place, values in enumerate(numbers) if len(set(values)) > 1]
+    if len(differing) != 1:
+        return notes
+    low, *_, high = sorted(numbers[differing[0]], key=lambda text: float(text.replace(",", "")))
+    place = list(_NUMBER.finditer(notes[0]))[differing[0]]
+    return [f"{notes[0][: place.start()]}{low} to {high}{notes[0][place.end() :]}"]
+
+
+def _own_p99s(runs: Sequence[Run]) -> Iterator[tuple[str, list[float]]]:
+    for name in _OWN_PERCENTILES:
+        values = [(run.result.get(f"{name}_seconds") or {}).get("p99") for run in runs]
+        if all(isinstance(value, int | float) for value in values):
+            yield name, [float(value) for value in values if value is not None]
+
+
+def _values(runs: Sequence[Run], name: str) -> list[float]:
+    """Of every run; empty unless all have one."""
+    values = [run.result.get(name) for run in runs]
+    return [float(value) for value in values if isinstance(value, int | float)] if None not in values else []
+
+
+def interval(values: Sequence[float]) -> dict[str, Any]:
+    """Mean and geometric mean of ``values``, and by ``INTERVAL_FORMULA`` where the latter lies.
+
+    None for what cannot be told: the interval of one value, logarithms of what is not above zero.
+    """
+    told: dict[str, Any] = {"values": list(values), "mean": statistics.fmean(values)}
+    if min(values) <= 0:
+        return {**told, "geometric_mean": None, "low": None, "high": None}
+    logarithms = [math.log(value) for value in values]
+    centre = statistics.fmean(logarithms)
+    told["geometric_mean"] = math.exp(centre)
+    if len(values) < 2:
+        return {**told, "low": None, "high": None}
+    deviation = statistics.stdev(logarithms)
+    margin = student_t(0.5 + CONFIDENCE / 2, len(values) - 1) * deviation / math.sqrt(len(values))
+    return {**told, "low": math.exp(centre - margin), "high": math.exp(centre + margin)}
+
+
+def worst_verdict(runs: Sequence[Run]) -> Verdict:
+    """The verdict that says least in favour of the runs together."""
+    return min((run.verdict for run in runs), key=_WORST.index)
+
+
+def missing_notes(path: Path, runs: Sequence[Run]) -> list[str]:
+    """What a reader of ``runs``, all that lie below ``path``, must know where ``repeats.json`` names others too.
+
+    Raises:
+        UsageError: a ``repeats.json`` cannot be read.
+    """
+    below: dict[Path, set[str]] = {}
+    for run in runs:
+        if run.path != path:  # else one of several is meant
+            below.setdefault(run.path.parent, set()).add(run.path.name)
+    missing = [one for folder, there in below.items() for one in _missing(folder, there)]
+    if not missing:
+        return []
+    return [f"missing: {', '.join(missing)}, of which {REPEATS} tells, so all numbers are of the others"]
+
+
+def _missing(folder: Path, there: Container[str]) -> Iterator[str]:
+    told = (read_repeats(folder) or {}).get("runs")
+    for name in map(str, told) if isinstance(told, list) else ():
+        if name not in there:
+            lost = RESULT if os.path.isdir(folder / name) else "folder"  # noqa: PTH112 - the name is anybody's
+            yield f"{name} (its {lost} is gone)"
+
+
+def read_repeats(folder: Path) -> dict[str, Any] | None:
+    """``repeats.json`` of a folder of repeats; None where there is none.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    path = folder / REPEATS
+    if not path.is_file():
+        return None
+    try:
+        document: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read ({error}); repeat the runs") from error
+    return document

@@ -1,0 +1,316 @@
+"""From the two tables of a run to the numbers of ``result.json``: pure functions, exact percentiles, units in names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatoken.analysis.energy import run_energy
+from megatoken.analysis.series import Floats, masks, numbers, tokens_per_second_within, totals_over_time
+from megatoken.text import is_number
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+PERCENTILES = (50, 90, 95, 99)
+PERCENTILE_METHOD = "exact, from every raw value, linear interpolation between the two nearest"
+PERCENTILE_CONFIDENCE = 0.99
+STEADY_SHARE = 0.9
+SHORTEST_STEADY_SECONDS = 2.0
+SHORTEST_STEADY_LIVES = 3.0
+
+ARRIVING = ("server", "interactive")  # scenarios whose samples are due at times that no answer decides
+SOAK = "soak"  # no scenario of MLPerf's: the target is kept full for as long as asked
+STAGES = ("tokenise", "queue", "prefill", "decode", "detokenise")
+
+
+def summarise(
+    requests: pa.Table, series: pa.Table, *, scenario: str, finished: bool = True, load_seconds: float | None = None
+) -> dict[str, Any]:
+    """All metrics of a run, under the names ``result.json`` gives them; what cannot be known is None.
+
+    Only completed samples count as work done: those that stopped or reached their length without an error. Rates divide
+    by ``rated_seconds``, as LoadGen's do (results.cc): from the first scheduled time to the last completion, or, where
+    samples arrive by themselves, to the completion of the one issued last. What is still being answered then is the
+    drain; ``whole_run_output_tokens_per_second`` has it in its time too. A soak is rated over its time under load: by
+    the tokens that the series counts until then, for a sample may last as long as the soak.
+
+    Args:
+        requests: table of ``SampleRow``.
+        series: table of ``SeriesRow``.
+        scenario: MLPerf scenario, or ``SOAK``; decides what the times to first token and latencies mean.
+        finished: every sample has ended. Otherwise those in flight are missing from ``requests``, and with them what
+            a steady window is found by, so that it stays None.
+        load_seconds: when a soak issues its last samples; None elsewhere.
+    """
+    samples = Samples.of(requests)
+    done = samples.only(samples.completed)
+    start = float(samples.scheduled.min()) if len(samples) else 0.0
+    end = float(done.last.max()) if len(done) else start
+    duration = end - start
+    rated = _rated_seconds(samples, start, scenario) if finished else None
+    counted = len(done)
+    if rated is None:
+        rated = duration
+    else:  # LoadGen: the last one opens an interval that nothing closes
+        counted -= 1
+    input_tokens, output_tokens = int(done.input_tokens.sum()), int(done.output_tokens.sum())
+    rates = _under_load(samples, series, load_seconds) or {
+        "output_tokens_per_second": _rate(output_tokens, rated),
+        "processed_tokens_per_second": _rate(input_tokens + output_tokens, rated),
+        "samples_per_second": _rate(counted, rated),
+        "rated_seconds": rated,
+    }
+    steady = steady_window(done.first, done.last, series) if finished else None
+    energy = run_energy(series)
+    return {
+        "output_tokens_per_second": rates["output_tokens_per_second"],
+        "whole_run_output_tokens_per_second": _rate(output_tokens, duration),
+        "steady_output_tokens_per_second": tokens_per_second_within(series, *steady) if steady else None,
+        "processed_tokens_per_second": rates["processed_tokens_per_second"],
+        "samples_per_second": rates["samples_per_second"],
+        "ttft_seconds": percentiles(done.ttft),
+        "tpot_seconds": percentiles(done.tpot),
+        "latency_seconds": percentiles(done.last - done.scheduled),
+        "latency_origin": latency_origin(scenario),
+        "send_lag_seconds": percentiles(samples.sent - samples.scheduled),
+        "handover_seconds": percentiles(samples.submitted - samples.sent),
+        "stages": stages(samples),
+        "percentile_method": PERCENTILE_METHOD,
+        "duration_seconds": duration,
+        "rated_seconds": rates["rated_seconds"],
+        "steady_window_seconds": list(steady) if steady else None,
+        "energy_joules": energy.joules,
+        "energy_joules_per_output_token": energy.joules_per_output_token,
+        "power_watts": energy.mean_watts,
+        "samples_completed": len(done),
+        "samples_failed": int(samples.failed.sum()),
+        "samples_cancelled": int(samples.cancelled.sum()),
+        "samples_without_tpot": int((done.output_tokens < 2).sum()),
+        "input_tokens": input_tokens,
+        "output_tokens": output_tokens,
+        "preemptions": int(totals_over_time(series, ["preemptions"])[1][-1]) if len(series) else None,
+        "nodes": _nodes(requests["node"], samples, start),
+    }
+
+
+def _rated_seconds(samples: Samples, start: float, scenario: str) -> float | None:
+    """From ``start`` to the completion of the sample issued last; None where LoadGen rates by the last completion."""
+    if scenario not in ARRIVING or not samples.completed.any():
+        return None
+    latest = int(np.argmax(samples.scheduled))
+    return float(samples.last[latest]) - start if samples.completed[latest] else None
+
+
+def _under_load(samples: Samples, series: pa.Table, load_seconds: float | None) -> dict[str, Any] | None:
+    """Rates of a soak until its load ends, or until its last row where it was interrupted before; None: no soak.
+
+    Input counts once it has been read, which is when its answer begins.
+    """
+    if load_seconds is None or not len(series) or not samples.completed.any():
+        return None  # a rate beside no sample would be a riddle
+    until = min(load_seconds, float(numbers(series["elapsed_seconds"]).max()))
+    output = tokens_per_second_within(series, 0.0, until) if until > 0 else None
+    if output is None:
+        return None
+    read = float(samples.input_tokens[samples.first <= until].sum())
+    return {
+        "output_tokens_per_second": output,
+        "processed_tokens_per_second": output + read / until,
+        "samples_per_second": _rate(int((samples.completed & (samples.last <= until)).sum()), until),
+        "rated_seconds": until,
+    }
+
+
+def seconds_under_load(result: Mapping[str, Any]) -> float | None:
+    """How long the soak of ``result`` is to be under load; None of any other run."""
+    seconds = (result.get("soak") or {}).get("duration_seconds")
+    return float(seconds) if is_number(seconds) else None
+
+
+def latency_origin(scenario: str) -> str:
+    """What latencies and times to first token count from; Offline ones are no user's waiting time."""
+    if scenario == "offline":
+        return "start of the one offline query: the wait in the queue is included, no user waits like this"
+    if scenario == SOAK:
+        return "issue of each sample, when another has ended: the wait in a queue that is never empty is included"
+    if scenario == "singlestream":
+        return "issue of each sample, when the one before it has ended"
+    return "scheduled time of each sample"
+
+
+def stages(samples: Samples) -> dict[str, Any]:
+    """For each stage its seconds over the completed samples, and its share of all stages' seconds together.
+
+    - tokenise: text of the prompt to ids; None where prompts are used as ids.
+    - queue: from when a sample is due until the target starts on it, tokenising left out.
+    - prefill: from then to its first token.
+    - decode: from its first token to its last.
+    - detokenise: ids of the answer to text; None where no text is asked for.
+
+    A target that does not tell when it starts has ``queue`` None, and that time is part of ``prefill``.
+    """
+    done = samples.only(samples.completed)
+    tokenise = np.nan_to_num(done.tokenise)
+    started = np.isfinite(done.started)
+    queue = done.started - done.scheduled - tokenise
+    prefill = done.first - np.where(started, done.started, done.scheduled + tokenise)
+    seconds = dict(zip(STAGES, (done.tokenise, queue, prefill, done.last - done.first, done.detokenise), strict=True))
+    totals = {name: float(np.nansum(values)) for name, values in seconds.items()}
+    together = sum(totals.values())
+    return {name: _stage(values, totals[name], together) for name, values in seconds.items()}
+
+
+def _stage(seconds: Floats, total: float, together: float) -> dict[str, Any] | None:
+    known = seconds[np.isfinite(seconds)]
+    if not len(known):
+        return None
+    return {
+        "mean_seconds": float(known.mean()),
+        **{f"{name}_seconds": value for name, value in percentiles(known).items() if name in ("p50", "p99")},
+        "share": total / together if together > 0 else None,
+    }
+
+
+def percentiles(values: Floats) -> dict[str, Any]:
+    """p50, p90, p95 and p99 of the finite ``values``, how many there were, and which of the four too few support."""
+    values = values[np.isfinite(values)]
+    points = np.percentile(values, PERCENTILES).tolist() if len(values) else [None] * len(PERCENTILES)
+    return {
+        **{f"p{percent}": point for percent, point in zip(PERCENTILES, points, strict=True)},
+        "samples": len(values),
+        "unreliable": [f"p{percent}" for percent in PERCENTILES if len(values) < samples_needed(percent)],
+    }
+
+
+def samples_needed(percent: int) -> int:
+    """Fewest samples that bound a percentile from above with one value to spare, at 99 % confidence, one-sided.
+
+    LoadGen's early stopping rule with one sample over the limit: 64 for p90, 662 for p99.
+    """
+    share = percent / 100
+    count = 2
+    while share**count + count * (1 - share) * share ** (count - 1) > 1 - PERCENTILE_CONFIDENCE:
+        count += 1
+    return count
+
+
+def steady_window(first: Floats, last: Floats, series: pa.Table) -> tuple[float, float] | None:
+    """The span between the first and the last moment at which 90 % of the peak number of samples were generating.
+
+    It ends when no sample waits any more: from then on nothing replaces what ends, and without prompts to read, answers
+    come faster than they could for long. A sample generates from its first to its last token. None when the span is
+    shorter than two seconds, or than three times as long as the median sample generates: samples that started together
+    may all be answering at once, or all be read.
+
+    Args:
+        first: seconds [N] of the first token of each completed sample.
+        last: seconds [N] of its last token.
+        series: table of ``SeriesRow``.
+    """
+    known = np.isfinite(first) & np.isfinite(last)
+    if not known.any():
+        return None
+    starts, ends = np.sort(first[known]), np.sort(last[known])
+    rank = np.arange(len(starts))
+    from_start = rank + 1 - np.searchsorted(ends, starts, side="right")  # generating from each start on
+    until_end = np.searchsorted(starts, ends, side="left") - rank  # generating until each end
+    if from_start.max() < 1:
+        return None
+    enough = STEADY_SHARE * from_start.max()
+    times, waiting = totals_over_time(series, ["waiting"])
+    start = float(starts[from_start >= enough][0])
+    end = min(float(ends[until_end >= enough][-1]), float(times[waiting > 0].max(initial=0.0)))
+    life = float(np.median(last[known] - first[known]))
+    shortest = max(SHORTEST_STEADY_SECONDS, SHORTEST_STEADY_LIVES * life)
+    return (start, end) if end - start >= shortest else None
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Columns of the requests table as arrays [N]; float64 with NaN for what is absent."""
+
+    scheduled: Floats
+    sent: Floats
+    submitted: Floats
+    started: Floats
+    first: Floats
+    last: Floats
+    tokenise: Floats
+    detokenise: Floats
+    input_tokens: Floats
+    output_tokens: Floats
+    failed: NDArray[np.bool_]
+    cancelled: NDArray[np.bool_]
+    completed: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, requests: pa.Table) -> Samples:
+        """The columns of a table of ``SampleRow``."""
+        import pyarrow.compute as pc
+
+        failed = requests["error"].is_valid().to_numpy()
+        reason = requests["finish_reason"]
+        cancelled = pc.equal(reason, "cancelled").fill_null(False).to_numpy() & ~failed
+        last = numbers(requests["last_token_seconds"])
+        return cls(
+            scheduled=numbers(requests["scheduled_seconds"]),
+            sent=numbers(requests["sent_seconds"]),
+            submitted=numbers(requests["submitted_seconds"]),
+            started=numbers(requests["started_seconds"]),
+            first=numbers(requests["first_token_seconds"]),
+            last=last,
+            tokenise=numbers(requests["tokenise_seconds"]),
+            detokenise=numbers(requests["detokenise_seconds"]),
+            input_tokens=numbers(requests["input_tokens"]),
+            output_tokens=numbers(requests["output_tokens"]),
+            failed=failed,
+            cancelled=cancelled,
+            completed=reason.is_valid().to_numpy() & ~failed & ~cancelled & np.isfinite(last),
+        )
+
+    def __len__(self) -> int:
+        return len(self.scheduled)
+
+    @property
+    def ttft(self) -> Floats:
+        """Seconds [N] to the first token from when a sample was due; NaN where none came."""
+        return self.first - self.scheduled
+
+    @property
+    def tpot(self) -> Floats:
+        """Seconds [N] per output token after the first: (last - first) / (tokens - 1); NaN for fewer than two."""
+        gaps = self.output_tokens - 1
+        seconds: Floats = np.full(len(self), np.nan)
+        return np.divide(self.last - self.first, gaps, out=seconds, where=gaps > 0)
+
+    def only(self, mask: NDArray[np.bool_]) -> Samples:
+        """The samples where ``mask`` [N] is true."""
+        return Samples(*(getattr(self, name)[mask] for name in self.__slots__))
+
+
+def _nodes(column: pa.ChunkedArray, samples: Samples, start: float) -> list[dict[str, Any]]:
+    """What each node did, over its own time from the start of the run to its last completion."""
+    nodes = []
+    for name, mask in masks(column).items():
+        done = samples.only(mask & samples.completed)
+        end = float(done.last.max()) if len(done) else start
+        tokens = int(done.output_tokens.sum())
+        nodes.append(
+            {
+                "node": name,
+                "samples_completed": len(done),
+                "output_tokens": tokens,
+                "duration_seconds": end - start,
+                "output_tokens_per_second": _rate(tokens, end - start),
+            }
+        )
+    return nodes
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    return count / seconds if seconds > 0 else None

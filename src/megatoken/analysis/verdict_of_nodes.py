@@ -1,0 +1,46 @@
+"""The verdict of a rack whose nodes had a LoadGen each, from theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatoken.runs.run import Reason, Run, Verdict
+from megatoken.text import count_of
+
+
+def replicas_left(runs: Mapping[str, Run]) -> int:
+    """The fewest replicas that there were at any time, by what each node says; one that was lost has none."""
+    return sum(run.result["rack"]["replicas_least"] for run in runs.values())
+
+
+def verdict_of_nodes(
+    runs: Mapping[str, Run], planned: int, lost: Sequence[Mapping[str, Any]]
+) -> tuple[Verdict, list[Reason]]:
+    """The verdict of all, and why it is no better.
+
+    Args:
+        runs: of the nodes that came to their end, by name.
+        planned: replicas that all nodes should have.
+        lost: ``rack.lost``; an entry without a replica is a whole node.
+    """
+    reasons = shortfalls_of_nodes({name: run.reasons for name, run in runs.items()})
+    verdicts = {run.verdict for run in runs.values()}
+    left = replicas_left(runs)
+    if left < planned:
+        names = "; ".join(f"{loss['node']} ({loss['cause']})" for loss in lost if loss["replica"] is None)
+        message = f"{left} of {count_of(planned, 'replica')} left ({100 * left / planned:.1f} %)"
+        message += f"; lost: {names}" if names else ""
+        reasons.insert(0, Reason(code="LOST_REPLICAS", message=message))
+    if Verdict.INVALID in verdicts:
+        return Verdict.INVALID, reasons
+    if Verdict.INTERRUPTED in verdicts or left < planned:
+        return Verdict.DEGRADED, reasons
+    return (Verdict.VALID if verdicts == {Verdict.VALID} else Verdict.MEASURED), reasons
+
+
+def shortfalls_of_nodes(found: Mapping[str, Sequence[Reason]]) -> list[Reason]:
+    """What was found on single nodes, with their names."""
+    return [
+        Reason(code=one["code"], message=f"{name}: {one['message']}") for name, ones in found.items() for one in ones
+    ]

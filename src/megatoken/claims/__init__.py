@@ -1,0 +1,1 @@
+"""Claims written as YAML -> holds, does not hold, cannot be determined."""

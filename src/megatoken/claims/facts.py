@@ -1,0 +1,297 @@
+"""The facts that formulas of claims may name: from the artefacts, each with its place, or what evidence is missing."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatoken.analysis.aggregation import aggregate
+from megatoken.analysis.entries import split_benchmark
+from megatoken.analysis.nodes import NodeRow
+from megatoken.audit.evidence import Configuration, Evidence, Run, System, Where
+from megatoken.claims.formula import FormulaError, Value
+from megatoken.errors import UsageError
+
+PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p97": 0.97, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
+
+LOGS = "the detail log of every node"
+CLOCKS = "test_datetime, power_begin and power_end in every node's detail log, or one LoadGen log over the whole rack"
+ACCURACY = "an accuracy run with the same settings: accuracy.txt with its scores and hash, mlperf_log_accuracy.json"
+SERIES = "throughput, clocks, temperature and power over the run, once a second"
+POWER = "wall power over the run: the power folder of SPEC PTDaemon, or logged counters of the whole rack"
+SYSTEM = "the system description, systems/<name>.json"
+CONFIGURATION = "the configuration that was run"
+OWN_PERCENTILES = "percentiles of each node; no mean or median of them is a percentile of all samples"
+SELECT = "the artefacts hold several results: choose one with the key runs, a pattern of run folders"
+
+LISTS = {
+    "tokens_per_second": "output_tokens_per_second",
+    "samples_per_second": "samples_per_second",
+    "tokens_per_sample": "tokens_per_sample",
+    "samples_issued": "samples_issued",
+    "samples_requested": "samples_requested",
+    "target_qps": "target_qps",
+    "min_duration_seconds": "min_duration_seconds",
+    "duration_seconds": "duration_seconds",
+    "errors": "errors",
+}
+LATENCIES = ("latency", "ttft", "tpot")
+LATENCY_KEYS = ("mean", "p50", "p90", "p99", "max")
+LOG_KEYS = {
+    "output_tokens_per_second": ("result_tokens_per_second", "result_completed_tokens_per_second"),
+    "samples_issued": ("generated_samples_per_query",),
+    "samples_requested": ("effective_samples_per_query",),
+    "target_qps": ("effective_target_qps",),
+    "min_duration_seconds": ("effective_min_duration_ms",),
+    "duration_seconds": ("result_max_latency_ns",),
+    "samples_per_second": ("result_samples_per_second",),
+}
+MISSING = {
+    **dict.fromkeys(LISTS, LOGS),
+    **{f"{kind}_{key}_seconds": LOGS for kind in LATENCIES for key in LATENCY_KEYS},
+    **dict.fromkeys(("nodes", "scenario", "mode", "validity", "loadgen_version", "round", "benchmark"), LOGS),
+    **dict.fromkeys(("makespan_tokens_per_second", "accuracy_records"), LOGS),
+    **dict.fromkeys(("accelerators", "accelerators_per_node"), SYSTEM),
+    "simultaneous": CLOCKS,
+    "throughput_drift_percent": SERIES,
+    "measured_watts": POWER,
+}
+GROUPS = {"config": CONFIGURATION, "system": SYSTEM, "accuracy": ACCURACY}
+
+
+class UnknownFactError(Exception):
+    """The artefacts do not hold the fact; ``settle`` is the evidence that would."""
+
+    def __init__(self, name: str, settle: str) -> None:
+        super().__init__(name)
+        self.name, self.settle = name, settle
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A value that the artefacts state, where, and the condition without which it means nothing."""
+
+    value: Value
+    where: tuple[Where, ...] = ()
+    condition: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All facts of one result, by name; and its nodes."""
+
+    values: Mapping[str, Fact] = field(default_factory=dict)
+    nodes: tuple[NodeRow, ...] = ()
+    accelerator: str | None = None
+    division: str | None = None
+    missing: Mapping[str, str] = field(default_factory=dict)  # overrides of MISSING
+
+    @property
+    def node_count(self) -> int | None:
+        """Machines of the result: its runs, or those of the system that a single run describes."""
+        nodes = self.values.get("nodes")
+        return int(nodes.value) if nodes and isinstance(nodes.value, float) else None
+
+    @property
+    def sum_label(self) -> str | None:
+        """What the sum of the nodes' rates is, where several are not shown to have run at once."""
+        if len(self.nodes) < 2 or self.values.get("simultaneous", Fact("no")).value == "yes":
+            return None
+        shown = "shown not to be" if "simultaneous" in self.values else "not shown to be"
+        return f"sum of {len(self.nodes)} node rates, {shown} simultaneous"
+
+    def find(self, name: str) -> Fact:
+        """The fact called ``name``.
+
+        Raises:
+            UnknownFactError: the artefacts do not hold it.
+            FormulaError: there is no fact of that name.
+        """
+        if name in self.values:
+            return self.values[name]
+        settle = (
+            self.missing.get(name) or MISSING.get(name) or GROUPS.get(name.partition(".")[0] if "." in name else "")
+        )
+        if settle is None:
+            known = sorted({*MISSING, *self.values})
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            raise FormulaError(
+                f"unknown fact {name}; " + (f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}")
+            )
+        raise UnknownFactError(name, settle)
+
+
+def gather(evidence: Evidence | None, runs: str | None = None) -> Facts:
+    """The facts of the result in ``evidence``; without evidence, none.
+
+    Args:
+        evidence: what the audit read.
+        runs: pattern of run paths that belong to the result; of all performance runs by default.
+
+    Raises:
+        UsageError: ``runs`` matches none.
+    """
+    if evidence is None:
+        return Facts()
+    chosen = [run for run in evidence.performance_runs if runs is None or fnmatch.fnmatch(run.path, runs)]
+    if runs is not None and not chosen:
+        raise UsageError(f"runs: no run folder below {evidence.root} matches {runs}")
+    systems = _distinct(evidence.system_of(run) for run in chosen)
+    values = {
+        **_group("config", evidence.configurations),
+        **_group("system", systems),
+        **{f"accuracy.{name}": fact for name, fact in _scores(evidence, chosen).items()},
+    }
+    results = {(run.benchmark, run.figures.scenario, run.division) for run in chosen}
+    if len(results) > 1 or (runs is None and evidence.kind == "submission" and len(chosen) > 1):
+        return Facts(values, missing=dict.fromkeys(MISSING, SELECT))
+    if not chosen:
+        return Facts(values)
+    rows = node_rows(evidence, chosen)
+    values |= _log_facts(chosen) | _node_facts(evidence, chosen, rows)
+    accelerator = next((system.accelerator for system in systems), None)
+    return Facts(values, tuple(rows), accelerator, chosen[0].division)
+
+
+def node_rows(evidence: Evidence, runs: Sequence[Run] | None = None) -> list[NodeRow]:
+    """The runs of one result as plain rows for the aggregation; those without rate or duration are left out.
+
+    Several runs are nodes, each with the accelerators of one; a single run is the whole system of its description.
+    """
+    runs = evidence.performance_runs if runs is None else runs
+    rows = []
+    for run in runs:
+        figures = run.figures
+        if figures.output_tokens_per_second is None or figures.duration_seconds is None:
+            continue
+        began = figures.began_at
+        rows.append(
+            NodeRow(
+                node=run.node,
+                output_tokens_per_second=figures.output_tokens_per_second,
+                duration_seconds=figures.duration_seconds,
+                output_tokens=figures.output_tokens,
+                samples=figures.samples_issued,
+                accelerators=_accelerators(evidence, run, alone=len(runs) == 1),
+                started_seconds=began.timestamp() if began and began.tzinfo else None,
+                progress=_progress(run),
+                scenario=figures.scenario,
+                model=split_benchmark(run.benchmark)[0] if run.benchmark else None,
+                verdict=figures.validity,
+                source=str(Path(evidence.root, run.path)),
+            )
+        )
+    return rows
+
+
+def _progress(run: Run) -> tuple[tuple[float, float], ...]:
+    """Completions of an Offline run by its latency percentiles: one query, so latency is time of completion."""
+    figures = run.figures
+    known = [(figures.latency_seconds.get(name), share) for name, share in PERCENTILES.items()]
+    times = [figures.latency_seconds.get("min"), *(time for time, _ in known)]
+    ordered = all(time is not None for time in times) and times == sorted(times)  # type: ignore[type-var]
+    if figures.scenario != "Offline" or not ordered or not figures.output_tokens_per_second:
+        return ()
+    tokens = figures.output_tokens_per_second * (figures.duration_seconds or 0.0)
+    first = (times[0] or 0.0, 0.0)
+    return ((0.0, 0.0), first, *((time or 0.0, share * tokens) for time, share in known))
+
+
+def _accelerators(evidence: Evidence, run: Run, *, alone: bool) -> int | None:
+    system = evidence.system_of(run)
+    if system is None or not system.accelerators_per_node:
+        return None
+    return system.accelerators_per_node * (system.nodes or 1) if alone else system.accelerators_per_node
+
+
+def _log_facts(runs: Sequence[Run]) -> dict[str, Fact]:
+    found: dict[str, Fact] = {}
+    for name, attribute in LISTS.items():
+        numbers = [getattr(run.figures, attribute) for run in runs]
+        if None not in numbers:
+            where = tuple(run.where(_key(run, attribute)) for run in runs)
+            found[name] = Fact(tuple(float(number) for number in numbers), where)
+    for kind in LATENCIES:
+        for key in LATENCY_KEYS:
+            numbers = [getattr(run.figures, f"{kind}_seconds").get(key) for run in runs]
+            if None not in numbers:
+                one_each = OWN_PERCENTILES if len(runs) > 1 and key.startswith("p") else None
+                where = tuple(run.where() for run in runs)
+                found[f"{kind}_{key}_seconds"] = Fact(tuple(map(float, numbers)), where, one_each)
+    for name in ("scenario", "mode", "validity", "loadgen_version", "round"):
+        _add_agreed(found, name, [(getattr(run.figures, name), run.where()) for run in runs])
+    _add_agreed(found, "benchmark", [(run.benchmark, run.where()) for run in runs])
+    records = [run.accuracy_records for run in runs]
+    if None not in records:
+        where = tuple(Where(run.accuracy or run.path) for run in runs)
+        found["accuracy_records"] = Fact(tuple(float(count or 0) for count in records), where)
+    return found
+
+
+def _node_facts(evidence: Evidence, runs: Sequence[Run], rows: Sequence[NodeRow]) -> dict[str, Fact]:
+    systems = _distinct(evidence.system_of(run) for run in runs)
+    where = tuple(system.where("accelerators_per_node") for system in systems)
+    nodes = float(len(runs)) if len(runs) > 1 else float(next((system.nodes or 1 for system in systems), 1))
+    found = {"nodes": Fact(nodes, tuple(run.where() for run in runs))}
+    counts = [row.accelerators for row in rows]
+    if counts and None not in counts:
+        total = float(sum(count or 0 for count in counts))
+        found |= {"accelerators": Fact(total, where), "accelerators_per_node": Fact(total / nodes, where)}
+    with suppress(UsageError):  # runs that are no nodes of one result have neither makespan nor simultaneity
+        result = aggregate(rows if len(rows) == len(runs) else ())
+        found["makespan_tokens_per_second"] = Fact(
+            result.makespan.output_tokens_per_second or 0.0,
+            tuple(run.where(_key(run, "duration_seconds")) for run in runs),
+            "if all nodes had started together" if result.makespan.conditional else None,
+        )
+        if result.overlap_share is not None:
+            times = tuple(run.where("power_begin") for run in runs)
+            found["simultaneous"] = Fact("yes" if result.evidence_of_simultaneity.shown else "no", times)
+    readings = [power for power in evidence.power if power.run in {run.path for run in runs}]
+    if len(readings) == len(runs):
+        watts = sum(reading.mean_watts for reading in readings)
+        found["measured_watts"] = Fact(watts, tuple(Where(reading.path) for reading in readings))
+    return found
+
+
+def _scores(evidence: Evidence, runs: Sequence[Run]) -> dict[str, Fact]:
+    benchmarks = {run.benchmark for run in runs}
+    results = [
+        result for result in evidence.accuracy_results if result.benchmark is None or result.benchmark in benchmarks
+    ]
+    found: dict[str, Fact] = {}
+    for name in sorted({name for result in results for name in result.scores}):
+        scores = [(result.scores.get(name), Where(result.path)) for result in results]
+        _add_agreed(found, name, scores)
+    return found
+
+
+def _group(group: str, files: Sequence[Configuration | System]) -> dict[str, Fact]:
+    """Scalar values that all ``files`` agree on, as ``group.key``."""
+    found: dict[str, Fact] = {}
+    for key in sorted({key for file in files for key in file.values}):
+        _add_agreed(found, f"{group}.{key}", [(file.values.get(key), file.where(key)) for file in files])
+    return found
+
+
+def _add_agreed(found: dict[str, Fact], name: str, stated: Sequence[tuple[Any, Where]]) -> None:
+    values = {value for value, _ in stated if isinstance(value, int | float | str)}
+    if len(values) == 1 and len(stated) == sum(value is not None for value, _ in stated):
+        (value,) = values
+        fact = (
+            ("yes" if value else "no") if isinstance(value, bool) else value if isinstance(value, str) else float(value)
+        )
+        found[name] = Fact(fact, tuple(where for _, where in stated))
+
+
+def _key(run: Run, attribute: str) -> str | None:
+    return next((key for key in LOG_KEYS.get(attribute, ()) if key in run.source_lines), None)
+
+
+def _distinct(systems: Iterable[System | None]) -> list[System]:
+    return list({system.path: system for system in systems if system}.values())

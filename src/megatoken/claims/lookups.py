@@ -1,0 +1,165 @@
+"""What the formula of one claim may name, and what its answer must say of that: places, nameplates, projections."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from megatoken.analysis.comparison import BASES, Entry
+from megatoken.analysis.entries import published_entry
+from megatoken.analysis.published import (
+    ACCELERATORS,
+    MODELS,
+    RESULTS,
+    accelerator_table,
+    model_architectures,
+    published_result,
+)
+from megatoken.audit.evidence import Where
+from megatoken.claims.facts import Facts, UnknownFactError
+from megatoken.claims.formula import OF_LISTS, OF_NUMBERS, FormulaError, Value
+from megatoken.claims.schema import Claim, Input
+from megatoken.errors import UsageError
+from megatoken.text import count_of
+
+T = TypeVar("T")
+
+LOOKUPS = {
+    "published": "published(id, benchmark, scenario) or published(id, benchmark, scenario, what)",
+    "accelerator": "accelerator(name, column)",
+    "model": "model(name)",
+    "claim": "claim(id)",
+}
+SECONDS = ("s", "second", "seconds")
+WATTS = {"W": 1.0, "kW": 1000.0}
+
+
+class Lookups:
+    """Names for ``evaluate``; afterwards the lists say what the formula rested on."""
+
+    def __init__(self, claim: Claim, facts: Facts, claims: Mapping[str, Claim]) -> None:
+        self._claim, self._facts, self._claims = claim, facts, claims
+        self.where: list[Where] = []
+        self.nameplate: list[str] = []
+        self.projections: list[str] = []
+        self.estimates: list[str] = []
+        self.conditions: list[str] = []
+        self.published: list[Entry] = []
+        self.uses_time = self.uses_rates = False
+        self.shown_elsewhere = False
+        """Whether anything in the formula stands outside the claims file."""
+
+    def value(self, name: str) -> Value:
+        """An input of the claim or a fact of the artefacts."""
+        if name in self._claim.inputs:
+            return self._input(name, self._claim.inputs[name])
+        fact = self._facts.find(name)
+        self.shown_elsewhere = True
+        self.where += [place for place in fact.where if place not in self.where]
+        self.uses_time |= name.endswith("_seconds")
+        self.uses_rates |= name == "tokens_per_second"
+        if fact.condition and fact.condition not in self.conditions:
+            self.conditions.append(fact.condition)
+        return fact.value
+
+    def call(self, function: str, arguments: Sequence[Value]) -> Value:
+        """One of published, accelerator, model and claim."""
+        _known(dict.fromkeys((*OF_LISTS, *OF_NUMBERS, "number", *LOOKUPS)), function, "function")
+        texts = [argument for argument in arguments if isinstance(argument, str)]
+        if len(texts) < len(arguments):
+            raise FormulaError(f"{function}() takes texts")
+        match function, texts:
+            case "published", [submission, benchmark, scenario]:
+                return self._published(submission, benchmark, scenario, "total")
+            case "published", [submission, benchmark, scenario, what]:
+                return self._published(submission, benchmark, scenario, what)
+            case "accelerator", [name, column]:
+                return self._accelerator(name, column)
+            case "model", [name]:
+                self._place(MODELS, None)
+                return _known(model_architectures(), name, "model")
+            case "claim", [name]:
+                value = _known(self._claims, name, "claim").value
+                return value if isinstance(value, str) else float(value)
+        raise FormulaError(f"{function}() with {count_of(len(arguments), 'argument')}; write {LOOKUPS[function]}")
+
+    def _input(self, name: str, given: Input) -> float:
+        self.uses_time |= given.unit in SECONDS
+        if given.state in ("estimate", "assumed"):
+            self.estimates.append(f"{name} is {'an estimate' if given.state == 'estimate' else 'assumed'}")
+        if given.state == "nameplate":
+            self._add_nameplate(f"{name} is nameplate")
+        elif given.unit in WATTS and given.accelerator and given.accelerators:
+            watts = _known(accelerator_table(), given.accelerator, "accelerator").tdp_watts
+            if (
+                watts
+                and abs(given.value * WATTS[given.unit] - watts * given.accelerators)
+                <= 0.005 * watts * given.accelerators
+            ):
+                self._add_nameplate(
+                    f"{name}, {given.value:,g} {given.unit}, is {given.accelerators} x {watts:,g} W TDP of"
+                    f" {given.accelerator}, the accelerators alone"
+                )
+        return given.value
+
+    def _published(self, submission: str, benchmark: str, scenario: str, what: str) -> Value:
+        try:
+            row = published_result(submission, benchmark, scenario)
+        except UsageError as error:
+            asked = f"a published result {submission} {benchmark} {scenario}"
+            raise UnknownFactError(asked, f"the results of that round of MLPerf Inference: {error}") from error
+        entry = published_entry(row)
+        found: dict[str, float | None] = {
+            **{basis: entry.rate(basis) for basis in BASES},
+            "watts": row.measured_watts,
+            "accelerators": row.accelerators,
+            "nodes": float(row.nodes),
+        }
+        value = _known(found, what, "part of a published result")
+        self._place(RESULTS, row.line)
+        if value is None:
+            raise UnknownFactError(f"{what} of {entry.name}", f"a result of {row.system} that states its {what}")
+        if what in BASES:
+            self.published.append(entry)
+            self._note_projection(entry, what)
+        return float(value)
+
+    def _note_projection(self, entry: Entry, basis: str) -> None:
+        covered = self._claim.accelerators
+        measured = entry.accelerators or 0
+        rack = basis == "per_rack" or self._claim.scope == "rack"
+        if (covered is not None and covered > measured) or (covered is None and rack and not entry.rack_is_measured):
+            self.projections.append(
+                f"a projection: {entry.name} measured {measured} accelerators, not {covered or 'a rack'}"
+            )
+
+    def _accelerator(self, name: str, column: str) -> float:
+        facts = _known(accelerator_table(), name, "accelerator")
+        columns = {key for other in accelerator_table().values() for key in other.values}
+        if column not in columns:
+            _known(dict.fromkeys(columns), column, "column")
+        if column not in facts.values:
+            raise UnknownFactError(f"{column} of {name}", f"a data sheet of {name} that states it")
+        self._place(ACCELERATORS, facts.line)
+        if column == "tdp_w":
+            self._add_nameplate(f"TDP of {name}")
+        return facts.values[column]
+
+    def _add_nameplate(self, text: str) -> None:
+        if text not in self.nameplate:
+            self.nameplate.append(text)
+
+    def _place(self, table: str, line: int | None) -> None:
+        self.shown_elsewhere = True
+        place = Where(f"megatoken/data/{table}", line)
+        if place not in self.where:
+            self.where.append(place)
+
+
+def _known(table: Mapping[str, T], name: str, kind: str) -> T:
+    if name in table:
+        return table[name]
+    close = difflib.get_close_matches(name, table, n=1, cutoff=0.5)
+    mend = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(table))}"
+    raise FormulaError(f"unknown {kind} {name!r}; {mend}")

@@ -1,0 +1,127 @@
+"""What the commands aggregate and compare are given: folders, published ids, accelerators and claims, resolved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatoken.analysis.aggregation import aggregate
+from megatoken.analysis.comparison import Entry
+from megatoken.analysis.entries import accelerator_entry, aggregate_entry, published_entry, run_entry
+from megatoken.analysis.lookup import run_folders
+from megatoken.analysis.nodes import NodeRow, run_node_rows
+from megatoken.analysis.published import SUBMISSION_ID, published_result
+from megatoken.analysis.repeats import missing_notes
+from megatoken.audit.evidence import Evidence
+from megatoken.claims.facts import gather, node_rows
+from megatoken.claims.schema import RATE_UNITS, Claim, load_claims
+from megatoken.errors import UsageError
+from megatoken.runs.run import Run, read_run
+
+Reader = Callable[[Path], Evidence]
+
+
+def aggregation_rows(paths: Sequence[Path], read: Reader) -> list[NodeRow]:
+    """The nodes below ``paths``: run folders, folders of run folders, and folders of LoadGen logs.
+
+    Args:
+        paths: as given by the user.
+        read: what reads LoadGen's logs.
+
+    Raises:
+        UsageError: a path holds neither, or logs of several results.
+    """
+    rows: list[NodeRow] = []
+    for path in paths:
+        runs = _runs(path)
+        rows += [row for run in runs for row in run_node_rows(run)] if runs else _log_rows(path, read(path))
+    return rows
+
+
+def comparison_entry(reference: str, read: Reader, *, benchmark: str, scenario: str) -> Entry:
+    """One result to compare.
+
+    Args:
+        reference: a run folder; a folder of run folders, which are repeats; a folder of LoadGen logs;
+            ``CLAIMS.yaml#id``; ``5.1-0008`` or ``5.1-0008:benchmark:scenario``; an accelerator, ``GB200``.
+        read: what reads LoadGen's logs.
+        benchmark: of published rows where the reference names none, ``llama2-70b-99``.
+        scenario: likewise, ``Offline``.
+
+    Raises:
+        UsageError: the reference is none of these, or has no rate.
+    """
+    path = Path(reference)
+    if path.is_dir():
+        runs = _runs(path)
+        return _runs_entry(path, runs, reference) if runs else _logs_entry(path, read(path))
+    file, hash_sign, claim = reference.rpartition("#")
+    if hash_sign:
+        return _claim_entry(Path(file), claim)
+    submission, *rest = reference.split(":")
+    if SUBMISSION_ID.fullmatch(submission) and len(rest) in (0, 2):
+        return published_entry(published_result(submission, *(rest or (benchmark, scenario))))
+    if path.exists():
+        raise UsageError(f"{reference}: a file; give the folder, or CLAIMS.yaml#id for a claim")
+    if re.search(r"[/\\]", reference):
+        raise UsageError(f"{reference}: no such folder")
+    return accelerator_entry(reference, benchmark, scenario)
+
+
+def _runs_entry(path: Path, runs: Sequence[Run], name: str) -> Entry:
+    """Run folders below a path as one entry, which says where repeats of them are missing."""
+    entry = run_entry(runs, name)
+    return replace(entry, note="; ".join(filter(None, (*missing_notes(path, runs), entry.note))) or None)
+
+
+def _runs(path: Path) -> list[Run]:
+    """The run folder ``path``, or those below it; none if there are none."""
+    if not path.is_dir():
+        raise UsageError(f"{path}: no such folder")
+    return [read_run(folder) for folder in run_folders(path)]
+
+
+def _log_rows(path: Path, evidence: Evidence) -> list[NodeRow]:
+    if evidence.kind == "submission" and len(evidence.performance_runs) > 1:
+        raise UsageError(f"{path}: holds {len(evidence.performance_runs)} results; give the folder of one of them")
+    rows = node_rows(evidence)
+    if not rows:
+        raise UsageError(f"{path}: neither run folders nor LoadGen logs of a performance run with a rate")
+    return rows
+
+
+def _logs_entry(path: Path, evidence: Evidence) -> Entry:
+    result = aggregate(_log_rows(path, evidence), inputs=[str(path)])
+    facts = gather(evidence)
+    entry = aggregate_entry(result, str(path), state="unverified", accelerator=facts.accelerator)
+    precision = facts.values.get("config.precision")
+    return replace(
+        entry,
+        division=facts.division,
+        precision=str(precision.value) if precision else None,
+        nodes=facts.node_count,
+    )
+
+
+def _claim_entry(file: Path, name: str) -> Entry:
+    claims = load_claims(file)
+    claim = next((claim for claim in claims.claims if claim.id == name), None)
+    if claim is None:
+        raise UsageError(f"{file} has no claim {name}; it has {', '.join(one.id for one in claims.claims)}")
+    if not isinstance(claim.value, float) or claim.unit not in RATE_UNITS:
+        raise UsageError(f"{file}#{name}: a claim to compare is a rate in tokens/s, this is {claim.value} {claim.unit}")
+    return Entry(
+        name=f"{file.name}#{name}",
+        source=f"{claims.source}: {claim.text}",
+        state="claimed",
+        output_tokens_per_second=claim.value,
+        accelerators=_claimed_accelerators(claim),
+        nodes=1 if claim.scope == "node" else None,
+        racks=1 if claim.scope == "rack" else None,
+    )
+
+
+def _claimed_accelerators(claim: Claim) -> int | None:
+    return claim.accelerators or (1 if claim.scope == "gpu" else None)

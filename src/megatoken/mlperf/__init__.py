@@ -1,0 +1,1 @@
+"""What MLPerf is, once: rounds, benchmarks, seeds, limits, log formats, draws, early stopping, compliance."""

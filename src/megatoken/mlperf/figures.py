@@ -1,0 +1,153 @@
+"""The figures of a run out of its detail log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+
+from megatoken.audit.evidence import RunFigures
+from megatoken.mlperf.detail_log import DetailLog
+from megatoken.mlperf.rounds import round_seeds, version_number
+
+LOGS_PADDING = (5, 0, 11)  # releases before it log the number of Offline samples before padding to whole passes
+PERCENTILES = ("50.00", "90.00", "95.00", "97.00", "99.00", "99.90")
+
+
+def run_figures(log: DetailLog) -> RunFigures:
+    """Everything ``RunFigures`` names, where the log says it."""
+    scenario = log.text("effective_scenario")
+    offline = scenario == "Offline"
+    samples = _samples_issued(log)
+    began, ended = power_times(log)
+    started = began or logged_start(log)
+    max_latency = log.number("result_max_latency_ns")
+    duration = elapsed(began, ended) if began and ended else None
+    if offline:
+        duration = max_latency / 1e9 if max_latency is not None else duration
+        samples_rate = log.number("result_samples_per_second")
+        tokens_rate = log.number("result_tokens_per_second")
+    else:
+        samples_rate = log.number("result_completed_samples_per_sec")
+        if samples_rate is None:
+            samples_rate = log.number("result_qps_with_loadgen_overhead")
+        tokens_rate = log.number("result_completed_tokens_per_second")
+    tokens = _tokens(log, offline, samples, max_latency)
+    return RunFigures(
+        scenario=scenario,
+        mode=log.text("effective_test_mode"),
+        validity=log.text("result_validity"),
+        loadgen_version=log.text("loadgen_version"),
+        round=round_of(log),
+        output_tokens_per_second=tokens_rate,
+        samples_per_second=samples_rate,
+        tokens_per_sample=tokens / samples if tokens and samples else None,
+        output_tokens=tokens,
+        samples_issued=samples,
+        samples_requested=whole(log, "effective_samples_per_query") if offline else None,
+        data_set_rows=whole(log, "qsl_reported_total_count"),
+        target_qps=log.number("effective_target_qps"),
+        min_duration_seconds=in_seconds(log.number("effective_min_duration_ms"), 1e3),
+        duration_seconds=duration,
+        latency_seconds=_latencies(log, "result_{}_latency_ns", "result_{}_percentile_latency_ns"),
+        ttft_seconds=_latencies(log, "result_first_token_{}_latency_ns", "result_first_token_{}_percentile_latency_ns"),
+        tpot_seconds=_latencies(log, "result_time_to_output_token_{}", "result_time_per_output_token_{}_percentile_ns"),
+        errors=log.error_count,
+        process_id=next(iter(log.process_ids), None),
+        began_at=started,
+        ended_at=ended,
+    )
+
+
+def round_of(log: DetailLog) -> str | None:
+    """The round whose seeds the log used; None if of none."""
+    seeds = tuple(log.get(f"effective_{name}_rng_seed") for name in ("qsl", "sample_index", "schedule"))
+    return next((name for name, official in round_seeds().items() if official == seeds), None)
+
+
+def power_times(log: DetailLog) -> tuple[datetime | None, datetime | None]:
+    """power_begin and power_end, which LoadGen writes in UTC with milliseconds."""
+    begin, end = log.text("power_begin"), log.text("power_end")
+    return _time(begin, "%m-%d-%Y %H:%M:%S.%f"), _time(end, "%m-%d-%Y %H:%M:%S.%f")
+
+
+def logged_start(log: DetailLog) -> datetime | None:
+    """test_datetime. LoadGen marks it as UTC but takes the machine's local time."""
+    return _time(log.text("test_datetime"), "%Y-%m-%dT%H:%M:%SZ")
+
+
+def whole(log: DetailLog, key: str) -> int | None:
+    """A value if it is a whole number."""
+    value = log.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64 else None
+
+
+def completion_seconds(log: DetailLog) -> float | None:
+    """Server: when the last issued query was done, from the completed rate; 6 digits."""
+    queries, rate = whole(log, "result_query_count"), log.number("result_completed_samples_per_sec")
+    return (queries - 1) / rate if queries and rate and rate > 0 else None
+
+
+def _samples_issued(log: DetailLog) -> int | None:
+    queries = whole(log, "result_query_count")  # issued; releases before 5.0.6 generate more of them for Offline
+    if queries is None:
+        queries = whole(log, "generated_query_count")
+    each = whole(log, "generated_samples_per_query")
+    if queries is None or each is None:
+        return None
+    rows = log.library_set()
+    permuted = (
+        log.get("effective_sample_concatenate_permutation") is True
+        and log.text("effective_test_mode") != "AccuracyOnly"
+    )
+    if permuted and rows is not None and len(rows) and version_number(log.text("loadgen_version")) < LOGS_PADDING:
+        each = -(-each // len(rows)) * len(rows) if log.text("effective_scenario") == "Offline" else each
+    return queries * each
+
+
+def _tokens(log: DetailLog, offline: bool, samples: int | None, max_latency_ns: float | None) -> float | None:
+    """Output tokens of the run: rate times the time it was divided by, or from LoadGen's mean rate."""
+    if offline:
+        rate = log.number("result_tokens_per_second")
+        return rate * max_latency_ns / 1e9 if rate is not None and max_latency_ns else None
+    rate, mean = log.number("result_token_throughput"), log.number("result_mean_latency_ns")
+    if rate and mean and samples:
+        return rate * mean * samples  # LoadGen: tokens per nanosecond of all latencies together
+    rate, seconds = log.number("result_completed_tokens_per_second"), completion_seconds(log)
+    return rate * seconds if rate is not None and seconds is not None else None
+
+
+def samples_answers(log: DetailLog) -> bool:
+    """Whether answers of a performance run were logged, as compliance tests ask for."""
+    return bool(
+        whole(log, "effective_accuracy_log_sampling_target") or log.number("effective_accuracy_log_probability")
+    )
+
+
+def _latencies(log: DetailLog, ends: str, percentile: str) -> Mapping[str, float]:
+    values: dict[str, float] = {}
+    for name in ("min", "mean", "max"):
+        if (value := log.number(ends.format(name))) is not None:
+            values[name] = value / 1e9
+    for percent in PERCENTILES:
+        if (value := log.number(percentile.format(percent))) is not None:
+            values[f"p{float(percent):g}"] = value / 1e9
+    return values
+
+
+def in_seconds(value: float | None, per_second: float) -> float | None:
+    """``value`` in seconds, of which a second has ``per_second``; None stays None."""
+    return None if value is None else value / per_second
+
+
+def _time(text: str | None, form: str) -> datetime | None:
+    if text is None or len(text) > 40:
+        return None
+    try:
+        return datetime.strptime(text, form).replace(tzinfo=UTC)
+    except ValueError:
+        return None
+
+
+def elapsed(begin: datetime, end: datetime) -> float:
+    """Seconds from one to the other."""
+    return (end - begin) / timedelta(seconds=1)

@@ -1,0 +1,72 @@
+"""Times to first token and per output token of a finished run, judged as LoadGen judges them, from our own records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatoken.analysis.statistics import Samples
+from megatoken.mlperf.benchmarks import PERCENTILE, LatencyLimits
+from megatoken.mlperf.early_stopping import most_over, queries_needed
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """99th percentiles as LoadGen takes them, and queries over the limits.
+
+    Attributes:
+        queries: samples.
+        ttft_p99_seconds: of the time to first token, from when each sample was due.
+        tpot_p99_seconds: of the time per output token after the first.
+        ttft_over: queries over the limit on the one.
+        tpot_over: and on the other.
+        allowed_over: most that early stopping allows of each; -1: too few queries to tell.
+        needed: fewest queries that show anything.
+        tokens_after_first: of a query, on average.
+    """
+
+    queries: int
+    ttft_p99_seconds: float
+    tpot_p99_seconds: float
+    ttft_over: int
+    tpot_over: int
+    allowed_over: int
+    needed: int
+    tokens_after_first: float
+
+    def met(self, limits: LatencyLimits) -> bool:
+        """Whether both percentiles are below their limits, shown with enough queries."""
+        return (
+            self.ttft_p99_seconds < limits.ttft_seconds
+            and self.tpot_p99_seconds < limits.tpot_seconds
+            and max(self.ttft_over, self.tpot_over) <= self.allowed_over
+        )
+
+
+def latencies(samples: Samples, limits: LatencyLimits) -> Latencies | None:
+    """Of all completed samples; None without any.
+
+    Per LoadGen (results.cc, early_stopping.cc): the percentile of n values is the one at position floor(0.99 n) of the
+    sorted; TPOT is (completion - first token) / (tokens - 1), 0 for one token; over means beyond the limit.
+    """
+    done = samples.only(samples.completed)
+    if not len(done):
+        return None
+    ttft, tpot = done.ttft, np.where(done.output_tokens > 1, done.tpot, 0.0)
+    return Latencies(
+        queries=len(done),
+        ttft_p99_seconds=percentile(ttft),
+        tpot_p99_seconds=percentile(tpot),
+        ttft_over=int((ttft > limits.ttft_seconds).sum()),
+        tpot_over=int((tpot > limits.tpot_seconds).sum()),
+        allowed_over=most_over(len(done), PERCENTILE),
+        needed=queries_needed(0, PERCENTILE),
+        tokens_after_first=float((done.output_tokens - 1).mean()),
+    )
+
+
+def percentile(values: NDArray[np.float64]) -> float:
+    """LoadGen's 99th percentile of ``values`` [N]."""
+    return float(np.sort(values)[int(len(values) * PERCENTILE)])

@@ -1,0 +1,143 @@
+"""A run folder as it is read: its files, its verdict, its numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import yaml
+
+from megatoken.errors import ExitCode, UsageError
+from megatoken.runs.shapes import check_environment, check_result
+from megatoken.runs.tables import SampleRow, SeriesRow, read_parquet
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SCHEMA_VERSION = 1
+CONFIG = "config.yaml"
+ENVIRONMENT = "environment.json"
+MLPERF = "mlperf"
+NODES = "nodes"  # of a rack, where each had a LoadGen of its own: a run folder of each
+REQUESTS = "requests.parquet"
+SERIES = "series.parquet"
+RESULT = "result.json"
+REPORT = "report.html"
+
+
+class Verdict(StrEnum):
+    """How a run ended; no number is shown without it."""
+
+    MEASURED = "MEASURED"
+    VALID = "VALID"
+    INVALID = "INVALID"
+    DEGRADED = "DEGRADED"
+    INTERRUPTED = "INTERRUPTED"
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """What the process returns for this verdict."""
+        return {
+            Verdict.INVALID: ExitCode.INVALID,
+            Verdict.DEGRADED: ExitCode.DEGRADED,
+            Verdict.INTERRUPTED: ExitCode.INTERRUPTED,
+        }.get(self, ExitCode.OK)
+
+
+class Reason(TypedDict):
+    """Why a verdict is what it is, or a rule that was not met: a stable code and a sentence with the numbers."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run folder as read: enough to rebuild every number and every page about it."""
+
+    path: Path
+    verdict: Verdict
+    reasons: list[Reason]
+    rules_unmet: list[Reason]
+    doubts: list[Reason]  # about the measurement, of a run that claimed no rules
+    result: dict[str, Any]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    requests: pa.Table
+    series: pa.Table
+
+
+def read_run(path: Path) -> Run:
+    """Read a run folder, finished or not.
+
+    Raises:
+        UsageError: the folder or files of it are missing or damaged; one line names every one of them.
+    """
+    if not path.is_dir():
+        raise UsageError(f"{path}: no such folder; give a run folder, such as runs/20261120T091233Z-offline-tiny")
+    readers: dict[str, Callable[[Path], Any]] = {
+        RESULT: lambda file: _checked_result(json.loads(file.read_bytes())),
+        CONFIG: lambda file: _mapping(yaml.safe_load(file.read_bytes())),
+        ENVIRONMENT: lambda file: _checked_environment(json.loads(file.read_bytes())),
+        REQUESTS: lambda file: read_parquet(file, SampleRow),
+        SERIES: lambda file: read_parquet(file, SeriesRow),
+    }
+    contents, problems = {}, []
+    for name, read in readers.items():
+        if (path / name).exists() and not (path / name).is_file():
+            problems.append(f"{name} is no file")  # a pipe would be waited for
+            continue
+        try:
+            contents[name] = read(path / name)
+        except FileNotFoundError:
+            problems.append(f"{name} is missing")
+        except (OSError, ValueError, TypeError, KeyError, NotImplementedError, RecursionError, yaml.YAMLError) as error:
+            problems.append(f"{name} is damaged ({_in_words(error)[:120]})")
+    if problems:
+        raise UsageError(f"{path} is not a whole run folder: {'; '.join(problems)}; copy it again or repeat the run")
+    result = contents[RESULT]
+    return Run(
+        path=path,
+        verdict=Verdict(result["verdict"]),
+        reasons=result["reasons"],
+        rules_unmet=result["rules_unmet"],
+        doubts=result.get("doubts", []),
+        result=result,
+        config=contents[CONFIG],
+        environment=contents[ENVIRONMENT],
+        requests=contents[REQUESTS],
+        series=contents[SERIES],
+    )
+
+
+def _in_words(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)  # of YAML, whose own words quote the file
+    return " ".join((f"line {mark.line + 1}: {getattr(error, 'problem', None)}" if mark else str(error)).split())
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError("not a mapping")
+    return value
+
+
+def _checked_result(value: Any) -> dict[str, Any]:
+    result = _mapping(value)
+    version = result.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"schema_version {version!r}, this megatoken reads {SCHEMA_VERSION}")
+    Verdict(result["verdict"])
+    for reason in (*result["reasons"], *result["rules_unmet"], *result.get("doubts", [])):
+        _mapping(reason)["code"], reason["message"]
+    check_result(result)
+    return result
+
+
+def _checked_environment(value: Any) -> dict[str, Any]:
+    environment = _mapping(value)
+    check_environment(environment)
+    return environment

@@ -1,0 +1,144 @@
+"""Whether result.json and environment.json are what their readers take them for; a folder may come from anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatoken.text import is_number
+
+TEXTS = (
+    *("scenario", "mode", "model", "weights", "precision", "data_set", "data_set_sha256", "rules", "benchmark"),
+    *("created_at", "started_at", "loadgen_version", "loadgen_validity", "latency_origin"),
+)
+MAPPINGS = (
+    *("ttft_seconds", "tpot_seconds", "latency_seconds", "send_lag_seconds", "handover_seconds", "stages"),
+    *("target", "seeds", "rack", "aggregate", "rate_search", "soak", "stability", "node_verdicts"),
+)
+LISTS = ("notes", "nodes", "rack_nodes", "steady_window_seconds")
+NUMBERS = (  # how their names end
+    *("_per_second", "_per_output_token", "_tokens", "_joules", "_watts", "_bytes", "_rows"),
+    *("samples_completed", "samples_failed", "samples_cancelled", "preemptions"),
+    *("duration_seconds", "rated_seconds", "limit_seconds", "step_seconds", "p90_seconds", "p99_seconds"),
+)
+BESIDE_A_RATE = ("samples_completed", "input_tokens", "output_tokens", "duration_seconds")
+OF_A_STABILITY = ("trend", "drift", "worst_window", "throttling")
+OF_A_NODE = ("samples_completed", "output_tokens", "duration_seconds", "output_tokens_per_second")
+
+
+def check_result(result: Mapping[str, Any]) -> None:
+    """Refuses fields of another kind than their name promises. Absent and null ones are left to who needs them.
+
+    Raises:
+        ValueError, TypeError: names the field.
+    """
+    for name, value in result.items():
+        _check(name, value)
+    for name in MAPPINGS:
+        for key, value in (result.get(name) or {}).items():
+            if name.endswith("_seconds") and key.startswith("p") and value is not None and not is_number(value):
+                raise ValueError(f"{name}.{key} is no number")
+    for stage in (result.get("stages") or {}).values():
+        if stage is not None and not (isinstance(stage, dict) and all(map(_number_or_none, stage.values()))):
+            raise ValueError("stages holds what is no number")
+    if not all(isinstance(note, str) for note in result.get("notes") or ()):
+        raise ValueError("notes holds what is no text")
+    window = result.get("steady_window_seconds")
+    if window is not None and not (len(window) == 2 and all(map(is_number, window))):
+        raise ValueError("steady_window_seconds is no pair of numbers")
+    if (soak := result.get("soak")) is not None:
+        _check_soak(soak)
+    for name in OF_A_STABILITY:
+        if not isinstance((result.get("stability") or {}).get(name) or {}, dict):
+            raise TypeError(f"stability.{name} is no mapping")
+    if (rack := result.get("rack")) is not None:
+        _check_rack(rack)
+    if "node_verdicts" in result and not is_number((rack or {}).get("start_spread_seconds")):
+        raise ValueError("rack.start_spread_seconds is no number")
+    for node in result.get("rack_nodes") or ():
+        if not _is_of_node(node, "replicas", "gpus"):
+            raise ValueError("rack_nodes holds what is no node with its replicas and GPUs")
+        if not isinstance(node.get("machine"), dict):
+            raise TypeError(f"machine of node {node['node'][:50]} is no mapping")
+        check_environment(node["machine"])
+    for node in result.get("nodes", ()):
+        if not isinstance(node, dict) or not isinstance(node.get("node"), str):
+            raise TypeError("nodes holds what is no node")
+        for name in OF_A_NODE:
+            if name not in node or not _number_or_none(node[name]):
+                raise ValueError(f"{name} of node {node['node'][:50]} is no number")
+    if result.get("output_tokens_per_second"):
+        for name in ("output_tokens_per_second", *BESIDE_A_RATE):
+            if not (is_number(result.get(name)) and result[name] > 0):
+                raise ValueError(f"{name} of a run with a rate is not above zero")
+
+
+def check_environment(environment: Mapping[str, Any]) -> None:
+    """The same for the parts of environment.json that are read.
+
+    Raises:
+        TypeError: names the field.
+    """
+    for name in ("cpu", "packages"):
+        if not isinstance(environment.get(name) or {}, dict):
+            raise TypeError(f"{name} is no mapping")
+    gpus = environment.get("gpus") or []
+    if not isinstance(gpus, list) or not all(
+        isinstance(gpu, dict) and isinstance(gpu.get("name"), str) for gpu in gpus
+    ):
+        raise TypeError("gpus is no list of GPUs with their names")
+
+
+def _check(name: str, value: Any) -> None:
+    if value is None and name != "nodes":
+        return
+    for names, kind, called in ((TEXTS, str, "text"), (MAPPINGS, dict, "mapping"), (LISTS, list, "list")):
+        if name in names:
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} is no {called}")
+            return
+    if name.endswith(NUMBERS) and not is_number(value):
+        raise ValueError(f"{name} is no number")
+
+
+def _check_rack(rack: Mapping[str, Any]) -> None:
+    for name in ("replicas", "replicas_least", "replicas_at_end", "share_left"):
+        if not is_number(rack.get(name)):
+            raise ValueError(f"rack.{name} is no number")
+    for name, numbers in (
+        ("lost", ()),
+        ("joined", ("at_seconds",)),
+        ("clock_offsets", ("wall_seconds", "uncertainty_seconds")),
+    ):
+        entries = rack.get(name)
+        if not isinstance(entries, list) or not all(_is_of_node(entry, *numbers) for entry in entries):
+            raise ValueError(f"rack.{name} is no list of nodes with {' and '.join(('their names', *numbers))}")
+    for loss in rack["lost"]:
+        if not _number_or_none(loss.get("replica", ...)) or not isinstance(loss.get("cause"), str):
+            raise ValueError("rack.lost holds a loss without its replica or its cause")
+
+
+def _is_of_node(entry: Any, *numbers: str) -> bool:
+    named = isinstance(entry, dict) and isinstance(entry.get("node"), str)
+    return named and all(is_number(entry.get(name)) for name in numbers)
+
+
+def _check_soak(soak: Mapping[str, Any]) -> None:
+    if not is_number(soak.get("duration_seconds")):
+        raise ValueError("soak.duration_seconds is no number")
+    if "settings" in soak and not isinstance(soak["settings"], Mapping):
+        raise ValueError("soak.settings is no mapping")
+    for name, moment in (("segments", "begins_seconds"), ("interruptions", "at_seconds")):
+        parts = soak.get(name)
+        if not isinstance(parts, list) or not all(_has_moment(one, moment) for one in parts):
+            raise ValueError(f"soak.{name} is no list of mappings with {moment}")
+    if not soak["segments"] or not all(isinstance(one.get("started_at"), str) for one in soak["segments"]):
+        raise ValueError("soak.segments has no started_at")
+
+
+def _has_moment(part: Any, moment: str) -> bool:
+    return isinstance(part, dict) and is_number(part.get(moment))
+
+
+def _number_or_none(value: Any) -> bool:
+    return value is None or is_number(value)

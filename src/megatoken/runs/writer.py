@@ -1,0 +1,333 @@
+"""The run folder as it is written; ``run`` reads it. No other code knows its layout.
+
+A folder appears under its name by one rename, already complete and saying INTERRUPTED. While the run lasts a thread
+replaces its tables about once a second, each by one rename. So a process that dies at any moment leaves a folder that
+can be read as it is, with every sample that ended up to the last second.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from errno import EEXIST, ENOTEMPTY
+from functools import partial
+from itertools import chain, count
+from os import getpid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import yaml
+
+from megatoken.analysis.aggregation import aggregate, aggregate_fields
+from megatoken.analysis.nodes import run_node_rows
+from megatoken.analysis.statistics import seconds_under_load, summarise
+from megatoken.errors import StorageError, UsageError
+from megatoken.files import plain, redact, storage_error, to_json, write_atomically, write_text
+from megatoken.runs.run import (
+    CONFIG,
+    ENVIRONMENT,
+    MLPERF,
+    REQUESTS,
+    RESULT,
+    SCHEMA_VERSION,
+    SERIES,
+    Reason,
+    Run,
+    Verdict,
+    read_run,
+)
+from megatoken.runs.tables import SampleRow, SeriesRow, append, to_table, write_parquet
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+PERIOD_SECONDS = 1.0
+BUSY_SHARE = 0.05
+_HEAD = ("schema_version", "verdict", "reasons", "rules_unmet")  # of result.json, whatever the facts
+
+
+def run_name(started: datetime, scenario: str, model: str) -> str:
+    """``20261120T091233Z-offline-llama2-70b`` for an aware ``started``; of a model given as a path, the last part."""
+    words = (f"{started.astimezone(UTC):%Y%m%dT%H%M%SZ}", scenario, Path(model).name)
+    return "-".join(re.sub(r"[^A-Za-z0-9._]+", "-", word).strip("-.") for word in words)
+
+
+class RunFolder:
+    """A run being recorded. ``finish`` or ``interrupt`` ends it; without either it says INTERRUPTED by itself.
+
+    ``add_samples`` and ``add_series`` only append to lists, for they are called between two steps of the engine. A
+    thread writes what came in once a second, or less often so that it never takes more than 5 % of one core: from about
+    150,000 samples on, where one write takes 50 ms (a million take 0.3 s, which leaves 6 s between writes).
+
+    The first write that fails ends the recording: what is on the disk stays as it was, and the next call, whichever it
+    is, raises the StorageError.
+    """
+
+    def __init__(self, path: Path, environment: Mapping[str, Any], scenario: str, facts: Mapping[str, Any]) -> None:
+        self.path = path
+        self.environment = environment
+        self._scenario = scenario
+        self._facts = facts
+        self._new_samples: list[SampleRow] = []
+        self._new_series: list[SeriesRow] = []
+        self._handover = threading.Lock()  # the two lists
+        self._requests = to_table(SampleRow, [])
+        self._series = to_table(SeriesRow, [])
+        self._written_rows = (-1, -1)
+        self._write_seconds = 0.0
+        self._movable = True  # the command that made it has --out
+        self._error: Exception | None = None
+        self._ended = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._write_while_running, name="run-folder", daemon=True)
+
+    @classmethod
+    def create(
+        cls,
+        out: Path,
+        name: str,
+        config: Mapping[str, Any],
+        environment: Mapping[str, Any],
+        *,
+        scenario: str,
+        facts: Mapping[str, Any],
+    ) -> Self:
+        """Make ``out/name`` (``name-2``, ``name-3``... if taken) and start recording.
+
+        Args:
+            out: folder of all runs; made if missing.
+            name: from ``run_name``.
+            config: resolved configuration; secrets are blanked before it is written.
+            environment: from ``megatoken.hardware.inventory``.
+            scenario: MLPerf scenario: ``offline``, ``server``, ``interactive``, ``singlestream``.
+            facts: fields of ``result.json`` known from the start, such as ``model``, ``precision``, ``rules_unmet``.
+
+        Raises:
+            StorageError: the folder cannot be made; nothing of it is left.
+        """
+        draft = out / f".{name}.{getpid()}.tmp"
+        missing: list[Path] = []
+        try:
+            missing += [parent for parent in (out, *out.parents) if not parent.exists()]
+            (draft / MLPERF).mkdir(parents=True)
+            write_text(draft / CONFIG, yaml.safe_dump(redact(plain(config)), sort_keys=False, allow_unicode=True))
+            write_text(draft / ENVIRONMENT, to_json(environment))
+            more = {"scenario": scenario, **plain(facts), "created_at": _now()}
+            folder = cls(draft, plain(environment), scenario, more)
+            folder._write_tables()
+            folder._write_unfinished()
+            folder.path = _rename_to_free_name(draft, out / name)
+        except BaseException as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            for parent in missing:
+                with suppress(OSError):
+                    parent.rmdir()
+            cause = error.__cause__ if isinstance(error, StorageError) else error
+            if isinstance(cause, OSError):
+                raise storage_error(out / name, cause) from cause
+            raise
+        folder._thread.start()
+        return folder
+
+    @classmethod
+    def reopen(cls, run: Run, facts: Mapping[str, Any]) -> Self:
+        """Go on recording in the folder of a run that was interrupted.
+
+        Args:
+            run: as its folder is now, which nobody else writes.
+            facts: fields of ``result.json`` to replace or add.
+        """
+        kept = {name: value for name, value in run.result.items() if name not in _HEAD}
+        folder = cls(run.path, run.environment, run.result["scenario"], {**kept, **plain(facts)})
+        folder._movable = False
+        folder._requests, folder._series = run.requests, run.series
+        folder._written_rows = (len(run.requests), len(run.series))
+        folder._thread.start()
+        return folder
+
+    @property
+    def mlperf_directory(self) -> Path:
+        """Where LoadGen writes its own files."""
+        return self.path / MLPERF
+
+    def write_seconds(self) -> float:
+        """How long the longest write of everything took so far."""
+        return self._write_seconds
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Fields of ``result.json`` known so far."""
+        return self._facts
+
+    def add_facts(self, facts: Mapping[str, Any]) -> None:
+        """Add or replace fields of ``result.json`` that become known during the run; written with the next rows."""
+        self._facts = {**self._facts, **plain(facts)}  # a new one: the thread may be reading the old
+
+    def add_samples(self, rows: Sequence[SampleRow]) -> None:
+        """Record samples that have ended, each once."""
+        self._raise_failure()
+        with self._handover:
+            self._new_samples.extend(rows)
+
+    def add_series(self, row: SeriesRow) -> None:
+        """Record where one replica stands now."""
+        self._raise_failure()
+        with self._handover:
+            self._new_series.append(row)
+
+    def add_tables(self, requests: pa.Table, series: pa.Table) -> None:
+        """Record what others have recorded: tables of ``SampleRow`` and of ``SeriesRow``."""
+        self._raise_failure()
+        self._stop_thread()
+        self._requests, self._series = append(self._requests, requests), append(self._series, series)
+
+    def end_recording(self) -> tuple[pa.Table, pa.Table]:
+        """Record nothing more; all samples and the time series, from which a verdict can be reached.
+
+        Raises:
+            StorageError: an earlier write failed.
+        """
+        self._stop_thread()
+        self._raise_failure()
+        self._take_new_rows()
+        return self._requests, self._series
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write the last rows, then the final ``result.json``.
+
+        Args:
+            result: ``verdict``, ``reasons``, and any field that is to stand beside or replace what ``summarise`` gives.
+
+        Raises:
+            StorageError: this or an earlier write failed; the folder still says INTERRUPTED.
+        """
+        verdict, reasons = Verdict(result["verdict"]), result["reasons"]
+        self._stop_thread()
+        self._raise_failure()
+        self._write_last(verdict, reasons, result)
+
+    def interrupt(self, reason: str, code: str = "INTERRUPTED") -> None:
+        """End the run as INTERRUPTED because of ``reason``; does nothing to a run that has ended.
+
+        Raises:
+            StorageError: the last rows could not be written.
+        """
+        if not self._ended:
+            self._stop_thread()
+            self._write_last(Verdict.INTERRUPTED, [Reason(code=code, message=reason)], {})
+
+    def finish_as(self, other: Path, more: Mapping[str, Any]) -> None:
+        """End the run with everything that the run folder ``other`` holds, and ``more`` in ``result.json``.
+
+        Raises:
+            StorageError: a write failed; the folder still says INTERRUPTED.
+        """
+        self._stop_thread()
+        self._raise_failure()
+        run = read_run(other)
+        try:
+            shutil.copytree(other / MLPERF, self.mlperf_directory, dirs_exist_ok=True)
+        except (OSError, shutil.Error) as error:
+            raise StorageError(f"{self.mlperf_directory}: cannot be written ({error})") from error
+        self._requests, self._series = run.requests, run.series
+        self._facts = {**self._facts, **run.result}
+        self._write_last(run.verdict, run.reasons, {"rules_unmet": run.rules_unmet, **plain(more)})
+
+    def _write_last(self, verdict: Verdict, reasons: Sequence[Reason], result: Mapping[str, Any]) -> None:
+        self._write_tables()
+        self._write_result(verdict, reasons, result)
+        self._ended = True
+
+    def _write_while_running(self) -> None:
+        pause = PERIOD_SECONDS
+        while not self._stop.wait(pause):
+            started, busy = time.monotonic(), time.thread_time()
+            try:
+                if self._write_tables():
+                    self._write_unfinished()
+            except Exception as error:
+                self._error = error
+                return
+            # A row waits for the pause and for the write that follows: both together are to stay within the period.
+            # The share counts processor time: waiting for a disk takes nothing from the engine.
+            taken, busy = time.monotonic() - started, time.thread_time() - busy
+            self._write_seconds = max(self._write_seconds, taken)
+            pause = max(PERIOD_SECONDS - 2 * taken, busy * (1 / BUSY_SHARE - 1))
+
+    def _stop_thread(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _take_new_rows(self) -> None:
+        with self._handover:
+            samples, self._new_samples = self._new_samples, []
+            series, self._new_series = self._new_series, []
+        if samples:
+            self._requests = append(self._requests, to_table(SampleRow, samples))
+        if series:
+            self._series = append(self._series, to_table(SeriesRow, series))
+
+    def _write_tables(self) -> bool:
+        """Replace the tables that have grown; whether one has."""
+        self._take_new_rows()
+        rows = (len(self._requests), len(self._series))
+        if rows[0] != self._written_rows[0]:
+            write_atomically(self.path / REQUESTS, partial(write_parquet, self._requests), movable=self._movable)
+        if rows[1] != self._written_rows[1]:
+            write_atomically(self.path / SERIES, partial(write_parquet, self._series), movable=self._movable)
+        grown, self._written_rows = rows != self._written_rows, rows
+        return grown
+
+    def _write_unfinished(self) -> None:
+        written_at = _now()
+        message = f"the process ended before the run did; everything here was written by {written_at}"
+        self._write_result(Verdict.INTERRUPTED, [Reason(code="NOT_FINISHED", message=message)], {})
+
+    def _write_result(self, verdict: Verdict, reasons: Sequence[Reason], more: Mapping[str, Any]) -> None:
+        head = {"schema_version": SCHEMA_VERSION, "verdict": verdict, "reasons": reasons, "rules_unmet": []}
+        finished = verdict is not Verdict.INTERRUPTED
+        summary = summarise(
+            self._requests,
+            self._series,
+            scenario=self._scenario,
+            finished=finished,
+            load_seconds=seconds_under_load(self._facts),
+        )
+        result = {**head, **self._facts, **summary, **more}
+        if finished and len(summary["nodes"]) > 1 and "aggregate" not in result:
+            result["aggregate"] = self._aggregate(verdict, result)
+        write_text(self.path / RESULT, to_json(result), movable=self._movable)
+
+    def _aggregate(self, verdict: Verdict, result: dict[str, Any]) -> dict[str, Any] | None:
+        """What the nodes did together, by the three rules; None where one of them did nothing."""
+        run = Run(self.path, verdict, [], [], [], result, {}, {}, self._requests, self._series)
+        try:
+            return aggregate_fields(aggregate(run_node_rows(run)))
+        except UsageError:
+            return None
+
+
+def _rename_to_free_name(draft: Path, wanted: Path) -> Path:
+    names = chain([wanted.name], (f"{wanted.name}-{number}" for number in count(2)))
+    for path in map(wanted.with_name, names):
+        if path.exists():
+            continue
+        try:
+            return draft.rename(path)
+        except OSError as error:
+            if error.errno not in (ENOTEMPTY, EEXIST):  # another process took the name just now
+                raise
+    raise AssertionError("names are endless")
+
+
+def _now() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"

@@ -1,0 +1,73 @@
+"""Numbers as people read them: thousands apart, no exponent, as many digits as mean something, 9 before 10."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from decimal import Decimal
+from typing import TypeGuard
+
+ABSENT = "-"
+LARGEST = 1e300
+SMALLEST = 1e-12  # below it nobody counts zeros
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether ``value`` is a number that arithmetic can hold; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def number(value: object) -> str:
+    """Three to four significant digits, thousands apart, no exponent; a dash for what is not a number."""
+    if not is_number(value):
+        return ABSENT
+    if isinstance(value, int) or abs(value) >= 1000 or value == 0:
+        return f"{value:,.0f}"
+    decimals = min(6, max(0, 2 - math.floor(math.log10(abs(value)))))
+    return f"{value:,.{decimals}f}"
+
+
+def precise(value: object) -> str:
+    """One decimal from a thousand on, four significant digits below: figures that are compared with published ones."""
+    if not is_number(value):
+        return ABSENT
+    if isinstance(value, int):
+        return f"{value:,}"
+    if abs(value) >= 999.95:
+        return f"{value:,.1f}".removesuffix(".0")
+    return f"{value:.3e}" if 0 < abs(value) < SMALLEST else _trimmed(value)
+
+
+def exact(value: object) -> str:
+    """All digits of a number, as somebody wrote it."""
+    if not is_number(value):
+        return ABSENT
+    if value and not SMALLEST <= abs(value) < 1e21:
+        return f"{value:g}"
+    text = f"{Decimal(repr(value)):,f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def count_of(count: int, one: str, many: str | None = None) -> str:
+    """A number of things, such as 1 run and 2,048 rows; ``many``: where that is not ``one`` and an s."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def _trimmed(value: float) -> str:
+    decimals = 0 if value == 0 else max(0, 3 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def natural(text: str) -> list[tuple[int, int | str]]:
+    """A sorting key that puts node 9 before node 10."""
+    parts = (part for part in re.split(r"(\d{1,18})", text) if part)  # longer ones are no numbers that people count by
+    return [(0, int(part)) if part.isascii() and part.isdigit() else (1, part) for part in parts]
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """What ``name`` was probably meant to be; letters that only changed places count for more than a missing one."""
+    close = difflib.get_close_matches(name, list(known), cutoff=0.5)
+    return max(close, key=lambda one: sorted(one) == sorted(name), default=None)

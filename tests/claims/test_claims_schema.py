@@ -1,0 +1,337 @@
+"""Claims files: every mistake is one line that names the claim, the key and the mend; never a traceback."""
+
+import math
+import os
+
+import pytest
+import yaml
+from claims_support import azure_evidence
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_claims import write
+
+from megatoken.claims.claims import judge
+from megatoken.claims.facts import Facts
+from megatoken.claims.formula import FormulaError, evaluate, first_number, shown
+from megatoken.claims.lookups import Lookups
+from megatoken.claims.schema import Claim, load_claims
+from megatoken.errors import UsageError
+
+GOOD = "- {id: a, text: t, value: 1.5, unit: x, formula: 3 / 2}"
+
+
+@pytest.mark.parametrize(
+    ("claims", "message"),
+    [
+        (GOOD.replace("formula", "formlua"), "claim a: unknown key 'formlua'; did you mean formula?"),
+        (GOOD.replace("unit: x", "zzz: 1"), "claim a: unknown key 'zzz'; the keys here are id, text"),
+        (
+            GOOD.replace("unit: x", "inputs: {v: {vlaue: 1}}"),
+            "claim a: inputs: v: unknown key 'vlaue'; did you mean value?",
+        ),
+        (
+            "- {id: a, text: t, value: 1, ratio: {of: {name: x, valu: 1}, to: {name: y, value: 1}}}",
+            "claim a: ratio: of: unknown key 'valu'; did you mean value?",
+        ),
+        (GOOD.replace("id: a, ", ""), "claim 1: id: is missing; add it"),
+        (GOOD.replace("value: 1.5", "value: '1,100,948.3'"), "is a text; write the number without quotes, commas"),
+        (GOOD.replace("value: 1.5", "value: .nan"), "claim a: value: must be a finite number, a text, or yes or no"),
+        (GOOD.replace("value: 1.5", "value: [1]"), "claim a: value: must be a finite number, a text, or yes or no"),
+        (GOOD.replace("unit: x", "scope: galaxy"), "claim a: scope: must be 'gpu', 'node' or 'rack'"),
+        (GOOD.replace("unit: x", "accelerators: 1.5"), "claim a: accelerators: must be a whole number"),
+        (GOOD.replace("unit: x", "settle: x"), "claim a: settle: must be a list; begin each entry with a dash"),
+        (GOOD.replace("unit: x", "inputs: {v: {value: y}}"), "claim a: inputs: v: value: must be a number"),
+        (GOOD.replace("unit: x", "inputs: {V: {value: 1}}"), "claim a: inputs: V: a name must be a small letter"),
+        (GOOD.replace("3 / 2", "3"), "claim a: formula: must be a formula, or definitions by name"),
+        (GOOD.replace("3 / 2", "{x: 3}"), "claim a: formula: must be a formula, or definitions by name"),
+        (GOOD.replace("formula: 3 / 2", ""), "says nothing to recompute"),
+        (GOOD.replace("formula: 3 / 2", "formula: {}"), "formula names no definition"),
+        (GOOD.replace("formula: 3 / 2", "formula: ''"), "formula names no definition"),
+        (GOOD.replace("unit: x", "rounded_to: 0"), "claim a: rounded_to: must be more than 0"),
+        (GOOD + "\n" + GOOD, "several claims have the id a"),
+        (
+            "- {id: a, text: t, value: 1, ratio: {of: {name: x}, to: {name: y, value: 1}}}",
+            "exactly one of value, published",
+        ),
+        (
+            "- {id: a, text: t, value: 1, ratio: {of: {name: x, published: nope}, to: {name: y, value: 1}}}",
+            "published: must be like",
+        ),
+        ("- 3", "claim 1: must be a mapping of keys to values"),
+        ("  []", "claims: must not be empty"),
+        ("  3", "claims: must be a list"),
+        ("- {id: a, 7: t}", "claims.yaml:5: key 7 is no text; write it in quotes"),
+        ("- {id: a, [t]: u}", "claims.yaml:5: key ? is no text; write it in quotes"),
+        ("- {id: a, text: t, text: u}", "claims.yaml:5: key 'text' comes twice; keep one"),
+        ("- &x {id: a}\n- *x", "claims.yaml:5: anchors and aliases are not taken; write the value out"),
+        (
+            "- [",
+            "claims.yaml:6: not YAML: expected the node content, but found '<stream end>'; correct it there or just",
+        ),
+        ("- !!python/object:os.system {}", "claims.yaml:5: not YAML: could not determine a constructor"),
+    ],
+)
+def test_one_line_says_what_is_wrong(tmp_path, claims, message):
+    with pytest.raises(UsageError) as error:
+        load_claims(write(tmp_path, claims))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_are_none(tmp_path):
+    missing, binary, listing, large, deep = (tmp_path / name for name in ("no", "binary", "list", "large", "deep"))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    binary.write_bytes(b"\xff\xfe\x00")
+    listing.write_text("- 1")
+    large.write_text("# " + "x" * 1_000_001)
+    deep.write_text("claims: " + "[" * 20_000)
+    for path, words in [
+        (missing, "no such file"),
+        (tmp_path, "no such file"),
+        (pipe, "no such file"),
+        (binary, "not UTF-8"),
+        (listing, "must be a mapping"),
+        (large, "larger than"),
+        (deep, "deep"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            load_claims(path)
+
+
+@pytest.mark.parametrize(
+    ("value", "rounded_to", "tolerance"),
+    [(865000.0, None, 0.5), (8.9, None, 0.05), (43.98689, None, 5e-6), (1e-7, None, 5e-8), (15200.0, 100, 50)],
+)
+def test_tolerance_is_half_of_the_last_digit(value, rounded_to, tolerance):
+    claim = Claim(id="a", text="t", value=value, rounded_to=rounded_to, formula="1")
+    assert claim.tolerance == pytest.approx(tolerance)
+
+
+def lookups(**more) -> Lookups:
+    return Lookups(Claim(id="a", text="t", value=1.0, formula="1", **more), Facts(), {})
+
+
+@pytest.mark.parametrize(
+    ("formula", "value"),
+    [
+        ("1 + 2 * 3 - -4 / 2", 9),
+        ("ceil(11.08) + floor(2.9) + abs(-1) + sqrt(4)", 17),
+        ("median(3, 1, 2) + max(1, 2) + count(1, 2, 3)", 7),
+        ("number('host: 1,024.5 GB')", 1024.5),
+        ("number('4-GPU node: 2 TB SSD', 'TB')", 2),
+        ("accelerator('GB300', 'hbm_gb')", 288),
+    ],
+)
+def test_formulas(formula, value):
+    assert evaluate(formula, lookups()) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("formula", "message"),
+    [
+        ("__import__('os').system('true')", "is not arithmetic over facts"),
+        ("[1 for _ in 'a']", "is not arithmetic over facts"),
+        ("(1).__class__", "is not arithmetic over facts"),
+        ("lambda: 1", "is not arithmetic over facts"),
+        ("1 if 2 else 3", "is not arithmetic over facts"),
+        ("True + 1", "true and false are no numbers"),
+        ("1 / 0", "has no result"),
+        ("9.0 ** 99999", "has no result"),
+        ("(-8) ** 0.5", "not finite"),
+        ("1e999", "beyond what a float can be"),
+        ("1 +", "invalid syntax"),
+        ("1" * 501, "longer than"),
+        ("(" * 400 + ")" * 400, "longer than"),
+        ("(" * 240 + "1" + ")" * 240, "too many nested"),
+        ("stdev(1)", "has no result"),
+        ("sum()", "takes a list of facts"),
+        ("sum('a')", "takes a list of facts"),
+        ("sqrt(-1)", "has no result"),
+        ("number('none')", "found none"),
+        ("number('2 GB', 'TB')", "found none"),
+        ("tokens_per_secnd", "did you mean tokens_per_second?"),
+        ("sum(tokens_per_second, x=1)", "is not arithmetic"),
+        ("nosuch('a')", "unknown function 'nosuch'; there are abs, accelerator"),
+        ("medain(1)", "unknown function 'medain'; did you mean median?"),
+        ("model('a', 'b')", "model() with 2 arguments; write model(name)"),
+        ("claim(b)", "claim(b) lacks quotes; write claim('b')"),
+        ("claim(system.framework)", "names no claim; write its id in quotes"),
+        ("9 ** 9 ** 9 ** 9", "has no result: Numerical result out of range"),
+        ("accelerator('GB30', 'tdp_w')", "unknown accelerator 'GB30'; did you mean GB300?"),
+        ("accelerator('GB300', 'tdp')", "unknown column 'tdp'; did you mean tdp_w?"),
+        ("model('llama3.1-405')", "did you mean llama3.1-405b?"),
+        ("published('5.1-0008', 'llama2-70b-99', 'Offline', 'per_gp')", "did you mean per_gpu?"),
+        ("claim('zz')", "unknown claim"),
+        ("'text' + 1", "is the text 'text'"),
+    ],
+)
+def test_formulas_that_are_none(formula, message):
+    with pytest.raises(FormulaError) as error:
+        evaluate(formula, lookups())
+    assert message in str(error.value)
+
+
+def test_lists_do_not_enter_arithmetic(tmp_path):
+    claims = load_claims(write(tmp_path, "- {id: a, text: t, value: 1, formula: tokens_per_second / 2}"))
+    with pytest.raises(UsageError, match=r"claim a: .*is a list of 18; sum, max, min"):
+        judge(claims, azure_evidence())
+    claims = load_claims(write(tmp_path, "- {id: a, text: t, value: 1, formula: tokens_per_second}"))
+    with pytest.raises(UsageError, match="list of different values"):
+        judge(claims, azure_evidence())
+
+
+def answers(tmp_path, *claims):
+    return judge(load_claims(write(tmp_path, "\n".join(claims))), None)
+
+
+@pytest.mark.parametrize("formula", ["1 / 0", "9 ** 9 ** 9 ** 9"])
+def test_a_formula_of_constants_without_a_result_is_a_mistake(tmp_path, formula):
+    with pytest.raises(UsageError, match=r"claim a: formula .* has no result: .*; correct the formula"):
+        answers(tmp_path, f"- {{id: a, text: t, value: 1, formula: {formula}}}")
+
+
+@pytest.mark.parametrize(
+    ("formulas", "circle"),
+    [(("claim('a')",), "a -> a"), (("claim('b') * 2", "claim('c')", "sum(claim('a'), 1)"), "a -> b -> c -> a")],
+)
+def test_no_claim_proves_itself(tmp_path, formulas, circle):
+    claims = [
+        f'- {{id: {name}, text: t, value: 5, formula: "{formula}"}}'
+        for name, formula in zip("abc", formulas, strict=False)
+    ]
+    with pytest.raises(UsageError) as error:
+        answers(tmp_path, *claims)
+    assert f"({circle}); give it a formula of its own" in str(error.value)
+
+
+def test_what_rests_on_the_file_alone_says_so(tmp_path):
+    alone, on_another, published = answers(
+        tmp_path,
+        "- {id: a, text: t, value: 3, formula: median(3)}",
+        "- {id: b, text: t, value: 216, formula: \"claim('a') * 72\"}",
+        "- {id: c, text: t, value: 288, formula: \"accelerator('GB300', 'hbm_gb')\"}",
+    )
+    assert [one.answer for one in (alone, on_another, published)] == ["holds"] * 3
+    assert all("from numbers of the claims file alone" in one.why for one in (alone, on_another))
+    assert "alone" not in published.why
+
+
+def test_a_ratio_without_its_counts_is_a_mistake(tmp_path):
+    claims = write(
+        tmp_path, "- {id: a, text: t, value: 1, scope: gpu, ratio: {of: {name: x, value: 1}, to: {name: y, value: 1}}}"
+    )
+    with pytest.raises(UsageError, match="claim a: ratio: x has no rate per GPU; state accelerator"):
+        judge(load_claims(claims), None)
+
+
+def test_first_number():
+    assert first_number("288 GB") == 288
+    with pytest.raises(FormulaError):
+        first_number(3.0)
+
+
+def test_shown():
+    assert [shown(value) for value in (1_100_948.3, 1400.0, 2.4, 0.00012345, "x")] == [
+        "1,100,948.3",
+        "1,400",
+        "2.4",
+        "0.0001234",
+        "x",
+    ]
+
+
+WORDS = st.sampled_from(
+    [
+        "sum",
+        "tokens_per_second",
+        "(",
+        ")",
+        "+",
+        "-",
+        "*",
+        "/",
+        "**",
+        "1",
+        "9e99",
+        ",",
+        "'a'",
+        "published",
+        "claim",
+        ".",
+        "if",
+        "config.precision",
+        "number",
+        "\x00",
+        "é",
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(WORDS, max_size=12).map(" ".join) | st.text(max_size=60))
+def test_any_formula_gives_a_value_or_one_line(formula):
+    from megatoken.claims.facts import UnknownFactError, gather
+
+    names = Lookups(Claim(id="a", text="t", value=1.0, formula="1"), gather(azure_evidence(2)), {})
+    try:
+        value = evaluate(formula, names)
+    except (FormulaError, UnknownFactError):
+        pass
+    else:
+        assert isinstance(value, str | tuple) or math.isfinite(value)
+
+
+KEYS = (
+    st.sampled_from(
+        [
+            "title",
+            "source",
+            "claims",
+            "id",
+            "text",
+            "value",
+            "unit",
+            "scope",
+            "formula",
+            "ratio",
+            "of",
+            "to",
+            "name",
+            "inputs",
+            "runs",
+            "zz",
+        ]
+    )
+    | st.integers()
+)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.dates()
+    | st.sampled_from(["a", "tokens/s", "rack", "sum(tokens_per_second)"])
+)
+TREES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=6), max_leaves=20
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(["title", "source", "claims", "runs", "x"]), TREES, max_size=4),
+    st.binary(max_size=60),
+)
+def test_any_file_gives_answers_or_one_line(tmp_path_factory, tree, junk):
+    path = tmp_path_factory.mktemp("claims") / "claims.yaml"
+    for content in (yaml.safe_dump(tree, allow_unicode=True).encode("utf-8", "surrogatepass"), junk):
+        path.write_bytes(content)
+        try:
+            judge(load_claims(path), azure_evidence(2))
+        except UsageError as error:
+            lines = str(error).splitlines()
+        else:
+            lines = [""]
+        assert len(lines) == 1
