@@ -7,8 +7,8 @@ from typing import Any
 
 from megatoken.audit.evidence import Configuration, Evidence, Role, Run, RunFigures, System
 
-TABLE = Path(__file__).parents[1] / "data" / "azure_gb300_nodes.csv"
-EXAMPLES = Path(__file__).parents[2] / "examples" / "claims"
+TABLE = Path(__file__).parent / "data" / "azure_gb300_nodes.csv"
+EXAMPLES = Path(__file__).parents[1] / "examples" / "claims"
 SYSTEM = {
     "accelerator_memory_capacity": "288 GB",
     "accelerator_model_name": "NVIDIA GB300",
