@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from accuracy_files import make_tokenizer, write_405b, write_lines, write_log, write_openorca
 
+from accuracy_files import make_tokenizer, write_405b, write_lines, write_log, write_openorca
 from megatoken.accuracy.decoding import AnswerDecoder
 from megatoken.accuracy.evaluate import evaluate
 from megatoken.audit import answers as audited

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from accuracy_files import write_log
 
+from accuracy_files import write_log
 from cli_support import call_here
 from megatoken.audit import Severity, audit
 from megatoken.datasets.references import HELD_OUT

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from accuracy_files import make_tokenizer, write_405b, write_lines, write_log, write_openorca
 
+from accuracy_files import make_tokenizer, write_405b, write_lines, write_log, write_openorca
 from cli_support import call_here
 from megatoken.accuracy import scores as scoring
 from megatoken.accuracy.evaluate import Mean, Scores

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from accuracy_files import END, make_tokenizer, write_lines
 
+from accuracy_files import END, make_tokenizer, write_lines
 from cli_support import call_here
 from megatoken.audit import Severity, audit
 from megatoken.runs.run import read_run

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from accuracy_files import END, make_tokenizer, write_405b, write_lines, write_log, write_openorca
 from transformers import PreTrainedTokenizerFast
 
+from accuracy_files import END, make_tokenizer, write_405b, write_lines, write_log, write_openorca
 from megatoken.accuracy.decoding import AnswerDecoder
 from megatoken.accuracy.evaluate import FEW, Scores, evaluate
 from megatoken.accuracy.scores import Pair, score, sentence_splitter

@@ -7,8 +7,8 @@ tests/results/test_comparison.py and tests/planning/test_published_values.py.
 import statistics
 
 import pytest
-from claims_support import EXAMPLES
 
+from claims_support import EXAMPLES
 from megatoken.audit import Severity, audit
 from megatoken.claims.claims import judge, load_claims
 from megatoken.mlperf.rounds import benchmarks

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from claims_support import azure_evidence
 
+from claims_support import azure_evidence
 from megatoken.audit import Severity, audit
 from megatoken.audit.checks.cross import check_layout
 from megatoken.audit.checks.nodes import check_nodes

@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from claims_support import EXAMPLES, SYSTEM, azure_evidence, lines
 
+from claims_support import EXAMPLES, SYSTEM, azure_evidence, lines
 from megatoken.analysis.aggregation import aggregate
 from megatoken.audit.evidence import AccuracyResult, Evidence, Power, System
 from megatoken.claims.claims import judge, load_claims

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from claims_support import azure_evidence
 
+from claims_support import azure_evidence
 from megatoken.analysis.aggregation import aggregate
 from megatoken.claims.facts import gather, node_rows
 from megatoken.mlperf.detail_log import read_detail_log

@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from claims_support import EXAMPLES, azure_evidence
 
+from claims_support import EXAMPLES, azure_evidence
 from megatoken.analysis.aggregation import aggregate
 from megatoken.analysis.comparison import compare
 from megatoken.claims.references import aggregation_rows, comparison_entry

@@ -5,11 +5,11 @@ import os
 
 import pytest
 import yaml
-from claims_support import azure_evidence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_claims import write
 
+from claims_support import azure_evidence
 from megatoken.claims.claims import judge
 from megatoken.claims.facts import Facts
 from megatoken.claims.formula import FormulaError, evaluate, first_number, shown

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from accuracy_files import write_log
 
+from accuracy_files import write_log
 from megatoken.errors import ExitCode
 from megatoken.mlperf.answers import AccuracyLogError, check_rows, find_log, read_answers
 

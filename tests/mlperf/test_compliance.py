@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from accuracy_files import write_log
 
+from accuracy_files import write_log
 from megatoken.mlperf.answers import read_answers
 from megatoken.mlperf.compliance import ComplianceResult, check_test06, check_test07, check_test09
 
