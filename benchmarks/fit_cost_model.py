@@ -269,8 +269,9 @@ def run_load() -> Load:
     """The run of 500/2000 as the scheduler plans it: half of its bytes are keys and values."""
     run = read("h200-llama2-70b-fp8-offline-500-2000.json")
     memory, model = run["memory_plan"], CostModel(LLAMA_70B, "fp8", H200)
-    names = ("max_rows", "max_sequences", "page_size", "max_length")
-    scheduler = Scheduler(num_pages=memory["pages"], **{name: memory[name] for name in names})
+    names = ("max_sequences", "page_size", "max_length")
+    sizes = {"max_batched_tokens": memory["max_rows"]} | {name: memory[name] for name in names}
+    scheduler = Scheduler(num_pages=memory["pages"], **sizes)
     for ticket in range(run["samples"]):
         scheduler.add(ticket, 500, 2000)
     products = others = moved = 0.0

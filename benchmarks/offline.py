@@ -111,9 +111,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         prepared = prepare(config)
         engine = build_engine(config)
         first_token_seconds = start(engine)
-        before = gemm_bound_teraflops(engine, engine.memory_plan.max_rows, BOUND_SECONDS)
+        before = gemm_bound_teraflops(engine, engine.memory_plan.max_batched_tokens, BOUND_SECONDS)
         path = run_scenario(config, prepared.data_set, InProcessTarget(engine), prepared.facts(), Progress())
-        after = gemm_bound_teraflops(engine, engine.memory_plan.max_rows, BOUND_SECONDS)
+        after = gemm_bound_teraflops(engine, engine.memory_plan.max_batched_tokens, BOUND_SECONDS)
     run = read_run(path)
     whole = ("output_tokens_per_second", "duration_seconds", "samples_completed", "samples_failed", "output_tokens")
     return {

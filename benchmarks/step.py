@@ -61,7 +61,7 @@ class Options:
     seconds: float
     bound_seconds: float
     traced_steps: int
-    max_rows: int | None
+    max_batched_tokens: int | None
     max_sequences: int | None
     cache_tokens: int | None
     out: Path
@@ -125,7 +125,7 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--seconds", type=float, default=75.0, help="of which the second half counts (default: 75)")
     parser.add_argument("--bound-seconds", type=float, default=6.0, help="of products back to back (default: 6)")
     parser.add_argument("--traced-steps", type=int, default=8, help="(default: 8)")
-    parser.add_argument("--max-rows", type=int, help="tokens in a step; default: the engine's choice")
+    parser.add_argument("--max-batched-tokens", type=int, help="tokens in a step; default: the engine's choice")
     parser.add_argument("--max-sequences", type=int)
     parser.add_argument("--cache-tokens", type=int)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
@@ -221,7 +221,7 @@ def measure(options: Options) -> dict[str, Any]:
     config = EngineConfig(
         precision=options.precision,
         device="cuda",
-        max_rows=options.max_rows,
+        max_batched_tokens=options.max_batched_tokens,
         max_sequences=options.max_sequences,
         cache_tokens=options.cache_tokens,
     )
@@ -233,7 +233,7 @@ def measure(options: Options) -> dict[str, Any]:
     load = Load(engine, endless_requests(options.lengths, model.vocabulary_size, memory.max_length))
     with PowerSampler() as power:
         begin = time.monotonic()
-        bound = gemm_bound_teraflops(engine, memory.max_rows, options.bound_seconds)
+        bound = gemm_bound_teraflops(engine, memory.max_batched_tokens, options.bound_seconds)
         bound_power = power.between(begin, time.monotonic())
         print(f"products alone: {bound:,.0f} TFLOP/s at {bound_power.watts:.0f} W", flush=True)
         recorder = Recorder(engine)

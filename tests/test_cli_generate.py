@@ -236,7 +236,7 @@ def test_a_bad_line_is_named_and_nothing_is_written(model: Path, tmp_path: Path,
         ("--model {model} --prompts none.jsonl --out o", "none.jsonl: cannot be read"),
         ("--model {model} --prompts /dev/null --out o", "/dev/null: cannot be read, it is a device, not a file"),
         ("--model {model} --prompts {model} --out o", "cannot be read, it is a directory, not a file"),
-        ("--model {model} --prompt a --engine.max_rows", "--engine.max_rows: needs a value"),
+        ("--model {model} --prompt a --engine.max_batched_tokens", "--engine.max_batched_tokens: needs a value"),
         ("--model {model} --prompts none.jsonl --out {model}", "not a regular file; choose another"),
         ("--model {model} --prompts none.jsonl --out no/where.jsonl", "no/where.jsonl: there is no folder "),
         ("--model {model} --prompts none.jsonl --out " + "o" * 300, "File name too long"),
@@ -249,7 +249,7 @@ def test_a_bad_line_is_named_and_nothing_is_written(model: Path, tmp_path: Path,
         ("--model {model} --prompt a --max-tokens 0", "--max-tokens: must be at least 1, got '0'"),
         ("--model {model} --prompt a --precision fp4", "--precision: must be 'fp32', 'bf16' or 'fp8', got 'fp4'"),
         ("--model {model} --prompt a --precision int3", "--precision: must be"),
-        ("--model {model} --prompt a --engine.max_row 3", "did you mean --engine.max_rows?"),
+        ("--model {model} --prompt a --engine.max_batched_token 3", "did you mean --engine.max_batched_tokens?"),
         ("--model {model} --prompt a --engine.max_length 9999", "max_length 9,999"),
         ("--model {model} --prompt a --rules v5.1", "--rules: unknown flag"),
         ("--model {model} --prompt a --temprature 1", "--temprature: unknown flag; did you mean --temperature?"),
@@ -348,7 +348,7 @@ def test_answers_before_a_model_that_computes_no_numbers_are_kept(tmp_path: Path
     model = make_overflowing_checkpoint(tmp_path / "model", "z")
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_lines(prompts, *[{"prompt": letter, "max_tokens": 1} for letter in "abz"])
-    one_by_one = ("--engine.max_sequences", 1, "--engine.max_rows", 1)
+    one_by_one = ("--engine.max_sequences", 1, "--engine.max_batched_tokens", 1)
     code, stdout, err = generate("--model", model, "--prompts", prompts, "--out", out, *one_by_one)
     assert (code, stdout, err.count("\n")) == (1, "", 1)
     assert "logits after 1 token of a request are no numbers" in err
@@ -376,7 +376,7 @@ def test_help_names_every_option_and_loads_nothing_heavy() -> None:
         "--max-tokens",
         "--temperature",
         "--seed",
-        "--engine.max_rows",
+        "--engine.max_batched_tokens",
     ):
         assert option in stdout
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

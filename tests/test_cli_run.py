@@ -74,7 +74,7 @@ def test_a_run_prints_one_json_document_that_is_the_result_and_the_folder(tmp_pa
     }
     assert document["samples_completed"] == 7
     config, plan = load_run_config(folder / "config.yaml", {}), document["memory_plan"]
-    for size in ("device", "max_rows", "max_sequences", "max_length", "page_size"):
+    for size in ("device", "max_batched_tokens", "max_sequences", "max_length", "page_size"):
         assert getattr(config.engine, size) == plan[size]
     assert (config.samples, config.min_duration_seconds) == (7, 0.0)
     assert config.engine.cache_tokens == plan["pages"] * plan["page_size"]
@@ -138,9 +138,9 @@ def test_accuracy_mode_on_a_checkpoint_logs_the_tokens_that_generate_gives(model
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code, stdout, err = call_here("run", "--dry-run", "--model", "tiny", "--engine.max_rows", 512)
+    code, stdout, err = call_here("run", "--dry-run", "--model", "tiny", "--engine.max_batched_tokens", 512)
     assert (code, err) == (0, "")
-    for words in ("model: tiny", "  max_rows: 512", "KV cache", "24,576 rows", "random weights"):
+    for words in ("model: tiny", "  max_batched_tokens: 512", "KV cache", "24,576 rows", "random weights"):
         assert words in stdout
     engine = re.search("(?ms)^engine:.*?^rack:", stdout)[0]
     assert re.findall("(\\w+): null", engine) == ["memory_bytes", "target_step_seconds"]  # limits that are none
@@ -157,7 +157,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path, monkeypatch
 def test_one_of_a_thing_is_no_plural(tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.csv"
     lengths.write_text("input_tokens,output_tokens\n5,2\n")
-    sizes = ("--engine.max_sequences", 1, "--engine.max_rows", 1, "--engine.cache_tokens", 32)
+    sizes = ("--engine.max_sequences", 1, "--engine.max_batched_tokens", 1, "--engine.cache_tokens", 32)
     code, stdout, err = call_here("run", "--dry-run", "--model", "tiny", "--lengths", lengths, *sizes)
     assert (code, err) == (0, "")
     for words in ("data set lengths.csv: 1 row,", "in 1 page of 32", "steps of 1 row\n", "1 sequence at a time"):
@@ -218,7 +218,10 @@ def test_a_dry_run_refuses_what_the_run_would(
             "--engine.cache_tokens 64 --engine.max_length 64",
             "raise engine.cache_tokens to 928 and engine.max_length to 917 or more, or leave them out,",
         ),
-        ("--engine.memory_bytes 328000000 --engine.max_rows 1", "raise engine.memory_bytes, or leave it out,"),
+        (
+            "--engine.memory_bytes 328000000 --engine.max_batched_tokens 1",
+            "raise engine.memory_bytes, or leave it out,",
+        ),
     ],
 )
 def test_a_context_too_short_for_the_prompts_that_ship(tmp_path: Path, sizes: str, mend: str) -> None:
@@ -268,11 +271,15 @@ def test_a_context_that_ends_at_a_sliding_window_says_so(tmp_path: Path) -> None
 
 
 def test_flags_may_be_typed_with_underscores(tmp_path: Path) -> None:
-    flags = ("--dry_run", "--min_duration", 7, "--engine.max-rows=64", "--warm_up", 1)
+    flags = ("--dry_run", "--min_duration", 7, "--engine.max-batched-tokens=64", "--warm_up", 1)
     code, stdout, err = call_here("run", "--json", "--out", tmp_path, *flags)
     config = json.loads(stdout)["config"]
     assert (code, err) == (0, "")
-    assert (config["min_duration_seconds"], config["engine"]["max_rows"], config["warm_up_seconds"]) == (7, 64, 1)
+    assert (config["min_duration_seconds"], config["engine"]["max_batched_tokens"], config["warm_up_seconds"]) == (
+        7,
+        64,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -327,7 +334,10 @@ def test_a_switch_takes_a_value_or_none(
         ("--rules v9.9", "--rules: must be 'v5.1', 'v6.0' or 'v6.1', got 'v9.9'"),
         ("--samples 0", "--samples: must be at least 1, got '0'"),
         ("--smaples 4", "--smaples: unknown flag; did you mean --samples?"),
-        ("--engine.max_row=4", "--engine.max_row: unknown flag; did you mean --engine.max_rows?"),
+        (
+            "--engine.max_batched_token=4",
+            "--engine.max_batched_token: unknown flag; did you mean --engine.max_batched_tokens?",
+        ),
         ("--jsn", "--jsn: unknown flag; did you mean --json?"),
         ("--dry_rn", "--dry_rn: unknown flag; did you mean --dry-run?"),
         ("--modle 125m", "--modle: unknown flag; did you mean --model?"),
@@ -335,13 +345,16 @@ def test_a_switch_takes_a_value_or_none(
         ("--engine 5", "--engine: unknown flag"),
         ("--xyzzy", "--xyzzy: unknown flag; see megatoken run --help"),
         ("--warm-up --dry-run", "--warm-up: needs a value"),
-        ("--engine.max_rows", "--engine.max_rows: needs a value"),
+        ("--engine.max_batched_tokens", "--engine.max_batched_tokens: needs a value"),
         ("tiny", "tiny: cannot read the configuration: No such file or directory; give a YAML file, or a model with"),
         ("--prompts {tmp}/pipe", "pipe: cannot be read, nobody writes into this pipe"),
         ("--prompts /dev/zero", "/dev/zero: cannot be read, it is a device, not a file"),
         ("--engine.memory_bytes 1000", "does not fit"),
         ("--engine.max_length 1000000", "max_length 1,000,000"),
-        ("{tmp}/bad.yaml", "bad.yaml:2: unknown key 'engine.max_row'; did you mean engine.max_rows?"),
+        (
+            "{tmp}/bad.yaml",
+            "bad.yaml:2: unknown key 'engine.max_batched_token'; did you mean engine.max_batched_tokens?",
+        ),
         ("{tmp}/none.yaml", "none.yaml: cannot read the configuration"),
         ("a.yaml b.yaml", "unexpected extra argument"),
         ("-x", "No such option: -x"),
@@ -389,7 +402,7 @@ def make_bad_input(folder: Path, model: Path) -> None:
     write_lines(folder / "zero.csv", "input_tokens,output_tokens", "5,0")
     write_lines(folder / "lengths.csv", "input_tokens,output_tokens", "5,4")
     write_lines(folder / "file", "not a folder")
-    write_lines(folder / "bad.yaml", "engine:", "  max_row: 5")
+    write_lines(folder / "bad.yaml", "engine:", "  max_batched_token: 5")
     table = Path(__file__).parent / "data/openorca_pickles/pandas-3.0.0-numpy-2.4.6-protocol-5.pkl"
     shutil.copy(table, folder / "table.PKL")
     (folder / "evil.pkl").write_bytes(b"cos\nsystem\n(S'touch %s'\ntR." % str(folder / "executed").encode())

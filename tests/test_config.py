@@ -28,16 +28,16 @@ def test_engine_section_is_the_engines_configuration() -> None:
 
 def test_every_key_says_what_it_is_for() -> None:
     assert all(key.description for key in KEYS.values())
-    assert {"model", "min_duration_seconds", "engine.max_rows"} <= KEYS.keys()
+    assert {"model", "min_duration_seconds", "engine.max_batched_tokens"} <= KEYS.keys()
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
-    path = write(tmp_path, "model: 125m\nsamples: 8\nengine:\n  max_rows: 64\n  page_size: 16\n")
+    path = write(tmp_path, "model: 125m\nsamples: 8\nengine:\n  max_batched_tokens: 64\n  page_size: 16\n")
     config = load_run_config(
-        path, {"samples": "9", "engine.max-rows": "32", "min-duration": "2.5", "precision": "fp32"}
+        path, {"samples": "9", "engine.max-batched-tokens": "32", "min-duration": "2.5", "precision": "fp32"}
     )
     assert (config.model, config.samples, config.min_duration_seconds) == ("125m", 9, 2.5)
-    assert config.engine_config() == EngineConfig(precision="fp32", max_rows=32, page_size=16)
+    assert config.engine_config() == EngineConfig(precision="fp32", max_batched_tokens=32, page_size=16)
 
 
 def test_a_flag_can_set_a_value_back_to_null(tmp_path: Path) -> None:
@@ -53,12 +53,15 @@ def test_empty_files_and_empty_sections_are_the_defaults(tmp_path: Path) -> None
     ("text", "message"),
     [
         (
-            "model: tiny\nengine:\n  max_row: 5\n",
-            "run.yaml:3: unknown key 'engine.max_row'; did you mean engine.max_rows?",
+            "model: tiny\nengine:\n  max_batched_token: 5\n",
+            "run.yaml:3: unknown key 'engine.max_batched_token'; did you mean engine.max_batched_tokens?",
         ),
-        ("max_rows: 5\n", "run.yaml:1: unknown key 'max_rows'; did you mean engine.max_rows?"),
+        (
+            "max_batched_tokens: 5\n",
+            "run.yaml:1: unknown key 'max_batched_tokens'; did you mean engine.max_batched_tokens?",
+        ),
         ("modle: 125m\n", "run.yaml:1: unknown key 'modle'; did you mean model?"),
-        ("engin: {max_rows: 5}\n", "run.yaml:1: unknown key 'engin'; did you mean engine?"),
+        ("engin: {max_batched_tokens: 5}\n", "run.yaml:1: unknown key 'engin'; did you mean engine?"),
         ("samples: true\n", "run.yaml:1: samples: must be a whole number, got 'true'"),
         ("find_rate: yes\n", "run.yaml:1: find_rate: only the scenarios server and interactive have it; "),
         ("seed: no\n", "run.yaml:1: seed: must be a whole number, got 'no'"),
@@ -75,8 +78,14 @@ def test_empty_files_and_empty_sections_are_the_defaults(tmp_path: Path) -> None
         (f"samples: {'9' * 5000}\n", "run.yaml:1: samples: must be a whole number of fewer digits, got '9999"),
         ("samples: 100000001\n", "run.yaml:1: samples: must be at most 100,000,000, got '100000001'"),
         ("warm_up_seconds: 1e9\n", "run.yaml:1: warm_up_seconds: must be less than 1,000,000,000, got '1e9'"),
-        ("engine.max_rows: 5\nengine: {max_rows: 6}\n", "run.yaml:2: key 'engine.max_rows' is given twice; keep one"),
-        ("engine: {max_rows: 6}\nengine: {threads: 1}\n", "run.yaml:2: key 'engine' is given twice; keep one"),
+        (
+            "engine.max_batched_tokens: 5\nengine: {max_batched_tokens: 6}\n",
+            "run.yaml:2: key 'engine.max_batched_tokens' is given twice; keep one",
+        ),
+        (
+            "engine: {max_batched_tokens: 6}\nengine: {threads: 1}\n",
+            "run.yaml:2: key 'engine' is given twice; keep one",
+        ),
         ("model: " + "[" * 3000, "run.yaml: nested too deeply"),
         ("out: ''\n", "run.yaml:1: out: must be a path, got ''"),
         ("min_duration: 5\n", "run.yaml:1: unknown key 'min_duration'; did you mean min_duration_seconds?"),
@@ -101,7 +110,7 @@ def test_empty_files_and_empty_sections_are_the_defaults(tmp_path: Path) -> None
             "model: !!python/object:os.system x\n",
             "run.yaml:1: model: must be a plain value, without the tag tag:yaml.org,2002:python/",
         ),
-        ("engine: &loop\n  max_rows: *loop\n", "run.yaml:2: engine.max_rows: must be one value"),
+        ("engine: &loop\n  max_batched_tokens: *loop\n", "run.yaml:2: engine.max_batched_tokens: must be one value"),
         ("? [a, b]\n: 5\n", "run.yaml:1: unknown key"),
         ("prompts: a.jsonl\nlengths: b.csv\n", "run.yaml:1 and .*run.yaml:2: give prompts or lengths, not both"),
     ],
@@ -246,7 +255,7 @@ configurations = st.builds(
     samples=st.none() | st.integers(min_value=1, max_value=10**8),
     min_duration_seconds=st.none() | seconds,
     warm_up_seconds=seconds,
-    engine=st.builds(EngineSection, max_rows=counts, cache_tokens=counts, overlap=st.none() | st.booleans()),
+    engine=st.builds(EngineSection, max_batched_tokens=counts, cache_tokens=counts, overlap=st.none() | st.booleans()),
 )
 
 

@@ -9,7 +9,9 @@ from megatoken import Engine, EngineConfig, Request
 from megatoken.errors import CapacityError, RequestError
 from megatoken.targets.in_process import InProcessTarget
 
-CONFIG = EngineConfig(precision="fp32", max_length=64, cache_tokens=640, max_sequences=4, max_rows=32, threads=1)
+CONFIG = EngineConfig(
+    precision="fp32", max_length=64, cache_tokens=640, max_sequences=4, max_batched_tokens=32, threads=1
+)
 REQUESTS = [Request([3 + index] * (5 + 3 * index), max_tokens=4 + index, ignore_end_token=True) for index in range(8)]
 
 

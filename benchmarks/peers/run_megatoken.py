@@ -28,7 +28,7 @@ def load(specification: Specification) -> LoadedEngine:
     settings = {
         "precision": precision,
         "threads": specification["threads"],
-        "max_rows": plan.max_rows,
+        "max_batched_tokens": plan.max_batched_tokens,
         "max_sequences": plan.max_sequences,
         "page_size": plan.page_size,
         "cache_tokens": plan.cache_tokens,

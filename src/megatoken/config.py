@@ -62,7 +62,7 @@ class EngineSection(_Section):
     """How the engine uses the machine. Null means: derived from model and machine, shown by --dry-run."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the model runs")
-    max_rows: Count | None = Field(default=None, description="tokens computed in one step (the row budget)")
+    max_batched_tokens: Count | None = Field(default=None, description="tokens computed in one step (the token budget)")
     max_sequences: Count | None = Field(default=None, description="requests resident at once")
     max_length: Count | None = Field(default=None, description="longest prompt + answer, in tokens")
     page_size: Count | None = Field(default=None, description="tokens in one page of the KV cache")
@@ -193,8 +193,8 @@ def load_run_config(path: Path | None, flags: Mapping[str, str | bool | None], r
 
     Args:
         path: YAML file, or None.
-        flags: value by flag name without dashes (``engine.max_rows``, ``min-duration``), as typed on the command line;
-            None: not given.
+        flags: value by flag name without dashes (``engine.max_batched_tokens``, ``min-duration``), as typed on the
+            command line; None: not given.
         rack: value of ``--rack``: ``auto``, host:port, or a YAML file of the keys of the section ``rack``, whose
             ``cluster`` is ``auto`` if it names none.
 

@@ -198,7 +198,7 @@ def test_a_wait_for_cores_and_its_note(drawn: Path, tmp_path: Path, share: float
         (in_result(memory_plan__available_bytes=1000), "parts of memory_plan are"),
         (in_result(memory_plan__available_bytes=10**15), "available_bytes 1,000,000,000,000,000 of a machine with"),
         (in_result(memory_plan__pages=lambda pages: pages + 1), "series.parquet"),
-        (in_result(memory_plan__max_rows=7), "memory_plan max_rows 7, config.yaml 256"),
+        (in_result(memory_plan__max_batched_tokens=7), "memory_plan max_batched_tokens 7, config.yaml 256"),
         (in_result(memory_plan__workspace_bytes=-1), "memory_plan workspace_bytes -1"),
         (in_result(peak_memory_bytes=10**15), "peak_memory_bytes 1,000,000,000,000,000 of a machine with"),
         (in_result(peak_memory_bytes=1000), "peak_memory_bytes 1,000, below weights_bytes"),

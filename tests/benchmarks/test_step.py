@@ -31,13 +31,13 @@ class HostEvent:
 def load(monkeypatch: pytest.MonkeyPatch) -> step.Load:
     monkeypatch.setattr(step, "timing_event", HostEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    engine = Engine("tiny", EngineConfig(device="cpu", max_rows=64, max_sequences=16, threads=1))
+    engine = Engine("tiny", EngineConfig(device="cpu", max_batched_tokens=64, max_sequences=16, threads=1))
     return step.Load(engine, step.endless_requests("20/8", engine.model_config.vocabulary_size, 2048))
 
 
 def test_options_are_checked() -> None:
-    options = step.parse(["--lengths", "128/2048", "--max-rows", "2048", "--out", "x.json"])
-    assert (options.lengths, options.max_rows, options.precision, options.shape) == (
+    options = step.parse(["--lengths", "128/2048", "--max-batched-tokens", "2048", "--out", "x.json"])
+    assert (options.lengths, options.max_batched_tokens, options.precision, options.shape) == (
         "128/2048",
         2048,
         "fp8",

@@ -86,7 +86,7 @@ def model(layers: int = 2) -> ModelConfig:
 
 def mixed_plan() -> StepPlan:
     """Two decodes, then a whole prompt, then a prompt cut by the budget."""
-    scheduler = Scheduler(max_rows=32, max_sequences=8, page_size=16, num_pages=64, max_length=256)
+    scheduler = Scheduler(max_batched_tokens=32, max_sequences=8, page_size=16, num_pages=64, max_length=256)
     for ticket, prompt in enumerate((7, 9)):
         scheduler.add(ticket, prompt, 50)
     scheduler.plan()

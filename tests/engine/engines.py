@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatoken.engine import Completion, Engine, EngineConfig, FinishReason, Request, TokenEvent, runner
 
-SIZES = {"precision": "fp32", "page_size": 4, "cache_tokens": 80, "max_rows": 24, "max_sequences": 6}
+SIZES = {"precision": "fp32", "page_size": 4, "cache_tokens": 80, "max_batched_tokens": 24, "max_sequences": 6}
 
 
 def make_engine(directory: Path, **changes: object) -> Engine:

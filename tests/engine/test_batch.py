@@ -17,7 +17,7 @@ def mixed_step(decodes: list[int], prompts: list[int], spare_rows: int) -> StepA
     """Sequences that decode beside prompts, the last of which may be cut, as the scheduler plans them."""
     rows = len(decodes) + max(1, sum(prompts) - spare_rows)
     scheduler = Scheduler(
-        max_rows=max(rows, sum(decodes)), max_sequences=32, page_size=PAGE_SIZE, num_pages=200, max_length=512
+        max_batched_tokens=max(rows, sum(decodes)), max_sequences=32, page_size=PAGE_SIZE, num_pages=200, max_length=512
     )
     for ticket, length in enumerate(decodes):
         scheduler.add(ticket, length, 3)

@@ -59,7 +59,7 @@ def test_overlap_changes_no_token(directory: Path) -> None:
 
 
 def test_counters_follow_a_request(directory: Path) -> None:
-    engine = make_engine(directory, max_rows=4)
+    engine = make_engine(directory, max_batched_tokens=4)
     engine.submit(request(tokens=2, prompt_tokens=6))
     seen = [engine.counters()]
     while engine.busy:
@@ -81,7 +81,7 @@ def test_counters_follow_a_request(directory: Path) -> None:
 @pytest.mark.parametrize("steps", range(6))
 def test_cancel_frees_pages_at_once(directory: Path, overlap: bool, steps: int) -> None:
     """From waiting (no step yet) over half a prompt and tokens in flight to just before the last token."""
-    engine = make_engine(directory, overlap=overlap, max_rows=4)
+    engine = make_engine(directory, overlap=overlap, max_batched_tokens=4)
     one = request(tokens=4, prompt_tokens=7)
     ticket = engine.submit(one)
     events = [event for _ in range(steps) for event in engine.step()]

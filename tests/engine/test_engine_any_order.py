@@ -28,9 +28,11 @@ class AnyOrder(RuleBasedStateMachine):
         self.events: list[TokenEvent] = []
         self.all_told = True
 
-    @initialize(overlap=st.booleans(), max_rows=st.integers(1, 30), page_size=st.sampled_from([1, 4, 16]))
-    def start(self, overlap: bool, max_rows: int, page_size: int) -> None:
-        self.engine = make_engine(self.directory, overlap=overlap, max_rows=max_rows, page_size=page_size)
+    @initialize(overlap=st.booleans(), max_batched_tokens=st.integers(1, 30), page_size=st.sampled_from([1, 4, 16]))
+    def start(self, overlap: bool, max_batched_tokens: int, page_size: int) -> None:
+        self.engine = make_engine(
+            self.directory, overlap=overlap, max_batched_tokens=max_batched_tokens, page_size=page_size
+        )
 
     @rule(kind=st.integers(0, 7))
     def submit(self, kind: int) -> None:

@@ -87,9 +87,16 @@ def run_child(
 
 RUNS = [
     ("tiny", {"precision": "bf16", "cache_tokens": 8192}, 64, (60, 120), (4, 8), 0.0),
-    ("tiny", {"precision": "fp32", "cache_tokens": 4096, "page_size": 1, "max_rows": 64}, 32, (60, 120), (4, 8), 1.0),
-    ("tiny", {"precision": "fp8", "cache_tokens": 2048, "max_rows": 512}, 2, (1500, 2000), (2, 3), 0.0),
-    ("tiny", {"precision": "fp32", "cache_tokens": 2048, "max_rows": 32}, 2, (1000, 2000), (2, 3), 0.7),
+    (
+        "tiny",
+        {"precision": "fp32", "cache_tokens": 4096, "page_size": 1, "max_batched_tokens": 64},
+        32,
+        (60, 120),
+        (4, 8),
+        1.0,
+    ),
+    ("tiny", {"precision": "fp8", "cache_tokens": 2048, "max_batched_tokens": 512}, 2, (1500, 2000), (2, 3), 0.0),
+    ("tiny", {"precision": "fp32", "cache_tokens": 2048, "max_batched_tokens": 32}, 2, (1000, 2000), (2, 3), 0.7),
     ("125m", {"precision": "fp8", "cache_tokens": 1024, "max_length": 64}, 16, (4, 8), (2, 3), 1.0),
 ]
 
@@ -148,11 +155,23 @@ def test_cache_bytes_are_those_of_the_cache(precision: str, tmp_path: Path) -> N
 def test_sizes_are_obeyed(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     config = EngineConfig(
-        precision="fp32", max_rows=9, max_sequences=2, max_length=40, page_size=4, cache_tokens=60, memory_bytes=10**9
+        precision="fp32",
+        max_batched_tokens=9,
+        max_sequences=2,
+        max_length=40,
+        page_size=4,
+        cache_tokens=60,
+        memory_bytes=10**9,
     )
     engine = Engine(tmp_path, config)
     plan = engine.memory_plan
-    assert (plan.max_rows, plan.max_sequences, plan.max_length, plan.page_size, plan.pages) == (9, 2, 40, 4, 15)
+    assert (plan.max_batched_tokens, plan.max_sequences, plan.max_length, plan.page_size, plan.pages) == (
+        9,
+        2,
+        40,
+        4,
+        15,
+    )
     assert plan.available_bytes == 10**9
     for number in range(5):
         engine.submit(Request([number] * 11, 20, ignore_end_token=True))
@@ -192,12 +211,16 @@ def test_no_plan_takes_more_than_the_machine_has() -> None:
     assert plan.total_bytes <= plan.available_bytes <= psutil.virtual_memory().total
 
 
-@pytest.mark.parametrize(("max_rows", "most"), [(1, 1), (3, 4), (64, 64), (100, 112), (512, 512), (1536, 512)])
-def test_graphs_are_planned_for_steps_that_can_come(max_rows: int, most: int) -> None:
-    assert graph_rows(max_rows)[-1] == most
+@pytest.mark.parametrize(
+    ("max_batched_tokens", "most"), [(1, 1), (3, 4), (64, 64), (100, 112), (512, 512), (1536, 512)]
+)
+def test_graphs_are_planned_for_steps_that_can_come(max_batched_tokens: int, most: int) -> None:
+    assert graph_rows(max_batched_tokens)[-1] == most
     plans = [
-        plan_memory_of(SHAPES["llama3.1-8b"], EngineConfig(precision="fp8", max_rows=rows), "cuda", 24 * 10**9)
-        for rows in (max_rows, 1536)
+        plan_memory_of(
+            SHAPES["llama3.1-8b"], EngineConfig(precision="fp8", max_batched_tokens=rows), "cuda", 24 * 10**9
+        )
+        for rows in (max_batched_tokens, 1536)
     ]
     assert (plans[0].process_bytes < plans[1].process_bytes) == (most < 512)
 
@@ -213,7 +236,9 @@ def test_more_memory_is_never_refused_where_less_is_enough() -> None:
     fits: list[MemoryPlan] = []
     for available in range(330 * 10**6, 420 * 10**6, 50_000):
         try:
-            fits.append(plan_memory_of(SHAPES["tiny"], EngineConfig(max_sequences=1, max_rows=8), "cpu", available))
+            fits.append(
+                plan_memory_of(SHAPES["tiny"], EngineConfig(max_sequences=1, max_batched_tokens=8), "cpu", available)
+            )
         except CapacityError:
             assert not fits
     pages = [plan.pages for plan in fits]
@@ -223,7 +248,9 @@ def test_more_memory_is_never_refused_where_less_is_enough() -> None:
 
 
 def test_the_plan_for_a_person() -> None:
-    plan = plan_memory(SHAPES["tiny"], EngineConfig(cache_tokens=6400, page_size=32, max_rows=100, memory_bytes=10**9))
+    plan = plan_memory(
+        SHAPES["tiny"], EngineConfig(cache_tokens=6400, page_size=32, max_batched_tokens=100, memory_bytes=10**9)
+    )
     text = "\n".join(plan.lines())
     assert "6,400 tokens in 200 pages of 32" in text
     assert "steps of 100 rows" in text
@@ -234,7 +261,7 @@ def test_the_plan_for_a_person() -> None:
     assert sum(sizes) == pytest.approx(total, abs=0.003)
 
 
-SIZES = ("max_rows", "max_sequences", "max_length", "page_size", "cache_tokens")
+SIZES = ("max_batched_tokens", "max_sequences", "max_length", "page_size", "cache_tokens")
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -266,7 +293,7 @@ def check_plan(plan: MemoryPlan, model: ModelConfig, config: EngineConfig) -> No
     assert plan.total_bytes <= plan.available_bytes <= config.memory_bytes
     assert plan.pages >= 1
     assert plan.max_length <= min(model.max_positions, plan.cache_tokens)
-    for name in ("max_rows", "max_sequences", "max_length", "page_size"):
+    for name in ("max_batched_tokens", "max_sequences", "max_length", "page_size"):
         assert getattr(config, name) in (None, getattr(plan, name))
     if config.cache_tokens is not None:
         assert config.cache_tokens - plan.page_size < plan.cache_tokens <= config.cache_tokens
@@ -285,7 +312,7 @@ def check_plan(plan: MemoryPlan, model: ModelConfig, config: EngineConfig) -> No
         ("tiny", {"max_length": 4096}, CapacityError, "max_length 4,096 is more than the 2,048 positions of tiny"),
         ("tiny", {"max_length": 2000, "cache_tokens": 1000}, CapacityError, "max_length 2,000 does not fit"),
         ("tiny", {"cache_tokens": 5, "page_size": 8}, CapacityError, "cache_tokens 5 is less than a page of 8 tokens"),
-        ("tiny", {"max_rows": 0}, ConfigError, "max_rows is 0; it must be at least 1"),
+        ("tiny", {"max_batched_tokens": 0}, ConfigError, "max_batched_tokens is 0; it must be at least 1"),
         ("tiny", {"max_sequences": -1}, ConfigError, "max_sequences is -1"),
         ("tiny", {"max_length": 0}, ConfigError, "max_length is 0"),
         ("tiny", {"page_size": 0}, ConfigError, "page_size is 0"),

@@ -67,12 +67,12 @@ CHECKPOINTS = [
     ("Qwen3", 4, 1, 64, 32, 301, 1, FP32, {"rope_parameters": LLAMA3}),
 ]
 ENGINES = [
-    EngineConfig(precision="fp32", max_rows=1, page_size=1, overlap=True),
-    EngineConfig(precision="fp32", max_rows=7, page_size=4, cache_tokens=64, overlap=False),
-    EngineConfig(precision="fp32", max_rows=16, page_size=16, max_sequences=3, overlap=True),
-    EngineConfig(precision="fp32", max_rows=64, page_size=1, cache_tokens=70, overlap=True),
-    EngineConfig(precision="fp32", max_rows=33, page_size=32, cache_tokens=96, overlap=False),
-    EngineConfig(precision="fp32", max_rows=50, page_size=4, max_sequences=5, overlap=False),
+    EngineConfig(precision="fp32", max_batched_tokens=1, page_size=1, overlap=True),
+    EngineConfig(precision="fp32", max_batched_tokens=7, page_size=4, cache_tokens=64, overlap=False),
+    EngineConfig(precision="fp32", max_batched_tokens=16, page_size=16, max_sequences=3, overlap=True),
+    EngineConfig(precision="fp32", max_batched_tokens=64, page_size=1, cache_tokens=70, overlap=True),
+    EngineConfig(precision="fp32", max_batched_tokens=33, page_size=32, cache_tokens=96, overlap=False),
+    EngineConfig(precision="fp32", max_batched_tokens=50, page_size=4, max_sequences=5, overlap=False),
 ]
 
 
@@ -169,7 +169,9 @@ def test_preempted_requests_go_on_where_they_were(
     shared: tuple[Path, PreTrainedModel], kernels: None, page_size: int, overlap: bool, near_ties: list[int]
 ) -> None:
     directory, model = shared
-    config = EngineConfig(precision="fp32", page_size=page_size, cache_tokens=96, max_rows=24, overlap=overlap)
+    config = EngineConfig(
+        precision="fp32", page_size=page_size, cache_tokens=96, max_batched_tokens=24, overlap=overlap
+    )
     engine = Engine(directory, config)
     expect_short_answers(engine._scheduler)
     near_ties.append(check(engine, model, some_prompts(301, 1, [5] * 12), [60, 30, *range(40, 60, 2)]))
@@ -192,7 +194,7 @@ def test_nothing_about_the_batch_changes_a_token(
     pages = -(-longest // page_size) + data.draw(st.integers(0, 20), label="more pages")
     config = EngineConfig(
         precision="fp32",
-        max_rows=data.draw(st.integers(1, 70), label="max_rows"),
+        max_batched_tokens=data.draw(st.integers(1, 70), label="max_batched_tokens"),
         max_sequences=data.draw(st.integers(1, 8), label="max_sequences"),
         page_size=page_size,
         cache_tokens=pages * page_size,
@@ -252,7 +254,7 @@ def test_logit_error(
     )
     prompts = some_prompts(1000, 0)
     requests = [Request(prompt, ANSWER_TOKENS, ignore_end_token=True) for prompt in prompts]
-    engine = Engine(tmp_path, EngineConfig(precision=precision, max_rows=24, page_size=16, cache_tokens=176))
+    engine = Engine(tmp_path, EngineConfig(precision=precision, max_batched_tokens=24, page_size=16, cache_tokens=176))
     expect_short_answers(engine._scheduler)
     answers, logits = recorded_logits(engine, requests, monkeypatch)
     assert engine.counters().preemptions

@@ -77,7 +77,7 @@ def test_logits_are_those_of_the_weights_that_are_meant(
     typical_error: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = Engine(quantized.directory, EngineConfig(precision=precision, max_rows=24, cache_tokens=256))
+    engine = Engine(quantized.directory, EngineConfig(precision=precision, max_batched_tokens=24, cache_tokens=256))
     errors = []
     for prompt in some_prompts(1, 9, 40):
         answer, logits = answer_and_logits(engine, prompt, ANSWER_TOKENS, monkeypatch)

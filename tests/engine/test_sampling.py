@@ -267,9 +267,9 @@ def test_answers_do_not_depend_on_batch_order_preemption_or_overlap(directory: P
     expected = answers(EngineConfig(precision="fp32"), list(range(12)))
     assert len({token for answer in expected for token in answer}) > 100
     for config in (
-        EngineConfig(precision="fp32", max_rows=1, page_size=1),
-        EngineConfig(precision="fp32", page_size=4, cache_tokens=80, max_rows=30),
-        EngineConfig(precision="fp32", page_size=4, cache_tokens=80, max_rows=11, overlap=True),
+        EngineConfig(precision="fp32", max_batched_tokens=1, page_size=1),
+        EngineConfig(precision="fp32", page_size=4, cache_tokens=80, max_batched_tokens=30),
+        EngineConfig(precision="fp32", page_size=4, cache_tokens=80, max_batched_tokens=11, overlap=True),
         EngineConfig(precision="fp32", max_sequences=2, overlap=True),
     ):
         assert answers(config, draws.sample(range(12), 12)) == expected
@@ -294,7 +294,7 @@ def test_first_tokens_of_an_engine_follow_its_logits(directory: Path) -> None:
         logits = model(torch.tensor([[5, 9, 2]])).logits[0, -1].tolist()
     sampling = Sampling(1.5, top_k=30, top_p=0.95)
     requests = [Request([5, 9, 2], 1, Sampling(1.5, 30, 0.95, seed), ignore_end_token=True) for seed in range(2000)]
-    completions = Engine(directory, EngineConfig(precision="fp32", max_rows=256)).generate(requests)
+    completions = Engine(directory, EngineConfig(precision="fp32", max_batched_tokens=256)).generate(requests)
     assert {completion.finish_reason for completion in completions} == {FinishReason.LENGTH}
     counts = np.bincount([completion.token_ids[0] for completion in completions], minlength=301)
     assert_frequencies(counts, defined_probabilities(logits, sampling))

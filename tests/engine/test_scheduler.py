@@ -57,7 +57,7 @@ class Sequence:
 class SimulatedEngine:
     def __init__(self, lookahead: int = 0, *, hopeful: bool = False, **sizes: int) -> None:
         self.scheduler = Scheduler(**sizes)
-        self.max_rows, self.max_sequences = sizes["max_rows"], sizes["max_sequences"]
+        self.max_batched_tokens, self.max_sequences = sizes["max_batched_tokens"], sizes["max_sequences"]
         self.page_size, self.num_pages, self.max_length = sizes["page_size"], sizes["num_pages"], sizes["max_length"]
         self.lookahead = lookahead
         self.all: dict[int, Sequence] = {}
@@ -147,16 +147,23 @@ class SimulatedEngine:
             assert sequence.slot == slot
         self.check_pages(plan)
         rows = int(plan.count.sum())
-        assert 0 < rows <= self.max_rows
+        assert 0 < rows <= self.max_batched_tokens
         for i, ticket in enumerate(tickets):
             sequence = self.live[ticket]
             start, end = int(plan.start[i]), int(plan.start[i] + plan.count[i])
             assert start == sequence.computed < end <= sequence.known
-            assert end == sequence.known or (i == len(tickets) - 1 and rows == self.max_rows), "cut for no reason"
+            assert end == sequence.known or (i == len(tickets) - 1 and rows == self.max_batched_tokens), (
+                "cut for no reason"
+            )
             assert plan.sample[i] == (end == sequence.known)
             assert (i < plan.decodes) == (start >= sequence.from_host)
         free = self.num_pages - len(self.owner)
-        if rows < self.max_rows and not plan.preempted and len(tickets) < self.max_sequences and queue[len(admitted) :]:
+        if (
+            rows < self.max_batched_tokens
+            and not plan.preempted
+            and len(tickets) < self.max_sequences
+            and queue[len(admitted) :]
+        ):
             head = self.live[queue[len(admitted)]]
             scarce = free < math.ceil(head.known / self.page_size)
             assert scarce or crowded, "rows left unused"
@@ -259,7 +266,7 @@ class SimulatedEngine:
 
 SIZES = st.fixed_dictionaries(
     {
-        "max_rows": st.integers(1, 20),
+        "max_batched_tokens": st.integers(1, 20),
         "max_sequences": st.integers(1, 8),
         "page_size": st.integers(1, 5),
         "num_pages": st.integers(1, 30),
@@ -294,7 +301,7 @@ def test_every_request_gets_its_tokens_under_pressure(lookahead: int, page_size:
     engine = SimulatedEngine(
         lookahead,
         hopeful=True,
-        max_rows=32,
+        max_batched_tokens=32,
         max_sequences=12,
         page_size=page_size,
         num_pages=num_pages,
@@ -315,10 +322,10 @@ def test_every_request_gets_its_tokens_under_pressure(lookahead: int, page_size:
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"max_rows": 1, "max_sequences": 4, "page_size": 4, "num_pages": 12, "max_length": 16},
-        {"max_rows": 9, "max_sequences": 4, "page_size": 15, "num_pages": 1, "max_length": 16},
-        {"max_rows": 9, "max_sequences": 1, "page_size": 1, "num_pages": 15, "max_length": 16},
-        {"max_rows": 4096, "max_sequences": 64, "page_size": 4, "num_pages": 4096, "max_length": 16},
+        {"max_batched_tokens": 1, "max_sequences": 4, "page_size": 4, "num_pages": 12, "max_length": 16},
+        {"max_batched_tokens": 9, "max_sequences": 4, "page_size": 15, "num_pages": 1, "max_length": 16},
+        {"max_batched_tokens": 9, "max_sequences": 1, "page_size": 1, "num_pages": 15, "max_length": 16},
+        {"max_batched_tokens": 4096, "max_sequences": 64, "page_size": 4, "num_pages": 4096, "max_length": 16},
     ],
     ids=["one row", "one page", "one slot, longest request fills the cache", "all at once"],
 )

@@ -18,7 +18,7 @@ from megatoken.errors import CapacityError
 
 
 def new_scheduler(**changes: float) -> Scheduler:
-    sizes = {"max_rows": 8, "max_sequences": 4, "page_size": 4, "num_pages": 100, "max_length": 64} | changes
+    sizes = {"max_batched_tokens": 8, "max_sequences": 4, "page_size": 4, "num_pages": 100, "max_length": 64} | changes
     return Scheduler(**sizes)
 
 
@@ -59,7 +59,7 @@ def test_rows_stay_in_arrival_order_when_slots_are_recycled():
 
 
 def test_a_preempted_sequence_comes_back_as_one_prompt_in_chunks():
-    scheduler = new_scheduler(max_rows=4, page_size=2, num_pages=6)
+    scheduler = new_scheduler(max_batched_tokens=4, page_size=2, num_pages=6)
     expect_short_answers(scheduler)
     scheduler.add(0, 2, 8)
     scheduler.add(1, 2, 7)
@@ -81,7 +81,7 @@ def test_a_preempted_sequence_comes_back_as_one_prompt_in_chunks():
 
 
 def test_preempted_requests_wait_ahead_of_those_that_never_ran():
-    scheduler = new_scheduler(num_pages=18, page_size=1, max_rows=20, max_sequences=3)
+    scheduler = new_scheduler(num_pages=18, page_size=1, max_batched_tokens=20, max_sequences=3)
     expect_short_answers(scheduler)
     for ticket in range(3):
         scheduler.add(ticket, 1, 10)
@@ -108,7 +108,7 @@ def test_a_prompt_that_fills_its_pages_takes_another_only_to_go_on():
 
 def test_who_is_admitted_finds_the_pages_of_all_it_knows_free_at_once():
     """The forecast counts tokens, 24 at the end of the third, which fit; the pages of all prompts are 7 of 6."""
-    scheduler = new_scheduler(max_rows=32, page_size=4, num_pages=6)
+    scheduler = new_scheduler(max_batched_tokens=32, page_size=4, num_pages=6)
     for ticket, (prompt_tokens, max_tokens) in enumerate([(5, 4), (5, 4), (9, 2)]):
         scheduler.add(ticket, prompt_tokens, max_tokens)
     assert rows_of(scheduler.plan()) == [(0, 0, 5), (1, 0, 5)]
@@ -144,7 +144,7 @@ def test_ending_what_is_not_there_is_told():
     assert scheduler.free_pages == 100
 
 
-@pytest.mark.parametrize("change", [{"max_rows": 0}, {"num_pages": 0}])
+@pytest.mark.parametrize("change", [{"max_batched_tokens": 0}, {"num_pages": 0}])
 def test_impossible_sizes_are_refused(change: dict):
     with pytest.raises(ValueError, match="at least 1"):
         new_scheduler(**change)
@@ -162,7 +162,7 @@ def test_no_torch(module):
 
 
 def test_admission_looks_to_the_end_of_every_resident():
-    scheduler = new_scheduler(num_pages=22, page_size=1, max_rows=64)
+    scheduler = new_scheduler(num_pages=22, page_size=1, max_batched_tokens=64)
     scheduler.add(0, 4, 7)  # holds 10 tokens after 6 more steps
     scheduler.add(1, 8, 3)  # holds 10 after 2, when the first holds 6; the first goes on to 10 alone
     scheduler.add(2, 2, 4)  # with it 6 + 10 + 4 after 2 steps, and 7 + 5 after 3
@@ -205,7 +205,7 @@ def test_what_is_admitted_fits_until_its_end(page_size: int, num_pages: int, seq
 def test_admission_learns_how_much_of_its_limit_an_answer_takes():
     admitted = []
     for answered in (True, False):
-        scheduler = new_scheduler(num_pages=33, max_rows=64, max_length=100, max_sequences=9)
+        scheduler = new_scheduler(num_pages=33, max_batched_tokens=64, max_length=100, max_sequences=9)
         answers = PRIOR_TOKENS // 4
         for ticket in range(answers):
             scheduler.add(ticket, 4, 40)
@@ -218,7 +218,7 @@ def test_admission_learns_how_much_of_its_limit_an_answer_takes():
 
 
 def test_a_short_answer_that_ends_first_does_not_stand_for_those_still_running():
-    scheduler = new_scheduler(num_pages=25_300, max_rows=4096, max_length=2048, max_sequences=4096)
+    scheduler = new_scheduler(num_pages=25_300, max_batched_tokens=4096, max_length=2048, max_sequences=4096)
     for ticket in range(100):
         scheduler.add(ticket, 1, 1000)
     for _ in range(50):

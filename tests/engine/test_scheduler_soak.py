@@ -14,8 +14,8 @@ from megatoken.engine.scheduler import Scheduler, StepPlan
 @pytest.mark.parametrize(
     ("requests", "longest_prompt", "sizes", "expected_share", "fewest_preemptions"),
     [
-        (900_000, 16, {"max_rows": 2048, "max_sequences": 1024, "page_size": 4, "num_pages": 4096}, 1, 0),
-        (100_000, 2, {"max_rows": 256, "max_sequences": 256, "page_size": 1, "num_pages": 1024}, 0, 10_000),
+        (900_000, 16, {"max_batched_tokens": 2048, "max_sequences": 1024, "page_size": 4, "num_pages": 4096}, 1, 0),
+        (100_000, 2, {"max_batched_tokens": 256, "max_sequences": 256, "page_size": 1, "num_pages": 1024}, 0, 10_000),
     ],
     ids=["full steps", "short of pages"],
 )
@@ -34,7 +34,7 @@ class Soak:
 
     def __init__(self, requests: int, longest_prompt: int, expected_share: int, **sizes: int) -> None:
         self.random = np.random.default_rng(7)
-        self.max_rows, self.max_sequences = sizes["max_rows"], sizes["max_sequences"]
+        self.max_batched_tokens, self.max_sequences = sizes["max_batched_tokens"], sizes["max_sequences"]
         self.page_size, self.num_pages = sizes["page_size"], sizes["num_pages"]
         self.scheduler = Scheduler(**sizes, max_length=self.LONGEST)
         self.expected_share = expected_share
@@ -95,10 +95,10 @@ class Soak:
             assert (self.owner[self.table[plan.slot[used], index]] == ticket[used]).all()
 
         rows = plan.count.sum()
-        assert rows <= self.max_rows
+        assert rows <= self.max_batched_tokens
         assert (plan.start == self.computed[ticket]).all()
         assert (end == self.known[ticket])[:-1].all()
-        assert end[-1] == self.known[ticket[-1]] or rows == self.max_rows
+        assert end[-1] == self.known[ticket[-1]] or rows == self.max_batched_tokens
         assert (plan.sample == (end == self.known[ticket])).all()
         assert ((plan.start >= self.from_host[ticket]) == (np.arange(len(ticket)) < plan.decodes)).all()
         if self.scheduler.waiting and not plan.preempted and len(ticket) < self.max_sequences:
@@ -106,7 +106,7 @@ class Soak:
             spare = (self.owner == -1).sum() - longest
             grown = self.length[ticket] if self.expected_share else self.known[ticket]
             crowded = (-(-grown // self.page_size)).sum() + longest > self.num_pages
-            assert rows == self.max_rows or spare < 0 or crowded
+            assert rows == self.max_batched_tokens or spare < 0 or crowded
         self.computed[ticket] = end
         self.known[ticket] += plan.sample
         self.leave(ticket[self.known[ticket] == self.length[ticket]], self.DONE)

@@ -19,7 +19,13 @@ from megatoken.errors import CapacityError, CheckpointError, ConfigError, Reques
 from megatoken.targets.in_process import InProcessTarget
 
 SMALL = EngineConfig(
-    precision="bf16", max_rows=48, max_sequences=12, max_length=128, page_size=16, cache_tokens=1024, overlap=False
+    precision="bf16",
+    max_batched_tokens=48,
+    max_sequences=12,
+    max_length=128,
+    page_size=16,
+    cache_tokens=1024,
+    overlap=False,
 )
 Answers = dict[int, tuple[list[int], FinishReason]]
 
@@ -92,7 +98,7 @@ def test_pressure_preempts_and_changes_no_answer() -> None:
 def test_an_answer_depends_on_the_request_alone() -> None:
     wanted = requests(50, forced=False)
     expected = serve(simulated(), wanted)
-    for config in (replace(SMALL, max_rows=17, max_sequences=3), replace(SMALL, overlap=True)):
+    for config in (replace(SMALL, max_batched_tokens=17, max_sequences=3), replace(SMALL, overlap=True)):
         assert serve(simulated(config), wanted) == expected
     assert serve(simulated(stream=False), wanted) == expected
     backwards = serve(SimulatedEngine("tiny", SMALL, "GB300", VirtualClock()), wanted[::-1])
@@ -116,7 +122,7 @@ def test_forced_answers_take_their_limit_and_others_end_before() -> None:
         (len(tokens), reason) == (request.max_tokens, FinishReason.LENGTH)
         for (tokens, reason), request in zip(forced.values(), requests(30), strict=True)
     )
-    config = replace(SMALL, max_length=2048, cache_tokens=100_000, max_sequences=400, max_rows=4000)
+    config = replace(SMALL, max_length=2048, cache_tokens=100_000, max_sequences=400, max_batched_tokens=4000)
     wanted = [replace(request, max_tokens=1024) for request in requests(400, forced=False)]
     lengths = []
     for tokens, reason in serve(simulated(config), wanted).values():
@@ -284,7 +290,7 @@ def test_the_in_process_target_drives_it() -> None:
 
 
 def test_one_model_has_one_hash() -> None:
-    assert simulated().content_hash == simulated(replace(SMALL, max_rows=17)).content_hash
+    assert simulated().content_hash == simulated(replace(SMALL, max_batched_tokens=17)).content_hash
     other = SimulatedEngine(replace(SHAPES["tiny"], layers=7), SMALL, "H200", VirtualClock())
     assert other.content_hash != simulated().content_hash
 
@@ -306,8 +312,8 @@ def test_what_cannot_be_simulated() -> None:
         SimulatedEngine("llama", SMALL)
     with pytest.raises(ConfigError, match="bf16, fp8"):
         SimulatedEngine("tiny", EngineConfig(precision="fp4"), "H200")
-    with pytest.raises(ConfigError, match="max_rows is 0"):
-        SimulatedEngine("tiny", EngineConfig(precision="bf16", max_rows=0))
+    with pytest.raises(ConfigError, match="max_batched_tokens is 0"):
+        SimulatedEngine("tiny", EngineConfig(precision="bf16", max_batched_tokens=0))
     engine = simulated()
     for wrong, why in (
         (Request("text", 3), "no tokenizer"),

@@ -20,7 +20,7 @@ limits = st.lists(st.tuples(st.none() | st.integers(0, 40), st.none() | st.integ
 def test_limited_steps_serve_everything_in_order(
     wanted: list[tuple[int, int]], limited: list[tuple[int | None, int | None]], pages: int
 ) -> None:
-    scheduler = Scheduler(max_rows=32, max_sequences=16, page_size=8, num_pages=pages, max_length=60)
+    scheduler = Scheduler(max_batched_tokens=32, max_sequences=16, page_size=8, num_pages=pages, max_length=60)
     for ticket, (prompt, answer) in enumerate(wanted):
         scheduler.add(ticket, prompt, answer)
     left = {ticket: answer for ticket, (_, answer) in enumerate(wanted)}
@@ -55,7 +55,7 @@ def test_limited_steps_serve_everything_in_order(
 
 
 def test_no_limit_is_the_whole_budget() -> None:
-    scheduler = Scheduler(max_rows=32, max_sequences=16, page_size=8, num_pages=100, max_length=60)
+    scheduler = Scheduler(max_batched_tokens=32, max_sequences=16, page_size=8, num_pages=100, max_length=60)
     for ticket in range(4):
         scheduler.add(ticket, 20, 5)
     plan = scheduler.plan()
@@ -65,7 +65,7 @@ def test_no_limit_is_the_whole_budget() -> None:
 
 
 def test_a_step_without_rows_for_prompts_begins_one_where_nothing_else_is_to_do() -> None:
-    scheduler = Scheduler(max_rows=32, max_sequences=16, page_size=8, num_pages=100, max_length=60)
+    scheduler = Scheduler(max_batched_tokens=32, max_sequences=16, page_size=8, num_pages=100, max_length=60)
     for ticket in range(2):
         scheduler.add(ticket, 20, 5)
     for _ in range(20):
@@ -81,8 +81,8 @@ def engines() -> tuple[Engine, Engine]:
     torch.set_num_threads(1)
     sizes = {"precision": "fp32", "max_length": 256, "cache_tokens": 4096, "max_sequences": 16, "threads": 1}
     return (
-        Engine("tiny", EngineConfig(**sizes, max_rows=256)),
-        Engine("tiny", EngineConfig(**sizes, max_rows=256, target_step_seconds=1e-6)),
+        Engine("tiny", EngineConfig(**sizes, max_batched_tokens=256)),
+        Engine("tiny", EngineConfig(**sizes, max_batched_tokens=256, target_step_seconds=1e-6)),
     )
 
 

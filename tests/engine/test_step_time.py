@@ -21,7 +21,7 @@ def cost(prices: tuple[float, float, float], rows: int, cached_tokens: int) -> f
 
 def taught(prices: tuple[float, float, float], target: float, noise: float = 0.0, steps: int = 400) -> StepTime:
     rng = random.Random(3)
-    learnt = StepTime(target, max_rows=1536)
+    learnt = StepTime(target, max_batched_tokens=1536)
     for _ in range(steps):
         rows = rng.randint(1, 1536)
         cached = rng.randint(0, rows * 800)
@@ -73,7 +73,7 @@ def test_what_steps_save_a_prompt_gets_and_debts_it_does_not_pay() -> None:
 def test_what_was_saved_is_spent_once_however_many_steps_are_on_their_way(in_flight: int) -> None:
     """Prompts without end behind fifty decodes that saved all that can be saved."""
     learnt = taught(PRICES[0], 0.04)
-    scheduler = Scheduler(max_rows=1536, max_sequences=64, page_size=16, num_pages=20_000, max_length=4096)
+    scheduler = Scheduler(max_batched_tokens=1536, max_sequences=64, page_size=16, num_pages=20_000, max_length=4096)
     for ticket in range(50):
         scheduler.add(ticket, 1, 4000)
     scheduler.plan()

@@ -17,7 +17,11 @@ from megatoken.planning.throughput_plan import plan_throughput, scaled_answers
 
 LLAMA_70B = SHAPES["llama2-70b"]
 SMALL = Rack(
-    SHAPES["tiny"], EngineConfig(precision="bf16", max_rows=64, max_sequences=16, max_length=256), "H200", 3, 2
+    SHAPES["tiny"],
+    EngineConfig(precision="bf16", max_batched_tokens=64, max_sequences=16, max_length=256),
+    "H200",
+    3,
+    2,
 )
 PUBLISHED_RACK = 1_100_948.3  # 72 GB300, the sum of 18 nodes
 GB200_5_1_0008, B200_5_1_0061, H200_5_1_0026 = 52_061.6 / 4, 102_909 / 8, 35_316.7 / 8
@@ -34,7 +38,7 @@ def mlperf_lengths(mean_output: float) -> np.ndarray:
 
 
 def published(gpu: str, precision: str, rows: int, *, sequences: int = 2048, **sizes: int) -> Rack:
-    config = EngineConfig(precision=precision, max_rows=rows, max_sequences=sequences, **sizes)
+    config = EngineConfig(precision=precision, max_batched_tokens=rows, max_sequences=sequences, **sizes)
     return Rack(LLAMA_70B, config, gpu).with_software("published")
 
 

@@ -174,7 +174,7 @@ class EngineConfig:
 
     precision: Precision = "bf16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    max_rows: int | None = None
+    max_batched_tokens: int | None = None
     max_sequences: int | None = None
     max_length: int | None = None
     page_size: int | None = None

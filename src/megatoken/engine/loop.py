@@ -111,7 +111,7 @@ class Engine:
         self._scheduler = memory.scheduler()
         self._step_time = None
         if config.target_step_seconds is not None:
-            self._step_time = StepTime(config.target_step_seconds, memory.max_rows)
+            self._step_time = StepTime(config.target_step_seconds, memory.max_batched_tokens)
         self._ended = 0.0  # when the last step was collected
         overlap = self.device.type == "cuda" if config.overlap is None else config.overlap
         self._lookahead = 1 if overlap else 0
@@ -280,7 +280,7 @@ class Engine:
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"the GPU ran out of memory in a step of {rows:,} row{'s' * (rows != 1)}: "
-                f"{str(error).splitlines()[0]}; something else uses it too, or lower memory_bytes or max_rows"
+                f"{str(error).splitlines()[0]}; something else uses it too, or lower memory_bytes or max_batched_tokens"
             ) from error
 
     def _host_tokens(self, ticket: int, start: int, count: int) -> list[int]:

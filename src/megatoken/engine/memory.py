@@ -40,7 +40,7 @@ GPU_COLLECTIVES_BYTES = 2_000_000_000
 """Of each GPU's memory where several share a model: NCCL takes it at the first sum, and 405B on four H200 left none.
 What the ranks share takes the place of tensors that a step would have."""
 DEFAULT_MAX_LENGTH = 8192
-DEFAULT_MAX_ROWS = {"cpu": 256, "cuda": 2048}
+DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
 LARGE_WEIGHTS_ROWS_ON_CPU = 1024  # where weights are read from memory in every step, fewer steps are less to read
 DEFAULT_MAX_SEQUENCES_ON_CPU = 128  # on a GPU three quarters of the rows: the others read prompts
 DEFAULT_PAGE_SIZE = 32
@@ -61,7 +61,7 @@ class MemoryPlan:
     available_bytes: int
     page_size: int
     pages: int
-    max_rows: int
+    max_batched_tokens: int
     max_sequences: int
     max_length: int
 
@@ -78,7 +78,7 @@ class MemoryPlan:
     def scheduler(self) -> Scheduler:
         """A new one of these sizes."""
         return Scheduler(
-            max_rows=self.max_rows,
+            max_batched_tokens=self.max_batched_tokens,
             max_sequences=self.max_sequences,
             page_size=self.page_size,
             num_pages=self.pages,
@@ -94,7 +94,7 @@ class MemoryPlan:
             f"KV cache   {_gigabytes(self.cache_bytes)}  {self.cache_tokens:,} tokens in {self.pages:,} "
             f"page{'s' * (self.pages != 1)} of {self.page_size}; filled as requests need it",
             f"workspace  {_gigabytes(self.workspace_bytes)}  steps of "
-            f"{self.max_rows:,} row{'s' * (self.max_rows != 1)}",
+            f"{self.max_batched_tokens:,} row{'s' * (self.max_batched_tokens != 1)}",
             f"process    {_gigabytes(self.process_bytes)}  {libraries}",
             f"total      {_gigabytes(self.total_bytes)}  of {_gigabytes(self.available_bytes)} available",
             f"limits     {self.max_sequences:,} sequence{'s' * (self.max_sequences != 1)} at a time, "
@@ -153,18 +153,18 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
                 "raise it or lower page_size"
             )
         max_length = min(max_length, pages * page_size)
-    default_rows = DEFAULT_MAX_ROWS[device]
+    default_rows = DEFAULT_MAX_BATCHED_TOKENS[device]
     weights = weight_bytes(model, config.precision, device, config.fp8_scales)
     if on_gpu and config.tensor_parallel == 1 and model.parameters > LARGE_MODEL_PARAMETERS:
         default_rows = LARGE_MODEL_ROWS_ON_GPU
     if not on_gpu and weights >= HUGE_PAGES_FROM_BYTES:
         default_rows = LARGE_WEIGHTS_ROWS_ON_CPU
-    max_rows = config.max_rows or default_rows
-    max_sequences = config.max_sequences or (max_rows * 3 // 4 if on_gpu else DEFAULT_MAX_SEQUENCES_ON_CPU)
-    max_sequences = min(max_sequences, max_rows)  # every resident has a row in every step
+    max_batched_tokens = config.max_batched_tokens or default_rows
+    max_sequences = config.max_sequences or (max_batched_tokens * 3 // 4 if on_gpu else DEFAULT_MAX_SEQUENCES_ON_CPU)
+    max_sequences = min(max_sequences, max_batched_tokens)  # every resident has a row in every step
     page = page_size * bytes_per_token(model, config.precision, device)
     step_bytes = _gpu_step_bytes if on_gpu else _cpu_step_bytes
-    step, step_page = step_bytes(model, config, page_size, max_rows, max_sequences, max_length)
+    step, step_page = step_bytes(model, config, page_size, max_batched_tokens, max_sequences, max_length)
     # While loading, when the cache is not there yet: the largest matrix, its parts, and its fp32 copy. A rank
     # reads embedding and head whole before it cuts them.
     loading = max(model.vocabulary_size, 2 * model.intermediate_size) * model.hidden_size * (10 if on_gpu else 4)
@@ -172,7 +172,7 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     if on_gpu and config.tensor_parallel > 1:
         process += GPU_COLLECTIVES_BYTES
     if on_gpu and config.cuda_graphs:
-        rows = graph_rows(max_rows)[-1]
+        rows = graph_rows(max_batched_tokens)[-1]
         graph_step, _ = _gpu_step_bytes(model, config, page_size, rows, rows + GRAPH_CHUNKS, max_length)
         # They share memory of their own, and are run outside it before.
         process += model.layers * GRAPH_LAYER_BYTES + 2 * graph_step
@@ -198,7 +198,7 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
         available_bytes=available,
         page_size=page_size,
         pages=pages,
-        max_rows=max_rows,
+        max_batched_tokens=max_batched_tokens,
         max_sequences=max_sequences,
         max_length=min(max_length, pages * page_size),
     )
@@ -209,7 +209,7 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
             f"{model.name} in {config.precision} does not fit: weights {_gigabytes(weights)} + "
             f"cache {_gigabytes(plan.cache_bytes)} + workspace {_gigabytes(workspace)} + "
             f"process {_gigabytes(process)} = {_gigabytes(plan.total_bytes)}, "
-            f"available {_gigabytes(available)}; take a smaller model, precision, cache_tokens, max_rows or "
+            f"available {_gigabytes(available)}; take a smaller model, precision, cache_tokens, max_batched_tokens or "
             f"max_length{limit}{sharing}"
         )
     if config.max_length is not None and plan.max_length < config.max_length:
@@ -220,14 +220,14 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     return plan
 
 
-def graph_rows(max_rows: int) -> tuple[int, ...]:
-    """Those of ``GRAPH_ROWS`` that steps of up to ``max_rows`` are padded to, or that they are recorded up to."""
-    return GRAPH_ROWS[: bisect_left(GRAPH_ROWS, max_rows) + 1]
+def graph_rows(max_batched_tokens: int) -> tuple[int, ...]:
+    """The sizes in ``GRAPH_ROWS`` that steps of up to ``max_batched_tokens`` are padded or recorded to."""
+    return GRAPH_ROWS[: bisect_left(GRAPH_ROWS, max_batched_tokens) + 1]
 
 
-def most_rows(max_rows: int) -> int:
-    """Rows of any one tensor of a step of up to ``max_rows``, padding and samples of recorded steps included."""
-    return max(max_rows, graph_rows(max_rows)[-1] + GRAPH_CHUNKS)
+def most_rows(max_batched_tokens: int) -> int:
+    """Rows of the largest tensor of a step, with the padding and samples of recorded steps."""
+    return max(max_batched_tokens, graph_rows(max_batched_tokens)[-1] + GRAPH_CHUNKS)
 
 
 def most_recorded_rows(model: ModelConfig, precision: Precision) -> float:
@@ -266,28 +266,38 @@ def gathered_tokens(longest_context: int) -> int:
 
 
 def _cpu_step_bytes(
-    model: ModelConfig, config: EngineConfig, page_size: int, max_rows: int, max_sequences: int, max_length: int
+    model: ModelConfig,
+    config: EngineConfig,
+    page_size: int,
+    max_batched_tokens: int,
+    max_sequences: int,
+    max_length: int,
 ) -> tuple[int, int]:
     """What the tensors of one step take at most: bytes in any case, and bytes for each page of the cache."""
     item = ACTIVATION_BYTES[config.precision]
     heads, queries, keys = model.heads, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    sampled = min(max_sequences, max_rows)
+    sampled = min(max_sequences, max_batched_tokens)
     row = item * (4 * model.hidden_size + 3 * (queries + 2 * keys) + 2 * model.intermediate_size)
     if config.precision == "fp8":  # quantised rows, and products in fp32 before they are scaled
         row += 16 * (model.hidden_size + model.intermediate_size)
     logits = sampled * _logit_elements(model) * item + BLOCK_ROWS * model.vocabulary_size * 96
     # A prompt's later chunk: the sequence's keys and values gathered, and the mask.
-    chunk = max_length * (4 * keys * item + max_rows * 5)
+    chunk = max_length * (4 * keys * item + max_batched_tokens * 5)
     # Decode: scores and weights by sequence, queries and partial sums by page, and the page itself where it is copied.
     sequence_page = item * (2 * heads * page_size + queries) + 4 * heads
     by_sequence = sampled * -(-max_length // page_size) * sequence_page
     rotary = 2 * max_length * model.head_dim * item
     by_page = item * (2 * heads * page_size + 2 * queries + 2 * keys * page_size) + 4 * heads
-    return max_rows * row + logits + max(chunk, by_sequence) + rotary, by_page
+    return max_batched_tokens * row + logits + max(chunk, by_sequence) + rotary, by_page
 
 
 def _gpu_step_bytes(
-    model: ModelConfig, config: EngineConfig, page_size: int, max_rows: int, max_sequences: int, max_length: int
+    model: ModelConfig,
+    config: EngineConfig,
+    page_size: int,
+    max_batched_tokens: int,
+    max_sequences: int,
+    max_length: int,
 ) -> tuple[int, int]:
     """The same on a GPU, where nothing grows with the pages of the cache and two steps are on their way at a time."""
     hidden, feed_forward = model.hidden_size, model.intermediate_size
@@ -300,9 +310,9 @@ def _gpu_step_bytes(
         row += 8 * max(feed_forward, queries, hidden)
     logits = sampled * _logit_elements(model) * 2 + BLOCK_ROWS * model.vocabulary_size * 96
     partial = max(PARTIAL_RESULTS, sampled) * model.heads * (model.head_dim + 2) * 4
-    indices = 2 * 4 * (2 * sampled * -(-max_length // page_size) + 8 * max_rows)
+    indices = 2 * 4 * (2 * sampled * -(-max_length // page_size) + 8 * max_batched_tokens)
     rotary = 2 * max_length * model.head_dim * 2
-    return max_rows * row + logits + partial + indices + rotary, 0
+    return max_batched_tokens * row + logits + partial + indices + rotary, 0
 
 
 def _logit_elements(model: ModelConfig) -> int:
@@ -329,7 +339,7 @@ def _check_gpu_shapes(model: ModelConfig, page_size: int) -> None:
 def check_sizes(config: EngineConfig) -> None:
     """Refuses a size below 1."""
     for name in (
-        *("max_rows", "max_sequences", "max_length", "page_size", "cache_tokens", "memory_bytes", "threads"),
+        *("max_batched_tokens", "max_sequences", "max_length", "page_size", "cache_tokens", "memory_bytes", "threads"),
         "tensor_parallel",
     ):
         value = getattr(config, name)

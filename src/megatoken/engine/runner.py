@@ -124,7 +124,7 @@ class Runner:
     def _meet(self, group: RankGroup, check: Callable[[], None]) -> None:
         self._group = group
         if self._shares_rows:
-            group.share_rows(most_rows(self._memory.max_rows), self._config.hidden_size, check)
+            group.share_rows(most_rows(self._memory.max_batched_tokens), self._config.hidden_size, check)
 
     @torch.inference_mode()
     def launch(
@@ -185,7 +185,7 @@ class Runner:
         self._run(WARM_UP_PROMPTS, prompt_tokens)
         self._order(Order.FIX_INPUT_SCALES)
         self._fix_input_scales()
-        self._run(-(-self._memory.max_rows // max(prompt_tokens, 1)) + 1, prompt_tokens)
+        self._run(-(-self._memory.max_batched_tokens // max(prompt_tokens, 1)) + 1, prompt_tokens)
         self._run(self._memory.max_sequences, 1)
         if record_ahead:
             self._order(Order.RECORD_STEPS)
@@ -210,7 +210,7 @@ class Runner:
             from megatoken.engine.ops.step_graphs import StepGraphs
 
             self._graphs = StepGraphs(
-                self._last_tokens, self._cache[0], self._config, self._precision, self._memory.max_rows
+                self._last_tokens, self._cache[0], self._config, self._precision, self._memory.max_batched_tokens
             )
             if self._group is not None:
                 self._group.recordings = self._graphs.recorded

@@ -79,7 +79,7 @@ class Scheduler:
     def __init__(
         self,
         *,
-        max_rows: int,
+        max_batched_tokens: int,
         max_sequences: int,
         page_size: int,
         num_pages: int,
@@ -88,7 +88,7 @@ class Scheduler:
         """Starts with nothing to do.
 
         Args:
-            max_rows: rows (tokens) in a step.
+            max_batched_tokens: rows (tokens) in a step.
             max_sequences: slots for resident sequences.
             page_size: tokens in a page of cache.
             num_pages: pages of cache.
@@ -97,10 +97,10 @@ class Scheduler:
         Raises:
             ValueError: a size below 1.
         """
-        if min(max_rows, max_sequences, page_size, num_pages, max_length) < 1:
+        if min(max_batched_tokens, max_sequences, page_size, num_pages, max_length) < 1:
             raise ValueError("every size must be at least 1")
         self.page_table = np.zeros((max_sequences, -(-max_length // page_size)), dtype=np.int32)
-        self._max_rows = max_rows
+        self._max_batched_tokens = max_batched_tokens
         self._page_size = page_size
         self._page_indices = np.arange(self.page_table.shape[1], dtype=np.int32)
         self._num_pages = num_pages
@@ -159,7 +159,7 @@ class Scheduler:
             resident=self.resident,
             rows=rows,
             last_step_rows=last_step_rows,
-            row_budget=self._max_rows,
+            row_budget=self._max_batched_tokens,
             pages_free=self.free_pages,
             pages=self._num_pages,
             preemptions=self.preemptions,
@@ -231,7 +231,7 @@ class Scheduler:
 
         Args:
             prompt_rows: most rows beside those of the decodes; a prompt that is half done gets one at least. None: as
-                many as ``max_rows`` leaves.
+                many as ``max_batched_tokens`` leaves.
             most_sequences: nobody is admitted beyond as many residents; None: beyond ``max_sequences``.
 
         Returns:
@@ -244,11 +244,11 @@ class Scheduler:
             preempted, full = self._preempt(full)
             computed = self._known - _ONE
         decodes, half_done = self.decodes, int(self._half_done)
-        max_rows = self._max_rows
+        max_batched_tokens = self._max_batched_tokens
         if prompt_rows is not None:
-            max_rows = min(max_rows, decodes + max(prompt_rows, half_done, int(not decodes)))
+            max_batched_tokens = min(max_batched_tokens, decodes + max(prompt_rows, half_done, int(not decodes)))
         if self._waiting and not preempted:
-            self._admit(self._pages.free - len(full), max_rows, most_sequences)
+            self._admit(self._pages.free - len(full), max_batched_tokens, most_sequences)
         slot, known = self._residents, self._known
         residents = len(slot)
         if not residents:
@@ -259,7 +259,7 @@ class Scheduler:
         if half_done:
             start[decodes] = self._half_done_computed
         count = known - start
-        excess = decodes + sum(count[decodes:].tolist()) - max_rows
+        excess = decodes + sum(count[decodes:].tolist()) - max_batched_tokens
         self._half_done = excess > 0
         page_slot, page_index, page = self._give_pages(full, computed, decodes + half_done)
         sample = np.ones(residents, dtype=np.bool_)
@@ -312,12 +312,12 @@ class Scheduler:
         self._remove(np.arange(keep, self.resident), answered=False)
         return tuple(preempted), full[:lacking]
 
-    def _admit(self, spare_pages: int, max_rows: int, most_sequences: int | None) -> None:
+    def _admit(self, spare_pages: int, max_batched_tokens: int, most_sequences: int | None) -> None:
         """Makes waiting requests resident, oldest first, while a row, a slot and the pages for all they know are left.
 
         The pages are given whole in the same plan, so a half-done prompt never lacks any.
         """
-        size, spare_rows = self._page_size, max_rows - self.decodes
+        size, spare_rows = self._page_size, max_batched_tokens - self.decodes
         if self._half_done:
             spare_rows -= int(self._known[-1]) - self._half_done_computed
         spare_slots = len(self._free_slots)

@@ -225,7 +225,7 @@ class SimulatedEngine:
         self._last_row = np.zeros(self.memory_plan.max_sequences, dtype=np.int32)  # by slot: yields the last token
         self._step_time = None
         if self.config.target_step_seconds is not None:
-            self._step_time = StepTime(self.config.target_step_seconds, self.memory_plan.max_rows)
+            self._step_time = StepTime(self.config.target_step_seconds, self.memory_plan.max_batched_tokens)
         self._lookahead = 0 if self.config.overlap is False else 1
         self._active: dict[int, _Active] = {}
         self._launched: deque[_Launched] = deque()

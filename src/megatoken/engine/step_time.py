@@ -38,22 +38,24 @@ class StepTime:
 
     Attributes:
         target_seconds: that steps should take at most, on average over dozens of them.
-        max_rows: rows that a step may have at most, whatever they cost.
+        max_batched_tokens: rows that a step may have at most, whatever they cost.
         saved_seconds: by the steps seen that somebody's next token waited for, of their targets; below zero what later
             ones have to make up for.
     """
 
-    def __init__(self, target_seconds: float, max_rows: int) -> None:
+    def __init__(self, target_seconds: float, max_batched_tokens: int) -> None:
         """Starts without knowledge: the first steps get the least share of rows for prompts, and any sequences.
 
         Raises:
             ValueError: a size that is not positive.
         """
-        if not target_seconds > 0 or max_rows < 1:
-            raise ValueError(f"target_seconds {target_seconds} and max_rows {max_rows} must be positive")
+        if not target_seconds > 0 or max_batched_tokens < 1:
+            raise ValueError(
+                f"target_seconds {target_seconds} and max_batched_tokens {max_batched_tokens} must be positive"
+            )
         self.target_seconds = target_seconds
-        self.max_rows = max_rows
-        self._least_prompt_rows = max(1, round(LEAST_PROMPT_SHARE * max_rows))
+        self.max_batched_tokens = max_batched_tokens
+        self._least_prompt_rows = max(1, round(LEAST_PROMPT_SHARE * max_batched_tokens))
         self._moments = np.zeros((3, 3))  # of (1, rows, cached tokens), younger steps counting more
         self._products = np.zeros(3)  # of the same with seconds
         self._steps = 0.0
@@ -105,7 +107,7 @@ class StepTime:
         A step without decodes delays nobody and gets all rows. Prompts always get the least share, or all rows that the
         decodes leave if those are fewer, so that the oldest in the queue is served in the end.
         """
-        room = max(0, self.max_rows - decodes)
+        room = max(0, self.max_batched_tokens - decodes)
         if not decodes:
             return room
         if self._prices is None:
@@ -127,7 +129,11 @@ class StepTime:
         each = row + cached * cached_tokens / decodes
         if alone + each > self.target_seconds:
             return None
-        return self.max_rows if each <= 0 else min(self.max_rows, math.floor((self.target_seconds - alone) / each))
+        return (
+            self.max_batched_tokens
+            if each <= 0
+            else min(self.max_batched_tokens, math.floor((self.target_seconds - alone) / each))
+        )
 
     def _fit(self) -> NDArray[np.float64]:
         """Prices by least squares, none below zero: the lowest that would be is left out, the others fitted again."""

@@ -218,7 +218,7 @@ def resolve(config: RunConfig, memory: MemoryPlan) -> RunConfig:
     engine = config.engine
     sizes = {
         "device": memory.device,
-        "max_rows": memory.max_rows,
+        "max_batched_tokens": memory.max_batched_tokens,
         "max_sequences": memory.max_sequences,
         "max_length": memory.max_length,
         "page_size": memory.page_size,

@@ -113,7 +113,7 @@ def _inputs(
     return (
         Input("products, data sheet", peak, f"TFLOP/s, {rack.config.precision}", "nameplate", sheet),
         Input("memory bandwidth", gpu.memory_bytes_per_second / 1e12, "TB/s", "nameplate", sheet),
-        Input("rows in a step", memory.max_rows, "tokens at most", "given", derived),
+        Input("rows in a step", memory.max_batched_tokens, "tokens at most", "given", derived),
         Input("sequences", memory.max_sequences, "at most", "given", derived),
         Input("cache", memory.cache_tokens, "tokens", "estimate", derived),
         Input("input tokens", mean_input, "tokens/request, mean", "given", lengths_source),

@@ -26,7 +26,7 @@ SHAPE = {
     "vocab_size": 1003,
     "max_position_embeddings": 1024,
 }
-SIZES = {"max_rows": 64, "max_sequences": 16, "cache_tokens": 4096}
+SIZES = {"max_batched_tokens": 64, "max_sequences": 16, "cache_tokens": 4096}
 
 
 def bf16_checkpoint(directory: Path, architecture: str = "Llama", **changes: object) -> PreTrainedModel:

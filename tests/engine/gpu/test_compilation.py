@@ -64,7 +64,7 @@ def test_no_step_compiles(
         (ahead if thread.startswith("compile") else late).append(str(details["repr"]))
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
-    config = EngineConfig(precision=precision, fp8_scales=fp8_scales, max_rows=256, cache_tokens=65_536)
+    config = EngineConfig(precision=precision, fp8_scales=fp8_scales, max_batched_tokens=256, cache_tokens=65_536)
     engine = Engine(tmp_path, config)
     for lengths in ([1], [3], [700], [1, 33, 300, 2000, 64], [20] * 100):
         engine.generate([Request([7] * length, 1 + length % 30, ignore_end_token=True) for length in lengths])

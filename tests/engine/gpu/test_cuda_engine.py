@@ -88,14 +88,14 @@ def test_fp8_agrees_with_bf16(checkpoint: tuple[Path, PreTrainedModel], monkeypa
 def test_a_step_on_its_way_changes_no_bit(llama: Path, precision: str) -> None:
     requests = mixed_requests()
     answers = [
-        Engine(llama, EngineConfig(precision=precision, max_rows=96, overlap=overlap)).generate(requests)
+        Engine(llama, EngineConfig(precision=precision, max_batched_tokens=96, overlap=overlap)).generate(requests)
         for overlap in (False, True, True)
     ]
     assert answers[0] == answers[1] == answers[2]
 
 
 def test_preempted_requests_end_once(llama: Path) -> None:
-    engine = Engine(llama, EngineConfig(precision="fp8", max_rows=64, cache_tokens=512))
+    engine = Engine(llama, EngineConfig(precision="fp8", max_batched_tokens=64, cache_tokens=512))
     expect_short_answers(engine._scheduler)
     requests = [Request(prompt, 100, ignore_end_token=True) for prompt in some_prompts([20] * 24)]
     completions = engine.generate(requests)
@@ -107,7 +107,7 @@ def test_preempted_requests_end_once(llama: Path) -> None:
 
 
 def test_draws_depend_on_the_seed_alone(llama: Path) -> None:
-    engine = Engine(llama, EngineConfig(max_rows=64))
+    engine = Engine(llama, EngineConfig(max_batched_tokens=64))
     [prompt] = some_prompts([30])
 
     def draw(seed: int, **sampling: float) -> list[int]:
@@ -121,7 +121,7 @@ def test_draws_depend_on_the_seed_alone(llama: Path) -> None:
 
 
 def test_cancellation_frees_pages_and_stop_tokens_stop(llama: Path) -> None:
-    engine = Engine(llama, EngineConfig(max_rows=64))
+    engine = Engine(llama, EngineConfig(max_batched_tokens=64))
     [prompt] = some_prompts([30])
     ticket = engine.submit(Request(prompt, 500, ignore_end_token=True))
     for _ in range(5):

@@ -70,7 +70,7 @@ def test_large_steps_answer_as_one(precision: str, fp8_scales: str, tmp_path: Pa
         Request([draw.randrange(1024) for _ in range(500 + 10 * number)], 1 + number % 3, ignore_end_token=True)
         for number in range(40)
     ]
-    config = {"precision": precision, "fp8_scales": fp8_scales, "max_rows": rows, "cache_tokens": 65536}
+    config = {"precision": precision, "fp8_scales": fp8_scales, "max_batched_tokens": rows, "cache_tokens": 65536}
     one, two = (Engine(tmp_path, EngineConfig(tensor_parallel=ranks, **config)).generate(asked) for ranks in (1, 2))
     assert agreement(one, two) >= LEAST_AGREEMENT[precision]
 
@@ -87,7 +87,7 @@ def test_a_process_whose_sums_were_recorded_comes_to_its_end(llama: Path, target
     """NCCL waits for every graph that it has a part in: for ever, where that is not taken away first."""
     code = (
         "import sys; from megatoken.engine import Engine, EngineConfig, Request\n"
-        "sizes = {'max_rows': 64, 'cache_tokens': 4096}\n"
+        "sizes = {'max_batched_tokens': 64, 'cache_tokens': 4096}\n"
         f"config = EngineConfig(tensor_parallel=2, target_step_seconds={target_step_seconds}, **sizes)\n"
         "engine = Engine(sys.argv[1], config)\n"
         "print(len(engine.generate([Request([1, 2, 3], 40, ignore_end_token=True)])[0].token_ids))\n"
@@ -100,7 +100,7 @@ def test_an_engine_forgotten_at_work_lets_its_process_end(llama: Path) -> None:
     """Its sums are on the GPU then, and the ranks that they wait for end first."""
     code = (
         "import sys; from megatoken.engine import Engine, EngineConfig, Request\n"
-        "engine = Engine(sys.argv[1], EngineConfig(tensor_parallel=2, max_rows=64, cache_tokens=4096))\n"
+        "engine = Engine(sys.argv[1], EngineConfig(tensor_parallel=2, max_batched_tokens=64, cache_tokens=4096))\n"
         "engine.submit(Request([1, 2, 3], 400, ignore_end_token=True))\n"
         "for _ in range(40):\n"
         "    engine.step()\n"
@@ -139,7 +139,7 @@ def test_a_rank_that_dies_at_the_start_is_noticed(llama: Path, moment: str) -> N
         "            process.kill()\n"
         "    return then(*arguments)\n"
         f"{moment} = die\n"
-        "config = EngineConfig(tensor_parallel=2, target_step_seconds=0.04, max_rows=64, cache_tokens=4096)\n"
+        "config = EngineConfig(tensor_parallel=2, target_step_seconds=0.04, max_batched_tokens=64, cache_tokens=4096)\n"
         "try:\n"
         "    Engine(sys.argv[1], config)\n"
         "except MegatokenError as error:\n"

@@ -130,7 +130,7 @@ def test_same_inputs_same_bits(llama: Path) -> None:
     """With and without a step on its way."""
     requests = mixed_requests()
     answers = [
-        Engine(llama, EngineConfig(**ROWS, max_rows=96, overlap=overlap)).generate(requests)
+        Engine(llama, EngineConfig(**ROWS, max_batched_tokens=96, overlap=overlap)).generate(requests)
         for overlap in (False, True, True)
     ]
     assert answers[0] == answers[1] == answers[2]

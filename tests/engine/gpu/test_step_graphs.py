@@ -69,27 +69,34 @@ def same_share(llama: Path, config: EngineConfig, requests: list[Request]) -> fl
 def test_short_answers_are_the_same(llama: Path, precision: str, fp8_scales: str, overlap: bool) -> None:
     """Sequences below 128 tokens are never cut, so not a bit differs."""
     config = EngineConfig(
-        precision=precision, fp8_scales=fp8_scales, overlap=overlap, max_rows=96, max_sequences=48, max_length=128
+        precision=precision,
+        fp8_scales=fp8_scales,
+        overlap=overlap,
+        max_batched_tokens=96,
+        max_sequences=48,
+        max_length=128,
     )
     assert same_share(llama, config, some_requests(120)) == 1.0
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16, 17, 33, 65, 129, 241, 256, 257, 511, 512, 513])
 def test_any_number_of_rows(llama: Path, rows: int) -> None:
-    config = EngineConfig(max_rows=1024, max_sequences=600, max_length=128)
+    config = EngineConfig(max_batched_tokens=1024, max_sequences=600, max_length=128)
     requests = [Request([number % 1008, 5], 12, ignore_end_token=True) for number in range(rows)]
     assert same_share(llama, config, requests) == 1.0
 
 
 def test_long_sequences_are_nearly_the_same(llama: Path) -> None:
     """One answer in five has two logits within the rounding of attention cut elsewhere; a lost piece changes all."""
-    config = EngineConfig(max_rows=512, max_sequences=32, max_length=2048)
+    config = EngineConfig(max_batched_tokens=512, max_sequences=32, max_length=2048)
     assert same_share(llama, config, some_requests(60, longest=1900)) >= 0.6
 
 
 def test_steps_that_must_be_in_time_are_recorded_at_the_start(llama: Path) -> None:
     """Up to the rows that a step may have, with and without prompts."""
-    config = EngineConfig(precision="fp8", max_rows=100, max_sequences=48, max_length=128, target_step_seconds=0.04)
+    config = EngineConfig(
+        precision="fp8", max_batched_tokens=100, max_sequences=48, max_length=128, target_step_seconds=0.04
+    )
     engine = Engine(llama, config)
     ladder = [rows for rows in GRAPH_ROWS if rows <= 112]
     ahead = {(rows, chunks) for rows in ladder for chunks in (0, GRAPH_CHUNKS)}
@@ -100,13 +107,13 @@ def test_steps_that_must_be_in_time_are_recorded_at_the_start(llama: Path) -> No
 
 
 def test_drawn_tokens_are_the_same(llama: Path) -> None:
-    config = EngineConfig(max_rows=96, max_sequences=48, max_length=128)
+    config = EngineConfig(max_batched_tokens=96, max_sequences=48, max_length=128)
     requests = some_requests(60, sampling=Sampling(temperature=0.9, top_k=40, top_p=0.9, seed=3))
     assert same_share(llama, config, requests) == 1.0
 
 
 def test_preempted_and_cancelled_requests_end_once(llama: Path) -> None:
-    engine = Engine(llama, EngineConfig(precision="fp8", max_rows=64, cache_tokens=1024, max_length=512))
+    engine = Engine(llama, EngineConfig(precision="fp8", max_batched_tokens=64, cache_tokens=1024, max_length=512))
     tickets = [engine.submit(request) for request in some_requests(80)]
     ended = []
     while engine.busy:
@@ -121,7 +128,9 @@ def test_memory_stays_within_the_plan(tmp_path: Path) -> None:
     """More shapes than are kept: numbers of rows, with and without prompts, lengths. A graph grows with the layers."""
     layers = 40
     make_checkpoint(tmp_path, stored=torch.bfloat16, gain=1.0, **{**SHAPE, "num_hidden_layers": layers})
-    engine = Engine(tmp_path, EngineConfig(precision="fp8", max_rows=1024, max_sequences=520, max_length=2048))
+    engine = Engine(
+        tmp_path, EngineConfig(precision="fp8", max_batched_tokens=1024, max_sequences=520, max_length=2048)
+    )
     before = torch.cuda.mem_get_info()[0]
     times = UNRECORDED_RUNS + 1
     for rows in GRAPH_ROWS[3:]:
@@ -157,7 +166,7 @@ def test_a_step_that_computes_longer_than_it_is_launched_is_not_recorded(
 
 def test_a_forgotten_engine_is_freed_at_once(llama: Path) -> None:
     """Its weights would stay until garbage is collected, and what was there at ``gc.freeze`` never is."""
-    engine = Engine(llama, EngineConfig(max_rows=96, max_length=128))
+    engine = Engine(llama, EngineConfig(max_batched_tokens=96, max_length=128))
     engine.generate([Request([1, 2, 3], 20, ignore_end_token=True)])
     assert engine._runner._graphs.recorded
     runner = weakref.ref(engine._runner)
@@ -170,7 +179,7 @@ def test_a_forgotten_engine_is_freed_at_once(llama: Path) -> None:
 
 
 def test_the_same_bits_a_hundred_times(llama: Path) -> None:
-    engine = Engine(llama, EngineConfig(precision="fp8", max_rows=96, max_length=128))
+    engine = Engine(llama, EngineConfig(precision="fp8", max_batched_tokens=96, max_length=128))
     requests = some_requests(24)
     first = engine.generate(requests)
     assert all(engine.generate(requests) == first for _ in range(100))

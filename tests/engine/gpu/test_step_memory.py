@@ -151,7 +151,7 @@ def most_bytes(model: ModelConfig, form: str, rows: int, decodes: int, *, measur
 
 def workspace_bytes(model: ModelConfig, form: str, rows: int, sequences: int, ranks: int) -> int:
     """As planned, with a cache whose place is more than loading needs."""
-    sizes = {"max_rows": rows, "max_sequences": sequences, "max_length": LENGTH, "cache_tokens": 2**22}
+    sizes = {"max_batched_tokens": rows, "max_sequences": sequences, "max_length": LENGTH, "cache_tokens": 2**22}
     precision, fp8_scales = FORMS[form]
     config = EngineConfig(precision=precision, fp8_scales=fp8_scales, tensor_parallel=ranks, **sizes)
     return plan_memory_of(model, config, "cuda", 10**13).workspace_bytes

@@ -35,7 +35,9 @@ _COST_MODEL = "none: a cost model"
 _NOTED_SIMULATION = re.compile(r"every GPU is a simulated ([^:]+):")
 _NOTED_WAIT = re.compile(r"^(?:a busy machine|the driver's machine was busy)\b.*: (\d+) % of the time")
 _SIZES = ("weights_bytes", "cache_bytes", "workspace_bytes", "process_bytes")
-_CONFIGURED_SIZES = ("device", "max_rows", "max_sequences", "max_length", "page_size")  # of the engine, as resolved
+_CONFIGURED_SIZES = (  # of the engine, as resolved; older folders call the token budget max_rows
+    *("device", "max_batched_tokens", "max_rows", "max_sequences", "max_length", "page_size"),
+)
 
 
 def check_told(folder: Run, log: DetailLog | None, prefix: str) -> Iterator[Observation]:
