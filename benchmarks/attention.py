@@ -73,7 +73,7 @@ CHUNK_CONFIGS = [
     ChunkConfig(128, 64, 8, 3),
     ChunkConfig(128, 64, 8, 3, gathered=True),
 ]
-"""Beside the engine's two."""
+"""In addition to the two of the engine."""
 
 
 XQA_BUILDS = (("70b", 32, BF16), ("70b", 32, E4M3), ("70b", 64, BF16), ("8b", 32, BF16))

@@ -233,7 +233,7 @@ def mean_power(readings: Sequence[Reading], begin_seconds: float, end_seconds: f
     def mean(name: str) -> float:
         known = [(weight, float(value)) for weight, state in inside if (value := getattr(state, name)) is not None]
         if not known:
-            raise CapacityError(f"NVML told no {name} in {end_seconds - begin_seconds:.1f} s; measure longer")
+            raise CapacityError(f"NVML reported no {name} in {end_seconds - begin_seconds:.1f} s; measure longer")
         return sum(weight * value for weight, value in known) / sum(weight for weight, _ in known)
 
     watts = mean("power_watts")

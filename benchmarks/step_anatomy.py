@@ -1,6 +1,6 @@
 """Where a step's time goes: kernels of a trace -> parts of a step, and what each part has to compute or to move.
 
-Kernels of this project are known by name. Products are whatever looks like one; which, their neighbours tell.
+Kernels of this project are known by name; products are recognised by their neighbours.
 """
 
 from __future__ import annotations

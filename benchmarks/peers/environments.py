@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Packages of one peer; ``unwanted`` ones are pulled in by others and break beside a CPU build of torch."""
+    """Packages of one peer; ``unwanted`` ones are pulled in by others and do not work with a CPU build of torch."""
 
     requirements: tuple[str, ...]
     constraints: tuple[str, ...] = ("torch==2.13.0",)

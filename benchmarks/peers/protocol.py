@@ -16,7 +16,7 @@ from typing import TypedDict
 
 
 class Specification(TypedDict):
-    """What a child is told: the model, how to run it, and the requests."""
+    """What a child process receives: the model, how to run it, and the requests."""
 
     model: str
     precision: str

@@ -149,7 +149,7 @@ class ShardPlan:
 
 
 class ShardMaker:
-    """Draws shards; shard ``index`` is the same whoever draws it, and when."""
+    """Draws shards; shard ``index`` is the same in every process and at every time."""
 
     def __init__(self, plan: ShardPlan) -> None:
         self._plan = plan
