@@ -9,6 +9,7 @@ import pytest
 from megatoken.analysis.contradictions import check_arithmetic, check_rates
 from megatoken.analysis.lookup import read_consistent_run
 from megatoken.errors import UsageError
+from megatoken.runs.reasons import reason
 from megatoken.runs.run import Run
 from megatoken.runs.tables import SampleRow, SeriesRow
 from megatoken.runs.writer import RunFolder
@@ -116,5 +117,5 @@ def test_a_soak_is_held_against_its_series(tmp_path: Path) -> None:
 @pytest.mark.parametrize("check", [check_arithmetic, check_rates])
 def test_a_run_without_a_rate_is_none_of_their_business(tmp_path: Path, check: Callable[[Run], None]) -> None:
     folder = RunFolder.create(tmp_path, "empty", {}, {"hostname": "here"}, scenario="offline", facts={})
-    folder.interrupt("test over")
+    folder.interrupt(reason("INTERRUPTED", cause="test over"))
     check(read_consistent_run(folder.path))

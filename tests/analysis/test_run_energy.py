@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from megatoken.analysis.energy import energy_together, run_energy
 from megatoken.analysis.statistics import summarise
 from megatoken.planning import energy_of
+from megatoken.runs.reasons import reason
 from megatoken.runs.run import read_run
 from megatoken.runs.tables import SampleRow, SeriesRow, to_table
 from megatoken.runs.writer import RunFolder
@@ -80,7 +81,7 @@ def test_result_json_and_plans_say_the_same_of_a_run_that_was_cut_off(tmp_path):
     folder.add_samples([SampleRow(n, n, 0.0, 0.0, 0.5, 1.0 + n, 9, 100, "length", "host") for n in range(2)])
     for row in moments([400.0, 500.0], tokens=150):
         folder.add_series(row)
-    folder.interrupt("enough")
+    folder.interrupt(reason("INTERRUPTED", cause="enough"))
     run = read_run(folder.path)
     planned = energy_of([run])
     assert run.result["energy_joules"] == planned.joules == 900

@@ -233,7 +233,7 @@ def test_a_trend_without_an_interval_says_so() -> None:
     stability = judged(RATE * (1 + 0.01 * np.cumsum(np.random.default_rng(3).normal(size=20)) / 3))
     (reason,) = stability["reasons"]
     assert reason["code"] == "TREND_UNCERTAIN"
-    assert "% (too few windows for an interval), could be more than 2 %: soak for longer" in reason["message"]
+    assert "% (too few windows for an interval), could be more than 2 %; run a longer soak" in reason["message"]
 
 
 def test_a_target_that_waits_for_samples_is_not_soaked() -> None:

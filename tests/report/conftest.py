@@ -66,7 +66,7 @@ def make_run(tmp_path) -> Callable[..., Path]:
                 )
             )
         if verdict == "INTERRUPTED":
-            folder.interrupt(reasons[0]["message"])
+            folder.interrupt(reasons[0])
         else:
             folder.add_facts({"peak_memory_bytes": 300 * 2**20})
             folder.finish({"verdict": verdict, "reasons": list(reasons)})

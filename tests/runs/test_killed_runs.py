@@ -103,6 +103,7 @@ FULL_DISK = """
 import resource, sys, time
 from pathlib import Path
 from megatoken.errors import StorageError
+from megatoken.runs.reasons import reason
 from megatoken.runs.writer import RunFolder
 from megatoken.runs.tables import SampleRow
 from megatoken.runs.run import read_run
@@ -125,7 +126,7 @@ try:
 except StorageError as error:
     print(error)
 try:
-    folder.interrupt("disk full")
+    folder.interrupt(reason("INTERRUPTED", cause="disk full"))
 except StorageError as error:
     print(error)
 """

@@ -14,6 +14,7 @@ import yaml
 
 from megatoken.analysis.statistics import summarise
 from megatoken.errors import ExitCode, StorageError, UsageError
+from megatoken.runs.reasons import reason
 from megatoken.runs.run import Verdict, read_run
 from megatoken.runs.tables import SampleRow, SeriesRow
 from megatoken.runs.writer import RunFolder, run_name
@@ -63,7 +64,7 @@ def test_a_new_folder_is_whole_and_says_interrupted(tmp_path):
     assert run.rules_unmet == FACTS["rules_unmet"]
     assert len(run.requests) == len(run.series) == 0
     assert run.result["output_tokens_per_second"] is None
-    folder.interrupt("test over")
+    folder.interrupt(reason("INTERRUPTED", cause="test over"))
 
 
 def test_rows_reach_the_disk_while_the_run_lasts(tmp_path):
@@ -79,7 +80,7 @@ def test_rows_reach_the_disk_while_the_run_lasts(tmp_path):
     assert run.requests["sample_id"].to_pylist() == [1, 2, 3]
     assert run.series["output_tokens"].to_pylist() == [12]
     assert run.series["power_watts"].to_pylist() == [None]
-    folder.interrupt("test over")
+    folder.interrupt(reason("INTERRUPTED", cause="test over"))
 
 
 def test_finish_replaces_the_verdict_and_keeps_every_row(tmp_path):
@@ -87,7 +88,7 @@ def test_finish_replaces_the_verdict_and_keeps_every_row(tmp_path):
     folder.add_samples([sample(number, 1 + number / 10) for number in range(30)])
     folder.add_series(series(1.0, preemptions=2))
     folder.finish({"verdict": Verdict.MEASURED, "reasons": [], "odd": float("nan")})
-    folder.interrupt("Ctrl-C a moment too late")
+    folder.interrupt(reason("INTERRUPTED", cause="Ctrl-C a moment too late"))
     run = read_run(folder.path)
     assert run.verdict is Verdict.MEASURED
     assert run.reasons == []
@@ -105,10 +106,10 @@ def test_finish_replaces_the_verdict_and_keeps_every_row(tmp_path):
 def test_interrupt_keeps_the_rows_and_names_the_reason(tmp_path):
     folder = create(tmp_path)
     folder.add_samples([sample(1)])
-    folder.interrupt("stopped by Ctrl-C")
+    folder.interrupt(reason("INTERRUPTED", cause="stopped by Ctrl-C"))
     run = read_run(folder.path)
     assert run.verdict is Verdict.INTERRUPTED
-    assert run.reasons == [{"code": "INTERRUPTED", "message": "stopped by Ctrl-C"}]
+    assert run.reasons == [{"code": "INTERRUPTED", "message": "stopped by Ctrl-C", "cause": "stopped by Ctrl-C"}]
     assert run.requests["sample_id"].to_pylist() == [1]
 
 
@@ -119,7 +120,7 @@ def test_facts_learnt_during_the_run_are_in_every_later_result(tmp_path):
     folder.add_samples([sample(1)])
     wait_until(lambda: "started_at" in read_run(folder.path).result)
     folder.add_facts({"peak_memory_bytes": 3})
-    folder.interrupt("test over")
+    folder.interrupt(reason("INTERRUPTED", cause="test over"))
     result = read_run(folder.path).result
     assert (result["model"], result["started_at"], result["peak_memory_bytes"]) == ("tiny", "now", 3)
 
@@ -128,7 +129,7 @@ def test_an_unknown_verdict_is_refused_before_anything_is_written(tmp_path):
     folder = create(tmp_path)
     with pytest.raises(ValueError, match="FINE"):
         folder.finish({"verdict": "FINE", "reasons": []})
-    folder.interrupt("test over")
+    folder.interrupt(reason("INTERRUPTED", cause="test over"))
 
 
 def test_a_taken_name_gets_a_number(tmp_path):
@@ -137,7 +138,7 @@ def test_a_taken_name_gets_a_number(tmp_path):
     assert [folder.path.name for folder in folders] == [f"{NAME}-2", f"{NAME}-3", f"{NAME}-4"]
     assert not list((tmp_path / NAME).iterdir())
     for folder in folders:
-        folder.interrupt("test over")
+        folder.interrupt(reason("INTERRUPTED", cause="test over"))
 
 
 @pytest.mark.parametrize("place", ["a file", "below a file"])
@@ -174,7 +175,7 @@ def test_secrets_never_reach_the_disk(tmp_path):
         "token": None,
     }
     folder = create(tmp_path, **config)
-    folder.interrupt("test over")
+    folder.interrupt(reason("INTERRUPTED", cause="test over"))
     written = (folder.path / "config.yaml").read_text()
     assert yaml.safe_load(written) == {
         "hf_token": "***",
@@ -192,7 +193,7 @@ def test_a_call_from_the_engine_thread_takes_microseconds(tmp_path):
         started = time.perf_counter()
         folder.add_samples(rows)
         costs.append(time.perf_counter() - started)
-    folder.interrupt("test over")
+    folder.interrupt(reason("INTERRUPTED", cause="test over"))
     assert sorted(costs)[len(costs) // 2] < 20e-6
 
 

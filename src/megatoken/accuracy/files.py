@@ -12,7 +12,8 @@ from megatoken.accuracy.targets import Targets, numbers
 from megatoken.datasets.references import References
 from megatoken.files import storage_error, to_json, write_text
 from megatoken.mlperf.answers import SCORES, Answers
-from megatoken.runs.run import Reason, Verdict
+from megatoken.runs.reasons import Reason
+from megatoken.runs.run import Verdict
 
 SCHEMA_VERSION = 1
 TEXT = "accuracy.txt"

@@ -19,7 +19,7 @@ from megatoken.datasets.references import HELD_OUT, References, load_references
 from megatoken.engine.config import REFERENCE, model_folder
 from megatoken.mlperf.answers import find_log, read_answers
 from megatoken.mlperf.compliance import check_test06
-from megatoken.runs.run import Reason
+from megatoken.runs.reasons import Reason
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -16,7 +16,7 @@ from megatoken.datasets.references import References
 from megatoken.errors import UsageError
 from megatoken.mlperf.answers import SCORES, Answers
 from megatoken.mlperf.rounds import benchmark_of
-from megatoken.runs.run import Reason
+from megatoken.runs.reasons import Reason
 from megatoken.text import count_of, nearest
 
 FOLDER = "accuracy"  # of a run folder

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from megatoken.analysis.comparison import student_t
 from megatoken.analysis.series import Floats, numbers, replicas, totals_over_time
-from megatoken.text import count_of
+from megatoken.runs.reasons import Shortfall, shortfall
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -239,8 +239,8 @@ def judge_stability(
         "throttling": _throttling(series, settled, gpus),
     }
     if len(windows.rates) < FEWEST_WINDOWS:
-        message = f"{len(windows.rates)} whole windows of {windows.seconds:g} s after the ramp"
-        unstable, unknown = [], [_reason("TOO_SHORT", len(windows.rates), FEWEST_WINDOWS, message)]
+        seconds = windows.seconds
+        unstable, unknown = [], [shortfall("TOO_SHORT", len(windows.rates), FEWEST_WINDOWS, window_seconds=seconds)]
     else:
         unstable, unknown = list(_unstable(figures)), list(_unknown(figures))
     verdict = Stability.UNSTABLE if unstable else Stability.UNDECIDED if unknown else Stability.STABLE
@@ -350,53 +350,32 @@ def _throttling(series: pa.Table, settled: NDArray[np.bool_], gpus: Mapping[str,
     }
 
 
-def _unstable(figures: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    trend, drift, worst = figures["trend"], figures["drift"], figures["worst_window"]
-    for code, change, limit, what in (
-        ("TREND", trend, TREND_LIMIT, "over the soak"),
-        ("DRIFT", drift, DRIFT_LIMIT, "from the first tenth to the last"),
-    ):
+def _unstable(figures: Mapping[str, Any]) -> Iterator[Shortfall]:
+    worst, throttling = figures["worst_window"], figures["throttling"]
+    for code, change, limit in (("TREND", figures["trend"], TREND_LIMIT), ("DRIFT", figures["drift"], DRIFT_LIMIT)):
         if change and abs(change["change_share"]) > limit and change["low_share"] * change["high_share"] > 0:
-            yield _reason(code, change["change_share"], limit, f"the rate changed by {_percent(change)} {what}")
+            yield shortfall(code, change["change_share"], limit, change=change)
     if (variation := figures["coefficient_of_variation"]) is not None and variation > VARIATION_LIMIT:
-        message = f"windows vary by {100 * variation:.1f} %, at most {100 * VARIATION_LIMIT:.0f} % is steady"
-        yield _reason("VARIATION", variation, VARIATION_LIMIT, message)
+        yield shortfall("VARIATION", variation, VARIATION_LIMIT)
     if worst is None or worst["share_of_median"] is None:
-        yield _reason("STANDSTILL", 0.0, WORST_WINDOW_LIMIT, "half of the windows or more saw no token")
+        yield shortfall("STANDSTILL", 0.0, WORST_WINDOW_LIMIT)
     elif worst["share_of_median"] < WORST_WINDOW_LIMIT:
-        made = f"{100 * worst['share_of_median']:.1f} % of the median"
-        message = f"the window from {worst['begins_seconds']:.0f} s on made {made}"
-        yield _reason("WORST_WINDOW", worst["share_of_median"], WORST_WINDOW_LIMIT, message)
+        begins = worst["begins_seconds"]
+        yield shortfall("WORST_WINDOW", worst["share_of_median"], WORST_WINDOW_LIMIT, begins_seconds=begins)
     if gaps := figures["gaps"]:
         longest = max(gaps, key=lambda gap: float(gap["seconds"]))
-        message = f"{count_of(len(gaps), 'time')} no token came, longest for {longest['seconds']:.1f} s"
-        message += f" from {longest['begins_seconds']:.0f} s on"
-        yield _reason("GAP", longest["seconds"], GAP_SECONDS, message)
-    throttling = figures["throttling"]
+        begins = longest["begins_seconds"]
+        yield shortfall("GAP", longest["seconds"], GAP_SECONDS, gaps=len(gaps), begins_seconds=begins)
     if throttling and (share := throttling["otherwise_limited_share"]) > THROTTLED_LIMIT:
-        message = f"{throttling['otherwise_limited_replica']} ran below its clock for {100 * share:.1f} % of the time"
-        yield _reason("THROTTLED", share, THROTTLED_LIMIT, f"{message} with power to spare")
+        yield shortfall("THROTTLED", share, THROTTLED_LIMIT, replica=throttling["otherwise_limited_replica"])
 
 
-def _unknown(figures: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _unknown(figures: Mapping[str, Any]) -> Iterator[Shortfall]:
     trend, full = figures["trend"], figures["full_share"]
-    if trend and max(-trend["low_share"], trend["high_share"]) > TREND_LIMIT:
-        more = f"could be more than {100 * TREND_LIMIT:.0f} %: soak for longer"
-        message = f"the trend over the soak, {_percent(trend)}, {more}"
-        yield _reason("TREND_UNCERTAIN", max(-trend["low_share"], trend["high_share"]), TREND_LIMIT, message)
+    if trend and (most := max(-trend["low_share"], trend["high_share"])) > TREND_LIMIT:
+        yield shortfall("TREND_UNCERTAIN", most, TREND_LIMIT, change=trend)
     if full is not None and full < FULL_LIMIT:
-        message = f"samples waited in {100 * full:.1f} % of the rows only: the rate may be that of the load"
-        yield _reason("NOT_FULL", full, FULL_LIMIT, message)
-
-
-def _percent(change: Mapping[str, float]) -> str:
-    share, low, high = (100 * change[name] for name in ("change_share", "low_share", "high_share"))
-    known = math.isfinite(low) and math.isfinite(high)
-    return f"{share:+.1f} % ({f'{low:+.1f} to {high:+.1f} %' if known else 'too few windows for an interval'})"
-
-
-def _reason(code: str, found: float, required: float, message: str) -> dict[str, Any]:
-    return {"code": code, "message": message, "found": found, "required": required}
+        yield shortfall("NOT_FULL", full, FULL_LIMIT)
 
 
 def _within(moments: Floats, spans: Sequence[tuple[float, float]]) -> NDArray[np.bool_]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatoken.runs.run import Reason, Run, Verdict
-from megatoken.text import count_of
+from megatoken.runs.reasons import Reason, on_node, reason
+from megatoken.runs.run import Run, Verdict
 
 
 def replicas_left(runs: Mapping[str, Run]) -> int:
@@ -28,10 +28,9 @@ def verdict_of_nodes(
     verdicts = {run.verdict for run in runs.values()}
     left = replicas_left(runs)
     if left < planned:
-        names = "; ".join(f"{loss['node']} ({loss['cause']})" for loss in lost if loss["replica"] is None)
-        message = f"{left} of {count_of(planned, 'replica')} left ({100 * left / planned:.1f} %)"
-        message += f"; lost: {names}" if names else ""
-        reasons.insert(0, Reason(code="LOST_REPLICAS", message=message))
+        losses = [f"{loss['node']} ({loss['cause']})" for loss in lost if loss["replica"] is None] or None
+        counts = {"replicas": planned, "replicas_least": left, "share_left": left / planned}
+        reasons.insert(0, reason("LOST_REPLICAS", **counts, losses=losses))
     if Verdict.INVALID in verdicts:
         return Verdict.INVALID, reasons
     if Verdict.INTERRUPTED in verdicts or left < planned:
@@ -41,6 +40,4 @@ def verdict_of_nodes(
 
 def shortfalls_of_nodes(found: Mapping[str, Sequence[Reason]]) -> list[Reason]:
     """What was found on single nodes, with their names."""
-    return [
-        Reason(code=one["code"], message=f"{name}: {one['message']}") for name, ones in found.items() for one in ones
-    ]
+    return [on_node(one, name) for name, ones in found.items() for one in ones]

@@ -26,11 +26,11 @@ from megatoken.harness.text_stages import TextStages
 from megatoken.mlperf.latencies import latencies, percentile
 from megatoken.mlperf.loadgen_log import LoadGenLog
 from megatoken.mlperf.rules import ClientLimit, Observed, doubts, judge, send_lag_limit_seconds, unmet_rules
-from megatoken.runs.run import Reason, Verdict
+from megatoken.runs.reasons import Reason, reason
+from megatoken.runs.run import Verdict
 from megatoken.runs.tables import SampleRow
 from megatoken.runs.writer import RunFolder, run_name
 from megatoken.targets import Target
-from megatoken.text import count_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -117,15 +117,14 @@ class Bench:
                     return None
                 folder.add_facts({"peak_memory_bytes": peak_memory_bytes()})
                 if saturation is not None:
-                    folder.interrupt(saturation.message, saturation.code)
+                    folder.interrupt({"code": saturation.code, "message": saturation.message})
                 else:
-                    so_far = "" if test.all_issued else " issued so far"
-                    issued = count_of(measurement.issued, "sample")
-                    folder.interrupt(f"{stop.received} after {measurement.ended:,} of {issued}{so_far}")
+                    issued = {"issued" if test.all_issued else "issued_so_far": measurement.issued}
+                    folder.interrupt(reason("INTERRUPTED", signal=stop.received, ended=measurement.ended, **issued))
             self.target.cancel_all()
             return saturation
         except BaseException as error:
-            folder.interrupt(f"{type(error).__name__}: {error}")
+            folder.interrupt(reason("INTERRUPTED", error=type(error).__name__, cause=str(error)))
             if isinstance(error, MegatokenError):
                 error.args = (f"{error}; {folder.path} says INTERRUPTED and keeps what was done",)
             raise

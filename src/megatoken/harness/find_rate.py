@@ -12,9 +12,10 @@ from megatoken.harness.loadgen_plan import MLPERF_SECONDS, full_length, plan_tes
 from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder, too_few
 from megatoken.harness.rate_search import Try
 from megatoken.harness.stop import StopSignals
+from megatoken.runs.reasons import reason
 from megatoken.runs.run import Run, Verdict, read_run
 from megatoken.runs.writer import RunFolder
-from megatoken.text import count_of, precise
+from megatoken.text import precise
 
 PROBES = "probes"
 FAILURE_CODES = {"LOADGEN_ERRORS", "FAILED_SAMPLES", "SEND_LAG", "CLIENT_LIMIT", "WALL_CLOCK", "LOADGEN_DISAGREES"}
@@ -45,7 +46,7 @@ def find_rate(bench: Bench, first_rate: float) -> Path:
             prober.finder = finder
             _finish(folder, finder, None if stop.received else finder.run(), stop)
         except BaseException as error:
-            folder.interrupt(f"{type(error).__name__}: {error}")
+            folder.interrupt(reason("INTERRUPTED", error=type(error).__name__, cause=str(error)))
             raise
         finally:
             bench.progress.clear()
@@ -59,10 +60,15 @@ def _finish(folder: RunFolder, finder: RateFinder, confirmed: str | None, stop: 
         return
     folder.add_facts(facts)
     if stop.received:
-        folder.interrupt(f"{stop.received} after {count_of(len(finder.probes), 'probe')}")
+        folder.interrupt(reason("INTERRUPTED", signal=stop.received, probes=len(finder.probes)))
         return
-    reason = {"code": "NO_VALID_RATE", "message": finder.outcome}
-    folder.finish({"verdict": Verdict.INVALID, "reasons": [reason], "ended_at": utc_text(datetime.now(UTC))})
+    folder.finish(
+        {
+            "verdict": Verdict.INVALID,
+            "reasons": [reason("NO_VALID_RATE", outcome=finder.outcome)],
+            "ended_at": utc_text(datetime.now(UTC)),
+        }
+    )
 
 
 class _Prober:

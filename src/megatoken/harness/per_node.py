@@ -36,6 +36,7 @@ from megatoken.rack.clock import ClockOffset, OffsetEstimate
 from megatoken.rack.cluster import new_key
 from megatoken.rack.hub import Hub
 from megatoken.rack.records import Place
+from megatoken.runs.reasons import reason
 from megatoken.runs.run import NODES, Run, read_run
 from megatoken.runs.tables import joined_runs
 from megatoken.runs.writer import RunFolder, run_name
@@ -153,7 +154,7 @@ def run_per_node(rack: Rack, prepared: Prepared, progress: Progress) -> Path:
             _collect(rack, nodes, folder, stop)
             _conclude(rack, nodes, folder, stop)
         except BaseException as error:
-            folder.interrupt(f"{type(error).__name__}: {error}")
+            folder.interrupt(reason("INTERRUPTED", error=type(error).__name__, cause=str(error)))
             raise
     return folder.path
 
@@ -269,9 +270,8 @@ def _conclude(rack: Rack, nodes: Sequence[_Node], folder: RunFolder, stop: StopS
     }
     folder.add_facts(facts)
     if stop.received or not runs:
-        folder.interrupt(
-            stop.received or f"every node was lost: {'; '.join(f'{one.name}: {one.lost}' for one in lost)}"
-        )
+        losses = None if stop.received else [f"{one.name}: {one.lost}" for one in lost]
+        folder.interrupt(reason("INTERRUPTED", signal=stop.received or None, losses=losses))
         return
     verdict, reasons = verdict_of_nodes(runs, planned, facts["rack"]["lost"])
     rows = [

@@ -36,7 +36,8 @@ from megatoken.harness.result_facts import core_wait_notes, run_notes
 from megatoken.harness.run import make_bench
 from megatoken.harness.stop import Stop, StopSignals
 from megatoken.mlperf.rules import judge
-from megatoken.runs.run import Reason, Run, Verdict, read_run
+from megatoken.runs.reasons import Reason, reason
+from megatoken.runs.run import Run, Verdict, read_run
 from megatoken.runs.tables import MOMENTS, TOTALS, SampleRow, SeriesRow
 from megatoken.runs.writer import RunFolder, run_name
 from megatoken.targets import Outcome, Target
@@ -219,7 +220,7 @@ def run_soak(
         try:
             _run(bench, settings, folder, stop, population, earlier)
         except BaseException as error:
-            folder.interrupt(f"{type(error).__name__}: {error}")
+            folder.interrupt(reason("INTERRUPTED", error=type(error).__name__, cause=str(error)))
             if isinstance(error, MegatokenError):
                 error.args = (f"{error}; {_how_to_go_on(folder)}",)
             raise
@@ -336,7 +337,8 @@ def _run(
         measurement.note_state()
         if stop.received:
             at_seconds = begins + measurement.elapsed_seconds()
-            folder.interrupt(f"{stop.received} after {at_seconds:.0f} of {duration:g} s; {_how_to_go_on(folder)}")
+            reached = {"at_seconds": at_seconds, "duration_seconds": duration, "folder": str(folder.path)}
+            folder.interrupt(reason("INTERRUPTED", signal=stop.received, **reached))
             bench.target.cancel_all()
             return
         outcome = bench.target.outcome(measurement.start_ns)

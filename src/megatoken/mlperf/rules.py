@@ -12,7 +12,8 @@ from megatoken.mlperf.benchmarks import DEFAULT_BENCHMARK, Benchmark, LatencyLim
 from megatoken.mlperf.latencies import Latencies
 from megatoken.mlperf.loadgen_log import LoadGenLog
 from megatoken.mlperf.rounds import rules as rules_table
-from megatoken.runs.run import Reason, Verdict
+from megatoken.runs.reasons import Reason
+from megatoken.runs.run import Verdict
 from megatoken.text import count_of, precise
 
 CLIENT_SHARE = 0.5  # of what the client can do alone; beyond it, the client is part of what is measured

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from megatoken.errors import ExitCode, UsageError
+from megatoken.runs.reasons import Reason
 from megatoken.runs.shapes import check_environment, check_result
 from megatoken.runs.tables import SampleRow, SeriesRow, read_parquet
 
@@ -46,13 +47,6 @@ class Verdict(StrEnum):
             Verdict.DEGRADED: ExitCode.DEGRADED,
             Verdict.INTERRUPTED: ExitCode.INTERRUPTED,
         }.get(self, ExitCode.OK)
-
-
-class Reason(TypedDict):
-    """Why a verdict is what it is, or a rule that was not met: a stable code and a sentence with the numbers."""
-
-    code: str
-    message: str
 
 
 @dataclass(frozen=True, slots=True)

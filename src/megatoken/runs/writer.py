@@ -28,6 +28,7 @@ from megatoken.analysis.nodes import run_node_rows
 from megatoken.analysis.statistics import seconds_under_load, summarise
 from megatoken.errors import StorageError, UsageError
 from megatoken.files import plain, redact, storage_error, to_json, write_atomically, write_text
+from megatoken.runs.reasons import Reason, reason
 from megatoken.runs.run import (
     CONFIG,
     ENVIRONMENT,
@@ -36,7 +37,6 @@ from megatoken.runs.run import (
     RESULT,
     SCHEMA_VERSION,
     SERIES,
-    Reason,
     Run,
     Verdict,
     read_run,
@@ -211,15 +211,15 @@ class RunFolder:
         self._raise_failure()
         self._write_last(verdict, reasons, result)
 
-    def interrupt(self, reason: str, code: str = "INTERRUPTED") -> None:
-        """End the run as INTERRUPTED because of ``reason``; does nothing to a run that has ended.
+    def interrupt(self, why: Reason) -> None:
+        """End the run as INTERRUPTED; does nothing to a run that has ended.
 
         Raises:
             StorageError: the last rows could not be written.
         """
         if not self._ended:
             self._stop_thread()
-            self._write_last(Verdict.INTERRUPTED, [Reason(code=code, message=reason)], {})
+            self._write_last(Verdict.INTERRUPTED, [why], {})
 
     def finish_as(self, other: Path, more: Mapping[str, Any]) -> None:
         """End the run with everything that the run folder ``other`` holds, and ``more`` in ``result.json``.
@@ -288,9 +288,7 @@ class RunFolder:
         return grown
 
     def _write_unfinished(self) -> None:
-        written_at = _now()
-        message = f"the process ended before the run did; everything here was written by {written_at}"
-        self._write_result(Verdict.INTERRUPTED, [Reason(code="NOT_FINISHED", message=message)], {})
+        self._write_result(Verdict.INTERRUPTED, [reason("NOT_FINISHED", written_at=_now())], {})
 
     def _write_result(self, verdict: Verdict, reasons: Sequence[Reason], more: Mapping[str, Any]) -> None:
         head = {"schema_version": SCHEMA_VERSION, "verdict": verdict, "reasons": reasons, "rules_unmet": []}

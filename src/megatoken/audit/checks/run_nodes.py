@@ -20,7 +20,8 @@ from megatoken.audit.likeness import SAME, same
 from megatoken.audit.view import observe
 from megatoken.errors import UsageError
 from megatoken.files import mapping
-from megatoken.runs.run import NODES, REQUESTS, RESULT, SERIES, Reason, Run, Verdict, read_run
+from megatoken.runs.reasons import Reason
+from megatoken.runs.run import NODES, REQUESTS, RESULT, SERIES, Run, Verdict, read_run
 from megatoken.runs.tables import joined_runs
 from megatoken.text import count_of
 

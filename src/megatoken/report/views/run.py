@@ -46,7 +46,8 @@ from megatoken.report.views.aggregate import MANY_NODES
 from megatoken.report.views.common import records_table
 from megatoken.report.views.goodput import goodput_blocks
 from megatoken.report.views.over_time import time_figures
-from megatoken.runs.run import Reason, Run
+from megatoken.runs.reasons import Reason
+from megatoken.runs.run import Run
 from megatoken.text import count_of, natural, number
 
 DEFINITIONS = {

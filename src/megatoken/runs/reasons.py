@@ -1,0 +1,216 @@
+"""Every reason, shortfall, doubt and note of a run: a stable code, typed fields, and the one sentence made from them.
+
+This is the only place where these sentences are written. Code decides by ``code`` and fields; ``message`` is for
+people, and its wording may change between versions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from string import Formatter
+from typing import Any, TypedDict, cast
+
+from megatoken.text import count_of, precise
+
+
+class Reason(TypedDict):
+    """A stable code, its sentence, and the fields that the code has in ``TEMPLATES``, as keys of the same mapping."""
+
+    code: str
+    message: str
+
+
+class Shortfall(Reason):
+    """A rule that is not met, or a doubt about the measurement, with the value found and the value required."""
+
+    found: float | str
+    required: float | str
+
+
+# The first template whose fields are all given makes the message. ``_Formatter`` has the formats of fields.
+TEMPLATES: Mapping[str, tuple[str, ...]] = {
+    # verdicts
+    "FAILED_SAMPLES": ("{failed:,} of {samples:count sample} failed",),
+    "LOST_REPLICAS": (
+        "{replicas_least} of {replicas:count replica} left at the lowest ({share_left:percent.1}),"
+        " {replicas_at_end} at the end; lost: {losses:list}",
+        "{replicas_least} of {replicas:count replica} left ({share_left:percent.1}); lost: {losses:list}",
+        "{replicas_least} of {replicas:count replica} left ({share_left:percent.1})",
+        "{lost_replicas:count replica} lost before {at_seconds:.0f} s",
+    ),
+    "ANSWERS": ("{found:count answer}; {source} requires {required:,}",),
+    "ACCURACY": (
+        "{metric} is {found:.7g}; {source} allows at most {at_most:.7g}",
+        "{metric} is {found:.7g}; {source} requires {at_least:.7g} or more",
+        "no {metric}; {source} requires {at_least:.7g} or more",
+    ),
+    "COMPLIANCE": ("{finding}",),  # from the check of the compliance test, which quotes lines of the log
+    "NO_VALID_RATE": ("{outcome}",),
+    # the end of a run
+    "NOT_FINISHED": ("the process ended before the run did; the data here was written by {written_at}",),
+    "INTERRUPTED": (
+        "{signal} after {ended:,} of {issued:count sample}",
+        "{signal} after {ended:,} of {issued_so_far:count sample} issued so far",
+        "{signal} after {at_seconds:.0f} of {duration_seconds:g} s; resume with megatoken soak --resume {folder}",
+        "{signal} after {probes:count probe}",
+        "every node was lost: {losses:list}",
+        "{signal}",
+        "{error}: {cause}",
+        "{cause}",
+    ),
+    "OVER_LIMIT": (
+        "{samples:count sample} over the {metric} limit after {at_seconds:.1f} s; a full run may have {allowed:,}",
+    ),
+    "FALLS_SHORT": (
+        "served {served_samples_per_second:precise} of {offered_samples_per_second:precise} samples/s for"
+        " {seconds:.1f} s while others waited",
+    ),
+    # MLPerf's rules
+    "SCENARIO": ("{benchmark} has no scenario {found}, only {required}",),
+    "MIN_DURATION": (
+        "LoadGen was asked to run for {requested_seconds:g} s of {required:g} s",
+        "ran {found:precise} s of {required:g} s",
+    ),
+    "MIN_SAMPLES": ("issued {found:,} of {required:,} samples",),
+    "SEEDS": ("the seeds are not those of round {round}",),
+    "EQUAL_ISSUE": ("issued {found:count sample} of {rows:count row}, not every row equally often",),
+    "TTFT_LIMIT": ("p99 TTFT is {found:ms}, the limit {required:ms}",),
+    "TPOT_LIMIT": ("p99 TPOT is {found:ms}, the limit {required:ms}",),
+    "LATENCY_LIMITS": ("LoadGen was asked for a {metric} of {found:ms}, the limit is {required:ms}",),
+    "EARLY_STOPPING": (
+        "{found:,} of {queries:count query/queries} over a limit; early stopping allows {required:,}",
+        "{found:count query/queries}; a p{percentile} needs {required:,}",
+    ),
+    "LOADGEN_INVALID": ("LoadGen result: {found} ({why})",),
+    "DATA_SET_SIZE": ("drew from {found:count row}; MLPerf's data set has {required:,}",),
+    "LOADGEN_ERRORS": ("LoadGen logged {found:count error}, the first: {first}",),
+    # doubts about a measurement
+    "LOADGEN_DISAGREES": ("p99 {metric} is {required:ms} by LoadGen, {found:ms} by our records",),
+    "SEND_LAG": ("samples were sent late: p99 {found:ms} after they were due, the limit is {required:ms}",),
+    "CLIENT_LIMIT": (
+        "{found:precise} samples/s is more than {share:percent} of the {capacity_samples_per_second:precise} that the"
+        " client can send without a model",
+    ),
+    "WALL_CLOCK": ("the wall clock, which LoadGen uses, was set by {found:+.4g} s during the run",),
+    # the stability of a soak
+    "TREND": ("the rate changed by {change:change} over the soak",),
+    "DRIFT": ("the rate changed by {change:change} from the first tenth to the last",),
+    "VARIATION": ("windows vary by {found:percent.1}; at most {required:percent} is steady",),
+    "STANDSTILL": ("at least half of the windows saw no token",),
+    "WORST_WINDOW": ("the window that begins at {begins_seconds:.0f} s made {found:percent.1} of the median",),
+    "GAP": ("no token came {gaps:count time}; the longest gap was {found:.1f} s and began at {begins_seconds:.0f} s",),
+    "THROTTLED": ("{replica} ran below its clock for {found:percent.1} of the time, with power to spare",),
+    "TOO_SHORT": ("{found:count full window} of {window_seconds:g} s after the ramp; {required} are needed",),
+    "TREND_UNCERTAIN": (
+        "the trend over the soak, {change:change}, could be more than {required:percent}; run a longer soak",
+    ),
+    "NOT_FULL": ("samples waited in only {found:percent.1} of the rows, so the load may limit the rate",),
+    # notes
+    "NOTE": ("{text}",),  # of a data set, or of an older version
+    "SLIDING_WINDOW": (
+        "the context ends at the sliding_window of {model}, {max_length:,} tokens, because attention differs beyond it",
+    ),
+    "RANDOM_PROMPTS": ("prompts are random tokens of the data set's lengths",),
+    "RANDOM_WEIGHTS": ("random weights: the speed is real, the text is not",),
+    "SIMULATED_GPU": ("every GPU is a simulated {gpu}: a cost model computes the speed, and the text is made up",),
+    "REFERENCE_MODEL": (
+        "the reference model (7.9 M parameters) answers only short tasks that it was trained on; its speed says nothing"
+        " about larger models",
+    ),
+    "ACCURACY_GATE": ("every score of the answers must reach {share:percent} of the model's own in fp32",),
+    "ACCURACY_NOT_JUDGED": ("accuracy is not judged: that takes every row of the held-out set, once",),
+    "RULES_SCOPE": ("the verdict judges LoadGen's log by the rules; {not_judged} are not part of it",),
+    "OTHER_SEEDS": (
+        "LoadGen {loadgen_version} brings the seeds of {brings}; it was given those of {round} instead",
+        "LoadGen {loadgen_version} brings unknown seeds; it was given those of {round} instead",
+    ),
+    "COMPLIANCE_TEST": ("compliance test {test}: logs the answers of a few samples, and does not measure speed",),
+    "SOAK": (
+        "a soak issues its own samples, without LoadGen; it shows whether a rate holds and claims no MLPerf rules",
+    ),
+    "NO_KERNELS": ("without compiled kernels, so the result is low: {why}; on Linux, install GCC (g++)",),
+    "BF16_WIDENED": (
+        "this processor has no AVX-512 BF16, so the compiled kernels widen each bf16 value before they multiply;"
+        " --precision fp32 may be faster here",
+    ),
+    "NO_GPU": ("{why}",),
+    "CORE_WAIT": (
+        "CPU contention: this process waited for a core {share:percent} of the time, so the result is low. Stop other"
+        " work, or lower engine.threads",
+    ),
+    "DRIVER_CORE_WAIT": (
+        "CPU contention: the driver waited for a core {share:percent} of the time, so replicas may have waited for"
+        " samples. Stop other work on its machine",
+    ),
+    "CHANGED_DATA_SET": ("{path}: the {algorithm} sum is {found}; {required} is published for {data_set} ({source})",),
+    "SHORTENED_ANSWERS": (
+        "{rows:,} of {prompts:count prompt} leave less than {max_tokens:,} tokens for the answer in the context of"
+        " {max_length:,}; those answers end there",
+    ),
+    "SCALED_LENGTHS": (
+        "{found:,} of {rows:count row} exceeded the context of {max_length:,} tokens and were scaled down to it, prompt"
+        " and answer alike: {tokens_before:,} tokens became {tokens:,}",
+    ),
+}
+
+
+def reason(code: str, **fields: Any) -> Reason:
+    """The reason with this code of ``TEMPLATES`` and its fields; with the field ``node`` the message begins with it.
+
+    Raises:
+        KeyError: the code is unknown, or no template of it has only fields that are given.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    template = next((one for one in TEMPLATES[code] if _names(one) <= given.keys()), None)
+    if template is None:
+        raise KeyError(f"{code} needs other fields than {', '.join(fields) or 'none'}")
+    message = _Formatter().vformat(template, (), given)
+    if "node" in given:
+        message = f"{given['node']}: {message}"
+    return cast("Reason", {"code": code, "message": message, **fields})
+
+
+def shortfall(code: str, found: float | str, required: float | str, **fields: Any) -> Shortfall:
+    """A reason with the value found and the value required."""
+    return cast("Shortfall", reason(code, found=found, required=required, **fields))
+
+
+def on_node(one: Reason, node: str) -> Reason:
+    """The same reason, of one node of several."""
+    return cast("Reason", {**one, "node": node, "message": f"{node}: {one['message']}"})
+
+
+def _names(template: str) -> set[str]:
+    return {name for _, name, _, _ in Formatter().parse(template) if name}
+
+
+class _Formatter(Formatter):
+    """Python's formats, and five more.
+
+    ``precise`` is ``text.precise``; ``ms`` is of seconds; ``percent`` and ``percent.1`` are of shares; ``list`` joins
+    texts; ``count query/queries`` is a number of things; ``change`` is a share with its interval.
+    """
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        kind, _, words = format_spec.partition(" ")
+        if kind == "count":
+            one, _, many = words.partition("/")
+            return count_of(value, one, many or None)
+        if kind == "precise":
+            return precise(value)
+        if kind == "ms":
+            return f"{precise(value * 1e3)} ms"
+        if kind.startswith("percent"):
+            return f"{100 * value:.{kind.removeprefix('percent').removeprefix('.') or 0}f} %"
+        if kind == "list":
+            return "; ".join(map(str, value))
+        if kind == "change":
+            return _change(value)
+        return str(super().format_field(value, format_spec))
+
+
+def _change(change: Mapping[str, float]) -> str:
+    share, low, high = (100 * change[name] for name in ("change_share", "low_share", "high_share"))
+    known = math.isfinite(low) and math.isfinite(high)
+    return f"{share:+.1f} % ({f'{low:+.1f} to {high:+.1f} %' if known else 'too few windows for an interval'})"
