@@ -136,7 +136,8 @@ def test_no_colour_unless_on_a_terminal(make_run):
 
 
 def test_a_run_that_did_nothing_still_prints(make_run):
-    text = shown(make_run("INTERRUPTED", samples=0, reasons=[{"code": "", "message": "stopped by Ctrl-C"}]), 80)
+    reasons = [{"code": "INTERRUPTED", "message": "stopped by Ctrl-C"}]
+    text = shown(make_run("INTERRUPTED", samples=0, reasons=reasons), 80)
     assert re.search(r"(?m)^Output rate +tokens/s +-", text)
     assert "  INTERRUPTED stopped by Ctrl-C" in text
 
