@@ -231,7 +231,7 @@ def test_letters_that_changed_places_count_for_more_than_a_missing_one() -> None
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml: cannot read the configuration: No such file"):
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file"):
         load_run_config(tmp_path / "none.yaml", {})
     (tmp_path / "binary.yaml").write_bytes(b"model: \xff\xfe")
     with pytest.raises(ConfigError, match=r"binary\.yaml: not UTF-8 at byte 7; give a YAML file of settings"):

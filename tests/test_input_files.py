@@ -45,7 +45,7 @@ def test_a_pipe_without_a_writer_is_refused_not_waited_for(pipe: Path) -> None:
         with pytest.raises(DatasetError, match=words):
             read_table(pipe.rename(pipe.with_suffix(suffix)), ["tokens"])
         pipe.with_suffix(suffix).rename(pipe)
-    with pytest.raises(ConfigError, match="pipe: cannot read the configuration: nobody writes into this pipe; give a"):
+    with pytest.raises(ConfigError, match="pipe: cannot be read: nobody writes into this pipe; give a"):
         load_run_config(pipe, {})
 
 
@@ -91,7 +91,7 @@ def test_what_is_no_file_is_called_by_its_name(tmp_path: Path) -> None:
         ):
             with pytest.raises(DatasetError, match=f"{path}: cannot be read, it is {kind}, not a file; give the path"):
                 load(path)
-            with pytest.raises(ConfigError, match=f"{path}: cannot read the configuration: it is {kind}, not a file"):
+            with pytest.raises(ConfigError, match=f"{path}: cannot be read: it is {kind}, not a file"):
                 load_run_config(path, {})
 
 

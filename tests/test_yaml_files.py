@@ -44,10 +44,10 @@ def test_profiles_and_assumptions_read_the_same_numbers(tmp_path):
     assert load_profiles(path)[0].input_tokens == 10
     for text in ("1:30", "1_000", "yes"):
         path.write_text(PROFILE % text)
-        with pytest.raises(ConfigError, match="valid integer"):
+        with pytest.raises(ConfigError, match="whole number"):
             load_profiles(path)
     path.write_text("assumptions: {carbon_grams_per_kwh: {value: 0390}, pue: {value: 1_5}}")
-    with pytest.raises(ConfigError, match=r"assumptions\.pue\.value'.*valid number"):
+    with pytest.raises(ConfigError, match=r"assumptions\.pue\.value'.*must be a number"):
         load_assumptions(path)
     path.write_text("assumptions: {carbon_grams_per_kwh: {value: 0390}}")
     assert load_assumptions(path)["carbon_grams_per_kwh"] == 390

@@ -11,14 +11,12 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
 
 from megatoken.engine.config import REFERENCE, EngineConfig, Precision
 from megatoken.engine.request import Sampling
 from megatoken.errors import ConfigError
-from megatoken.files import open_input
 from megatoken.text import nearest
-from megatoken.yaml_files import CoreLoader, not_yaml
+from megatoken.yaml_files import compose, demand
 
 FLAG_ALIASES = {name: f"{name}_seconds" for name in ("min_duration", "warm_up", "probe", "ttft_limit", "tpot_limit")}
 
@@ -240,42 +238,15 @@ def _leaves(section: type[_Section], prefix: str = "") -> Iterator[tuple[str, Ke
 
 KEYS = dict(_leaves(RunConfig))
 _SECTIONS = {key.rpartition(".")[0] for key in KEYS} - {""}
-_GIVE_YAML = "give a YAML file of settings here, saved as UTF-8; prompts are given with --prompts"
+_GIVE_YAML = "give a YAML file of settings; a model is given with --model, prompts with --prompts"
 _NULL = "tag:yaml.org,2002:null"
 _PLAIN_KINDS = ("bool", "int", "float", "str")
 _PLAIN_TAGS = {_NULL, *(f"tag:yaml.org,2002:{kind}" for kind in _PLAIN_KINDS)}
-_DEMANDS = {  # pydantic's types of errors, for values as they are typed
-    "bool_parsing": "must be true or false",
-    "finite_number": "must be a finite number",
-    "float_parsing": "must be a number",
-    "greater_than": "must be more than {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "int_parsing": "must be a whole number",
-    "int_parsing_size": "must be a whole number of fewer digits",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be at most {le}",
-    "literal_error": "must be {expected}",
-    "string_too_short": "must not be empty",
-    "string_unicode": "must be UTF-8 text",
-    "value_error": "{error}",
-}
 
 
 def _read_yaml(path: Path, section: str = "") -> dict[str, _Setting]:
-    try:
-        with open_input(path) as file:
-            text = file.read().decode()
-        root = CoreLoader(text).get_single_node()
-        return {} if root is None else dict(_settings(root, str(path), section))
-    except OSError as error:
-        mend = "give auto, host:port or a YAML file" if section else "give a YAML file, or a model with --model"
-        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}; {mend}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; {_GIVE_YAML}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(not_yaml(path, error)) from None
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply; see megatoken run --help for the keys") from None
+    root = compose(path, "give auto, host:port or a YAML file" if section else _GIVE_YAML)
+    return {} if root is None else dict(_settings(root, str(path), section))
 
 
 def _settings(root: yaml.Node, file: str, section: str) -> Iterator[tuple[str, _Setting]]:
@@ -394,32 +365,16 @@ def _nested(settings: Mapping[str, _Setting]) -> dict[str, Any]:
     return tree
 
 
-def explain_value(error: ValidationError) -> str | None:
-    """What one value that pydantic refused must be and was, as for a setting; None if that is not known here."""
-    first = error.errors()[0]
-    if first["type"] not in _DEMANDS.keys() - {"value_error"}:
-        return None
-    return f"{_demand(first)}, got {first['input']!r:.60}"
-
-
 def _explain(error: ValidationError, settings: Mapping[str, _Setting]) -> str:
     first = error.errors()[0]
     key = next(key for key in settings if key == ".".join(str(part) for part in first["loc"][: key.count(".") + 1]))
     place = _place_of(key, settings)
     if first["input"] is None:
         return f"{place}: must not be null"
-    return f"{place}: {_demand(first)}, got {first['input']!r:.60}"
+    return f"{place}: {demand(first)}"
 
 
 def _place_of(key: str, settings: Mapping[str, _Setting]) -> str:
     """Where it was set, with its name where a line of a file alone does not say it."""
     place = settings[key].place
     return place if place.startswith("--") else f"{place}: {key}"
-
-
-def _demand(error: ErrorDetails) -> str:
-    """What a value must be that pydantic refused."""
-    context = error.get("ctx", {}).items()
-    forms = {int: ",d", float: ",.15g"}  # of a float no more digits than it was written with
-    limits = {name: format(value, forms.get(type(value), "")) for name, value in context}
-    return _DEMANDS[error["type"]].format(**limits)

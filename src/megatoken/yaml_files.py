@@ -1,34 +1,65 @@
-"""YAML as people mean it: version 1.2's core schema in place of PyYAML's 1.1.
+"""The user's YAML files: read by the core schema of YAML 1.2, checked by pydantic schemas, errors with file and line.
 
-Version 1.1 takes 010 for 8, 1:30 for 90, 1_000 for 1000, yes and no for booleans, 1e6 for text. Here 010 is 10, 1e6 is
-a number, 0o10 is 8 as it says, and all the rest is text, which a schema that wants a number refuses.
+YAML 1.1, which PyYAML reads by default, takes 010 for 8, 1:30 for 90, 1_000 for 1000, yes and no for booleans, and 1e6
+for text. Here 010 is 10, 1e6 is a number, 0o10 is 8, and everything else is text, which a schema refuses as a number.
 """
 
 from __future__ import annotations
 
 import re
-import stat
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 from megatoken.errors import ConfigError
+from megatoken.files import open_input
 from megatoken.text import nearest
 
+LARGEST_FILE_BYTES = 1 << 20
+LONGEST_MESSAGE = 400
+LONGEST_VALUE = 60
+
 _TAG = "tag:yaml.org,2002:"
-_RESOLVERS = (  # tag, what it looks like, first letters; chapter 10.3.2 of the specification
+_RESOLVERS = (  # tag, pattern, first letters; chapter 10.3.2 of the specification
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
     ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", list("-+.0123456789")),
     ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
 )
+_FIX_FILE = "correct it and save the file as UTF-8 text"
+_FIX_PLACE = "correct it there or just above: indent with spaces, quote text that has signs such as : # [ { @"
 
-_MEND_FILE = "correct it and save the file as UTF-8 text"
-_MEND_PLACE = "correct it there or just above: indent with spaces, quote text that has signs such as : # [ { @"
+_DEMANDS = {  # by pydantic's type of error
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "dict_type": "must be a mapping of keys to values; write KEY: VALUE",
+    "finite_number": "must be a finite number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "int_from_float": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "must be a whole number of fewer digits",
+    "int_type": "must be a whole number",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "list_type": "must be a list; begin each entry with a dash",
+    "literal_error": "must be {expected}",
+    "model_type": "must be a mapping of keys to values; write KEY: VALUE",
+    "string_too_short": "must not be empty",
+    "string_type": "must be text",
+    "string_unicode": "must be UTF-8 text",
+    "too_short": "must have at least {min_length}",
+    "value_error": "{error}",
+}
+
+Place = tuple[str | int, ...]
 
 
 class CoreLoader(yaml.SafeLoader):
@@ -37,13 +68,13 @@ class CoreLoader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
     def construct_whole_number(self, node: yaml.ScalarNode) -> int:
-        """An int in the base that its prefix says; ValueError where a tag lies about the text."""
+        """An int in the base that its prefix names. ValueError if the text of a tagged value is not one."""
         text = self.construct_scalar(node)
         base = {"0o": 8, "0x": 16}.get(text[:2], 10)
         return int(text[2:] if base != 10 else text, base)
 
     def construct_real_number(self, node: yaml.ScalarNode) -> float:
-        """A float, finite or not; ValueError where a tag lies about the text."""
+        """A float, finite or not. ValueError if the text of a tagged value is not one."""
         return float(self.construct_scalar(node).lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
@@ -53,29 +84,13 @@ CoreLoader.add_constructor(f"{_TAG}int", CoreLoader.construct_whole_number)
 CoreLoader.add_constructor(f"{_TAG}float", CoreLoader.construct_real_number)
 
 
-def not_yaml(file: object, error: Exception) -> str:
-    """One line on a ``file`` that cannot be parsed: where, what and how to mend it, which a ``note`` may say better."""
-    mark, note = getattr(error, "problem_mark", None), getattr(error, "note", None)
-    problem = getattr(error, "problem", None) or " ".join(str(error).split())
-    place = f"{file}:{mark.line + 1}" if mark else f"{file}"
-    if note:
-        return f"{place}: {problem}; {note}"
-    return f"{place}: not YAML: {problem:.200}; {_MEND_PLACE if mark else _MEND_FILE}"
-
-
 def load_yaml(text: str) -> Any:
     """The one document of ``text``. Raises yaml.YAMLError, ValueError."""
     return yaml.load(text, Loader=CoreLoader)
 
 
-LARGEST_FILE_BYTES = 1 << 20
-LONGEST_MESSAGE = 400
-
-Place = tuple[str | int, ...]
-
-
 class Strict(BaseModel):
-    """Base of the schemas of files: unknown keys and numbers that are none are refused."""
+    """Base of the schemas of files: refuses unknown keys, numbers that are not finite, and values of another type."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
@@ -87,54 +102,85 @@ def read_strict(path: Path, schema: type[_Schema]) -> _Schema:
     """The content of a YAML file as ``schema``.
 
     Raises:
-        ConfigError: unreadable, not YAML, an unknown or repeated key, a value of the wrong kind; with its line.
+        ConfigError: unreadable, not YAML, an unknown or repeated key, a value of the wrong type; with its line.
     """
-    data, lines = _read(path)
+    lines: dict[Place, int] = {}
+    try:
+        root = compose(path)
+        data = {} if root is None else _plain(CoreLoader(""), root, (), lines, path, set())
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise ConfigError(_not_yaml(path, error)) from None
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        errors = error.errors(include_url=False)
-        first = next(
-            (one for one in errors if one["type"] == "extra_forbidden"), errors[0]
-        )  # it explains a missing one
-        raise _refusal(path, *_explain(schema, lines, first["loc"], first["type"], first["msg"])) from None
+        place, problem = _explain(schema, data, error.errors(include_url=False))
+        line = next((lines[place[:length]] for length in range(len(place), -1, -1) if place[:length] in lines), 1)
+        raise _refusal(path, line, problem) from None
+
+
+def compose(path: Path, fix: str = "give a YAML file") -> yaml.Node | None:
+    """The root node of a YAML file; None if it is empty.
+
+    Args:
+        path: A file or a pipe.
+        fix: What the user should give instead of a file that cannot be read.
+
+    Raises:
+        ConfigError: unreadable, too large, not UTF-8, not YAML, nested too deeply.
+    """
+    try:
+        with open_input(path) as file:
+            content = file.read(LARGEST_FILE_BYTES + 1)
+        if len(content) > LARGEST_FILE_BYTES:
+            raise _refusal(path, None, f"larger than {LARGEST_FILE_BYTES:,} bytes; {fix}")
+        return CoreLoader(content.decode()).get_single_node()
+    except OSError as error:
+        raise _refusal(path, None, f"cannot be read: {error.strerror}; {fix}") from None
+    except UnicodeDecodeError as error:
+        raise _refusal(path, None, f"not UTF-8 at byte {error.start}; {fix}, saved as UTF-8") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(_not_yaml(path, error)) from None
+    except RecursionError:
+        raise _refusal(path, None, "nested too deeply; write fewer levels") from None
 
 
 def one_line(text: str) -> str:
-    """``text`` of a stranger's file, fit for an error: no control characters, not endless."""
+    """``text`` of a third party's file, fit for an error message: no control characters, cut if long."""
     shown = "".join(letter if letter.isprintable() else "?" for letter in text)
     return shown if len(shown) <= LONGEST_MESSAGE else f"{shown[:LONGEST_MESSAGE]}..."
+
+
+def demand(error: ErrorDetails) -> str:
+    """What pydantic demands of a value and, of a single value, what it got: ``must be at least 1, got '0'``."""
+    return _requirement(error) + _got(error)
+
+
+def _requirement(error: ErrorDetails) -> str:
+    forms = {int: ",d", float: ",.15g"}  # of a float no more digits than were written
+    limits = {name: format(value, forms.get(type(value), "")) for name, value in error.get("ctx", {}).items()}
+    return _DEMANDS[error["type"]].format(**limits) if error["type"] in _DEMANDS else error["msg"]
+
+
+def _got(error: ErrorDetails) -> str:
+    value = error["input"]
+    return f", got {value!r:.{LONGEST_VALUE}}" if isinstance(value, str | int | float) else ""
+
+
+def _not_yaml(path: Path, error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or " ".join(str(error).split())
+    place = f"{path}:{mark.line + 1}" if mark else f"{path}"
+    return f"{place}: not YAML: {problem:.200}; {_FIX_PLACE if mark else _FIX_FILE}"
 
 
 def _refusal(path: Path, line: int | None, text: str) -> ConfigError:
     return ConfigError(f"{path}:{line}: {one_line(text)}" if line else f"{path}: {one_line(text)}")
 
 
-def _read(path: Path) -> tuple[Any, dict[Place, int]]:
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe would wait for ever
-            raise _refusal(path, None, "cannot be read: it is no regular file; give a YAML file")
-        if status.st_size > LARGEST_FILE_BYTES:
-            raise _refusal(path, None, f"larger than {LARGEST_FILE_BYTES:,} bytes; this is no file of settings")
-        loader = CoreLoader(path.read_text(encoding="utf-8"))
-        root = loader.get_single_node()
-        lines: dict[Place, int] = {}
-        return ({} if root is None else _plain(loader, root, (), lines, path, set())), lines
-    except OSError as error:
-        raise _refusal(path, None, f"cannot be read: {error.strerror}; give a YAML file") from None
-    except UnicodeDecodeError as error:
-        raise _refusal(path, None, f"not UTF-8 at byte {error.start}; save it as UTF-8") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise ConfigError(not_yaml(path, error)) from None
-    except RecursionError:
-        raise _refusal(path, None, "nested too deeply; write fewer levels") from None
-
-
 def _plain(
     loader: yaml.SafeLoader, node: yaml.Node, place: Place, lines: dict[Place, int], path: Path, seen: set[int]
 ) -> Any:
-    """Plain data of ``node``; notes the line of every place in ``lines``. Aliases are refused: they can explode."""
+    """Plain data of ``node``; records the line of every place in ``lines``. Refuses aliases: they can explode."""
     line = node.start_mark.line + 1
     lines.setdefault(place, line)
     if id(node) in seen:
@@ -154,25 +200,42 @@ def _plain(
     return data
 
 
-def _explain(schema: type[Strict], lines: dict[Place, int], at: Place, kind: str, message: str) -> tuple[int, str]:
-    """Line and text of one error of pydantic."""
-    line = next((lines[at[:length]] for length in range(len(at), -1, -1) if at[:length] in lines), 1)
-    key = ".".join(map(str, at))
-    if kind == "extra_forbidden":
-        known = _keys(schema, at[:-1])
-        meant = nearest(str(at[-1]), known)
-        return line, f"unknown key '{key}'; " + (f"did you mean {meant}?" if meant else f"known are {', '.join(known)}")
-    if kind == "missing":
-        return line, f"key '{key}' is missing; add it"
-    subject = f"'{key}'" if key else "the file"
-    return line, f"{subject}: {message}"
+def _explain(schema: type[Strict], data: Any, errors: Sequence[ErrorDetails]) -> tuple[Place, str]:
+    """Place and text of the first error; of an unknown key first, because a typo also leaves its key missing."""
+    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
+    key = ".".join(map(str, first["loc"]))
+    if first["type"] == "extra_forbidden":
+        known = _keys(schema, first["loc"][:-1])
+        meant = nearest(str(first["loc"][-1]), known)
+        hint = f"did you mean {meant}?" if meant else f"known are {', '.join(known)}"
+        return first["loc"], f"unknown key '{key}'; {hint}"
+    if first["type"] == "missing":
+        return first["loc"], f"key '{key}' is missing; add it"
+    # Of a value that may be of several types, pydantic reports one error for each; the deepest is of the type meant.
+    places = [_place_in(data, error["loc"]) for error in errors]
+    place = max((one for one in places if one[: len(places[0])] == places[0]), key=len)
+    requirements = dict.fromkeys(_requirement(error) for one, error in zip(places, errors, strict=True) if one == place)
+    first_way, *other_ways = requirements
+    ways = " or ".join([first_way, *(way.removeprefix("must be ") for way in other_ways)])
+    subject = f"'{'.'.join(map(str, place))}'" if place else "the file"
+    return place, f"{subject}: {ways}{_got(errors[places.index(place)])}"
 
 
-def _keys(schema: Any, at: Iterable[str | int]) -> list[str]:
+def _place_in(data: Any, location: Place) -> Place:
+    """The part of pydantic's location that names keys and positions of the file, without the names of types."""
+    place: list[str | int] = []
+    for part in location:
+        if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int)):
+            place.append(part)
+            data = data[part]
+    return tuple(place)
+
+
+def _keys(schema: Any, at: Place) -> list[str]:
     """Keys that the section at ``at`` of ``schema`` has."""
     for part in at:
-        if isinstance(schema, type) and issubclass(schema, BaseModel):
-            schema = schema.model_fields[str(part)].annotation
-        else:
-            schema = next((one for one in reversed(get_args(schema)) if one is not type(None)), None)
-    return list(schema.model_fields) if isinstance(schema, type) and issubclass(schema, BaseModel) else []
+        is_model = isinstance(schema, type) and issubclass(schema, BaseModel)
+        schema = schema.model_fields[str(part)].annotation if is_model else get_args(schema)[-1]
+        if type(None) in get_args(schema):
+            schema = get_args(schema)[0]
+    return list(schema.model_fields)

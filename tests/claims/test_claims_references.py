@@ -89,7 +89,7 @@ def test_a_folder_of_runs_is_repeats(tmp_path):
         (f"{EXAMPLES / 'vendor-blog.yaml'}#totl", "has no claim totl; it has system, memory"),
         (f"{EXAMPLES / 'vendor-blog.yaml'}#memory", "a rate in tokens/s"),
         (str(EXAMPLES / "vendor-blog.yaml"), "give the folder, or CLAIMS.yaml#id"),
-        ("no.yaml#a", "no such file"),
+        ("no.yaml#a", "No such file"),
     ],
 )
 def test_references_that_are_none(reference, words):

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Hashable
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from megatoken.errors import UsageError
-from megatoken.yaml_files import CoreLoader, not_yaml
+from megatoken.yaml_files import Strict, read_strict
 
-LARGEST_FILE_BYTES = 1_000_000
-IDENTIFIER = r"^[A-Za-z][A-Za-z0-9_.-]*$"
-PUBLISHED = r"^\d+\.\d+-\d{4}:[^:]+:[^:]+$"
 RATE_UNITS = ("tokens/s", "token/s", "tok/s")
 USER_UNITS = ("user", "session", "agent", "conversation")
 
@@ -27,27 +20,28 @@ PresentedAs = Literal["measurement", "estimate", "nameplate", "forecast"]
 Answered = Literal["holds", "does not hold", "cannot be determined"]
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, bool | str):  # YAML's yes and "1" are numbers to pydantic
-        raise ValueError("must be a number")  # noqa: TRY004 - pydantic reports ValueError
-    return value
+def _like(pattern: str, demand: str) -> AfterValidator:
+    """A validator of text that names the demand in words and not as a pattern."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"must be {demand}")
+        return text
+
+    return AfterValidator(check)
 
 
-Number = Annotated[float, BeforeValidator(_number)]
-Positive = Annotated[float, Field(gt=0), BeforeValidator(_number)]
-Count = Annotated[int, Field(gt=0), BeforeValidator(_number)]
-
-
-class Strict(BaseModel):
-    """Unknown keys are refused, numbers are finite."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(gt=0)]
+Identifier = Annotated[str, _like(r"[A-Za-z][A-Za-z0-9_.-]*", "a letter, then letters, digits, '.', '_' and '-'")]
+InputName = Annotated[str, _like(r"[a-z][a-z0-9_]*", "a small letter, then small letters, digits and '_'")]
+PublishedRow = Annotated[str, _like(r"\d+\.\d+-\d{4}:[^:]+:[^:]+", "like 5.1-0008:llama2-70b-99:Offline")]
 
 
 class Input(Strict):
     """A number that a formula uses, with where it comes from."""
 
-    value: Number
+    value: float
     unit: str = ""
     source: str | None = None
     state: Literal["measured", "verified", "unverified", "estimate", "nameplate", "assumed"] = "unverified"
@@ -60,7 +54,7 @@ class Side(Strict):
 
     name: str
     value: Positive | None = None
-    published: Annotated[str, Field(pattern=PUBLISHED)] | None = None
+    published: PublishedRow | None = None
     evidence: Literal[True] | None = None
     source: str | None = None
     state: Literal["verified", "unverified", "measured", "estimate", "projection"] = "unverified"
@@ -85,13 +79,13 @@ class RatioClaim(Strict):
     of: Side
     to: Side
     basis: Basis | None = Field(None, description="by default what the scope says")
-    other_baselines: tuple[Side, ...] = ()
+    other_baselines: list[Side] = []
 
 
 class Claim(Strict):
     """One claim: a value with unit and scope, and what it is to be recomputed from."""
 
-    id: Annotated[str, Field(pattern=IDENTIFIER)]
+    id: Identifier
     text: Annotated[str, Field(min_length=1)]
     source: str | None = None
     value: bool | float | str
@@ -102,9 +96,9 @@ class Claim(Strict):
     rounded_to: Positive | None = Field(None, description="step to which the value is rounded; default: its last digit")
     accelerators: Count | None = Field(None, description="how many the value is said to cover")
     formula: str | dict[str, str] | None = Field(None, description="one, or several definitions by name")
-    inputs: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], Input] = {}
+    inputs: dict[InputName, Input] = {}
     ratio: RatioClaim | None = None
-    settle: tuple[str, ...] = Field((), description="evidence that would settle it")
+    settle: list[str] = Field([], description="evidence that would settle it")
 
     @model_validator(mode="after")
     def _something_to_recompute(self) -> Self:
@@ -155,7 +149,7 @@ class ClaimsFile(Strict):
     title: str
     source: str
     runs: str | None = Field(None, description="pattern of run folders, where the artefacts hold several results")
-    claims: Annotated[tuple[Claim, ...], Field(min_length=1)]
+    claims: list[Claim] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _own_names(self) -> Self:
@@ -167,124 +161,5 @@ class ClaimsFile(Strict):
 
 
 def load_claims(path: Path) -> ClaimsFile:
-    """Read a claims file.
-
-    Raises:
-        UsageError: the file cannot be read, is no YAML, or does not fit the schema; one line names place and mend.
-    """
-    if not path.is_file():  # a pipe would wait for ever
-        raise UsageError(f"{path}: no such file; give a file of claims")
-    try:
-        if path.stat().st_size > LARGEST_FILE_BYTES:
-            raise UsageError(f"{path}: larger than {LARGEST_FILE_BYTES:,} bytes; split the claims over several files")
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}); give a file of claims") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise UsageError(not_yaml(path, error)) from error
-    except RecursionError as error:
-        raise UsageError(f"{path}: nested too deeply; write fewer levels") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{path}: must be a mapping with title, source and claims")
-    try:
-        return ClaimsFile.model_validate(content)
-    except ValidationError as error:
-        raise UsageError(f"{path}: {_explain(error, content)}") from error
-
-
-class _Loader(CoreLoader):
-    """Safe YAML without anchors (they can blow up) and without a key that comes twice."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            problem, mend = "anchors and aliases are not taken", "write the value out"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark, note=mend)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:str":
-                problem = f"key {key.value if isinstance(key, yaml.ScalarNode) else '?'} is no text"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark, note="write it in quotes")
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
-                problem = f"key {key.value!r} comes twice"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark, note="keep one")
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
-        return super().construct_mapping(node, deep)
-
-
-_DEMANDS = {  # pydantic's types of errors
-    "finite_number": "must be a finite number",
-    "float_type": "must be a number",
-    "greater_than": "must be more than {gt:g}",
-    "int_from_float": "must be a whole number",
-    "int_type": "must be a whole number",
-    "dict_type": "must be a mapping of names to inputs; write NAME: {{value: ...}}",
-    "literal_error": "must be {expected}",
-    "missing": "is missing; add it",
-    "model_type": "must be a mapping of keys to values; write KEY: VALUE",
-    "string_too_short": "must not be empty",
-    "string_type": "must be a text",
-    "too_short": "must not be empty; write at least one",
-    "tuple_type": "must be a list; begin each entry with a dash",
-}
-_OF_SEVERAL_KINDS = {
-    "formula": "must be a formula, or definitions by name",
-    "value": "must be a finite number, a text, or yes or no",
-}
-_PATTERNS = {
-    "id": "must be a letter, then letters, digits, '.', '_' and '-'",
-    "published": "must be like 5.1-0008:llama2-70b-99:Offline",
-    "[key]": "a name must be a small letter, then small letters, digits and '_'",
-}
-
-
-def _explain(error: ValidationError, content: dict[str, Any]) -> str:
-    """The first thing wrong, where it stands, and for an unknown key the nearest right one."""
-    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a typo also leaves its key missing
-    location, kind = first["loc"], first["type"]
-    if len(location) > 3 and location[2] in _OF_SEVERAL_KINDS:  # pydantic goes on to tell of each
-        location, kind = location[:3], "several kinds"
-    place = _place(location, content)
-    key = next((part for part in reversed(location) if isinstance(part, str)), "claims")
-    if kind == "extra_forbidden":
-        known = _keys_at(location)
-        close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        mend = f"did you mean {close[0]}?" if close else f"the keys here are {', '.join(known)}"
-        return f"{place}unknown key {key!r}; {mend}"
-    if kind == "value_error":
-        message = first["msg"].removeprefix("Value error, ")
-        return place + (f"{key}: {message}" if message.startswith("must") else message)
-    if kind in ("several kinds", "string_pattern_mismatch"):
-        demand = _OF_SEVERAL_KINDS.get(key) or _PATTERNS[key]
-    else:
-        demand = _DEMANDS[kind].format(**first.get("ctx", {})) if kind in _DEMANDS else first["msg"].lower()
-    subject = "" if key == "[key]" or (place and key == "claims") else f"{key}: "
-    return place + subject + demand
-
-
-def _place(location: tuple[int | str, ...], content: dict[str, Any]) -> str:
-    if len(location) < 2 or location[0] != "claims" or not isinstance(location[1], int):
-        return ""
-    claims = content["claims"]
-    claim = claims[location[1]] if isinstance(claims, list) else None
-    name = claim.get("id") if isinstance(claim, dict) else None
-    inside = [part for part in location[2:-1] if isinstance(part, str)]
-    return f"claim {name or location[1] + 1}: " + "".join(f"{part}: " for part in inside)
-
-
-def _keys_at(location: tuple[int | str, ...]) -> list[str]:
-    models: dict[str, type[Strict]] = {
-        "ratio": RatioClaim,
-        "of": Side,
-        "to": Side,
-        "other_baselines": Side,
-        "inputs": Input,
-    }
-    inside = [models[part] for part in location[:-1] if isinstance(part, str) and part in models]
-    model = inside[-1] if inside else Claim if location[0] == "claims" else ClaimsFile
-    return list(model.model_fields)
+    """Read a claims file. Raises ConfigError, with file and line, if it cannot be read or does not fit the schema."""
+    return read_strict(path, ClaimsFile)

@@ -101,10 +101,10 @@ def _explained(error: Exception) -> str:
         return message.replace(": Value error, ", ": ")
     from pydantic import ValidationError
 
-    from megatoken.config import explain_value
+    from megatoken.yaml_files import demand
 
-    why = explain_value(error.__cause__) if isinstance(error.__cause__, ValidationError) else None
-    return f"{names[0]}: {why}" if why else message.replace(": Value error, ", ": ")
+    why = demand(error.__cause__.errors()[0]) if isinstance(error.__cause__, ValidationError) else None
+    return f"{names[0]}: {why}" if why else message
 
 
 def _command() -> int:
