@@ -223,12 +223,11 @@ def _explain(schema: type[Strict], data: Any, errors: Sequence[ErrorDetails]) ->
 
 def _place_in(data: Any, location: Place) -> Place:
     """The part of pydantic's location that names keys and positions of the file, without the names of types."""
-    place: list[str | int] = []
+    place: Place = ()
     for part in location:
-        if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int)):
-            place.append(part)
-            data = data[part]
-    return tuple(place)
+        if part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int):
+            place, data = (*place, part), data[part]  # type: ignore[index]
+    return place
 
 
 def _keys(schema: Any, at: Place) -> list[str]:

@@ -129,7 +129,7 @@ def _formulas(claim: Claim) -> dict[str, str]:
 def _answer(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Claim]) -> ClaimAnswer:
     try:
         if claim.presented_as == "forecast":
-            settle = claim.settle or ("a measurement once there is something to measure",)
+            settle = claim.settle or ["a measurement once there is something to measure"]
             return _undetermined(claim, source, "a forecast, not a measurement", settle)
         if claim.ratio is not None:
             return _ratio(claim, source, facts)
@@ -139,7 +139,7 @@ def _answer(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Claim]
     except UnknownFactError as error:
         return _undetermined(claim, source, f"not shown: {error.name}", (error.settle, *claim.settle))
     except NoResultError as error:
-        settle = ("artefacts whose figures give the formula a result", *claim.settle)
+        settle = ["artefacts whose figures give the formula a result", *claim.settle]
         return _undetermined(claim, source, str(error), settle)
 
 
