@@ -22,6 +22,7 @@ from gpu_measuring import copy_gigabytes_per_second, report, require_gpu, write_
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.config import SHAPES
 from megatoken.engine.memory import bytes_per_token
+from megatoken.engine.schemes import find_scheme
 from megatoken.errors import MegatokenError
 
 ROWS = (1, 4, 16, 64, 128, 256)
@@ -82,7 +83,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         del engine
         gc.collect()
         torch.cuda.empty_cache()
-    token_bytes = bytes_per_token(SHAPES[options.shape], options.precision, "cuda") / options.tensor_parallel
+    token_bytes = (
+        bytes_per_token(SHAPES[options.shape], find_scheme(options.precision), "cuda") / options.tensor_parallel
+    )
     figures = []
     for rows in ROWS:
         eager, graph = (statistics.mean(times[graphs][rows]) for graphs in (False, True))

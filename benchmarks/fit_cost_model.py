@@ -24,6 +24,7 @@ from megatoken.engine.cost_model import DEPTH_OVERHEAD, HIGHEST_CLOCK_MHZ, CostM
 from megatoken.engine.gpus import find_gpu
 from megatoken.engine.memory import gathers_contexts
 from megatoken.engine.scheduler import Scheduler
+from megatoken.engine.schemes import find_scheme
 
 RESULTS = Path(__file__).parent / "results"
 H200 = find_gpu("H200")
@@ -255,7 +256,7 @@ def products_load(run: Any) -> Load:
 
 def step_load(step: Step) -> Load:
     """A step, its bytes as the model counts those of products and as they were counted for the other parts."""
-    result, model = step.result, CostModel(step.model, "fp8", H200)
+    result, model = step.result, CostModel(step.model, find_scheme("fp8"), H200)
     seconds, rows, samples = result["step_ms"] / 1e3, result["mean_rows"], result["mean_decodes"]
     products = rows * model._row.operations + samples * model._sample.operations
     moved = model._weights_bytes + rows * model._row.bytes + samples * model._sample.bytes + model._head_bytes
@@ -268,7 +269,7 @@ def step_load(step: Step) -> Load:
 def run_load() -> Load:
     """The run of 500/2000 as the scheduler plans it: half of its bytes are keys and values."""
     run = read("h200-llama2-70b-fp8-offline-500-2000.json")
-    memory, model = run["memory_plan"], CostModel(LLAMA_70B, "fp8", H200)
+    memory, model = run["memory_plan"], CostModel(LLAMA_70B, find_scheme("fp8"), H200)
     names = ("max_sequences", "page_size", "max_length")
     sizes = {"max_batched_tokens": memory["max_rows"]} | {name: memory[name] for name in names}
     scheduler = Scheduler(num_pages=memory["pages"], **sizes)
@@ -327,10 +328,11 @@ def fits() -> list[Fit]:
 
 
 def constant(name: str) -> float:
-    """What the model has under the name of a fit: a constant, or an entry of one by precision."""
+    """What the model has under the name of a fit: a constant, or a scheme's field."""
     constant_name, *precision = name.split()
-    value = getattr(cost_model, constant_name)
-    return float(value[precision[0]] if precision else value)
+    if precision:
+        return float(getattr(find_scheme(precision[0]), constant_name.lower()))
+    return float(getattr(cost_model, constant_name))
 
 
 def main() -> None:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from megatoken.engine import Engine
 from megatoken.engine.device import gpu_obstacle
-from megatoken.engine.quant import E4M3_MAX
+from megatoken.engine.schemes import find_scheme
+from megatoken.engine.schemes.fp8_weight import E4M3_MAX
 from megatoken.errors import CapacityError
 from megatoken.hardware.inventory import take_inventory
 from megatoken.hardware.telemetry import GpuTelemetry, Telemetry
@@ -57,7 +58,7 @@ def require_gpu() -> None:
     Raises:
         CapacityError: there is none that the CUDA back end can use.
     """
-    if obstacle := gpu_obstacle("fp8"):
+    if obstacle := gpu_obstacle(find_scheme("fp8")):
         raise CapacityError(f"this benchmark needs a GPU: {obstacle}")
     torch.cuda.set_device(DEVICE)
     torch.manual_seed(0)
@@ -280,20 +281,21 @@ def gemm_bound_teraflops(engine: Engine, rows: int, seconds: float) -> float:
 
     The engine's own weights and its own call, in the order of a step. The engine must have nothing on its way.
     """
-    from megatoken.engine.ops import cuda, cuda_rows
+    from megatoken.engine.ops.cuda_fp8 import RowScaledLinear, ScaledTokens, TensorScaledLinear
+    from megatoken.engine.ops.cuda_linear import Linear
 
     layers = engine._runner._weights.layers
-    products: list[cuda.Linear] = [
+    products: list[Linear] = [
         product for layer in layers for product in (layer.qkv, layer.output, layer.gate_up, layer.down)
     ]
 
-    def random_input(width: int) -> Tensor | cuda_rows.ScaledRows:
-        if products[0].weight_scale is None:
-            return gaussian(rows, width)
-        values = gaussian_e4m3(rows, width)
-        if engine.config.fp8_scales == "tensor":
-            return values
-        return cuda_rows.ScaledRows(values, torch.ones(rows, 1, device=values.device))
+    def random_input(width: int) -> Tensor | ScaledTokens:
+        match products[0]:
+            case RowScaledLinear():
+                return ScaledTokens(gaussian_e4m3(rows, width), torch.ones(rows, 1, device="cuda"))
+            case TensorScaledLinear():
+                return gaussian_e4m3(rows, width)
+        return gaussian(rows, width)
 
     inputs = {width: random_input(width) for width in {product.weight.shape[1] for product in products}}
 

@@ -24,11 +24,13 @@ from megatoken.engine.cost_model import (
 )
 from megatoken.engine.gpus import find_gpu, gpus
 from megatoken.engine.memory import GPU_LIBRARY_BYTES
+from megatoken.engine.schemes import find_scheme
 from megatoken.engine.simulated import plan_simulation
 from megatoken.errors import CapacityError, ConfigError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LENGTHS = Path(__file__).parents[2] / "src" / "megatoken" / "data" / "llama2_70b_offline_lengths.csv"
+FP8 = find_scheme("fp8")
 LLAMA_70B, LLAMA_8B = SHAPES["llama2-70b"], SHAPES["llama3.1-8b"]
 RUNS = (  # file, and whether its clock was used to fit the power of bytes; no rate of any was used
     "h200-llama2-70b-fp8-offline",
@@ -128,7 +130,7 @@ def test_a_measured_step(name: str, model: Any, prompt_rows: int, chunks: int) -
     decodes = round(result["mean_decodes"])
     assert decodes + prompt_rows == pytest.approx(result["mean_rows"], abs=1)
     parts = {part["part"]: part for part in result["step"]}
-    costs = CostModel(model, "fp8", find_gpu("H200"))
+    costs = CostModel(model, FP8, find_gpu("H200"))
     attention = parts["decode attention"]
     cached = attention["achieved"] * attention["milliseconds"] * 1e6 / costs._cached_token_bytes
     cost = costs.step_of(decodes, cached, [(0, prompt_rows // chunks)] * chunks, decodes + chunks)
@@ -144,7 +146,7 @@ def test_a_measured_step(name: str, model: Any, prompt_rows: int, chunks: int) -
 @pytest.mark.parametrize(("name", "model"), [("llama2-70b", LLAMA_70B), ("llama3.1-8b", LLAMA_8B)])
 def test_short_steps_replayed_as_graphs(name: str, model: Any) -> None:
     """None was looked at when the model was made: it is at most 14 % above them, for one row."""
-    costs, run = CostModel(model, "fp8", find_gpu("H200")), read(f"h200-{name}-fp8-decodes")
+    costs, run = CostModel(model, FP8, find_gpu("H200")), read(f"h200-{name}-fp8-decodes")
     for step in run["steps"]:
         rows, tokens = step["rows"], run["prompt_tokens"] + run["answer_tokens"] / 2
         predicted = costs.step_of(rows, rows * tokens, [], rows).seconds * 1e3
@@ -153,7 +155,7 @@ def test_short_steps_replayed_as_graphs(name: str, model: Any) -> None:
 
 def test_the_parts_are_the_whole() -> None:
     for gpu, precision in (("H200", "fp8"), ("GB300", "fp4"), ("A100", "bf16")):
-        cost = CostModel(LLAMA_8B, precision, find_gpu(gpu), seconds_per_sequence=1e-5).step_of(
+        cost = CostModel(LLAMA_8B, find_scheme(precision), find_gpu(gpu), seconds_per_sequence=1e-5).step_of(
             100, 5e4, [(0, 300)], 101
         )
         assert cost.seconds == pytest.approx(sum(cost[1:9]))
@@ -161,7 +163,7 @@ def test_the_parts_are_the_whole() -> None:
 
 
 def test_few_rows_take_as_long_as_reading_the_weights() -> None:
-    costs = CostModel(LLAMA_70B, "fp8", find_gpu("H200"))
+    costs = CostModel(LLAMA_70B, FP8, find_gpu("H200"))
     one = costs.step_of(1, 100, [], 1)
     assert one.clock_mhz == 1980.0
     assert one.products == pytest.approx(costs._weights_seconds, rel=0.001)
@@ -171,7 +173,7 @@ def test_few_rows_take_as_long_as_reading_the_weights() -> None:
 
 
 def test_the_clock_stays_within_the_power_limit() -> None:
-    costs = CostModel(LLAMA_70B, "fp8", find_gpu("H200"))
+    costs = CostModel(LLAMA_70B, FP8, find_gpu("H200"))
     for decodes, rows in ((1, 0), (64, 0), (200, 100), (800, 700), (1536, 0), (0, 1536)):
         chunks = [(0, rows)] if rows else []
         cost = costs.step_of(decodes, 500 * decodes, chunks, decodes + bool(rows))
@@ -180,7 +182,7 @@ def test_the_clock_stays_within_the_power_limit() -> None:
 
 
 def test_more_of_anything_takes_longer() -> None:
-    costs = CostModel(LLAMA_8B, "fp8", find_gpu("H200"))
+    costs = CostModel(LLAMA_8B, FP8, find_gpu("H200"))
     base = costs.step_of(500, 1e5, [(0, 200)], 501).seconds
     assert costs.step_of(501, 1e5, [(0, 200)], 502).seconds > base
     assert costs.step_of(500, 2e5, [(0, 200)], 501).seconds > base
@@ -191,25 +193,25 @@ def test_more_of_anything_takes_longer() -> None:
 def test_steps_recorded_as_graphs_gather_no_contexts() -> None:
     """Of 512 rows at most with this model, of somebody's next tokens and at most 8 prompts."""
     h200, work = find_gpu("H200"), (4, 4e3, [(3000, 256)], 5)
-    recorded = CostModel(LLAMA_8B, "fp8", h200).step_of(*work)
-    launched = CostModel(LLAMA_8B, "fp8", h200, cuda_graphs=False).step_of(*work)
+    recorded = CostModel(LLAMA_8B, FP8, h200).step_of(*work)
+    launched = CostModel(LLAMA_8B, FP8, h200, cuda_graphs=False).step_of(*work)
     operations = 256 * (3000 + 128 * 3 / 2) * 4 * 32 * 4096
     paged = operations / (CHUNK_SHARE * h200.operations_per_second["bf16"]) / (recorded.clock_mhz / HIGHEST_CLOCK_MHZ)
     assert recorded.chunk_attention == pytest.approx(paged)
     assert launched.chunk_attention < 0.8 * paged
     for decodes, chunks in ((0, [(3000, 256)]), (4, [(3000, 512)]), (4, [(600, 56)] * 9)):
         costs = [
-            CostModel(LLAMA_8B, "fp8", h200, cuda_graphs=graphs).step_of(decodes, 4e3, chunks, decodes)
+            CostModel(LLAMA_8B, FP8, h200, cuda_graphs=graphs).step_of(decodes, 4e3, chunks, decodes)
             for graphs in (True, False)
         ]
         assert costs[0] == costs[1]
 
 
 def test_ranks_share_a_step_and_sum_what_they_have() -> None:
-    one = CostModel(LLAMA_70B, "fp8", find_gpu("H200")).step_of(512, 2e5, [(0, 512)], 513)
+    one = CostModel(LLAMA_70B, FP8, find_gpu("H200")).step_of(512, 2e5, [(0, 512)], 513)
     seconds = [one.seconds]
     for ranks in (2, 4, 8):
-        cost = CostModel(LLAMA_70B, "fp8", find_gpu("H200"), ranks=ranks).step_of(512, 2e5, [(0, 512)], 513)
+        cost = CostModel(LLAMA_70B, FP8, find_gpu("H200"), ranks=ranks).step_of(512, 2e5, [(0, 512)], 513)
         assert cost.transfers > 160 * SUM_SECONDS
         assert cost.seconds > one.seconds / ranks
         seconds.append(cost.seconds)
@@ -220,7 +222,7 @@ def test_ranks_share_a_step_and_sum_what_they_have() -> None:
 def test_a_sum_over_ranks_takes_what_was_measured(width: int) -> None:
     measured = read(f"h200x2-collectives-{width}")
     wide = replace(LLAMA_70B, layers=1, hidden_size=width, vocabulary_size=32_001)  # which is on every rank
-    costs = CostModel(wide, "fp8", find_gpu("H200"), ranks=measured["ranks"])
+    costs = CostModel(wide, FP8, find_gpu("H200"), ranks=measured["ranks"])
     for row in measured["sums"]:
         if row["rows"] >= 256:  # fewer take up to 3 us longer
             seconds = costs.step_of(0, 0, [(0, row["rows"])], row["rows"]).transfers / 2
@@ -230,7 +232,7 @@ def test_a_sum_over_ranks_takes_what_was_measured(width: int) -> None:
 def test_ranks_share_the_head_and_gather_what_it_gives() -> None:
     rows, samples = 1000, 500
     of_ranks, of_each = (
-        CostModel(replace(LLAMA_70B, vocabulary_size=size), "fp8", find_gpu("H200"), ranks=4).step_of(
+        CostModel(replace(LLAMA_70B, vocabulary_size=size), FP8, find_gpu("H200"), ranks=4).step_of(
             samples, 5e4, [(0, rows - samples)], samples
         )
         for size in (128_000, 128_001)
@@ -248,7 +250,7 @@ def test_every_gpu_of_the_table_can_be_simulated() -> None:
     bases = set()
     for gpu in gpus().values():
         for precision in gpu.operations_per_second:
-            costs = CostModel(LLAMA_8B, precision, gpu)
+            costs = CostModel(LLAMA_8B, find_scheme(precision), gpu)
             assert 0 < costs.step_of(256, 1e5, [(0, 256)], 257).seconds < 1
             bases.add(costs.basis)
     assert len(bases) == 5
@@ -257,12 +259,12 @@ def test_every_gpu_of_the_table_can_be_simulated() -> None:
 
 def test_what_a_gpu_cannot_do() -> None:
     with pytest.raises(ConfigError, match="A100 is not known to multiply in fp8; take one of bf16"):
-        CostModel(LLAMA_8B, "fp8", find_gpu("A100"))
+        CostModel(LLAMA_8B, FP8, find_gpu("A100"))
     with pytest.raises(ConfigError, match="did you mean H200"):
         find_gpu("H2000")
     with pytest.raises(ConfigError, match="known are"):
         find_gpu("abacus")
     with pytest.raises(ConfigError, match="link"):
-        CostModel(LLAMA_8B, "fp8", find_gpu("MI325X"), ranks=2)
+        CostModel(LLAMA_8B, FP8, find_gpu("MI325X"), ranks=2)
     with pytest.raises(CapacityError, match="does not divide"):
-        CostModel(LLAMA_8B, "fp8", find_gpu("H200"), ranks=3)
+        CostModel(LLAMA_8B, FP8, find_gpu("H200"), ranks=3)

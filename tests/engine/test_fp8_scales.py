@@ -17,21 +17,29 @@ from megatoken.engine.config import SHAPES
 from megatoken.engine.memory import plan_memory_of, weight_bytes
 from megatoken.engine.model import load_weights
 from megatoken.engine.ops import cpu
-from megatoken.engine.quant import Fp8Weight
+from megatoken.engine.schemes import LinearScheme, find_scheme
+from megatoken.engine.schemes.fp8_weight import Fp8Weight
 from megatoken.errors import ConfigError
 
 CPU = torch.device("cpu")
+FP8, FP8_ROWS, BF16 = find_scheme("fp8"), find_scheme("fp8", "row"), find_scheme("bf16")
+
+
+def quantised(weight: torch.Tensor | Fp8Weight, scheme: LinearScheme) -> torch.Tensor | Fp8Weight:
+    return scheme.quantise(weight) if isinstance(weight, torch.Tensor) else weight
+
+
 AS_READ = SimpleNamespace(
-    pack_linear=lambda weight, bias, precision: weight,
-    pack_gated=lambda gate_up, precision: [weight for weight, _ in gate_up],
+    pack_linear=lambda weight, bias, scheme: quantised(weight, scheme),
+    pack_gated=lambda gate_up, scheme: [quantised(weight, scheme) for weight, _ in gate_up],
 )
 """A back end that keeps what it is given to pack."""
 
 
 def test_each_row_of_a_weight_gets_its_scale(directory: Path) -> None:
     source = open_model(directory)
-    weights = load_weights(source, AS_READ, "fp8", 16, CPU, "row")
-    plain = load_weights(source, AS_READ, "bf16", 16, CPU, "row")
+    weights = load_weights(source, AS_READ, FP8_ROWS, 16, CPU)
+    plain = load_weights(source, AS_READ, BF16, 16, CPU)
     assert torch.equal(weights.head, plain.head)
     for layer, expected in zip(weights.layers, plain.layers, strict=True):
         for part in ("qkv", "output", "down"):
@@ -51,7 +59,7 @@ def expect_rows(weight: Fp8Weight, original_ND: torch.Tensor) -> None:
 def test_scales_of_a_checkpoint_stay(layout: str, tmp_path: Path) -> None:
     quantize(tmp_path, LAYOUTS[layout])
     source = Checkpoint.open(tmp_path)
-    each = [load_weights(source, AS_READ, "fp8", 16, CPU, kind).layers[1].qkv for kind in ("tensor", "row")]
+    each = [load_weights(source, AS_READ, scheme, 16, CPU).layers[1].qkv for scheme in (FP8, FP8_ROWS)]
     assert torch.equal(each[0].values_ND.view(torch.uint8), each[1].values_ND.view(torch.uint8))
     assert torch.equal(each[0].scale_N1, each[1].scale_N1)
 
@@ -80,11 +88,11 @@ def test_two_ranks_scale_their_own_rows(tmp_path: Path) -> None:
 
 def test_scales_are_in_the_memory_plan(directory: Path) -> None:
     source = open_model(directory)
-    layers = load_weights(source, cpu, "fp8", 16, CPU, "row").layers
+    layers = load_weights(source, cpu, FP8_ROWS, 16, CPU).layers
     linears = [linear for layer in layers for linear in (layer.qkv, layer.output, *layer.gate_up, layer.down)]
     scales = sum(linear.scale.nbytes for linear in linears)
     for device in ("cpu", "cuda"):
-        sizes = [weight_bytes(source.config, "fp8", device, kind) for kind in ("tensor", "row")]
+        sizes = [weight_bytes(source.config, scheme, device) for scheme in (FP8, FP8_ROWS)]
         assert sizes[1] - sizes[0] == scales
     plans = [
         plan_memory_of(SHAPES["llama2-70b"], EngineConfig("fp8", fp8_scales=kind), "cuda", 140 * 10**9)

@@ -34,6 +34,7 @@ from megatoken.engine.memory import (
 from megatoken.engine.model import load_weights
 from megatoken.engine.ops import cpu
 from megatoken.engine.parallel import RankWeights
+from megatoken.engine.schemes import find_scheme
 from megatoken.errors import CapacityError, ConfigError, MegatokenError
 
 CHILD = """
@@ -54,7 +55,7 @@ engine.generate([
             draw.randint(*tokens), Sampling(temperature, top_p=0.9), ignore_end_token=True)
     for _ in range(requests)
 ])
-assert engine.state().processed_tokens >= requests
+assert engine.counters().rows >= requests
 plan = engine.memory_plan
 print(json.dumps({
     "planned": plan.total_bytes,
@@ -128,7 +129,7 @@ def test_weight_bytes_are_those_of_the_packed_weights(tmp_path: Path) -> None:
         source = open_model(directory)
         of_a_rank = RankWeights(source, 1, 2)
         for held, precision in product((source, of_a_rank), ("fp32", "bf16", "fp8")):
-            weights = load_weights(held, cpu, precision, 16, torch.device("cpu"))
+            weights = load_weights(held, cpu, find_scheme(precision), 16, torch.device("cpu"))
             tensors = [weights.embedding_VD, weights.norm_D, weights.head.packed]
             for layer in weights.layers:
                 linears = [layer.qkv, layer.output, *layer.gate_up, layer.down]
@@ -137,7 +138,7 @@ def test_weight_bytes_are_those_of_the_packed_weights(tmp_path: Path) -> None:
                 tensors += [layer.input_norm_D, layer.post_norm_D]
                 tensors += layer.qk_norms_E or ()
             stored = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            assert weight_bytes(held.config, precision, "cpu") == stored
+            assert weight_bytes(held.config, find_scheme(precision), "cpu") == stored
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
@@ -177,10 +178,10 @@ def test_sizes_are_obeyed(tmp_path: Path) -> None:
         engine.submit(Request([number] * 11, 20, ignore_end_token=True))
     while engine.busy:
         engine.step()
-        state = engine.state()
-        assert state.running <= 2
-        assert state.batched_tokens <= 9
-        assert state.pages == 15
+        counters = engine.counters()
+        assert counters.resident <= 2
+        assert counters.last_step_rows <= 9
+        assert counters.pages == 15
     engine.submit(Request([1] * 20, 20))
     with pytest.raises(CapacityError, match="20 tokens and 21 new ones exceed the longest sequence of 40 tokens"):
         engine.submit(Request([1] * 20, 21))

@@ -22,10 +22,12 @@ from megatoken.engine.cache import DUMP_PAGE, LayerCache
 from megatoken.engine.config import ModelConfig, Precision
 from megatoken.engine.ops import cpu, native, reference
 from megatoken.engine.scheduler import StepPlan
+from megatoken.engine.schemes import find_scheme
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 POISON = 1e4
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+FP8 = find_scheme("fp8")
 SEEDS = st.integers(0, 2**32)
 SIZES = st.integers(1, 70)
 random_shapes = settings(max_examples=60, deadline=None, derandomize=True)
@@ -58,7 +60,9 @@ class Case:
 
     @property
     def expected(self) -> Tensor:
-        return reference.linear(self.x.float(), reference.pack_linear(self.weight.float(), self._bias(), "fp32"))
+        return reference.linear(
+            self.x.float(), reference.pack_linear(self.weight.float(), self._bias(), find_scheme("fp32"))
+        )
 
     @property
     def magnitude(self) -> Tensor:
@@ -69,7 +73,7 @@ class Case:
         return None if self.bias is None else self.bias.float()
 
     def packed(self) -> cpu.Linear:
-        return cpu.pack_linear(self.weight, self.bias, "fp32" if self.dtype == torch.float32 else "bf16")
+        return cpu.pack_linear(self.weight, self.bias, find_scheme("fp32" if self.dtype == torch.float32 else "bf16"))
 
 
 @st.composite
@@ -116,7 +120,7 @@ def test_fp8_linear(rows: int, inputs: int, outputs: int, seed: int, biased: boo
     x = (normal(seed, rows, inputs) * normal(seed + 1, rows, 1).exp()).bfloat16()
     weight = normal(seed + 2, outputs, inputs).bfloat16()
     bias = normal(seed + 3, outputs).bfloat16() if biased else None
-    packed, oracle = cpu.pack_linear(weight, bias, "fp8"), reference.pack_linear(weight, bias, "fp8")
+    packed, oracle = cpu.pack_linear(weight, bias, FP8), reference.pack_linear(weight, bias, FP8)
     exact = Case(x, weight, bias, torch.bfloat16)
     expected = reference.linear(x.float(), oracle)
     assert_close(cpu.linear(x, packed), expected, magnitude=exact.magnitude)
@@ -137,7 +141,7 @@ def test_machines_that_cannot_pack_get_the_same(precision: Precision, monkeypatc
     residual = normal(3, 9, 20).to(dtype)
 
     def results() -> list[Tensor]:
-        packed = cpu.pack_linear(case.weight, case.bias, precision)
+        packed = cpu.pack_linear(case.weight, case.bias, find_scheme(precision))
         assert packed.packed.is_mkldnn == cpu.can_pack(dtype)
         return [
             cpu.linear(case.x, packed),
@@ -155,7 +159,7 @@ def test_machines_that_cannot_pack_get_the_same(precision: Precision, monkeypatc
 
 def test_fp8_rows_do_not_depend_on_the_rows_beside_them() -> None:
     x, weight = normal(0, 8, 48).bfloat16(), normal(1, 32, 48).bfloat16()
-    packed = cpu.pack_linear(weight, None, "fp8")
+    packed = cpu.pack_linear(weight, None, FP8)
     louder = torch.cat((x[:4], 1000 * x[4:]))
     assert torch.equal(cpu.linear(louder, packed)[:4], cpu.linear(x, packed)[:4])
     assert not cpu.linear(torch.zeros_like(x), packed).any()

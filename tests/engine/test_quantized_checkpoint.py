@@ -25,10 +25,12 @@ from megatoken.engine.checkpoint import Checkpoint, open_model
 from megatoken.engine.memory import weight_bytes
 from megatoken.engine.model import load_weights
 from megatoken.engine.ops import cpu, reference
-from megatoken.engine.quant import Fp8Weight, quantise_tensor, stack, with_one_scale
+from megatoken.engine.schemes import find_scheme
+from megatoken.engine.schemes.fp8_weight import Fp8Weight, quantise_tensor, stack, with_one_scale
 from megatoken.errors import CheckpointError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FP8 = find_scheme("fp8")
 SHAPE = {"hidden_size": 64, "head_dim": 32, "vocab_size": 301}
 ANSWER_TOKENS = 12
 ABSENT = object()
@@ -130,9 +132,9 @@ def test_linears_reach_the_back_end_as_they_are_stored(quantized: Quantized) -> 
     meant = quantized.model.state_dict()
     source = Checkpoint.open(quantized.directory)
     ops = SimpleNamespace(
-        pack_linear=lambda weight, bias, precision: (weight, bias), pack_gated=lambda parts, precision: parts
+        pack_linear=lambda weight, bias, scheme: (weight, bias), pack_gated=lambda parts, scheme: parts
     )
-    weights = load_weights(source, ops, "fp8", 16, CPU)
+    weights = load_weights(source, ops, FP8, 16, CPU)
     for number, layer in enumerate(weights.layers):
         attention, mlp = f"model.layers.{number}.self_attn", f"model.layers.{number}.mlp"
         linears = [
@@ -159,7 +161,7 @@ def test_linears_reach_the_back_end_as_they_are_stored(quantized: Quantized) -> 
             assert len(set(expected_scales)) == 2
         assert list(layer.cache_scales) == expected_scales
     for precision in ("bf16", "fp32"):
-        for layer in load_weights(source, ops, precision, 16, CPU).layers:
+        for layer in load_weights(source, ops, find_scheme(precision), 16, CPU).layers:
             assert layer.cache_scales == (1.0, 1.0)
             assert isinstance(layer.down[0], Tensor)
 
@@ -170,16 +172,16 @@ def test_weight_bytes(quantized: Quantized) -> None:
     for file in quantized.directory.glob("*.safetensors"):
         stored += sum(tensor.nbytes for name, tensor in load_file(file).items() if not name.endswith("_scale"))
     source = Checkpoint.open(quantized.directory)
-    assert weight_bytes(source.config, "fp8", "cuda") == stored
+    assert weight_bytes(source.config, FP8, "cuda") == stored
     for precision in ("bf16", "fp8"):
-        weights = load_weights(source, cpu, precision, 16, CPU)
+        weights = load_weights(source, cpu, find_scheme(precision), 16, CPU)
         tensors = [weights.embedding_VD, weights.norm_D, weights.head.packed]
         for layer in weights.layers:
             linears = [layer.qkv, layer.output, *layer.gate_up, layer.down]
             tensors += [linear.packed for linear in linears]
             tensors += [linear.bias for linear in linears if linear.bias is not None]
             tensors += [layer.input_norm_D, layer.post_norm_D, *(layer.qk_norms_E or ())]
-        assert weight_bytes(source.config, precision, "cpu") == sum(tensor.nbytes for tensor in tensors)
+        assert weight_bytes(source.config, find_scheme(precision), "cpu") == sum(tensor.nbytes for tensor in tensors)
 
 
 # Number formats
@@ -222,8 +224,8 @@ def test_stacked_weights_keep_their_values(parts: list[tuple[int, int, bool]], c
     unmeasured = Fp8Weight(weights[0].values_ND, weights[0].scale_N1)
     assert stack([*weights, unmeasured]).input_scale is None
     plain = multiplied_out(weights[0])
-    assert torch.equal(stack([plain, plain]), torch.cat((plain, plain)))
-    mixed = multiplied_out(stack([plain, weights[0]]))
+    assert torch.equal(FP8.stack([plain, plain]), torch.cat((plain, plain)))
+    mixed = multiplied_out(FP8.stack([plain, weights[0]]))
     assert torch.equal(mixed, torch.cat((multiplied_out(quantise_tensor(plain)), plain)))
 
 
@@ -232,7 +234,7 @@ def test_stacked_weights_keep_their_values(parts: list[tuple[int, int, bool]], c
 def test_linears_with_a_scale_for_each_row(seed: int, rows: int, inputs: int, outputs: int, by_row: bool) -> None:
     weight = some_weight(seed, outputs, inputs, by_row)
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    packed = cpu.pack_linear(weight, None, "fp8")
+    packed = cpu.pack_linear(weight, None, FP8)
     oracle = reference.Linear(weight.values_ND, None, weight.scale_N1.view(-1))
     expected = reference.linear(x.float(), oracle)
     magnitude = x.float().abs() @ multiplied_out(weight).abs().T
@@ -450,10 +452,10 @@ def test_nan_is_found(intact: Mapping[str, Path], code: int, position: int, tmp_
 
     edit_tensors(directory, damage)
     checkpoint = Checkpoint.open(directory)
-    assert checkpoint.fp8 is not None
+    assert checkpoint.quantized is not None
     pattern = rf"model.safetensors: tensor '{name}' holds NaN"
     with pytest.raises(CheckpointError, match=pattern):
-        checkpoint.fp8.read(name, CPU)
+        checkpoint.quantized.read(name, CPU)
     with pytest.raises(CheckpointError, match=pattern):
         checkpoint.read(name, torch.float32)
 
@@ -464,22 +466,22 @@ def test_cache_scales_may_be_left_out_together(intact: Mapping[str, Path], tmp_p
         directory, lambda tensors: [tensors.pop(name) for name in [*tensors] if name[-8:] in (".k_scale", ".v_scale")]
     )
     checkpoint = Checkpoint.open(directory)
-    assert checkpoint.fp8 is not None
-    assert checkpoint.fp8.cache_scales(1) == (1.0, 1.0)
+    assert checkpoint.quantized is not None
+    assert checkpoint.quantized.cache_scales(1) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("layout", ["compressed static", "compressed dynamic"])
 def test_weights_are_read_in_pieces(intact: Mapping[str, Path], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint.open(intact[layout])
-    assert checkpoint.fp8 is not None
+    assert checkpoint.quantized is not None
     names = checkpoint.config.tensor_shapes()
     whole = {name: checkpoint.read(name, torch.float32) for name in names}
     for elements in (1, 100, 1000):
         monkeypatch.setattr(tensor_files, "_CHUNK_ELEMENTS", elements)
         for name in names:
             assert torch.equal(checkpoint.read(name, torch.float32), whole[name])
-            if name in checkpoint.fp8:
-                assert torch.equal(multiplied_out(checkpoint.fp8.read(name, CPU)), whole[name])
+            if name in checkpoint.quantized:
+                assert torch.equal(multiplied_out(checkpoint.quantized.read(name, CPU)), whole[name])
 
 
 def test_the_hash_covers_every_declaration(intact: Mapping[str, Path], tmp_path: Path) -> None:
@@ -493,7 +495,7 @@ def test_random_weights_need_only_the_shape(intact: Mapping[str, Path], tmp_path
     directory = copy(intact, "modelopt cache", tmp_path)
     edit_json(directory / "hf_quant_config.json", "quantization", "quant_algo", value="NVFP4")
     source = open_model(directory, random_weights=True)
-    assert source.fp8 is None
+    assert source.quantized is None
     assert source.config.hidden_size == 32
 
 

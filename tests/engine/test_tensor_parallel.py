@@ -73,7 +73,7 @@ def test_ranks_together_answer_as_one_does(architecture: str, ranks: int, vocabu
     engine = make_engine(directory, tensor_parallel=ranks)
     expect_short_answers(engine._scheduler)
     assert engine.generate(requests) == alone
-    assert engine.state().preemptions > 0
+    assert engine.counters().preemptions > 0
     assert engine.describe()["tensor_parallel"] == ranks
     assert_idle(engine)
 
@@ -139,9 +139,9 @@ def test_fp8_linears_are_cut_with_the_scales_of_their_rows(layout: str, tmp_path
     directory = tmp_path / "model"
     quantize(directory, LAYOUTS[layout], num_attention_heads=8, num_key_value_heads=4)
     source = open_model(directory)
-    shares = [RankWeights(source, rank, 2).fp8 for rank in range(2)]
+    shares = [RankWeights(source, rank, 2).quantized for rank in range(2)]
     for name in linear_shapes(source.config):
-        whole, parts = source.fp8.read(name, CPU), [share.read(name, CPU) for share in shares]
+        whole, parts = source.quantized.read(name, CPU), [share.read(name, CPU) for share in shares]
         values = [part.values_ND.float() * part.scale_N1 for part in parts]
         by_columns = "o_proj" in name or "down_proj" in name
         assert torch.equal(torch.cat(values, dim=int(by_columns)), whole.values_ND.float() * whole.scale_N1)
@@ -151,7 +151,7 @@ def test_fp8_linears_are_cut_with_the_scales_of_their_rows(layout: str, tmp_path
         for ranks in (1, 2)
     ]
     assert answers[0].prompt_tokens == answers[1].prompt_tokens
-    assert shares[0].cache_scales(1) == source.fp8.cache_scales(1)
+    assert shares[0].cache_scales(1) == source.quantized.cache_scales(1)
 
 
 def test_a_rank_that_dies_is_an_error_with_its_name(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatoken.engine.config import ModelConfig, Precision
-from megatoken.engine.quant import E4M3_MAX
+from megatoken.engine.config import ModelConfig
+from megatoken.engine.schemes import LinearScheme
+from megatoken.engine.schemes.fp8_weight import E4M3_MAX
 
-ACTIVATION_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 DUMP_PAGE = 0
 """Page 0 is never given to a sequence: padded table entries point to it, so no kernel needs a mask for them."""
 
@@ -61,14 +61,9 @@ class LayerCache:
         return k, v
 
 
-def cache_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """How keys and values are stored. On the CPU an fp8 cache holds e4m3 values in bf16 storage."""
-    return torch.float8_e4m3fn if precision == "fp8" and device.type == "cuda" else ACTIVATION_DTYPE[precision]
-
-
 def allocate_cache(
     config: ModelConfig,
-    precision: Precision,
+    scheme: LinearScheme,
     pages: int,
     page_size: int,
     device: torch.device,
@@ -80,7 +75,7 @@ def allocate_cache(
     are mapped from the operating system, not cleared: a page costs memory when it is first written.
     """
     shape = (pages + 1, config.kv_heads, page_size, config.head_dim)
-    dtype = cache_dtype(precision, device)
+    dtype = scheme.cache_dtype(device)
 
     def zeros() -> Tensor:
         if device.type == "cuda":
@@ -88,5 +83,5 @@ def allocate_cache(
         mapped = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(mapped, dtype=dtype).view(shape)
 
-    round_to_fp8 = dtype != torch.float8_e4m3fn and precision == "fp8"
+    round_to_fp8 = scheme.fp8_cache and dtype != torch.float8_e4m3fn
     return [LayerCache(zeros(), zeros(), round_to_fp8, *of_layer) for of_layer in scales]

@@ -28,16 +28,16 @@ class Checkpoint:
 
     Attributes:
         config: Shape of the model; its end tokens are those of ``generation_config.json`` where there is one.
-        fp8: What is stored in e4m3, with its scales; None if nothing is.
+        quantized: The linears that are stored in e4m3, with their scales; None if none are.
         content_hash: SHA-256 over the configuration files and every shard's name, size and header: cheap, but blind
             to a change of weights that keeps their names and shapes.
     """
 
     def __init__(
-        self, config: ModelConfig, tensors: Mapping[str, StoredTensor], fp8: Fp8Tensors | None, content_hash: str
+        self, config: ModelConfig, tensors: Mapping[str, StoredTensor], quantized: Fp8Tensors | None, content_hash: str
     ) -> None:
         self.config = config
-        self.fp8 = fp8
+        self.quantized = quantized
         self.content_hash = content_hash
         self._tensors = tensors
 
@@ -63,8 +63,8 @@ class Checkpoint:
                     f"{head.path}: tensor 'lm_head.weight' differs from the embedding it should be tied to; "
                     "set tie_word_embeddings to false in config.json"
                 )
-            fp8 = None if layout is None else Fp8Tensors(layout, config, tensors)
-        return cls(config, tensors, fp8, content_hash)
+            quantized = None if layout is None else Fp8Tensors(layout, config, tensors)
+        return cls(config, tensors, quantized, content_hash)
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """One weight as a fresh tensor that holds no file open; takes a few MB more than its result.
@@ -82,7 +82,7 @@ class Checkpoint:
         import torch
 
         stored = self._tensors[name]
-        scale_N1 = self.fp8.scale(name) if self.fp8 is not None and name in self.fp8 else None
+        scale_N1 = self.quantized.scale(name) if self.quantized is not None and name in self.quantized else None
         result = torch.empty(stored.shape, dtype=dtype)
         with one_line_errors(stored.path):
             for start, chunk in stored.chunks():
@@ -104,13 +104,13 @@ class RandomWeights:
 
     Attributes:
         config: The shape.
-        fp8: None: linears are drawn as they are before they are quantised.
+        quantized: None: linears are drawn before they are quantised.
         content_hash: SHA-256 over shape and seed.
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         self.config = config
-        self.fp8: Fp8Tensors | None = None
+        self.quantized: Fp8Tensors | None = None
         self.content_hash = hashlib.sha256(f"random {seed} {replace(config, name='')}".encode()).hexdigest()
         self._seed = seed
         self._shapes = config.tensor_shapes()

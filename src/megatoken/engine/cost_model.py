@@ -27,27 +27,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatoken.engine.config import ModelConfig, Precision, sharded
+from megatoken.engine.config import ModelConfig, sharded
 from megatoken.engine.gpus import Gpu
 from megatoken.engine.memory import (
-    ACTIVATION_BYTES,
     GATHERED_HEAD_SIZES,
-    LINEAR_BYTES,
-    bytes_per_token,
     gathers_contexts,
     most_recorded_rows,
     records_step,
 )
 from megatoken.engine.scheduler import StepPlan
+from megatoken.engine.schemes import BF16, LinearScheme
 from megatoken.errors import ConfigError
 
 CLOCK_LIMITED = ("H100", "H200")
 """The GPUs whose clock is computed. An H100 is an H200 with other memory, but was not measured."""
 HIGHEST_CLOCK_MHZ = 1980.0
 
-PRODUCT_SHARE: dict[Precision, float] = {"fp8": 0.947, "bf16": 0.984}
-"""Of the data sheet, by products of endless depth at the highest clock, which their power never lets them have. fp8:
-the step of llama2-70b; bf16: sustained products."""
 DEPTH_OVERHEAD = 607.0
 """Elements: a product over depth K takes as long as one over so many more would at full rate. Fitted to bursts of
 products of depth 8,192 and 28,672."""
@@ -77,26 +72,18 @@ GATHER_SECONDS, GATHER_LINK_SHARE = 19e-6, 0.787
 IDLE_WATTS = 100.0
 """Assumed: an H200 that computes nothing at a high clock. Between 80 and 150 no rate changes by more than 0.3 %."""
 FITTED_CLOCK_MHZ = 1500.0
-WATTS_PER_OPERATION: dict[Precision, float] = {"fp8": 0.447e-12, "bf16": 0.819e-12}
-"""Watts per operation/s at ``FITTED_CLOCK_MHZ``; grows with the square of the clock. Fitted, with the next, to
-sustained products, two steps and the clock of the 500/2000 run."""
 WATTS_PER_BYTE = 105e-12
-"""Watts per byte/s read or written."""
+"""Watts per byte/s read or written. Fitted, with each scheme's watts per operation/s, to sustained products, two steps
+and the clock of the 500/2000 run; those of operations grow with the square of the clock."""
 LIMIT_SHARE = 0.989
 """Of the power limit, that a run draws on average."""
 
-SUSTAINED_SHARE: dict[Precision, float] = {"fp8": 0.715, "bf16": 0.727}
-"""Of the data sheet, by products of endless depth at the clock they settle at in a step of an H200."""
-SUSTAINED_FP4_SHARE = 0.568
-"""The same of fp4: mean of what is published for GB200 and GB300."""
 PUBLISHED_DEPTH = 16_384
 
 SECONDS_PER_SEQUENCE = {"megatoken": 0.0, "published": 10.5e-6}
 """What serving software adds to a step for each of its sequences. Of this engine nothing was seen. Published: fitted to
 the verified fp4 result of GB200 (MLPerf v5.1 5.1-0008, 52,061.6 tokens/s of four), which this model without it
 overestimates by 16 %; the H200 of 5.1-0026 would need 5.6 us, a B200 (5.1-0061) 6 us."""
-
-_HEAD_PRECISION: Precision = "bf16"
 
 
 class StepCost(NamedTuple):
@@ -128,7 +115,7 @@ class CostModel:
     def __init__(
         self,
         model: ModelConfig,
-        precision: Precision,
+        scheme: LinearScheme,
         gpu: Gpu,
         *,
         ranks: int = 1,
@@ -139,7 +126,7 @@ class CostModel:
 
         Args:
             model: whole, however many ``ranks`` share it.
-            precision: of the layers' products; keys and values are fp8 with fp8 and fp4, otherwise as it.
+            scheme: of the layers' linears.
             gpu: what it runs on.
             ranks: GPUs that share each layer.
             seconds_per_sequence: what the serving software adds to a step for each of its sequences. None of this
@@ -150,21 +137,21 @@ class CostModel:
             ConfigError: the GPU has no such products, or no link to other ranks is known.
             CapacityError: ``ranks`` cannot share the model.
         """
-        if precision not in gpu.operations_per_second or "bf16" not in gpu.operations_per_second:
+        if not {scheme.precision, BF16.precision} <= gpu.operations_per_second.keys():
             known = ", ".join(gpu.operations_per_second)
-            raise ConfigError(f"{gpu.name} is not known to multiply in {precision}; take one of {known}")
+            raise ConfigError(f"{gpu.name} is not known to multiply in {scheme.precision}; take one of {known}")
         if ranks > 1 and gpu.link_bytes_per_second is None:
             raise ConfigError(f"the link between GPUs is not known of {gpu.name}, so it cannot be simulated on {ranks}")
         m = sharded(model, ranks)
         self._layers, self._seconds_per_sequence = model.layers, seconds_per_sequence
         D, F, V, L = m.hidden_size, m.intermediate_size, m.vocabulary_size, m.layers
         queries, keys = m.heads * m.head_dim, m.kv_heads * m.head_dim
-        item, cache_item = LINEAR_BYTES[precision], bytes_per_token(m, precision, "cuda") // (2 * L * keys)
+        item, cache_item = scheme.weight_bytes, scheme.cache_item_bytes("cuda")
         # A row has a part in every product but for the last layer's after qkv, which only rows that sample have.
         qkv, others = [(D, queries + 2 * keys)], [(queries, D), (D, 2 * F), (F, D)]
         in_every_row = [(depth, width, L) for depth, width in qkv] + [(depth, width, L - 1) for depth, width in others]
         in_samples = [(depth, width, 1) for depth, width in others]
-        rate, head_rate, self.basis = _product_rates(gpu, precision)
+        rate, head_rate, self.basis = _product_rates(gpu, scheme)
         self._row, self._sample = _Rows(in_every_row, rate, item), _Rows(in_samples, rate, item)
         self._weights_bytes = m.linear_parameters * item
         self._weights_seconds = self._weights_bytes / (WEIGHTS_SHARE * gpu.memory_bytes_per_second)
@@ -176,9 +163,9 @@ class CostModel:
         self._pair_operations = 4.0 * L * queries
         self._group = m.heads // m.kv_heads
         self._gathers = gpu.name in GATHERING and m.head_dim in GATHERED_HEAD_SIZES
-        self._most_recorded_rows = most_recorded_rows(m, precision) if self._gathers and cuda_graphs else 0.0
+        self._most_recorded_rows = most_recorded_rows(m, scheme) if self._gathers and cuda_graphs else 0.0
         self._chunk_rate, self._gathered_rate = (
-            share * gpu.operations_per_second["bf16"] for share in (CHUNK_SHARE, GATHERED_SHARE)
+            share * gpu.operations_per_second[BF16.precision] for share in (CHUNK_SHARE, GATHERED_SHARE)
         )
         # Of several ranks norms are a part of the sums.
         norms, activation = 2 * L * D * (6 + item) if ranks == 1 else 0, F * (4 + item)
@@ -188,26 +175,26 @@ class CostModel:
         self._elementwise_rate = ELEMENTWISE_SHARE * bandwidth
         head_depth, head_width = D + DEPTH_OVERHEAD, V // m.vocabulary_ranks
         self._head_operations, self._head_seconds = 2.0 * D * head_width, 2.0 * head_depth * head_width / head_rate
-        self._head_bytes = ACTIVATION_BYTES["bf16"] * float(D * head_width)
+        self._head_bytes = BF16.weight_bytes * float(D * head_width)
         self._head_bytes_seconds = self._head_bytes / (WEIGHTS_SHARE * bandwidth)
         self._transfer_seconds, self._row_transfer_seconds, self._sample_transfer_seconds = 0.0, 0.0, 0.0
         if ranks > 1 and gpu.link_bytes_per_second is not None:
             link, from_others = gpu.link_bytes_per_second, (ranks - 1) / ranks
-            products_and_inputs = from_others * (ACTIVATION_BYTES[precision] + item) * D
+            products_and_inputs = from_others * (scheme.activation_bytes + item) * D
             self._transfer_seconds = 2 * L * SUM_SECONDS
             sum_seconds = products_and_inputs / (SUM_LINK_SHARE * link)
             # In the last layer they are of the rows that sample alone.
             self._row_transfer_seconds, self._sample_transfer_seconds = (2 * L - 2) * sum_seconds, 2 * sum_seconds
             if m.vocabulary_ranks > 1:
-                element_seconds = from_others * ACTIVATION_BYTES[precision] / (GATHER_LINK_SHARE * link)
+                element_seconds = from_others * scheme.activation_bytes / (GATHER_LINK_SHARE * link)
                 self._transfer_seconds += 2 * GATHER_SECONDS
                 self._row_transfer_seconds += D * element_seconds
                 self._sample_transfer_seconds += V * element_seconds
                 # What arrives is read and written once more, into the order of columns.
-                self._row_bytes += 2 * ACTIVATION_BYTES[precision] * D
-                self._sample_bytes += 2 * ACTIVATION_BYTES[precision] * V
+                self._row_bytes += 2 * scheme.activation_bytes * D
+                self._sample_bytes += 2 * scheme.activation_bytes * V
         self._limit_watts = LIMIT_SHARE * gpu.power_limit_watts if gpu.name in CLOCK_LIMITED else None
-        self._watts_per_operation = WATTS_PER_OPERATION.get(precision, 0.0)
+        self._watts_per_operation = scheme.watts_per_operation
 
     def step(self, plan: StepPlan) -> StepCost:
         """The cost of a planned step."""
@@ -268,7 +255,7 @@ class CostModel:
             energy_of_bytes = moved * WATTS_PER_BYTE
             at_full_clock = (HIGHEST_CLOCK_MHZ / FITTED_CLOCK_MHZ) ** 2 * (
                 operations * self._watts_per_operation
-                + (chunk_operations + samples * self._head_operations) * WATTS_PER_OPERATION["bf16"]
+                + (chunk_operations + samples * self._head_operations) * BF16.watts_per_operation
             )
             fixed = decode_seconds + elementwise + gaps + transfers + stack
             by_clock = chunk_seconds + tail_seconds
@@ -330,19 +317,18 @@ class _Rows:
         self.bytes = sum((depth * item + 2.0 * width) * often for depth, width, often in linears)
 
 
-def _product_rates(gpu: Gpu, precision: Precision) -> tuple[float, float, str]:
-    """Operations/s of products of endless depth, of the layers and of the head; and what that rests on.
+def _product_rates(gpu: Gpu, scheme: LinearScheme) -> tuple[float, float, str]:
+    """Operations/s of products of endless depth, of the layers and of the head; and what the first rests on.
 
-    At the highest clock of a GPU whose clock is computed, at the one it settles at of any other.
+    At the highest clock of a GPU whose clock is computed, at the clock that it settles at of any other.
     """
-    peak, head_peak = gpu.operations_per_second[precision], gpu.operations_per_second[_HEAD_PRECISION]
+    peak, head_peak = (gpu.operations_per_second[one.precision] for one in (scheme, BF16))
     if gpu.name in CLOCK_LIMITED:
         basis = "measured" if gpu.name == "H200" else "measured on an H200"
-        return PRODUCT_SHARE[precision] * peak, PRODUCT_SHARE[_HEAD_PRECISION] * head_peak, basis
-    head_rate = SUSTAINED_SHARE[_HEAD_PRECISION] * head_peak
-    if precision != "fp4":
-        return SUSTAINED_SHARE[precision] * peak, head_rate, "data sheet, at the share of it that an H200 reaches"
-    published = gpu.published_fp4_operations_per_second
+        return scheme.product_share * peak, BF16.product_share * head_peak, basis
+    head_rate = BF16.sustained_share * head_peak
+    published = gpu.published_operations_per_second.get(scheme.precision)
     if published is not None:
         return published * (1 + DEPTH_OVERHEAD / PUBLISHED_DEPTH), head_rate, "published rate of large products"
-    return SUSTAINED_FP4_SHARE * peak, head_rate, "data sheet, at the share of it that others are published to reach"
+    basis = f"data sheet, at the share of it that {scheme.sustained_basis}"
+    return scheme.sustained_share * peak, head_rate, basis

@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from megatoken.engine.cache import ACTIVATION_DTYPE
-from megatoken.engine.config import EngineConfig, ModelConfig, Precision, sharded
+from megatoken.engine.config import EngineConfig, ModelConfig, sharded
 from megatoken.engine.memory import MemoryPlan, check_sizes, plan_memory_of
 from megatoken.engine.ops import Ops
+from megatoken.engine.schemes import LinearScheme, scheme_of, unknown_precision
 from megatoken.errors import CapacityError, ConfigError, how_to_install
 
 # Loading leaves holes between tensors of different sizes, 3.5 GB of them in a 70B model; segments that can grow have
@@ -20,8 +20,6 @@ from megatoken.errors import CapacityError, ConfigError, how_to_install
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 DEVICES = ("auto", "cpu", "cuda")
-LOWEST_CAPABILITY: dict[Precision, tuple[int, int]] = {"bf16": (8, 0), "fp8": (8, 9)}
-"""CUDA compute capability whose matrix units know the format."""
 
 
 def choose_device(config: EngineConfig) -> tuple[torch.device, str | None]:
@@ -33,7 +31,7 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, str | None]:
     """
     if config.device not in DEVICES:
         raise ConfigError(f"device is {config.device}; take one of {', '.join(DEVICES)}")
-    obstacle = None if config.device == "cpu" else gpu_obstacle(config.precision)
+    obstacle = None if config.device == "cpu" else gpu_obstacle(scheme_of(config))
     if config.device == "cuda" and obstacle is not None:
         raise CapacityError(f"device cuda: {obstacle}; or leave device on auto")
     if config.device == "cpu" or obstacle is not None:
@@ -41,29 +39,25 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, str | None]:
     return torch.device("cuda", torch.cuda.current_device()), None
 
 
-def gpu_obstacle(precision: Precision) -> str | None:
-    """Why the current GPU cannot run ``precision``, with the mend; None when it can."""
+def gpu_obstacle(scheme: LinearScheme) -> str | None:
+    """Why the current GPU cannot run a scheme, and what to do; None when it can."""
     if not torch.cuda.is_available():
         return "no NVIDIA GPU that this PyTorch can use; check nvidia-smi and install a CUDA build of torch"
     if find_spec("triton") is None:
         return f"Triton is not installed; {how_to_install('gpu')}"
-    if precision not in LOWEST_CAPABILITY:
-        return f"the GPU back end has no {precision}; take bf16 or fp8"
-    lowest, capability = LOWEST_CAPABILITY[precision], torch.cuda.get_device_capability()
+    lowest, capability = scheme.lowest_capability, torch.cuda.get_device_capability()
+    if lowest is None:
+        return f"the GPU back end has no {scheme.precision}; take bf16 or fp8"
     if capability < lowest:
         return (
             f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, "
-            f"{precision} needs {lowest[0]}.{lowest[1]}; take another precision or GPU"
+            f"{scheme.precision} needs {lowest[0]}.{lowest[1]}; take another precision or GPU"
         )
     return None
 
 
-def operations(device: torch.device, config: EngineConfig) -> Ops:
+def operations(device: torch.device) -> Ops:
     """The back end of ``device``."""
-    if device.type == "cuda" and config.fp8_scales == "row":
-        from megatoken.engine.ops import cuda_rows
-
-        return cuda_rows
     if device.type == "cuda":
         from megatoken.engine.ops import cuda
 
@@ -96,8 +90,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
         ConfigError: an unknown precision, scales that it has not, or a size below 1.
         CapacityError: model, context and cache cannot fit, with the numbers.
     """
-    if config.precision not in ACTIVATION_DTYPE:
-        raise ConfigError(f"precision is {config.precision}; take one of {', '.join(ACTIVATION_DTYPE)}")
+    if scheme_of(config).simulated_only:
+        raise unknown_precision(config.precision)
     check_sizes(config)
     sharded(model, config.tensor_parallel)
     device, _ = choose_device(config)

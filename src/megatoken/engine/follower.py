@@ -59,7 +59,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     source = open_model(told["model"], random_weights=told["random_weights"], seed=told["seed"])
     weights = RankWeights(source, rank, config.tensor_parallel)
-    runner = Runner(weights, config, memory, operations(device, config), device)
+    runner = Runner(weights, config, memory, operations(device), device)
     runner.follow(join(folder, rank, config.tensor_parallel, device))
 
 

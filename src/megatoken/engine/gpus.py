@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from megatoken.engine.config import Precision
+from megatoken.engine.schemes import SCHEMES
 from megatoken.errors import ConfigError
 
 _TABLE = Path(__file__).parents[1] / "data" / "gpu_specs.csv"
@@ -22,15 +23,14 @@ class Gpu:
     """One GPU by its data sheet, dense figures.
 
     Attributes:
-        operations_per_second: of matrix products, by precision of their inputs; absent where it has no such units.
-        published_fp4_operations_per_second: of a product of three sides of 16,384, measured and published; None: by
-            nobody.
-        link_bytes_per_second: to other GPUs, in one direction; None: not known.
+        operations_per_second: of matrix products, by precision of their inputs; absent if the GPU has no such units.
+        published_operations_per_second: of a product with three sides of 16,384, measured and published, by precision.
+        link_bytes_per_second: to other GPUs, in one direction; None: unknown.
     """
 
     name: str
     operations_per_second: Mapping[Precision, float]
-    published_fp4_operations_per_second: float | None
+    published_operations_per_second: Mapping[Precision, float]
     memory_bytes: int
     memory_bytes_per_second: float
     link_bytes_per_second: float | None
@@ -55,26 +55,24 @@ def find_gpu(name: str) -> Gpu:
     if name.lower() in known:
         return known[name.lower()]
     nearest = difflib.get_close_matches(name.lower(), known, n=1)
-    mend = f"did you mean {known[nearest[0]].name}?" if nearest else f"known are {', '.join(gpus())}"
-    raise ConfigError(f"GPU {name!r} is not in gpu_specs.csv; {mend}")
+    fix = f"did you mean {known[nearest[0]].name}?" if nearest else f"known are {', '.join(gpus())}"
+    raise ConfigError(f"GPU {name!r} is not in gpu_specs.csv; {fix}")
 
 
 def _gpu(row: Mapping[str, str]) -> Gpu:
     def scaled(column: str, unit: float) -> float | None:
         return float(row[column]) * unit if row[column] else None
 
-    columns: dict[Precision, str] = {
-        "bf16": "fp16_bf16_dense_tflops",
-        "fp8": "fp8_dense_tflops",
-        "fp4": "fp4_dense_tflops",
-    }
-    rates = {precision: scaled(column, 1e12) for precision, column in columns.items()}
+    def rates(columns: Mapping[Precision, str | None]) -> dict[Precision, float]:
+        found = {precision: scaled(column, 1e12) for precision, column in columns.items() if column is not None}
+        return {precision: rate for precision, rate in found.items() if rate is not None}
+
     driver_bytes = scaled("driver_memory_mib", 2**20)
     both_directions = scaled("scale_up_gb_s_per_gpu_both_directions", 1e9)
     return Gpu(
         name=row["gpu"],
-        operations_per_second={precision: rate for precision, rate in rates.items() if rate is not None},
-        published_fp4_operations_per_second=scaled("measured_fp4_matmul_tflops", 1e12),
+        operations_per_second=rates({scheme.precision: scheme.spec_column for scheme in SCHEMES}),
+        published_operations_per_second=rates({scheme.precision: scheme.published_column for scheme in SCHEMES}),
         memory_bytes=round(driver_bytes or float(row["hbm_gb"]) * 1e9 * _BYTES_PER_NOMINAL_GB),
         memory_bytes_per_second=float(row["hbm_bandwidth_tb_s"]) * 1e12,
         link_bytes_per_second=None if both_directions is None else both_directions / 2,

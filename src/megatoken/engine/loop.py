@@ -21,6 +21,7 @@ from megatoken.engine.ops import NO_TOKEN
 from megatoken.engine.parallel import Followers, RankWeights
 from megatoken.engine.request import (
     Completion,
+    Counters,
     FinishReason,
     Request,
     Sampling,
@@ -30,7 +31,7 @@ from megatoken.engine.request import (
 )
 from megatoken.engine.runner import Runner, SampledIds
 from megatoken.engine.scheduler import StepPlan
-from megatoken.engine.state import ReplicaState
+from megatoken.engine.schemes import scheme_of
 from megatoken.engine.step_time import StepTime, plan_within
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, NumericsError, RequestError
@@ -94,7 +95,7 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.device, self._why_no_gpu = choose_device(config)
-        self._ops = operations(self.device, config)
+        self._ops = operations(self.device)
         memory = self.memory_plan
         try:
             followers = None
@@ -120,9 +121,7 @@ class Engine:
         self._launched: deque[_Launched] = deque()
         self._held: list[TokenEvent] = []
         self._next_ticket = 0
-        self._batched_tokens = self._steps = 0
-        self._computed_seconds = 0.0
-        self._processed_tokens = self._output_tokens = self._decoded_tokens = self._context_tokens = 0
+        self._rows = self._last_step_rows = self._steps = 0
 
     def submit(self, request: Request) -> int:
         """Queue a request; its ticket names it in every ``TokenEvent``.
@@ -173,7 +172,6 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """Plan and launch one step, collect the oldest that is due, tell what it brought."""
-        began = time.monotonic()
         events, self._held = self._held, []
         on_the_way = [(step.rows, step.cached_tokens) for step in self._launched if step.plan.decodes]
         plan = plan_within(self._step_time, self._scheduler, on_the_way)
@@ -183,7 +181,6 @@ class Engine:
             self._launched.append(_Launched(plan, rows, cached_tokens, time.monotonic(), self._launch(plan, rows)))
         if self._launched and (plan is None or len(self._launched) > self._lookahead):
             events += self._collect(self._launched.popleft())
-        self._computed_seconds += time.monotonic() - began
         return events
 
     def cancel(self, ticket: int) -> None:
@@ -242,30 +239,15 @@ class Engine:
             "tensor_parallel": self.config.tensor_parallel,
             "steps_in_flight": 1 + self._lookahead,
             "target_step_seconds": self.config.target_step_seconds,
-            "fp8_scales": self.config.fp8_scales if self.config.precision == "fp8" else None,
+            "fp8_scales": scheme_of(self.config).fp8_scales,
             "measured_input_scales": self._runner.measured_input_scales,
             "why_no_gpu": self._why_no_gpu,
         }
 
-    def state(self) -> ReplicaState:
-        """What the engine holds and has done."""
-        scheduler, memory = self._scheduler, self.memory_plan
-        return ReplicaState(
-            in_flight=len(self._active),
-            waiting=scheduler.waiting,
-            running=scheduler.resident,
-            batched_tokens=self._batched_tokens,
-            max_batched_tokens=memory.max_batched_tokens,
-            pages_free=scheduler.free_pages,
-            pages=memory.pages,
-            steps=self._steps,
-            processed_tokens=self._processed_tokens,
-            output_tokens=self._output_tokens,
-            decoded_tokens=self._decoded_tokens,
-            context_tokens=self._context_tokens,
-            preemptions=scheduler.preemptions,
-            recomputed_tokens=scheduler.recomputed_tokens,
-            computed_seconds=self._computed_seconds,
+    def counters(self) -> Counters:
+        """A snapshot for progress lines and time series."""
+        return self._scheduler.counters(
+            in_flight=len(self._active), rows=self._rows, last_step_rows=self._last_step_rows, steps=self._steps
         )
 
     def _events(self, tickets: Iterable[int]) -> Iterator[TokenEvent]:
@@ -288,10 +270,8 @@ class Engine:
         self._held = [event for event in self._held if event.ticket not in gone]
 
     def _launch(self, plan: StepPlan, rows: int) -> SampledIds:
-        self._batched_tokens = rows
-        self._processed_tokens += rows
-        self._decoded_tokens += plan.decodes
-        self._context_tokens += int(plan.start[: plan.decodes].sum())
+        self._last_step_rows = rows
+        self._rows += rows
         self._steps += 1
         samplings = None
         if self._drawing:
@@ -342,7 +322,6 @@ class Engine:
                 )  # unless the step that brings its last token has been planned
                 self._forget(ticket)
             events.append(TokenEvent(ticket, (token,), reason))
-        self._output_tokens += len(events)
         return events
 
     def _forget(self, ticket: int) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from megatoken.engine.config import EngineConfig, Fp8Scales, ModelConfig, Precision, sharded
+from megatoken.engine.config import EngineConfig, ModelConfig, sharded
 from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES
 from megatoken.engine.scheduler import Scheduler
+from megatoken.engine.schemes import LinearScheme, scheme_of
 from megatoken.errors import CapacityError, ConfigError
 
-ACTIVATION_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2, "fp4": 2}
-LINEAR_BYTES: dict[Precision, float] = {"fp32": 4, "bf16": 2, "fp8": 1, "fp4": 0.5 + 1 / 16}
-"""Of a weight of the layers' linears on a GPU; an fp4 one has its share of a scale."""
 PARTIAL_RESULTS = 8192
 """Sequences times pieces that a GPU's decode attention may cut them into: bounds its scratch memory."""
 PAGED_CONTEXT, GATHERED_QUERIES = 512, 512
@@ -32,8 +30,6 @@ GRAPH_CHUNKS = 8
 """Rows that steps recorded as CUDA graphs are padded to, and most prompts in one."""
 LAUNCH_SECONDS_PER_LAYER = 4e-4
 """Of the host, one after the other: some eleven launches."""
-PRODUCT_OPERATIONS_PER_SECOND: dict[Precision, float] = {"fp8": 1.2e15, "bf16": 0.65e15}
-"""Of one H200 (benchmarks/gemm.py). A card with fewer records steps that it need not, which costs it padding."""
 GRAPH_LAYER_BYTES = 8_000_000
 """Of GPU memory for each layer: what the driver keeps of all recorded graphs, of which 4.9 MB were measured."""
 GPU_COLLECTIVES_BYTES = 2_000_000_000
@@ -102,23 +98,22 @@ class MemoryPlan:
         ]
 
 
-def weight_bytes(model: ModelConfig, precision: Precision, device: str, fp8_scales: Fp8Scales = "tensor") -> int:
+def weight_bytes(model: ModelConfig, scheme: LinearScheme, device: str) -> int:
     """Bytes of the packed weights on a device, "cpu" or "cuda".
 
     On the CPU the packed head of a tied model is a copy of its embedding, and fp8 values are held in bf16.
     """
-    parameters, item = model.parameters, ACTIVATION_BYTES[precision]
-    scales = 4 * model.linear_outputs if precision == "fp8" and fp8_scales == "row" else 0
+    parameters, item = model.parameters, scheme.activation_bytes
+    scales = scheme.output_scale_bytes * model.linear_outputs
     if device == "cpu":
         head_copy = model.vocabulary_size * model.hidden_size if model.tied_embeddings else 0
         return (parameters + head_copy) * item + scales
-    return parameters * item - round(model.linear_parameters * (item - LINEAR_BYTES[precision])) + scales
+    return parameters * item - round(model.linear_parameters * (item - scheme.weight_bytes)) + scales
 
 
-def bytes_per_token(model: ModelConfig, precision: Precision, device: str) -> int:
-    """Cache bytes of one token over all layers. On the CPU an fp8 cache holds e4m3 values in bf16 storage."""
-    item = 1 if device == "cuda" and precision in ("fp8", "fp4") else ACTIVATION_BYTES[precision]
-    return 2 * model.layers * model.kv_heads * model.head_dim * item
+def bytes_per_token(model: ModelConfig, scheme: LinearScheme, device: str) -> int:
+    """Cache bytes of one token over all layers."""
+    return 2 * model.layers * model.kv_heads * model.head_dim * scheme.cache_item_bytes(device)
 
 
 def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, available: int) -> MemoryPlan:
@@ -129,10 +124,7 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
         CapacityError: model, context and cache cannot fit, with the numbers.
     """
     check_sizes(config)
-    if config.fp8_scales != "tensor" and (config.fp8_scales, config.precision) != ("row", "fp8"):
-        raise ConfigError(
-            f"fp8_scales is {config.fp8_scales} in precision {config.precision}; take tensor, or row in precision fp8"
-        )
+    scheme = scheme_of(config)
     model = sharded(model, config.tensor_parallel)
     on_gpu = device == "cuda"
     page_size = config.page_size or DEFAULT_PAGE_SIZE
@@ -154,7 +146,7 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
             )
         max_length = min(max_length, pages * page_size)
     default_rows = DEFAULT_MAX_BATCHED_TOKENS[device]
-    weights = weight_bytes(model, config.precision, device, config.fp8_scales)
+    weights = weight_bytes(model, scheme, device)
     if on_gpu and config.tensor_parallel == 1 and model.parameters > LARGE_MODEL_PARAMETERS:
         default_rows = LARGE_MODEL_ROWS_ON_GPU
     if not on_gpu and weights >= HUGE_PAGES_FROM_BYTES:
@@ -162,7 +154,7 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     max_batched_tokens = config.max_batched_tokens or default_rows
     max_sequences = config.max_sequences or (max_batched_tokens * 3 // 4 if on_gpu else DEFAULT_MAX_SEQUENCES_ON_CPU)
     max_sequences = min(max_sequences, max_batched_tokens)  # every resident has a row in every step
-    page = page_size * bytes_per_token(model, config.precision, device)
+    page = page_size * bytes_per_token(model, scheme, device)
     step_bytes = _gpu_step_bytes if on_gpu else _cpu_step_bytes
     step, step_page = step_bytes(model, config, page_size, max_batched_tokens, max_sequences, max_length)
     # While loading, when the cache is not there yet: the largest matrix, its parts, and its fp32 copy. A rank
@@ -230,10 +222,10 @@ def most_rows(max_batched_tokens: int) -> int:
     return max(max_batched_tokens, graph_rows(max_batched_tokens)[-1] + GRAPH_CHUNKS)
 
 
-def most_recorded_rows(model: ModelConfig, precision: Precision) -> float:
+def most_recorded_rows(model: ModelConfig, scheme: LinearScheme) -> float:
     """Of a step that a GPU takes no longer for than the host for its launches. ``model``: a rank's part of it."""
     launch_seconds = LAUNCH_SECONDS_PER_LAYER * model.layers
-    row_seconds = 2 * model.linear_parameters / PRODUCT_OPERATIONS_PER_SECOND[precision]
+    row_seconds = 2 * model.linear_parameters / scheme.product_operations_per_second
     return min(GRAPH_ROWS[-1], launch_seconds / row_seconds)
 
 
@@ -274,12 +266,12 @@ def _cpu_step_bytes(
     max_length: int,
 ) -> tuple[int, int]:
     """What the tensors of one step take at most: bytes in any case, and bytes for each page of the cache."""
-    item = ACTIVATION_BYTES[config.precision]
+    scheme = scheme_of(config)
+    item = scheme.activation_bytes
     heads, queries, keys = model.heads, model.heads * model.head_dim, model.kv_heads * model.head_dim
     sampled = min(max_sequences, max_batched_tokens)
     row = item * (4 * model.hidden_size + 3 * (queries + 2 * keys) + 2 * model.intermediate_size)
-    if config.precision == "fp8":  # quantised rows, and products in fp32 before they are scaled
-        row += 16 * (model.hidden_size + model.intermediate_size)
+    row += scheme.cpu_input_bytes * (model.hidden_size + model.intermediate_size)
     logits = sampled * _logit_elements(model) * item + BLOCK_ROWS * model.vocabulary_size * 96
     # A prompt's later chunk: the sequence's keys and values gathered, and the mask.
     chunk = max_length * (4 * keys * item + max_batched_tokens * 5)
@@ -302,12 +294,9 @@ def _gpu_step_bytes(
     """The same on a GPU, where nothing grows with the pages of the cache and two steps are on their way at a time."""
     hidden, feed_forward = model.hidden_size, model.intermediate_size
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    sampled, precision = max_sequences, config.precision
+    sampled = max_sequences
     row = 2 * (4 * hidden + 2 * (queries + 2 * keys) + 2 * queries + 3 * feed_forward)
-    if LINEAR_BYTES[precision] < ACTIVATION_BYTES[precision] and config.fp8_scales == "tensor":
-        # While its scales are being found, inputs of linears are there in bf16, fp32 and e4m3. A scale per row is found
-        # within a kernel, and e4m3 values and their scales take less than the same in bf16.
-        row += 8 * max(feed_forward, queries, hidden)
+    row += scheme_of(config).gpu_input_bytes * max(feed_forward, queries, hidden)
     logits = sampled * _logit_elements(model) * 2 + BLOCK_ROWS * model.vocabulary_size * 96
     partial = max(PARTIAL_RESULTS, sampled) * model.heads * (model.head_dim + 2) * 4
     indices = 2 * 4 * (2 * sampled * -(-max_length // page_size) + 8 * max_batched_tokens)

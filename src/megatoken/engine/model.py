@@ -12,39 +12,40 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatoken.engine.cache import ACTIVATION_DTYPE, LayerCache
-from megatoken.engine.config import Fp8Scales, ModelConfig, Precision, RopeConfig
+from megatoken.engine.cache import LayerCache
+from megatoken.engine.config import ModelConfig, Precision, RopeConfig
 from megatoken.engine.ops import Batch, Ops, Ranks
 from megatoken.engine.process_memory import return_freed_memory
-from megatoken.engine.quant import Fp8Weight, quantise_rows, stack
+from megatoken.engine.schemes import LinearScheme
 
 
-class Fp8Source(Protocol):
-    """Linears that are stored in e4m3, with their scales."""
+class QuantizedSource(Protocol):
+    """Linears that a checkpoint stores quantised, with their scales."""
+
+    @property
+    def precision(self) -> Precision:
+        """The format that they are stored in."""
 
     def __contains__(self, name: object) -> bool: ...
 
-    def read(self, name: str, device: torch.device) -> Fp8Weight:
-        """One weight, as it is stored."""
+    def read(self, name: str, device: torch.device) -> Any:
+        """One weight, as stored, in the type of its ``LinearScheme``."""
 
     def cache_scales(self, layer: int) -> tuple[float, float]:
         """Of a layer's fp8 keys and values."""
 
 
 class WeightSource(Protocol):
-    """Where tensors come from: a checkpoint or a random generator. Names are Hugging Face's.
-
-    ``read`` gives what is stored in e4m3 too, multiplied out.
-    """
+    """Where tensors come from: a checkpoint or a random generator. Names are Hugging Face's."""
 
     config: ModelConfig
 
     @property
-    def fp8(self) -> Fp8Source | None:
-        """What is stored in e4m3, None if nothing is."""
+    def quantized(self) -> QuantizedSource | None:
+        """The quantised linears; None if there are none."""
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A fresh tensor on ``device``."""
+        """A fresh tensor on ``device``; a quantised one is multiplied out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,41 +77,36 @@ class Weights:
 
 
 def load_weights(
-    source: WeightSource,
-    ops: Ops,
-    precision: Precision,
-    max_length: int,
-    device: torch.device,
-    fp8_scales: Fp8Scales = "tensor",
+    source: WeightSource, ops: Ops, scheme: LinearScheme, max_length: int, device: torch.device
 ) -> Weights:
     """Read and pack tensor by tensor, so that the peak is the packed model and one matrix.
 
-    In fp8 the layers' linears are quantised, unless they are stored so; embedding, norms and head stay bf16.
+    The layers' linears are quantised unless they are stored in the scheme's precision; embedding, norms and head are
+    plain.
     """
     config = source.config
-    fp8 = source.fp8 if precision == "fp8" else None
-    by_row = precision == "fp8" and fp8_scales == "row"
-    dtype = ACTIVATION_DTYPE[precision]
+    stored = source.quantized
+    if stored is not None and stored.precision != scheme.precision:
+        stored = None
+    dtype = scheme.activation_dtype
 
     def tensor(name: str) -> Tensor:
         return source.read(name, dtype, device)
 
-    def weight(part: str) -> Tensor | Fp8Weight:
+    def weight(part: str) -> Any:
         name = f"{part}.weight"
-        if fp8 is not None and name in fp8:
-            return fp8.read(name, device)
-        return Fp8Weight(*quantise_rows(tensor(name))) if by_row else tensor(name)
+        return stored.read(name, device) if stored is not None and name in stored else tensor(name)
 
-    def read(part: str, bias: bool) -> tuple[Tensor | Fp8Weight, Tensor | None]:
+    def read(part: str, bias: bool) -> tuple[Any, Tensor | None]:
         return weight(part), tensor(f"{part}.bias") if bias else None
 
     def linear(part: str, bias: bool) -> Any:
-        return ops.pack_linear(*read(part, bias), precision)
+        return ops.pack_linear(*read(part, bias), scheme)
 
     def qkv(attention: str) -> Any:
         parts = [f"{attention}.{part}_proj" for part in "qkv"]
         bias = torch.cat([tensor(f"{part}.bias") for part in parts]) if config.qkv_bias else None
-        return ops.pack_linear(stack([weight(part) for part in parts]), bias, precision)
+        return ops.pack_linear(scheme.stack([weight(part) for part in parts]), bias, scheme)
 
     def layer(number: int) -> LayerWeights:
         prefix = f"model.layers.{number}"
@@ -126,17 +122,14 @@ def load_weights(
             else None,
             output=linear(f"{attention}.o_proj", config.output_bias),
             post_norm_D=tensor(f"{prefix}.post_attention_layernorm.weight"),
-            gate_up=ops.pack_gated([read(f"{mlp}.{part}_proj", config.mlp_bias) for part in ("gate", "up")], precision),
+            gate_up=ops.pack_gated([read(f"{mlp}.{part}_proj", config.mlp_bias) for part in ("gate", "up")], scheme),
             down=linear(f"{mlp}.down_proj", config.mlp_bias),
-            cache_scales=(1.0, 1.0) if fp8 is None else fp8.cache_scales(number),
+            cache_scales=(1.0, 1.0) if stored is None else stored.cache_scales(number),
         )
 
     embedding_VD = tensor("model.embed_tokens.weight")
-    head = ops.pack_linear(
-        embedding_VD if config.tied_embeddings else tensor("lm_head.weight"),
-        None,
-        "bf16" if precision == "fp8" else precision,
-    )
+    head_VD = embedding_VD if config.tied_embeddings else tensor("lm_head.weight")
+    head = ops.pack_linear(head_VD, None, scheme.head)
     layers = []
     for number in range(config.layers):
         layers.append(layer(number))

@@ -2,7 +2,7 @@
 
 Query, key, value, gate and up projections are cut by rows, output and down projections by columns, and what these two
 add to the residual stream is summed over the ranks: two all-reduces a layer (Shoeybi et al., Megatron-LM, 2019).
-Where GPUs reach each other's memory over NVLink, each rank keeps and norms its own rows (``ops.shared_rows``).
+Where GPUs reach each other's memory over NVLink, each rank keeps and norms its own rows (``ops.fused_all_reduce``).
 Where the ranks divide hidden size and vocabulary, the embedding is cut by columns and the head by rows, and what they
 give is gathered; otherwise both are on every rank, as norms are.
 Rank 0 lives in the engine's process and plans; the others follow it.
@@ -35,12 +35,12 @@ from torch import Tensor
 
 from megatoken.engine.batch import StepArrays
 from megatoken.engine.config import sharded
-from megatoken.engine.model import Fp8Source, WeightSource
-from megatoken.engine.quant import Fp8Weight
+from megatoken.engine.model import QuantizedSource, WeightSource
+from megatoken.engine.schemes.fp8_weight import share
 from megatoken.errors import MegatokenError
 
 if TYPE_CHECKING:
-    from megatoken.engine.ops.shared_rows import SharedRows
+    from megatoken.engine.ops.fused_all_reduce import FusedAllReduce
 
 _c10d: Any = torch.distributed  # groups made by hand: the module's own are global
 
@@ -60,7 +60,7 @@ class RankWeights:
 
     def __init__(self, source: WeightSource, rank: int, ranks: int) -> None:
         self.config = sharded(source.config, ranks)
-        self.fp8: Fp8Source | None = None if source.fp8 is None else _RankFp8(source.fp8, rank, ranks)
+        self.quantized = None if source.quantized is None else _RankQuantized(source.quantized, rank, ranks)
         self._source = source
         self._rank = rank
         self._ranks = ranks
@@ -75,13 +75,15 @@ class RankWeights:
             return whole if self._rank == 0 else whole.zero_()
         if part in (_EMBEDDING, _HEAD) and self.config.vocabulary_ranks == 1:
             return whole
-        return _share(whole, part, self._rank, self._ranks)
+        side = _cut_side(part)
+        return whole if side is None else share(whole, side, self._rank, self._ranks)
 
 
-class _RankFp8:
-    """The e4m3 linears of one rank."""
+class _RankQuantized:
+    """The quantised linears of one rank."""
 
-    def __init__(self, whole: Fp8Source, rank: int, ranks: int) -> None:
+    def __init__(self, whole: QuantizedSource, rank: int, ranks: int) -> None:
+        self.precision = whole.precision
         self._whole = whole
         self._rank = rank
         self._ranks = ranks
@@ -89,21 +91,18 @@ class _RankFp8:
     def __contains__(self, name: object) -> bool:
         return name in self._whole
 
-    def read(self, name: str, device: torch.device) -> Fp8Weight:
-        whole, part = self._whole.read(name, device), name.split(".")[-2]
-        scale_N1 = whole.scale_N1
-        if part in _CUT_BY_ROWS and len(scale_N1) > 1:
-            scale_N1 = _share(scale_N1, part, self._rank, self._ranks)
-        return Fp8Weight(_share(whole.values_ND, part, self._rank, self._ranks), scale_N1, whole.input_scale)
+    def read(self, name: str, device: torch.device) -> Any:
+        side = _cut_side(name.split(".")[-2])
+        whole = self._whole.read(name, device)
+        return whole if side is None else whole.share(side, self._rank, self._ranks)
 
     def cache_scales(self, layer: int) -> tuple[float, float]:
         return self._whole.cache_scales(layer)
 
 
-def _share(whole: Tensor, part: str, rank: int, ranks: int) -> Tensor:
-    if part not in _CUT_BY_ROWS + _CUT_BY_COLUMNS:
-        return whole
-    return whole.chunk(ranks, dim=int(part in _CUT_BY_COLUMNS))[rank].clone(memory_format=torch.contiguous_format)
+def _cut_side(part: str) -> int | None:
+    """0 for rows, 1 for columns, None for a part that every rank has whole."""
+    return 0 if part in _CUT_BY_ROWS else 1 if part in _CUT_BY_COLUMNS else None
 
 
 class Order(IntEnum):
@@ -124,7 +123,7 @@ class RankGroup:
         """Meets the others through a file in ``folder``; waits until all are there."""
         self.rank = rank
         self.ranks = ranks
-        self.shared: SharedRows | None = None
+        self.shared: FusedAllReduce | None = None
         self._name = folder.name
         self._store = _c10d.FileStore(str(folder / "store"), ranks)
         options = _c10d.ProcessGroupGloo._Options()
@@ -155,11 +154,11 @@ class RankGroup:
 
         ``check`` raises if a rank has ended; it is called while this one waits for the others.
         """
-        from megatoken.engine.ops.shared_rows import SharedRows
+        from megatoken.engine.ops.fused_all_reduce import FusedAllReduce
 
-        if SharedRows.reachable(self.ranks):
+        if FusedAllReduce.reachable(self.ranks):
             store = _c10d.PrefixStore("shared", self._store)
-            self.shared = SharedRows.meet(self._name, store, self.rank, self.ranks, max_rows, hidden, check)
+            self.shared = FusedAllReduce.rendezvous(self._name, store, self.rank, self.ranks, max_rows, hidden, check)
 
     def add(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over all ranks, in place."""
@@ -212,7 +211,7 @@ class RankGroup:
         runs has ended: that can wait for it, and keeps the lock without which Python lets no other thread begin.
         """
         if self.shared is not None:
-            self.shared.let_go()
+            self.shared.release()
         if self._aborting is not None:
             self._gives_up.set()
             self._aborting.join(_RUNNING_SUMS_SECONDS)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatoken.engine.config import Keys, ModelConfig
+from megatoken.engine.schemes.fp8 import FP8
 from megatoken.engine.tensor_files import FETCH, StoredTensor, one_line_errors, read_json
 from megatoken.errors import CheckpointError
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:  # who only looks at a checkpoint needs no PyTorch
     import torch
     from torch import Tensor
 
-    from megatoken.engine.quant import Fp8Weight
+    from megatoken.engine.schemes.fp8_weight import Fp8Weight
 
 WHAT_IS_READ = (
     "read are bf16, fp16 and fp32, and fp8 of ModelOpt and compressed-tensors with a scale for each tensor or row; "
@@ -86,6 +87,8 @@ class Fp8Tensors:
         CheckpointError: a scale is not positive and finite.
     """
 
+    precision = FP8.precision
+
     def __init__(self, layout: Fp8Layout, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
         weights = linear_shapes(config)
         scales = layout.expected(config, tensors).keys() - weights.keys()
@@ -104,7 +107,7 @@ class Fp8Tensors:
         """
         import torch
 
-        from megatoken.engine.quant import Fp8Weight
+        from megatoken.engine.schemes.fp8_weight import Fp8Weight
 
         stored = self._weights[name]
         values_ND = torch.empty(stored.shape, dtype=torch.float8_e4m3fn)
@@ -243,7 +246,7 @@ def _read_scale(name: str, stored: StoredTensor) -> Tensor:
     """fp32, one column."""
     import torch
 
-    from megatoken.engine.quant import E4M3_MAX
+    from megatoken.engine.schemes.fp8_weight import E4M3_MAX
 
     chunks = [chunk.to(torch.float32, copy=True) for _, chunk in stored.chunks()]
     scale_N1 = torch.cat(chunks).view(-1, 1)

@@ -24,6 +24,7 @@ from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES, return_idle_c
 from megatoken.engine.request import Sampling
 from megatoken.engine.sampling import sample
 from megatoken.engine.scheduler import Scheduler, StepPlan
+from megatoken.engine.schemes import scheme_of
 
 if TYPE_CHECKING:
     from megatoken.engine.ops.step_graphs import StepGraphs
@@ -74,14 +75,14 @@ class Runner:
         """Loads. A rank that has no ``followers`` although the model is cut must ``follow`` before it can do more."""
         self._config = source.config
         self._ops = ops
-        self._precision = config.precision
+        scheme = self._scheme = scheme_of(config)
         compiling: list[Future[None]] = []
         if device.type == "cuda":
             from megatoken.engine.ops.compilation import start_compiling
 
             compiling = start_compiling(source.config, config, memory.page_size, device)
         self._padded_rows = partial(ops.padded_rows, weights_bytes=memory.weights_bytes)
-        self._weights = load_weights(source, ops, config.precision, memory.max_length, device, config.fp8_scales)
+        self._weights = load_weights(source, ops, scheme, memory.max_length, device)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         else:
@@ -90,7 +91,7 @@ class Runner:
             if memory.weights_bytes >= HUGE_PAGES_FROM_BYTES:
                 use_huge_pages()
         scales = [layer.cache_scales for layer in self._weights.layers]
-        self._cache = allocate_cache(source.config, config.precision, memory.pages, memory.page_size, device, scales)
+        self._cache = allocate_cache(source.config, scheme, memory.pages, memory.page_size, device, scales)
         self.measured_input_scales = 0
         """Linears whose fp8 input scale was measured at start, because the checkpoint has none."""
         self._last_tokens = torch.zeros(memory.max_sequences, dtype=torch.int64, device=device)
@@ -98,8 +99,7 @@ class Runner:
         for kernel in compiling:
             kernel.result()
         self._memory = memory
-        # Scales of rows are no part of what ranks share.
-        self._shares_rows = device.type == "cuda" and config.fp8_scales == "tensor"
+        self._shares_rows = device.type == "cuda" and scheme.fused_all_reduce
         self._group: RankGroup | None = None
         self._cuda_graphs = config.cuda_graphs and device.type == "cuda"
         self._graphs: StepGraphs | None = None
@@ -210,7 +210,7 @@ class Runner:
             from megatoken.engine.ops.step_graphs import StepGraphs
 
             self._graphs = StepGraphs(
-                self._last_tokens, self._cache[0], self._config, self._precision, self._memory.max_batched_tokens
+                self._last_tokens, self._cache[0], self._config, self._scheme, self._memory.max_batched_tokens
             )
             if self._group is not None:
                 self._group.recordings = self._graphs.recorded

@@ -12,13 +12,12 @@ import numpy as np
 
 from megatoken.datasets.requests import Dataset
 from megatoken.engine.request import Request
-from megatoken.engine.state import ReplicaState
 from megatoken.harness.loadgen import LoadGenTest, TestSettings
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
 from megatoken.mlperf.rules import ClientLimit
 from megatoken.runs.tables import SampleRow, SeriesRow
-from megatoken.targets import Outcome, ReplicaReading, SampleEvent
+from megatoken.targets import Outcome, ReplicaState, SampleEvent, TargetCounters
 
 SAMPLES = 20_000
 OFFERED_RATE = 1e6  # far beyond reach, so that every sample is due at once
@@ -76,11 +75,11 @@ class InstantTarget:
             events.append(SampleEvent(sample_id, (0,), "length", now_ns))
         return events
 
-    def state(self) -> ReplicaState:
+    def counters(self) -> TargetCounters:
         """Nothing waits."""
-        return ReplicaState(in_flight=len(self._submitted))
+        return TargetCounters(len(self._submitted), 0, 0, 0, 0, 0, 0, 0)
 
-    def replicas(self) -> list[ReplicaReading]:
+    def replicas(self) -> list[ReplicaState]:
         """None of its own."""
         return []
 

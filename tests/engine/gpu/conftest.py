@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatoken.engine.quant import E4M3_MAX
+from megatoken.engine.schemes.fp8_weight import E4M3_MAX
 
 
 @pytest.fixture(scope="module")

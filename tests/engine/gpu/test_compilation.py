@@ -14,7 +14,9 @@ from gpu_kernels import ON_GPU, needs_gpu, triton
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.config import ModelConfig
 from megatoken.engine.ops import compilation, fused, paged_attention, prompt_attention, tokens
+from megatoken.engine.schemes import find_scheme
 
+CPU = torch.device("cpu")
 LLAMA = ModelConfig("llama", 64, 96, 2, 4, 2, 16, 301, 256)
 MODELS = {"llama": LLAMA, "qwen3": replace(LLAMA, name="qwen3", qk_norm=True)}
 KINDS = [("bf16", "tensor"), ("fp8", "tensor"), ("fp8", "row")]
@@ -34,11 +36,12 @@ SHAPE = {
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("precision", "fp8_scales"), KINDS)
 def test_every_launch_runs(model: str, precision: str, fp8_scales: str) -> None:
-    """What they compute is no number of ours: they read zeros. They must only accept what they are given."""
-    launches = compilation.launches(MODELS[model], precision, 16, torch.device("cpu"), fp8_scales)
+    """They read zeros, so only that they accept their arguments is checked."""
+    scheme = find_scheme(precision, fp8_scales)
+    launches = compilation.launches(MODELS[model], scheme, 16, CPU)
     assert len(launches) >= 9
-    if fp8_scales == "tensor":
-        launches += compilation.shared_launches(MODELS[model], precision, torch.device("cpu"), 2)
+    if scheme.fused_all_reduce:
+        launches += compilation.shared_launches(MODELS[model], scheme.cuda_consumers(CPU), CPU, 2)
     for launch in launches:
         launch()
 

@@ -124,13 +124,13 @@ def test_a_rank_that_dies_is_noticed(llama: Path, steps: int) -> None:
         drain(engine)
 
 
-@pytest.mark.parametrize("moment", ["shared_rows.SharedRows.meet", "step_graphs.StepGraphs._record"])
+@pytest.mark.parametrize("moment", ["fused_all_reduce.FusedAllReduce.rendezvous", "step_graphs.StepGraphs._record"])
 def test_a_rank_that_dies_at_the_start_is_noticed(llama: Path, moment: str) -> None:
     """While ranks meet, and among the steps that are recorded ahead: within a process that could wait for ever."""
     code = (
         "import sys, psutil\n"
         "from megatoken.engine import Engine, EngineConfig\n"
-        "from megatoken.engine.ops import shared_rows, step_graphs\n"
+        "from megatoken.engine.ops import fused_all_reduce, step_graphs\n"
         "from megatoken.errors import MegatokenError\n"
         f"then = {moment}\n"
         "def die(*arguments):\n"

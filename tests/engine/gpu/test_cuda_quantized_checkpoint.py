@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from megatoken.engine import Engine, EngineConfig
 from megatoken.engine.memory import weight_bytes
+from megatoken.engine.schemes import find_scheme
 
 pytestmark = MARKS
 
@@ -71,7 +72,9 @@ def test_linears_have_the_scales_of_the_checkpoint(quantized: Quantized) -> None
             largest = max(stored[f"{name}.input_scale"].item() for name in names)
             assert linear.input_scale.value == linear.input_scale.device.item() == largest
         tensors += [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
-    assert sum(tensor.nbytes for tensor in tensors) == weight_bytes(engine.model_config, "fp8", engine.device.type)
+    assert sum(tensor.nbytes for tensor in tensors) == weight_bytes(
+        engine.model_config, find_scheme("fp8"), engine.device.type
+    )
 
 
 @pytest.mark.parametrize("layout", ["modelopt cache", "compressed cache"])

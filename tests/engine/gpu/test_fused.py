@@ -12,7 +12,7 @@ from torch import Tensor
 from megatoken.engine.config import RopeConfig
 from megatoken.engine.model import rotary_tables
 from megatoken.engine.ops import fused, reference, tokens
-from megatoken.engine.quant import E4M3_MAX
+from megatoken.engine.schemes.fp8_weight import E4M3_MAX
 
 pytestmark = MARKS
 EPSILON = 1e-5

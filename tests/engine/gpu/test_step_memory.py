@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,11 @@ from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import SHAPES, EngineConfig, Fp8Scales, ModelConfig, Precision, sharded
 from megatoken.engine.memory import plan_memory_of
 from megatoken.engine.model import LayerWeights, Weights, forward
-from megatoken.engine.ops import cuda, cuda_rows, fused, paged_attention, prompt_attention
+from megatoken.engine.ops import cuda, fused, paged_attention, prompt_attention
+from megatoken.engine.ops.cuda_fp8 import RowScaledLinear, TensorScaledLinear
+from megatoken.engine.ops.cuda_linear import InputScale, Linear
 from megatoken.engine.parallel import RankGroup
-from megatoken.engine.quant import Fp8Weight
+from megatoken.engine.schemes.fp8_weight import Fp8Weight
 
 META = torch.device("meta")
 PAGE_SIZE, LENGTH = 32, 1024
@@ -73,14 +75,15 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 def weights_of(model: ModelConfig, form: str, *, measured: bool) -> Weights:
-    def linear(outputs: int, inputs: int) -> cuda.Linear:
+    def linear(outputs: int, inputs: int) -> Linear:
         if form == "bf16":
-            return cuda.Linear(bf16(outputs, inputs), None)
+            return Linear(bf16(outputs, inputs), None)
         values = torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn, device=META)
         if form == "fp8 by row":
             scale = torch.empty(outputs, 1, device=META)
-            return cuda_rows.pack_linear(Fp8Weight(values, scale), None, "fp8")
-        return cuda.fp8_linear(values, 1.0, 1.0 if measured else None)
+            return RowScaledLinear.pack(Fp8Weight(values, scale), None)
+        one = torch.empty(1, device=META)
+        return TensorScaledLinear(values, None, InputScale(one, 1.0) if measured else None, weight_scale=one.view(()))
 
     hidden, queries, keys = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
     layer = LayerWeights(
@@ -95,7 +98,7 @@ def weights_of(model: ModelConfig, form: str, *, measured: bool) -> Weights:
     )
     tables, shapes = bf16(LENGTH, model.head_dim), model.tensor_shapes()
     embedding, head = (bf16(*shapes[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
-    return Weights(embedding, [layer] * model.layers, bf16(hidden), cuda.Linear(head, None), (tables, tables))
+    return Weights(embedding, [layer] * model.layers, bf16(hidden), Linear(head, None), (tables, tables))
 
 
 class MetaRanks(RankGroup):
@@ -143,9 +146,8 @@ def most_bytes(model: ModelConfig, form: str, rows: int, decodes: int, *, measur
     page = torch.empty(2, model.kv_heads, PAGE_SIZE, model.head_dim, dtype=cache_type, device=META)
     cache = [LayerCache(page, page, form != "bf16")] * model.layers
     batch = batch_of(rows, decodes)
-    ops: ModuleType = cuda_rows if form == "fp8 by row" else cuda
     with LiveBytes() as live:
-        forward(weights, model, ops, cache, batch, MetaRanks(model.vocabulary_ranks))
+        forward(weights, model, cuda, cache, batch, MetaRanks(model.vocabulary_ranks))
     return live.most
 
 

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from megatoken.audit.view import observe
 from megatoken.engine.config import REFERENCE, SHAPES, ModelConfig, Precision, model_folder, sharded
 from megatoken.engine.kernel_words import NO_KERNELS, SIMULATED
 from megatoken.engine.memory import bytes_per_token, weight_bytes
+from megatoken.engine.schemes import find_scheme
 from megatoken.errors import MegatokenError
 from megatoken.files import mapping, read_json_object
 from megatoken.mlperf.detail_log import DetailLog
@@ -177,10 +178,12 @@ def _of_the_shape(folder: Run, plan: Mapping[str, Any]) -> Iterator[str]:
     device, engine = plan.get("device"), mapping(folder.config.get("engine"))
     if model is None or folder.result.get("precision") not in get_args(Precision) or device not in ("cpu", "cuda"):
         return
-    precision = cast("Precision", folder.result["precision"])
+    precision = str(folder.result["precision"])
+    by_row = engine.get("fp8_scales") == "row" and find_scheme(precision).fp8_scales is not None
+    scheme = find_scheme(precision, "row" if by_row else None)
     try:
         part = sharded(model, engine.get("tensor_parallel") or 1)
-        weights = weight_bytes(part, precision, device, "row" if engine.get("fp8_scales") == "row" else "tensor")
+        weights = weight_bytes(part, scheme, device)
     except (MegatokenError, TypeError, ZeroDivisionError):
         yield f"engine.tensor_parallel {engine.get('tensor_parallel')}, which {model.name} cannot be"
         return
@@ -188,7 +191,7 @@ def _of_the_shape(folder: Run, plan: Mapping[str, Any]) -> Iterator[str]:
     if told is not None and not math.isclose(told, weights, rel_tol=WEIGHTS_TOLERANCE):
         yield f"weights_bytes {told:,}, {model.name} in {precision} on {device} has {weights:,}"
     if {"cache_bytes", "pages", "page_size"} <= plan.keys():
-        page = plan["page_size"] * bytes_per_token(part, precision, device)
+        page = plan["page_size"] * bytes_per_token(part, scheme, device)
         if not plan["pages"] * page <= plan["cache_bytes"] <= (plan["pages"] + 1) * page:  # one page takes what is cut
             yield f"cache_bytes {plan['cache_bytes']:,}, {plan['pages']:,} pages of {model.name} have {page:,} each"
 

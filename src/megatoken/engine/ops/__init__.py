@@ -1,8 +1,8 @@
 """The operations a model is made of, one module for each back end.
 
-``cpu``, ``cuda`` and ``cuda_rows``, which is ``cuda`` with other fp8 scales, are modules with the functions of ``Ops``;
+``cpu`` and ``cuda`` are modules with the functions of ``Ops``;
 the model calls them by name and never asks whose they are. ``fused``, ``paged_attention``, ``prompt_attention``,
-``shared_rows`` and ``tokens`` are Triton kernels for ``cuda``; ``native`` calls compiled ones for ``cpu``.
+``fused_all_reduce`` and ``tokens`` are Triton kernels for ``cuda``; ``native`` calls compiled ones for ``cpu``.
 ``reference`` writes the operations out in plain torch: the definitions, and the oracle of the tests.
 
 Shape letters: T rows in the step, S rows that sample, D hidden size, N output features, F feed-forward size, H query
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import LayerCache
-from megatoken.engine.config import ModelConfig, Precision
-from megatoken.engine.quant import Fp8Weight
+from megatoken.engine.config import ModelConfig
+from megatoken.engine.schemes import LinearScheme
 
 if TYPE_CHECKING:
-    from megatoken.engine.ops.shared_rows import SharedRows
+    from megatoken.engine.ops.fused_all_reduce import FusedAllReduce
 
 NO_TOKEN = -1
 """The id of a row whose logits are no numbers."""
@@ -40,7 +40,7 @@ class Ranks(Protocol):
     """The ranks that a model is cut over, as one of them calls the others: all call the same, in the same order."""
 
     @property
-    def shared(self) -> SharedRows | None:
+    def shared(self) -> FusedAllReduce | None:
         """Memory in which the ranks' GPUs add up; None where they have none: then each keeps all rows, and ``add``s."""
 
     def add(self, x: Tensor) -> Tensor:
@@ -69,17 +69,17 @@ class Ops(Protocol):
         ``last_tokens``: int64 [slots], the newest token of each slot.
         """
 
-    def pack_linear(self, weight_ND: Tensor | Fp8Weight, bias_N: Tensor | None, precision: Precision) -> Any:
+    def pack_linear(self, weight: Any, bias_N: Tensor | None, scheme: LinearScheme) -> Any:
         """Bring ``y = x W^T + b`` into the form ``linear`` wants; the weight may be freed afterwards.
 
-        A weight that is fp8 already, which only ``precision`` fp8 allows, keeps its values and scales as far as the
-        back end's products can use them.
+        A plain weight [N, D] is quantised if the scheme asks for it; one that is quantised already keeps its values and
+        scales as far as the back end's products can use them.
         """
 
-    def pack_gated(self, gate_up: list[tuple[Tensor | Fp8Weight, Tensor | None]], precision: Precision) -> Any:
+    def pack_gated(self, gate_up: list[tuple[Any, Tensor | None]], scheme: LinearScheme) -> Any:
         """Bring gate and up projection, each weight [F, D] and bias [F] or None, into the form ``gated`` wants."""
 
-    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, epsilon: float, consumer: Any = None) -> Any:
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, epsilon: float, consumer: Any) -> Any:
         """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension."""
 
     def linear(self, x_TD: Any, linear: Any) -> Tensor:

@@ -6,19 +6,20 @@ launched once on a few rows of zeros. One that is forgotten here is compiled in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megatoken.engine.cache import ACTIVATION_DTYPE, cache_dtype
-from megatoken.engine.config import EngineConfig, Fp8Scales, ModelConfig, Precision
+from megatoken.engine.config import EngineConfig, ModelConfig
 from megatoken.engine.ops import fused, paged_attention, prompt_attention, tokens
 from megatoken.engine.ops.cuda import DECODE
+from megatoken.engine.ops.cuda_linear import Linear
+from megatoken.engine.ops.fused_all_reduce import FusedAllReduce
 from megatoken.engine.ops.prompt_attention import ChunkConfig
-from megatoken.engine.ops.shared_rows import SharedRows
+from megatoken.engine.schemes import LinearScheme, scheme_of
 
 ROWS = 16
 
@@ -27,7 +28,7 @@ def start_compiling(
     config: ModelConfig, engine: EngineConfig, page_size: int, device: torch.device
 ) -> list[Future[None]]:
     """Begins; each future is one kernel's, done when the kernel can run."""
-    kernels = launches(config, engine.precision, page_size, device, engine.fp8_scales, engine.tensor_parallel)
+    kernels = launches(config, scheme_of(engine), page_size, device, engine.tensor_parallel)
     pool = ThreadPoolExecutor(max_workers=len(kernels), thread_name_prefix="compile")
 
     def launch(kernel: Callable[[], object]) -> None:
@@ -41,10 +42,9 @@ def start_compiling(
 
 def launches(
     config: ModelConfig,
-    precision: Precision,
+    scheme: LinearScheme,
     page_size: int,
     device: torch.device,
-    fp8_scales: Fp8Scales = "tensor",
     ranks: int = 1,
 ) -> list[Callable[[], object]]:
     """Every kernel that steps of this model launch, in every form. Longest to compile first.
@@ -54,7 +54,7 @@ def launches(
     heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
     epsilon = config.rms_norm_epsilon
 
-    def zeros(*shape: int, dtype: torch.dtype = ACTIVATION_DTYPE[precision]) -> Tensor:
+    def zeros(*shape: int, dtype: torch.dtype = scheme.activation_dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def int32(*values: int) -> Tensor:
@@ -69,7 +69,7 @@ def launches(
     pages_TW = torch.zeros(ROWS, -(-2 * split // page_size), dtype=torch.int32, device=device)
     lengths_T = int32(*[2 * split] * ROWS)
     indices_T = int32(*[0] * ROWS)
-    cache = zeros(1, kv_heads, page_size, head_dim, dtype=cache_dtype(precision, device))
+    cache = zeros(1, kv_heads, page_size, head_dim, dtype=scheme.cache_dtype(device))
 
     def decode(out_THE: Tensor, out_scale: float | None) -> None:
         paged_attention.decode_attention(
@@ -84,28 +84,23 @@ def launches(
             softmax_scale=1.0, max_rows=ROWS, max_context=ROWS, out_scale=out_scale, config=way,
         )  # fmt: skip
 
-    def norm(delta_TD: Tensor | None, scale: Tensor | None = None) -> Callable[[], object]:
-        return lambda: fused.add_rms_norm(delta_TD, x_TD.clone(), norm_D, epsilon, scale)
+    def of_input(consumer: Linear) -> list[Callable[[], object]]:
+        return [
+            lambda: consumer.normed(None, x_TD, norm_D, epsilon),
+            lambda: consumer.normed(x_TD, x_TD.clone(), norm_D, epsilon),
+            lambda: consumer.activated(gate_up_T2F),
+            lambda: consumer.attended(q_THE.view(ROWS, -1)),
+        ]
 
     ways = prompt_attention.ways(head_dim, device)
-    outputs: list[tuple[Tensor, float | None]] = [(zeros(ROWS, heads, head_dim), None)]
-    if precision == "fp8" and fp8_scales == "row":
-        inputs = [
-            norm(x_TD),
-            lambda: fused.add_rms_norm_rows(None, x_TD, norm_D, epsilon),
-            lambda: fused.add_rms_norm_rows(x_TD, x_TD.clone(), norm_D, epsilon),
-            lambda: fused.silu_mul_rows(gate_up_T2F),
-            lambda: fused.quantise_rows(q_THE.view(ROWS, -1)),
-        ]
-    else:
-        inputs = [norm(None), norm(x_TD), lambda: fused.silu_mul(gate_up_T2F)]
-        if precision == "fp8":
-            scale = torch.ones(1, device=device)
-            outputs.append((zeros(ROWS, heads, head_dim, dtype=torch.float8_e4m3fn), 1.0))
-            inputs += [norm(None, scale), norm(x_TD, scale), lambda: fused.silu_mul(gate_up_T2F, scale)]
-
-    if ranks > 1 and fp8_scales == "tensor" and SharedRows.reachable(ranks):
-        inputs += shared_launches(config, precision, device, ranks)
+    consumers = scheme.cuda_consumers(device)
+    outputs = [consumer.attention_output(q_THE) for consumer in consumers]
+    inputs = [launch for consumer in consumers for launch in of_input(consumer)]
+    if not any(consumer.takes_bf16 for consumer in consumers):
+        head = Linear(norm_D, None)
+        inputs.append(lambda: head.normed(x_TD, x_TD.clone(), norm_D, epsilon))
+    if ranks > 1 and scheme.fused_all_reduce and FusedAllReduce.reachable(ranks):
+        inputs += shared_launches(config, consumers, device, ranks)
     return [
         *(lambda way=way, output=output: chunk(way, *output) for way in ways for output in outputs),
         *(lambda output=output: decode(*output) for output in outputs),
@@ -121,7 +116,7 @@ def launches(
 
 
 def shared_launches(
-    config: ModelConfig, precision: Precision, device: torch.device, ranks: int
+    config: ModelConfig, consumers: Sequence[Linear], device: torch.device, ranks: int
 ) -> list[Callable[[], object]]:
     """Kernels in shared memory, of a rank alone that all others have come to meet."""
     hidden = config.hidden_size
@@ -129,9 +124,9 @@ def shared_launches(
     rows_S = torch.zeros(ROWS, dtype=torch.int32, device=device)
 
     def add_rms_norm(scale: Tensor | None) -> Callable[[], object]:
-        shared = SharedRows.alone(ranks, ROWS, hidden, device)
+        shared = FusedAllReduce.alone(ranks, ROWS, hidden, device)
         return lambda: shared.add_rms_norm(ROWS, shared.products(ROWS), norm_D, config.rms_norm_epsilon, scale)
 
-    scales = [None, torch.ones(1, device=device)] if precision == "fp8" else [None]
-    shared = SharedRows.alone(ranks, ROWS, hidden, device)
+    scales = [consumer.device_scale for consumer in consumers]
+    shared = FusedAllReduce.alone(ranks, ROWS, hidden, device)
     return [*map(add_rms_norm, scales), lambda: shared.select(rows_S, ROWS)]

@@ -21,9 +21,10 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from megatoken.engine.batch import StepArrays
 from megatoken.engine.cache import DUMP_PAGE, LayerCache
-from megatoken.engine.config import ModelConfig, Precision
+from megatoken.engine.config import ModelConfig
 from megatoken.engine.ops import NO_TOKEN, Ranks, native
-from megatoken.engine.quant import Fp8Weight, quantise_rows, quantise_tensor
+from megatoken.engine.schemes import LinearScheme
+from megatoken.engine.schemes.fp8_weight import Fp8Weight, quantise_rows
 
 MASKED = -1e30
 IN_PLACE_SHARE = 0.6
@@ -107,25 +108,25 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def pack_linear(weight_ND: Tensor | Fp8Weight, bias_N: Tensor | None, precision: Precision) -> Linear:
-    """Reorder into oneDNN's blocked layout, good for any number of rows.
+def pack_linear(weight: Tensor | Fp8Weight, bias_N: Tensor | None, scheme: LinearScheme) -> Linear:
+    """Reorder into oneDNN's blocked layout, which suits any number of tokens.
 
-    An fp8 weight is held exactly. Its input scale is not needed: each row of the input gets its own.
+    An fp8 weight is held exactly. Its input scale is not needed: the input of each token gets its own.
     """
-    if precision == "fp8" and isinstance(weight_ND, Tensor):
-        weight_ND = quantise_tensor(weight_ND)
-    if isinstance(weight_ND, Tensor):
-        packed, scale = weight_ND, None
+    if isinstance(weight, Tensor):
+        weight = scheme.quantise(weight)
+    if isinstance(weight, Tensor):
+        packed, scale = weight, None
     else:
-        packed, scale = weight_ND.values_ND.to(torch.bfloat16), weight_ND.scale_N1.view(-1)
+        packed, scale = weight.values_ND.to(torch.bfloat16), weight.scale_N1.view(-1)
     if can_pack(packed.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(packed, 32)
     return Linear(packed, bias_N, scale)
 
 
-def pack_gated(gate_up: list[tuple[Tensor | Fp8Weight, Tensor | None]], precision: Precision) -> tuple[Linear, Linear]:
+def pack_gated(gate_up: list[tuple[Tensor | Fp8Weight, Tensor | None]], scheme: LinearScheme) -> tuple[Linear, Linear]:
     """Apart, so that each product can do its share of the elementwise work."""
-    gate, up = (pack_linear(weight, bias, precision) for weight, bias in gate_up)
+    gate, up = (pack_linear(weight, bias, scheme) for weight, bias in gate_up)
     return gate, up
 
 

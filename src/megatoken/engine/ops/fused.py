@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatoken.engine.ops import reference
-from megatoken.engine.quant import E4M3_MAX
+from megatoken.engine.schemes.fp8_weight import E4M3_MAX
 
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _SMALLEST_SCALE = tl.constexpr(1e-12)

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatoken.engine.memory import PARTIAL_RESULTS
-from megatoken.engine.quant import E4M3_MAX
+from megatoken.engine.schemes.fp8_weight import E4M3_MAX
 
 MAX_SPLITS = 32
 """Most pieces one sequence is cut into."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megatoken.engine.cache import LayerCache
-from megatoken.engine.config import Precision
 from megatoken.engine.ops import NO_TOKEN
-from megatoken.engine.quant import quantise_rows, quantise_tensor
+from megatoken.engine.schemes import LinearScheme
+from megatoken.engine.schemes.fp8_weight import quantise_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class Linear:
     scale: Tensor | None
 
 
-def pack_linear(weight_ND: Tensor, bias_N: Tensor | None, precision: Precision) -> Linear:
-    """Keep the weight as it is, or as e4m3 values and one scale."""
-    if precision != "fp8":
-        return Linear(weight_ND, bias_N, None)
-    quantised = quantise_tensor(weight_ND)
-    return Linear(quantised.values_ND, bias_N, quantised.scale_N1.view(-1))
+def pack_linear(weight_ND: Tensor, bias_N: Tensor | None, scheme: LinearScheme) -> Linear:
+    """The weight in the scheme's format: plain, or e4m3 values with their scales."""
+    weight = scheme.quantise(weight_ND)
+    if isinstance(weight, Tensor):
+        return Linear(weight, bias_N, None)
+    return Linear(weight.values_ND, bias_N, weight.scale_N1.view(-1))
 
 
 def linear(x_TD: Tensor, linear: Linear) -> Tensor:

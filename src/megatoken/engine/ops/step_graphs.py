@@ -19,9 +19,10 @@ from torch import Tensor
 
 from megatoken.engine.batch import StepArrays, StepShape, largest_step, pad_step
 from megatoken.engine.cache import LayerCache
-from megatoken.engine.config import ModelConfig, Precision
+from megatoken.engine.config import ModelConfig
 from megatoken.engine.memory import GRAPH_CHUNKS, graph_rows, most_recorded_rows, records_step
 from megatoken.engine.ops import cuda
+from megatoken.engine.schemes import LinearScheme
 
 SHORTEST_TOKENS, LENGTH_RATIO = 512, 4
 """The first of the lengths that there are graphs for, no less than their rows, and each to the one before."""
@@ -47,7 +48,7 @@ class StepGraphs:
     """The graphs of one model on one device, made as steps need them."""
 
     def __init__(
-        self, last_tokens: Tensor, cache: LayerCache, config: ModelConfig, precision: Precision, max_rows: int
+        self, last_tokens: Tensor, cache: LayerCache, config: ModelConfig, scheme: LinearScheme, max_rows: int
     ) -> None:
         """``last_tokens``: int64 [slots]. ``cache``: any layer's. ``config``: of the rank's part."""
         device = last_tokens.device
@@ -62,7 +63,7 @@ class StepGraphs:
         self._met: Counter[StepShape] = Counter()
         self.recorded: dict[StepShape, _Recorded] = {}
         """Least recently used first."""
-        self._most_rows = min(self._rows[-1], most_recorded_rows(config, precision))
+        self._most_rows = min(self._rows[-1], most_recorded_rows(config, scheme))
 
     def takes(self, arrays: StepArrays) -> bool:
         """Whether a step is one to record."""

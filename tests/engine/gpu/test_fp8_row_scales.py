@@ -28,12 +28,14 @@ from torch import Tensor
 
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.memory import GPU_LIBRARY_BYTES, weight_bytes
-from megatoken.engine.ops import cuda_rows
-from megatoken.engine.quant import Fp8Weight, quantise_rows
+from megatoken.engine.ops.cuda_fp8 import ScaledTokens
+from megatoken.engine.schemes import find_scheme
+from megatoken.engine.schemes.fp8_weight import Fp8Weight, quantise_rows
 from megatoken.errors import CapacityError
 
 pytestmark = MARKS
 
+FP8_ROWS = find_scheme("fp8", "row")
 LOGIT_ERROR = 0.15
 """Root mean square of the difference from bf16, as a share of the root mean square of the logits."""
 CHECKPOINT_LOGIT_ERROR = 0.12
@@ -72,14 +74,14 @@ def test_products(rows: int, with_bias: bool) -> None:
 
     weight = Fp8Weight(*quantise_rows(uneven(144, 272)))
     bias = torch.randn(144, generator=generator, device="cuda").bfloat16() if with_bias else None
-    linear = cuda_rows.pack_linear(weight, bias, "fp8")
+    linear = FP8_ROWS.cuda_linear(weight, bias)
     values, scale_T1 = quantise_rows(uneven(rows, 272).bfloat16())
     product = (values.double() * scale_T1) @ (weight.values_ND.double() * weight.scale_N1).T
     sizes = (values.double() * scale_T1).norm(dim=1, keepdim=True) * (weight.values_ND.double() * weight.scale_N1).norm(
         dim=1
     )
     expected = product if bias is None else product + bias.double()
-    actual = cuda_rows.linear(cuda_rows.ScaledRows(values, scale_T1), linear)
+    actual = linear.product(ScaledTokens(values, scale_T1))
     assert actual.shape == (rows, 144)
     assert actual.dtype == torch.bfloat16
     # bf16 rounds the result; the tensor cores' sums keep about 14 bits of the larger of what they add.
@@ -116,11 +118,10 @@ def test_scales_of_checkpoints_are_honoured(layout: str, tmp_path: Path, monkeyp
         assert linear.weight_scale.shape == (1, len(values))
         assert torch.equal(linear.weight_scale[0].cpu(), expected)
         assert linear.input_scale is None
-        assert linear.largest_input is None
         tensors += [linear.weight, linear.weight_scale]
     assert engine.describe()["fp8_scales"] == "row"
     assert engine.describe()["measured_input_scales"] == 0
-    assert sum(tensor.nbytes for tensor in tensors) == weight_bytes(engine.model_config, "fp8", "cuda", "row")
+    assert sum(tensor.nbytes for tensor in tensors) == weight_bytes(engine.model_config, FP8_ROWS, "cuda")
     error = error_from_transformers(engine, quantized.model, monkeypatch)
     print(f"\n{layout}: logit error {error:.4f}")
     assert error <= CHECKPOINT_LOGIT_ERROR
@@ -151,4 +152,4 @@ def test_memory_stays_within_the_plan() -> None:
 def test_sides_that_no_fp8_product_has_are_refused() -> None:
     odd = Fp8Weight(*quantise_rows(torch.ones(24, 32, device="cuda")))
     with pytest.raises(CapacityError, match="a linear of 24 x 32: fp8 on a GPU needs multiples of 16; take bf16"):
-        cuda_rows.pack_linear(odd, None, "fp8")
+        FP8_ROWS.cuda_linear(odd, None)

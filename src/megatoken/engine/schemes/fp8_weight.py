@@ -1,4 +1,4 @@
-"""Number formats. fp8 here is e4m3, scaled so that the largest magnitude of a tensor or row becomes 448."""
+"""e4m3 weights and inputs, scaled so that the largest magnitude of a tensor or row becomes 448."""
 
 from __future__ import annotations
 
@@ -18,12 +18,22 @@ class Fp8Weight:
     Attributes:
         values_ND: e4m3.
         scale_N1: fp32 [N, 1], or [1, 1] where all rows have the same.
-        input_scale: the linear's input is meant to be e4m3 of ``x / input_scale``; None where nobody has measured it.
+        input_scale: the linear's input is meant to be e4m3 of ``x / input_scale``; None if it was not measured.
     """
 
     values_ND: Tensor
     scale_N1: Tensor
     input_scale: float | None = None
+
+    def share(self, side: int, rank: int, ranks: int) -> Fp8Weight:
+        """A rank's rows (``side`` 0) or columns (1) with their scales."""
+        scale_N1 = share(self.scale_N1, 0, rank, ranks) if side == 0 and len(self.scale_N1) > 1 else self.scale_N1
+        return Fp8Weight(share(self.values_ND, side, rank, ranks), scale_N1, self.input_scale)
+
+
+def share(whole: Tensor, side: int, rank: int, ranks: int) -> Tensor:
+    """A rank's rows (``side`` 0) or columns (1) of a matrix, or elements of a vector, as a contiguous copy."""
+    return whole.chunk(ranks, dim=side)[rank].clone(memory_format=torch.contiguous_format)
 
 
 def quantise_tensor(weight_ND: Tensor) -> Fp8Weight:
@@ -35,7 +45,7 @@ def quantise_tensor(weight_ND: Tensor) -> Fp8Weight:
 
 
 def quantise_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """One scale per row, so that a row's values never depend on the rows beside it.
+    """One scale per row, so that a row's values never depend on other rows.
 
     Returns:
         e4m3 values [T, D] and fp32 scales [T, 1].
@@ -44,16 +54,11 @@ def quantise_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     return x_TD.to(torch.float32, copy=True).div_(scale_T1).to(torch.float8_e4m3fn), scale_T1
 
 
-def stack(parts: Sequence[Tensor | Fp8Weight]) -> Tensor | Fp8Weight:
-    """Linears that read the same input as one, their rows one below the other.
+def stack(weights: Sequence[Fp8Weight]) -> Fp8Weight:
+    """Linears that read the same input as one, rows below each other; rows keep their scales, so this is exact.
 
-    Exact: fp8 rows keep their scales; plain parts among them are quantised. The common input scale is the largest, so
-    that no input saturates that did not before.
+    The common input scale is the largest, so that no input saturates that did not before.
     """
-    plain = [part for part in parts if isinstance(part, Tensor)]
-    if len(plain) == len(parts):
-        return torch.cat(plain)
-    weights = [quantise_tensor(part) if isinstance(part, Tensor) else part for part in parts]
     input_scales = [weight.input_scale for weight in weights if weight.input_scale is not None]
     return Fp8Weight(
         torch.cat([weight.values_ND for weight in weights]),

@@ -68,7 +68,7 @@ class _Places:
         return cls(*accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
 
 
-class _Meeting(Store):
+class _RendezvousStore(Store):
     """A store for one meeting of processes, of which one may have met others before, and one may end meanwhile.
 
     PyTorch's ``StoreExchange`` asks for PREFIX/NUMBER/RANK and counts from a process's start; here, from the first.
@@ -99,13 +99,13 @@ class _Meeting(Store):
         self._store.wait(known, *timeout)
 
 
-class SharedRows:
+class FusedAllReduce:
     """The memory of one rank, and the addresses of all."""
 
     def __init__(
         self, memory: Tensor, addresses: list[int], rank: int, max_rows: int, hidden: int, mapped: Any = None
     ) -> None:
-        """Of memory that is there; ``meet`` makes it.
+        """Of memory that is there; ``rendezvous`` makes it.
 
         Args:
             memory: zeros, uint8 [bytes], on this rank's device.
@@ -129,7 +129,7 @@ class SharedRows:
         self._mapped = mapped
 
     @classmethod
-    def meet(
+    def rendezvous(
         cls, name: str, store: Any, rank: int, ranks: int, max_rows: int, hidden: int, check: Callable[[], None]
     ) -> Self:
         """With every rank's, each on the CUDA device of its number; all wait for each other.
@@ -149,7 +149,7 @@ class SharedRows:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         c10d: Any = import_module("torch._C._distributed_c10d")  # what is public is of global groups alone
         symmetric = c10d._SymmetricMemory
-        meeting = _Meeting(store, check)  # held here: what has only its C++ part calls no method of ours
+        meeting = _RendezvousStore(store, check)  # held here: what has only its C++ part calls no method of ours
         group = c10d.ProcessGroup(meeting, rank, ranks)  # held here: the register keeps nothing alive
         c10d._register_process_group(name, group)
         try:
@@ -237,7 +237,7 @@ class SharedRows:
         )  # fmt: skip
         return self._inputs[: rows * self._hidden * dtype.itemsize].view(dtype).view(rows, self._hidden)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Ends kernels that wait for ranks that are gone: all have come, to this one.
 
         By copies alone: kernels that wait may leave no other room to run.

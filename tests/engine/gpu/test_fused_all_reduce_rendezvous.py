@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from megatoken.engine.ops import reference
-from megatoken.engine.ops.shared_rows import SharedRows, _Places
+from megatoken.engine.ops.fused_all_reduce import FusedAllReduce, _Places
 
-pytestmark = pytest.mark.skipif(ON_GPU, reason="a GPU does so in test_shared_rows.py")
+pytestmark = pytest.mark.skipif(ON_GPU, reason="a GPU does so in test_fused_all_reduce.py")
 HIDDEN, MOST_ROWS, STEPS, EPSILON = 64, 8, 12, 1e-5
 NORM = torch.ones(HIDDEN, dtype=BF16)
 
@@ -34,7 +34,7 @@ def rank_main(rank: int, memories: list[Tensor], found: Tensor) -> None:
     """One rank; a layer's products are its input times a number of the rank's own, and it is late now and then."""
     torch.set_num_threads(1)
     draw = random.Random(rank)
-    shared = SharedRows(memories[rank], [memory.data_ptr() for memory in memories], rank, MOST_ROWS, HIDDEN)
+    shared = FusedAllReduce(memories[rank], [memory.data_ptr() for memory in memories], rank, MOST_ROWS, HIDDEN)
     for number, x_TD, sampled, layers in steps():
         h_TD, own_TD = x_TD, shared.keep(x_TD)
         for layer in range(layers):

@@ -12,19 +12,19 @@ from torch import Tensor
 from torch.distributed import FileStore, PrefixStore
 
 from megatoken.engine.ops import reference
-from megatoken.engine.ops.shared_rows import SharedRows, _Meeting, _Places, own_rows
+from megatoken.engine.ops.fused_all_reduce import FusedAllReduce, _Places, _RendezvousStore, own_rows
 from megatoken.errors import MegatokenError
 
 pytestmark = MARKS
 EPSILON = 1e-5
 
 
-def all_ranks(ranks: int, max_rows: int, hidden: int, *, wait: bool = False) -> list[SharedRows]:
+def all_ranks(ranks: int, max_rows: int, hidden: int, *, wait: bool = False) -> list[FusedAllReduce]:
     """If they shall not ``wait``, each is told that all others have come and gone long ago."""
     size = _Places.of(max_rows, hidden, ranks).end
     memories = [torch.zeros(size, dtype=torch.uint8, device=DEVICE) for _ in range(ranks)]
     addresses = [memory.data_ptr() for memory in memories]
-    together = [SharedRows(memory, addresses, rank, max_rows, hidden) for rank, memory in enumerate(memories)]
+    together = [FusedAllReduce(memory, addresses, rank, max_rows, hidden) for rank, memory in enumerate(memories)]
     for one in together:
         one._flags.fill_(0 if wait else 1 << 20)
     return together
@@ -83,7 +83,7 @@ def test_rows_are_fetched_from_where_they_are_kept(ranks: int, rows: int, hidden
 def test_a_process_that_met_others_before_meets_a_new_one(tmp_path: Path) -> None:
     """As PyTorch calls them: through its own classes, with numbers of each process."""
     file = str(tmp_path / "store")
-    meetings = [_Meeting(FileStore(file, 2), lambda: None) for _ in range(2)]
+    meetings = [_RendezvousStore(FileStore(file, 2), lambda: None) for _ in range(2)]
     old, new = (PrefixStore("group", meeting) for meeting in meetings)
     for number in range(3):
         old.set(f"exchange/{number + 7}/0", f"old {number}")
@@ -98,7 +98,7 @@ def test_a_meeting_to_which_a_rank_will_not_come_is_over_at_once(tmp_path: Path)
     def check() -> None:
         raise MegatokenError("rank 1 ended")
 
-    meeting = _Meeting(FileStore(str(tmp_path / "store"), 2), check)
+    meeting = _RendezvousStore(FileStore(str(tmp_path / "store"), 2), check)
     group = PrefixStore("group", meeting)
     with pytest.raises(MegatokenError, match="rank 1 ended"):
         group.wait(["exchange/0/1"])
@@ -162,6 +162,6 @@ def test_a_rank_whose_others_are_gone_comes_to_its_end() -> None:
         for _ in range(3):
             one.add_rms_norm(rows, own_TD, weight_D, EPSILON, None)
     assert not stream.query()
-    one.let_go()
+    one.release()
     stream.synchronize()
     assert one._state.tolist() == [3, 0]

@@ -1,0 +1,47 @@
+"""Number formats of the layers' linears: ``find_scheme`` looks one up by its precision and option.
+
+A format is a module here with its ``LinearScheme``, and the classes of its weights and of its linears on a GPU.
+"""
+
+from __future__ import annotations
+
+from megatoken.engine.config import EngineConfig
+from megatoken.engine.schemes.fp4 import FP4
+from megatoken.engine.schemes.fp8 import FP8, FP8_ROWS
+from megatoken.engine.schemes.linear_scheme import LinearScheme
+from megatoken.engine.schemes.plain import BF16, FP32
+from megatoken.errors import ConfigError
+
+__all__ = ["BF16", "SCHEMES", "LinearScheme", "find_scheme", "scheme_of"]
+
+SCHEMES: tuple[LinearScheme, ...] = (FP32, BF16, FP8, FP8_ROWS, FP4)
+
+
+def find_scheme(precision: str, fp8_scales: str | None = None) -> LinearScheme:
+    """The scheme of a precision; ``fp8_scales`` picks among several, None the first.
+
+    Raises:
+        ConfigError: there is no such precision, or it has no such scales.
+    """
+    schemes = [scheme for scheme in SCHEMES if scheme.precision == precision]
+    if not schemes:
+        raise unknown_precision(precision)
+    for scheme in schemes:
+        if fp8_scales in (None, scheme.fp8_scales or "tensor"):
+            return scheme
+    raise ConfigError(f"fp8_scales is {fp8_scales} in precision {precision}; take tensor, or row in precision fp8")
+
+
+def scheme_of(config: EngineConfig) -> LinearScheme:
+    """The scheme that an engine is asked for.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return find_scheme(config.precision, config.fp8_scales)
+
+
+def unknown_precision(precision: str) -> ConfigError:
+    """The error to raise where no device here can compute in ``precision``."""
+    known = dict.fromkeys(scheme.precision for scheme in SCHEMES if not scheme.simulated_only)
+    return ConfigError(f"precision is {precision}; take one of {', '.join(known)}")

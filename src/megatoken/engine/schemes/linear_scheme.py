@@ -1,0 +1,115 @@
+"""What the engine must know of a number format of the layers' linears; torch is imported only to quantise or pack."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatoken.engine.config import Fp8Scales, Precision
+
+if TYPE_CHECKING:  # memory planning and simulation run without PyTorch
+    import torch
+    from torch import Tensor
+
+    from megatoken.engine.ops.cuda_linear import Linear
+
+
+@dataclass(frozen=True)
+class LinearScheme:
+    """A number format of weights and inputs of linears. Embedding, norms and head are in ``activation_type``.
+
+    This class is the plain format, with weights like activations; a quantised one is a subclass in its own module.
+    A weight is a tensor [N, D], or the scheme's own type once it is quantised.
+
+    Attributes:
+        precision: name of the format.
+        fp8_scales: the option that picks this scheme among those of its precision; None if there is one alone.
+        activation_type: PyTorch's name of the type of activations.
+        activation_bytes: of one activation.
+        weight_bytes: of one weight on a GPU, its part of a block's scale included.
+        output_scale_bytes: of the scales of one output of a linear.
+        fp8_cache: keys and values are e4m3, which the CPU holds in ``activation_type``.
+        lowest_capability: CUDA compute capability that the GPU back end needs; None if that back end lacks the format.
+        simulated_only: no back end has it.
+        cpu_input_bytes: of one input value, quantised and of the product before it is scaled, on the CPU.
+        gpu_input_bytes: of one input value on a GPU while its scale is being measured.
+        fused_all_reduce: ``ops.fused_all_reduce`` can quantise the inputs.
+        spec_column: of ``gpu_specs.csv``, with the rate of dense products; None if GPUs have no such products.
+        published_column: with a published rate of large products.
+        product_share: of the data sheet's rate, reached by products of endless depth at the highest clock of an H200.
+        sustained_share: the same at the clock that such products settle at.
+        sustained_basis: which GPUs reach ``sustained_share``.
+        watts_per_operation: per operation/s at ``cost_model.FITTED_CLOCK_MHZ``.
+        product_operations_per_second: of one H200 (benchmarks/gemm.py).
+    """
+
+    precision: Precision
+    activation_type: str
+    activation_bytes: int
+    weight_bytes: float
+    fp8_scales: Fp8Scales | None = None
+    output_scale_bytes: int = 0
+    fp8_cache: bool = False
+    lowest_capability: tuple[int, int] | None = None
+    simulated_only: bool = False
+    cpu_input_bytes: int = 0
+    gpu_input_bytes: int = 0
+    fused_all_reduce: bool = True
+    spec_column: str | None = None
+    published_column: str | None = None
+    product_share: float = math.nan
+    sustained_share: float = math.nan
+    sustained_basis: str = "an H200 reaches"
+    watts_per_operation: float = math.nan
+    product_operations_per_second: float = math.nan
+
+    def cache_item_bytes(self, device: str) -> int:
+        """Of one element of a key or value on a device, "cpu" or "cuda"."""
+        return 1 if self.fp8_cache and device == "cuda" else self.activation_bytes
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """``activation_type`` for PyTorch."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.activation_type)
+        return dtype
+
+    def cache_dtype(self, device: torch.device) -> torch.dtype:
+        """How keys and values are stored."""
+        import torch
+
+        return torch.float8_e4m3fn if self.fp8_cache and device.type == "cuda" else self.activation_dtype
+
+    @property
+    def head(self) -> LinearScheme:
+        """The plain scheme of the head."""
+        return self
+
+    def quantise(self, weight: Tensor) -> Any:
+        """A plain weight [N, D] in this format."""
+        return weight
+
+    def stack(self, parts: Sequence[Any]) -> Any:
+        """Weights of linears with the same input as one weight, rows below each other. Plain parts stay plain."""
+        import torch
+
+        return torch.cat(list(parts))
+
+    def cuda_linear(self, weight: Any, bias_N: Tensor | None) -> Linear:
+        """The GPU back end's form of a weight in this format.
+
+        Raises:
+            CapacityError: its products cannot have these sides.
+        """
+        from megatoken.engine.ops.cuda_linear import Linear
+
+        return Linear(weight, bias_N)
+
+    def cuda_consumers(self, device: torch.device) -> list[Linear]:
+        """A small linear for each form of input that a step computes, so that the kernels can be compiled ahead."""
+        import torch
+
+        return [self.cuda_linear(torch.zeros(16, 16, dtype=self.activation_dtype, device=device), None)]
