@@ -132,7 +132,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         .max()
         .item(),
         "preemptions": run.series["preemptions"].to_numpy().max().item(),
-        "recomputed_tokens": engine.counters().recomputed_tokens,
+        "recomputed_tokens": engine.state().recomputed_tokens,
         "target": run.result["target"],
         "memory_plan": run.result["memory_plan"],
     }

@@ -161,7 +161,7 @@ class Load:
 
     def fill(self) -> None:
         """Submit what the queue lacks."""
-        for _ in range(WAITING_REQUESTS - self.engine.counters().waiting):
+        for _ in range(WAITING_REQUESTS - self.engine.state().waiting):
             self.engine.submit(next(self.requests))
 
     def steps(self, number: int) -> None:
@@ -248,7 +248,7 @@ def measure(options: Options) -> dict[str, Any]:
     recorder.check_logits = False
     finite = bool(recorder.logits_finite) and all(bool(one) for one in recorder.logits_finite)
     parts, kernels = trace_steps(options, load, recorder, Ceilings(bound, bf16_rate, copy_rate))
-    counters = engine.counters()
+    state = engine.state()
     teraflops = result["processed_tokens_per_second"] * operations_per_row(engine) / 1e12
     return {
         **result,
@@ -264,9 +264,9 @@ def measure(options: Options) -> dict[str, Any]:
         "bound_power": asdict(bound_power),
         "copy_gigabytes_per_second": copy_rate,
         "bf16_teraflops_per_second": bf16_rate,
-        "resident": counters.resident,
-        "preemptions": counters.preemptions,
-        "recomputed_tokens": counters.recomputed_tokens,
+        "resident": state.running,
+        "preemptions": state.preemptions,
+        "recomputed_tokens": state.recomputed_tokens,
         "logits_finite": finite,
         "load_seconds": load_seconds,
         "engine": engine.describe() | {"memory_plan": asdict(memory)},

@@ -25,11 +25,11 @@ def test_events_are_the_engines_tokens_under_the_callers_ids(engine: Engine) -> 
     target = InProcessTarget(engine)
     for index, request in enumerate(REQUESTS):
         target.submit(1000 - index, request)
-    assert target.counters().in_flight == 8
+    assert target.state().in_flight == 8
     tokens: dict[int, list[int]] = defaultdict(list)
     ended: dict[int, str] = {}
     times = []
-    while target.counters().in_flight:
+    while target.state().in_flight:
         for event in target.poll(timeout_seconds=0.1):
             assert event.sample_id not in ended
             tokens[event.sample_id] += event.token_ids
@@ -40,7 +40,7 @@ def test_events_are_the_engines_tokens_under_the_callers_ids(engine: Engine) -> 
     assert times == sorted(times)
     expected = Engine("tiny", CONFIG).generate(REQUESTS)
     assert [tokens[1000 - index] for index in range(8)] == [completion.token_ids for completion in expected]
-    counters = target.counters()
+    counters = target.state()
     prompts_and_answers = sum(len(request.prompt) + request.max_tokens - 1 for request in REQUESTS)
     assert counters.processed_tokens >= prompts_and_answers
     assert counters.pages_free == counters.pages
@@ -53,9 +53,9 @@ def test_cancelled_samples_are_gone_and_leave_no_event(engine: Engine) -> None:
         target.submit(index, request)
     for _ in range(3):
         target.poll(timeout_seconds=0.1)
-    assert target.counters().pages_free < target.counters().pages
+    assert target.state().pages_free < target.state().pages
     target.cancel_all()
-    counters = target.counters()
+    counters = target.state()
     assert (counters.in_flight, counters.waiting) == (0, 0)
     assert counters.pages_free == counters.pages
     target.submit(0, REQUESTS[0])
@@ -69,12 +69,12 @@ def test_what_was_not_begun_is_withdrawn_and_leaves_no_event(engine: Engine) -> 
     for index, request in enumerate(REQUESTS):
         target.submit(index, request)
     begun = {event.sample_id for event in target.poll(timeout_seconds=0.1)}
-    held = 8 - target.counters().waiting
+    held = 8 - target.state().waiting
     assert begun and 0 < held < 8
     assert target.withdraw() == list(range(held, 8))
     assert target.withdraw() == []
     ended = []
-    while target.counters().in_flight:
+    while target.state().in_flight:
         events = target.poll(timeout_seconds=0.1)
         ended += [event.sample_id for event in events if event.finish_reason is not None]
     assert sorted(ended) == list(range(held))
@@ -93,7 +93,7 @@ def test_a_refused_sample_is_not_in_flight(engine: Engine) -> None:
         target.submit(0, Request([9000]))
     with pytest.raises(CapacityError):
         target.submit(0, Request([5] * 60, max_tokens=60))
-    assert target.counters().in_flight == 0
+    assert target.state().in_flight == 0
     target.close()
 
 
@@ -106,7 +106,7 @@ def test_a_sample_has_started_when_its_first_rows_ran(pages: int) -> None:
     for index, request in enumerate(REQUESTS):
         target.submit(index, request)
         submitted[index] = time.monotonic_ns()
-    while target.counters().in_flight:
+    while target.state().in_flight:
         for event in target.poll(timeout_seconds=0.1):
             if event.sample_id not in firsts:
                 started[event.sample_id], firsts[event.sample_id] = event.started_ns, event.time_ns

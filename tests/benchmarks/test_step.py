@@ -64,15 +64,15 @@ def test_shipped_lengths_come_over_and_over_and_prompts_differ() -> None:
 def test_rates_of_a_running_engine(load: step.Load) -> None:
     load.steps(3)
     recorder = step.Recorder(load.engine)
-    before, begin = load.engine.counters(), time.perf_counter()
+    before, begin = load.engine.state(), time.perf_counter()
     load.run(0.5)
-    elapsed, counters = time.perf_counter() - begin, load.engine.counters()
-    assert counters.waiting >= step.WAITING_REQUESTS - 16
-    assert len(recorder.steps) == counters.steps - before.steps
-    assert sum(one.rows for one in recorder.steps) == counters.rows - before.rows
+    elapsed, state = time.perf_counter() - begin, load.engine.state()
+    assert state.waiting >= step.WAITING_REQUESTS - 16
+    assert len(recorder.steps) == state.steps - before.steps
+    assert sum(one.rows for one in recorder.steps) == state.processed_tokens - before.processed_tokens
     steady = recorder.steps
     rates = step.rates(steady)
-    assert rates["mean_rows"] == pytest.approx((counters.rows - before.rows) / len(steady))
+    assert rates["mean_rows"] == pytest.approx((state.processed_tokens - before.processed_tokens) / len(steady))
     assert 8 < rates["mean_sequences"] <= 16
     tokens = sum(int(one.plan.sample.sum()) for one in steady)
     assert rates["steady_output_tokens_per_second"] == pytest.approx(tokens / elapsed, rel=0.4)

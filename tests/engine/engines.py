@@ -69,8 +69,8 @@ def answers(events: Iterable[TokenEvent]) -> dict[int, tuple[list[int], FinishRe
 
 
 def assert_idle(engine: Engine) -> None:
-    counters = engine.counters()
+    state = engine.state()
     assert not engine.busy
     assert engine.step() == []
-    assert (counters.in_flight, counters.waiting, counters.resident) == (0, 0, 0)
-    assert counters.pages_free == counters.pages
+    assert (state.in_flight, state.waiting, state.running) == (0, 0, 0)
+    assert state.pages_free == state.pages

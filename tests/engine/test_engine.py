@@ -35,9 +35,9 @@ def test_every_request_streams_its_tokens_and_ends_once(directory: Path, overlap
     for ticket, one in zip(tickets, requests, strict=True):
         assert told[ticket] == (answer_alone(directory, one).token_ids, LENGTH)
     assert_idle(engine)
-    counters = engine.counters()
-    assert counters.rows >= sum(len(one.prompt) + one.max_tokens - 1 for one in requests)
-    assert counters.last_step_rows <= counters.row_budget == 24
+    state = engine.state()
+    assert state.processed_tokens >= sum(len(one.prompt) + one.max_tokens - 1 for one in requests)
+    assert state.batched_tokens <= state.max_batched_tokens == 24
 
 
 def test_an_event_leaves_with_the_step_that_made_it(directory: Path) -> None:
@@ -61,11 +61,11 @@ def test_overlap_changes_no_token(directory: Path) -> None:
 def test_counters_follow_a_request(directory: Path) -> None:
     engine = make_engine(directory, max_batched_tokens=4)
     engine.submit(request(tokens=2, prompt_tokens=6))
-    seen = [engine.counters()]
+    seen = [engine.state()]
     while engine.busy:
         engine.step()
-        seen.append(engine.counters())
-    assert [(c.in_flight, c.waiting, c.resident, c.rows, c.last_step_rows, c.steps) for c in seen] == [
+        seen.append(engine.state())
+    assert [(c.in_flight, c.waiting, c.running, c.processed_tokens, c.batched_tokens, c.steps) for c in seen] == [
         (1, 1, 0, 0, 0, 0),
         (1, 0, 1, 4, 4, 1),
         (1, 0, 1, 6, 2, 2),
@@ -87,9 +87,9 @@ def test_cancel_frees_pages_at_once(directory: Path, overlap: bool, steps: int) 
     events = [event for _ in range(steps) for event in engine.step()]
     ended = any(event.finish_reason for event in events)
     engine.cancel(ticket)
-    counters = engine.counters()
-    assert (counters.in_flight, counters.waiting, counters.resident) == (0, 0, 0)
-    assert counters.pages_free == counters.pages
+    state = engine.state()
+    assert (state.in_flight, state.waiting, state.running) == (0, 0, 0)
+    assert state.pages_free == state.pages
     engine.cancel(ticket)
     tokens, reason = answers(events + drain(engine))[ticket]
     assert reason == (LENGTH if ended else CANCELLED)
@@ -120,13 +120,13 @@ def test_cancel_of_preempted_and_unknown_tickets(directory: Path, overlap: bool)
     expect_short_answers(engine._scheduler)
     tickets = [engine.submit(request(seed, 40)) for seed in range(4)]
     events = []
-    while not engine.counters().preemptions:
+    while not engine.state().preemptions:
         events += engine.step()
-    waiting = engine.counters().waiting
+    waiting = engine.state().waiting
     engine.cancel(tickets[-1])  # the newest is the one preempted
     engine.cancel(99)
     engine.cancel(-1)
-    assert engine.counters().waiting == waiting - 1
+    assert engine.state().waiting == waiting - 1
     told = answers(events + drain(engine))
     assert [told[ticket][1] for ticket in tickets] == [LENGTH, LENGTH, LENGTH, CANCELLED]
     assert_idle(engine)
@@ -176,9 +176,9 @@ def test_a_stream_left_early_is_cancelled_and_loses_nothing_of_the_others(direct
     tickets = [engine.submit(one) for one in others]
     stream = engine.stream(request(9, 30))
     assert [next(stream).ticket for _ in range(5)] == [3] * 5
-    assert engine.counters().in_flight == 4
+    assert engine.state().in_flight == 4
     stream.close()
-    assert engine.counters().in_flight == 3
+    assert engine.state().in_flight == 3
     told = answers(drain(engine))
     assert told == {
         ticket: (answer_alone(directory, one).token_ids, LENGTH) for ticket, one in zip(tickets, others, strict=True)

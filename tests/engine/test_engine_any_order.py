@@ -71,13 +71,13 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def counters_agree(self) -> None:
-        counters = self.engine.counters()
-        assert counters.in_flight == len(self.open) or (counters.in_flight < len(self.open) and not self.all_told)
-        assert 0 <= counters.pages_free <= counters.pages
-        assert counters.last_step_rows <= counters.row_budget
-        assert counters.waiting + counters.resident <= counters.in_flight
+        state = self.engine.state()
+        assert state.in_flight == len(self.open) or (state.in_flight < len(self.open) and not self.all_told)
+        assert 0 <= state.pages_free <= state.pages
+        assert state.batched_tokens <= state.max_batched_tokens
+        assert state.waiting + state.running <= state.in_flight
         if not self.open:
-            assert counters.pages_free == counters.pages
+            assert state.pages_free == state.pages
 
     def teardown(self) -> None:
         self.take(drain(self.engine))

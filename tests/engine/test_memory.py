@@ -55,7 +55,7 @@ engine.generate([
             draw.randint(*tokens), Sampling(temperature, top_p=0.9), ignore_end_token=True)
     for _ in range(requests)
 ])
-assert engine.counters().rows >= requests
+assert engine.state().processed_tokens >= requests
 plan = engine.memory_plan
 print(json.dumps({
     "planned": plan.total_bytes,
@@ -178,10 +178,10 @@ def test_sizes_are_obeyed(tmp_path: Path) -> None:
         engine.submit(Request([number] * 11, 20, ignore_end_token=True))
     while engine.busy:
         engine.step()
-        counters = engine.counters()
-        assert counters.resident <= 2
-        assert counters.last_step_rows <= 9
-        assert counters.pages == 15
+        state = engine.state()
+        assert state.running <= 2
+        assert state.batched_tokens <= 9
+        assert state.pages == 15
     engine.submit(Request([1] * 20, 20))
     with pytest.raises(CapacityError, match="20 tokens and 21 new ones exceed the longest sequence of 40 tokens"):
         engine.submit(Request([1] * 20, 21))

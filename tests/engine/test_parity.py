@@ -175,10 +175,10 @@ def test_preempted_requests_go_on_where_they_were(
     engine = Engine(directory, config)
     expect_short_answers(engine._scheduler)
     near_ties.append(check(engine, model, some_prompts(301, 1, [5] * 12), [60, 30, *range(40, 60, 2)]))
-    counters = engine.counters()
-    assert counters.preemptions > 5
-    assert counters.recomputed_tokens > 100
-    assert counters.pages_free == counters.pages
+    state = engine.state()
+    assert state.preemptions > 5
+    assert state.recomputed_tokens > 100
+    assert state.pages_free == state.pages
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -257,7 +257,7 @@ def test_logit_error(
     engine = Engine(tmp_path, EngineConfig(precision=precision, max_batched_tokens=24, page_size=16, cache_tokens=176))
     expect_short_answers(engine._scheduler)
     answers, logits = recorded_logits(engine, requests, monkeypatch)
-    assert engine.counters().preemptions
+    assert engine.state().preemptions
 
     def error(actual: torch.Tensor) -> torch.Tensor:
         return (actual - expected) / expected.std()
@@ -346,5 +346,5 @@ def test_stop_ids_and_limits(ending: tuple[Path, list[int], list[int], int], ove
         assert (completion.token_ids, completion.finish_reason) == (answer[:length], reason), request
     while engine.busy:
         assert engine.step() == []
-    counters = engine.counters()
-    assert (counters.in_flight, counters.resident, counters.pages_free) == (0, 0, counters.pages)
+    state = engine.state()
+    assert (state.in_flight, state.running, state.pages_free) == (0, 0, state.pages)

@@ -261,7 +261,7 @@ def test_answers_do_not_depend_on_batch_order_preemption_or_overlap(directory: P
         engine = Engine(directory, config)
         expect_short_answers(engine._scheduler)
         completions = dict(zip(order, engine.generate([requests[place] for place in order]), strict=True))
-        assert engine.counters().preemptions or not config.cache_tokens
+        assert engine.state().preemptions or not config.cache_tokens
         return [completions[place].token_ids for place in range(12)]
 
     expected = answers(EngineConfig(precision="fp32"), list(range(12)))

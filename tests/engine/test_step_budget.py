@@ -90,7 +90,7 @@ def test_answers_are_the_same_whatever_a_step_may_take(engines: tuple[Engine, En
     whole, limited = engines
     wanted = [Request([5 + i] * (20 + 9 * i), max_tokens=12, ignore_end_token=True) for i in range(14)]
     assert [one.token_ids for one in limited.generate(wanted)] == [one.token_ids for one in whole.generate(wanted)]
-    assert limited.counters().steps > whole.counters().steps
+    assert limited.state().steps > whole.state().steps
     assert limited.describe()["target_step_seconds"] == 1e-6
 
 

@@ -73,7 +73,7 @@ def test_ranks_together_answer_as_one_does(architecture: str, ranks: int, vocabu
     engine = make_engine(directory, tensor_parallel=ranks)
     expect_short_answers(engine._scheduler)
     assert engine.generate(requests) == alone
-    assert engine.counters().preemptions > 0
+    assert engine.state().preemptions > 0
     assert engine.describe()["tensor_parallel"] == ranks
     assert_idle(engine)
 

@@ -18,13 +18,14 @@ from queueing import QueueingTarget
 from megatoken.config import RunConfig
 from megatoken.datasets.lengths import load_lengths
 from megatoken.engine.request import Request
+from megatoken.engine.state import ReplicaState
 from megatoken.errors import MegatokenError, RequestError
 from megatoken.hardware.telemetry import Telemetry
 from megatoken.harness import stop
 from megatoken.harness.progress import Progress
 from megatoken.harness.run import run_scenario
 from megatoken.mlperf import benchmarks, rules
-from megatoken.targets import Outcome, ReplicaState, SampleEvent, TargetCounters
+from megatoken.targets import Outcome, ReplicaReading, SampleEvent
 
 TIMEOUT_SECONDS = 200  # only a hang takes this long, however busy the machine
 
@@ -101,21 +102,21 @@ class PacedTarget:
         self._most_rows = max(self._most_rows, self._processed - before)
         return events
 
-    def counters(self) -> TargetCounters:
+    def state(self) -> ReplicaState:
         waiting = len(self._queue)
-        return TargetCounters(
+        return ReplicaState(
             in_flight=waiting,
             waiting=waiting,
-            rows=self._per_poll,
-            row_budget=self._most_rows,
+            batched_tokens=self._per_poll,
+            max_batched_tokens=self._most_rows,
             pages_free=5,
             pages=9,
-            preemptions=0,
             processed_tokens=self._processed,
+            output_tokens=self._output_tokens,
         )
 
-    def replicas(self) -> list[ReplicaState]:
-        return [ReplicaState.only(self.counters(), self._output_tokens, Telemetry(power_watts=250.0))]
+    def replicas(self) -> list[ReplicaReading]:
+        return [ReplicaReading(None, 0, self.state(), Telemetry(power_watts=250.0))]
 
     def outcome(self, since_ns: int) -> Outcome:
         return Outcome({}, None)

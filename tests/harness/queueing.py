@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from megatoken import targets
 from megatoken.analysis.statistics import Samples
 from megatoken.engine.request import Request
+from megatoken.engine.state import ReplicaState
 from megatoken.hardware.telemetry import Telemetry
 from megatoken.harness.rate_finder import Outcome, Probe
 from megatoken.harness.rate_search import Try
@@ -21,7 +22,7 @@ from megatoken.mlperf.benchmarks import LatencyLimits
 from megatoken.mlperf.latencies import latencies
 from megatoken.mlperf.schedule import PoissonSchedule
 from megatoken.runs.tables import SampleRow, to_table
-from megatoken.targets import ReplicaState, SampleEvent, TargetCounters
+from megatoken.targets import ReplicaReading, SampleEvent
 
 Floats = NDArray[np.float64]
 Serve = Callable[[Floats], tuple[Floats, Floats, NDArray[np.int64]]]  # due -> first token, last token, tokens
@@ -192,12 +193,17 @@ class QueueingTarget:
             events.append(SampleEvent(sample, (2,), "length", now_ns))
         return events
 
-    def counters(self) -> TargetCounters:
+    def state(self) -> ReplicaState:
         waiting = sum(start > time.monotonic_ns() for start, _, _ in self._coming) if len(self._coming) < 2000 else 2000
-        return TargetCounters(len(self._coming), waiting, 0, 0, 0, 0, 0, self._processed)
+        return ReplicaState(
+            in_flight=len(self._coming),
+            waiting=waiting,
+            processed_tokens=self._processed,
+            output_tokens=self._processed,
+        )
 
-    def replicas(self) -> list[ReplicaState]:
-        return [ReplicaState.only(self.counters(), self._processed, Telemetry())]
+    def replicas(self) -> list[ReplicaReading]:
+        return [ReplicaReading(None, 0, self.state(), Telemetry())]
 
     def outcome(self, since_ns: int) -> targets.Outcome:
         return targets.Outcome({}, None)

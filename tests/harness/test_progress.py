@@ -5,13 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from megatoken.engine.state import ReplicaState
 from megatoken.harness import progress
 from megatoken.harness.progress import Progress
-from megatoken.targets import TargetCounters
 
-COUNTERS = TargetCounters(
-    in_flight=1234, waiting=5, rows=6, row_budget=7, pages_free=8, pages=2008, preemptions=0, processed_tokens=9
-)
+STATE = ReplicaState(in_flight=1234, pages_free=8, pages=2008)
 
 
 def test_off_a_terminal_a_line_now_and_then(
@@ -22,9 +20,9 @@ def test_off_a_terminal_a_line_now_and_then(
     live = Progress()
     live.stage("loading")
     for _ in range(15):
-        live.running(20.0, 60.0, 0.25, 4321.0, COUNTERS)
+        live.running(20.0, 60.0, 0.25, 4321.0, STATE)
         now += 1.0
-    live.running(61.0, None, 1.0, 4321.0, COUNTERS)
+    live.running(61.0, None, 1.0, 4321.0, STATE)
     live.clear()
     live.note("note: this stays")
     line = "20 s, 60 s left  25 %  4,321 tokens/s  1,234 in flight  2,000 of 2,008 pages"
@@ -38,7 +36,7 @@ def test_quiet_says_nothing_off_a_terminal(capsys: pytest.CaptureFixture[str]) -
     live = Progress(quiet=True)
     live.stage("loading")
     live.note("note")
-    live.running(1.0, 1.0, 0.0, 0.0, COUNTERS)
+    live.running(1.0, 1.0, 0.0, 0.0, STATE)
     assert capsys.readouterr() == ("", "")
 
 
@@ -49,7 +47,7 @@ def test_what_stderr_cannot_take_is_lost(monkeypatch: pytest.MonkeyPatch) -> Non
         live.stage("loading")
         live.note("note")
         for _ in range(2):
-            live.running(1.0, 1.0, 0.0, 0.0, COUNTERS)
+            live.running(1.0, 1.0, 0.0, 0.0, STATE)
         live.clear()
 
 
@@ -59,8 +57,8 @@ def test_on_a_terminal_the_line_is_redrawn_in_place_and_taken_off(monkeypatch: p
         monkeypatch.setattr("sys.stderr", terminal)
         live = Progress(quiet=True)
         live.stage("x" * 40)
-        live.running(0.0, math.inf, 0.0, 0.0, COUNTERS)
-        live.running(10.0, 10.0, 0.5, 1.0, COUNTERS)
+        live.running(0.0, math.inf, 0.0, 0.0, STATE)
+        live.running(10.0, 10.0, 0.5, 1.0, STATE)
         live.clear()
         shown = ""
         while shown.count("\r") < 5:

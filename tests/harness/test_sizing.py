@@ -19,14 +19,15 @@ from megatoken.datasets.requests import Dataset
 from megatoken.engine import EngineConfig
 from megatoken.engine.request import Request
 from megatoken.engine.simulated import SimulatedEngine, VirtualClock
+from megatoken.engine.state import ReplicaState
 from megatoken.hardware.telemetry import Telemetry
 from megatoken.harness import sizing
 from megatoken.harness.loadgen_plan import library_to_data_set, plan_test, seconds_to_fill
 from megatoken.harness.sizing import estimate_rate
 from megatoken.rack import worker
-from megatoken.rack.wire import STATE
+from megatoken.rack.wire import STATE, STATE_FIELDS
 from megatoken.rack.worker import Replica
-from megatoken.targets import Computed, Outcome, ReplicaState, SampleEvent, TargetCounters
+from megatoken.targets import Outcome, ReplicaReading, SampleEvent
 from megatoken.targets.in_process import InProcessTarget
 
 rows_of_data = st.integers(1, 30_000)
@@ -169,12 +170,17 @@ class ChunkedEngine:
                 del self._answering[sample]
         return events
 
-    def counters(self) -> TargetCounters:
+    def state(self) -> ReplicaState:
         waiting = len(self._waiting)
-        return TargetCounters(waiting + len(self._answering), waiting, 0, self._budget, 0, 0, 0, self._processed)
+        return ReplicaState(
+            in_flight=waiting + len(self._answering),
+            waiting=waiting,
+            max_batched_tokens=self._budget,
+            processed_tokens=self._processed,
+        )
 
-    def replicas(self) -> list[ReplicaState]:
-        return [ReplicaState.only(self.counters(), self._processed, Telemetry())]
+    def replicas(self) -> list[ReplicaReading]:
+        return [ReplicaReading(None, 0, self.state(), Telemetry())]
 
     def outcome(self, since_ns: int) -> Outcome:
         return Outcome({}, None)
@@ -205,7 +211,7 @@ def test_the_estimate_finds_the_prices_of_prompts_and_answers(
     estimate = estimate_rate(target, data_set, seconds=3.0, learning_seconds=100.0)  # there is nothing to learn
     assert estimate == pytest.approx(truth, rel=1e-6)
     assert 1.5 <= clock.now < 4.0
-    assert target.counters().in_flight == 0
+    assert target.state().in_flight == 0
 
 
 @pytest.mark.parametrize("stalled", [{1}, {1, 4, 19, 20, 33, 47}])
@@ -239,10 +245,10 @@ class LateTimes(ChunkedEngine):
     every = 5
     told_seconds = 0.0
 
-    def counters(self) -> TargetCounters:
+    def state(self) -> ReplicaState:
         if self.steps % self.every == 0:
             self.told_seconds = self._clock.now
-        return replace(super().counters(), computed=Computed(self.told_seconds, self.steps, 0, 0))
+        return replace(super().state(), computed_seconds=self.told_seconds, steps=self.steps)
 
 
 @pytest.mark.parametrize("every", [5, 10**6])
@@ -277,13 +283,13 @@ def samples_per_second_when_full(model: str, data_set: Dataset) -> float:
     rows, ended = itertools.cycle(np.random.default_rng(5).permutation(len(data_set.requests)).tolist()), 0
     began: tuple[float, int] | None = None
     while ended < 5 * 384:
-        for row in itertools.islice(rows, 64 - min(64, engine.counters().waiting)):
+        for row in itertools.islice(rows, 64 - min(64, engine.state().waiting)):
             engine.submit(data_set.requests[row])
         ended += sum(event.finish_reason is not None for event in engine.step())
         if began is None and ended >= 2 * 384:
-            began = clock.now(), engine.counters().rows
+            began = clock.now(), engine.state().processed_tokens
     assert began is not None
-    rows_per_second = (engine.counters().rows - began[1]) / (clock.now() - began[0])
+    rows_per_second = (engine.state().processed_tokens - began[1]) / (clock.now() - began[0])
     return float(rows_per_second / (data_set.input_tokens + data_set.output_limits).mean())
 
 
@@ -318,13 +324,11 @@ class LateReplicas:
         ended = [done for replica in self._replicas for done in replica.take_news()[1]]
         return [SampleEvent(done[0], (), "length", 0, output_tokens=done[1]) for done in ended]
 
-    def counters(self) -> TargetCounters:
+    def state(self) -> ReplicaState:
         states = np.array([replica.state(0) for replica in self._replicas], STATE)
-        total = {name: states[name].sum().item() for name in STATE.names or ()}
-        done = Computed(total["computed_seconds"], total["steps"], total["decoded_tokens"], total["read_tokens"])
-        levels = [total[name] for name in ("rows", "row_budget", "pages_free", "pages", "preemptions")]
+        total = {name: states[name].sum().item() for name in STATE_FIELDS}
         in_flight, waiting = total["in_flight"] + len(self._queue), len(self._queue)
-        return TargetCounters(in_flight, waiting, *levels, total["processed_tokens"], len(states), done)
+        return ReplicaState(**total | {"in_flight": in_flight, "waiting": waiting, "replicas": len(states)})
 
     def cancel_all(self) -> None:
         self._queue.clear()
@@ -378,7 +382,7 @@ def test_unknown_answers_never_make_a_run_too_short(
     truth = 1 / (1e-4 * 20 + 1e-3 * mean_answer)
     assert truth <= estimate_rate(target, open_ended, 2.0, learning_seconds) <= at_most * truth
     assert clock.now < 2.2 + learning_seconds
-    assert target.counters().in_flight == 0
+    assert target.state().in_flight == 0
 
 
 def test_what_chance_made_of_the_answers_seen_is_taken_off(

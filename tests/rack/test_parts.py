@@ -225,13 +225,13 @@ def test_answers_are_those_of_the_engine(rig: Rig) -> None:
     requests = [Request([3 + n, 5, 7], 4 + n % 5, ignore_end_token=True) for n in range(40)]
     for number, request in enumerate(requests):
         target.submit(number, request)
-    assert target.counters().in_flight == 40
+    assert target.state().in_flight == 40
     last = run_to_the_end(target, 40)
     expected = [tuple(completion.token_ids) for completion in Engine("tiny", CONFIG).generate(requests)]
     assert [last[number].token_ids for number in range(40)] == expected
     assert [last[number].output_tokens for number in range(40)] == [len(ids) for ids in expected]
     assert {event.node for event in last.values()} == {"n0", "n1"}
-    counters = target.counters()
+    counters = target.state()
     assert (counters.in_flight, counters.waiting) == (0, 0)
     refused = Request([10**6], 4)
     target.submit(99, refused)
@@ -253,7 +253,7 @@ def test_what_a_lost_worker_held_is_done_by_others(rig: Rig) -> None:
     (lost,) = outcome.facts["rack"]["lost"]
     assert (lost["node"], lost["cause"]) == ("n1", "taken out") and lost["samples_returned"] > 0
     deadline = time.monotonic() + 30
-    while sum(state.output_tokens for state in target.replicas()) != sum(lengths):  # no token counts twice
+    while sum(one.state.output_tokens for one in target.replicas()) != sum(lengths):  # no token counts twice
         assert time.monotonic() < deadline, target.replicas()
         target.poll(0.1)
     assert target.outcome(time.monotonic_ns()).lost is not None  # still one short
@@ -337,7 +337,7 @@ def test_cancelled_samples_never_answer(rig: Rig) -> None:
         target.submit(number, Request([3, 5], 30, ignore_end_token=True))
     target.poll(0.1)
     target.cancel_all()
-    assert target.counters().in_flight == 0
+    assert target.state().in_flight == 0
     target.submit(7, Request([3], 3, ignore_end_token=True))
     assert set(run_to_the_end(target, 1)) == {7}
 
@@ -351,9 +351,9 @@ def test_what_no_replica_holds_is_withdrawn(rig: Rig) -> None:
     withdrawn = target.withdraw()
     held = 300 - len(withdrawn)
     assert 0 < held < 300 and withdrawn == list(range(held, 300))
-    assert target.counters().waiting == 0
+    assert target.state().waiting == 0
     assert set(run_to_the_end(target, held)) == set(range(held))
-    assert (target.counters().in_flight, target.poll(0.1)) == (0, [])
+    assert (target.state().in_flight, target.poll(0.1)) == (0, [])
 
 
 def test_a_rack_without_replicas_gives_up(rig: Rig) -> None:

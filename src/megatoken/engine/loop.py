@@ -21,7 +21,6 @@ from megatoken.engine.ops import NO_TOKEN
 from megatoken.engine.parallel import Followers, RankWeights
 from megatoken.engine.request import (
     Completion,
-    Counters,
     FinishReason,
     Request,
     Sampling,
@@ -32,6 +31,7 @@ from megatoken.engine.request import (
 from megatoken.engine.runner import Runner, SampledIds
 from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
+from megatoken.engine.state import ReplicaState
 from megatoken.engine.step_time import StepTime, plan_within
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, NumericsError, RequestError
@@ -121,7 +121,9 @@ class Engine:
         self._launched: deque[_Launched] = deque()
         self._held: list[TokenEvent] = []
         self._next_ticket = 0
-        self._rows = self._last_step_rows = self._steps = 0
+        self._batched_tokens = self._steps = 0
+        self._computed_seconds = 0.0
+        self._processed_tokens = self._output_tokens = self._decoded_tokens = self._context_tokens = 0
 
     def submit(self, request: Request) -> int:
         """Queue a request; its ticket names it in every ``TokenEvent``.
@@ -172,6 +174,7 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """Plan and launch one step, collect the oldest that is due, tell what it brought."""
+        began = time.monotonic()
         events, self._held = self._held, []
         on_the_way = [(step.rows, step.cached_tokens) for step in self._launched if step.plan.decodes]
         plan = plan_within(self._step_time, self._scheduler, on_the_way)
@@ -181,6 +184,7 @@ class Engine:
             self._launched.append(_Launched(plan, rows, cached_tokens, time.monotonic(), self._launch(plan, rows)))
         if self._launched and (plan is None or len(self._launched) > self._lookahead):
             events += self._collect(self._launched.popleft())
+        self._computed_seconds += time.monotonic() - began
         return events
 
     def cancel(self, ticket: int) -> None:
@@ -244,10 +248,25 @@ class Engine:
             "why_no_gpu": self._why_no_gpu,
         }
 
-    def counters(self) -> Counters:
-        """A snapshot for progress lines and time series."""
-        return self._scheduler.counters(
-            in_flight=len(self._active), rows=self._rows, last_step_rows=self._last_step_rows, steps=self._steps
+    def state(self) -> ReplicaState:
+        """What the engine holds and has done."""
+        scheduler, memory = self._scheduler, self.memory_plan
+        return ReplicaState(
+            in_flight=len(self._active),
+            waiting=scheduler.waiting,
+            running=scheduler.resident,
+            batched_tokens=self._batched_tokens,
+            max_batched_tokens=memory.max_batched_tokens,
+            pages_free=scheduler.free_pages,
+            pages=memory.pages,
+            steps=self._steps,
+            processed_tokens=self._processed_tokens,
+            output_tokens=self._output_tokens,
+            decoded_tokens=self._decoded_tokens,
+            context_tokens=self._context_tokens,
+            preemptions=scheduler.preemptions,
+            recomputed_tokens=scheduler.recomputed_tokens,
+            computed_seconds=self._computed_seconds,
         )
 
     def _events(self, tickets: Iterable[int]) -> Iterator[TokenEvent]:
@@ -270,8 +289,10 @@ class Engine:
         self._held = [event for event in self._held if event.ticket not in gone]
 
     def _launch(self, plan: StepPlan, rows: int) -> SampledIds:
-        self._last_step_rows = rows
-        self._rows += rows
+        self._batched_tokens = rows
+        self._processed_tokens += rows
+        self._decoded_tokens += plan.decodes
+        self._context_tokens += int(plan.start[: plan.decodes].sum())
         self._steps += 1
         samplings = None
         if self._drawing:
@@ -322,6 +343,7 @@ class Engine:
                 )  # unless the step that brings its last token has been planned
                 self._forget(ticket)
             events.append(TokenEvent(ticket, (token,), reason))
+        self._output_tokens += len(events)
         return events
 
     def _forget(self, ticket: int) -> None:

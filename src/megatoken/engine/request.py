@@ -68,23 +68,6 @@ class TokenEvent:
     finish_reason: FinishReason | None
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """The engine at one moment; ``rows``, ``preemptions``, ``recomputed_tokens`` and ``steps`` count from the start."""
-
-    in_flight: int
-    waiting: int
-    resident: int
-    rows: int
-    last_step_rows: int
-    row_budget: int
-    pages_free: int
-    pages: int
-    preemptions: int
-    recomputed_tokens: int
-    steps: int
-
-
 def token_ids(prompt: Sequence[int]) -> list[int]:
     """The ids as plain integers, whatever sequence of whatever integer type holds them.
 

@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 
 from megatoken.engine.page_forecast import PageForecast
 from megatoken.engine.pages import PageAllocator
-from megatoken.engine.request import Counters
 from megatoken.errors import CapacityError
 
 _ONE = np.int32(1)
@@ -150,22 +149,6 @@ class Scheduler:
     def recomputed_tokens(self) -> int:
         """Computed tokens thrown away by preemptions so far."""
         return self._recomputed_tokens
-
-    def counters(self, *, in_flight: int, rows: int, last_step_rows: int, steps: int) -> Counters:
-        """The engine at this moment; the arguments are what only it knows."""
-        return Counters(
-            in_flight=in_flight,
-            waiting=self.waiting,
-            resident=self.resident,
-            rows=rows,
-            last_step_rows=last_step_rows,
-            row_budget=self._max_batched_tokens,
-            pages_free=self.free_pages,
-            pages=self._num_pages,
-            preemptions=self.preemptions,
-            recomputed_tokens=self.recomputed_tokens,
-            steps=steps,
-        )
 
     def add(self, ticket: int, prompt_tokens: int, max_tokens: int) -> None:
         """Queues a request of ``prompt_tokens`` that ends after ``max_tokens`` more at the latest.

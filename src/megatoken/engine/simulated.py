@@ -21,9 +21,10 @@ from megatoken.engine.cost_model import CostModel
 from megatoken.engine.gpus import Gpu, find_gpu
 from megatoken.engine.kernel_words import SIMULATED
 from megatoken.engine.memory import MemoryPlan, plan_memory_of
-from megatoken.engine.request import Counters, FinishReason, Request, TokenEvent, check_request, token_ids
+from megatoken.engine.request import FinishReason, Request, TokenEvent, check_request, token_ids
 from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
+from megatoken.engine.state import ReplicaState
 from megatoken.engine.step_time import StepTime, plan_within
 from megatoken.errors import RequestError
 
@@ -234,7 +235,9 @@ class SimulatedEngine:
         self._free_at = self._clock.now()  # when the last launched step has ended
         self._idle = True  # since then nobody wanted anything
         self._next_ticket = 0
-        self._rows = self._last_step_rows = self._steps = 0
+        self._batched_tokens = self._steps = 0
+        self._computed_seconds = 0.0
+        self._processed_tokens = self._output_tokens = self._decoded_tokens = self._context_tokens = 0
 
     def submit(self, request: Request) -> int:
         """Queue a request of token ids; its ticket names it in every ``TokenEvent``.
@@ -265,6 +268,7 @@ class SimulatedEngine:
 
     def step(self) -> list[TokenEvent]:
         """Plan and launch one step, wait for the end of the oldest that is due, tell what it brought."""
+        began = self._clock.now()
         events, self._held = self._held, []
         on_the_way = [(step.rows, step.cached_tokens) for step in self._launched if step.decodes]
         plan = plan_within(self._step_time, self._scheduler, on_the_way)
@@ -272,6 +276,7 @@ class SimulatedEngine:
             self._launch(plan)
         if self._launched and (plan is None or len(self._launched) > self._lookahead):
             events += self._collect(self._launched.popleft())
+        self._computed_seconds += self._clock.now() - began
         return events
 
     def cancel(self, ticket: int) -> None:
@@ -294,10 +299,25 @@ class SimulatedEngine:
             "why_no_gpu": "simulated",
         }
 
-    def counters(self) -> Counters:
-        """A snapshot for progress lines and time series."""
-        return self._scheduler.counters(
-            in_flight=len(self._active), rows=self._rows, last_step_rows=self._last_step_rows, steps=self._steps
+    def state(self) -> ReplicaState:
+        """What the engine holds and has done."""
+        scheduler, memory = self._scheduler, self.memory_plan
+        return ReplicaState(
+            in_flight=len(self._active),
+            waiting=scheduler.waiting,
+            running=scheduler.resident,
+            batched_tokens=self._batched_tokens,
+            max_batched_tokens=memory.max_batched_tokens,
+            pages_free=scheduler.free_pages,
+            pages=memory.pages,
+            steps=self._steps,
+            processed_tokens=self._processed_tokens,
+            output_tokens=self._output_tokens,
+            decoded_tokens=self._decoded_tokens,
+            context_tokens=self._context_tokens,
+            preemptions=scheduler.preemptions,
+            recomputed_tokens=scheduler.recomputed_tokens,
+            computed_seconds=self._computed_seconds,
         )
 
     def _launch(self, plan: StepPlan) -> None:
@@ -306,7 +326,11 @@ class SimulatedEngine:
         self._free_at, self._idle = max(self._free_at, earliest) + seconds, False
         known = plan.start + plan.count
         rows = plan.decodes + int(plan.count[plan.decodes :].sum())
-        self._last_step_rows, self._rows, self._steps = rows, self._rows + rows, self._steps + 1
+        self._batched_tokens = rows
+        self._processed_tokens += rows
+        self._decoded_tokens += plan.decodes
+        self._context_tokens += int(plan.start[: plan.decodes].sum())
+        self._steps += 1
         for slot, ticket in zip(plan.slot[plan.decodes :].tolist(), plan.ticket[plan.decodes :].tolist(), strict=True):
             active = self._active[ticket]
             self._last_row[slot] = active.prompt_tokens + active.answer_tokens - 1
@@ -337,4 +361,5 @@ class SimulatedEngine:
                 if active.stops:
                     self._scheduler.end(ticket, answered=True)
             events.append(TokenEvent(ticket, active.answer[told : active.told], reason))
+            self._output_tokens += active.told - told
         return events

@@ -12,12 +12,13 @@ import numpy as np
 
 from megatoken.datasets.requests import Dataset
 from megatoken.engine.request import Request
+from megatoken.engine.state import ReplicaState
 from megatoken.harness.loadgen import LoadGenTest, TestSettings
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
 from megatoken.mlperf.rules import ClientLimit
 from megatoken.runs.tables import SampleRow, SeriesRow
-from megatoken.targets import Outcome, ReplicaState, SampleEvent, TargetCounters
+from megatoken.targets import Outcome, ReplicaReading, SampleEvent
 
 SAMPLES = 20_000
 OFFERED_RATE = 1e6  # far beyond reach, so that every sample is due at once
@@ -75,11 +76,11 @@ class InstantTarget:
             events.append(SampleEvent(sample_id, (0,), "length", now_ns))
         return events
 
-    def counters(self) -> TargetCounters:
+    def state(self) -> ReplicaState:
         """Nothing waits."""
-        return TargetCounters(len(self._submitted), 0, 0, 0, 0, 0, 0, 0)
+        return ReplicaState(in_flight=len(self._submitted))
 
-    def replicas(self) -> list[ReplicaState]:
+    def replicas(self) -> list[ReplicaReading]:
         """None of its own."""
         return []
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from megatoken.analysis.machine import utc_text
 from megatoken.datasets.requests import Dataset
+from megatoken.engine.state import ReplicaState
 from megatoken.errors import CapacityError, RequestError
 from megatoken.hardware.core_wait import CoreWait
 from megatoken.hardware.inventory import peak_memory_bytes
@@ -32,7 +33,7 @@ from megatoken.harness.progress import Progress
 from megatoken.harness.text_stages import TextStages
 from megatoken.mlperf.schedule import PoissonSchedule
 from megatoken.runs.tables import SampleRow, SeriesRow
-from megatoken.targets import ReplicaState, SampleEvent, Target
+from megatoken.targets import ReplicaReading, SampleEvent, Target
 
 SERIES_PERIOD_NS = 1_000_000_000
 PACE_SHARE = 0.3  # weight of the last second in what the time left is reckoned with
@@ -175,7 +176,8 @@ class Measurement:
         self._noted_output_tokens = self._noted_done_tokens = 0
         self._pace = 0.0  # tokens a second of prompts and answers, lately
         self.failed = 0
-        self._before = {(one.node, one.replica): one for one in target.replicas()}  # and power is a mean from now on
+        # The first reading of power too: from now on each is the mean since the one before.
+        self._before = {(one.node, one.replica): one.state for one in target.replicas()}
         self.wall_clock = WallClockSteps()
         self.core_wait = CoreWait()
         issued: list[Issued] = []
@@ -247,7 +249,7 @@ class Measurement:
 
     def note_state(self) -> None:
         """Adds a row to the time series, notes the memory and refreshes the live line."""
-        counters, replicas, now_ns = self._target.counters(), self._target.replicas(), time.monotonic_ns()
+        state, replicas, now_ns = self._target.state(), self._target.replicas(), time.monotonic_ns()
         rows = [self._series_row(replica, now_ns) for replica in replicas]
         for row in rows:
             self._record.add_series(row)
@@ -269,24 +271,24 @@ class Measurement:
         }
         self._record.add_facts({**own, **happened})
         left_seconds, share = self._left(now_ns)
-        self._progress.running(self._seconds(now_ns), left_seconds, share, rate, counters)
+        self._progress.running(self._seconds(now_ns), left_seconds, share, rate, state)
 
-    def _series_row(self, replica: ReplicaState, now_ns: int) -> SeriesRow:
-        before = self._before.get((replica.node, replica.replica))
-        telemetry = replica.telemetry
+    def _series_row(self, replica: ReplicaReading, now_ns: int) -> SeriesRow:
+        state, telemetry = replica.state, replica.telemetry
+        before = self._before.get((replica.node, replica.replica), ReplicaState())
         return SeriesRow(
             elapsed_seconds=self._seconds(now_ns),
             node=replica.node or self._node,
             replica=replica.replica,
-            output_tokens=replica.output_tokens - (before.output_tokens if before else 0),
-            processed_tokens=replica.processed_tokens - (before.processed_tokens if before else 0),
-            rows=replica.rows,
-            row_budget=replica.row_budget,
-            pages_free=replica.pages_free,
-            pages=replica.pages,
-            in_flight=replica.in_flight,
-            waiting=replica.waiting,
-            preemptions=replica.preemptions - (before.preemptions if before else 0),
+            output_tokens=state.output_tokens - before.output_tokens,
+            processed_tokens=state.processed_tokens - before.processed_tokens,
+            rows=state.batched_tokens,
+            row_budget=state.max_batched_tokens,
+            pages_free=state.pages_free,
+            pages=state.pages,
+            in_flight=state.in_flight,
+            waiting=state.waiting,
+            preemptions=state.preemptions - before.preemptions,
             power_watts=telemetry.power_watts,
             clock_mhz=telemetry.clock_mhz,
             temperature_celsius=telemetry.temperature_celsius,
@@ -344,8 +346,8 @@ class Measurement:
         refused: list[SampleRow] = []
         if not self._queue:
             return refused
-        counters = self._target.counters()
-        room = max(QUEUED_SAMPLES, QUEUED_PER_REPLICA * counters.replicas) - counters.waiting
+        state = self._target.state()
+        room = max(QUEUED_SAMPLES, QUEUED_PER_REPLICA * state.replicas) - state.waiting
         while self._queue and room > 0:
             query = self._queue[0]
             numbers, query.numbers = query.numbers[:room], query.numbers[room:]

@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import suppress
 
-from megatoken.targets import TargetCounters
+from megatoken.engine.state import ReplicaState
 
 PLAIN_PERIOD_SECONDS = 5.0
 
@@ -41,7 +41,7 @@ class Progress:
         left_seconds: float | None,
         done_share: float,
         tokens_per_second: float,
-        counters: TargetCounters,
+        state: ReplicaState,
     ) -> None:
         """Says where the run is; off a terminal only when the last line is old enough.
 
@@ -56,10 +56,9 @@ class Progress:
             way = "draining"
         else:
             way = f"{f'{left_seconds:.0f} s' if math.isfinite(left_seconds) else '?'} left  {100 * done_share:.0f} %"
-        pages = f"{counters.pages - counters.pages_free:,} of {counters.pages:,} pages"
+        pages = f"{state.pages - state.pages_free:,} of {state.pages:,} pages"
         self._write(
-            f"{elapsed_seconds:.0f} s, {way}  {tokens_per_second:,.0f} tokens/s  "
-            f"{counters.in_flight:,} in flight  {pages}"
+            f"{elapsed_seconds:.0f} s, {way}  {tokens_per_second:,.0f} tokens/s  {state.in_flight:,} in flight  {pages}"
         )
 
     def clear(self) -> None:

@@ -31,15 +31,15 @@ def estimate_rate(target: Target, data_set: Dataset, seconds: float, learning_se
     warm_up = _WarmUp(target, data_set)
     prices = warm_up.prices(seconds)
     answer_tokens = warm_up.answer_tokens(learning_seconds)
-    counters = target.counters()
+    state = target.state()
     target.cancel_all()
     prompt_tokens = float(data_set.input_tokens.mean())
-    rows = counters.row_budget / counters.replicas or math.inf
+    rows = state.max_batched_tokens / state.replicas or math.inf
     residents = _residents(target.facts().get("memory_plan"), prompt_tokens, answer_tokens)
     steps = answer_tokens / min(residents, rows * answer_tokens / (prompt_tokens + answer_tokens))
     read_tokens = answer_tokens * (prompt_tokens + answer_tokens / 2)
     work = steps, prompt_tokens + answer_tokens, answer_tokens, read_tokens
-    return float(counters.replicas / np.dot(work, prices))
+    return float(state.replicas / np.dot(work, prices))
 
 
 def estimate_latency(target: Target, data_set: Dataset, seconds: float) -> float:
@@ -129,19 +129,19 @@ class _WarmUp:
         while ended - began < seconds or not work:
             if ended - began <= seconds / 2:
                 self._fill()
-            if not self._target.counters().in_flight:
+            if not self._target.state().in_flight:
                 break
             done = self._poll()
             previous, ended = ended, time.monotonic()
             seconds_taken, before = ended - previous, computed
             computed = self._computed_seconds()
-            if computed is not None and before is not None:  # by the replicas, told with what they did, late or early
-                seconds_taken = computed - before
+            if computed is not None:  # by the replicas, told with what they did, late or early
+                seconds_taken = computed - (before or 0.0)
             if done.rows:
                 work.append(done)
                 work_seconds.append(seconds_taken)
         if not any(work_seconds):  # none of it told yet: no more than all that passed
-            rows, passed = sum(done.rows for done in work), (ended - began) * self._target.counters().replicas
+            rows, passed = sum(done.rows for done in work), (ended - began) * self._target.state().replicas
             work_seconds = [passed * done.rows / rows for done in work]
         return _fit(np.asarray(work, np.float64), np.asarray(work_seconds))
 
@@ -158,7 +158,7 @@ class _WarmUp:
         while True:
             tokens, most, limit = self._answers()
             done = tokens.sum() >= KNOWN_SHARE * most.sum() or time.monotonic() >= deadline
-            if done or not self._target.counters().in_flight:
+            if done or not self._target.state().in_flight:
                 break
             self._poll()
         if not len(tokens):
@@ -170,7 +170,7 @@ class _WarmUp:
     def one(self) -> None:
         """Runs one sample to its end."""
         self._submit(1)
-        while self._target.counters().in_flight:
+        while self._target.state().in_flight:
             self._poll()
 
     def _answers(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -182,23 +182,23 @@ class _WarmUp:
         return tokens, np.where(ended, tokens, limits), limits
 
     def _computed_seconds(self) -> float | None:
-        computed = self._target.counters().computed
-        return None if computed is None else computed.seconds
+        state = self._target.state()
+        return state.computed_seconds if state.steps else None
 
     def _fill(self) -> None:
         """Enough for the next step of every replica."""
-        counters = self._target.counters()
-        step = math.ceil(counters.row_budget / self._data_set.input_tokens.mean())
-        self._submit(max(WARM_UP_QUEUE * counters.replicas, step))
+        state = self._target.state()
+        step = math.ceil(state.max_batched_tokens / self._data_set.input_tokens.mean())
+        self._submit(max(WARM_UP_QUEUE * state.replicas, step))
 
     def _submit(self, queue: int) -> None:
-        for sample, row in itertools.islice(self._samples, max(0, queue - self._target.counters().waiting)):
+        for sample, row in itertools.islice(self._samples, max(0, queue - self._target.state().waiting)):
             self._target.submit(sample, self._data_set.requests[row])
             self._rows[sample] = row
 
     def _poll(self) -> _Work:
         """Polls once; what was done."""
-        before = self._target.counters()
+        before = self._target.state()
         events = self._target.poll(timeout_seconds=0.1)
         going_on = [event.sample_id for event in events if event.sample_id in self._answered]
         read = sum(self._answered[one] + int(self._data_set.input_tokens[self._rows[one]]) for one in going_on)
@@ -207,11 +207,13 @@ class _WarmUp:
             self._answered[event.sample_id] = tokens if event.output_tokens is None else event.output_tokens
             if event.finish_reason is not None:
                 self._ended.add(event.sample_id)
-        after = self._target.counters()
+        after = self._target.state()
         rows = after.processed_tokens - before.processed_tokens
-        if after.computed is None or before.computed is None:
+        if not after.steps:
             return _Work(1, rows, len(going_on), read)
-        _, *before_this = before.computed
-        _, *by_now = after.computed
-        steps, answer_rows, read = (now - then for now, then in zip(by_now, before_this, strict=True))
-        return _Work(steps, rows, answer_rows, read)
+        return _Work(
+            after.steps - before.steps,
+            rows,
+            after.decoded_tokens - before.decoded_tokens,
+            after.context_tokens - before.context_tokens,
+        )

@@ -206,7 +206,7 @@ def run_soak(
     # One sample: the warm-up has no number of samples to find out.
     warm_up = config.model_copy(update={"samples": 1, "min_duration_seconds": 0.0})
     bench, settings, _ = make_bench(warm_up, prepared.data_set, target, prepared.facts(), progress, prepared.tokenizer)
-    population = target.counters().replicas * _population(prepared.memory.max_sequences)
+    population = target.state().replicas * _population(prepared.memory.max_sequences)
     with StopSignals() as stop:
         if earlier is None:
             folder = _create(config, {**prepared.facts(), **target.facts()}, population)

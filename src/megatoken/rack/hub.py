@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.engine.state import TOTALS
 from megatoken.errors import MegatokenError
 from megatoken.rack.clock import ClockOffset, OffsetEstimate
 from megatoken.rack.records import Event, Loss, Place, ReplicaRecord
@@ -31,7 +32,6 @@ from megatoken.rack.wire import (
     PING,
     PONG,
     STATE,
-    TOTALS,
     Channel,
     Kind,
     WireError,

@@ -11,6 +11,7 @@ import socket
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from enum import IntEnum
 from hashlib import sha256
 from secrets import token_bytes
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.engine.request import Request, Sampling
+from megatoken.engine.state import ReplicaState
 from megatoken.errors import MegatokenError, RequestError
 
 NONCE_BYTES = KEY_BYTES = 32
@@ -48,38 +50,18 @@ class Kind(IntEnum):
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)
+STATE_FIELDS = tuple(field.name for field in fields(ReplicaState) if field.name != "replicas")
 STATE = np.dtype(
     [
         ("wanted", "<i4"),  # samples that the replica asks for beyond those asked for before
-        ("in_flight", "<i4"),
-        ("waiting", "<i4"),
-        ("rows", "<i4"),
-        ("row_budget", "<i4"),
-        ("pages_free", "<i8"),
-        ("pages", "<i8"),
         ("unended_tokens", "<i8"),  # of the output tokens, those of answers that have not ended
-        ("preemptions", "<i8"),
-        ("processed_tokens", "<i8"),
-        ("output_tokens", "<i8"),
-        ("decoded_tokens", "<i8"),
-        ("read_tokens", "<i8"),  # that were before those
-        ("steps", "<i8"),
-        ("computed_seconds", "<f8"),
         ("step_seconds", "<f8"),  # how long the step that runs now has been running
-        ("power_watts", "<f8"),  # NaN: not told; likewise the next two
+        ("power_watts", "<f8"),  # NaN where there is no sensor, as in the next two
         ("clock_mhz", "<f8"),
         ("temperature_celsius", "<f8"),
+        # The engine's own record; its totals count from the start of a connection.
+        *((name, "<f8" if name.endswith("_seconds") else "<i8") for name in STATE_FIELDS),
     ]
-)
-# Those of its fields that count from the start of a connection.
-TOTALS = (
-    "processed_tokens",
-    "output_tokens",
-    "decoded_tokens",
-    "read_tokens",
-    "steps",
-    "preemptions",
-    "computed_seconds",
 )
 FIRST = np.dtype([("ticket", "<i8"), ("token", "<i4"), ("started_ns", "<i8")])
 DONE = np.dtype(

@@ -14,11 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from megatoken.engine.request import Counters, FinishReason, Request, TokenEvent
+from megatoken.engine.request import FinishReason, Request, TokenEvent
+from megatoken.engine.state import TOTALS, ReplicaState
 from megatoken.errors import MegatokenError
 from megatoken.hardware.telemetry import GpuTelemetry, Telemetry
 from megatoken.rack.wire import (
@@ -28,6 +30,7 @@ from megatoken.rack.wire import (
     PING,
     PONG,
     STATE,
+    STATE_FIELDS,
     Channel,
     Kind,
     Report,
@@ -41,7 +44,7 @@ REPORT_SECONDS = 0.25  # between reports where nobody waits for a single token
 STREAM_SECONDS = 0.004  # the least between reports where somebody does
 IDLE_SECONDS = 0.05
 LEAST_PREFETCH, MOST_PREFETCH = 8, 1024
-ROWS_PER_PREFETCH = 32  # of the row budget: prompts at least that long are admitted for two steps before more are there
+TOKENS_PER_PREFETCH = 32  # of the token budget: enough for two steps where prompts are at least that long
 PREFETCH_DECAY = 0.95
 CONNECT_SECONDS = 2.0
 LONGEST_ROUND_SECONDS = 1.0
@@ -66,19 +69,17 @@ class ReplicaEngine(Protocol):
     def cancel(self, ticket: int) -> None:
         """Ends a request."""
 
-    def counters(self) -> Counters:
-        """Where it stands."""
+    def state(self) -> ReplicaState:
+        """What it holds and has done."""
 
 
 class _Answer:
     """A sample between its arrival and its end."""
 
-    __slots__ = ("first_ns", "first_step", "ids", "prompt_tokens", "started_ns", "ticket", "tokens")
+    __slots__ = ("first_ns", "ids", "started_ns", "ticket", "tokens")
 
-    def __init__(self, ticket: int, prompt_tokens: int) -> None:
+    def __init__(self, ticket: int) -> None:
         self.ticket = ticket
-        self.prompt_tokens = prompt_tokens
-        self.first_step = 0
         self.tokens = 0
         self.first_ns = self.started_ns = 0
         self.ids: list[int] = []
@@ -110,22 +111,18 @@ class Replica(threading.Thread):
         self._failures: list[tuple[int, str]] = []
         self._answers: dict[int, _Answer] = {}  # by the engine's ticket
         self._unstarted: deque[int] = deque()  # tickets of the engine that were never in a step, oldest first
-        self._output_tokens = self._unended_tokens = self._decoded_tokens = self._read_tokens = 0
-        self._steps = 0
-        self._answering = 0  # samples that have a first token and no last: a row each in the next step
-        self._before_answers = 0  # tokens before the rows of those
-        self._computed_ns = 0
+        self._unended_tokens = 0
         self._step_began_ns = 0  # 0: none runs
         self._drain = threading.Event()
         self._drained = threading.Event()
         self._over = False
         self._tell: Callable[[], None] = _nobody
         self.failure: BaseException | None = None
-        self._prefetch = max(LEAST_PREFETCH, engine.counters().row_budget // ROWS_PER_PREFETCH)
+        self._prefetch = max(LEAST_PREFETCH, engine.state().max_batched_tokens // TOKENS_PER_PREFETCH)
         self._asked = 0  # samples asked for and not yet received
         self._admitted = self._admitted_when_asked = 0
-        self._totals = self._before = (0, 0, 0, 0, 0, 0, 0)  # after the last step; when the driver connected
-        self._told = (self._totals, 0)  # totals and unended tokens when the news were taken
+        self._after_step = self._before = ReplicaState()  # after the last step; when the driver connected
+        self._reported = (self._after_step, 0)  # state and unended tokens when the news were taken
 
     def on_news(self, tell: Callable[[], None]) -> None:
         """Has ``tell`` called when the driver ought to hear of something at once."""
@@ -141,7 +138,7 @@ class Replica(threading.Thread):
 
     def wanted(self) -> int:
         """Samples to ask for now, which count as asked for: enough that the engine has some when they arrive."""
-        wanted = self._missing(self._engine.counters().waiting)
+        wanted = self._missing(self._engine.state().waiting)
         if wanted < self._prefetch // 2:
             return 0
         if not self._asked:
@@ -168,7 +165,7 @@ class Replica(threading.Thread):
 
     def start_counting(self) -> None:
         """Has totals count from now on: the driver that has connected adds up its connections."""
-        self._before = self._totals
+        self._before = self._after_step
 
     def excuse(self, seconds: float) -> None:
         """Takes time off the step that runs: the process was stopped for so long."""
@@ -176,24 +173,18 @@ class Replica(threading.Thread):
             self._step_began_ns += round(seconds * 1e9)
 
     def state(self, wanted: int) -> tuple[Any, ...]:
-        """A row of ``wire.STATE``, whose counts go with the news that were taken last."""
-        counters, telemetry = self._engine.counters(), self._sensors.read() if self._sensors else Telemetry()
-        began = self._step_began_ns
-        told, unended_tokens = self._told
-        *totals, computed_ns = (now - then for now, then in zip(told, self._before, strict=True))
+        """A row of ``wire.STATE``, whose totals go with the news that were taken last."""
+        now, telemetry = self._engine.state(), self._sensors.read() if self._sensors else Telemetry()
+        began, queued = self._step_began_ns, len(self._inbox)
+        reported, unended_tokens = self._reported
+        totals = {name: getattr(reported, name) - getattr(self._before, name) for name in TOTALS}
+        state = replace(now, in_flight=now.in_flight + queued, waiting=now.waiting + queued, **totals)
         return (
             wanted,
-            counters.in_flight + len(self._inbox),
-            counters.waiting + len(self._inbox),
-            counters.last_step_rows,
-            counters.row_budget,
-            counters.pages_free,
-            counters.pages,
             unended_tokens,
-            *totals,
-            computed_ns / 1e9,
             (time.monotonic_ns() - began) / 1e9 if began else 0.0,
             *(math.nan if value is None else value for value in _readings(telemetry)),
+            *(getattr(state, name) for name in STATE_FIELDS),
         )
 
     def take_news(self) -> tuple[list[Any], list[Any], list[int], list[tuple[int, str]]]:
@@ -201,7 +192,7 @@ class Replica(threading.Thread):
         with self._lock:
             news = (self._first, self._done, self._ids, self._failures)
             self._first, self._done, self._ids, self._failures = [], [], [], []
-            self._told = (self._totals, self._unended_tokens)
+            self._reported = (self._after_step, self._unended_tokens)
         return news
 
     def run(self) -> None:
@@ -229,20 +220,16 @@ class Replica(threading.Thread):
                 with self._lock:
                     self._failures.append((ticket, str(error)))
                 continue
-            self._answers[own] = _Answer(ticket, len(request.prompt))
+            self._answers[own] = _Answer(ticket)
             self._unstarted.append(own)
 
     def _step(self) -> None:
         self._step_began_ns = began_ns = time.monotonic_ns()
-        self._decoded_tokens += self._answering
-        self._read_tokens += self._before_answers
-        self._before_answers += self._answering
-        self._steps += 1
         events = self._engine.step()
         now_ns = time.monotonic_ns()
         self._step_began_ns = 0
-        self._computed_ns += now_ns - began_ns
-        waiting = self._engine.counters().waiting
+        state = self._engine.state()
+        waiting = state.waiting
         while len(self._unstarted) > waiting:  # the engine admits in order, and after a preemption nobody new
             self._answers[self._unstarted.popleft()].started_ns = began_ns
             self._admitted += 1
@@ -256,9 +243,6 @@ class Replica(threading.Thread):
             if event.token_ids and not answer.first_ns:
                 answer.first_ns = now_ns
                 first.append((answer.ticket, event.token_ids[0], answer.started_ns))
-                self._answering += 1
-                self._before_answers += answer.prompt_tokens
-                answer.first_step = self._steps
             if event.finish_reason is not None:
                 reason = FINISH_REASONS.index(event.finish_reason)
                 times = (answer.first_ns, now_ns, answer.started_ns)
@@ -266,14 +250,9 @@ class Replica(threading.Thread):
                 ids += answer.ids
                 ended_tokens += answer.tokens
                 del self._answers[event.ticket]
-                self._answering -= 1
-                self._before_answers -= answer.prompt_tokens + self._steps - answer.first_step
             output_tokens += len(event.token_ids)
-        self._output_tokens += output_tokens
-        counters = self._engine.counters()
-        tokens = (counters.rows, self._output_tokens, self._decoded_tokens, self._read_tokens)
         with self._lock:
-            self._totals = (counters.preemptions, *tokens, counters.steps, self._computed_ns)
+            self._after_step = state
             self._unended_tokens += output_tokens - ended_tokens
             if self._streams:
                 self._first += first
@@ -294,7 +273,7 @@ class Replica(threading.Thread):
             self._engine.step()
         self._answers.clear()
         self._unstarted.clear()
-        self._answering = self._before_answers = self._unended_tokens = 0
+        self._unended_tokens = 0
         self.take_news()
         self._drain.clear()
         self._drained.set()
@@ -303,7 +282,7 @@ class Replica(threading.Thread):
     def _set_prefetch(self) -> None:
         """Twice what was admitted while the driver was asked; more where the engine ran dry meanwhile."""
         used = self._admitted - self._admitted_when_asked
-        if self._engine.counters().waiting == 0:
+        if self._engine.state().waiting == 0:
             self._prefetch *= 2
         else:
             self._prefetch = max(2 * used, round(PREFETCH_DECAY * self._prefetch))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from megatoken.engine.request import Request
+from megatoken.engine.state import ReplicaState
 from megatoken.hardware.telemetry import Telemetry
 
 
@@ -35,72 +36,14 @@ class SampleEvent:
     error: str | None = None
 
 
-class Computed(NamedTuple):
-    """What all replicas together have computed of ``processed_tokens``, and how long they took.
-
-    ``decoded_tokens`` are those of the processed tokens that were answers being read back, ``read_tokens`` what stood
-    before each of them.
-    """
-
-    seconds: float
-    steps: int
-    decoded_tokens: int
-    read_tokens: int
-
-
 @dataclass(frozen=True, slots=True)
-class TargetCounters:
-    """State of a target now; ``preemptions`` and ``processed_tokens`` only ever grow.
-
-    A target whose events come later than its work says what that work was: ``computed``.
-    """
-
-    in_flight: int
-    waiting: int
-    rows: int
-    row_budget: int
-    pages_free: int
-    pages: int
-    preemptions: int
-    processed_tokens: int
-    replicas: int = 1
-    computed: Computed | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaState:
-    """One replica at one moment: token and preemption counts are totals, all others levels."""
+class ReplicaReading:
+    """One replica at one moment: its engine's state and the sensors of its GPUs."""
 
     node: str | None  # None: this machine
     replica: int
-    output_tokens: int
-    processed_tokens: int
-    rows: int
-    row_budget: int
-    pages_free: int
-    pages: int
-    in_flight: int
-    waiting: int
-    preemptions: int
+    state: ReplicaState
     telemetry: Telemetry
-
-    @classmethod
-    def only(cls, counters: TargetCounters, output_tokens: int, telemetry: Telemetry) -> ReplicaState:
-        """The one replica of a target that has no other."""
-        return cls(
-            node=None,
-            replica=0,
-            output_tokens=output_tokens,
-            processed_tokens=counters.processed_tokens,
-            rows=counters.rows,
-            row_budget=counters.row_budget,
-            pages_free=counters.pages_free,
-            pages=counters.pages,
-            in_flight=counters.in_flight,
-            waiting=counters.waiting,
-            preemptions=counters.preemptions,
-            telemetry=telemetry,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +74,13 @@ class Target(Protocol):
         Raises MegatokenError when nothing is left that could serve.
         """
 
-    def counters(self) -> TargetCounters:
-        """The state after the last poll."""
+    def state(self) -> ReplicaState:
+        """All replicas together after the last poll.
 
-    def replicas(self) -> list[ReplicaState]:
+        A target that does not count steps, whose events then come as the work is done, leaves ``steps`` at 0.
+        """
+
+    def replicas(self) -> list[ReplicaReading]:
         """Each replica on its own, with power since the last call; asked about once a second."""
 
     def outcome(self, since_ns: int) -> Outcome:

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from megatoken.engine.request import Request
+from megatoken.engine.state import ReplicaState
 from megatoken.hardware.telemetry import GpuTelemetry, Telemetry
-from megatoken.targets import Outcome, ReplicaState, SampleEvent, TargetCounters
+from megatoken.targets import Outcome, ReplicaReading, SampleEvent
 
 if TYPE_CHECKING:
     from megatoken.engine import Engine
@@ -25,7 +26,6 @@ class InProcessTarget:
         self._samples: dict[int, int] = {}  # ticket -> sample id
         self._unstarted: deque[int] = deque()  # tickets that were never in a step, oldest first
         self._started_ns: dict[int, int] = {}  # ticket -> until its first event
-        self._output_tokens = 0
 
     def facts(self) -> dict[str, Any]:
         """The sizes the engine took, and what it runs with."""
@@ -43,7 +43,6 @@ class InProcessTarget:
         events = self._engine.step()
         now_ns = time.monotonic_ns()
         self._note_started(began_ns)
-        self._output_tokens += sum(len(event.token_ids) for event in events)
         return [
             SampleEvent(
                 self._samples[event.ticket] if event.finish_reason is None else self._samples.pop(event.ticket),
@@ -56,24 +55,14 @@ class InProcessTarget:
             if event.ticket in self._samples  # not of what was withdrawn
         ]
 
-    def counters(self) -> TargetCounters:
+    def state(self) -> ReplicaState:
         """The engine's state now."""
-        counters = self._engine.counters()
-        return TargetCounters(
-            in_flight=counters.in_flight,
-            waiting=counters.waiting,
-            rows=counters.last_step_rows,
-            row_budget=counters.row_budget,
-            pages_free=counters.pages_free,
-            pages=counters.pages,
-            preemptions=counters.preemptions,
-            processed_tokens=counters.rows,
-        )
+        return self._engine.state()
 
-    def replicas(self) -> list[ReplicaState]:
+    def replicas(self) -> list[ReplicaReading]:
         """The engine's state now, and its GPU's sensors; of a CPU nothing is known."""
         telemetry = self._sensors.read() if self._sensors else Telemetry()
-        return [ReplicaState.only(self.counters(), self._output_tokens, telemetry)]
+        return [ReplicaReading(None, 0, self._engine.state(), telemetry)]
 
     def outcome(self, since_ns: int) -> Outcome:
         """An engine in this process is lost only together with it."""
@@ -102,7 +91,7 @@ class InProcessTarget:
 
         So those that wait are the newest, and preempted ones among them are older than all that never ran.
         """
-        waiting = self._engine.counters().waiting
+        waiting = self._engine.state().waiting
         while len(self._unstarted) > waiting:
             self._started_ns[self._unstarted.popleft()] = began_ns
 

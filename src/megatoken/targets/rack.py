@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from megatoken.engine.request import Request
+from megatoken.engine.state import ReplicaState
 from megatoken.hardware.telemetry import Telemetry
 from megatoken.rack.hub import Hub
 from megatoken.rack.records import Event, Place, losses_by_cause
-from megatoken.rack.wire import STATE, pack_request
-from megatoken.targets import Computed, Outcome, ReplicaState, SampleEvent, TargetCounters
+from megatoken.rack.wire import STATE, STATE_FIELDS, pack_request
+from megatoken.targets import Outcome, ReplicaReading, SampleEvent
 
 
 class RackTarget:
@@ -49,47 +50,25 @@ class RackTarget:
             events.append(SampleEvent(sample_id, (), None, 0, error=why))
         return events
 
-    def counters(self) -> TargetCounters:
+    def state(self) -> ReplicaState:
         """All replicas together; ``waiting`` counts what is in the shared queue."""
         # One array: asked after every report, of which a large rack sends hundreds a second.
         states = np.frombuffer(b"".join(state.tobytes() for _, state in self._hub.states()), STATE)
+        own = {
+            "in_flight": self._hub.unended,
+            "waiting": self._hub.waiting,
+            "replicas": max(1, len(self._hub.live())),
+        }
+        return ReplicaState(**{name: states[name].sum().item() for name in STATE_FIELDS} | own)
 
-        def total(name: str) -> int:
-            return int(states[name].sum())
-
-        return TargetCounters(
-            in_flight=self._hub.unended,
-            waiting=self._hub.waiting,
-            rows=total("rows"),
-            row_budget=total("row_budget"),
-            pages_free=total("pages_free"),
-            pages=total("pages"),
-            preemptions=total("preemptions"),
-            processed_tokens=total("processed_tokens"),
-            replicas=max(1, len(self._hub.live())),
-            computed=Computed(
-                float(states["computed_seconds"].sum()), total("steps"), total("decoded_tokens"), total("read_tokens")
-            ),
-        )
-
-    def replicas(self) -> list[ReplicaState]:
+    def replicas(self) -> list[ReplicaReading]:
         """Every replica as it last reported."""
         return [
-            ReplicaState(
-                node=place.node,
-                replica=place.replica,
-                output_tokens=int(state["output_tokens"]),
-                processed_tokens=int(state["processed_tokens"]),
-                rows=int(state["rows"]),
-                row_budget=int(state["row_budget"]),
-                pages_free=int(state["pages_free"]),
-                pages=int(state["pages"]),
-                in_flight=int(state["in_flight"]),
-                waiting=int(state["waiting"]),
-                preemptions=int(state["preemptions"]),
-                telemetry=Telemetry(
-                    *(_told(state[name]) for name in ("power_watts", "clock_mhz", "temperature_celsius"))
-                ),
+            ReplicaReading(
+                place.node,
+                place.replica,
+                ReplicaState(**{name: state[name].item() for name in STATE_FIELDS}),
+                Telemetry(*(_told(state[name]) for name in ("power_watts", "clock_mhz", "temperature_celsius"))),
             )
             for place, state in self._hub.states()
         ]

@@ -99,9 +99,9 @@ def test_preempted_requests_end_once(llama: Path) -> None:
     expect_short_answers(engine._scheduler)
     requests = [Request(prompt, 100, ignore_end_token=True) for prompt in some_prompts([20] * 24)]
     completions = engine.generate(requests)
-    counters = engine.counters()
-    assert counters.preemptions > 5
-    assert counters.pages_free == counters.pages
+    state = engine.state()
+    assert state.preemptions > 5
+    assert state.pages_free == state.pages
     assert [len(completion.token_ids) for completion in completions] == [100] * 24
     assert {completion.finish_reason for completion in completions} == {FinishReason.LENGTH}
 
@@ -127,7 +127,7 @@ def test_cancellation_frees_pages_and_stop_tokens_stop(llama: Path) -> None:
     for _ in range(5):
         engine.step()
     engine.cancel(ticket)
-    assert engine.counters().pages_free == engine.counters().pages
+    assert engine.state().pages_free == engine.state().pages
     while engine.busy:
         engine.step()
     [free] = engine.generate([Request(prompt, 20, ignore_end_token=True)])

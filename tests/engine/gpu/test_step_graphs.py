@@ -121,7 +121,7 @@ def test_preempted_and_cancelled_requests_end_once(llama: Path) -> None:
         if len(ended) == 20 and tickets[-1] not in ended:
             engine.cancel(tickets[-1])
     assert sorted(ended) == tickets
-    assert engine.counters().pages_free == engine.counters().pages
+    assert engine.state().pages_free == engine.state().pages
 
 
 def test_memory_stays_within_the_plan(tmp_path: Path) -> None:
