@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken import targets
 from megatoken.analysis.statistics import Samples
 from megatoken.engine.request import Request
 from megatoken.engine.state import ReplicaState
@@ -205,8 +204,8 @@ class QueueingTarget:
     def replicas(self) -> list[ReplicaReading]:
         return [ReplicaReading(None, 0, self.state(), Telemetry())]
 
-    def outcome(self, since_ns: int) -> targets.Outcome:
-        return targets.Outcome({}, None)
+    def outcome(self, since_ns: int) -> dict[str, Any]:
+        return {}
 
     def cancel_all(self) -> None:
         self._coming.clear()

@@ -27,7 +27,7 @@ from megatoken.harness.sizing import estimate_rate
 from megatoken.rack import worker
 from megatoken.rack.wire import STATE, STATE_FIELDS
 from megatoken.rack.worker import Replica
-from megatoken.targets import Outcome, ReplicaReading, SampleEvent
+from megatoken.targets import ReplicaReading, SampleEvent
 from megatoken.targets.in_process import InProcessTarget
 
 rows_of_data = st.integers(1, 30_000)
@@ -182,8 +182,8 @@ class ChunkedEngine:
     def replicas(self) -> list[ReplicaReading]:
         return [ReplicaReading(None, 0, self.state(), Telemetry())]
 
-    def outcome(self, since_ns: int) -> Outcome:
-        return Outcome({}, None)
+    def outcome(self, since_ns: int) -> dict[str, Any]:
+        return {}
 
     def cancel_all(self) -> None:
         self._waiting.clear()

@@ -32,7 +32,7 @@ from megatoken.cli.soak import duration_seconds
 from megatoken.config import load_run_config
 from megatoken.errors import UsageError
 from megatoken.files import plain
-from megatoken.harness.result_facts import CORE_WAIT_SHARE
+from megatoken.harness.result import CORE_WAIT_SHARE
 from megatoken.harness.soak import Earlier, SteadyLoad
 from megatoken.runs.run import Run, Verdict, read_run
 

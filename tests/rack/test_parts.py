@@ -16,6 +16,7 @@ import pytest
 from megatoken.engine import Engine, EngineConfig
 from megatoken.engine.request import Request, Sampling
 from megatoken.errors import CapacityError, MegatokenError, RequestError
+from megatoken.harness.result import lost_replicas
 from megatoken.rack.clock import OffsetEstimate
 from megatoken.rack.hub import Hub
 from megatoken.rack.placement import Node, Wanted, name_nodes, place_replicas
@@ -249,14 +250,15 @@ def test_what_a_lost_worker_held_is_done_by_others(rig: Rig) -> None:
     lengths = [10 + number % 21 for number in range(400)]
     assert [last[number].output_tokens for number in range(400)] == lengths
     outcome = target.outcome(began_ns)
-    assert outcome.lost is not None and "1 of 2 replicas left at the least (50.0 %), 1 at the end" in outcome.lost
-    (lost,) = outcome.facts["rack"]["lost"]
+    (reason,) = lost_replicas(outcome)
+    assert reason["message"] == "1 of 2 replicas left at the lowest (50.0 %), 1 at the end; lost: 1 on n1 (taken out)"
+    (lost,) = outcome["rack"]["lost"]
     assert (lost["node"], lost["cause"]) == ("n1", "taken out") and lost["samples_returned"] > 0
     deadline = time.monotonic() + 30
     while sum(one.state.output_tokens for one in target.replicas()) != sum(lengths):  # no token counts twice
         assert time.monotonic() < deadline, target.replicas()
         target.poll(0.1)
-    assert target.outcome(time.monotonic_ns()).lost is not None  # still one short
+    assert lost_replicas(target.outcome(time.monotonic_ns()))  # still one short
 
 
 def worker_of_hand(hub: Hub, replicas: int) -> Channel:

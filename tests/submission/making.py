@@ -116,7 +116,7 @@ def direct(
     import numpy as np
 
     from megatoken.hardware.inventory import take_inventory
-    from megatoken.harness.result_facts import loadgen_facts
+    from megatoken.harness.result import loadgen_facts
     from megatoken.mlperf.loadgen_log import LoadGenLog
     from megatoken.mlperf.rules import ROUNDS
     from megatoken.runs.tables import SampleRow, SeriesRow

@@ -10,24 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from megatoken.accuracy.gate import Gate, Judgement
 from megatoken.analysis.machine import utc_text
-from megatoken.analysis.statistics import Samples
 from megatoken.config import RunConfig
 from megatoken.datasets.requests import Dataset
 from megatoken.errors import MegatokenError
 from megatoken.hardware.inventory import peak_memory_bytes, take_inventory
 from megatoken.harness.loadgen import LoadGenTest, TestSettings
-from megatoken.harness.loadgen_plan import library_to_data_set, resolve_test, run_benchmark, run_limits, run_round
+from megatoken.harness.loadgen_plan import library_to_data_set, resolve_test
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
-from megatoken.harness.result_facts import asked_facts, core_wait_notes, latency_facts, loadgen_facts, run_notes
+from megatoken.harness.result import asked_facts, concluded, core_wait_notes, run_notes
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.harness.stop import Stop
 from megatoken.harness.text_stages import TextStages
-from megatoken.mlperf.latencies import latencies, percentile
 from megatoken.mlperf.loadgen_log import LoadGenLog
-from megatoken.mlperf.rules import ClientLimit, Observed, doubts, judge, send_lag_limit_seconds, unmet_rules
-from megatoken.runs.reasons import Reason, reason
-from megatoken.runs.run import Verdict
+from megatoken.mlperf.rules import ClientLimit
+from megatoken.runs.reasons import reason
 from megatoken.runs.tables import SampleRow
 from megatoken.runs.writer import RunFolder, run_name
 from megatoken.targets import Target
@@ -76,6 +73,7 @@ class Bench:
                 "notes": run_notes(facts),
                 "mode": config.mode,
                 "rules": config.rules,
+                "data_set_rows": len(self.data_set.requests),
                 **asked_facts(config, settings),
                 "client_limit": asdict(self.client) if self.client else None,
             },
@@ -113,7 +111,7 @@ class Bench:
                 )
                 saturation = self._drive(measurement, stop, watch)
                 if not stop.received and saturation is None:
-                    self._conclude(config, settings, folder, measurement, test.finish())
+                    self._conclude(config, folder, measurement, test.finish())
                     return None
                 folder.add_facts({"peak_memory_bytes": peak_memory_bytes()})
                 if saturation is not None:
@@ -144,56 +142,24 @@ class Bench:
     def _conclude(
         self,
         config: RunConfig,
-        settings: TestSettings,
         folder: RunFolder,
         measurement: Measurement,
         log: LoadGenLog,
     ) -> None:
         requests, _ = folder.end_recording()
-        samples = Samples.of(requests)
         core_wait_share = measurement.core_wait.share()
-        notes = [*folder.facts["notes"], *core_wait_notes(core_wait_share, folder.facts)]
-        benchmark_limits, limits = run_benchmark(config).limits.get(config.scenario), run_limits(config)
-        own = latencies(samples, limits) if limits else None
-        lag = samples.sent - samples.scheduled
-        observed = Observed(
-            scenario=config.scenario,
-            mode="compliance" if config.compliance else config.mode,
-            data_set_rows=len(self.data_set.requests),
-            last_due_seconds=float(samples.scheduled.max()),
-            limits=benchmark_limits,
-            latencies=own,
-            send_lag_p99_seconds=None if config.scenario == "offline" else percentile(lag),
-            client=self.client,
-            samples_per_second=settings.offered_rate if limits else None,
-            wall_clock_step_seconds=measurement.wall_clock.largest_seconds,
-        )
-        unmet, doubtful = unmet_rules(run_round(config), log, observed), doubts(log, observed)
-        judged = self._judge_answers(folder, requests)
-        claimed = config.rules is not None
-        verdict, reasons = judge(claimed, unmet, measurement.failed, measurement.issued, judged.reasons, doubtful)
-        outcome = self.target.outcome(measurement.start_ns)
-        if outcome.lost is not None:
-            verdict = verdict if verdict is Verdict.INVALID else Verdict.DEGRADED
-            reasons = [*reasons, Reason(code="LOST_REPLICAS", message=outcome.lost)]
-        folder.finish(
+        folder.add_facts(
             {
-                "verdict": verdict,
-                "reasons": reasons,
-                "rules_unmet": [] if claimed else unmet,
-                "doubts": [] if claimed else doubtful,
-                "notes": notes,
+                "notes": [*folder.facts["notes"], *core_wait_notes(core_wait_share, folder.facts)],
                 "core_wait_share": core_wait_share,
-                "ended_at": utc_text(datetime.now(UTC)),
                 "wall_clock_step_seconds": measurement.wall_clock.largest_seconds,
-                "send_lag_limit_seconds": None if config.scenario == "offline" else send_lag_limit_seconds(limits),
-                **outcome.facts,
-                **loadgen_facts(config.scenario, log),
-                **({"latency_verdict": latency_facts(own, limits, log)} if own and limits else {}),
+                **self.target.outcome(measurement.start_ns),
                 **({"output_characters": self.text.characters} if self.text else {}),
-                **judged.facts,
             }
         )
+        judged = self._judge_answers(folder, requests)
+        result = concluded(folder.facts, log, requests, judged, compliance=config.compliance is not None)
+        folder.finish({**result, "ended_at": utc_text(datetime.now(UTC))})
 
     def _judge_answers(self, folder: RunFolder, requests: pa.Table) -> Judgement:
         if self.gate is None:

@@ -263,7 +263,7 @@ class Measurement:
         self._pace = PACE_SHARE * pace + (1 - PACE_SHARE) * self._pace if self._pace else pace
         self._noted_ns, self._noted_output_tokens, self._noted_done_tokens = now_ns, output_tokens, done_tokens
         self.wall_clock.look()
-        happened = self._target.outcome(self._start_ns).facts
+        happened = self._target.outcome(self._start_ns)
         own = {
             "peak_memory_bytes": peak_memory_bytes(),
             "loop_seconds": self._loop_seconds(now_ns),

@@ -13,15 +13,12 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatoken.analysis.aggregation import aggregate, aggregate_fields
 from megatoken.analysis.machine import utc_text
-from megatoken.analysis.nodes import offsets_words, run_node_rows
-from megatoken.analysis.verdict_of_nodes import replicas_left, shortfalls_of_nodes, verdict_of_nodes
 from megatoken.config import RunConfig
 from megatoken.engine.memory import MemoryPlan
 from megatoken.errors import MegatokenError, UsageError
@@ -29,16 +26,16 @@ from megatoken.hardware.inventory import take_inventory
 from megatoken.harness.prepare import Prepared, prepare, resolve
 from megatoken.harness.progress import Progress
 from megatoken.harness.rack import Rack
-from megatoken.harness.result_facts import asked_facts, run_notes
+from megatoken.harness.result import asked_facts, run_notes
 from megatoken.harness.run import make_bench
 from megatoken.harness.stop import StopSignals
-from megatoken.rack.clock import ClockOffset, OffsetEstimate
+from megatoken.harness.together import concluded_nodes, gathered, joined_tables, node_starts
+from megatoken.rack.clock import OffsetEstimate
 from megatoken.rack.cluster import new_key
 from megatoken.rack.hub import Hub
 from megatoken.rack.records import Place
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import NODES, Run, read_run
-from megatoken.runs.tables import joined_runs
 from megatoken.runs.writer import RunFolder, run_name
 from megatoken.targets.rack import RackTarget
 from megatoken.text import count_of
@@ -152,7 +149,7 @@ def run_per_node(rack: Rack, prepared: Prepared, progress: Progress) -> Path:
                 ahead_ns = round(offset.wall_seconds * 1e9) if offset else 0
                 node.answer = node.driver.run.remote(start_ns + ahead_ns)
             _collect(rack, nodes, folder, stop)
-            _conclude(rack, nodes, folder, stop)
+            _conclude(nodes, folder, stop)
         except BaseException as error:
             folder.interrupt(reason("INTERRUPTED", error=type(error).__name__, cause=str(error)))
             raise
@@ -237,70 +234,20 @@ def _collect(rack: Rack, nodes: Sequence[_Node], folder: RunFolder, stop: StopSi
             waiting.remove(node)
 
 
-def _conclude(rack: Rack, nodes: Sequence[_Node], folder: RunFolder, stop: StopSignals) -> None:
-    offsets = {node.name: node.clock.offset() for node in nodes}
+def _conclude(nodes: Sequence[_Node], folder: RunFolder, stop: StopSignals) -> None:
     runs = {node.name: node.run for node in nodes if node.run is not None}
-    starts = {name: _started(run, offsets[name]) for name, run in runs.items()}
-    first = min(starts.values(), default=0.0)
+    silent = {node.name: node.lost for node in nodes if node.lost is not None}
+    clocks = {node.name: node.clock.offset() for node in nodes}
+    offsets = [{"node": name, **asdict(offset)} for name, offset in clocks.items() if offset]
     if runs:
-        requests, series = joined_runs([(run.requests, run.series, starts[name] - first) for name, run in runs.items()])
-        folder.add_tables(requests, series)
+        folder.add_tables(*joined_tables(runs, node_starts(runs, offsets)))
     shutil.rmtree(folder.mlperf_directory, ignore_errors=True)  # each node has its own
-    lost = [node for node in nodes if node.lost is not None]
-    replicas = {entry["node"]: entry["replicas"] for entry in rack.nodes()}
-    left = replicas_left(runs)
-    planned = sum(replicas.values())
-    facts: dict[str, Any] = {
-        "started_at": utc_text(datetime.fromtimestamp(first, UTC)) if runs else None,
-        "rack": {
-            "replicas": planned,
-            "replicas_least": left,
-            "replicas_at_end": sum(run.result["rack"]["replicas_at_end"] for run in runs.values()),
-            "share_left": left / planned,
-            "lost": [
-                *({"node": node.name, "replica": None, "cause": node.lost} for node in lost),
-                *(loss for run in runs.values() for loss in run.result["rack"]["lost"]),
-            ],
-            "joined": [joined for run in runs.values() for joined in run.result["rack"]["joined"]],
-            "clock_offsets": [{"node": name, **asdict(offset)} for name, offset in offsets.items() if offset],
-            "start_spread_seconds": max(starts.values(), default=0.0) - first,
-        },
-        "node_verdicts": {node.name: node.run.verdict if node.run else None for node in nodes},
-        "ended_at": utc_text(datetime.now(UTC)),
-    }
-    folder.add_facts(facts)
+    folder.add_facts(gathered(folder.facts, runs, silent, offsets))
     if stop.received or not runs:
-        losses = None if stop.received else [f"{one.name}: {one.lost}" for one in lost]
+        losses = None if stop.received else [f"{name}: {why}" for name, why in silent.items()]
         folder.interrupt(reason("INTERRUPTED", signal=stop.received or None, losses=losses))
         return
-    verdict, reasons = verdict_of_nodes(runs, planned, facts["rack"]["lost"])
-    rows = [
-        replace(row, started_seconds=starts[name], source=f"{NODES}/{name}")
-        for name, run in runs.items()
-        for row in run_node_rows(run)
-    ]
-    said = {
-        "notes": _notes(folder.facts["notes"], {name: run.result["notes"] for name, run in runs.items()}),
-        "rules_unmet": shortfalls_of_nodes({name: run.rules_unmet for name, run in runs.items()}),
-        "doubts": shortfalls_of_nodes({name: run.doubts for name, run in runs.items()}),
-    }
-    clocks = offsets_words([asdict(offset) for offset in offsets.values() if offset is not None])
-    try:
-        together = aggregate_fields(aggregate(rows, clocks=clocks))
-    except UsageError:
-        together = None  # a node completed nothing
-    folder.finish({"verdict": verdict, "reasons": reasons, **said, "aggregate": together})
-
-
-def _notes(common: Sequence[str], of_nodes: Mapping[str, Sequence[str]]) -> list[str]:
-    """What is said of the whole, then what is said of single nodes beyond it."""
-    return [*common, *(f"{name}: {note}" for name, notes in of_nodes.items() for note in notes if note not in common)]
-
-
-def _started(run: Run, offset: ClockOffset | None) -> float:
-    """Unix time of a node's start by the driver's clock."""
-    started = datetime.fromisoformat(run.result["started_at"]).timestamp()
-    return started - (offset.wall_seconds if offset else 0.0)
+    folder.finish({**concluded_nodes(folder.facts, runs), "ended_at": utc_text(datetime.now(UTC))})
 
 
 def _unpack(packed: bytes, into: Path) -> None:

@@ -21,7 +21,6 @@ import numpy as np
 
 from megatoken.analysis.machine import unix_seconds, utc_text
 from megatoken.analysis.series import numbers, replicas
-from megatoken.analysis.stability import judge_soak
 from megatoken.analysis.statistics import SOAK
 from megatoken.config import KEYS, RunConfig
 from megatoken.errors import MegatokenError, UsageError
@@ -32,15 +31,14 @@ from megatoken.harness.loadgen_wire import Issued
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.prepare import Prepared
 from megatoken.harness.progress import Progress
-from megatoken.harness.result_facts import core_wait_notes, run_notes
+from megatoken.harness.result import concluded_soak, core_wait_notes, run_notes
 from megatoken.harness.run import make_bench
 from megatoken.harness.stop import Stop, StopSignals
-from megatoken.mlperf.rules import judge
-from megatoken.runs.reasons import Reason, reason
+from megatoken.runs.reasons import reason
 from megatoken.runs.run import Run, Verdict, read_run
 from megatoken.runs.tables import MOMENTS, TOTALS, SampleRow, SeriesRow
 from megatoken.runs.writer import RunFolder, run_name
-from megatoken.targets import Outcome, Target
+from megatoken.targets import Target
 from megatoken.text import count_of
 
 QUEUED_SHARE = 0.5  # samples that wait for each that a replica can hold
@@ -312,7 +310,7 @@ def _run(
     bench: Bench, settings: TestSettings, folder: RunFolder, stop: Stop, population: int, earlier: Earlier | None
 ) -> None:
     duration, begins = folder.facts["soak"]["duration_seconds"], earlier.begins_seconds if earlier else 0.0
-    outcome = Outcome({}, None)
+    outcome: Mapping[str, Any] = {}
     if begins < duration:
         rows, left = len(bench.data_set.requests), duration - begins
         load = SteadyLoad(rows, population, left, (bench.config.seed, round(begins * 1e9)))
@@ -345,32 +343,12 @@ def _run(
     _conclude(folder, outcome)
 
 
-def _conclude(folder: RunFolder, outcome: Outcome) -> None:
+def _conclude(folder: RunFolder, outcome: Mapping[str, Any]) -> None:
     requests, series = folder.end_recording()
-    soak = folder.facts["soak"]
-    stability = judge_soak(folder.facts, folder.environment, requests, series)
-    failed = requests["error"].is_valid().to_pylist().count(True)
-    verdict, reasons = judge(False, [], failed, len(requests), stability["reasons"])
-    lost = [
-        f"{count_of(one['lost_replicas'], 'replica')} before {one['at_seconds']:.0f} s"
-        for one in soak["interruptions"]
-        if one["lost_replicas"]
-    ]
-    lost += [outcome.lost] if outcome.lost is not None else []
-    if lost:
-        verdict = verdict if verdict is Verdict.INVALID else Verdict.DEGRADED
-        reasons = [*reasons, Reason(code="LOST_REPLICAS", message="; ".join(lost))]
-    folder.finish(
-        {
-            "verdict": verdict,
-            "reasons": reasons,
-            "rules_unmet": [],
-            "notes": [*folder.facts["notes"], *core_wait_notes(folder.facts.get("core_wait_share"), folder.facts)],
-            "ended_at": utc_text(datetime.now(UTC)),
-            "stability": stability,
-            **outcome.facts,
-        }
-    )
+    core_wait = core_wait_notes(folder.facts.get("core_wait_share"), folder.facts)
+    folder.add_facts({**outcome, "notes": [*folder.facts["notes"], *core_wait]})
+    result = concluded_soak(folder.facts, folder.environment, requests, series)
+    folder.finish({**result, "ended_at": utc_text(datetime.now(UTC))})
 
 
 class _Continued:

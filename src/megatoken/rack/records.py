@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,9 +51,3 @@ class ReplicaRecord:
     state: NDArray[Any]
     tickets: dict[int, int] = field(default_factory=dict)  # ticket -> sample, oldest first
     wanted: int = 0
-
-
-def losses_by_cause(losses: Sequence[Loss]) -> str:
-    """One line: how many replicas were lost on which node, and why."""
-    counts = Counter((loss.place.node, loss.cause) for loss in losses)
-    return "; ".join(f"{count} on {node} ({cause})" for (node, cause), count in counts.items())

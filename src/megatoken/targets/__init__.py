@@ -46,19 +46,6 @@ class ReplicaReading:
     telemetry: Telemetry
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a target during a test.
-
-    Attributes:
-        facts: fields of ``result.json``.
-        lost: what was lost of it, in one sentence; None where nothing was.
-    """
-
-    facts: Mapping[str, Any]
-    lost: str | None
-
-
 class Target(Protocol):
     """Anything that turns requests into tokens. Sample ids are the caller's; each may be in flight once."""
 
@@ -83,8 +70,8 @@ class Target(Protocol):
     def replicas(self) -> list[ReplicaReading]:
         """Each replica on its own, with power since the last call; asked about once a second."""
 
-    def outcome(self, since_ns: int) -> Outcome:
-        """What became of the target since that moment (``time.monotonic_ns()``)."""
+    def outcome(self, since_ns: int) -> Mapping[str, Any]:
+        """Fields of ``result.json``: what became of the target since that moment (``time.monotonic_ns()``)."""
 
     def withdraw(self) -> list[int]:
         """Drops every sample that no engine has been given to begin with; their ids, of which no event follows."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatoken.engine.request import Request
 from megatoken.engine.state import ReplicaState
 from megatoken.hardware.telemetry import GpuTelemetry, Telemetry
-from megatoken.targets import Outcome, ReplicaReading, SampleEvent
+from megatoken.targets import ReplicaReading, SampleEvent
 
 if TYPE_CHECKING:
     from megatoken.engine import Engine
@@ -64,9 +64,9 @@ class InProcessTarget:
         telemetry = self._sensors.read() if self._sensors else Telemetry()
         return [ReplicaReading(None, 0, self._engine.state(), telemetry)]
 
-    def outcome(self, since_ns: int) -> Outcome:
+    def outcome(self, since_ns: int) -> dict[str, Any]:
         """An engine in this process is lost only together with it."""
-        return Outcome({}, None)
+        return {}
 
     def withdraw(self) -> list[int]:
         """Drops what was never in a step; the ids of those samples."""

@@ -13,9 +13,9 @@ from megatoken.engine.request import Request
 from megatoken.engine.state import ReplicaState
 from megatoken.hardware.telemetry import Telemetry
 from megatoken.rack.hub import Hub
-from megatoken.rack.records import Event, Place, losses_by_cause
+from megatoken.rack.records import Event, Place
 from megatoken.rack.wire import STATE, STATE_FIELDS, pack_request
-from megatoken.targets import Outcome, ReplicaReading, SampleEvent
+from megatoken.targets import ReplicaReading, SampleEvent
 
 
 class RackTarget:
@@ -73,7 +73,7 @@ class RackTarget:
             for place, state in self._hub.states()
         ]
 
-    def outcome(self, since_ns: int) -> Outcome:
+    def outcome(self, since_ns: int) -> dict[str, Any]:
         """What was lost and what joined since then, and how far every node's clocks are from ours."""
         hub = self._hub
         losses = [loss for loss in hub.losses if loss.time_ns >= since_ns]
@@ -99,13 +99,7 @@ class RackTarget:
             "late_answers": hub.late_answers,
             "clock_offsets": [{"node": node, **asdict(offset)} for node, offset in sorted(hub.clocks.items())],
         }
-        lost = None
-        if least < self._planned:
-            lost = f"{least} of {self._planned} replica{'s' * (self._planned != 1)} left at the least "
-            lost += f"({100 * least / self._planned:.1f} %)"
-            lost += f", {serving} at the end"
-            lost += f"; lost: {losses_by_cause(losses)}" if losses else "; the others were lost before"
-        return Outcome({"rack": facts}, lost)
+        return {"rack": facts}
 
     def withdraw(self) -> list[int]:
         """Drops what no replica holds; the ids of those samples."""

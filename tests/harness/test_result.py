@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatoken.harness.result_facts import core_wait_notes, engine_notes
+from megatoken.harness.result import core_wait_notes, engine_notes
 
 
 @pytest.mark.parametrize("share", [None, 0.0, 0.05])

@@ -1,0 +1,213 @@
+"""Fields of ``result.json`` that follow from other fields, LoadGen's log and the tables of a run.
+
+Pure functions: the harness calls them when a test ends, and an audit calls them again on what the run folder holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from megatoken.accuracy.gate import Judgement
+from megatoken.analysis.stability import judge_soak
+from megatoken.analysis.statistics import Samples
+from megatoken.config import RunConfig
+from megatoken.engine.kernel_words import NO_KERNELS, WIDENED
+from megatoken.harness.loadgen import TestSettings
+from megatoken.harness.loadgen_plan import run_benchmark, run_limits
+from megatoken.mlperf.benchmarks import LatencyLimits, benchmark
+from megatoken.mlperf.latencies import Latencies, latencies, percentile
+from megatoken.mlperf.loadgen_log import LoadGenLog
+from megatoken.mlperf.rules import (
+    DEFAULT_ROUND,
+    ClientLimit,
+    Observed,
+    doubts,
+    judge,
+    round_of,
+    send_lag_limit_seconds,
+    unmet_rules,
+)
+from megatoken.runs.reasons import Reason, reason
+from megatoken.runs.run import Verdict
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+CORE_WAIT_SHARE = 0.05  # beyond it a reader of the speed is told
+_OUTPUT_RATES = {"offline": "result_tokens_per_second"}
+_SAMPLE_RATES = {"offline": "result_samples_per_second", "singlestream": "result_qps_with_loadgen_overhead"}
+
+
+def asked_facts(config: RunConfig, settings: TestSettings) -> dict[str, Any]:
+    """What a test is held against and what LoadGen was asked for; known before it starts."""
+    limits = run_limits(config)
+    offers = config.scenario in ("server", "interactive")
+    return {
+        "benchmark": run_benchmark(config).name,
+        "seeds": asdict(settings.seeds),
+        "offered_samples_per_second": settings.offered_rate if offers else None,
+        "ttft_limit_seconds": limits.ttft_seconds if limits else None,
+        "tpot_limit_seconds": limits.tpot_seconds if limits else None,
+        "text": config.text,
+    }
+
+
+def concluded(
+    facts: Mapping[str, Any], log: LoadGenLog, requests: pa.Table, judged: Judgement, *, compliance: bool
+) -> dict[str, Any]:
+    """What the end of a test with LoadGen adds to ``result.json``: verdict, reasons, latencies, LoadGen's figures.
+
+    Args:
+        facts: fields of ``result.json`` that are known by then.
+        log: of the test.
+        requests: table of ``SampleRow``; every sample has ended.
+        judged: what the answers showed, where they are judged.
+        compliance: whether it is a compliance test, which measures no speed.
+    """
+    scenario, samples, claimed = facts["scenario"], Samples.of(requests), facts["rules"] is not None
+    of = benchmark(facts["benchmark"])
+    limits = own = None
+    if facts["ttft_limit_seconds"] is not None:
+        limits = LatencyLimits(facts["ttft_limit_seconds"], facts["tpot_limit_seconds"])
+        own = latencies(samples, limits)
+    client = facts["client_limit"]
+    observed = Observed(
+        scenario=scenario,
+        mode="compliance" if compliance else facts["mode"],
+        data_set_rows=facts["data_set_rows"],
+        last_due_seconds=float(samples.scheduled.max()),
+        limits=of.limits.get(scenario),
+        latencies=own,
+        send_lag_p99_seconds=None if scenario == "offline" else percentile(samples.sent - samples.scheduled),
+        client=ClientLimit(**client) if client else None,
+        samples_per_second=facts["offered_samples_per_second"],
+        wall_clock_step_seconds=facts["wall_clock_step_seconds"],
+    )
+    unmet, doubtful = unmet_rules(round_of(facts["rules"] or DEFAULT_ROUND, of), log, observed), doubts(log, observed)
+    failed = int(samples.failed.sum())
+    verdict, reasons = judge(claimed, unmet, failed, len(samples), judged.reasons, doubtful)
+    verdict, reasons = _without_replicas(verdict, reasons, lost_replicas(facts))
+    return {
+        "verdict": verdict,
+        "reasons": reasons,
+        "rules_unmet": [] if claimed else unmet,
+        "doubts": [] if claimed else doubtful,
+        "send_lag_limit_seconds": None if scenario == "offline" else send_lag_limit_seconds(limits),
+        **loadgen_facts(scenario, log),
+        **({"latency_verdict": latency_facts(own, limits, log)} if own and limits else {}),
+        **judged.facts,
+    }
+
+
+def concluded_soak(
+    facts: Mapping[str, Any], environment: Mapping[str, Any], requests: pa.Table, series: pa.Table
+) -> dict[str, Any]:
+    """What the end of a soak adds to ``result.json``; it has no log of LoadGen.
+
+    Args:
+        facts: fields of ``result.json`` that are known by then.
+        environment: the contents of ``environment.json``.
+        requests: table of ``SampleRow``.
+        series: table of ``SeriesRow``.
+    """
+    stability = judge_soak(facts, environment, requests, series)
+    failed = int(Samples.of(requests).failed.sum())
+    verdict, reasons = judge(False, [], failed, len(requests), stability["reasons"])
+    before = [
+        reason("LOST_REPLICAS", lost_replicas=one["lost_replicas"], at_seconds=one["at_seconds"])
+        for one in facts["soak"]["interruptions"]
+        if one["lost_replicas"]
+    ]
+    verdict, reasons = _without_replicas(verdict, reasons, [*before, *lost_replicas(facts)])
+    return {"verdict": verdict, "reasons": reasons, "rules_unmet": [], "stability": stability}
+
+
+def lost_replicas(facts: Mapping[str, Any]) -> list[Reason]:
+    """One reason if a rack lost replicas: how many and why."""
+    rack = facts.get("rack")
+    if not rack or rack["replicas_least"] >= rack["replicas"]:
+        return []
+    counts = Counter((loss["node"], loss["cause"]) for loss in rack["lost"])
+    losses = [f"{count} on {node} ({cause})" for (node, cause), count in counts.items()]
+    names = ("replicas_least", "replicas", "share_left", "replicas_at_end")
+    return [reason("LOST_REPLICAS", **{name: rack[name] for name in names}, losses=losses or None)]
+
+
+def _without_replicas(
+    verdict: Verdict, reasons: Sequence[Reason], lost: Sequence[Reason]
+) -> tuple[Verdict, list[Reason]]:
+    """The verdict and its reasons with what was lost of a rack."""
+    if lost and verdict is not Verdict.INVALID:
+        verdict = Verdict.DEGRADED
+    return verdict, [*reasons, *lost]
+
+
+def loadgen_facts(scenario: str, log: LoadGenLog) -> dict[str, Any]:
+    """What LoadGen's log says; latencies in seconds, None where the scenario has none."""
+    values = log.values
+
+    def seconds(key: str) -> float | None:
+        return values[key] / 1e9 if scenario != "offline" and key in values else None
+
+    return {
+        "loadgen_version": values["loadgen_version"],
+        "loadgen_validity": values.get("result_validity"),
+        "loadgen_output_tokens_per_second": values.get(
+            _OUTPUT_RATES.get(scenario, "result_completed_tokens_per_second")
+        ),
+        "loadgen_samples_per_second": values.get(_SAMPLE_RATES.get(scenario, "result_completed_samples_per_sec")),
+        "loadgen_scheduled_samples_per_second": values.get("result_scheduled_samples_per_sec"),
+        "loadgen_ttft_p99_seconds": seconds("result_first_token_99.00_percentile_latency_ns"),
+        "loadgen_tpot_p99_seconds": seconds("result_time_per_output_token_99.00_percentile_ns"),
+        "loadgen_latency_p90_seconds": seconds("result_90.00_percentile_latency_ns"),
+        "loadgen_latency_p99_seconds": seconds("result_99.00_percentile_latency_ns"),
+        "loadgen_early_stopping_met": values.get("early_stopping_met") if scenario != "offline" else None,
+    }
+
+
+def latency_facts(own: Latencies, limits: LatencyLimits, log: LoadGenLog) -> dict[str, Any]:
+    """Our own judgement of the latencies beside LoadGen's: both of the same limits, which may be the user's."""
+    return {
+        **asdict(own),
+        "met": own.met(limits),
+        "loadgen_met": bool(log.values.get("result_perf_constraints_met") and log.values.get("early_stopping_met")),
+    }
+
+
+def run_notes(facts: Mapping[str, Any]) -> list[str]:
+    """What a reader of the numbers must know: the notes among ``facts``, and what its ``target`` says of itself."""
+    return [*facts.get("notes", ()), *engine_notes(facts.get("target", {}), facts.get("precision"))]
+
+
+def engine_notes(engine: Mapping[str, Any], precision: str | None) -> list[str]:
+    """What makes an engine, as it describes itself, slower than the machine could be, or may do so."""
+    notes = []
+    if str(engine.get("kernels", "")).startswith(NO_KERNELS):
+        why = engine["kernels"].removeprefix(NO_KERNELS)
+        notes.append(f"without compiled kernels, so slower than it could be: {why}; on Linux, GCC (g++) makes them")
+    if precision in ("bf16", "fp8") and str(engine.get("kernels", "")).endswith(WIDENED):
+        notes.append(
+            "this processor has no AVX-512 BF16, so the compiled kernels widen each bf16 value before they multiply; "
+            "whether --precision fp32 is faster here is not known, a run with it tells"
+        )
+    if engine.get("device") == "cpu" and engine.get("why_no_gpu"):
+        notes.append(engine["why_no_gpu"])
+    return notes
+
+
+def core_wait_notes(share: float | None, facts: Mapping[str, Any]) -> list[str]:
+    """What to say of a run with these facts whose process had no core for ``share`` of the time that it wanted one."""
+    if share is None or share <= CORE_WAIT_SHARE:
+        return []
+    if "rack_nodes" in facts:  # whose replicas are processes of their own
+        return [
+            f"the driver's machine was busy, so replicas may have waited for samples: {100 * share:.0f} % of the time "
+            "that the driver wanted a core, it had to wait for one; end other work there"
+        ]
+    return [
+        f"a busy machine, so slower than it could be: {100 * share:.0f} % of the time that this process wanted a core, "
+        "it had to wait for one; end other work, or lower engine.threads if they are more than the cores"
+    ]
