@@ -22,11 +22,11 @@ from megatoken.config import load_run_config
 from megatoken.engine import Engine, Request
 from megatoken.engine.config import SHAPES
 from megatoken.errors import MegatokenError
-from megatoken.harness.prepare import build_engine, prepare
+from megatoken.harness.prepare import prepare
 from megatoken.harness.progress import Progress
 from megatoken.harness.run import run_scenario
 from megatoken.runs.run import Run, read_run
-from megatoken.targets.in_process import InProcessTarget
+from megatoken.targets.in_process import InProcessBackend
 
 BOUND_SECONDS = 10.0
 NOTE = "unofficial: random weights, prompts of random ids, answers forced to their lengths; not verified by MLCommons"
@@ -108,12 +108,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if options.lengths != "csv":
             flags["lengths"] = str(fixed_lengths(options.lengths, options.samples, Path(folder)))
         config = load_run_config(None, flags)
-        prepared = prepare(config)
-        engine = build_engine(config)
-        first_token_seconds = start(engine)
-        before = gemm_bound_teraflops(engine, engine.memory_plan.max_batched_tokens, BOUND_SECONDS)
-        path = run_scenario(config, prepared.data_set, InProcessTarget(engine), prepared.facts(), Progress())
-        after = gemm_bound_teraflops(engine, engine.memory_plan.max_batched_tokens, BOUND_SECONDS)
+        progress = Progress()
+        backend = InProcessBackend(config, progress)
+        prepared = prepare(config, backend)
+        with backend.load() as target:
+            engine = target.engine
+            assert isinstance(engine, Engine)
+            first_token_seconds = start(engine)
+            before = gemm_bound_teraflops(engine, engine.memory_plan.max_batched_tokens, BOUND_SECONDS)
+            path = run_scenario(config, prepared.data_set, target, prepared.facts(), progress)
+            after = gemm_bound_teraflops(engine, engine.memory_plan.max_batched_tokens, BOUND_SECONDS)
     run = read_run(path)
     whole = ("output_tokens_per_second", "duration_seconds", "samples_completed", "samples_failed", "output_tokens")
     return {

@@ -165,7 +165,7 @@ def test_a_streamed_prompt_is_held_against_vocabulary_and_context_like_one_of_a_
 
     read["model"]["vocab"]["a"] = 300
     tokenizer.write_text(json.dumps(read))
-    warning = f"warning: {tokenizer} has ids up to 300, the model's vocabulary ends at 255: "
+    warning = f"warning: {tokenizer} has ids up to 300, but the model's vocabulary ends at 255; "
     code, stdout, err = generate("--model", directory, "--prompt", "ba")
     assert (code, stdout) == (2, "")
     assert err.startswith(warning) and err.splitlines()[1:] == [

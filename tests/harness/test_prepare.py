@@ -18,12 +18,19 @@ from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import EngineConfig
 from megatoken.engine.memory import plan_memory_of
 from megatoken.harness.prepare import prepare
-from megatoken.harness.rack import open_rack
+from megatoken.targets.backend import engine_model, tokenizer_of
+from megatoken.targets.factory import open_backend
 
 flags = {{"model": "{model}", "rack.cluster": "auto", "rack.simulated_gpu": "H200"}}
 config = load_run_config(None, flags)
-memory = plan_memory_of(open_model("{model}").config, EngineConfig(precision="bf16"), "cuda", 10**12)
-print(prepare(config, memory).describe())
+source = open_model("{model}")
+memory = plan_memory_of(source.config, EngineConfig(precision="bf16"), "cuda", 10**12)
+
+class Backend:
+    def served(self): return engine_model(config, source, memory)
+    def tokenizer(self): return tokenizer_of(config.model)
+
+print(prepare(config, Backend()).describe())
 assert "torch" not in sys.modules, "PyTorch was loaded"
 """
     command = [sys.executable, "-c", program]

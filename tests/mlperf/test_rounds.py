@@ -10,9 +10,15 @@ from megatoken.config import RoundName, RunConfig
 from megatoken.errors import UsageError
 from megatoken.harness import prepare as preparing
 from megatoken.harness.loadgen_plan import plan_test, run_round
-from megatoken.harness.prepare import prepare
+from megatoken.harness.prepare import Prepared
+from megatoken.harness.progress import Progress
 from megatoken.mlperf.benchmarks import BENCHMARKS
 from megatoken.mlperf.rounds import benchmark_of, benchmarks, round_of_build, round_seeds, rules
+from megatoken.targets.in_process import InProcessBackend
+
+
+def prepare(config: RunConfig) -> Prepared:
+    return preparing.prepare(config, InProcessBackend(config, Progress(quiet=True)))
 
 
 @pytest.mark.parametrize("name", get_args(RoundName))

@@ -71,11 +71,11 @@ def offline(
 
     from megatoken.config import RunConfig
     from megatoken.harness.loadgen import Seeds
-    from megatoken.harness.prepare import build_engine, prepare
+    from megatoken.harness.prepare import prepare
     from megatoken.harness.progress import Progress
     from megatoken.harness.run import run_scenario
     from megatoken.mlperf import benchmarks, rules
-    from megatoken.targets.in_process import InProcessTarget
+    from megatoken.targets.in_process import InProcessBackend
 
     claimed = next(name for name, one in rules.ROUNDS.items() if seeds is None or one.seeds == Seeds(*seeds))
     settings: dict[str, Any] = {"rules": claimed, "mode": mode, "warm_up_seconds": 0.1, "engine": {"threads": 1}}
@@ -89,10 +89,12 @@ def offline(
         patch.setitem(rules.ROUNDS, claimed, replace(rules.ROUNDS[claimed], min_duration_seconds=SECONDS))
         for name, benchmark in (table := benchmarks._benchmarks()).items():
             patch.setitem(table, name, replace(benchmark, facts=replace(benchmark.facts, rows=ROWS)))
-        prepared = prepare(RunConfig(out=Path(out), **settings))
-        target = InProcessTarget(build_engine(prepared.config))
+        config, progress = RunConfig(out=Path(out), **settings), Progress(quiet=True)
+        backend = InProcessBackend(config, progress)
+        prepared = prepare(config, backend)
         known = {**prepared.facts(), **(facts or {})}
-        path = run_scenario(prepared.config, prepared.data_set, target, known, Progress(True), gate=prepared.gate)
+        with backend.load() as target:
+            path = run_scenario(prepared.config, prepared.data_set, target, known, progress, gate=prepared.gate)
     gc.unfreeze()  # a run takes what is there out of the collector's hands
     configuration = path / "config.yaml"  # of the model that ``known`` says it was
     lines = configuration.read_text().replace(f"model: {prepared.config.model}\n", f"model: {known['model']}\n")

@@ -58,10 +58,10 @@ def summarise(
         rated = duration
     else:  # LoadGen: the last one opens an interval that nothing closes
         counted -= 1
-    input_tokens, output_tokens = int(done.input_tokens.sum()), int(done.output_tokens.sum())
+    input_tokens, output_tokens = _total(done.input_tokens), int(done.output_tokens.sum())
     rates = _under_load(samples, series, load_seconds) or {
         "output_tokens_per_second": _rate(output_tokens, rated),
-        "processed_tokens_per_second": _rate(input_tokens + output_tokens, rated),
+        "processed_tokens_per_second": None if input_tokens is None else _rate(input_tokens + output_tokens, rated),
         "samples_per_second": _rate(counted, rated),
         "rated_seconds": rated,
     }
@@ -93,7 +93,7 @@ def summarise(
         "samples_without_tpot": int((done.output_tokens < 2).sum()),
         "input_tokens": input_tokens,
         "output_tokens": output_tokens,
-        "preemptions": int(totals_over_time(series, ["preemptions"])[1][-1]) if len(series) else None,
+        "preemptions": _total(totals_over_time(series, ["preemptions"])[1][-1:]) if len(series) else None,
         "nodes": _nodes(requests["node"], samples, start),
     }
 
@@ -117,10 +117,10 @@ def _under_load(samples: Samples, series: pa.Table, load_seconds: float | None) 
     output = tokens_per_second_within(series, 0.0, until) if until > 0 else None
     if output is None:
         return None
-    read = float(samples.input_tokens[samples.first <= until].sum())
+    read = _total(samples.input_tokens[samples.first <= until])
     return {
         "output_tokens_per_second": output,
-        "processed_tokens_per_second": output + read / until,
+        "processed_tokens_per_second": None if read is None else output + read / until,
         "samples_per_second": _rate(int((samples.completed & (samples.last <= until)).sum()), until),
         "rated_seconds": until,
     }
@@ -310,6 +310,11 @@ def _nodes(column: pa.ChunkedArray, samples: Samples, start: float) -> list[dict
             }
         )
     return nodes
+
+
+def _total(counts: Floats) -> int | None:
+    """The sum of ``counts`` [N]; None if one of them is unknown (NaN)."""
+    return int(counts.sum()) if np.isfinite(counts).all() else None
 
 
 def _rate(count: int, seconds: float) -> float | None:

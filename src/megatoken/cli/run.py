@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,12 +27,10 @@ from megatoken.errors import ExitCode, StorageError
 
 if TYPE_CHECKING:
     from megatoken.config import RunConfig
+    from megatoken.harness.command import Check, Test
     from megatoken.harness.prepare import Prepared
     from megatoken.harness.progress import Progress
     from megatoken.targets import Target
-
-    Measure = Callable[[Prepared, RunConfig, Target, Progress], Path]
-    Check = Callable[[Mapping[str, Any]], None]
 
 
 def run(
@@ -82,26 +79,27 @@ def run(
     }
     config = load_run_config(config_file, declared | ctx.meta[FLAGS], rack)
 
-    def measure(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
+    def test(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
         from megatoken.harness.run import run_scenario
 
         facts, tokenizer = prepared.facts(), prepared.tokenizer
         return run_scenario(config, prepared.data_set, target, facts, progress, tokenizer, prepared.gate)
 
-    return measure_and_show(config, measure, dry_run=dry_run, json_only=json_only)
+    return measure_and_show(config, test, dry_run=dry_run, json_only=json_only)
 
 
 def measure_and_show(
-    config: RunConfig, measure: Measure, *, dry_run: bool, json_only: bool, check: Check | None = None
+    config: RunConfig, test: Test, *, dry_run: bool, json_only: bool, check: Check | None = None
 ) -> int:
-    """Prepares, has ``measure`` leave a run folder, makes its pages and prints what is in it; the exit code.
+    """Prepares, has ``test`` leave a run folder, makes its pages and prints what is in it; the exit code.
 
     ``check`` may refuse what is known before the weights are loaded: fields of ``result.json``, with a rack's nodes.
     """
-    check = check or (lambda _: None)
+    from megatoken.harness.command import measure
+    from megatoken.harness.progress import Progress
+
     try:
-        run_it = _run_here if config.rack.cluster is None else _run_on_rack
-        prepared, path = run_it(config, measure, check, dry_run, json_only)
+        prepared, path = measure(config, test, Progress(json_only), check=check, dry_run=dry_run)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted before the measurement began; nothing was written") from None
     if path is None:
@@ -141,57 +139,3 @@ def _make_pages(path: Path) -> StorageError | None:
     except StorageError as error:
         return error
     return None
-
-
-def _run_here(
-    config: RunConfig, measure: Measure, check: Check, dry_run: bool, quiet: bool
-) -> tuple[Prepared, Path | None]:
-    """Checks everything, then loads the weights and measures; the run folder, or None of a dry run."""
-    from megatoken.engine.ops.native import must_build
-    from megatoken.harness.prepare import build_engine, prepare, resolve
-    from megatoken.harness.progress import Progress
-    from megatoken.targets.in_process import InProcessTarget
-
-    prepared = prepare(config)
-    check(prepared.facts())
-    if dry_run:
-        return prepared, None
-    progress = Progress(quiet)
-    for warning in prepared.warnings:
-        progress.note(f"warning: {warning}")
-    compiling = "; compiling its kernels, once" if prepared.memory.device == "cpu" and must_build() else ""
-    progress.stage(f"loading {prepared.model.name} in {prepared.config.precision}{compiling}")
-    try:
-        engine = build_engine(prepared.config, prepared.tokenizer)
-        config, target = resolve(prepared.config, engine.memory_plan), InProcessTarget(engine)
-        return prepared, measure(prepared, config, target, progress)
-    finally:
-        progress.clear()
-
-
-def _run_on_rack(
-    config: RunConfig, measure: Measure, check: Check, dry_run: bool, quiet: bool
-) -> tuple[Prepared, Path | None]:
-    """The same on the nodes of a Ray cluster."""
-    from megatoken.harness.prepare import prepare, resolve
-    from megatoken.harness.progress import Progress
-    from megatoken.harness.rack import open_rack
-
-    progress = Progress(quiet)
-    try:
-        with open_rack(config, progress) as rack:
-            prepared = prepare(config, rack.memory)
-            check({**prepared.facts(), "rack_nodes": rack.nodes()})
-            if dry_run:
-                return prepared, None
-            for warning in prepared.warnings:
-                progress.note(f"warning: {warning}")
-            if config.rack.count == "per_node":
-                from megatoken.harness.per_node import run_per_node
-
-                return prepared, run_per_node(rack, prepared, progress)
-            with rack.target(progress) as target:
-                config = resolve(prepared.config, rack.memory)
-                return prepared, measure(prepared, config, target, progress)
-    finally:
-        progress.clear()

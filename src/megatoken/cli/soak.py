@@ -68,13 +68,13 @@ def soak(
     else:
         config, earlier = _new(config_file, given, rack, duration), None
 
-    def measure(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
+    def test(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
         from megatoken.harness.soak import run_soak
 
         return run_soak(prepared, config, target, progress, earlier)
 
     check = earlier.check if earlier is not None else None
-    return measure_and_show(config, measure, dry_run=dry_run, json_only=json_only, check=check)
+    return measure_and_show(config, test, dry_run=dry_run, json_only=json_only, check=check)
 
 
 def _new(

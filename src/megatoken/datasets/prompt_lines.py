@@ -20,8 +20,9 @@ _EXAMPLE = '{"prompt": "text"}'
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """What one line asks for: non-empty text or token ids (not yet held against a vocabulary), and how to continue.
+    """What one line asks for: non-empty text or token ids (not yet checked against a vocabulary), and how to continue.
 
+    ``messages`` are those of a chat as (role, content); ``prompt`` is then their text.
     ``reference`` is the answer expected and ``task`` the kind of work, for scores; the model never sees them.
     """
 
@@ -32,14 +33,15 @@ class PromptLine:
     ignore_end_token: bool
     reference: str | None
     task: str | None
+    messages: tuple[tuple[str, str], ...] = ()
 
 
 def parse_prompt_line(line: bytes, defaults: Sampling, place: str) -> PromptLine:
     """Parses and checks one line.
 
     Args:
-        line: UTF-8 JSON object with ``prompt`` or ``prompt_token_ids`` and any of ``max_tokens``, ``temperature``,
-            ``top_k``, ``top_p``, ``seed``, ``stop_token_ids``, ``ignore_end_token``, ``reference``, ``task``.
+        line: UTF-8 JSON object with ``prompt``, ``prompt_token_ids`` or ``messages`` and any of ``max_tokens``,
+            ``temperature``, ``top_k``, ``top_p``, ``seed``, ``stop_token_ids``, ``ignore_end_token``, ``reference``, ``task``.
         defaults: Sampling values for keys the line leaves out.
         place: File and line number, the start of every error.
 
@@ -55,8 +57,9 @@ def parse_prompt_line(line: bytes, defaults: Sampling, place: str) -> PromptLine
         accepts, wanted = _RULES[key]
         if not accepts(value):
             raise DatasetError(f"{place}: {key} is {_shown(value)}; it must be {wanted}")
-    if ("prompt" in fields) == ("prompt_token_ids" in fields):
-        raise DatasetError(f"{place}: give either prompt or prompt_token_ids")
+    if len(_PROMPT_KEYS & fields.keys()) != 1:
+        raise DatasetError(f"{place}: give one of prompt, prompt_token_ids and messages")
+    messages = tuple((one["role"], one["content"]) for one in fields.get("messages", ()))
     sampling = defaults
     if not _SAMPLING_KEYS.isdisjoint(fields):
         sampling = Sampling(
@@ -66,14 +69,22 @@ def parse_prompt_line(line: bytes, defaults: Sampling, place: str) -> PromptLine
             seed=fields.get("seed", defaults.seed),
         )
     return PromptLine(
-        prompt=fields["prompt"] if "prompt" in fields else fields["prompt_token_ids"],
+        prompt=_prompt(fields, messages),
         max_tokens=fields.get("max_tokens"),
         sampling=sampling,
         stop_token_ids=tuple(fields.get("stop_token_ids", ())),
         ignore_end_token=fields.get("ignore_end_token", False),
         reference=fields.get("reference"),
         task=fields.get("task"),
+        messages=messages,
     )
+
+
+def _prompt(fields: dict[str, Any], messages: tuple[tuple[str, str], ...]) -> str | list[int]:
+    if messages:
+        return "\n".join(content for _, content in messages)
+    prompt: str | list[int] = fields["prompt"] if "prompt" in fields else fields["prompt_token_ids"]
+    return prompt
 
 
 class _DuplicateKeyError(Exception):
@@ -134,6 +145,15 @@ def _whole_numbers(value: object) -> bool:
     return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
+def _chat(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and value != []
+        and all(isinstance(one, dict) and one.keys() == {"role", "content"} for one in value)
+        and all(isinstance(text, str) and text != "" and _encodable(text) for one in value for text in one.values())
+    )
+
+
 def _encodable(text: str) -> bool:
     try:
         text.encode()
@@ -148,6 +168,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "Unicode text, not empty",
     ),
     "prompt_token_ids": (lambda value: _whole_numbers(value) and value != [], "a list of token ids, not empty"),
+    "messages": (_chat, 'a list of {"role": text, "content": text}, not empty'),
     "max_tokens": (_whole(1, _LARGEST_INTEGER), "a whole number, 1 or more"),
     "temperature": (
         lambda value: _number(value) and 0 <= value <= sys.float_info.max,
@@ -161,4 +182,5 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "reference": (lambda value: isinstance(value, str) and _encodable(value), "Unicode text"),
     "task": (lambda value: isinstance(value, str) and value != "" and _encodable(value), "Unicode text, not empty"),
 }
+_PROMPT_KEYS = frozenset(("prompt", "prompt_token_ids", "messages"))
 _SAMPLING_KEYS = frozenset(("temperature", "top_k", "top_p", "seed"))

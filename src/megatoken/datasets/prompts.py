@@ -44,6 +44,8 @@ def load_prompts(
         if line.isspace():
             continue
         fields = parse_prompt_line(line, sampling, place)
+        if fields.messages:
+            raise DatasetError(f"{place}: messages are for a target that takes text; give prompt or prompt_token_ids")
         ids = fields.prompt
         if isinstance(ids, str):
             if encode is None:

@@ -32,11 +32,12 @@ class Dataset:
         source: Where the rows come from: the path, or what a table of lengths says of itself in its comment lines.
         requests: One request per row, made when it is asked for.
         content_hash: SHA-256 of the file, hexadecimal.
-        input_tokens: Prompt length of each row, int64.
+        input_tokens: Prompt length of each row, int64; zeros if ``prompts_counted`` is false.
         output_limits: ``max_tokens`` of each row, int64.
         fills_limit: Whether the answer of each row surely has that many tokens, bool: nothing can end it earlier.
         notes: What was changed to make rows fit, for the report.
         default_used: Whether a row has the caller's default of ``max_tokens`` because it states none.
+        prompts_counted: Whether the tokens of prompts are known. Only text for another tokenizer is not counted.
     """
 
     name: str
@@ -48,6 +49,14 @@ class Dataset:
     fills_limit: NDArray[np.bool_]
     notes: tuple[str, ...]
     default_used: bool = False
+    prompts_counted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest(Request):
+    """A request whose prompt is a chat: ``messages`` as (role, content); ``prompt`` is their text, for counting."""
+
+    messages: tuple[tuple[str, str], ...] = ()
 
 
 class LazyRequests(Sequence[Request]):

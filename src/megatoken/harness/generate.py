@@ -11,41 +11,53 @@ from typing import Literal
 from megatoken.config import AnswerConfig, RunConfig
 from megatoken.datasets.prompts import load_prompts
 from megatoken.datasets.requests import answer_room, check_ids
-from megatoken.engine import Engine, Request
+from megatoken.datasets.texts import load_texts
+from megatoken.engine.config import ModelConfig
+from megatoken.engine.request import Request
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import MegatokenError, RequestError, StorageError
 from megatoken.files import storage_error, write_text
-from megatoken.harness.prepare import build_engine, check_writable, open_and_plan, tokenizer_of, tokenizer_warnings
+from megatoken.harness.prepare import check_writable, tokenizer_warnings
 from megatoken.harness.progress import Progress
+from megatoken.targets import SampleEvent, Target
+from megatoken.targets.backend import Backend, ServedModel
+from megatoken.targets.factory import open_backend
 from megatoken.text import count_of
+
+POLL_SECONDS = 0.1
 
 
 def generate_file(config: RunConfig, answers: AnswerConfig, prompts: Path, out: Path) -> None:
     """Answers every line of ``prompts``; ``out`` gets one JSON object a line, in the same order, all at the end.
 
-    Until then each answer stands in ``OUT.partial`` from the moment it is finished, in the order of finishing.
+    Until then each finished answer is in ``OUT.partial``, in the order of finishing.
 
     Args:
         config: model, precision, engine and ``max_tokens`` for lines that state none.
         answers: sampling for lines that state none; its stop ids are added to those of every line.
         prompts: JSON lines, see ``load_prompts``.
-        out: file to write: ``index``, ``token_ids``, ``text`` (null without a tokenizer), ``finish_reason``.
+        out: file to write: ``index``, ``token_ids`` (null from a target that answers in text), ``text`` (null without
+            a tokenizer), ``finish_reason``.
 
     Raises:
         CheckpointError, CapacityError, DatasetError, RequestError: the first thing that cannot be used; nothing is
             written.
-        StorageError: ``out`` cannot be written and is as it was.
-        NumericsError: the model computes no numbers any more.
-        KeyboardInterrupt: somebody does not want to wait. These three say where the finished answers are.
+        StorageError: ``out`` cannot be written and is unchanged.
+        NumericsError: the model's logits are not finite.
+        KeyboardInterrupt: the user interrupted. These three errors say where the finished answers are.
     """
     out, partial = _check_files(prompts, out)
     lines: dict[int, str] = {}
+    progress = Progress(quiet=True)
     try:
-        tokenizer = tokenizer_of(config.model)
-        requests = _load_requests(config, answers, prompts, tokenizer)
-        for index, line in _answer(build_engine(config, tokenizer), requests):
-            lines[index] = line
-            _write(partial, line, mode="a" if len(lines) > 1 else "w")
+        with open_backend(_with_ids(config), progress) as backend:
+            tokenizer = backend.tokenizer()
+            requests = _load_requests(config, answers, prompts, backend.served(), tokenizer)
+            with backend.load() as target:
+                progress.clear()
+                for index, line in answer(target, tokenizer, requests):
+                    lines[index] = line
+                    _write(partial, line, mode="a" if len(lines) > 1 else "w")
         write_text(out, "".join(lines[index] for index in range(len(requests))))
     except (KeyboardInterrupt, MegatokenError) as error:
         kept = "nothing was written"
@@ -56,6 +68,8 @@ def generate_file(config: RunConfig, answers: AnswerConfig, prompts: Path, out: 
         if lines:
             error.args = (f"{error}; {kept}",)
         raise
+    finally:
+        progress.clear()
     partial.unlink()
 
 
@@ -64,35 +78,56 @@ def stream_prompt(config: RunConfig, answers: AnswerConfig, prompt: str) -> Iter
 
     Raises:
         CheckpointError, CapacityError, DatasetError, RequestError: what cannot be used.
-        KeyboardInterrupt: as it came, but saying that the answer is cut off.
+        KeyboardInterrupt: the user interrupted; says that the answer is cut off.
     """
     if not prompt:
         raise RequestError("--prompt is empty; give some text")
     try:
         prompt.encode()
-    except UnicodeEncodeError:  # what Python makes of other bytes on a command line
+    except UnicodeEncodeError:  # Python's stand-in for bytes of a command line that are not UTF-8
         raise RequestError("--prompt: must be UTF-8 text, and some of its bytes are not") from None
-    source, memory = open_and_plan(config)
-    vocabulary_size = source.config.vocabulary_size
-    stop_token_ids = _stop_token_ids(answers, vocabulary_size)
-    tokenizer = tokenizer_of(config.model)
+    progress = Progress(quiet=True)
+    with open_backend(_with_ids(config), progress) as backend:
+        request = _prompt_request(config, answers, prompt, backend)
+        tokenizer = backend.tokenizer()
+        decoder = tokenizer.incremental() if tokenizer is not None else None
+        with backend.load() as target:
+            progress.clear()
+            target.submit(0, request)
+            ended, shown = False, 0
+            try:
+                while not ended:
+                    for event in target.poll(POLL_SECONDS):
+                        _raise_failure(event)
+                        ended = event.finish_reason is not None
+                        new = event.token_ids if event.output_tokens is None else event.token_ids[shown:]
+                        shown += len(new)
+                        yield event.text or "".join(decoder.add(token_id) for token_id in new if decoder)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt("interrupted; the answer is cut off") from None
+    if decoder is not None:
+        yield decoder.flush()
+
+
+def _with_ids(config: RunConfig) -> RunConfig:
+    """``config`` such that the replicas of a rack report the ids of answers, not only how many there are."""
+    return config.model_copy(update={"text": True})
+
+
+def _prompt_request(config: RunConfig, answers: AnswerConfig, prompt: str, backend: Backend) -> Request:
+    model = backend.served()
+    if model.shape is None or model.memory is None:
+        return Request(prompt, config.max_tokens, answers.sampling(), answers.stop_token_ids)
+    stop_token_ids = _stop_token_ids(answers, model.shape)
+    tokenizer = backend.tokenizer()
     if tokenizer is None:
-        raise RequestError(f"{source.config.name} has no tokenizer.json; give token ids in a file with --prompts")
-    _warn(tokenizer, vocabulary_size)
+        raise RequestError(f"{model.name} has no tokenizer.json; give token ids in a file with --prompts")
+    _warn(tokenizer, model.shape)
     ids = tokenizer.encode(prompt)
-    check_ids("--prompt", "token id", ids, vocabulary_size)
+    check_ids("--prompt", "token id", ids, model.shape.vocabulary_size)
     stated = config.max_tokens if "max_tokens" in config.model_fields_set else None
-    room = answer_room("--prompt", len(ids), stated, memory.max_length)
-    request = Request(ids, min(config.max_tokens, room), answers.sampling(), stop_token_ids)
-    engine = build_engine(config, tokenizer)
-    decoder = tokenizer.incremental()
-    try:
-        for event in engine.stream(request):
-            for token_id in event.token_ids:
-                yield decoder.add(token_id)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; the answer is cut off") from None
-    yield decoder.flush()
+    room = answer_room("--prompt", len(ids), stated, model.memory.max_length)
+    return Request(ids, min(config.max_tokens, room), answers.sampling(), stop_token_ids)
 
 
 def _check_files(prompts: Path, out: Path) -> tuple[Path, Path]:
@@ -115,32 +150,37 @@ def _check_files(prompts: Path, out: Path) -> tuple[Path, Path]:
 
 
 def _load_requests(
-    config: RunConfig, answers: AnswerConfig, prompts: Path, tokenizer: Tokenizer | None
+    config: RunConfig, answers: AnswerConfig, prompts: Path, model: ServedModel, tokenizer: Tokenizer | None
 ) -> list[Request]:
-    source, memory = open_and_plan(config)
-    stop_token_ids = _stop_token_ids(answers, source.config.vocabulary_size)
-    _warn(tokenizer, source.config.vocabulary_size)
-    data_set = load_prompts(
-        prompts,
-        encode=tokenizer.encode if tokenizer else None,
-        vocabulary_size=source.config.vocabulary_size,
-        max_length=memory.max_length,
-        default_max_tokens=config.max_tokens,
-        sampling=answers.sampling(),
-    )
+    encode = tokenizer.encode if tokenizer else None
+    if model.shape is None or model.memory is None:
+        data_set = load_texts(prompts, encode=encode, default_max_tokens=config.max_tokens, sampling=answers.sampling())
+        stop_token_ids = answers.stop_token_ids
+    else:
+        stop_token_ids = _stop_token_ids(answers, model.shape)
+        _warn(tokenizer, model.shape)
+        data_set = load_prompts(
+            prompts,
+            encode=encode,
+            vocabulary_size=model.shape.vocabulary_size,
+            max_length=model.memory.max_length,
+            default_max_tokens=config.max_tokens,
+            sampling=answers.sampling(),
+        )
     return [replace(request, stop_token_ids=request.stop_token_ids + stop_token_ids) for request in data_set.requests]
 
 
-def _warn(tokenizer: Tokenizer | None, vocabulary_size: int) -> None:
-    for warning in tokenizer_warnings(tokenizer, vocabulary_size):
+def _warn(tokenizer: Tokenizer | None, shape: ModelConfig) -> None:
+    for warning in tokenizer_warnings(tokenizer, shape):
         Progress().note(f"warning: {warning}")
 
 
-def _stop_token_ids(answers: AnswerConfig, vocabulary_size: int) -> tuple[int, ...]:
+def _stop_token_ids(answers: AnswerConfig, shape: ModelConfig) -> tuple[int, ...]:
     for token_id in answers.stop_token_ids:
-        if not 0 <= token_id < vocabulary_size:
+        if not 0 <= token_id < shape.vocabulary_size:
             raise RequestError(
-                f"--stop-token-ids: {token_id} is outside the vocabulary of {vocabulary_size:,}; give ids below it"
+                f"--stop-token-ids: {token_id} is outside the vocabulary of {shape.vocabulary_size:,}; "
+                "give ids below it"
             )
     return answers.stop_token_ids
 
@@ -161,20 +201,32 @@ def _whole_lines(path: Path) -> int:
         return 0
 
 
-def _answer(engine: Engine, requests: Sequence[Request]) -> Iterator[tuple[int, str]]:
+def answer(target: Target, tokenizer: Tokenizer | None, requests: Sequence[Request]) -> Iterator[tuple[int, str]]:
     """Yields the index of each request and the line that answers it, in the order in which they end."""
-    index = {engine.submit(request): position for position, request in enumerate(requests)}
-    tokens: dict[int, list[int]] = {ticket: [] for ticket in index}
-    while engine.busy:
-        for event in engine.step():
-            tokens[event.ticket] += event.token_ids
+    for index, request in enumerate(requests):
+        target.submit(index, request)
+    token_ids: dict[int, list[int]] = {index: [] for index in range(len(requests))}
+    texts: dict[int, str] = dict.fromkeys(token_ids, "")
+    while token_ids:
+        for event in target.poll(POLL_SECONDS):
+            _raise_failure(event)
+            index = event.sample_id
+            if event.output_tokens is not None:  # the last event has them all
+                token_ids[index].clear()
+            token_ids[index] += event.token_ids
+            texts[index] += event.text
             if event.finish_reason is None:
                 continue
-            token_ids = tokens.pop(event.ticket)
+            ids, text = token_ids.pop(index), texts.pop(index)
             answer = {
-                "index": index[event.ticket],
-                "token_ids": token_ids,
-                "text": engine.tokenizer.decode(token_ids) if engine.tokenizer else None,
+                "index": index,
+                "token_ids": None if text else ids,
+                "text": tokenizer.decode(ids) if tokenizer and not text else text or None,
                 "finish_reason": event.finish_reason,
             }
-            yield index[event.ticket], json.dumps(answer, ensure_ascii=False) + "\n"
+            yield index, json.dumps(answer, ensure_ascii=False) + "\n"
+
+
+def _raise_failure(event: SampleEvent) -> None:
+    if event.error is not None:
+        raise RequestError(event.error)

@@ -40,6 +40,7 @@ PACE_SHARE = 0.3  # weight of the last second in what the time left is reckoned 
 QUEUED_SAMPLES = 1024  # kept waiting in the target, so that a million samples need not be built before the first step
 QUEUED_PER_REPLICA = 128  # the same where many replicas pull: all of them are served before the next step of this loop
 OFFLINE_POLL_SECONDS = 0.1
+NO_TOKEN = 0  # given to LoadGen as the first token of an answer in text; LoadGen only times it
 PROMPT_POLL_SECONDS = 0.001  # longest that a sample which comes due waits for a target that has nothing to tell
 
 
@@ -89,7 +90,7 @@ class _Sample:
     """A sample between its issue and its end; times in ns."""
 
     row: int
-    input_tokens: int
+    input_tokens: int | None
     due_ns: int
     issued_ns: int
     submitted_ns: int | None = None
@@ -250,11 +251,11 @@ class Measurement:
     def note_state(self) -> None:
         """Adds a row to the time series, notes the memory and refreshes the live line."""
         state, replicas, now_ns = self._target.state(), self._target.replicas(), time.monotonic_ns()
-        rows = [self._series_row(replica, now_ns) for replica in replicas]
+        rows = [self._series_row(replica, now_ns) for replica in replicas] or [self._outer_row(state, now_ns)]
         for row in rows:
             self._record.add_series(row)
         # What replicas say is ahead of the events of a target that tells of samples at their end.
-        output_tokens = sum(row.output_tokens for row in rows) if rows else self._output_tokens
+        output_tokens = sum(row.output_tokens for row in rows)
         done_tokens = self._input_tokens + self._output_tokens
         since_seconds = (now_ns - self._noted_ns) / 1e9
         # A lost replica takes back what it had of answers that begin anew.
@@ -292,6 +293,23 @@ class Measurement:
             power_watts=telemetry.power_watts,
             clock_mhz=telemetry.clock_mhz,
             temperature_celsius=telemetry.temperature_celsius,
+        )
+
+    def _outer_row(self, state: ReplicaState, now_ns: int) -> SeriesRow:
+        """The row of a target that shows nothing of its replicas: what was sent to it and what came back."""
+        return SeriesRow(
+            elapsed_seconds=self._seconds(now_ns),
+            node=self._node,
+            replica=0,
+            output_tokens=self._output_tokens,
+            processed_tokens=self._input_tokens + self._output_tokens,
+            rows=None,
+            row_budget=None,
+            pages_free=None,
+            pages=None,
+            in_flight=state.in_flight,
+            waiting=state.waiting,
+            preemptions=None,
         )
 
     def _left(self, now_ns: int) -> tuple[float | None, float]:
@@ -361,7 +379,9 @@ class Measurement:
 
     def _submit(self, number: int, row: int, issued_ns: int) -> list[SampleRow]:
         """Gives a sample to the target; its row if it is refused."""
-        sample = _Sample(row, int(self._data_set.input_tokens[row]), self._due_ns(number, issued_ns), issued_ns)
+        counted = self._data_set.prompts_counted
+        input_tokens = int(self._data_set.input_tokens[row]) if counted else None
+        sample = _Sample(row, input_tokens, self._due_ns(number, issued_ns), issued_ns)
         self._open[number] = sample
         if self._text:
             sample.tokenise_ns = self._text.tokenise(row)
@@ -380,11 +400,13 @@ class Measurement:
             self.failed += 1
             return self._end(event.sample_id, finish_reason=None, last_ns=None, error=event.error)
         first_ns = event.first_ns or (event.time_ns if event.token_ids else None)
+        if event.input_tokens is not None:
+            sample.input_tokens = event.input_tokens
         if sample.first_ns is None and first_ns is not None:
             sample.first_ns, sample.started_ns = first_ns, event.started_ns
-            self._input_tokens += sample.input_tokens
+            self._input_tokens += sample.input_tokens or 0
             if self._streams:
-                self._test.first_token(event.sample_id, event.token_ids[0])
+                self._test.first_token(event.sample_id, event.token_ids[0] if event.token_ids else NO_TOKEN)
         new_tokens = len(event.token_ids) if event.output_tokens is None else event.output_tokens - sample.output_tokens
         sample.output_tokens += new_tokens
         self._output_tokens += new_tokens

@@ -12,7 +12,8 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,12 +21,14 @@ from typing import Any
 
 from megatoken.analysis.machine import utc_text
 from megatoken.config import RunConfig
+from megatoken.engine.checkpoint import open_model
 from megatoken.engine.memory import MemoryPlan
+from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.hardware.inventory import take_inventory
+from megatoken.harness.loadgen_plan import plan_test
 from megatoken.harness.prepare import Prepared, prepare, resolve
 from megatoken.harness.progress import Progress
-from megatoken.harness.rack import Rack
 from megatoken.harness.result import asked_facts, run_notes
 from megatoken.harness.run import make_bench
 from megatoken.harness.stop import StopSignals
@@ -37,13 +40,44 @@ from megatoken.rack.records import Place
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import NODES, Run, read_run
 from megatoken.runs.writer import RunFolder, run_name
+from megatoken.targets.backend import ServedModel, engine_model, tokenizer_of
 from megatoken.targets.rack import RackTarget
+from megatoken.targets.rack_backend import RackBackend
 from megatoken.text import count_of
 
 CLOCK_ROUNDS = 32
 HEAD_START_SECONDS = 3.0  # for LoadGen's processes to be there when the moment comes
 START_SECONDS = 120.0  # for a node's driver to be there
 WARM_UP_PATIENCE = 20.0  # times the time that a warm-up should take
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeBackend:
+    """The replicas of one node, which are connected to ``hub``."""
+
+    config: RunConfig
+    memory: MemoryPlan
+    target_facts: Mapping[str, Any]
+    hub: Hub
+
+    def served(self) -> ServedModel:
+        """The model that every replica of the rack serves."""
+        config = self.config
+        source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
+        return engine_model(config, source, self.memory)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of this node's copy of the checkpoint."""
+        return tokenizer_of(self.config.model)
+
+    def facts(self) -> Mapping[str, Any]:
+        """None: the whole run's folder has the nodes."""
+        return {}
+
+    @contextmanager
+    def load(self) -> Iterator[RackTarget]:
+        """The replicas, which have loaded the model; they serve until the hub is closed."""
+        yield RackTarget(self.hub, self.target_facts, streams=self.config.scenario != "offline")
 
 
 class NodeDriver:
@@ -77,13 +111,17 @@ class NodeDriver:
                 if time.monotonic() > deadline:
                     raise MegatokenError("replicas of this node did not connect")
                 time.sleep(0.05)
-            plan = MemoryPlan(**json.loads(memory))
-            prepared = prepare(self._config, plan)
-            target = RackTarget(self._hub, json.loads(facts), streams=self._config.scenario != "offline")
-            config, progress = resolve(prepared.config, plan), Progress(quiet=True)
-            self._bench, self._settings, _ = make_bench(
-                config, prepared.data_set, target, prepared.facts(), progress, gate=prepared.gate
-            )
+            backend = _NodeBackend(self._config, MemoryPlan(**json.loads(memory)), json.loads(facts), self._hub)
+            prepared = prepare(self._config, backend)
+            with backend.load() as target:
+                self._bench, self._settings, _ = make_bench(
+                    resolve(prepared.config, prepared.model.memory),
+                    prepared.data_set,
+                    target,
+                    prepared.facts(),
+                    Progress(quiet=True),
+                    gate=prepared.gate,
+                )
         except MegatokenError as error:
             return json.dumps({"error": str(error)})
         return json.dumps({"samples_per_second": self._bench.facts["estimated_samples_per_second"]})
@@ -117,7 +155,7 @@ class _Node:
     lost: str | None = None
 
 
-def run_per_node(rack: Rack, prepared: Prepared, progress: Progress) -> Path:
+def run_per_node(rack: RackBackend, prepared: Prepared, progress: Progress) -> Path:
     """Measures every node with a LoadGen of its own.
 
     Returns:
@@ -126,10 +164,10 @@ def run_per_node(rack: Rack, prepared: Prepared, progress: Progress) -> Path:
     Raises:
         MegatokenError: a node failed before the start.
     """
-    nodes = _start(rack, progress)
+    nodes = _start(rack)
     progress.stage("warming up on every node")
     patience = WARM_UP_PATIENCE * (rack.config.warm_up_seconds + rack.config.rack.wait_seconds)
-    facts, memory = json.dumps(rack.facts()), json.dumps(asdict(rack.memory))
+    facts, memory = json.dumps(rack.target_facts()), json.dumps(asdict(rack.memory))
     warmed = [node.driver.warm_up.remote(facts, memory) for node in nodes]
     for node, reference in zip(nodes, warmed, strict=True):
         answer = json.loads(_answer(rack, node.name, reference, patience))
@@ -156,9 +194,8 @@ def run_per_node(rack: Rack, prepared: Prepared, progress: Progress) -> Path:
     return folder.path
 
 
-def _start(rack: Rack, progress: Progress) -> list[_Node]:
-    progress.stage(f"loading {rack.config.model} on {count_of(len(rack.slots), 'replica')}")
-    rack.found = rack.cluster.load()
+def _start(rack: RackBackend) -> list[_Node]:
+    rack.load_replicas()
     config, key = rack.config.model_dump_json(), new_key()
     slots = rack.cluster.numbers()
     nodes, listening = [], {}
@@ -174,13 +211,11 @@ def _start(rack: Rack, progress: Progress) -> list[_Node]:
     return nodes
 
 
-def _create_folder(rack: Rack, prepared: Prepared) -> RunFolder:
+def _create_folder(rack: RackBackend, prepared: Prepared) -> RunFolder:
     config = resolve(prepared.config, rack.memory)
-    from megatoken.harness.loadgen_plan import plan_test
-
     settings = plan_test(config, len(prepared.data_set.requests), config.rate or 1.0)
     asked = {**asked_facts(config, settings), "offered_samples_per_second": None}
-    facts = {**prepared.facts(), **rack.facts()}
+    facts = {**prepared.facts(), **rack.target_facts()}
     return RunFolder.create(
         config.out,
         run_name(datetime.now(UTC), config.scenario, config.model),
@@ -191,7 +226,7 @@ def _create_folder(rack: Rack, prepared: Prepared) -> RunFolder:
     )
 
 
-def _measure_clocks(rack: Rack, nodes: Sequence[_Node]) -> None:
+def _measure_clocks(rack: RackBackend, nodes: Sequence[_Node]) -> None:
     for node in nodes:
         for _ in range(CLOCK_ROUNDS):
             sent_ns = time.monotonic_ns()
@@ -200,7 +235,7 @@ def _measure_clocks(rack: Rack, nodes: Sequence[_Node]) -> None:
             node.clock.note(sent_ns, time.monotonic_ns(), time.time_ns(), monotonic_ns, wall_ns)
 
 
-def _answer(rack: Rack, node: str, reference: Any, seconds: float) -> Any:
+def _answer(rack: RackBackend, node: str, reference: Any, seconds: float) -> Any:
     """What a node's driver answers. Raises MegatokenError when nothing comes in time, or it is gone."""
     try:
         return rack.cluster.ask(reference, seconds)
@@ -208,7 +243,7 @@ def _answer(rack: Rack, node: str, reference: Any, seconds: float) -> Any:
         raise MegatokenError(f"{node}: its driver did not answer within {seconds:g} s") from None
 
 
-def _collect(rack: Rack, nodes: Sequence[_Node], folder: RunFolder, stop: StopSignals) -> None:
+def _collect(rack: RackBackend, nodes: Sequence[_Node], folder: RunFolder, stop: StopSignals) -> None:
     """Waits for every node that lives; one that no longer answers is lost, its replicas and its samples with it."""
     waiting = list(nodes)
     told = False

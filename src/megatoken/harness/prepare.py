@@ -1,4 +1,4 @@
-"""From a configuration to a model's shape, its memory plan and a checked data set, before any weight is allocated."""
+"""From a configuration and a backend to a checked data set, before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import yaml
 
@@ -20,12 +20,11 @@ from megatoken.datasets.prompts import load_prompts
 from megatoken.datasets.references import HELD_OUT
 from megatoken.datasets.requests import Dataset
 from megatoken.datasets.tables import SUFFIXES
-from megatoken.engine.checkpoint import Checkpoint, RandomWeights, open_model
-from megatoken.engine.config import REFERENCE, ModelConfig, model_folder
+from megatoken.datasets.texts import load_texts
+from megatoken.engine.config import REFERENCE, ModelConfig
 from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, StorageError, UsageError
-from megatoken.hardware.inventory import cpu
 from megatoken.harness.loadgen_plan import (
     OFFERED_SHARES,
     full_length,
@@ -37,12 +36,9 @@ from megatoken.harness.loadgen_plan import (
 from megatoken.harness.rate_finder import too_few
 from megatoken.mlperf.rounds import round_of_build
 from megatoken.mlperf.rules import foreign_scenario
+from megatoken.targets.backend import Backend, ServedModel
 from megatoken.text import count_of
 
-if TYPE_CHECKING:
-    from megatoken.engine import Engine
-
-THREADS_PER_CORE = 4  # more only wait for each other, and a typing error of two digits hangs the machine
 REFERENCE_NOTE = (
     "the reference model (7.9 M parameters) answers short tasks of its own and nothing else; "
     "its speed says nothing about larger models"
@@ -51,106 +47,95 @@ REFERENCE_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a run needs and what is known about it.
+    """What a run needs, checked, and what is known about it.
 
-    ``warnings`` say why the run may not be worth its time; ``notes``, what a reader of its number must know; ``gate``,
-    what the answers are held against; ``tokenizer`` is there if it has a part in the run and the model has one.
+    Attributes:
+        config: what to run.
+        model: the model that the backend serves.
+        data_set: the requests; the backend can serve every one.
+        warnings: why the run may not be worth its time.
+        notes: what a reader of the results must know.
+        gate: what the answers are compared with before there is a verdict.
+        tokenizer: the model's, where the run uses it and the model has one.
     """
 
     config: RunConfig
-    model: ModelConfig
-    memory: MemoryPlan
+    model: ServedModel
     data_set: Dataset
-    weights: str
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     gate: Gate | None
     tokenizer: Tokenizer | None
 
     def facts(self) -> dict[str, Any]:
-        """The part of ``result.json`` that is known before the run."""
+        """The fields of ``result.json`` that are known before the run."""
+        memory = self.model.memory
         return {
             "model": self.model.name,
-            "weights": self.weights,
-            "precision": self.config.precision,
+            "weights": self.model.weights,
+            "precision": self.config.precision if self.model.shape else None,
             "data_set": self.data_set.name,
             "data_set_source": self.data_set.source,
             "data_set_sha256": self.data_set.content_hash,
             "data_set_rows": len(self.data_set.requests),
-            "memory_plan": asdict(self.memory),
+            **({"memory_plan": asdict(memory)} if memory else {}),
             "notes": list(self.notes),
         }
 
     def plan(self) -> dict[str, Any]:
         """The resolved configuration and what follows from it, ready for JSON."""
-        config = resolve(self.config, self.memory).model_dump(mode="json")
+        config = resolve(self.config, self.model.memory).model_dump(mode="json")
         return {"config": config, **self.facts(), "notes": [*self.warnings, *self.notes]}
 
     def describe(self) -> str:
-        """The same for a person: the configuration as YAML, the rest as comments."""
-        data_set = self.data_set
+        """The same as text: the configuration as YAML, the rest as comments."""
+        model, data_set = self.model, self.data_set
+        parameters = f"{model.shape.parameters:,} parameters, " if model.shape else ""
+        tokens_in = f"{data_set.input_tokens.mean():.1f} tokens in, " if data_set.prompts_counted else ""
         comments = [
-            f"model {self.model.name}: {self.model.parameters:,} parameters, weights {self.weights}",
-            *self.memory.lines(),
-            f"data set {data_set.name}: {count_of(len(data_set.requests), 'row')}, "
-            f"{data_set.input_tokens.mean():.1f} tokens in, "
+            f"model {model.name}: {parameters}weights {model.weights or 'unknown'}",
+            *(model.memory.lines() if model.memory else ()),
+            f"data set {data_set.name}: {count_of(len(data_set.requests), 'row')}, {tokens_in}"
             f"at most {data_set.output_limits.mean():.1f} out on average",
             *self.warnings,
             *self.notes,
         ]
-        config = resolve(self.config, self.memory).model_dump(mode="json")
+        config = resolve(self.config, model.memory).model_dump(mode="json")
         return yaml.safe_dump(config, sort_keys=False) + "\n".join(f"# {line}" for line in comments)
 
 
-def prepare(config: RunConfig, memory: MemoryPlan | None = None) -> Prepared:
-    """Opens model and data set and holds one against the other.
+def prepare(config: RunConfig, backend: Backend) -> Prepared:
+    """Checks configuration, model and data set against each other.
 
     Args:
         config: what to run.
-        memory: the plan of the machines that compute, where that is not this one.
+        backend: what will serve, opened with the same configuration.
 
     Raises:
-        CheckpointError, CapacityError, DatasetError: whatever cannot be used, with its place.
+        CheckpointError, CapacityError, DatasetError: what cannot be used, with its place.
         StorageError: ``config.out`` cannot be written.
-        UsageError: something that the run needs is not installed or not there; rules of a round that does not have the
-            benchmark; a search so short that it can find nothing.
+        UsageError: something that the run needs is missing; the round lacks the benchmark; the backend cannot do what
+            the run asks for; a search is too short to find anything.
     """
     check_benchmark(config)
     if find_spec("mlperf_loadgen") is None:
         raise UsageError("LoadGen is not installed, which every run needs: pip install mlcommons-loadgen")
     check_writable(config.out)
     config = with_target_step(config)
-    if memory is None:
-        source, memory = open_and_plan(config)
-    else:
-        source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
-        _check_longest(memory)
-    tokenizer = tokenizer_of(config.model) if config.text or _prompts(config) is not None else None
+    model = backend.served()
+    _check_backend(config, model)
+    tokenizer = backend.tokenizer() if config.text or _prompts(config) is not None else None
     if config.text and tokenizer is None:
-        raise UsageError(f"text: {source.config.name} has no tokenizer.json; add it to the model's folder")
-    data_set = _load_data_set(config, source.config, memory, tokenizer)
+        raise UsageError(f"text: {model.name} has no tokenizer.json; add it to the model's folder")
+    data_set = _load_data_set(config, model, tokenizer)
     _check_max_tokens(config, data_set)
     if config.find_rate and config.rate is not None:
         length = full_length(plan_test(config, len(data_set.requests), config.rate))
         if (why := too_few(config.rate, *length)) is not None:
             raise UsageError(why)
-    notes = list(data_set.notes)
-    if memory.max_length == source.config.sliding_window:
-        notes.append(
-            f"the context ends at the sliding_window of {source.config.name}, {memory.max_length:,} tokens: beyond it "
-            "its attention is another"
-        )
+    notes = [*data_set.notes, *model.notes]
     if _prompts(config) is None:
         notes.append("prompts are random tokens of the data set's lengths")
-    if isinstance(source, Checkpoint):
-        weights = source.content_hash
-    else:
-        weights = f"random, seed {config.seed}"
-        notes.append(
-            f"every GPU is a simulated {config.rack.simulated_gpu}: speed and text are made up, by a cost model"
-            if config.rack.simulated_gpu
-            else "random weights: the speed is real, the text is not"
-        )
     scored: AccuracyGate | None = None
     if _is_reference(config):
         notes.append(REFERENCE_NOTE)
@@ -160,7 +145,7 @@ def prepare(config: RunConfig, memory: MemoryPlan | None = None) -> Prepared:
                 notes.append(f"every score of the answers must reach {100 * SHARE:.0f} % of the model's own in fp32")
             else:
                 notes.append("accuracy is not judged: that takes every row of the held-out set, once")
-    warnings = list(tokenizer_warnings(tokenizer, source.config.vocabulary_size))
+    warnings = list(tokenizer_warnings(tokenizer, model.shape))
     if config.rules:
         rows, rows_required = len(data_set.requests), run_round(config).data_set_rows
         if rows != rows_required:
@@ -175,10 +160,25 @@ def prepare(config: RunConfig, memory: MemoryPlan | None = None) -> Prepared:
             whose = f"the seeds of {embedded}" if embedded else "seeds that are not known here"
             notes.append(f"LoadGen {installed} brings {whose}; it was given those of {config.rules} instead")
     gate: Gate | None = scored
-    if config.compliance is not None:
+    if config.compliance is not None and model.shape is not None:
         notes.append(f"compliance test {config.compliance}: few samples whose answers are logged, no measure of speed")
-        gate = ComplianceGate(config.scenario == "offline", source.config.end_token_ids)
-    return Prepared(config, source.config, memory, data_set, weights, tuple(warnings), tuple(notes), gate, tokenizer)
+        gate = ComplianceGate(config.scenario == "offline", model.shape.end_token_ids)
+    return Prepared(config, model, data_set, tuple(warnings), tuple(notes), gate, tokenizer)
+
+
+def _check_backend(config: RunConfig, model: ServedModel) -> None:
+    """Refuses what needs token ids on a backend that takes text. Raises UsageError."""
+    if model.prompts == "token_ids":
+        return
+    for key, wanted in (
+        ("mode", config.mode == "accuracy"),
+        ("compliance", config.compliance is not None),
+        ("text", config.text),
+    ):
+        if wanted:
+            raise UsageError(f"{key}: needs token ids, and {model.name} is served as text; leave it out")
+    if config.prompts is None:
+        raise UsageError(f"{model.name} is served as text, so it needs prompts; give a file with --prompts")
 
 
 def check_benchmark(config: RunConfig) -> None:
@@ -200,21 +200,10 @@ def check_benchmark(config: RunConfig) -> None:
         )
 
 
-def build_engine(config: RunConfig, tokenizer: Tokenizer | None = None) -> Engine:
-    """Loads the weights, and the model's tokenizer unless it is there already."""
-    from megatoken.engine import Engine  # and PyTorch, which nothing before this needs
-
-    return Engine(
-        config.model,
-        config.engine_config(),
-        random_weights=config.random_weights,
-        seed=config.seed,
-        tokenizer=tokenizer,
-    )
-
-
-def resolve(config: RunConfig, memory: MemoryPlan) -> RunConfig:
-    """``config`` with the engine's sizes in place of what was left open; ``memory_bytes`` is a limit and stays."""
+def resolve(config: RunConfig, memory: MemoryPlan | None) -> RunConfig:
+    """``config`` with the engine's sizes in place of null; ``memory_bytes`` is a limit and stays. No plan: as given."""
+    if memory is None:
+        return config
     engine = config.engine
     sizes = {
         "device": memory.device,
@@ -236,35 +225,6 @@ def _threads(config: RunConfig) -> int | None:
     import torch
 
     return torch.get_num_threads()
-
-
-def open_and_plan(config: RunConfig) -> tuple[Checkpoint | RandomWeights, MemoryPlan]:
-    """The model without its weights, and what it would take of this machine.
-
-    Raises:
-        CheckpointError, CapacityError: what cannot be used, or not on this machine.
-    """
-    from megatoken.engine.device import plan_memory  # PyTorch, which a rack of simulated GPUs does without
-
-    cores = cpu()["usable_cores"]
-    threads = config.engine.threads
-    if threads is not None and threads > THREADS_PER_CORE * cores:
-        raise CapacityError(
-            f"engine.threads is {threads:,}, but this process may use {cores} cores; "
-            f"take {cores}, at most {THREADS_PER_CORE * cores}"
-        )
-    source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
-    memory = plan_memory(source.config, config.engine_config())
-    _check_longest(memory)
-    return source, memory
-
-
-def _check_longest(memory: MemoryPlan) -> None:
-    if memory.max_length < 2:
-        raise CapacityError(
-            f"the longest sequence has {memory.max_length} token, but a prompt and its answer have at least 2; "
-            "raise engine.max_length or engine.cache_tokens"
-        )
 
 
 def check_writable(folder: Path) -> None:
@@ -295,19 +255,13 @@ def _loadgen_version() -> str:
         return "of unknown version"
 
 
-def tokenizer_of(model: str) -> Tokenizer | None:
-    """The tokenizer of a checkpoint directory; None without one."""
-    file = model_folder(model) / "tokenizer.json"
-    return Tokenizer(file) if file.is_file() else None
-
-
-def tokenizer_warnings(tokenizer: Tokenizer | None, vocabulary_size: int) -> tuple[str, ...]:
-    """What a model's tokenizer would be refused for by some texts only."""
-    if tokenizer is None or tokenizer.largest_id < vocabulary_size:
+def tokenizer_warnings(tokenizer: Tokenizer | None, shape: ModelConfig | None) -> tuple[str, ...]:
+    """Warns of a tokenizer with ids that the model lacks: only texts that use them are refused."""
+    if tokenizer is None or shape is None or tokenizer.largest_id < shape.vocabulary_size:
         return ()
     return (
-        f"{tokenizer.file} has ids up to {tokenizer.largest_id:,}, the model's vocabulary ends at "
-        f"{vocabulary_size - 1:,}: text with one above is refused; use the model's own tokenizer",
+        f"{tokenizer.file} has ids up to {tokenizer.largest_id:,}, but the model's vocabulary ends at "
+        f"{shape.vocabulary_size - 1:,}; text with higher ids is refused: use the model's own tokenizer",
     )
 
 
@@ -331,9 +285,12 @@ def _check_max_tokens(config: RunConfig, data_set: Dataset) -> None:
         )
 
 
-def _load_data_set(config: RunConfig, model: ModelConfig, memory: MemoryPlan, tokenizer: Tokenizer | None) -> Dataset:
-    vocabulary_size, max_length = model.vocabulary_size, memory.max_length
+def _load_data_set(config: RunConfig, model: ServedModel, tokenizer: Tokenizer | None) -> Dataset:
     prompts = _prompts(config)
+    if model.shape is None or model.memory is None or model.prompts == "text":
+        assert prompts is not None  # _check_backend
+        return load_texts(prompts, encode=tokenizer.encode if tokenizer else None, default_max_tokens=config.max_tokens)
+    vocabulary_size, max_length = model.shape.vocabulary_size, model.memory.max_length
     if prompts is None:
         return load_lengths(config.lengths, vocabulary_size=vocabulary_size, max_length=max_length, seed=config.seed)
     if prompts.suffix.lower() in SUFFIXES:
@@ -349,11 +306,11 @@ def _load_data_set(config: RunConfig, model: ModelConfig, memory: MemoryPlan, to
         prompts,
         encode=tokenizer.encode if tokenizer else None,
         vocabulary_size=vocabulary_size,
-        max_length=model.max_positions if packaged else max_length,
+        max_length=model.shape.max_positions if packaged else max_length,
         default_max_tokens=config.max_tokens,
     )
-    if packaged:  # nobody can shorten its lines
-        _check_context(int((data_set.input_tokens + data_set.output_limits).max()), config, memory)
+    if packaged:  # users cannot shorten its lines
+        _check_context(int((data_set.input_tokens + data_set.output_limits).max()), config, model.memory)
     return data_set
 
 

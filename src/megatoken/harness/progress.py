@@ -56,9 +56,9 @@ class Progress:
             way = "draining"
         else:
             way = f"{f'{left_seconds:.0f} s' if math.isfinite(left_seconds) else '?'} left  {100 * done_share:.0f} %"
-        pages = f"{state.pages - state.pages_free:,} of {state.pages:,} pages"
+        pages = f"  {state.pages - state.pages_free:,} of {state.pages:,} pages" if state.pages else ""
         self._write(
-            f"{elapsed_seconds:.0f} s, {way}  {tokens_per_second:,.0f} tokens/s  {state.in_flight:,} in flight  {pages}"
+            f"{elapsed_seconds:.0f} s, {way}  {tokens_per_second:,.0f} tokens/s  {state.in_flight:,} in flight{pages}"
         )
 
     def clear(self) -> None:

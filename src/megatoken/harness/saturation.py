@@ -95,7 +95,7 @@ class SaturationWatch:
                 continue
             gaps = max(row.output_tokens - 1, 1)
             tpot = (row.last_token_seconds - row.first_token_seconds) / gaps
-            tokens = row.input_tokens + row.output_tokens
+            tokens = (row.input_tokens or 0) + row.output_tokens
             self._rows.append((row.scheduled_seconds, row.first_token_seconds, tpot, row.last_token_seconds, tokens))
 
     def look(self, now: float, due: Floats, first: Floats) -> Saturation | None:

@@ -29,6 +29,10 @@ def estimate_rate(target: Target, data_set: Dataset, seconds: float, learning_se
     is unknown then is taken as short: a query cannot grow, so a run must have rather too many samples than too few.
     """
     warm_up = _WarmUp(target, data_set)
+    if not target.replicas():
+        rate = warm_up.rate(seconds, learning_seconds)
+        target.cancel_all()
+        return rate
     prices = warm_up.prices(seconds)
     answer_tokens = warm_up.answer_tokens(learning_seconds)
     state = target.state()
@@ -145,6 +149,26 @@ class _WarmUp:
             work_seconds = [passed * done.rows / rows for done in work]
         return _fit(np.asarray(work, np.float64), np.asarray(work_seconds))
 
+    def rate(self, seconds: float, learning_seconds: float) -> float:
+        """Samples per second of a target that shows nothing of its replicas, kept full for about ``seconds``.
+
+        Samples still running count by the share of their limit that has been answered, so the rate is too low, if
+        anything. It goes on until one sample has ended, for at most ``learning_seconds`` more.
+        """
+        began = time.monotonic()
+        while (passed := time.monotonic() - began) < seconds + learning_seconds:
+            if passed < seconds:
+                self._fill()
+            if (passed >= seconds and self._ended) or not self._target.state().in_flight:
+                break
+            self._poll()
+        limits = self._data_set.output_limits
+        done = sum(
+            1.0 if sample in self._ended else self._answered.get(sample, 0) / int(limits[row])
+            for sample, row in self._rows.items()
+        )
+        return max(done, 1.0) / (time.monotonic() - began)
+
     def answer_tokens(self, learning_seconds: float) -> float:
         """Mean answer of the data set's rows; where they may end early, rather too low than too high.
 
@@ -188,7 +212,7 @@ class _WarmUp:
     def _fill(self) -> None:
         """Enough for the next step of every replica."""
         state = self._target.state()
-        step = math.ceil(state.max_batched_tokens / self._data_set.input_tokens.mean())
+        step = math.ceil(state.max_batched_tokens / max(1.0, self._data_set.input_tokens.mean()))
         self._submit(max(WARM_UP_QUEUE * state.replicas, step))
 
     def _submit(self, queue: int) -> None:
@@ -205,7 +229,7 @@ class _WarmUp:
         for event in events:
             tokens = self._answered.get(event.sample_id, 0) + len(event.token_ids)
             self._answered[event.sample_id] = tokens if event.output_tokens is None else event.output_tokens
-            if event.finish_reason is not None:
+            if event.finish_reason is not None or event.error is not None:
                 self._ended.add(event.sample_id)
         after = self._target.state()
         rows = after.processed_tokens - before.processed_tokens

@@ -204,10 +204,11 @@ def run_soak(
     # One sample: the warm-up has no number of samples to find out.
     warm_up = config.model_copy(update={"samples": 1, "min_duration_seconds": 0.0})
     bench, settings, _ = make_bench(warm_up, prepared.data_set, target, prepared.facts(), progress, prepared.tokenizer)
-    population = target.state().replicas * _population(prepared.memory.max_sequences)
+    population = target.state().replicas * _population(prepared.model.max_running)
     with StopSignals() as stop:
         if earlier is None:
-            folder = _create(config, {**prepared.facts(), **target.facts()}, population)
+            facts = {**prepared.facts(), **target.facts()}
+            folder = _create(config, facts, population, prepared.model.content_hash)
             hold(folder.path)
         else:
             folder = RunFolder.reopen(earlier.run, {**target.facts(), "soak": _resumed(earlier)})
@@ -240,14 +241,14 @@ def hold(folder: Path) -> None:
         raise UsageError(f"{folder}: another process is recording in it; wait for its end") from None
 
 
-def _population(max_sequences: int) -> int:
-    return max_sequences + max(FEWEST_QUEUED, round(QUEUED_SHARE * max_sequences))
+def _population(max_running: int) -> int:
+    return max_running + max(FEWEST_QUEUED, round(QUEUED_SHARE * max_running))
 
 
-def _create(config: RunConfig, facts: Mapping[str, Any], population: int) -> RunFolder:
+def _create(config: RunConfig, facts: Mapping[str, Any], population: int, content_hash: str | None) -> RunFolder:
     now, settings = datetime.now(UTC), _settings(config)
-    if not str(facts["weights"]).startswith("random"):
-        del settings["model"]  # whose weights tell it, wherever they lie
+    if content_hash is not None:
+        del settings["model"]  # the hash identifies the checkpoint, which may have moved
     soak = {
         "duration_seconds": config.min_duration_seconds,
         "population": population,
@@ -370,7 +371,11 @@ class _Continued:
     def add_series(self, row: SeriesRow) -> None:
         row = row._replace(node=self._node or row.node)
         before = self._reached.get((row.node, row.replica))
-        totals = {name: getattr(row, name) + (getattr(before, name) if before else 0) for name in TOTALS}
+        totals = {
+            name: total + ((getattr(before, name) or 0) if before else 0)
+            for name in TOTALS
+            if (total := getattr(row, name)) is not None
+        }
         self._folder.add_series(row._replace(elapsed_seconds=row.elapsed_seconds + self._begins_seconds, **totals))
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ class SampleRow(NamedTuple):
     In order: it is due, the load generator sends it, the run gives it to the target, the target starts on it, its first
     and its last token are seen. ``tokenise_seconds`` and ``detokenise_seconds`` are durations; None where the run has
     no text in it. ``finish_reason`` is ``stop``, ``length`` or ``cancelled``. ``error`` is set only on one that failed.
+    ``input_tokens`` is None if the prompt was not counted.
     """
 
     sample_id: int
@@ -28,7 +29,7 @@ class SampleRow(NamedTuple):
     sent_seconds: float | None
     first_token_seconds: float | None
     last_token_seconds: float | None
-    input_tokens: int
+    input_tokens: int | None
     output_tokens: int
     finish_reason: str | None
     node: str
@@ -44,6 +45,7 @@ class SeriesRow(NamedTuple):
     """One replica at one moment. Token and preemption counts are totals since the start, all others are levels now.
 
     ``in_flight`` counts samples given to the target and not ended; ``waiting`` those of them that hold no pages.
+    None: the target does not show it, as an endpoint shows nothing of its replicas.
     """
 
     elapsed_seconds: float
@@ -51,13 +53,13 @@ class SeriesRow(NamedTuple):
     replica: int
     output_tokens: int
     processed_tokens: int
-    rows: int
-    row_budget: int
-    pages_free: int
-    pages: int
+    rows: int | None
+    row_budget: int | None
+    pages_free: int | None
+    pages: int | None
     in_flight: int
     waiting: int
-    preemptions: int
+    preemptions: int | None
     power_watts: float | None = None
     clock_mhz: float | None = None
     temperature_celsius: float | None = None

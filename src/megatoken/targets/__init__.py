@@ -21,7 +21,11 @@ class SampleEvent:
     A target that tells of a sample only at its end, or of its first token and its end, sets ``output_tokens`` on the
     last event: all tokens of the sample. ``token_ids`` are then all of them, or none if nobody wants them, and
     ``first_ns`` is when the first was seen, if no event said so. ``node`` and ``replica`` say where it was computed;
-    None is this machine. ``error`` is set on the only event of a sample that was refused after all.
+    None is this machine. ``error`` is set on the last event of a sample that failed, in place of ``finish_reason``.
+
+    A target that answers in text sets ``text``, the new text, and leaves ``token_ids`` empty. It sets ``first_ns`` on
+    the first event, and ``output_tokens`` on the last. ``input_tokens``, on the last event, is the length of a prompt
+    that the data set has not counted, where the target knows it.
     """
 
     sample_id: int
@@ -34,6 +38,8 @@ class SampleEvent:
     node: str | None = None
     replica: int = 0
     error: str | None = None
+    text: str = ""
+    input_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,94 @@
-"""The engine of this process as a target: every poll runs one step."""
+"""The engine of this process: a target whose every poll runs one step, and the backend that loads it."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from megatoken.config import RunConfig
+from megatoken.engine.checkpoint import open_model
 from megatoken.engine.request import Request
 from megatoken.engine.state import ReplicaState
+from megatoken.engine.tokenizer import Tokenizer
+from megatoken.errors import CapacityError
+from megatoken.hardware.inventory import cpu
 from megatoken.hardware.telemetry import GpuTelemetry, Telemetry
 from megatoken.targets import ReplicaReading, SampleEvent
+from megatoken.targets.backend import Reporter, ServedModel, engine_model, tokenizer_of
 
 if TYPE_CHECKING:
     from megatoken.engine import Engine
     from megatoken.engine.simulated import SimulatedEngine
+
+THREADS_PER_CORE = 4  # more threads only wait for each other, and a mistyped number hangs the machine
+
+
+class InProcessBackend:
+    """The engine of this process."""
+
+    def __init__(self, config: RunConfig, reporter: Reporter) -> None:
+        self._config = config
+        self._reporter = reporter
+        self._served: ServedModel | None = None
+        self._tokenizer: Tokenizer | None = None
+
+    def served(self) -> ServedModel:
+        """The model without its weights, and the memory that it would take here."""
+        if self._served is None:
+            from megatoken.engine.device import plan_memory  # imports PyTorch, which a simulated rack does without
+
+            config = self._config
+            cores, threads = cpu()["usable_cores"], config.engine.threads
+            if threads is not None and threads > THREADS_PER_CORE * cores:
+                raise CapacityError(
+                    f"engine.threads is {threads:,}, but this process may use {cores} cores; "
+                    f"use {cores}, at most {THREADS_PER_CORE * cores}"
+                )
+            source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
+            memory = plan_memory(source.config, config.engine_config())
+            self._served = engine_model(config, source, memory)
+        return self._served
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's."""
+        if self._tokenizer is None:
+            self._tokenizer = tokenizer_of(self._config.model)
+        return self._tokenizer
+
+    def facts(self) -> Mapping[str, Any]:
+        """None beyond those of the inventory."""
+        return {}
+
+    @contextmanager
+    def load(self) -> Iterator[InProcessTarget]:
+        """Loads the weights."""
+        from megatoken.engine import Engine
+        from megatoken.engine.ops.native import must_build
+
+        config, served = self._config, self.served()
+        on_cpu = served.memory is not None and served.memory.device == "cpu"
+        compiling = "; compiling its kernels, once" if on_cpu and must_build() else ""
+        self._reporter.stage(f"loading {served.name} in {config.precision}{compiling}")
+        engine = Engine(
+            config.model,
+            config.engine_config(),
+            random_weights=config.random_weights,
+            seed=config.seed,
+            tokenizer=self._tokenizer,
+        )
+        self._served = replace(served, memory=engine.memory_plan, max_running=engine.memory_plan.max_sequences)
+        yield InProcessTarget(engine)
 
 
 class InProcessTarget:
     """Drives ``engine``; nobody else may submit to it meanwhile."""
 
     def __init__(self, engine: Engine | SimulatedEngine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._sensors = GpuTelemetry.open(engine.gpu_uuids)
         self._samples: dict[int, int] = {}  # ticket -> sample id
         self._unstarted: deque[int] = deque()  # tickets that were never in a step, oldest first
@@ -29,18 +96,18 @@ class InProcessTarget:
 
     def facts(self) -> dict[str, Any]:
         """The sizes the engine took, and what it runs with."""
-        return {"memory_plan": asdict(self._engine.memory_plan), "target": self._engine.describe()}
+        return {"memory_plan": asdict(self.engine.memory_plan), "target": self.engine.describe()}
 
     def submit(self, sample_id: int, request: Request) -> None:
         """Queues a sample. Raises RequestError or CapacityError if it can never be served."""
-        ticket = self._engine.submit(request)
+        ticket = self.engine.submit(request)
         self._samples[ticket] = sample_id
         self._unstarted.append(ticket)
 
     def poll(self, timeout_seconds: float) -> list[SampleEvent]:
         """Runs one step, however long it takes, and reports its tokens at the time it ended."""
         began_ns = time.monotonic_ns()
-        events = self._engine.step()
+        events = self.engine.step()
         now_ns = time.monotonic_ns()
         self._note_started(began_ns)
         return [
@@ -57,12 +124,12 @@ class InProcessTarget:
 
     def state(self) -> ReplicaState:
         """The engine's state now."""
-        return self._engine.state()
+        return self.engine.state()
 
     def replicas(self) -> list[ReplicaReading]:
         """The engine's state now, and its GPU's sensors; of a CPU nothing is known."""
         telemetry = self._sensors.read() if self._sensors else Telemetry()
-        return [ReplicaReading(None, 0, self._engine.state(), telemetry)]
+        return [ReplicaReading(None, 0, self.engine.state(), telemetry)]
 
     def outcome(self, since_ns: int) -> dict[str, Any]:
         """An engine in this process is lost only together with it."""
@@ -73,15 +140,15 @@ class InProcessTarget:
         tickets = list(self._unstarted)
         self._unstarted.clear()
         for ticket in tickets:
-            self._engine.cancel(ticket)
+            self.engine.cancel(ticket)
         return [self._samples.pop(ticket) for ticket in tickets]
 
     def cancel_all(self) -> None:
         """Drops every sample in flight and steps until the engine has nothing left to tell of them."""
         for ticket in self._samples:
-            self._engine.cancel(ticket)
-        while self._engine.busy:
-            self._engine.step()
+            self.engine.cancel(ticket)
+        while self.engine.busy:
+            self.engine.step()
         self._samples.clear()
         self._unstarted.clear()
         self._started_ns.clear()
@@ -91,7 +158,7 @@ class InProcessTarget:
 
         So those that wait are the newest, and preempted ones among them are older than all that never ran.
         """
-        waiting = self._engine.state().waiting
+        waiting = self.engine.state().waiting
         while len(self._unstarted) > waiting:
             self._started_ns[self._unstarted.popleft()] = began_ns
 

@@ -39,15 +39,16 @@ def time_figures(run: Run) -> Iterator[Figure]:
     )
     yield from _nodes(run.series)
     yield time_chart("Samples being computed", "samples", [level("samples", times, in_flight - waiting)])
-    yield time_chart(
-        "Use of the engine",
-        "% of what there is",
-        [
-            level("rows of a step", times, _percent(rows, row_budget)),
-            level("cache pages", times, _percent(pages - pages_free, pages)),
-        ],
-        y_max=100,
-    )
+    if np.isfinite(pages).any():  # else an endpoint, which shows nothing of its replicas
+        yield time_chart(
+            "Use of the engine",
+            "% of what there is",
+            [
+                level("rows of a step", times, _percent(rows, row_budget)),
+                level("cache pages", times, _percent(pages - pages_free, pages)),
+            ],
+            y_max=100,
+        )
     yield from _telemetry(run.series)
 
 

@@ -1,4 +1,4 @@
-"""``megatoken run --rack``: a cluster held for one run, from the first node asked to the last process ended."""
+"""A rack as a backend: a Ray cluster that one run holds, from the first node found to the last process ended."""
 
 from __future__ import annotations
 
@@ -12,30 +12,54 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.config import RunConfig
-from megatoken.engine.checkpoint import open_model
+from megatoken.engine.checkpoint import Checkpoint, RandomWeights, open_model
 from megatoken.engine.config import REFERENCE, EngineConfig, model_folder, sharded
 from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.simulated import plan_simulation
+from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import UsageError
-from megatoken.harness.loadgen_plan import with_target_step
-from megatoken.harness.progress import Progress
 from megatoken.rack.actor import WorkerSpec
 from megatoken.rack.cluster import Cluster, new_key
 from megatoken.rack.hub import Hub
 from megatoken.rack.placement import Node, Slot, Wanted, place_replicas, place_simulated
+from megatoken.targets.backend import Reporter, ServedModel, engine_model, tokenizer_of
 from megatoken.targets.rack import RackTarget
 from megatoken.text import count_of
 
 
 @dataclass(slots=True)
-class Rack:
-    """Processes on all nodes that have opened the model and not yet loaded it."""
+class RackBackend:
+    """Processes on all nodes that have opened the model and not yet loaded it.
+
+    Attributes:
+        config: what to run.
+        cluster: the Ray cluster.
+        slots: one per process.
+        memory: the smallest memory plan of all nodes.
+        model: what every replica serves, by that plan.
+        found: what each process reports, in the order of the slots.
+        reporter: where to report how far it is.
+    """
 
     config: RunConfig
     cluster: Cluster
     slots: Sequence[Slot]
     memory: MemoryPlan
-    found: Sequence[dict[str, Any]]  # what each process says, in the order of the slots
+    model: ServedModel
+    found: Sequence[dict[str, Any]]
+    reporter: Reporter
+
+    def served(self) -> ServedModel:
+        """The model that every replica serves."""
+        return self.model
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the driver's copy of the checkpoint."""
+        return tokenizer_of(self.config.model)
+
+    def facts(self) -> dict[str, Any]:
+        """The nodes."""
+        return {"rack_nodes": self.nodes()}
 
     def nodes(self) -> list[dict[str, Any]]:
         """Every node: name, address, replicas, and what its machine is."""
@@ -59,8 +83,8 @@ class Rack:
                 entry["gpus"] += slot.gpus
         return list(nodes.values())
 
-    def facts(self) -> dict[str, Any]:
-        """Fields of ``result.json`` that stay the same, once the model is loaded."""
+    def target_facts(self) -> dict[str, Any]:
+        """Fields of ``result.json`` about the replicas, once the model is loaded."""
         first = self.found[0]
         return {
             "memory_plan": first["memory_plan"],
@@ -68,12 +92,17 @@ class Rack:
             "rack_nodes": self.nodes(),
         }
 
+    def load_replicas(self) -> None:
+        """Loads the model in every process."""
+        replicas = sum(len(slot.places) for slot in self.slots)
+        self.reporter.stage(f"loading {self.config.model} on {count_of(replicas, 'replica')}")
+        self.found = self.cluster.load()
+
     @contextmanager
-    def target(self, progress: Progress) -> Iterator[RackTarget]:
-        """Loads the model everywhere and connects; ends the replicas afterwards."""
+    def load(self) -> Iterator[RackTarget]:
+        """Loads the model everywhere and connects every process to one hub; ends the replicas afterwards."""
+        self.load_replicas()
         config, cluster = self.config, self.cluster
-        progress.stage(f"loading {config.model} on {count_of(sum(len(slot.places) for slot in self.slots), 'replica')}")
-        self.found = cluster.load()
         key, streams = new_key(), config.scenario != "offline"
         hub = Hub(
             cluster.host,
@@ -84,13 +113,13 @@ class Rack:
         )
         try:
             cluster.serve(hub, key, lambda nodes: _slots(config, nodes, self.memory.device), config.rack.replace)
-            yield RackTarget(hub, self.facts(), streams=streams)
+            yield RackTarget(hub, self.target_facts(), streams=streams)
         finally:
             hub.close()
 
 
 @contextmanager
-def open_rack(config: RunConfig, progress: Progress) -> Iterator[Rack]:
+def open_rack(config: RunConfig, reporter: Reporter) -> Iterator[RackBackend]:
     """Takes a cluster, places the processes and has them open the model.
 
     Raises:
@@ -101,30 +130,33 @@ def open_rack(config: RunConfig, progress: Progress) -> Iterator[Rack]:
     sharded(source.config, config.engine.tensor_parallel)
     if config.rack.simulated_gpu is not None:
         _check_simulated(config, config.rack.simulated_gpu)
-    progress.stage("looking for the rack's nodes")
+    reporter.stage("looking for the rack's nodes")
     # Ray prints messages of its daemons on standard output, which belongs to the command's result.
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
-        yield from _hold(config, None if config.rack.simulated_gpu else source.content_hash, progress)
+        yield from _hold(config, source, reporter)
 
 
-def _hold(config: RunConfig, content_hash: str | None, progress: Progress) -> Iterator[Rack]:
+def _hold(config: RunConfig, source: Checkpoint | RandomWeights, reporter: Reporter) -> Iterator[RackBackend]:
     assert config.rack.cluster is not None
-    cluster = Cluster(config.rack.cluster, note=progress.note)
+    cluster = Cluster(config.rack.cluster, note=reporter.note)
     try:
         nodes = cluster.nodes()
         slots = _slots(config, nodes, config.engine.device)
-        progress.stage(
+        reporter.stage(
             f"opening {config.model} in {count_of(len(slots), 'process', 'processes')} "
             f"on {count_of(len(nodes), 'node')}"
         )
         found = cluster.start(slots, _spec(config))
-        if content_hash is not None and found[0]["content_hash"] != content_hash:
+        found_hash = found[0]["content_hash"]
+        if config.rack.simulated_gpu is None and found_hash != source.content_hash:
             raise UsageError(
-                f"the nodes' checkpoint {found[0]['content_hash'][:12]} is not the driver's, "
-                f"{content_hash[:12]}; copy the same files to every machine"
+                f"the nodes' checkpoint {found_hash[:12]} is not the driver's, "
+                f"{source.content_hash[:12]}; copy the same files to every machine"
             )
         plans = [MemoryPlan(**facts["memory_plan"]) for facts in found]
-        yield Rack(config, cluster, slots, min(plans, key=lambda plan: plan.max_length), found)
+        memory = min(plans, key=lambda plan: plan.max_length)
+        model = engine_model(config, source, memory)
+        yield RackBackend(config, cluster, slots, memory, model, found, reporter)
     finally:
         cluster.close()
 
@@ -155,7 +187,7 @@ def _spec(config: RunConfig) -> WorkerSpec:
         model=str(folder.absolute()) if config.model != REFERENCE and folder.is_dir() else config.model,
         random_weights=config.random_weights,
         seed=config.seed,
-        engine=asdict(with_target_step(config).engine_config()),
+        engine=asdict(config.engine_config()),
         simulated_gpu=config.rack.simulated_gpu,
         streams=config.scenario != "offline",
         keep_ids=config.mode == "accuracy" or config.text,

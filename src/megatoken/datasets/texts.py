@@ -1,0 +1,64 @@
+"""Prompts as JSON lines -> requests of text, for a target that has the model's tokenizer on its side."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from megatoken.datasets.lines import read_lines
+from megatoken.datasets.prompt_lines import parse_prompt_line
+from megatoken.datasets.requests import GREEDY, ChatRequest, Dataset
+from megatoken.engine.request import Request, Sampling
+from megatoken.errors import DatasetError
+
+
+def load_texts(
+    path: Path, *, encode: Callable[[str], list[int]] | None, default_max_tokens: int, sampling: Sampling = GREEDY
+) -> Dataset:
+    """Loads JSON lines: ``{"prompt": text}`` or ``{"messages": [...]}`` and options; blank lines are skipped.
+
+    Args:
+        path: The file.
+        encode: Text to token ids, to count them; None leaves prompts uncounted. Chats are never counted: a template
+            that only the target knows adds to them.
+        default_max_tokens: ``max_tokens`` of prompts that state none.
+        sampling: Sampling values of prompts that state none.
+
+    Raises:
+        DatasetError: The file cannot be read, or a line of it has no text.
+    """
+    requests: list[Request] = []
+    default_used = False
+    digest = hashlib.sha256()
+    for place, line in read_lines(path, digest.update):
+        if line.isspace():
+            continue
+        fields = parse_prompt_line(line, sampling, place)
+        if not isinstance(fields.prompt, str):
+            raise DatasetError(f"{place}: the target takes text, not token ids; give prompt or messages")
+        default_used = default_used or fields.max_tokens is None
+        options = (fields.max_tokens or default_max_tokens, fields.sampling, fields.stop_token_ids)
+        if fields.messages:
+            requests.append(ChatRequest(fields.prompt, *options, fields.ignore_end_token, fields.messages))
+        else:
+            requests.append(Request(fields.prompt, *options, fields.ignore_end_token))
+    if not requests:
+        raise DatasetError(f"{path}: the file holds no prompts; give one with at least one row")
+    counted = encode is not None and not any(isinstance(request, ChatRequest) for request in requests)
+    return Dataset(
+        name=path.name,
+        source=str(path),
+        requests=requests,
+        content_hash=digest.hexdigest(),
+        input_tokens=np.array(
+            [len(encode(str(one.prompt))) if counted and encode else 0 for one in requests], np.int64
+        ),
+        output_limits=np.array([request.max_tokens for request in requests], np.int64),
+        fills_limit=np.zeros(len(requests), np.bool_),
+        notes=(),
+        default_used=default_used,
+        prompts_counted=counted,
+    )

@@ -1,0 +1,66 @@
+"""What ``run`` and ``soak`` share: open a backend, prepare, load, and have a test leave a run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatoken.config import RunConfig
+from megatoken.harness.loadgen_plan import with_target_step
+from megatoken.harness.per_node import run_per_node
+from megatoken.harness.prepare import Prepared, prepare, resolve
+from megatoken.harness.progress import Progress
+from megatoken.targets import Target
+from megatoken.targets.backend import Backend
+from megatoken.targets.factory import open_backend
+from megatoken.targets.rack_backend import RackBackend
+
+Test = Callable[[Prepared, RunConfig, Target, Progress], Path]
+Check = Callable[[Mapping[str, Any]], None]
+
+
+def measure(
+    config: RunConfig, test: Test, progress: Progress, *, check: Check | None = None, dry_run: bool = False
+) -> tuple[Prepared, Path | None]:
+    """Opens the backend of ``config``, prepares, loads and runs ``test``.
+
+    Args:
+        config: what to run.
+        test: leaves a run folder; gets the configuration with the sizes that the engines took.
+        progress: where to report how far it is.
+        check: may refuse what is known before the weights are loaded: fields of ``result.json``, with a rack's nodes.
+        dry_run: stop once everything is checked.
+
+    Returns:
+        What was prepared, and the run folder; None of a dry run.
+    """
+    config = with_target_step(config)
+    try:
+        with open_backend(config, progress) as backend:
+            return measure_on(backend, config, test, progress, check=check, dry_run=dry_run)
+    finally:
+        progress.clear()
+
+
+def measure_on(
+    backend: Backend,
+    config: RunConfig,
+    test: Test,
+    progress: Progress,
+    *,
+    check: Check | None = None,
+    dry_run: bool = False,
+) -> tuple[Prepared, Path | None]:
+    """The same on a backend that is open."""
+    prepared = prepare(config, backend)
+    if check is not None:
+        check({**prepared.facts(), **backend.facts()})
+    if dry_run:
+        return prepared, None
+    for warning in prepared.warnings:
+        progress.note(f"warning: {warning}")
+    if config.rack.count == "per_node" and isinstance(backend, RackBackend):
+        return prepared, run_per_node(backend, prepared, progress)
+    with backend.load() as target:
+        return prepared, test(prepared, resolve(prepared.config, backend.served().memory), target, progress)

@@ -1,0 +1,113 @@
+"""Where requests are served: this process, a rack, an endpoint; opened and checked before weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from megatoken.config import RunConfig
+from megatoken.engine.checkpoint import Checkpoint, RandomWeights
+from megatoken.engine.config import ModelConfig, model_folder
+from megatoken.engine.memory import MemoryPlan
+from megatoken.engine.tokenizer import Tokenizer
+from megatoken.errors import CapacityError
+from megatoken.targets import Target
+
+
+class Reporter(Protocol):
+    """Where a backend reports how far it is."""
+
+    def stage(self, text: str) -> None:
+        """Shows what is being done now."""
+
+    def note(self, text: str) -> None:
+        """Shows a message that stays on the screen."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model that a backend serves. ``None`` means unknown.
+
+    Attributes:
+        name: of the model.
+        weights: what ``result.json`` names the weights by: content hash of the checkpoint, or ``random, seed N``.
+        max_running: requests that one replica runs at once.
+        shape: shape of the model; a backend that takes text need not know it.
+        memory: memory plan of one replica.
+        prompts: what the target takes in ``submit``: token ids, or text and chat messages.
+        content_hash: of the checkpoint; random weights have none.
+        notes: what a reader of the results must know about the model.
+    """
+
+    name: str
+    weights: str | None
+    max_running: int
+    shape: ModelConfig | None = None
+    memory: MemoryPlan | None = None
+    prompts: Literal["token_ids", "text"] = "token_ids"
+    content_hash: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Backend(Protocol):
+    """A place that can serve. ``served`` and ``facts`` cost little; ``load`` loads the weights."""
+
+    def served(self) -> ServedModel:
+        """The model; after ``load`` with the sizes that the engines took.
+
+        Raises:
+            CheckpointError, CapacityError: the model cannot be used, or not on these machines.
+        """
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, read at the first call; None if there is none."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """Fields of ``result.json`` that are known before ``load``: the nodes of a rack."""
+
+    def load(self) -> AbstractContextManager[Target]:
+        """Loads the model, or connects to it; leaving the context frees what the target holds."""
+
+
+def engine_model(config: RunConfig, source: Checkpoint | RandomWeights, memory: MemoryPlan) -> ServedModel:
+    """The model that our own engine serves.
+
+    Raises:
+        CapacityError: no prompt with an answer fits.
+    """
+    shape = source.config
+    if memory.max_length < 2:
+        raise CapacityError(
+            f"the longest sequence has {memory.max_length} token, but a prompt and its answer need at least 2; "
+            "raise engine.max_length or engine.cache_tokens"
+        )
+    notes = []
+    if memory.max_length == shape.sliding_window:
+        notes.append(
+            f"the context ends at the sliding_window of {shape.name}, {memory.max_length:,} tokens; "
+            "attention over longer contexts is not implemented"
+        )
+    content_hash = source.content_hash if isinstance(source, Checkpoint) else None
+    if content_hash is None:
+        notes.append(
+            f"every GPU is a simulated {config.rack.simulated_gpu}: a cost model makes up speed and text"
+            if config.rack.simulated_gpu
+            else "random weights: the speed is real, the text is not"
+        )
+    return ServedModel(
+        name=shape.name,
+        weights=content_hash or f"random, seed {config.seed}",
+        max_running=memory.max_sequences,
+        shape=shape,
+        memory=memory,
+        content_hash=content_hash,
+        notes=tuple(notes),
+    )
+
+
+def tokenizer_of(model: str) -> Tokenizer | None:
+    """The tokenizer of a checkpoint directory; None without one."""
+    file = model_folder(model) / "tokenizer.json"
+    return Tokenizer(file) if file.is_file() else None
