@@ -330,6 +330,9 @@ class LateReplicas:
         in_flight, waiting = total["in_flight"] + len(self._queue), len(self._queue)
         return ReplicaState(**total | {"in_flight": in_flight, "waiting": waiting, "replicas": len(states)})
 
+    def replicas(self) -> list[ReplicaReading]:
+        return [ReplicaReading(None, 0, self.state(), Telemetry())]
+
     def cancel_all(self) -> None:
         self._queue.clear()
 

@@ -41,7 +41,8 @@ def parse_prompt_line(line: bytes, defaults: Sampling, place: str) -> PromptLine
 
     Args:
         line: UTF-8 JSON object with ``prompt``, ``prompt_token_ids`` or ``messages`` and any of ``max_tokens``,
-            ``temperature``, ``top_k``, ``top_p``, ``seed``, ``stop_token_ids``, ``ignore_end_token``, ``reference``, ``task``.
+            ``temperature``, ``top_k``, ``top_p``, ``seed``, ``stop_token_ids``, ``ignore_end_token``,
+            ``reference``, ``task``.
         defaults: Sampling values for keys the line leaves out.
         place: File and line number, the start of every error.
 
