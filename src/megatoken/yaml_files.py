@@ -226,7 +226,7 @@ def _place_in(data: Any, location: Place) -> Place:
     place: Place = ()
     for part in location:
         if part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int):
-            place, data = (*place, part), data[part]  # type: ignore[index]
+            place, data = (*place, part), data[part]
     return place
 
 

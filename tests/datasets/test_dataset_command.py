@@ -14,11 +14,11 @@ from mlperf_files import TEXTS, make_tokenizer, write_405b, write_cnn, write_ope
 from cli_support import call_here, make_checkpoint, write_lines
 from megatoken.datasets.catalog import catalog
 from megatoken.datasets.mlperf import load_mlperf
-from megatoken.datasets.profiles import OUTPUT_GAMMA_SHAPE, profile_csv
 from megatoken.datasets.requests import Dataset
 from megatoken.errors import DatasetError
 from megatoken.mlperf.rounds import benchmarks
 from megatoken.planning import load_profiles
+from megatoken.planning.profile_lengths import OUTPUT_GAMMA_SHAPE, profile_csv
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_a_profile_becomes_a_file_that_a_run_takes(run: Any, tmp_path: Path) -> 
 def test_what_convert_did_not_write_is_not_replaced(content: str, run: Any, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(content)
-    told = "mine.csv: is there and holds no lengths of a workload profile; move it away, or name another with --out"
+    told = "mine.csv: the file exists and does not hold lengths of a workload profile; move it away, or name another"
     assert told in refusal(run("convert", "rag", "--out", path))
     assert path.read_text() == content
 

@@ -464,7 +464,7 @@ def test_openorca_answers_are_cut_to_the_context_and_noted(tmp_path: Path) -> No
     [
         ([[1], [1000]], "row 1: token id 1000 at index 0 is outside the vocabulary of 1,000"),
         ([[1], [2], [-3]], "row 2: token id -3"),
-        ([[1], [2**200]], "an integer of 26 bytes"),
+        ([[1], [2**200]], "token id of more than 64 bits"),
         ([[1], [2**100]], "row 1: token id of more than 64 bits"),
         ([[], [1]], "row 0: the prompt is empty"),
         ([[1] * 2048], "row 0: a prompt of 2,048 tokens leaves no room"),

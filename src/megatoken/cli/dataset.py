@@ -154,8 +154,8 @@ def convert(
 
     profile = next((profile for profile in load_profiles() if profile.name == name), None)
     if profile is not None:
-        from megatoken.datasets.profiles import check_replaceable, profile_csv
         from megatoken.files import write_text
+        from megatoken.planning.profile_lengths import check_replaceable, profile_csv
 
         target = out or Path(f"{name}.csv")
         check_replaceable(target)

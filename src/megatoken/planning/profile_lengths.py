@@ -1,4 +1,4 @@
-"""Workload profiles as lengths of requests: the token counts of a profile are means, each request is drawn around them.
+"""Workload profiles as lengths of requests: a profile states mean token counts, each request is drawn around them.
 
 The spread of the answers is measured: the answer lengths in the compliance logs of MLPerf v5.1 for llama2-70b (FP8 runs
 of TensorRT-LLM) follow a gamma distribution of this shape more closely than a log-normal, Weibull or inverse Gaussian.
@@ -10,28 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatoken.errors import UsageError
 from megatoken.files import storage_error
+from megatoken.planning.workloads import Profile
 
-if TYPE_CHECKING:
-    from megatoken.planning.workloads import Profile
-
-HEAD = "# Workload profile "  # of every file written here
+HEAD = "# Workload profile "  # first line of every file written here
 OUTPUT_GAMMA_SHAPE = 2.54
 INPUT_LOG_NORMAL_SIGMA = 0.75
 LARGEST_FACTOR = 8.0  # of a mean; 1 in 1,000 prompts would be longer, and next to no answer
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuses a place where a file is that holds no lengths of a profile.
-
-    Raises:
-        UsageError: names it.
-    """
+    """Raise UsageError if ``path`` is a file that ``profile_csv`` did not make."""
     if not path.is_file():
         return
     try:
@@ -41,14 +34,15 @@ def check_replaceable(path: Path) -> None:
         raise storage_error(path, error) from error
     if not ours:
         raise UsageError(
-            f"{path}: is there and holds no lengths of a workload profile; move it away, or name another with --out"
+            f"{path}: the file exists and does not hold lengths of a workload profile; move it away, or name another "
+            "file with --out"
         )
 
 
 def profile_csv(profile: Profile, rows: int, seed: int) -> str:
     """Lengths of ``rows`` requests as CSV, for ``megatoken run --lengths``.
 
-    Interactions follow each other, turn by turn; where a profile carries its context, the prompt of a turn has the
+    Interactions follow each other, turn by turn; if a profile carries its context, the prompt of a turn includes the
     prompts and answers of all turns before it.
     """
     comment = (

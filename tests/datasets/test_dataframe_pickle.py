@@ -26,8 +26,7 @@ from pandas._libs.internals import _unpickle_block
 from pandas.core.indexes.base import _new_Index
 from pandas.core.internals.managers import BlockManager
 
-from megatoken.datasets.dataframe_pickle import read_columns
-from megatoken.datasets.pickle_reader import Call, parse_pickle
+from megatoken.datasets.dataframe_pickle import Record, read_columns, unpickle
 from megatoken.errors import DatasetError
 
 GOLDEN = Path(__file__).parents[1] / "data" / "openorca_pickles"
@@ -170,33 +169,33 @@ VALUES = st.recursive(
 @settings(deadline=None)
 @given(VALUES, st.integers(2, 5))
 def test_plain_values_come_back_as_pickle_reads_them(value: object, protocol: int) -> None:
-    assert parse_pickle(pickle.dumps(value, protocol), {}, "file") == value
+    assert unpickle(pickle.dumps(value, protocol), "file") == value
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=300), st.integers(3, 5))
 def test_bytes_come_back(value: bytes, protocol: int) -> None:
-    assert bytes(parse_pickle(pickle.dumps([value] * 2, protocol), {}, "file")[1]) == value
+    assert bytes(unpickle(pickle.dumps([value] * 2, protocol), "file")[1]) == value
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(-300, 2**31 - 1) | st.sampled_from([0, 255, 256, 65535, 65536, -1]), max_size=2500))
 def test_long_lists_of_integers_come_back(value: list[int]) -> None:
-    assert parse_pickle(pickle.dumps(value, 4), {}, "file") == value
+    assert unpickle(pickle.dumps(value, 4), "file") == value
 
 
 def test_shared_and_self_containing_lists_keep_their_identity() -> None:
     loop: list[object] = []
     loop.append(loop)
-    tree = parse_pickle(pickle.dumps([loop, loop]), {}, "file")
+    tree = unpickle(pickle.dumps([loop, loop]), "file")
     assert tree[0] is tree[1]
     assert tree[0][0] is tree[0]
 
 
 def test_a_call_is_recorded_and_not_made() -> None:
-    tree = parse_pickle(pickle.dumps(slice(1, 2)), {("builtins", "slice"): "a name of ours"}, "file")
-    assert isinstance(tree, Call)
-    assert (tree.name, tree.arguments, tree.state) == ("a name of ours", (1, 2, None), None)
+    tree = unpickle(pickle.dumps(slice(1, 2)), "file")
+    assert isinstance(tree, Record)
+    assert (tree.name, tree.arguments, tree.state) == ("slice", (1, 2, None), None)
 
 
 # --- hostile files ----------------------------------------------------------------------------------------------------
@@ -406,21 +405,21 @@ NUMBERS = struct.pack("<4q", 0, 1, 2, 3)
 LATIN = "x" * 1000
 FORGED = {
     "array without content": (table(array((2**50,), OBJECTS, [])), "is malformed"),
-    "array of no rows": (table(array((0, 2**50), OBJECTS, [])), "shape is malformed"),
+    "array of no rows": (table(array((0, 2**50), OBJECTS, [])), "has no row 0"),
     "array of a negative length": (table(array((-1, 2), OBJECTS, [])), "shape is malformed"),
     "array of many dimensions": (table(array((127,) * 10**4, OBJECTS, [])), "shape is malformed"),
     "array of a fractional length": (table(array((1.0, 2), OBJECTS, [1, 2])), "shape is malformed"),
     "array of a true length": (table(array((True, 2), OBJECTS, [1, 2])), "shape is malformed"),
     "array of too few bytes": (table(array((5,), np.dtype("i8"), NUMBERS)), "has 32 bytes"),
-    "array of text as bytes": (table(array((2,), np.dtype("i8"), "text")), "bytes are malformed"),
+    "array of text as bytes": (table(array((2,), np.dtype("i8"), "text")), "is malformed"),
     "array of dates": (table(array((4,), np.dtype("M8[s]"), NUMBERS)), "type"),
     "array of records": (table(array((4,), np.dtype([("a", "i8")]), NUMBERS)), "type"),
     "array without a type": (table(array((4,), None, NUMBERS)), "type is malformed"),
     "array of strings": (table(array((1,), np.dtype("U8"), NUMBERS)), "type 'U8'"),
     "no array": (table("values"), "array is malformed"),
     "block of three axes": (table(array((1, 1, 2), OBJECTS, [1, 2])), "shape is malformed"),
-    "step 0": (table(COLUMN, slice(0, 1, 0)), "step 0"),
-    "slice of text": (table(COLUMN, Built(slice, "a", "b")), "array is malformed"),
+    "step 0": (table(COLUMN, slice(0, 1, 0)), "slice step cannot be zero"),
+    "slice of text": (table(COLUMN, Built(slice, "a", "b")), "malformed"),
     "placement outside": (table(COLUMN, np.array([7])), "outside the 1 columns"),
     "placement below": (table(COLUMN, np.array([-1])), "outside the 1 columns"),
     "placement of fractions": (table(COLUMN, np.array([0.0])), "outside the 1 columns"),
@@ -446,28 +445,28 @@ FORGED = {
                 [array((1000,), np.dtype("i1"), Built(codecs.encode, LATIN, "latin1")) for _ in range(1000)],
             ),
         ),
-        "grow beyond the file",
+        "bytes that are malformed or more than the file holds",
     ),
     "bytes beyond Latin-1": (
         table(array((1,), np.dtype("i1"), Built(codecs.encode, "\u20ac", "latin1"))),
-        "bytes are malformed",
+        "damaged",
     ),
     "bytes by another codec": (
         table(array((1,), np.dtype("i1"), Built(codecs.encode, "x", "rot13"))),
-        "bytes are malformed",
+        "bytes that are malformed",
     ),
-    "texts without end": (table(texts(2**50, 0, None, NUMBERS, b"")), "text column is malformed"),
-    "texts from nowhere": (table(texts(1, -8, None, NUMBERS, b"abc")), "text column is malformed"),
-    "texts short of offsets": (table(texts(9, 0, None, NUMBERS, b"abc")), "shorter than its length"),
-    "texts beyond the content": (table(texts(3, 0, None, NUMBERS, b"ab")), "offsets are malformed"),
-    "texts backwards": (table(texts(1, 0, None, NUMBERS[::-1], b"abc")), "offsets are malformed"),
-    "texts of half a validity": (table(texts(3, 0, b"", NUMBERS, b"abc")), "validity is malformed"),
-    "texts not UTF-8": (table(texts(3, 0, None, NUMBERS, b"a\xffc")), "not UTF-8"),
-    "texts of another type": (table(texts(3, 0, None, NUMBERS, b"abc", "binary")), "text column is malformed"),
-    "block manager of numbers": (pickle.dumps(Built(pd.DataFrame, state={"_mgr": 7})), "block manager is malformed"),
+    "texts without end": (table(texts(2**50, 0, None, NUMBERS, b"")), "malformed"),
+    "texts from nowhere": (table(texts(1, -8, None, NUMBERS, b"abc")), "malformed"),
+    "texts short of offsets": (table(texts(9, 0, None, NUMBERS, b"abc")), "malformed"),
+    "texts beyond the content": (table(texts(3, 0, None, NUMBERS, b"ab")), "malformed"),
+    "texts backwards": (table(texts(1, 0, None, NUMBERS[::-1], b"abc")), "malformed"),
+    "texts of half a validity": (table(texts(3, 0, b"", NUMBERS, b"abc")), "malformed"),
+    "texts not UTF-8": (table(texts(3, 0, None, NUMBERS, b"a\xffc")), "malformed"),
+    "texts of another type": (table(texts(3, 0, None, NUMBERS, b"abc", "binary")), "malformed"),
+    "block manager of numbers": (pickle.dumps(Built(pd.DataFrame, state={"_mgr": 7})), "holds no DataFrame"),
     "block of numbers": (
         pickle.dumps(Built(pd.DataFrame, state={"_mgr": Built(BlockManager, (7,), [pd.RangeIndex(1)] * 2)})),
-        "block is malformed",
+        "malformed",
     ),
     "old block of numbers": (
         pickle.dumps(
@@ -476,7 +475,7 @@ FORGED = {
                 state={"_data": Built(BlockManager, state=([], [], [], {"0.14.1": {"axes": [1, 2], "blocks": [7]}}))},
             )
         ),
-        "block is malformed",
+        "malformed",
     ),
 }
 
