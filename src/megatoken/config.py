@@ -334,7 +334,7 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
         for key in ("rack.count", "rack.replicas", "rack.simulated_gpu"):
             refuse(key, "only a rack has it; give --rack auto")
     if config.rack.simulated_gpu is None:
-        if config.precision == "fp4":
+        if find_scheme(config.precision).simulated_only:
             place = _place_of("precision", settings)
             raise ConfigError(f"{place}: must be 'fp32', 'bf16' or 'fp8', got 'fp4', of simulated GPUs alone")
     else:

@@ -468,6 +468,16 @@ def test_missing_tensors_are_named_and_counted(broken: Path) -> None:
     assert re.match(pattern, refusal(broken))
 
 
+def test_a_missing_head_is_refused_with_the_key_that_ties_it(broken: Path) -> None:
+    """Transformers would draw a random one."""
+    edit_json(broken / "config.json", tie_word_embeddings=ABSENT)
+    edit_tensors(broken, lambda tensors: tensors.pop("lm_head.weight"))
+    assert "'lm_head.weight' is missing" in refusal(broken)
+    assert "set tie_word_embeddings to true" in refusal(broken)
+    edit_json(broken / "config.json", tie_word_embeddings=True)
+    assert Checkpoint.open(broken).config.tied_embeddings
+
+
 def test_extra_tensor(broken: Path) -> None:
     edit_tensors(broken, lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.ones(2)}))
     assert "model.safetensors: tensor 'model.layers.2.mlp.up_proj.weight' has no place" in refusal(broken)

@@ -274,7 +274,7 @@ def test_models_that_cannot_be_opened(tmp_path: Path) -> None:
         Engine(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"config.json: no such file"):
         Engine(tmp_path)
-    with pytest.raises(CheckpointError, match="a model is named by a directory or a shape, not by None"):
+    with pytest.raises(CheckpointError, match="expected a directory or a shape as model, got None"):
         Engine(None)  # type: ignore[arg-type]
     with pytest.raises(CapacityError, match="device cuda: no NVIDIA GPU"):
         Engine("tiny", EngineConfig(device="cuda"))

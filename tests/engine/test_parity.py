@@ -17,6 +17,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from checkpoints import generate, make_checkpoint, teacher_forced
+from engines import answer_and_logits
 from hypothesis import given, settings
 from over_admission import expect_short_answers
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -161,6 +162,59 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMo
     return directory, make_checkpoint(
         directory, num_hidden_layers=3, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=32
     )
+
+
+UNSCALED = {name: value for name, value in LLAMA3.items() if name != "original_max_position_embeddings"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shape", "keys", "absent"),
+    [
+        (
+            "Llama",
+            {"rope_parameters": LLAMA3},
+            {"rope_parameters": UNSCALED, "original_max_position_embeddings": 64},
+            (),
+        ),
+        (
+            "Llama",
+            {"rope_parameters": LLAMA3},
+            {"rope_scaling": UNSCALED, "original_max_position_embeddings": 64},
+            ("rope_parameters",),
+        ),
+        (
+            "Qwen3",
+            {"rope_parameters": LLAMA3},
+            {
+                "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32},
+                "original_max_position_embeddings": 64,
+            },
+            (),
+        ),
+        ("Mistral", {"num_attention_heads": 16, "num_key_value_heads": 8}, {}, ("num_key_value_heads",)),
+        ("Qwen2", {"num_attention_heads": 64, "num_key_value_heads": 32}, {}, ("num_key_value_heads",)),
+        ("Qwen3", {"num_attention_heads": 64, "num_key_value_heads": 32}, {}, ("num_key_value_heads",)),
+        ("Qwen3", {"head_dim": 128}, {}, ("head_dim",)),
+        ("Llama", {"num_key_value_heads": 4}, {}, ("num_key_value_heads", "head_dim")),
+    ],
+)
+def test_keys_left_out_or_moved_are_read_as_by_transformers(
+    architecture: str,
+    shape: dict[str, object],
+    keys: dict[str, object],
+    absent: Sequence[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_checkpoint(tmp_path, architecture, **shape)
+    path = tmp_path / "config.json"
+    values = {**json.loads(path.read_text()), **keys}
+    path.write_text(json.dumps({name: value for name, value in values.items() if name not in absent}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=FP32).eval()
+    prompt = [place * 7 % 301 for place in range(100)]
+    engine = Engine(tmp_path, EngineConfig(precision="fp32", cache_tokens=256))
+    answer, logits = answer_and_logits(engine, prompt, 4, monkeypatch)
+    torch.testing.assert_close(logits, teacher_forced(model, prompt, answer), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -1,4 +1,4 @@
-"""Where weights come from: a Hugging Face directory, checked whole before anything is loaded, or a seeded generator."""
+"""Sources of weights: a Hugging Face directory, checked before anything is loaded, or a seeded generator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatoken.engine.quantized_checkpoint import Expected, Fp8Tensors, declared
 from megatoken.engine.tensor_files import FETCH, StoredTensor, find_tensors, one_line_errors, read_json
 from megatoken.errors import CheckpointError
 
-if TYPE_CHECKING:  # who only looks at a checkpoint needs no PyTorch
+if TYPE_CHECKING:  # looking at a checkpoint needs no PyTorch
     import torch
 
 _BLOCK_ELEMENTS = 1 << 20  # of random weights; each block has its own seed, so threads can share a tensor
@@ -27,10 +27,10 @@ class Checkpoint:
     """Weights of a Hugging Face directory. Made by ``open``; ``read`` may be called from several threads.
 
     Attributes:
-        config: Shape of the model; its end tokens are those of ``generation_config.json`` where there is one.
+        config: Shape of the model; end tokens come from ``generation_config.json`` if that file exists.
         quantized: The linears that are stored in e4m3, with their scales; None if none are.
-        content_hash: SHA-256 over the configuration files and every shard's name, size and header: cheap, but blind
-            to a change of weights that keeps their names and shapes.
+        content_hash: SHA-256 over the configuration files and every shard's name, size and header: cheap, but it does
+            not see a change of weights that keeps names and shapes.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: Path) -> Checkpoint:
-        """Read configuration and safetensors headers, and check that every weight is there and as it should be.
+        """Read configuration and safetensors headers, and check presence, shape and dtype of every weight.
 
         Raises:
             CheckpointError: Something is missing, truncated, damaged, superfluous, of the wrong shape or dtype, or
-                unsupported. The message names the file, the key or tensor, and the mend.
+                unsupported. The message names the file, the key or tensor, and how to fix it.
         """
         config = read_config(directory)
         with one_line_errors(directory):
@@ -69,7 +69,7 @@ class Checkpoint:
     def read(self, name: str, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """One weight as a fresh tensor that holds no file open; takes a few MB more than its result.
 
-        What is stored in e4m3 is multiplied by its scale, in fp32.
+        e4m3 values are multiplied by their scale, in fp32.
 
         Args:
             name: A key of ``config.tensor_shapes()``.
@@ -96,11 +96,11 @@ class Checkpoint:
 
 
 class RandomWeights:
-    """Gaussian weights for a shape, in place of a checkpoint: for speed, any weights do.
+    """Gaussian weights for a shape, to measure speed without a checkpoint.
 
     A linear weight has standard deviation 1/sqrt(inputs), so that every layer adds to the residual stream at the same
     order and logits have a standard deviation of about 1. Norm weights are around 1 and biases around 0, off by 0.1.
-    A value depends on seed, tensor name, position and kind of device alone, not on the order of reading or on threads.
+    A value depends on seed, tensor name, position and kind of device only, not on the order of reading or on threads.
 
     Attributes:
         config: The shape.
@@ -147,10 +147,10 @@ def open_model(model: str | Path, *, random_weights: bool = False, seed: int = 0
     """A checkpoint directory, the reference model, or random weights for a named shape or a directory's configuration.
 
     Raises:
-        CheckpointError: neither a directory nor a shape, or a directory that cannot be loaded.
+        CheckpointError: neither a directory nor a shape, or the directory cannot be loaded.
     """
     if not isinstance(model, str | Path):
-        raise CheckpointError(f"a model is named by a directory or a shape, not by {reprlib.repr(model)}")
+        raise CheckpointError(f"expected a directory or a shape as model, got {reprlib.repr(model)}")
     path = model_folder(model)
     try:
         is_directory = path.is_dir()
@@ -161,7 +161,7 @@ def open_model(model: str | Path, *, random_weights: bool = False, seed: int = 0
     if not is_directory:
         raise CheckpointError(
             f"{model}: no such directory, and not one of the shapes {', '.join(SHAPES)}; "
-            f"the model that ships is {REFERENCE}"
+            f"the model that ships with the package is {REFERENCE}"
         )
     if random_weights:
         return RandomWeights(read_config(path), seed)
@@ -181,33 +181,33 @@ def read_config(directory: Path) -> ModelConfig:
         config = ModelConfig.from_hugging_face(read_json(path), path)
         generation = directory / "generation_config.json"
         if generation.is_file():
-            # The file replaces what config.json says, also by saying nothing: transformers reads it so.
+            # As in transformers, the file replaces the end tokens of config.json even if it names none.
             ids = end_token_ids(read_json(generation), generation, config.vocabulary_size)
             config = replace(config, end_token_ids=ids)
     return config
 
 
 def _check_tensors(expected: Mapping[str, Expected], tensors: Mapping[str, StoredTensor], directory: Path) -> None:
-    """Hold what the files have against what they should have."""
+    """Compare the tensors in the files with what the configuration implies."""
     for name, wanted in expected.items():
         stored = tensors.get(name)
         if stored is None:
             missing = len(expected.keys() - tensors.keys())
-            raise CheckpointError(
-                f"{directory}: tensor {name!r} is missing ({missing} of {len(expected)} are); "
-                f"fetch the weights again or mend {wanted.source}"
-            )
+            fix = f"fetch the weights again or fix {wanted.source}"
+            if name == "lm_head.weight":  # transformers would draw a random head
+                fix += "; if the head is the embedding, set tie_word_embeddings to true there"
+            raise CheckpointError(f"{directory}: tensor {name!r} is missing ({missing} of {len(expected)} are); {fix}")
         if stored.dtype not in wanted.dtypes:
             raise CheckpointError(f"{stored.path}: tensor {name!r} has dtype {stored.dtype}; {wanted.if_other_dtype}")
         if stored.shape not in wanted.shapes:
             implied = " or ".join(str(list(shape)) for shape in wanted.shapes)
             raise CheckpointError(
                 f"{stored.path}: tensor {name!r} has shape {list(stored.shape)}, {wanted.source} implies {implied}; "
-                f"mend {wanted.source} or fetch the file again"
+                f"fix {wanted.source} or fetch the file again"
             )
     # Old Llama checkpoints carry the rotary table, which follows from the configuration.
     if extra := [name for name in tensors if name not in expected and not name.endswith("rotary_emb.inv_freq")]:
         raise CheckpointError(
             f"{tensors[extra[0]].path}: tensor {extra[0]!r} has no place in the model ({len(extra)} such); "
-            "mend config.json if it describes another model"
+            "fix config.json if it describes another model"
         )

@@ -12,14 +12,16 @@ from typing import Literal, TypeGuard
 from megatoken.errors import CapacityError, CheckpointError
 
 Precision = Literal["fp32", "bf16", "fp8", "fp4"]
-"""Of weights and linear inputs. fp4 (e2m1 with a scale for 16 values) can be simulated only."""
+"""Number format of weights and linear inputs, see ``schemes``."""
 Fp8Scales = Literal["tensor", "row"]
-"""What shares one scale in fp8: a whole weight and all inputs of a linear, or each of their rows."""
+"""What shares one scale in fp8: a whole weight and all inputs of a linear, or each row of the weight and each token."""
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 _LARGEST_INTEGER = 2**31 - 1  # positions, token ids and tensor sides live in int32 on the device
 _LARGEST_LAYERS = 10_000
+_DEFAULT_KV_HEADS = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
+_DEFAULT_HEAD_DIM = {"Qwen3ForCausalLM": 128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +57,9 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     end_token_ids: tuple[int, ...] = ()
-    # The attention window that max_positions ends at; None: it ends where the model's positions do. What computes is
-    # the same, so the hash of random weights, made of what is printed of a shape, does not have it.
+    # The attention window, if it limits max_positions. Left out of repr, and so of the hash of random weights.
     sliding_window: int | None = field(default=None, repr=False)
-    # That share embedding and head: each has columns of the one and rows of the other. See ``sharded``.
+    # Ranks that share embedding and head: each has columns of the embedding and rows of the head, see ``sharded``.
     vocabulary_ranks: int = field(default=1, repr=False)
 
     @classmethod
@@ -66,12 +67,12 @@ class ModelConfig:
         """Map a Hugging Face ``config.json`` to a model shape.
 
         A sliding attention window equals full attention only while the context fits into it, so it caps
-        ``max_positions``. Absent ``num_key_value_heads`` and ``head_dim`` follow from heads and hidden size.
+        ``max_positions``. Absent keys have the defaults of transformers 5, some of which depend on the architecture.
 
         Args:
             values: The parsed file. Rotary keys are read as transformers 5 writes them (``rope_parameters``) and as
                 older releases did (``rope_theta`` with ``rope_scaling``).
-            source: Path of the file, for messages; its folder names the model, but for that of ``reference``.
+            source: Path of the file, for messages; its folder names the model, except that of ``reference``.
 
         Raises:
             CheckpointError: A key is missing, of the wrong type, contradicts another or asks for something this
@@ -84,12 +85,14 @@ class ModelConfig:
 
         hidden_size = keys.integer("hidden_size")
         heads = keys.integer("num_attention_heads")
-        kv_heads = keys.integer("num_key_value_heads", heads)
+        default_kv_heads = _DEFAULT_KV_HEADS.get(architecture, heads) if keys.absent("num_key_value_heads") else heads
+        kv_heads = keys.integer("num_key_value_heads", default_kv_heads)
         if heads % kv_heads:
             raise keys.refuse("num_key_value_heads", f"it must divide num_attention_heads ({heads})")
-        if keys.get("head_dim") is None and hidden_size % heads:
+        default_head_dim = _DEFAULT_HEAD_DIM.get(architecture, hidden_size // heads)
+        if keys.get("head_dim") is None and architecture not in _DEFAULT_HEAD_DIM and hidden_size % heads:
             raise keys.refuse("num_attention_heads", f"without head_dim it must divide hidden_size ({hidden_size})")
-        head_dim = keys.integer("head_dim", hidden_size // heads)
+        head_dim = keys.integer("head_dim", default_head_dim)
         if head_dim % 2:
             raise keys.refuse("head_dim", f"rotary positions need an even head size, not {head_dim}")
 
@@ -164,13 +167,13 @@ class ModelConfig:
 
     @property
     def linear_parameters(self) -> int:
-        """Those of the matrices inside the layers, which every token is multiplied by."""
+        """Weights of the matrices inside the layers, which every token is multiplied by."""
         return sum(math.prod(shape) for name, shape in self.tensor_shapes().items() if name.endswith("proj.weight"))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the user wants of the engine; every ``None`` is derived from model and machine and shown in the plan."""
+    """What the user asks of the engine; every ``None`` is derived from model and machine and shown in the plan."""
 
     precision: Precision = "bf16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -205,7 +208,7 @@ def _llama31(name: str, hidden_size: int, intermediate_size: int, layers: int, h
     )
 
 
-# The published shapes, and two small ones for machines without a GPU. Columns: hidden, feed-forward, layers, heads,
+# Published shapes, and three small ones for machines without a GPU. Columns: hidden, feed-forward, layers, heads,
 # kv heads, head dim, vocabulary, positions.
 SHAPES: dict[str, ModelConfig] = {
     shape.name: shape
@@ -224,7 +227,7 @@ def find_shape(name: str) -> ModelConfig:
     """The shape of that name in ``SHAPES``.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: no such shape.
     """
     if name not in SHAPES:
         raise CheckpointError(f"{name}: not one of the named shapes; give --model, one of {', '.join(SHAPES)}")
@@ -232,13 +235,13 @@ def find_shape(name: str) -> ModelConfig:
 
 
 def sharded(model: ModelConfig, ranks: int) -> ModelConfig:
-    """What one of ``ranks`` holds and computes.
+    """The part of a model that one of ``ranks`` holds and computes.
 
-    Embedding and head are whole where ``ranks`` do not divide vocabulary and hidden size. Where they do, tied ones are
-    tied no more: columns and rows of a matrix are two tensors.
+    Embedding and head stay whole if ``ranks`` does not divide vocabulary and hidden size. If it does, a tied pair
+    becomes two tensors: columns and rows of the same matrix.
 
     Raises:
-        CapacityError: heads or features cannot be shared out evenly.
+        CapacityError: heads or features cannot be shared evenly.
     """
     for name in ("heads", "kv_heads", "intermediate_size"):
         count = getattr(model, name)
@@ -263,15 +266,12 @@ _REFERENCE_FOLDER = Path(__file__).resolve().parents[1] / "data" / "reference_mo
 
 
 def model_folder(model: str | Path) -> Path:
-    """Where the files of a model are: those of ``reference`` in the package, of any other where its name says.
-
-    A folder of the name ``reference`` is ``./reference`` or a ``Path``.
-    """
+    """The folder of a model's files; ``reference`` is in the package, ``./reference`` is a folder of that name."""
     return _REFERENCE_FOLDER if model == REFERENCE else Path(model)
 
 
 def _name(folder: Path) -> str:
-    """What the model in a folder is called: as its user calls it."""
+    """Name of the model in a folder."""
     return REFERENCE if folder == _REFERENCE_FOLDER else folder.name
 
 
@@ -297,7 +297,7 @@ def end_token_ids(
 
 
 def _architecture(keys: Keys) -> str:
-    """The one of ``ARCHITECTURES`` that the file names."""
+    """The first of ``ARCHITECTURES`` that the file names."""
     named = keys.get("architectures")
     if isinstance(named, list):
         for architecture in ARCHITECTURES:
@@ -318,7 +318,9 @@ def _attention_window(keys: Keys, architecture: str) -> int:
 
 
 def _rope(keys: Keys, max_positions: int) -> RopeConfig:
-    """Rotary settings; keys of the scaling section win over those beside it, as in transformers."""
+    """Rotary settings. As in transformers, keys of the scaling section win over those at the top level, but for
+    ``original_max_position_embeddings``.
+    """
     name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
     rope = keys.section(name)
     if rope.has_sections():
@@ -335,13 +337,14 @@ def _rope(keys: Keys, max_positions: int) -> RopeConfig:
             low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
             if high <= low:
                 raise keys.refuse(name, f"high_freq_factor ({high}) must be above low_freq_factor ({low})")
+            original = rope.integer("original_max_position_embeddings", max_positions)
             return RopeConfig(
                 theta=theta,
                 scaling="llama3",
                 factor=rope.number("factor"),
                 low_frequency_factor=low,
                 high_frequency_factor=high,
-                original_max_positions=rope.integer("original_max_position_embeddings", max_positions),
+                original_max_positions=keys.integer("original_max_position_embeddings", original),
             )
     raise keys.refuse(name, "supported rope types are default, linear and llama3")
 
@@ -364,8 +367,12 @@ class Keys:
         return CheckpointError(f"{self._source}: {self._prefix}{key} {state}; {problem}")
 
     def get(self, key: str, default: object = None) -> object:
-        """The value as it is, null too."""
+        """The value, null included."""
         return self._values.get(key, default)
+
+    def absent(self, key: str) -> bool:
+        """Whether the key is missing, rather than null."""
+        return key not in self._values
 
     def has_sections(self) -> bool:
         """Whether any value is an object."""
