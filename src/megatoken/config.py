@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from megatoken.engine.config import REFERENCE, EngineConfig, Precision
 from megatoken.engine.request import Sampling
+from megatoken.engine.schemes import find_scheme
 from megatoken.errors import ConfigError
 from megatoken.text import nearest
 from megatoken.yaml_files import compose, demand

@@ -60,11 +60,11 @@ def test_a_padded_step_is_the_same_step(step: tuple[StepArrays, StepShape]) -> N
     np.testing.assert_array_equal(padded.lengths[: arrays.decodes], arrays.lengths[: arrays.decodes])
     assert not padded.lengths[arrays.decodes : shape.rows].any()
     np.testing.assert_array_equal(padded.lengths[padded.sampled[: arrays.samples]], arrays.lengths[arrays.sampled])
-    np.testing.assert_array_equal(padded.sample_rows[: arrays.samples], arrays.sample_rows)
+    np.testing.assert_array_equal(padded.sample_indices[: arrays.samples], arrays.sample_indices)
     np.testing.assert_array_equal(padded.sample_slots[: arrays.samples], arrays.sample_slots)
-    assert padded.samples == len(padded.sample_rows) == shape.rows + shape.chunks
+    assert padded.samples == len(padded.sample_indices) == shape.rows + shape.chunks
     assert not padded.lengths[padded.sampled[arrays.samples :]].any()
-    assert sum(np.diff(padded.chunk_rows)) == sum(np.diff(arrays.chunk_rows))
+    assert sum(np.diff(padded.chunk_starts)) == sum(np.diff(arrays.chunk_starts))
 
 
 @given(steps_and_shapes())
@@ -78,7 +78,7 @@ def test_sizes_depend_on_the_shape_alone(step: tuple[StepArrays, StepShape]) -> 
         else:
             assert (one.shape, one.dtype) == (other.shape, other.dtype)
     assert padded.lengths.max() <= largest.lengths[: shape.rows].max() == largest.lengths[largest.sampled].max()
-    assert np.diff(padded.chunk_rows).max(initial=0) <= np.diff(largest.chunk_rows).max(initial=0)
+    assert np.diff(padded.chunk_starts).max(initial=0) <= np.diff(largest.chunk_starts).max(initial=0)
 
 
 @settings(max_examples=6)
@@ -108,7 +108,7 @@ def test_attention_of_a_padded_step(step: tuple[StepArrays, StepShape], seed: in
             packed[start : start + part.size] = torch.from_numpy(part.reshape(-1))
         batch = cuda.unpack(known, cuda.index_parts(known), packed, torch.zeros(32, dtype=torch.int64))
         consumer = cuda.Linear(torch.zeros(1, HEADS * HEAD_DIM), None)
-        samples = query.index_select(0, batch.sample_rows)
+        samples = query.index_select(0, batch.sample_indices)
         return cuda.attention(query, cache, batch, consumer), cuda.sample_attention(samples, cache, batch, consumer)
 
     expected, expected_samples = attended(arrays, arrays, query)

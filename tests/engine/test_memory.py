@@ -27,7 +27,7 @@ from megatoken.engine.memory import (
     PROCESS_BYTES,
     MemoryPlan,
     gathers_contexts,
-    graph_rows,
+    graph_tokens,
     plan_memory_of,
     weight_bytes,
 )
@@ -216,7 +216,7 @@ def test_no_plan_takes_more_than_the_machine_has() -> None:
     ("max_batched_tokens", "most"), [(1, 1), (3, 4), (64, 64), (100, 112), (512, 512), (1536, 512)]
 )
 def test_graphs_are_planned_for_steps_that_can_come(max_batched_tokens: int, most: int) -> None:
-    assert graph_rows(max_batched_tokens)[-1] == most
+    assert graph_tokens(max_batched_tokens)[-1] == most
     plans = [
         plan_memory_of(
             SHAPES["llama3.1-8b"], EngineConfig(precision="fp8", max_batched_tokens=rows), "cuda", 24 * 10**9

@@ -208,13 +208,13 @@ def test_greedy_takes_the_lowest_id_among_equals(
         assert chosen.tolist() == expected
 
 
-def test_padded_rows() -> None:
-    padded = [cpu.padded_rows(rows, 0) for rows in range(1, 4097)]
+def test_padded_tokens() -> None:
+    padded = [cpu.padded_tokens(rows, 0) for rows in range(1, 4097)]
     assert all(rows <= more < 2 * rows for rows, more in enumerate(padded, 1))
     assert padded == sorted(padded)
     assert len(set(padded)) < 150
     assert padded[0] == 1
-    large = [cpu.padded_rows(rows, cpu.EXACT_ROWS_FROM_BYTES) for rows in range(1, 4097)]
+    large = [cpu.padded_tokens(rows, cpu.EXACT_TOKENS_FROM_BYTES) for rows in range(1, 4097)]
     assert large == [*range(1, 65), *padded[64:]]
 
 
@@ -272,8 +272,8 @@ def check_decode_attention(pool: Pool) -> cpu.AttentionIndex:
     assert actual.dtype == pool.query.dtype
     assert_close(actual, expected, magnitude=torch.full_like(expected, 2.0))
     if native.has_attention(heads, pool.cache.k):
-        first_rows = torch.arange(len(pool.lengths) + 1, dtype=torch.int32)
-        compiled = cpu.decode_attention(pool.query, pool.cache, cpu.PageTable(*table, first_rows))
+        starts = torch.arange(len(pool.lengths) + 1, dtype=torch.int32)
+        compiled = cpu.decode_attention(pool.query, pool.cache, cpu.PageTable(*table, starts))
         assert_close(compiled, expected, magnitude=torch.full_like(expected, 2.0))
     return index
 
@@ -336,10 +336,10 @@ def test_compiled_decode_attention(head_dim: int, group: int, dtype: torch.dtype
     for side in (pool.cache.k, pool.cache.v):
         side[side.float().abs() > POISON / 100] = torch.nan
     strided = torch.cat((pool.query, pool.query), dim=1)[:, : pool.query.shape[1]]
-    first_rows = torch.arange(len(pool.lengths) + 1, dtype=torch.int32)
-    actual = native.attention(strided, pool.cache.k, pool.cache.v, *table, first_rows)
+    starts = torch.arange(len(pool.lengths) + 1, dtype=torch.int32)
+    actual = native.attention(strided, pool.cache.k, pool.cache.v, *table, starts)
     assert_close(actual, expected, magnitude=torch.full_like(expected, 2.0))
-    assert torch.equal(actual, native.attention(strided, pool.cache.k, pool.cache.v, *table, first_rows))
+    assert torch.equal(actual, native.attention(strided, pool.cache.k, pool.cache.v, *table, starts))
 
 
 @dataclass
@@ -508,15 +508,15 @@ def test_attention_of_a_whole_step(
         dtype=dtype,
         unused_pages=2,
     )
-    padded_rows = partial(cpu.padded_rows, weights_bytes=0)
+    padded_tokens = partial(cpu.padded_tokens, weights_bytes=0)
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
             patch.setattr(native, "library", lambda: None)
-        arrays = step_arrays(plan, pool.pages - 1, 16, lambda ticket, start, count: [0] * count, padded_rows)
+        arrays = step_arrays(plan, pool.pages - 1, 16, lambda ticket, start, count: [0] * count, padded_tokens)
         batch = cpu.prepare(arrays, torch.zeros(len(slots), dtype=torch.int64), pool.cache, config)
         query = normal(seed, len(arrays.positions), 2 * group, head_dim).to(dtype)
         actual = cpu.attention(query, pool.cache, batch, None)
-        sampled = query.index_select(0, batch.sample_rows)
+        sampled = query.index_select(0, batch.sample_indices)
         samples = cpu.sample_attention(sampled, pool.cache, batch, None) if batch.samples else sampled.flatten(1)
 
     rows = int(count.sum())
@@ -525,7 +525,7 @@ def test_attention_of_a_whole_step(
     expected = reference.decode_attention(query[:rows].float(), exact, *table).flatten(1)
     assert actual.isfinite().all()
     assert_close(actual[:rows], expected, magnitude=torch.full_like(expected, 2.0))
-    expected = expected[batch.sample_rows[: batch.samples]]
+    expected = expected[batch.sample_indices[: batch.samples]]
     assert_close(samples[: batch.samples], expected, magnitude=torch.full_like(expected, 2.0))
 
 

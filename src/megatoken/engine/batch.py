@@ -21,7 +21,7 @@ class StepArrays:
     """One step for a back end to turn into tensors. T rows, decode rows first, then prompt chunks, then padding.
 
     Page ids count from 1: page 0 is the dump page. Padding is token 0 at position 0, writes to the dump page and is
-    read by nobody; ``sample_rows`` is padded with row 0.
+    read by nobody; ``sample_indices`` is padded with row 0.
     """
 
     token_ids: Ints  # [T] of prompt rows; 0 where table_slots is set
@@ -31,9 +31,9 @@ class StepArrays:
     pages: Ints  # [R, W] of each sequence, in order
     lengths: Ints  # [R] keys that the last row of each sequence sees
     decodes: int  # the first sequences, one row each
-    chunk_rows: Ints  # [R - decodes + 1] first row of each chunk, and the row after the last
+    chunk_starts: Ints  # [R - decodes + 1] first row of each chunk, and the row after the last
     sampled: NDArray[np.int64]  # [S] which sequences sample
-    sample_rows: Ints  # [S, padded] their last rows
+    sample_indices: Ints  # [S, padded] their last rows
     sample_slots: Ints  # [S] their slots
 
     @property
@@ -47,7 +47,7 @@ def step_arrays(
     page_table: Ints,
     page_size: int,
     host_tokens: Callable[[int, int, int], list[int]],
-    padded_rows: Callable[[int], int],
+    padded_tokens: Callable[[int], int],
 ) -> StepArrays:
     """Turn a plan into arrays.
 
@@ -56,12 +56,12 @@ def step_arrays(
         page_table: the scheduler's [slots, pages], the plan's new pages included.
         page_size: tokens per page.
         host_tokens: ``(ticket, start, count) -> ids`` of prompt rows.
-        padded_rows: rows to run instead of so many.
+        padded_tokens: rows to run instead of so many.
     """
     count, decodes = plan.count, plan.decodes
     ends = np.cumsum(count, dtype=np.int32)
     rows = int(ends[-1])
-    padding = padded_rows(rows) - rows
+    padding = padded_tokens(rows) - rows
     starts = ends - count
     positions = np.arange(rows, dtype=np.int32) - np.repeat(starts - plan.start, count)
     page = page_table[np.repeat(plan.slot, count), positions // page_size] + np.int32(1)
@@ -77,7 +77,7 @@ def step_arrays(
     lengths = plan.start + count
     width = -(-int(lengths.max()) // page_size)
     sampled = np.flatnonzero(plan.sample)
-    sample_padding = padded_rows(len(sampled)) - len(sampled) if len(sampled) else 0
+    sample_padding = padded_tokens(len(sampled)) - len(sampled) if len(sampled) else 0
     return StepArrays(
         token_ids=token_ids,
         table_slots=table_slots,
@@ -86,9 +86,9 @@ def step_arrays(
         pages=page_table[plan.slot, :width] + np.int32(1),
         lengths=lengths,
         decodes=decodes,
-        chunk_rows=np.append(starts[decodes:], np.int32(rows)),
+        chunk_starts=np.append(starts[decodes:], np.int32(rows)),
         sampled=sampled,
-        sample_rows=np.pad(ends[sampled] - np.int32(1), (0, sample_padding)),
+        sample_indices=np.pad(ends[sampled] - np.int32(1), (0, sample_padding)),
         sample_slots=plan.slot[sampled],
     )
 
@@ -122,12 +122,12 @@ def pad_step(arrays: StepArrays, shape: StepShape) -> StepArrays:
         lengths = arrays.lengths[sequences]
         padded.lengths[first : first + len(lengths)] = lengths
         padded.pages[first : first + len(lengths), :width] = arrays.pages[sequences]
-    padded.chunk_rows[: chunks + 1] = arrays.chunk_rows
-    padded.chunk_rows[chunks + 1 :] = arrays.chunk_rows[chunks]
+    padded.chunk_starts[: chunks + 1] = arrays.chunk_starts
+    padded.chunk_starts[chunks + 1 :] = arrays.chunk_starts[chunks]
     samples = arrays.samples
     padded.sampled[:samples] = arrays.sampled + np.where(arrays.sampled < decodes, 0, shape.rows - decodes)
     padded.sampled[samples:] = decodes  # the first that sees no key: none is added where every row is a decode
-    padded.sample_rows[:samples] = arrays.sample_rows[:samples]
+    padded.sample_indices[:samples] = arrays.sample_indices[:samples]
     padded.sample_slots[:samples] = arrays.sample_slots
     return padded
 
@@ -141,14 +141,14 @@ def largest_step(shape: StepShape) -> StepArrays:
     step.lengths[:] = min(shape.tokens, USUAL_TOKENS)
     step.lengths[0] = shape.tokens
     step.sampled[:] = np.arange(len(step.lengths))
-    step.chunk_rows[1:] = shape.rows
+    step.chunk_starts[1:] = shape.rows
     return step
 
 
 def _empty_step(shape: StepShape) -> StepArrays:
     sequences = shape.rows + shape.chunks
     token_ids, positions = np.zeros((2, shape.rows), dtype=np.int32)
-    lengths, sample_rows, sample_slots = np.zeros((3, sequences), dtype=np.int32)
+    lengths, sample_indices, sample_slots = np.zeros((3, sequences), dtype=np.int32)
     return StepArrays(
         token_ids=token_ids,
         table_slots=np.full(shape.rows, -1, dtype=np.int32),
@@ -157,8 +157,8 @@ def _empty_step(shape: StepShape) -> StepArrays:
         pages=np.full((sequences, shape.pages), DUMP_PAGE, dtype=np.int32),
         lengths=lengths,
         decodes=shape.rows,
-        chunk_rows=np.zeros(shape.chunks + 1, dtype=np.int32),
+        chunk_starts=np.zeros(shape.chunks + 1, dtype=np.int32),
         sampled=np.zeros(sequences, dtype=np.int64),
-        sample_rows=sample_rows,
+        sample_indices=sample_indices,
         sample_slots=sample_slots,
     )

@@ -32,7 +32,7 @@ from megatoken.engine.gpus import Gpu
 from megatoken.engine.memory import (
     GATHERED_HEAD_SIZES,
     gathers_contexts,
-    most_recorded_rows,
+    most_recorded_tokens,
     records_step,
 )
 from megatoken.engine.scheduler import StepPlan
@@ -163,7 +163,7 @@ class CostModel:
         self._pair_operations = 4.0 * L * queries
         self._group = m.heads // m.kv_heads
         self._gathers = gpu.name in GATHERING and m.head_dim in GATHERED_HEAD_SIZES
-        self._most_recorded_rows = most_recorded_rows(m, scheme) if self._gathers and cuda_graphs else 0.0
+        self._most_recorded_tokens = most_recorded_tokens(m, scheme) if self._gathers and cuda_graphs else 0.0
         self._chunk_rate, self._gathered_rate = (
             share * gpu.operations_per_second[BF16.precision] for share in (CHUNK_SHARE, GATHERED_SHARE)
         )
@@ -230,7 +230,7 @@ class CostModel:
         tail_seconds = self._layers * DECODE_TAIL_SECONDS if decodes else 0.0
         chunk_operations = pairs * self._pair_operations
         prompts = sequences - decodes
-        recorded = records_step(decodes, prompts, rows, self._most_recorded_rows)
+        recorded = records_step(decodes, prompts, rows, self._most_recorded_tokens)
         if self._gathers and not recorded and gathers_contexts(self._group, prompts, longest_rows, longest_context):
             chunk_seconds = chunk_operations / self._gathered_rate + self._layers * GATHERED_SECONDS
         else:

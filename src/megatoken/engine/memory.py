@@ -18,14 +18,14 @@ PAGED_CONTEXT, GATHERED_QUERIES = 512, 512
 so many queries (rows times query heads). Measured on one H200 (``h200-attention.json``), where 500 would gain too; but
 steps that are recorded stand for contexts that vary, and are recorded with ``batch.USUAL_TOKENS``."""
 GATHERED_HEAD_SIZES = (64, 128)
-BLOCK_ROWS = 16
+BLOCK_SAMPLES = 16
 """Rows whose next token is drawn at a time, which bounds the copies of their logits."""
 
 PROCESS_BYTES = 300_000_000
 """Python, PyTorch and the command's other libraries, measured 224 to 260 MB, before the first weight."""
 GPU_LIBRARY_BYTES = 2_000_000_000
 """Of GPU memory, beyond what is in use when the plan is made: kernels, cuBLAS workspaces, gaps between blocks."""
-GRAPH_ROWS: tuple[int, ...] = (1, 2, 4, 8, *range(16, 513, 16))
+GRAPH_TOKENS: tuple[int, ...] = (1, 2, 4, 8, *range(16, 513, 16))
 GRAPH_CHUNKS = 8
 """Rows that steps recorded as CUDA graphs are padded to, and most prompts in one."""
 LAUNCH_SECONDS_PER_LAYER = 4e-4
@@ -37,12 +37,12 @@ GPU_COLLECTIVES_BYTES = 2_000_000_000
 What the ranks share takes the place of tensors that a step would have."""
 DEFAULT_MAX_LENGTH = 8192
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
-LARGE_WEIGHTS_ROWS_ON_CPU = 1024  # where weights are read from memory in every step, fewer steps are less to read
+LARGE_WEIGHTS_TOKENS_ON_CPU = 1024  # where weights are read from memory in every step, fewer steps are less to read
 DEFAULT_MAX_SEQUENCES_ON_CPU = 128  # on a GPU three quarters of the rows: the others read prompts
 DEFAULT_PAGE_SIZE = 32
 GPU_PAGE_SIZES = (16, 32, 64, 128)
 LARGE_MODEL_PARAMETERS = 30e9
-LARGE_MODEL_ROWS_ON_GPU = 1536  # on one, to which a smaller step leaves more cache; sweep in docs/performance.md
+LARGE_MODEL_TOKENS_ON_GPU = 1536  # on one, to which a smaller step leaves more cache; sweep in docs/performance.md
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +148,9 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     default_rows = DEFAULT_MAX_BATCHED_TOKENS[device]
     weights = weight_bytes(model, scheme, device)
     if on_gpu and config.tensor_parallel == 1 and model.parameters > LARGE_MODEL_PARAMETERS:
-        default_rows = LARGE_MODEL_ROWS_ON_GPU
+        default_rows = LARGE_MODEL_TOKENS_ON_GPU
     if not on_gpu and weights >= HUGE_PAGES_FROM_BYTES:
-        default_rows = LARGE_WEIGHTS_ROWS_ON_CPU
+        default_rows = LARGE_WEIGHTS_TOKENS_ON_CPU
     max_batched_tokens = config.max_batched_tokens or default_rows
     max_sequences = config.max_sequences or (max_batched_tokens * 3 // 4 if on_gpu else DEFAULT_MAX_SEQUENCES_ON_CPU)
     max_sequences = min(max_sequences, max_batched_tokens)  # every resident has a row in every step
@@ -164,7 +164,7 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     if on_gpu and config.tensor_parallel > 1:
         process += GPU_COLLECTIVES_BYTES
     if on_gpu and config.cuda_graphs:
-        rows = graph_rows(max_batched_tokens)[-1]
+        rows = graph_tokens(max_batched_tokens)[-1]
         graph_step, _ = _gpu_step_bytes(model, config, page_size, rows, rows + GRAPH_CHUNKS, max_length)
         # They share memory of their own, and are run outside it before.
         process += model.layers * GRAPH_LAYER_BYTES + 2 * graph_step
@@ -212,21 +212,21 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     return plan
 
 
-def graph_rows(max_batched_tokens: int) -> tuple[int, ...]:
-    """The sizes in ``GRAPH_ROWS`` that steps of up to ``max_batched_tokens`` are padded or recorded to."""
-    return GRAPH_ROWS[: bisect_left(GRAPH_ROWS, max_batched_tokens) + 1]
+def graph_tokens(max_batched_tokens: int) -> tuple[int, ...]:
+    """The sizes in ``GRAPH_TOKENS`` that steps of up to ``max_batched_tokens`` are padded or recorded to."""
+    return GRAPH_TOKENS[: bisect_left(GRAPH_TOKENS, max_batched_tokens) + 1]
 
 
-def most_rows(max_batched_tokens: int) -> int:
+def most_tokens(max_batched_tokens: int) -> int:
     """Rows of the largest tensor of a step, with the padding and samples of recorded steps."""
-    return max(max_batched_tokens, graph_rows(max_batched_tokens)[-1] + GRAPH_CHUNKS)
+    return max(max_batched_tokens, graph_tokens(max_batched_tokens)[-1] + GRAPH_CHUNKS)
 
 
-def most_recorded_rows(model: ModelConfig, scheme: LinearScheme) -> float:
+def most_recorded_tokens(model: ModelConfig, scheme: LinearScheme) -> float:
     """Of a step that a GPU takes no longer for than the host for its launches. ``model``: a rank's part of it."""
     launch_seconds = LAUNCH_SECONDS_PER_LAYER * model.layers
     row_seconds = 2 * model.linear_parameters / scheme.product_operations_per_second
-    return min(GRAPH_ROWS[-1], launch_seconds / row_seconds)
+    return min(GRAPH_TOKENS[-1], launch_seconds / row_seconds)
 
 
 def records_step(decodes: int, chunks: int, rows: float, longest: float) -> bool:
@@ -272,7 +272,7 @@ def _cpu_step_bytes(
     sampled = min(max_sequences, max_batched_tokens)
     row = item * (4 * model.hidden_size + 3 * (queries + 2 * keys) + 2 * model.intermediate_size)
     row += scheme.cpu_input_bytes * (model.hidden_size + model.intermediate_size)
-    logits = sampled * _logit_elements(model) * item + BLOCK_ROWS * model.vocabulary_size * 96
+    logits = sampled * _logit_elements(model) * item + BLOCK_SAMPLES * model.vocabulary_size * 96
     # A prompt's later chunk: the sequence's keys and values gathered, and the mask.
     chunk = max_length * (4 * keys * item + max_batched_tokens * 5)
     # Decode: scores and weights by sequence, queries and partial sums by page, and the page itself where it is copied.
@@ -297,7 +297,7 @@ def _gpu_step_bytes(
     sampled = max_sequences
     row = 2 * (4 * hidden + 2 * (queries + 2 * keys) + 2 * queries + 3 * feed_forward)
     row += scheme_of(config).gpu_input_bytes * max(feed_forward, queries, hidden)
-    logits = sampled * _logit_elements(model) * 2 + BLOCK_ROWS * model.vocabulary_size * 96
+    logits = sampled * _logit_elements(model) * 2 + BLOCK_SAMPLES * model.vocabulary_size * 96
     partial = max(PARTIAL_RESULTS, sampled) * model.heads * (model.head_dim + 2) * 4
     indices = 2 * 4 * (2 * sampled * -(-max_length // page_size) + 8 * max_batched_tokens)
     rotary = 2 * max_length * model.head_dim * 2

@@ -194,10 +194,10 @@ def forward(
         elif batch.samples:
             # Beyond its keys, the last layer matters only to rows that sample.
             if shared is not None:
-                x_TD = shared.select(batch.sample_rows, len(batch.token_ids))
+                x_TD = shared.select(batch.sample_indices, len(batch.token_ids))
             else:
-                x_TD = x_TD.index_select(0, batch.sample_rows)
-            q_SHE = q_THE.index_select(0, batch.sample_rows)
+                x_TD = x_TD.index_select(0, batch.sample_indices)
+            q_SHE = q_THE.index_select(0, batch.sample_indices)
             a_TD = ops.sample_attention(q_SHE, layer_cache, batch, layer.output)
         else:
             return x_TD.new_empty(0, config.vocabulary_size)

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatoken.engine.batch import StepArrays, step_arrays
 from megatoken.engine.cache import allocate_cache
 from megatoken.engine.config import EngineConfig
-from megatoken.engine.memory import MemoryPlan, most_rows
+from megatoken.engine.memory import MemoryPlan, most_tokens
 from megatoken.engine.model import WeightSource, forward, load_weights
 from megatoken.engine.ops import Ops
 from megatoken.engine.parallel import Followers, Order, RankGroup
@@ -81,7 +81,7 @@ class Runner:
             from megatoken.engine.ops.compilation import start_compiling
 
             compiling = start_compiling(source.config, config, memory.page_size, device)
-        self._padded_rows = partial(ops.padded_rows, weights_bytes=memory.weights_bytes)
+        self._padded_tokens = partial(ops.padded_tokens, weights_bytes=memory.weights_bytes)
         self._weights = load_weights(source, ops, scheme, memory.max_length, device)
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -124,7 +124,7 @@ class Runner:
     def _meet(self, group: RankGroup, check: Callable[[], None]) -> None:
         self._group = group
         if self._shares_rows:
-            group.share_rows(most_rows(self._memory.max_batched_tokens), self._config.hidden_size, check)
+            group.share_rows(most_tokens(self._memory.max_batched_tokens), self._config.hidden_size, check)
 
     @torch.inference_mode()
     def launch(
@@ -146,7 +146,7 @@ class Runner:
             The sampled ids, in the order of the plan's sampled rows; ``NO_TOKEN`` where logits are no numbers.
         """
         page_size = self._cache[0].page_size
-        arrays = step_arrays(plan, scheduler.page_table, page_size, host_tokens, self._padded_rows)
+        arrays = step_arrays(plan, scheduler.page_table, page_size, host_tokens, self._padded_tokens)
         positions = (plan.start + plan.count)[plan.sample].astype(np.int64)
         draw = None if samplings is None else partial(sample, samplings=samplings, positions=positions)
         if self._followers is None or self._group is None:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatoken.engine.memory import BLOCK_ROWS
+from megatoken.engine.memory import BLOCK_SAMPLES
 from megatoken.engine.ops import NO_TOKEN
 from megatoken.engine.request import Sampling
 
@@ -45,8 +45,8 @@ def sample(logits_SV: Tensor, samplings: Sequence[Sampling], positions: NDArray[
     Nothing here waits for the device.
     """
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
-    for first in range(0, len(drawn), BLOCK_ROWS):
-        rows = drawn[first : first + BLOCK_ROWS]
+    for first in range(0, len(drawn), BLOCK_SAMPLES):
+        rows = drawn[first : first + BLOCK_SAMPLES]
         greedy_R = chosen_S[rows]
         drawn_R = _draw(logits_SV[rows].double(), [samplings[row] for row in rows], positions[rows])
         chosen_S[rows] = torch.where(greedy_R == NO_TOKEN, greedy_R, drawn_R)

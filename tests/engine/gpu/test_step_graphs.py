@@ -18,7 +18,7 @@ from megatoken.engine import Engine, EngineConfig, Request, Sampling
 from megatoken.engine.batch import StepShape, largest_step
 from megatoken.engine.cache import allocate_cache
 from megatoken.engine.config import find_shape, sharded
-from megatoken.engine.memory import GRAPH_CHUNKS, GRAPH_LAYER_BYTES, GRAPH_ROWS
+from megatoken.engine.memory import GRAPH_CHUNKS, GRAPH_LAYER_BYTES, GRAPH_TOKENS
 from megatoken.engine.ops.step_graphs import MOST_GRAPHS, UNRECORDED_RUNS, StepGraphs
 
 pytestmark = [
@@ -98,7 +98,7 @@ def test_steps_that_must_be_in_time_are_recorded_at_the_start(llama: Path) -> No
         precision="fp8", max_batched_tokens=100, max_sequences=48, max_length=128, target_step_seconds=0.04
     )
     engine = Engine(llama, config)
-    ladder = [rows for rows in GRAPH_ROWS if rows <= 112]
+    ladder = [rows for rows in GRAPH_TOKENS if rows <= 112]
     ahead = {(rows, chunks) for rows in ladder for chunks in (0, GRAPH_CHUNKS)}
     assert {(shape.rows, shape.chunks) for shape in engine._runner._graphs.recorded} == ahead
     engine.generate(some_requests(60))
@@ -133,7 +133,7 @@ def test_memory_stays_within_the_plan(tmp_path: Path) -> None:
     )
     before = torch.cuda.mem_get_info()[0]
     times = UNRECORDED_RUNS + 1
-    for rows in GRAPH_ROWS[3:]:
+    for rows in GRAPH_TOKENS[3:]:
         for longest in (1, 600):
             engine.submit(Request([3] * longest, times + 3, ignore_end_token=True))
             engine.step()

@@ -32,7 +32,7 @@ class Batch(Protocol):
 
     token_ids: Tensor
     samples: int
-    sample_rows: Tensor
+    sample_indices: Tensor
     sample_slots: Tensor  # integers [S]
 
 
@@ -60,7 +60,7 @@ class Ops(Protocol):
     def kernels(self) -> str:
         """What computes, in a few words, for the record of a run."""
 
-    def padded_rows(self, rows: int, weights_bytes: int) -> int:
+    def padded_tokens(self, rows: int, weights_bytes: int) -> int:
         """Rows to run instead of ``rows``, where every new number of rows would cost the back end time and memory."""
 
     def prepare(self, arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: ModelConfig) -> Any:

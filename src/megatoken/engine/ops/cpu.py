@@ -30,7 +30,7 @@ MASKED = -1e30
 IN_PLACE_SHARE = 0.6
 """Share of live pages in the used range of the pool below which copying them out is cheaper than passing over all."""
 
-EXACT_ROWS_FROM_BYTES = 1_000_000_000
+EXACT_TOKENS_FROM_BYTES = 1_000_000_000
 
 _pointwise: Any = torch.ops.mkldnn._linear_pointwise
 
@@ -65,7 +65,7 @@ class PageTable:
 
     pages_RP: Tensor
     lengths_R: Tensor
-    first_rows: Tensor
+    starts: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Batch:
     decode_index: AttentionIndex | PageTable | None
     chunks: list[Chunk]
     samples: int
-    sample_rows: Tensor
+    sample_indices: Tensor
     sample_slots: Tensor
     sample_index: AttentionIndex | PageTable | None
 
@@ -214,12 +214,12 @@ def greedy(logits_SV: Tensor) -> Tensor:
     return torch.where(highest_S1[:, 0].isfinite(), ids_S, NO_TOKEN)
 
 
-def padded_rows(rows: int, weights_bytes: int) -> int:
+def padded_tokens(rows: int, weights_bytes: int) -> int:
     """The next of 1, 2, 4, 8, 16, ... 64, 96, 128, ...: oneDNN compiles kernels of some MB for each new number.
 
     Decodes of large weights run as they are: there padding costs more time, and the kernels are small beside them.
     """
-    if weights_bytes >= EXACT_ROWS_FROM_BYTES and rows <= 64:
+    if weights_bytes >= EXACT_TOKENS_FROM_BYTES and rows <= 64:
         return rows
     if rows <= 8:
         return 1 << (rows - 1).bit_length()
@@ -257,7 +257,7 @@ def prepare(arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: 
         decode_index=decode_index,
         chunks=chunks,
         samples=arrays.samples,
-        sample_rows=torch.from_numpy(arrays.sample_rows),
+        sample_indices=torch.from_numpy(arrays.sample_indices),
         sample_slots=torch.from_numpy(arrays.sample_slots),
         sample_index=sample_index,
     )
@@ -266,17 +266,17 @@ def prepare(arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: 
 def page_tables(arrays: StepArrays) -> tuple[PageTable, PageTable]:
     """Of all rows, and of those that sample alone."""
 
-    def table(pages_RP: NDArray[np.int32], lengths_R: NDArray[np.int32], first_rows: NDArray[np.int64]) -> PageTable:
-        return PageTable(*map(torch.from_numpy, (pages_RP, lengths_R, first_rows.astype(np.int32))))
+    def table(pages_RP: NDArray[np.int32], lengths_R: NDArray[np.int32], starts: NDArray[np.int64]) -> PageTable:
+        return PageTable(*map(torch.from_numpy, (pages_RP, lengths_R, starts.astype(np.int32))))
 
     # A row of padding is a sequence of one key in the dump page.
-    rows, sampled = int(arrays.chunk_rows[-1]), arrays.sampled
+    rows, sampled = int(arrays.chunk_starts[-1]), arrays.sampled
     padding = len(arrays.positions) - rows
     dump_pages = np.full((padding, arrays.pages.shape[1]), DUMP_PAGE, dtype=np.int32)
     every = table(
         np.concatenate((arrays.pages, dump_pages)),
         np.concatenate((arrays.lengths, np.ones(padding, dtype=np.int32))),
-        np.concatenate((np.arange(arrays.decodes), arrays.chunk_rows, rows + 1 + np.arange(padding))),
+        np.concatenate((np.arange(arrays.decodes), arrays.chunk_starts, rows + 1 + np.arange(padding))),
     )
     return every, table(arrays.pages[sampled], arrays.lengths[sampled], np.arange(arrays.samples + 1))
 
@@ -287,7 +287,7 @@ def prompt_chunks(arrays: StepArrays, page_size: int) -> list[Chunk]:
     pages = torch.from_numpy(arrays.pages[arrays.decodes :])
     return [
         Chunk(slice(*bounds), own[: -(-context // page_size)], context)
-        for bounds, own, context in zip(pairwise(arrays.chunk_rows.tolist()), pages, contexts, strict=True)
+        for bounds, own, context in zip(pairwise(arrays.chunk_starts.tolist()), pages, contexts, strict=True)
     ]
 
 
@@ -395,7 +395,7 @@ def sample_attention(q_SHE: Tensor, cache: LayerCache, batch: Batch, consumer: L
 def decode_attention(q_BHE: Tensor, cache: LayerCache, index: AttentionIndex | PageTable) -> Tensor:
     """Compiled, or: scores by page, softmax by sequence, values by page, sum by sequence."""
     if isinstance(index, PageTable):
-        return native.attention(q_BHE, cache.k, cache.v, index.pages_RP, index.lengths_R, index.first_rows)
+        return native.attention(q_BHE, cache.k, cache.v, index.pages_RP, index.lengths_R, index.starts)
     sequences, heads, head_dim = q_BHE.shape
     _, kv_heads, page_size, _ = cache.k.shape
     if isinstance(index.pool, int):

@@ -43,11 +43,11 @@ class Batch:
     pages: Tensor
     lengths: Tensor
     host_lengths: NDArray[np.int32]
-    chunk_rows: Tensor
-    longest_chunk_rows: int  # 0 without chunks
+    chunk_starts: Tensor
+    longest_chunk: int  # 0 without chunks
     longest_context: int  # of the chunks
     samples: int
-    sample_rows: Tensor
+    sample_indices: Tensor
     sample_slots: Tensor
     sample_pages: Tensor
     sample_lengths: Tensor
@@ -59,7 +59,7 @@ def kernels() -> str:
     return f"Triton {triton.__version__}, products of PyTorch {torch.__version__}"
 
 
-def padded_rows(rows: int, weights_bytes: int) -> int:
+def padded_tokens(rows: int, weights_bytes: int) -> int:
     """As many: no kernel here is compiled for a number of rows, and ``attention`` leaves padding unwritten."""
     return rows
 
@@ -100,9 +100,9 @@ def index_parts(arrays: StepArrays) -> list[NDArray[np.int32]]:
         arrays.positions,
         arrays.cache_slots,
         arrays.lengths,
-        arrays.chunk_rows,
+        arrays.chunk_starts,
         arrays.lengths[sampled],
-        arrays.sample_rows,
+        arrays.sample_indices,
         arrays.sample_slots,
         arrays.pages,
         arrays.pages[sampled],
@@ -127,9 +127,9 @@ def unpack(arrays: StepArrays, parts: Sequence[NDArray[np.int32]], indices: Tens
         positions,
         cache_slots,
         lengths,
-        chunk_rows,
+        chunk_starts,
         sample_lengths,
-        sample_rows,
+        sample_indices,
         sample_slots,
         pages,
         sample_pages,
@@ -145,11 +145,11 @@ def unpack(arrays: StepArrays, parts: Sequence[NDArray[np.int32]], indices: Tens
         pages=pages,
         lengths=lengths,
         host_lengths=arrays.lengths,
-        chunk_rows=chunk_rows,
-        longest_chunk_rows=int(np.diff(arrays.chunk_rows).max(initial=0)),
+        chunk_starts=chunk_starts,
+        longest_chunk=int(np.diff(arrays.chunk_starts).max(initial=0)),
         longest_context=int(arrays.lengths[arrays.decodes :].max(initial=0)),
         samples=arrays.samples,
-        sample_rows=sample_rows,
+        sample_indices=sample_indices,
         sample_slots=sample_slots,
         sample_pages=sample_pages,
         sample_lengths=sample_lengths,
@@ -236,17 +236,17 @@ def attention(q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) 
             out_THE[:decodes],
             out_scale,
         )
-    if batch.longest_chunk_rows:
+    if batch.longest_chunk:
         prompt_attention.chunk_attention(
             q_THE,
             cache.k,
             cache.v,
             batch.pages[decodes:],
-            batch.chunk_rows,
+            batch.chunk_starts,
             batch.lengths[decodes:],
             out_THE,
             softmax_scale=q_THE.shape[2] ** -0.5,
-            max_rows=batch.longest_chunk_rows,
+            max_rows=batch.longest_chunk,
             max_context=batch.longest_context,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,

@@ -166,7 +166,7 @@ def has_attention(heads: int, k_cache: Tensor) -> bool:
 
 
 def attention(
-    q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, pages_RP: Tensor, lengths_R: Tensor, first_rows: Tensor
+    q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, pages_RP: Tensor, lengths_R: Tensor, starts: Tensor
 ) -> Tensor:
     """Causal attention of the newest rows of each sequence over its paged keys -> [T, H, E]; only if ``has_attention``.
 
@@ -176,7 +176,7 @@ def attention(
         v_cache: values.
         pages_RP: int32 page ids in order.
         lengths_R: int32 keys that the last row of each sequence sees; each row before it sees one fewer than the next.
-        first_rows: int32 [R + 1] first row of each sequence, from 0, and T.
+        starts: int32 [R + 1] first row of each sequence, from 0, and T.
 
     Raises:
         TypeError: an operand has another dtype, shape or layout.
@@ -194,7 +194,7 @@ def attention(
         _pointer(v_cache, dtype, k_cache.shape),
         _pointer(pages_RP, torch.int32, (sequences, width)),
         _pointer(lengths_R, torch.int32, (sequences,)),
-        _pointer(first_rows, torch.int32, (sequences + 1,)),
+        _pointer(starts, torch.int32, (sequences + 1,)),
         *(sequences, width, heads, kv_heads, head_dim, page_size),
         q_THE.stride(0),
         torch.get_num_threads(),

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatoken.engine.batch import StepArrays, StepShape, largest_step, pad_step
 from megatoken.engine.cache import LayerCache
 from megatoken.engine.config import ModelConfig
-from megatoken.engine.memory import GRAPH_CHUNKS, graph_rows, most_recorded_rows, records_step
+from megatoken.engine.memory import GRAPH_CHUNKS, graph_tokens, most_recorded_tokens, records_step
 from megatoken.engine.ops import cuda
 from megatoken.engine.schemes import LinearScheme
 
@@ -56,19 +56,19 @@ class StepGraphs:
         self._page_size = cache.page_size
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        self._rows = graph_rows(max_rows)
+        self._rows = graph_tokens(max_rows)
         samples = self._rows[-1] + GRAPH_CHUNKS
         self._logits = torch.empty(samples, config.vocabulary_size, dtype=torch.bfloat16, device=device)
         self._ids = torch.empty(samples, dtype=torch.int64, device=device)
         self._met: Counter[StepShape] = Counter()
         self.recorded: dict[StepShape, _Recorded] = {}
         """Least recently used first."""
-        self._most_rows = min(self._rows[-1], most_recorded_rows(config, scheme))
+        self._most_tokens = min(self._rows[-1], most_recorded_tokens(config, scheme))
 
     def takes(self, arrays: StepArrays) -> bool:
         """Whether a step is one to record."""
         chunks = len(arrays.lengths) - arrays.decodes
-        return records_step(arrays.decodes, chunks, len(arrays.token_ids), self._most_rows)
+        return records_step(arrays.decodes, chunks, len(arrays.token_ids), self._most_tokens)
 
     def run(self, arrays: StepArrays, forward: Forward, catch_up: Callable[[], None]) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [S, V], greedy ids [S] and slots [S], valid until the next step runs.
@@ -104,7 +104,7 @@ class StepGraphs:
         """
         for chunks in (0, 1):
             for rows, fewer_rows in zip(self._rows, (0, *self._rows), strict=False):
-                if fewer_rows >= self._most_rows:
+                if fewer_rows >= self._most_tokens:
                     break
                 shape = self._shape(rows, chunks, min(AHEAD_TOKENS, max_length))
                 step = largest_step(shape)
