@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from megatoken.analysis.summary import summarise_run
 from megatoken.runs.run import Run, read_run
 from megatoken.runs.tables import SampleRow
 from megatoken.runs.writer import RunFolder
@@ -18,6 +19,7 @@ def run_folder(
         {"engine": {"device": "cpu"}},
         {"hostname": host},
         scenario="offline",
+        summarise=summarise_run,
         facts={"model": "tiny", "precision": "bf16", "started_at": started_at, **facts},
     )
     folder.add_samples([SampleRow(i, i, 0.0, 0.0, 1.0, seconds, 5, tokens, "length", host) for i in range(10)])

@@ -8,6 +8,7 @@ import pytest
 
 from megatoken.analysis.contradictions import check_arithmetic, check_rates
 from megatoken.analysis.lookup import read_consistent_run
+from megatoken.analysis.summary import summarise_run
 from megatoken.errors import UsageError
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import Run
@@ -96,7 +97,9 @@ def soak(out: Path) -> Run:
     """100 s under load at 10 tokens/s by the series, and an answer of 200 tokens that ends after it."""
     facts = {"soak": {"duration_seconds": 100.0, "segments": [{"begins_seconds": 0.0, "started_at": "now"}]}}
     facts["soak"]["interruptions"] = []
-    folder = RunFolder.create(out, "soak", {}, {"hostname": "here"}, scenario="soak", facts=facts)
+    folder = RunFolder.create(
+        out, "soak", {}, {"hostname": "here"}, scenario="soak", summarise=summarise_run, facts=facts
+    )
     levels = dict.fromkeys(SeriesRow._fields[3:12], 0)
     for second in range(1, 111):
         folder.add_series(SeriesRow(float(second), "here", 0, **{**levels, "output_tokens": 10 * second}))
@@ -116,6 +119,8 @@ def test_a_soak_is_held_against_its_series(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("check", [check_arithmetic, check_rates])
 def test_a_run_without_a_rate_is_none_of_their_business(tmp_path: Path, check: Callable[[Run], None]) -> None:
-    folder = RunFolder.create(tmp_path, "empty", {}, {"hostname": "here"}, scenario="offline", facts={})
+    folder = RunFolder.create(
+        tmp_path, "empty", {}, {"hostname": "here"}, scenario="offline", summarise=summarise_run, facts={}
+    )
     folder.interrupt(reason("INTERRUPTED", cause="test over"))
     check(read_consistent_run(folder.path))

@@ -8,6 +8,7 @@ import pytest
 
 from megatoken.analysis.query import query
 from megatoken.analysis.repeats import REPEATS
+from megatoken.analysis.summary import summarise_run
 from megatoken.errors import UsageError
 from megatoken.runs.run import read_run
 from megatoken.runs.tables import SampleRow, SeriesRow
@@ -23,6 +24,7 @@ def make_run(out: Path, name: str, samples: int = 40, config=None, **facts) -> P
         config or {"seed": 1, "empty": {}},
         {"hostname": name},
         scenario="offline",
+        summarise=summarise_run,
         facts={"model": "tiny", **facts},
     )
     for n in range(samples):

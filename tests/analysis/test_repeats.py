@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatoken.analysis.repeats import interval, summarise_repeats
+from megatoken.runs.reasons import reason
 from megatoken.runs.run import Verdict
 from run_folders import run_folder
 
@@ -59,7 +60,7 @@ def test_percentiles_of_runs_are_listed_not_averaged(runs):
     assert document["percentiles"] == {"loadgen_ttft_p99_seconds": {"values": [0.5, 1.5, 4.0]}}
     lacking = [*runs[:2], replace(runs[2], result={**runs[2].result, "loadgen_ttft_p99_seconds": None})]
     assert summarise_repeats(lacking, 3)["percentiles"] == {}
-    assert document["notes"] == ["random weights"]
+    assert document["notes"] == [reason("RANDOM_WEIGHTS")["message"]]
     assert document["title"] == "Repeats of offline tiny bf16"
 
 
@@ -70,21 +71,20 @@ def test_percentiles_that_loadgen_does_not_state_are_ours(runs):
     assert found["ttft_p99_seconds"]["values"] == [run.result["ttft_seconds"]["p99"] for run in runs]
 
 
-def test_a_note_of_every_run_is_told_once_and_one_of_a_run_with_its_name(runs):
-    """The share of a busy machine is another in each run."""
-    busy = "a busy machine: {} % of the time that this process wanted a core; lower engine.threads"
-    notes = (
-        ["random", busy.format(5)],
-        ["random", busy.format(89)],
-        ["random", busy.format(12), "cut 3 of 4,096 rows"],
-    )
+def test_a_note_of_every_run_is_given_once_and_one_of_a_run_with_its_name(runs):
+    """The share of CPU contention is another in each run: the highest stands for all."""
+    random, cut = reason("RANDOM_WEIGHTS"), reason("NOTE", text="cut 3 of 4,096 rows")
+    busy = [reason("CORE_WAIT", share=share) for share in (0.05, 0.89, 0.12)]
+    notes = ([random, busy[0]], [random, busy[1]], [random, busy[2], cut])
     noted = [replace(run, result={**run.result, "notes": one}) for run, one in zip(runs, notes, strict=True)]
-    assert summarise_repeats(noted, 3)["notes"] == ["random", busy.format("5 to 89"), "003: cut 3 of 4,096 rows"]
-    assert summarise_repeats([*noted[:2], runs[2]], 3)["notes"] == [
-        "001, 002: random", f"001, 002: {busy.format('5 to 89')}", "003: random weights",
-    ]  # fmt: skip
-    apart = [replace(run, result={**run.result, "notes": [f"{n} of {n}"]}) for n, run in enumerate(runs)]
-    assert summarise_repeats(apart, 3)["notes"] == ["0 of 0", "1 of 1", "2 of 2"]
+    highest = f"{busy[1]['message']} (the highest of 3 runs)"
+    assert summarise_repeats(noted, 3)["notes"] == [random["message"], highest, "003: cut 3 of 4,096 rows"]
+    two = [*noted[:2], replace(runs[2], result={**runs[2].result, "notes": [cut]})]
+    assert summarise_repeats(two, 3)["notes"] == [
+        f"001, 002: {random['message']}",
+        f"001, 002: {busy[1]['message']} (the highest of 2 runs)",
+        "003: cut 3 of 4,096 rows",
+    ]
 
 
 def test_a_run_that_was_cut_off_is_listed_and_not_in_the_mean(runs):

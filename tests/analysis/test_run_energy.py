@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from megatoken.analysis.energy import energy_together, run_energy
 from megatoken.analysis.statistics import summarise
+from megatoken.analysis.summary import summarise_run
 from megatoken.planning import energy_of
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import read_run
@@ -77,7 +78,9 @@ def test_runs_one_after_the_other():
 
 def test_result_json_and_plans_say_the_same_of_a_run_that_was_cut_off(tmp_path):
     """Two samples ended, a third was answered halfway: its tokens are in the series alone, its energy in both."""
-    folder = RunFolder.create(tmp_path, "run", {}, {}, scenario="offline", facts={"model": "tiny"})
+    folder = RunFolder.create(
+        tmp_path, "run", {}, {}, scenario="offline", summarise=summarise_run, facts={"model": "tiny"}
+    )
     folder.add_samples([SampleRow(n, n, 0.0, 0.0, 0.5, 1.0 + n, 9, 100, "length", "host") for n in range(2)])
     for row in moments([400.0, 500.0], tokens=150):
         folder.add_series(row)

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from megatoken.analysis.stability import judge_soak
+from megatoken.analysis.summary import summarise_run
 from megatoken.audit import Severity, audit
 from megatoken.runs.tables import SampleRow, SeriesRow
 from megatoken.runs.writer import RunFolder
@@ -190,7 +191,9 @@ def test_a_stable_soak_is_degraded_where_replicas_were_lost_and_nowhere_else(tmp
     soak["segments"] = [{"begins_seconds": 0.0, "started_at": "2026-11-20T09:12:33Z"}]
     rack = {"replicas": 4, "replicas_least": 4 - lost, "replicas_at_end": 4 - lost, "share_left": 1 - lost / 4}
     facts = {"soak": soak, "rack": rack | {"lost": [], "joined": [], "clock_offsets": []}, "notes": []}
-    folder = RunFolder.create(tmp_path, "run", {}, {"hostname": "here", "gpus": []}, scenario="soak", facts=facts)
+    folder = RunFolder.create(
+        tmp_path, "run", {}, {"hostname": "here", "gpus": []}, scenario="soak", summarise=summarise_run, facts=facts
+    )
     folder.add_samples([SampleRow(n, n, 0.0, 0.0, float(n), n + 4.0, 4, 4, "length", "here") for n in range(50)])
     for second in range(61):
         levels = (8, 8, 1, 9, 12, 4, 0)  # full from the first row on
@@ -204,7 +207,9 @@ def test_a_stable_soak_is_degraded_where_replicas_were_lost_and_nowhere_else(tmp
 
 
 def test_a_run_that_lost_replicas_has_the_numbers_of_a_finished_one(tmp_path):
-    folder = RunFolder.create(tmp_path, "run", {}, {"hostname": "here"}, scenario="offline", facts={})
+    folder = RunFolder.create(
+        tmp_path, "run", {}, {"hostname": "here"}, scenario="offline", summarise=summarise_run, facts={}
+    )
     rows = [SampleRow(n, n, 0.0, 0.0, n / 10, 1 + n / 10, 4, 4, "length", "here") for n in range(500)]
     folder.add_samples(rows)
     for second in range(60):

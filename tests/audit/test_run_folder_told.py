@@ -16,6 +16,7 @@ from cli_support import call_here
 from megatoken.audit import Severity, audit
 from megatoken.audit.checks.run_verdict import REASON_CODES
 from megatoken.engine.config import model_folder
+from megatoken.runs.reasons import Reason, reason
 
 Edit = Callable[[Path], object]
 OPTIONS = ("--engine.threads", 1, "--warm-up", 0.2, "--json")
@@ -133,16 +134,19 @@ def test_what_was_not_edited_passes(kind: str, request: pytest.FixtureRequest, t
     [
         (
             [in_config("rack", simulated_gpu="GB300")],
-            "config.yaml rack.simulated_gpu: simulated GB300, target.device: not",
+            "config.yaml rack.simulated_gpu: simulated GB300, target: not",
         ),
-        ([in_result(target__device="simulated H200")], "target.device: simulated H200, notes: not simulated"),
+        ([in_result(target__device="simulated H200")], "target: simulated H200, notes: not simulated"),
         ([in_result(target__kernels="none: a cost model; products: x")], "nothing else of a simulation"),
         ([in_result(target__why_no_gpu="simulated")], "nothing else of a simulation"),
         (
             [
                 in_config("rack", simulated_gpu="H200"),
                 in_result(
-                    target__device="simulated H200", notes=["every GPU is a simulated H200: made up"], weights="ab"
+                    target__device="simulated H200",
+                    notes=[reason("SIMULATED_GPU", gpu="H200")],
+                    weights="ab",
+                    random_weights=False,
                 ),
             ],
             "simulated, with weights ab",
@@ -154,7 +158,7 @@ def test_contradictions_about_simulation(drawn: Path, tmp_path: Path, edits: lis
 
 
 def test_a_simulation_that_is_told_everywhere_is_no_contradiction(drawn: Path, tmp_path: Path) -> None:
-    note = "every GPU is a simulated h200: speed and text are made up, by a cost model"
+    note = reason("SIMULATED_GPU", gpu="h200")
     edits = (in_config("rack", simulated_gpu="h200"), in_result(target__device="simulated H200", notes=[note]))
     assert not {"run_folder.simulation", "run_folder.notes"} & edited(drawn, tmp_path, *edits).keys()
 
@@ -162,11 +166,11 @@ def test_a_simulation_that_is_told_everywhere_is_no_contradiction(drawn: Path, t
 @pytest.mark.parametrize(
     ("kind", "edit", "found"),
     [
-        ("drawn", in_result(notes=[]), "no note on 'random weights'"),
-        ("drawn", in_result(weights="0" * 64), "a note on random weights, whose hash is told"),
-        ("drawn", in_result(target__kernels="PyTorch only: no g++"), "no note on 'without compiled kernels'"),
-        ("scored", in_result(notes=[]), "no note on 'the reference model'"),
-        ("tested", in_result(notes=lambda notes: notes[:1]), "no note on 'compliance test'"),
+        ("drawn", in_result(notes=[]), "no note RANDOM_WEIGHTS"),
+        ("drawn", in_result(weights="0" * 64, random_weights=False), "a note on random weights, whose hash is told"),
+        ("drawn", in_result(target__kernels="PyTorch only: no g++"), "no note NO_KERNELS"),
+        ("scored", in_result(notes=[]), "no note REFERENCE_MODEL"),
+        ("tested", in_result(notes=lambda notes: notes[:1]), "no note COMPLIANCE_TEST"),
     ],
 )
 def test_notes_that_were_taken_out(
@@ -179,10 +183,9 @@ def test_notes_that_were_taken_out(
     ("share", "note"), [(0.4, None), (0.06, None), (0.4, 10), (0.4, 41), (0.001, 50), (None, 50), (7.0, None)]
 )
 def test_a_wait_for_cores_and_its_note(drawn: Path, tmp_path: Path, share: float | None, note: int | None) -> None:
-    def busy(notes: list[str]) -> list[str]:
-        kept = [one for one in notes if not one.startswith("a busy machine")]
-        words = f"a busy machine, so slower than it could be: {note} % of the time that this process wanted a core, it"
-        return kept + ([words] if note is not None else [])
+    def busy(notes: list[Reason]) -> list[Reason]:
+        kept = [one for one in notes if one["code"] != "CORE_WAIT"]
+        return kept + ([reason("CORE_WAIT", share=note / 100)] if note is not None else [])
 
     folder = Path(shutil.copytree(drawn, tmp_path / drawn.name))
     in_result(core_wait_share=share, notes=busy)(folder)

@@ -8,6 +8,7 @@ import pytest
 from claims_support import EXAMPLES, azure_evidence
 from megatoken.analysis.aggregation import aggregate
 from megatoken.analysis.comparison import compare
+from megatoken.analysis.summary import summarise_run
 from megatoken.claims.references import aggregation_rows, comparison_entry
 from megatoken.errors import UsageError
 from megatoken.runs.tables import SampleRow
@@ -23,7 +24,9 @@ def read(path: Path):
 def runs_of_two_hosts(tmp_path: Path) -> Path:
     facts = {"model": "tiny", "precision": "bf16", "started_at": "2026-11-20T09:12:33+00:00"}
     for host in ("a", "b"):
-        folder = RunFolder.create(tmp_path / "runs", f"run-{host}", {}, {}, scenario="offline", facts=facts)
+        folder = RunFolder.create(
+            tmp_path / "runs", f"run-{host}", {}, {}, scenario="offline", summarise=summarise_run, facts=facts
+        )
         folder.add_samples([SampleRow(i, i, 0.0, 0.0, 1.0, 10.0, 5, 11, "length", host) for i in range(10)])
         folder.finish({"verdict": "MEASURED", "reasons": []})
     return tmp_path / "runs"

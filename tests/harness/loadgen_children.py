@@ -25,6 +25,7 @@ from megatoken.harness import stop
 from megatoken.harness.progress import Progress
 from megatoken.harness.run import run_scenario
 from megatoken.mlperf import benchmarks, rules
+from megatoken.runs.reasons import reason
 from megatoken.targets import ReplicaReading, SampleEvent
 
 TIMEOUT_SECONDS = 200  # only a hang takes this long, however busy the machine
@@ -152,7 +153,7 @@ def scenario(
     settings = RunConfig(**{"out": out, "warm_up_seconds": 0.05, **config})
     serving = QueueingTarget(*queueing) if queueing else PacedTarget(**target)
     facts = {"model": "paced", "precision": "bf16", "weights": "paced", "memory_plan": {"pages": 8}}
-    facts["notes"] = ["the verdict judges LoadGen's log by the rules"] if settings.rules else []
+    facts["notes"] = [reason("RULES_SCOPE", not_judged="model and data set")] if settings.rules else []
     try:
         path = run_scenario(settings, data_set, serving, facts, Progress(quiet=True))
     except MegatokenError as error:

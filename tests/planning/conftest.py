@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from megatoken.analysis.summary import summarise_run
 from megatoken.planning import Assumptions, Throughput, from_number, load_assumptions
+from megatoken.runs.reasons import reason
 from megatoken.runs.run import Run, read_run
 from megatoken.runs.tables import SampleRow, SeriesRow
 from megatoken.runs.writer import RunFolder
@@ -46,7 +48,8 @@ def make_run(tmp_path) -> Callable[..., Run]:
             {"engine": {"device": "cuda" if gpus else "cpu"}, "rack": {"simulated_gpu": simulated_gpu}},
             {"gpus": [{"name": gpu} for gpu in gpus]},
             scenario=scenario,
-            facts={"model": "tiny", "precision": "bf16", "rules_unmet": [], "notes": ["random weights"]},
+            summarise=summarise_run,
+            facts={"model": "tiny", "precision": "bf16", "rules_unmet": [], "notes": [reason("RANDOM_WEIGHTS")]},
         )
         for number in range(samples):
             due = 0.0 if scenario == "offline" else number * 0.1

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatoken.analysis.summary import summarise_run
 from megatoken.runs.tables import SampleRow, SeriesRow
 from megatoken.runs.writer import RunFolder
 
@@ -37,6 +38,7 @@ def make_run(tmp_path) -> Callable[..., Path]:
             {"model": "a<b>&\"c'", "stop_token_ids": [], "nested": {"list": [{"x": None}, 2]}},
             {"hostname": "host", "gpus": [], **(environment or {})},
             scenario=scenario,
+            summarise=summarise_run,
             facts={"model": "tiny", "precision": "bf16", "rules_unmet": list(rules_unmet), **facts},
         )
         for number in range(samples):
@@ -81,7 +83,13 @@ def make_rack(tmp_path) -> Callable[[int], Path]:
 
     def make(nodes: int) -> Path:
         folder = RunFolder.create(
-            tmp_path / "runs", "20261120T091233Z-offline-tiny", {}, {"hostname": "host"}, scenario="offline", facts={}
+            tmp_path / "runs",
+            "20261120T091233Z-offline-tiny",
+            {},
+            {"hostname": "host"},
+            scenario="offline",
+            summarise=summarise_run,
+            facts={},
         )
         for node in range(nodes):
             name, speed = f"node-{node}", 100 if node else 80

@@ -16,6 +16,7 @@ from megatoken.report import read_subject, write_report, write_reports
 from megatoken.report.documents import checked
 from megatoken.report.page import page
 from megatoken.report.views import document_view
+from megatoken.runs.reasons import reason
 from megatoken.runs.run import Verdict
 from run_folders import run_folder
 
@@ -29,7 +30,7 @@ def runs(tmp_path):
     return [
         run_folder(
             tmp_path / "x-repeats", f"00{number}", "host", MINUTE.format(number),
-            seconds=10.0 + number, loadgen_ttft_p99_seconds=p99, notes=["random weights"],
+            seconds=10.0 + number, loadgen_ttft_p99_seconds=p99, notes=[reason("RANDOM_WEIGHTS")],
         )
         for number, p99 in enumerate(p99s, 1)
     ]  # fmt: skip

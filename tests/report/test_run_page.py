@@ -7,6 +7,7 @@ from megatoken.errors import UsageError
 from megatoken.report import write_report
 from megatoken.report.page import page
 from megatoken.report.views import run_view
+from megatoken.runs.reasons import reason
 from megatoken.runs.run import read_run
 
 
@@ -49,7 +50,7 @@ def test_doubts_about_the_measurement_have_a_heading_of_their_own(make_run):
 
 def test_the_page_says_what_ran_on_what_and_what_to_know_about_it(make_run):
     path = make_run(
-        notes=["random weights: the speed is real & the text is not"],
+        notes=[reason("NOTE", text="random weights: the speed is real & the text is not")],
         weights="random, seed 0",
         data_set="lengths.csv",
         data_set_rows=24576,
@@ -80,7 +81,7 @@ def test_one_node_without_telemetry_has_seven_charts(make_run):
     assert figures(root) == [
         "Output tokens over time tokens/s",
         "Samples being computed samples",
-        "Use of the engine % of what there is",
+        "Engine utilisation %",
         "First and last token % of samples at or below",
         "Time per output token % of samples at or below",
         "Lengths of the samples % of samples at or below",

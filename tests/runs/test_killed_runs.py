@@ -18,12 +18,13 @@ from megatoken.runs.run import Verdict, read_run
 WRITER = """
 import os, sys, time
 from pathlib import Path
+from megatoken.analysis.summary import summarise_run
 from megatoken.runs.writer import RunFolder
 from megatoken.runs.tables import SampleRow, SeriesRow
 import pyarrow.parquet
 out, log = Path(sys.argv[1]), os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 print("ready", flush=True)
-folder = RunFolder.create(out, "run", {}, {}, scenario="offline", facts={})
+folder = RunFolder.create(out, "run", {}, {}, scenario="offline", summarise=summarise_run, facts={})
 start = time.monotonic()
 for number in range(100_000):
     now = time.monotonic()
@@ -103,13 +104,14 @@ FULL_DISK = """
 import resource, sys, time
 from pathlib import Path
 from megatoken.errors import StorageError
+from megatoken.analysis.summary import summarise_run
 from megatoken.runs.reasons import reason
 from megatoken.runs.writer import RunFolder
 from megatoken.runs.tables import SampleRow
 from megatoken.runs.run import read_run
 out = Path(sys.argv[1])
 limit = int(sys.argv[2])
-folder = RunFolder.create(out, "run", {}, {}, scenario="offline", facts={})
+folder = RunFolder.create(out, "run", {}, {}, scenario="offline", summarise=summarise_run, facts={})
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 number = 0

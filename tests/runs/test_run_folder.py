@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from megatoken.analysis.statistics import summarise
+from megatoken.analysis.summary import summarise_run
 from megatoken.errors import ExitCode, StorageError, UsageError
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import Verdict, read_run
@@ -27,7 +28,9 @@ RACK["clock_offsets"] = []
 
 
 def create(out: Path, **config: object) -> RunFolder:
-    return RunFolder.create(out, NAME, config, {"hostname": "here"}, scenario="offline", facts=FACTS)
+    return RunFolder.create(
+        out, NAME, config, {"hostname": "here"}, scenario="offline", summarise=summarise_run, facts=FACTS
+    )
 
 
 def sample(number: int, last_seconds: float = 1.0) -> SampleRow:
@@ -92,7 +95,7 @@ def test_finish_replaces_the_verdict_and_keeps_every_row(tmp_path):
     run = read_run(folder.path)
     assert run.verdict is Verdict.MEASURED
     assert run.reasons == []
-    assert run.result["schema_version"] == 1
+    assert run.result["schema_version"] == 2
     assert run.result["odd"] is None
     assert run.result["output_tokens"] == 180
     expected = summarise(run.requests, run.series, scenario="offline")
@@ -286,7 +289,7 @@ def swap_tables(path: Path) -> None:
         (damage_result(tpot_seconds={"p99": "x"}), "result.json is damaged (tpot_seconds.p99 is no number)"),
         (damage_result(stages={"queue": {"share": "x"}}), "result.json is damaged (stages holds what is no number)"),
         (damage_result(steady_window_seconds=[5]), "steady_window_seconds is no pair of numbers"),
-        (damage_result(notes=[{}]), "result.json is damaged (notes holds what is no text)"),
+        (damage_result(notes=[{}]), "result.json is damaged (notes is not a list of notes with code and message)"),
         (damage_result(nodes=None), "result.json is damaged (nodes is no list)"),
         (damage_result(nodes=[{"node": 3}]), "result.json is damaged (nodes holds what is no node)"),
         (damage_result(nodes=[{"node": "a", "samples_completed": "x"}]), "samples_completed of node a is no number"),

@@ -117,6 +117,7 @@ def direct(
     import mlperf_loadgen as lg
     import numpy as np
 
+    from megatoken.analysis.summary import summarise_run
     from megatoken.hardware.inventory import take_inventory
     from megatoken.harness.result import loadgen_facts
     from megatoken.mlperf.loadgen_log import LoadGenLog
@@ -135,6 +136,7 @@ def direct(
         {"model": known["model"], "scenario": scenario, "mode": mode},
         environment,
         scenario=scenario,
+        summarise=summarise_run,
         facts=known,
     )
     user_conf = folder.mlperf_directory / "user.conf"

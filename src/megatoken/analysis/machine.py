@@ -9,7 +9,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatoken.engine.kernel_words import SIMULATED
 from megatoken.text import precise
 
 if TYPE_CHECKING:
@@ -81,12 +80,10 @@ def utc_text(moment: datetime) -> str:
 def simulated_gpu(run: Run) -> str | None:
     """The GPU that every replica of the run pretended to be; None where replicas computed.
 
-    Configuration or target: one that says so is enough, since nobody calls computed tokens simulated.
+    Configuration or target: one that names it is enough.
     """
-    if name := (run.config.get("rack") or {}).get("simulated_gpu"):
-        return str(name)
-    device = str((run.result.get("target") or {}).get("device"))
-    return device.removeprefix(SIMULATED) if device.startswith(SIMULATED) else None
+    name = (run.config.get("rack") or {}).get("simulated_gpu") or (run.result.get("target") or {}).get("simulated_gpu")
+    return str(name) if name else None
 
 
 def rate_state(run: Run) -> Literal["measured", "estimate"]:

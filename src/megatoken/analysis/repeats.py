@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import statistics
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from megatoken.analysis.machine import contentions, simulated_gpu
 from megatoken.errors import UsageError
 from megatoken.files import plain
 from megatoken.runs.run import RESULT, Run, Verdict
+from megatoken.text import is_number
 
 REPEATS = "repeats.json"
 SCHEMA_VERSION = 1
@@ -30,7 +30,6 @@ SEEDS_NOTE = (
     " weights and prompts are the same, and draws of tokens differ only where a sample has no seed of its own. So the"
     " interval says what the machine makes of equal work; it does not hold what other seeds would change."
 )
-_NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 _METRICS = (
     "output_tokens_per_second",
     "steady_output_tokens_per_second",
@@ -145,26 +144,18 @@ def _notes(runs: Sequence[Run], whole: Sequence[Run]) -> list[str]:
 
 
 def shared_notes(runs: Sequence[Run]) -> Iterator[str]:
-    """The notes of all runs, each once: with a range where one number differs, with its runs where others lack it."""
-    alike: dict[str, list[tuple[str, str]]] = {}
+    """The notes of all runs, each once, with the runs that have it unless all do; of several shares the highest."""
+    alike: dict[tuple[str, ...], list[tuple[str, Mapping[str, Any]]]] = {}
     for run in runs:
-        for note in dict.fromkeys(map(str, run.result.get("notes") or ())):
-            alike.setdefault(_NUMBER.sub("#", note), []).append((run.path.name, note))
+        for note in run.result.get("notes") or ():
+            key = (note["code"], note.get("node", "")) if is_number(note.get("share")) else (note["message"],)
+            alike.setdefault(key, []).append((run.path.name, note))
     for found in alike.values():
         names = dict.fromkeys(name for name, _ in found)
         of = "" if len(names) == len(runs) else f"{', '.join(names)}: "
-        yield from (f"{of}{note}" for note in _with_range(list(dict.fromkeys(note for _, note in found))))
-
-
-def _with_range(notes: list[str]) -> list[str]:
-    """Notes that differ in one number alone as one."""
-    numbers = list(zip(*(_NUMBER.findall(note) for note in notes), strict=True))
-    differing = [place for place, values in enumerate(numbers) if len(set(values)) > 1]
-    if len(differing) != 1:
-        return notes
-    low, *_, high = sorted(numbers[differing[0]], key=lambda text: float(text.replace(",", "")))
-    place = list(_NUMBER.finditer(notes[0]))[differing[0]]
-    return [f"{notes[0][: place.start()]}{low} to {high}{notes[0][place.end() :]}"]
+        highest = max((note for _, note in found), key=lambda note: float(note.get("share", 0)))
+        several = len({note["message"] for _, note in found}) > 1
+        yield f"{of}{highest['message']}{f' (the highest of {len(names)} runs)' if several else ''}"
 
 
 def _own_p99s(runs: Sequence[Run]) -> Iterator[tuple[str, list[float]]]:

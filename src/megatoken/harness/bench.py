@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatoken.accuracy.gate import Gate, Judgement
 from megatoken.analysis.machine import utc_text
+from megatoken.analysis.summary import summarise_run
 from megatoken.config import RunConfig
 from megatoken.datasets.requests import Dataset
 from megatoken.errors import MegatokenError
@@ -77,6 +78,7 @@ class Bench:
                 **asked_facts(config, settings),
                 "client_limit": asdict(self.client) if self.client else None,
             },
+            summarise=summarise_run,
         )
 
     def run(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.analysis.machine import utc_text
+from megatoken.analysis.summary import summarise_run
 from megatoken.config import RunConfig
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.memory import MemoryPlan
@@ -223,6 +224,7 @@ def _create_folder(rack: RackBackend, prepared: Prepared) -> RunFolder:
         take_inventory(),
         scenario=config.scenario,
         facts={**facts, "notes": run_notes(facts), "mode": config.mode, "rules": config.rules, **asked},
+        summarise=summarise_run,
     )
 
 

@@ -36,13 +36,9 @@ from megatoken.harness.loadgen_plan import (
 from megatoken.harness.rate_finder import too_few
 from megatoken.mlperf.rounds import round_of_build
 from megatoken.mlperf.rules import foreign_scenario
+from megatoken.runs.reasons import Reason, reason
 from megatoken.targets.backend import Backend, ServedModel
 from megatoken.text import count_of
-
-REFERENCE_NOTE = (
-    "the reference model (7.9 M parameters) answers short tasks of its own and nothing else; "
-    "its speed says nothing about larger models"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ class Prepared:
     model: ServedModel
     data_set: Dataset
     warnings: tuple[str, ...]
-    notes: tuple[str, ...]
+    notes: tuple[Reason, ...]
     gate: Gate | None
     tokenizer: Tokenizer | None
 
@@ -73,6 +69,7 @@ class Prepared:
         return {
             "model": self.model.name,
             "weights": self.model.weights,
+            "random_weights": self.model.random_weights,
             "precision": self.config.precision if self.model.shape else None,
             "data_set": self.data_set.name,
             "data_set_source": self.data_set.source,
@@ -85,7 +82,8 @@ class Prepared:
     def plan(self) -> dict[str, Any]:
         """The resolved configuration and what follows from it, ready for JSON."""
         config = resolve(self.config, self.model.memory).model_dump(mode="json")
-        return {"config": config, **self.facts(), "notes": [*self.warnings, *self.notes]}
+        warnings = [reason("NOTE", text=warning) for warning in self.warnings]
+        return {"config": config, **self.facts(), "notes": [*warnings, *self.notes]}
 
     def describe(self) -> str:
         """The same as text: the configuration as YAML, the rest as comments."""
@@ -98,7 +96,7 @@ class Prepared:
             f"data set {data_set.name}: {count_of(len(data_set.requests), 'row')}, {tokens_in}"
             f"at most {data_set.output_limits.mean():.1f} out on average",
             *self.warnings,
-            *self.notes,
+            *(note["message"] for note in self.notes),
         ]
         config = resolve(self.config, model.memory).model_dump(mode="json")
         return yaml.safe_dump(config, sort_keys=False) + "\n".join(f"# {line}" for line in comments)
@@ -133,18 +131,18 @@ def prepare(config: RunConfig, backend: Backend) -> Prepared:
         length = full_length(plan_test(config, len(data_set.requests), config.rate))
         if (why := too_few(config.rate, *length)) is not None:
             raise UsageError(why)
-    notes = [*data_set.notes, *model.notes]
+    notes = [*(reason("NOTE", text=note) for note in data_set.notes), *model.notes]
     if _prompts(config) is None:
-        notes.append("prompts are random tokens of the data set's lengths")
+        notes.append(reason("RANDOM_PROMPTS"))
     scored: AccuracyGate | None = None
     if _is_reference(config):
-        notes.append(REFERENCE_NOTE)
+        notes.append(reason("REFERENCE_MODEL"))
         if config.mode == "accuracy":
             scored = reference_gate(data_set.content_hash, config.samples or len(data_set.requests))
             if scored is not None and scored.targets is not None:
-                notes.append(f"every score of the answers must reach {100 * SHARE:.0f} % of the model's own in fp32")
+                notes.append(reason("ACCURACY_GATE", share=SHARE))
             else:
-                notes.append("accuracy is not judged: that takes every row of the held-out set, once")
+                notes.append(reason("ACCURACY_NOT_JUDGED"))
     warnings = list(tokenizer_warnings(tokenizer, model.shape))
     if config.rules:
         rows, rows_required = len(data_set.requests), run_round(config).data_set_rows
@@ -152,16 +150,15 @@ def prepare(config: RunConfig, backend: Backend) -> Prepared:
             warnings.append(f"cannot be VALID: the data set has {count_of(rows, 'row')}, MLPerf's {rows_required:,}")
         if (foreign := foreign_scenario(run_benchmark(config), config.scenario)) is not None:
             warnings.append(f"cannot be VALID: {foreign}")
-        beside = "model and data set" if scored and scored.targets else "model, data set and accuracy"
-        notes.append(f"the verdict judges LoadGen's log by the rules; {beside} are not part of it")
+        not_judged = "model and data set" if scored and scored.targets else "model, data set and accuracy"
+        notes.append(reason("RULES_SCOPE", not_judged=not_judged))
         installed = _loadgen_version()
         embedded = round_of_build(installed)
         if embedded != config.rules:
-            whose = f"the seeds of {embedded}" if embedded else "seeds that are not known here"
-            notes.append(f"LoadGen {installed} brings {whose}; it was given those of {config.rules} instead")
+            notes.append(reason("OTHER_SEEDS", loadgen_version=installed, brings=embedded, round=config.rules))
     gate: Gate | None = scored
     if config.compliance is not None and model.shape is not None:
-        notes.append(f"compliance test {config.compliance}: few samples whose answers are logged, no measure of speed")
+        notes.append(reason("COMPLIANCE_TEST", test=config.compliance))
         gate = ComplianceGate(config.scenario == "offline", model.shape.end_token_ids)
     return Prepared(config, model, data_set, tuple(warnings), tuple(notes), gate, tokenizer)
 

@@ -177,37 +177,26 @@ def latency_facts(own: Latencies, limits: LatencyLimits, log: LoadGenLog) -> dic
     }
 
 
-def run_notes(facts: Mapping[str, Any]) -> list[str]:
-    """What a reader of the numbers must know: the notes among ``facts``, and what its ``target`` says of itself."""
+def run_notes(facts: Mapping[str, Any]) -> list[Reason]:
+    """What a reader of the numbers must know: the notes among ``facts``, and those that follow from its ``target``."""
     return [*facts.get("notes", ()), *engine_notes(facts.get("target", {}), facts.get("precision"))]
 
 
-def engine_notes(engine: Mapping[str, Any], precision: str | None) -> list[str]:
+def engine_notes(engine: Mapping[str, Any], precision: str | None) -> list[Reason]:
     """What makes an engine, as it describes itself, slower than the machine could be, or may do so."""
     notes = []
     if str(engine.get("kernels", "")).startswith(NO_KERNELS):
-        why = engine["kernels"].removeprefix(NO_KERNELS)
-        notes.append(f"without compiled kernels, so slower than it could be: {why}; on Linux, GCC (g++) makes them")
+        notes.append(reason("NO_KERNELS", why=engine["kernels"].removeprefix(NO_KERNELS)))
     if precision in ("bf16", "fp8") and str(engine.get("kernels", "")).endswith(WIDENED):
-        notes.append(
-            "this processor has no AVX-512 BF16, so the compiled kernels widen each bf16 value before they multiply; "
-            "whether --precision fp32 is faster here is not known, a run with it tells"
-        )
+        notes.append(reason("BF16_WIDENED"))
     if engine.get("device") == "cpu" and engine.get("why_no_gpu"):
-        notes.append(engine["why_no_gpu"])
+        notes.append(reason("NO_GPU", why=engine["why_no_gpu"]))
     return notes
 
 
-def core_wait_notes(share: float | None, facts: Mapping[str, Any]) -> list[str]:
-    """What to say of a run with these facts whose process had no core for ``share`` of the time that it wanted one."""
+def core_wait_notes(share: float | None, facts: Mapping[str, Any]) -> list[Reason]:
+    """The note on a run with these facts whose process waited for a core for ``share`` of the time it wanted one."""
     if share is None or share <= CORE_WAIT_SHARE:
         return []
-    if "rack_nodes" in facts:  # whose replicas are processes of their own
-        return [
-            f"the driver's machine was busy, so replicas may have waited for samples: {100 * share:.0f} % of the time "
-            "that the driver wanted a core, it had to wait for one; end other work there"
-        ]
-    return [
-        f"a busy machine, so slower than it could be: {100 * share:.0f} % of the time that this process wanted a core, "
-        "it had to wait for one; end other work, or lower engine.threads if they are more than the cores"
-    ]
+    # The replicas of a rack are processes of their own.
+    return [reason("DRIVER_CORE_WAIT" if "rack_nodes" in facts else "CORE_WAIT", share=share)]

@@ -22,6 +22,7 @@ import numpy as np
 from megatoken.analysis.machine import unix_seconds, utc_text
 from megatoken.analysis.series import numbers, replicas
 from megatoken.analysis.statistics import SOAK
+from megatoken.analysis.summary import summarise_run
 from megatoken.config import KEYS, RunConfig
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.hardware.inventory import take_inventory
@@ -48,7 +49,6 @@ MAY_CHANGE = {"prompts", "lengths", "out", "warm_up_seconds", "min_duration_seco
     f"rack.{name}" for name in ("cluster", "dead_after_seconds", "reconnect_seconds", "wait_seconds", "replace")
 }
 ROW_SECONDS = 0.001  # by which a row that ends a segment stands after the last of it
-NOTE = "a soak issues its own samples, without LoadGen: it says whether a rate holds and claims no MLPerf rules"
 
 
 class SteadyLoad:
@@ -148,7 +148,7 @@ class Earlier:
         """The state of every replica once the process was gone: what it had counted, and nothing under way."""
         at = self.begins_seconds
         return [
-            row._replace(elapsed_seconds=at, rows=0, pages_free=row.pages, in_flight=0, waiting=0)
+            row._replace(elapsed_seconds=at, batched_tokens=0, pages_free=row.pages, in_flight=0, waiting=0)
             for row in self.reached
         ]
 
@@ -211,7 +211,7 @@ def run_soak(
             folder = _create(config, facts, population, prepared.model.content_hash)
             hold(folder.path)
         else:
-            folder = RunFolder.reopen(earlier.run, {**target.facts(), "soak": _resumed(earlier)})
+            folder = RunFolder.reopen(earlier.run, {**target.facts(), "soak": _resumed(earlier)}, summarise_run)
             for row in earlier.last_rows:
                 folder.add_series(row)
         stop.parting_words = f"stopped at once; {_how_to_go_on(folder)}"
@@ -256,7 +256,13 @@ def _create(config: RunConfig, facts: Mapping[str, Any], population: int, conten
         "segments": [{"begins_seconds": 0.0, "started_at": utc_text(now)}],
         "interruptions": [],
     }
-    more = {"notes": [*run_notes(facts), NOTE], "mode": config.mode, "rules": None, "text": config.text, "soak": soak}
+    more = {
+        "notes": [*run_notes(facts), reason("SOAK")],
+        "mode": config.mode,
+        "rules": None,
+        "text": config.text,
+        "soak": soak,
+    }
     return RunFolder.create(
         config.out,
         run_name(now, SOAK, config.model),
@@ -264,6 +270,7 @@ def _create(config: RunConfig, facts: Mapping[str, Any], population: int, conten
         take_inventory(),
         scenario=SOAK,
         facts={**facts, **more},
+        summarise=summarise_run,
     )
 
 

@@ -12,6 +12,7 @@ from megatoken.analysis.machine import unix_seconds, utc_text
 from megatoken.analysis.nodes import offsets_words, run_node_rows
 from megatoken.analysis.verdict_of_nodes import replicas_left, shortfalls_of_nodes, verdict_of_nodes
 from megatoken.errors import UsageError
+from megatoken.runs.reasons import on_node
 from megatoken.runs.run import NODES, Run
 from megatoken.runs.tables import joined_runs
 
@@ -102,7 +103,7 @@ def concluded_nodes(facts: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[s
         together = aggregate_fields(aggregate(rows, clocks=offsets_words(rack["clock_offsets"])))
     except UsageError:
         together = None  # a node completed nothing
-    own = [f"{name}: {note}" for name, run in runs.items() for note in run.result["notes"] if note not in common]
+    own = [on_node(note, name) for name, run in runs.items() for note in run.result["notes"] if note not in common]
     return {
         "verdict": verdict,
         "reasons": reasons,

@@ -124,7 +124,7 @@ def lines(run: Run, notes: Sequence[str]) -> Iterator[Text]:
         for shortfall in shortfalls:
             yield Text.assemble("  ", (shortfall["code"], "bold"), f" {shortfall['message']}")
     for note in run.result.get("notes") or ():
-        yield Text(f"Note: {note}")
+        yield Text(f"Note: {note['message']}")
     yield Text(f"Run folder: {run.path}")
 
 

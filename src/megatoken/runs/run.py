@@ -15,11 +15,12 @@ from megatoken.errors import ExitCode, UsageError
 from megatoken.runs.reasons import Reason
 from megatoken.runs.shapes import check_environment, check_result
 from megatoken.runs.tables import SampleRow, SeriesRow, read_parquet
+from megatoken.runs.version_1 import upgrade_config, upgrade_result
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 MLPERF = "mlperf"
@@ -75,7 +76,7 @@ def read_run(path: Path) -> Run:
         raise UsageError(f"{path}: no such folder; give a run folder, such as runs/20261120T091233Z-offline-tiny")
     readers: dict[str, Callable[[Path], Any]] = {
         RESULT: lambda file: _checked_result(json.loads(file.read_bytes())),
-        CONFIG: lambda file: _mapping(yaml.safe_load(file.read_bytes())),
+        CONFIG: lambda file: upgrade_config(_mapping(yaml.safe_load(file.read_bytes()))),
         ENVIRONMENT: lambda file: _checked_environment(json.loads(file.read_bytes())),
         REQUESTS: lambda file: read_parquet(file, SampleRow),
         SERIES: lambda file: read_parquet(file, SeriesRow),
@@ -122,11 +123,12 @@ def _mapping(value: Any) -> dict[str, Any]:
 def _checked_result(value: Any) -> dict[str, Any]:
     result = _mapping(value)
     version = result.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise ValueError(f"schema_version {version!r}, this megatoken reads {SCHEMA_VERSION}")
+    if version not in (1, SCHEMA_VERSION):
+        raise ValueError(f"schema_version {version!r}, this megatoken reads 1 and {SCHEMA_VERSION}")
     Verdict(result["verdict"])
     for reason in (*result["reasons"], *result["rules_unmet"], *result.get("doubts", [])):
         _mapping(reason)["code"], reason["message"]
+    result = upgrade_result(result)
     check_result(result)
     return result
 

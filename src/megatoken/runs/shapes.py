@@ -41,8 +41,8 @@ def check_result(result: Mapping[str, Any]) -> None:
     for stage in (result.get("stages") or {}).values():
         if stage is not None and not (isinstance(stage, dict) and all(map(_number_or_none, stage.values()))):
             raise ValueError("stages holds what is no number")
-    if not all(isinstance(note, str) for note in result.get("notes") or ()):
-        raise ValueError("notes holds what is no text")
+    if not all(_is_reason(note) for note in result.get("notes") or ()):
+        raise ValueError("notes is not a list of notes with code and message")
     window = result.get("steady_window_seconds")
     if window is not None and not (len(window) == 2 and all(map(is_number, window))):
         raise ValueError("steady_window_seconds is no pair of numbers")
@@ -116,6 +116,10 @@ def _check_rack(rack: Mapping[str, Any]) -> None:
     for loss in rack["lost"]:
         if not _number_or_none(loss.get("replica", ...)) or not isinstance(loss.get("cause"), str):
             raise ValueError("rack.lost holds a loss without its replica or its cause")
+
+
+def _is_reason(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("code", "message"))
 
 
 def _is_of_node(entry: Any, *numbers: str) -> bool:

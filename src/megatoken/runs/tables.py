@@ -1,12 +1,14 @@
 """The two tables of a run folder: their rows as a harness gives them, their columns as Parquet keeps them.
 
-pyarrow is imported inside the functions: whoever only imports the package does not pay for it.
+pyarrow is imported inside the functions, so that importing the package stays cheap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatoken.runs import version_1
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,6 +46,7 @@ class SampleRow(NamedTuple):
 class SeriesRow(NamedTuple):
     """One replica at one moment. Token and preemption counts are totals since the start, all others are levels now.
 
+    ``batched_tokens`` are those of the last step, of at most ``max_batched_tokens``.
     ``in_flight`` counts samples given to the target and not ended; ``waiting`` those of them that hold no pages.
     None: the target does not show it, as an endpoint shows nothing of its replicas.
     """
@@ -53,8 +56,8 @@ class SeriesRow(NamedTuple):
     replica: int
     output_tokens: int
     processed_tokens: int
-    rows: int | None
-    row_budget: int | None
+    batched_tokens: int | None
+    max_batched_tokens: int | None
     pages_free: int | None
     pages: int | None
     in_flight: int
@@ -67,7 +70,7 @@ class SeriesRow(NamedTuple):
 
 TOTALS = ("output_tokens", "processed_tokens", "preemptions")  # of the series, from the start on
 TEXT_COLUMNS = ("node", "finish_reason", "error")
-INT32_COLUMNS = ("replica", "input_tokens", "rows", "row_budget", "in_flight", "waiting")
+INT32_COLUMNS = ("replica", "input_tokens", "batched_tokens", "max_batched_tokens", "in_flight", "waiting")
 DURATIONS = ("tokenise_seconds", "detokenise_seconds")
 MOMENTS = tuple(name for name in SampleRow._fields if name.endswith("_seconds") and name not in DURATIONS)
 REAL_SUFFIXES = ("_seconds", "_watts", "_mhz", "_celsius")
@@ -139,18 +142,19 @@ def write_parquet(table: pa.Table, path: Path) -> None:
 
 
 def read_parquet(path: Path, row_type: type[SampleRow] | type[SeriesRow]) -> pa.Table:
-    """Read a table of ``row_type``; columns unknown here are dropped, missing ones raise ``KeyError``.
+    """Read a table of ``row_type``; unknown columns are dropped, missing ones raise ``KeyError``.
 
-    Missing columns that may be empty are: an older run folder does not have those that came later.
+    Missing columns that may be empty become empty: an older run folder does not have columns that came later.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     table_schema = schema(row_type)
-    # Opened once: a run that goes on puts another file in its place at any moment. A file of Arrow's own, since its
-    # threads may still hold it when the process ends, and then must not want the interpreter.
+    # Opened once, because a run in progress may replace the file at any moment. With Arrow's own file object, because
+    # Arrow's threads may still hold it when the process ends, and must not need the interpreter then.
     with pa.OSFile(str(path), "rb") as file:
         table = pq.ParquetFile(file).read()
+    table = table.rename_columns([version_1.COLUMNS.get(name, name) for name in table.column_names])
     for name, default in row_type._field_defaults.items():
         if default is None and name not in table.column_names:
             table = table.append_column(table_schema.field(name), pa.nulls(len(table), table_schema.field(name).type))

@@ -11,7 +11,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from errno import EEXIST, ENOTEMPTY
@@ -23,10 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
-from megatoken.analysis.aggregation import aggregate, aggregate_fields
-from megatoken.analysis.nodes import run_node_rows
-from megatoken.analysis.statistics import seconds_under_load, summarise
-from megatoken.errors import StorageError, UsageError
+from megatoken.errors import StorageError
 from megatoken.files import plain, redact, storage_error, to_json, write_atomically, write_text
 from megatoken.runs.reasons import Reason, reason
 from megatoken.runs.run import (
@@ -45,6 +42,8 @@ from megatoken.runs.tables import SampleRow, SeriesRow, append, to_table, write_
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    Summarise = Callable[[Mapping[str, Any], pa.Table, pa.Table], dict[str, Any]]
 
 PERIOD_SECONDS = 1.0
 BUSY_SHARE = 0.05
@@ -68,10 +67,12 @@ class RunFolder:
     is, raises the StorageError.
     """
 
-    def __init__(self, path: Path, environment: Mapping[str, Any], scenario: str, facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path, environment: Mapping[str, Any], facts: Mapping[str, Any], summarise: Summarise
+    ) -> None:
         self.path = path
         self.environment = environment
-        self._scenario = scenario
+        self._summarise = summarise
         self._facts = facts
         self._new_samples: list[SampleRow] = []
         self._new_series: list[SeriesRow] = []
@@ -96,6 +97,7 @@ class RunFolder:
         *,
         scenario: str,
         facts: Mapping[str, Any],
+        summarise: Summarise,
     ) -> Self:
         """Make ``out/name`` (``name-2``, ``name-3``... if taken) and start recording.
 
@@ -106,6 +108,7 @@ class RunFolder:
             environment: from ``megatoken.hardware.inventory``.
             scenario: MLPerf scenario: ``offline``, ``server``, ``interactive``, ``singlestream``.
             facts: fields of ``result.json`` known from the start, such as ``model``, ``precision``, ``rules_unmet``.
+            summarise: metrics from the known fields of ``result.json`` and the two tables, at every write.
 
         Raises:
             StorageError: the folder cannot be made; nothing of it is left.
@@ -118,7 +121,7 @@ class RunFolder:
             write_text(draft / CONFIG, yaml.safe_dump(redact(plain(config)), sort_keys=False, allow_unicode=True))
             write_text(draft / ENVIRONMENT, to_json(environment))
             more = {"scenario": scenario, **plain(facts), "created_at": _now()}
-            folder = cls(draft, plain(environment), scenario, more)
+            folder = cls(draft, plain(environment), more, summarise)
             folder._write_tables()
             folder._write_unfinished()
             folder.path = _rename_to_free_name(draft, out / name)
@@ -135,15 +138,16 @@ class RunFolder:
         return folder
 
     @classmethod
-    def reopen(cls, run: Run, facts: Mapping[str, Any]) -> Self:
+    def reopen(cls, run: Run, facts: Mapping[str, Any], summarise: Summarise) -> Self:
         """Go on recording in the folder of a run that was interrupted.
 
         Args:
             run: as its folder is now, which nobody else writes.
             facts: fields of ``result.json`` to replace or add.
+            summarise: as for ``create``.
         """
         kept = {name: value for name, value in run.result.items() if name not in _HEAD}
-        folder = cls(run.path, run.environment, run.result["scenario"], {**kept, **plain(facts)})
+        folder = cls(run.path, run.environment, {**kept, **plain(facts)}, summarise)
         folder._movable = False
         folder._requests, folder._series = run.requests, run.series
         folder._written_rows = (len(run.requests), len(run.series))
@@ -292,26 +296,8 @@ class RunFolder:
 
     def _write_result(self, verdict: Verdict, reasons: Sequence[Reason], more: Mapping[str, Any]) -> None:
         head = {"schema_version": SCHEMA_VERSION, "verdict": verdict, "reasons": reasons, "rules_unmet": []}
-        finished = verdict is not Verdict.INTERRUPTED
-        summary = summarise(
-            self._requests,
-            self._series,
-            scenario=self._scenario,
-            finished=finished,
-            load_seconds=seconds_under_load(self._facts),
-        )
-        result = {**head, **self._facts, **summary, **more}
-        if finished and len(summary["nodes"]) > 1 and "aggregate" not in result:
-            result["aggregate"] = self._aggregate(verdict, result)
-        write_text(self.path / RESULT, to_json(result), movable=self._movable)
-
-    def _aggregate(self, verdict: Verdict, result: dict[str, Any]) -> dict[str, Any] | None:
-        """What the nodes did together, by the three rules; None where one of them did nothing."""
-        run = Run(self.path, verdict, [], [], [], result, {}, {}, self._requests, self._series)
-        try:
-            return aggregate_fields(aggregate(run_node_rows(run)))
-        except UsageError:
-            return None
+        fields = self._summarise({**head, **self._facts, **more}, self._requests, self._series)
+        write_text(self.path / RESULT, to_json({**head, **self._facts, **fields, **more}), movable=self._movable)
 
 
 def _rename_to_free_name(draft: Path, wanted: Path) -> Path:

@@ -108,7 +108,7 @@ def model_description(run: Run) -> dict[str, Any]:
 
 def is_random(run: Run) -> bool:
     """Whether the weights are random ones."""
-    return str(run.result.get("weights", "")).startswith("random")
+    return run.result.get("random_weights") is True
 
 
 def readme(run: Run, benchmark: str, scenario: str) -> str:
@@ -121,7 +121,7 @@ def readme(run: Run, benchmark: str, scenario: str) -> str:
         f"Data set {run.result.get('data_set')}, {run.result.get('data_set_rows')} rows, "
         f"SHA-256 {run.result.get('data_set_sha256')}.",
         "",
-        *(f"- {note}" for note in run.result.get("notes") or []),
+        *(f"- {note['message']}" for note in run.result.get("notes") or []),
         "",
         "To repeat it, write the following to config.yaml and run `megatoken run config.yaml`:",
         "",

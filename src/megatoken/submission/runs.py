@@ -228,7 +228,7 @@ def _unlike(run: SubmittedRun, first: SubmittedRun, division: str) -> Iterator[s
     if division == "closed":
         if is_random(run.run):
             yield "random weights are no model of the closed division; give --division open"
-        if any("random tokens" in note for note in result.get("notes") or []):
+        if any(note["code"] == "RANDOM_PROMPTS" for note in result.get("notes") or []):
             yield "its prompts are random tokens; the closed division asks for MLPerf's data set (--prompts)"
 
 

@@ -13,6 +13,7 @@ from megatoken.engine.config import ModelConfig, model_folder
 from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError
+from megatoken.runs.reasons import Reason, reason
 from megatoken.targets import Target
 
 
@@ -38,6 +39,7 @@ class ServedModel:
         memory: memory plan of one replica.
         prompts: what the target takes in ``submit``: token ids, or text and chat messages.
         content_hash: of the checkpoint; random weights have none.
+        random_weights: whether the weights are random.
         notes: what a reader of the results must know about the model.
     """
 
@@ -48,7 +50,8 @@ class ServedModel:
     memory: MemoryPlan | None = None
     prompts: Literal["token_ids", "text"] = "token_ids"
     content_hash: str | None = None
-    notes: tuple[str, ...] = ()
+    random_weights: bool = False
+    notes: tuple[Reason, ...] = ()
 
 
 class Backend(Protocol):
@@ -85,17 +88,11 @@ def engine_model(config: RunConfig, source: Checkpoint | RandomWeights, memory: 
         )
     notes = []
     if memory.max_length == shape.sliding_window:
-        notes.append(
-            f"the context ends at the sliding_window of {shape.name}, {memory.max_length:,} tokens; "
-            "attention over longer contexts is not implemented"
-        )
+        notes.append(reason("SLIDING_WINDOW", model=shape.name, max_length=memory.max_length))
     content_hash = source.content_hash if isinstance(source, Checkpoint) else None
     if content_hash is None:
-        notes.append(
-            f"every GPU is a simulated {config.rack.simulated_gpu}: a cost model makes up speed and text"
-            if config.rack.simulated_gpu
-            else "random weights: the speed is real, the text is not"
-        )
+        gpu = config.rack.simulated_gpu
+        notes.append(reason("SIMULATED_GPU", gpu=gpu) if gpu else reason("RANDOM_WEIGHTS"))
     return ServedModel(
         name=shape.name,
         weights=content_hash or f"random, seed {config.seed}",
@@ -103,6 +100,7 @@ def engine_model(config: RunConfig, source: Checkpoint | RandomWeights, memory: 
         shape=shape,
         memory=memory,
         content_hash=content_hash,
+        random_weights=content_hash is None,
         notes=tuple(notes),
     )
 

@@ -18,7 +18,6 @@ from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import observe
 from megatoken.engine.config import REFERENCE, SHAPES, ModelConfig, Precision, model_folder, sharded
-from megatoken.engine.kernel_words import NO_KERNELS, SIMULATED
 from megatoken.engine.memory import bytes_per_token, weight_bytes
 from megatoken.engine.schemes import find_scheme
 from megatoken.errors import MegatokenError
@@ -33,8 +32,6 @@ CORE_WAIT_DRIFT = 0.006  # the note has whole percents
 WEIGHTS_TOLERANCE = 0.05  # releases count a scale or a copy of the head otherwise; formats differ by half and more
 MOST_LIBRARY_ROWS = 20_000_000
 _COST_MODEL = "none: a cost model"
-_NOTED_SIMULATION = re.compile(r"every GPU is a simulated ([^:]+):")
-_NOTED_WAIT = re.compile(r"^(?:a busy machine|the driver's machine was busy)\b.*: (\d+) % of the time")
 _SIZES = ("weights_bytes", "cache_bytes", "workspace_bytes", "process_bytes")
 _CONFIGURED_SIZES = (  # of the engine, as resolved; older folders call the token budget max_rows
     *("device", "max_batched_tokens", "max_rows", "max_sequences", "max_length", "page_size"),
@@ -92,48 +89,48 @@ def _simulation(folder: Run) -> Iterator[str]:
     named: dict[str, str | None] = {}
     if "simulated_gpu" in (rack := mapping(folder.config.get("rack"))):
         named[f"{CONFIG} rack.simulated_gpu"] = rack["simulated_gpu"]
-    if isinstance(device := target.get("device"), str):
-        named["target.device"] = device.removeprefix(SIMULATED) if device.startswith(SIMULATED) else None
+    if "simulated_gpu" in target:
+        named["target"] = target["simulated_gpu"]
     if "notes" in folder.result:
-        notes = map(_NOTED_SIMULATION.search, map(str, folder.result["notes"] or ()))
-        named["notes"] = next((found.group(1) for found in notes if found), None)
+        notes = (note for note in folder.result["notes"] or () if note["code"] == "SIMULATED_GPU")
+        named["notes"] = next((str(note.get("gpu")) for note in notes), None)
     if len({name and name.lower() for name in named.values()}) > 1:  # config.yaml has it as it was typed
         yield ", ".join(f"{place}: {f'simulated {name}' if name else 'not simulated'}" for place, name in named.items())
     if not any(named.values()):
         if str(target.get("kernels", "")).startswith(_COST_MODEL):
             yield f"target.kernels {target['kernels']}, and nothing else of a simulation"
-        elif target.get("why_no_gpu") == SIMULATED.strip():
+        elif target.get("why_no_gpu") == "simulated":
             yield f"target.why_no_gpu {target['why_no_gpu']}, and nothing else of a simulation"
-    elif not str(folder.result.get("weights")).startswith("random"):
+    elif not folder.result.get("random_weights"):
         yield f"simulated, with weights {folder.result.get('weights')}"
 
 
 def _notes(folder: Run) -> Iterator[str]:
     result, config = folder.result, folder.config
-    notes = [str(note) for note in result.get("notes") or ()]
+    codes = {note["code"] for note in result.get("notes") or ()}
     target = mapping(result.get("target"))
     simulated = mapping(config.get("rack")).get("simulated_gpu")
-    drawn = str(result.get("weights")).startswith("random") or config.get("random_weights") is True
+    drawn = result.get("random_weights") is True or config.get("random_weights") is True
     needed = {
-        "simulated": bool(simulated),
-        "random weights": drawn and not simulated and not str(target.get("device")).startswith(SIMULATED),
-        "the reference model": result.get("model") == config.get("model") == REFERENCE and not drawn,
-        "compliance test": bool(config.get("compliance")),
-        "the verdict judges": bool(config.get("rules")),
-        "without compiled kernels": str(target.get("kernels")).startswith(NO_KERNELS),
+        "SIMULATED_GPU": bool(simulated),
+        "RANDOM_WEIGHTS": drawn and not simulated and not target.get("simulated_gpu"),
+        "REFERENCE_MODEL": result.get("model") == config.get("model") == REFERENCE and not drawn,
+        "COMPLIANCE_TEST": bool(config.get("compliance")),
+        "RULES_SCOPE": bool(config.get("rules")),
+        "NO_KERNELS": bool(target.get("why_no_kernels")),
     }
-    for words, must in needed.items():
-        if must and not any(words in note for note in notes):
-            yield f"no note on '{words}'"
-    if result.get("weights") and not drawn and any(note.startswith("random weights") for note in notes):
+    for code, must in needed.items():
+        if must and code not in codes:
+            yield f"no note {code}"
+    if result.get("weights") and not drawn and "RANDOM_WEIGHTS" in codes:
         yield "a note on random weights, whose hash is told"
 
 
 def _core_wait(folder: Run, where: tuple[Where, ...]) -> Iterator[Observation]:
     """Beyond the limit a note says so, of the same share; below it none does."""
     share = folder.result.get("core_wait_share")
-    notes = map(_NOTED_WAIT.search, map(str, folder.result.get("notes") or ()))
-    told = next((int(found.group(1)) / 100 for found in notes if found), None)
+    notes = (note for note in folder.result.get("notes") or () if note["code"] in ("CORE_WAIT", "DRIVER_CORE_WAIT"))
+    told = next((note.get("share") for note in notes if isinstance(note.get("share"), float)), None)
     if share is None and told is None:
         return
     found = f"core_wait_share {share}, {'no note' if told is None else f'a note on {100 * told:.0f} %'}"
@@ -200,7 +197,7 @@ def _shape(folder: Run) -> ModelConfig | None:
     name = folder.config.get("model")
     if folder.result.get("model") != name:  # run_folder.configuration says so
         return None
-    if name in SHAPES and str(folder.result.get("weights")).startswith("random"):
+    if name in SHAPES and folder.result.get("random_weights") is True:
         return SHAPES[str(name)]
     if name != REFERENCE or folder.config.get("random_weights") is True:
         return None
@@ -245,7 +242,7 @@ def _subject(folder: Run, log: DetailLog | None) -> Iterator[str]:
         return
     gpus = [gpu["name"] for gpu in folder.environment.get("gpus") or ()]
     device = target.get("device")
-    real = isinstance(device, str) and not device.startswith(SIMULATED)
+    real = isinstance(device, str) and not target.get("simulated_gpu")
     planned = mapping(result.get("memory_plan")).get("device")
     if real and planned is not None and (device == "cpu") is not (planned == "cpu"):
         yield f"target.device {device}, memory_plan device {planned}"

@@ -26,8 +26,8 @@ def time_figures(run: Run) -> Iterator[Figure]:
     """Charts of ``series.parquet``; none where it has fewer than two rows."""
     if len(run.series) < 2:
         return
-    columns = ["output_tokens", "in_flight", "waiting", "rows", "row_budget", "pages_free", "pages"]
-    times, tokens, in_flight, waiting, rows, row_budget, pages_free, pages = totals_over_time(run.series, columns)
+    columns = ["output_tokens", "in_flight", "waiting", "batched_tokens", "max_batched_tokens", "pages_free", "pages"]
+    times, tokens, in_flight, waiting, tokens_of_step, budget, pages_free, pages = totals_over_time(run.series, columns)
     average = run.result.get("output_tokens_per_second")
     window = run.result.get("steady_window_seconds")
     yield time_chart(
@@ -41,10 +41,10 @@ def time_figures(run: Run) -> Iterator[Figure]:
     yield time_chart("Samples being computed", "samples", [level("samples", times, in_flight - waiting)])
     if np.isfinite(pages).any():  # else an endpoint, which shows nothing of its replicas
         yield time_chart(
-            "Use of the engine",
-            "% of what there is",
+            "Engine utilisation",
+            "%",
             [
-                level("rows of a step", times, _percent(rows, row_budget)),
+                level("token budget of a step", times, _percent(tokens_of_step, budget)),
                 level("cache pages", times, _percent(pages - pages_free, pages)),
             ],
             y_max=100,

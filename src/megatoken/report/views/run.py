@@ -124,9 +124,8 @@ def _summary(run: Run) -> Iterator[Block]:
         yield _points("MLPerf rules not met:", run.rules_unmet)
     if run.doubts:
         yield _points("Doubts about the measurement:", run.doubts)
-    notes = result.get("notes") or ()
-    if notes:
-        yield Points("Notes:", tuple(("", str(note)) for note in notes))
+    if notes := result.get("notes"):
+        yield Points("Notes:", tuple(("", note["message"]) for note in notes))
 
 
 def _time_under_load(result: Mapping[str, Any]) -> list[str]:
