@@ -46,7 +46,7 @@ def runs(tmp_path):
     return [
         run_folder(
             tmp_path / "x-repeats", f"00{number}", "host", MINUTE.format(number),
-            seconds=10.0 + number, loadgen_ttft_p99_seconds=p99, notes=["random weights"],
+            seconds=10.0 + number, loadgen_ttft_p99_seconds=p99, notes=[reason("RANDOM_WEIGHTS")],
         )
         for number, p99 in enumerate(p99s, 1)
     ]  # fmt: skip

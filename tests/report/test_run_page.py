@@ -129,7 +129,7 @@ def _table(root, caption):
 
 @pytest.mark.parametrize("samples", [0, 1, 2, 4, 8])
 def test_few_samples_make_a_page_too(make_run, samples):
-    root = page_of(make_run("INTERRUPTED", samples=samples, reasons=[{"code": "", "message": "stopped"}]))
+    root = page_of(make_run("INTERRUPTED", samples=samples, reasons=[{"code": "INTERRUPTED", "message": "stopped"}]))
     assert "INTERRUPTED stopped" in words(root)
 
 
