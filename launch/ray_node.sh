@@ -1,9 +1,9 @@
 #!/bin/bash
-# One node of a Ray cluster, in the foreground until it is ended; `ray_node.sh address` only says at which address.
+# One node of a Ray cluster, in the foreground until it is ended; `ray_node.sh address` only prints its address.
 #   ray_node.sh head           the cluster's first node
 #   ray_node.sh HEAD_ADDRESS   another node, which joins the one at that address
-# The cluster talks over MEGATOKEN_INTERFACE (ib0, eth0, ...), by default over the machine's first address. Ray listens on the
-# other interfaces too: keep strangers off its ports with a firewall. Without the token it answers nobody.
+# The cluster uses the network MEGATOKEN_INTERFACE (ib0, eth0, ...), by default the machine's first address. Ray also
+# listens on the other interfaces: close its ports with a firewall. It refuses clients without the token.
 # RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN must be in the environment of every node.
 set -euo pipefail
 
@@ -31,8 +31,8 @@ head) role=(--head "--port=$port" --include-dashboard=false) ;;
 *) role=("--address=$1:$port") ;;
 esac
 if [ "${RAY_AUTH_MODE:-}" != token ] || [ -z "${RAY_AUTH_TOKEN:-}" ]; then
-    echo "ray_node.sh: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN: whoever reaches Ray's ports can run code" >&2
+    echo "ray_node.sh: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN: without them, anyone who reaches Ray's ports can run code" >&2
     exit 2
 fi
-# The least object store that Ray takes: samples do not go through it.
+# The smallest object store that Ray accepts: samples do not go through it.
 exec ray start "${role[@]}" "--node-ip-address=$address" --object-store-memory=83886080 --disable-usage-stats --block

@@ -1,6 +1,6 @@
-"""Waits until a Ray cluster has as many nodes as it should: ``python wait_for_nodes.py NODES [PROCESS_ID...]``.
+"""Waits until a Ray cluster has all its nodes: ``python wait_for_nodes.py NODES [PROCESS_ID...]``.
 
-The address is that of ``RAY_ADDRESS``. Ends with code 1 when one of the processes that start the nodes has ended, or
+The address is ``RAY_ADDRESS``. Ends with code 1 when one of the processes that start the nodes has ended, or
 after five minutes.
 """
 
@@ -14,7 +14,7 @@ POLL_SECONDS = 1.0
 
 
 def alive(process: int) -> bool:
-    """Whether a process, started by whoever started this one, still runs."""
+    """Whether a process of the same parent still runs."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -22,18 +22,18 @@ def alive(process: int) -> bool:
 
 
 def nodes_of(address: str) -> int:
-    """Nodes of the cluster that are alive; 0 while nobody answers."""
+    """Nodes of the cluster that are alive; 0 while no cluster answers."""
     import ray
 
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
-    except (ConnectionError, RuntimeError):  # it is only being started
+    except (ConnectionError, RuntimeError):  # it is still starting
         return 0
     return sum(bool(node["Alive"]) for node in ray.nodes())
 
 
 def main() -> int:
-    """Waits."""
+    """Waits; returns the exit code."""
     wanted, processes = int(sys.argv[1]), [int(number) for number in sys.argv[2:]]
     address, deadline, found = os.environ["RAY_ADDRESS"], time.monotonic() + SECONDS, 0
     while time.monotonic() < deadline and all(map(alive, processes)):
@@ -41,7 +41,7 @@ def main() -> int:
         if found >= wanted:
             return 0
         time.sleep(POLL_SECONDS)
-    print(f"wait_for_nodes.py: {found} of {wanted} nodes joined {address}; read what Ray said above", file=sys.stderr)
+    print(f"wait_for_nodes.py: {found} of {wanted} nodes joined {address}; see Ray's messages above", file=sys.stderr)
     return 1
 
 

@@ -63,7 +63,7 @@ def test_empty_files_and_empty_sections_are_the_defaults(tmp_path: Path) -> None
         ("modle: 125m\n", "run.yaml:1: unknown key 'modle'; did you mean model?"),
         ("engin: {max_batched_tokens: 5}\n", "run.yaml:1: unknown key 'engin'; did you mean engine?"),
         ("samples: true\n", "run.yaml:1: samples: must be a whole number, got 'true'"),
-        ("find_rate: yes\n", "run.yaml:1: find_rate: only the scenarios server and interactive have it; "),
+        ("find_rate: yes\n", "run.yaml:1: find_rate: only for the scenarios server and interactive, and "),
         ("seed: no\n", "run.yaml:1: seed: must be a whole number, got 'no'"),
         ("engine: {threads: yes}\n", "run.yaml:1: engine.threads: must be a whole number, got 'yes'"),
         ("warm_up_seconds: true\n", "run.yaml:1: warm_up_seconds: must be a number, got 'true'"),

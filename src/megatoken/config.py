@@ -1,4 +1,4 @@
-"""The one schema of a run: YAML keys are dotted flags, and every mistake is named with its place and its mend."""
+"""The schema of a run: YAML keys are dotted flags; every error names its place and how to fix it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAG_ALIASES = {name: f"{name}_seconds" for name in ("min_duration", "warm_up", 
 
 
 def _not_empty(value: Any) -> Any:
-    if value == "":  # the working directory to pathlib
+    if value == "":  # pathlib takes it for the working directory
         raise ValueError("must be a path")
     return value
 
@@ -31,7 +31,7 @@ def _not_empty(value: Any) -> Any:
 def _run_as_a_test(value: Any) -> Any:
     if value in ("TEST07", "TEST09"):
         raise ValueError(
-            f"must be 'TEST06' ({value} is of the answers to all rows: megatoken run --mode accuracy, then "
+            f"must be 'TEST06' ({value} checks the answers to all rows: megatoken run --mode accuracy, then "
             f"megatoken verify {value})"
         )
     return value
@@ -58,11 +58,11 @@ _Schema = TypeVar("_Schema", bound=_Section)
 
 
 class EngineSection(_Section):
-    """How the engine uses the machine. Null means: derived from model and machine, shown by --dry-run."""
+    """How the engine uses the machine. Null: derived from model and machine, as --dry-run shows."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the model runs")
     max_batched_tokens: Count | None = Field(default=None, description="tokens computed in one step (the token budget)")
-    max_sequences: Count | None = Field(default=None, description="requests resident at once")
+    max_sequences: Count | None = Field(default=None, description="requests that run at once")
     max_length: Count | None = Field(default=None, description="longest prompt + answer, in tokens")
     page_size: Count | None = Field(default=None, description="tokens in one page of the KV cache")
     cache_tokens: Count | None = Field(default=None, description="size of the KV cache, in tokens")
@@ -70,14 +70,14 @@ class EngineSection(_Section):
     threads: Count | None = Field(default=None, description="CPU threads")
     tensor_parallel: Count = Field(default=1, description="GPUs that share one copy of the model")
     fp8_scales: Literal["tensor", "row"] = Field(
-        default="tensor", description="of fp8: one for a linear's weight and one for its inputs, or one for each row"
+        default="tensor", description="scales of fp8: one for each weight and its inputs, or one for each row"
     )
     overlap: bool | None = Field(default=None, description="plan the next step while one runs")
     cuda_graphs: bool = Field(default=True, description="replay steps of few rows on a GPU as one launch")
     target_step_seconds: Rate | None = Field(
         default=None,
         lt=1e6,
-        description="most that steps take on average, for which prompts wait; null: 95 % of the TPOT limit, if any",
+        description="longest mean step, which limits prefill; null: 95 % of the TPOT limit, if there is one",
     )
 
 
@@ -88,78 +88,84 @@ class RackSection(_Section):
         default=None, description="Ray cluster: auto, or host:port; null: no rack, one engine in this process"
     )
     count: Literal["one_sut", "per_node"] = Field(
-        default="one_sut", description="one LoadGen for all nodes, or one for each, added up"
+        default="one_sut", description="one LoadGen for all nodes, or one per node with the results added up"
     )
     replicas: Count | None = Field(
-        default=None, le=100_000, description="copies of the model; null: one a GPU, without GPUs one a node"
+        default=None, le=100_000, description="copies of the model; null: one per GPU, without GPUs one per node"
     )
     simulated_gpu: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None, description="GPU that every replica pretends to be, by a cost model; null: replicas compute"
+        default=None, description="GPU that every replica simulates with a cost model; null: replicas compute"
     )
     simulated_nodes: Count = Field(default=18, le=1000, description="nodes to simulate, each a process")
     simulated_gpus: Count = Field(default=4, le=64, description="GPUs of a simulated node")
     dead_after_seconds: Rate = Field(
         default=8.0, ge=0.5, lt=1e6, description="silence, or length of one step, after which a replica counts as lost"
     )
-    reconnect_seconds: Seconds = Field(default=30.0, description="how long a lost replica may come back by itself")
-    wait_seconds: Seconds = Field(default=60.0, description="how long a rack that lost every replica waits for one")
-    replace: bool = Field(default=True, description="start what was lost anew, and replicas on nodes that join")
+    reconnect_seconds: Seconds = Field(default=30.0, description="how long a lost replica may take to reconnect")
+    wait_seconds: Seconds = Field(default=60.0, description="how long a rack without replicas waits for one")
+    replace: bool = Field(default=True, description="restart lost replicas, and start replicas on nodes that join")
 
 
 class RunConfig(_Section):
-    """Everything that decides what ``megatoken run`` does; the resolved one is written to the run folder."""
+    """All settings of ``megatoken run``; the resolved configuration is written to the run folder."""
 
     model: str = Field(
         default=REFERENCE, min_length=1, description="checkpoint directory, named shape, or the model that ships"
     )
-    random_weights: bool = Field(default=False, description="take only the shape from the model, not its weights")
+    random_weights: bool = Field(default=False, description="use the model's shape with random weights")
     seed: Seed = Field(default=0, description="seed of random weights and random prompts")
-    precision: Precision = Field(default="bf16", description="number format of the weights; fp4: of simulated GPUs")
+    precision: Precision = Field(default="bf16", description="number format of the weights; fp4 on simulated GPUs only")
     scenario: Literal["offline", "server", "interactive", "singlestream"] = Field(
         default="offline", description="how load arrives"
     )
-    mode: Literal["performance", "accuracy"] = Field(default="performance", description="accuracy logs every token id")
+    mode: Literal["performance", "accuracy"] = Field(
+        default="performance", description="accuracy mode logs every token id"
+    )
     compliance: Annotated[Literal["TEST06"] | None, BeforeValidator(_run_as_a_test)] = Field(
-        default=None, description="MLPerf compliance test to run in place of a measurement"
+        default=None, description="MLPerf compliance test to run instead of a measurement"
     )
     rules: RoundName | None = Field(default=None, description="MLPerf round whose rules the run claims")
     benchmark: Literal["llama2-70b", "llama3.1-405b", "llama3.1-8b", "llama3.1-8b-edge", "deepseek-r1"] | None = Field(
-        default=None, description="MLPerf benchmark to be held against; null: by the model's name, else llama2-70b"
+        default=None, description="MLPerf benchmark to compare with; null: by the model's name, else llama2-70b"
     )
     rate: Rate | None = Field(
-        default=None, lt=1e6, description="samples/s offered (server, interactive); null: a share of the warm-up's"
+        default=None, lt=1e6, description="samples/s offered (server, interactive); null: a share of the warm-up's rate"
     )
-    find_rate: bool = Field(default=False, description="search the highest valid rate, then confirm it")
+    find_rate: bool = Field(default=False, description="search for the highest valid rate, then confirm it")
     probe_seconds: Rate | None = Field(
         default=None, lt=1e9, description="length of a probe of the search; null: derived"
     )
     ttft_limit_seconds: Limit | None = Field(default=None, description="p99 time to first token; null: the benchmark's")
-    tpot_limit_seconds: Limit | None = Field(default=None, description="p99 time per output token; null: likewise")
-    repeat: Count = Field(default=1, le=1000, description="runs of the same")
+    tpot_limit_seconds: Limit | None = Field(
+        default=None, description="p99 time per output token; null: the benchmark's"
+    )
+    repeat: Count = Field(default=1, le=1000, description="number of times to run the same test")
     text: bool = Field(default=False, description="tokenise prompts and detokenise answers within the measured time")
     prompts: GivenPath | None = Field(default=None, description="prompts: JSON lines, or the OpenOrca pickle")
     lengths: GivenPath | None = Field(default=None, description="CSV of input_tokens,output_tokens")
-    max_tokens: Count = Field(default=128, description="answer length of prompts that state none")
+    max_tokens: Count = Field(default=128, description="longest answer to prompts that state no max_tokens")
     samples: Count | None = Field(
         default=None,
         le=100_000_000,
-        description="samples to issue, with rack.count per_node on every node; null: enough for the duration",
+        description="samples to issue (with rack.count per_node, on every node); null: enough for the duration",
     )
     min_duration_seconds: Seconds | None = Field(
         default=None, description="shortest run; null: 600 under rules, otherwise about 15 if samples is null"
     )
-    warm_up_seconds: Seconds = Field(default=3.0, description="time spent estimating the rate, not counted")
-    out: GivenPath = Field(default=Path("runs"), description="folder that receives the run folder")
+    warm_up_seconds: Seconds = Field(
+        default=3.0, description="time for estimating the rate; not part of the measurement"
+    )
+    out: GivenPath = Field(default=Path("runs"), description="folder in which the run folder is created")
     engine: EngineSection = EngineSection()
     rack: RackSection = RackSection()
 
     def engine_config(self) -> EngineConfig:
-        """The engine's part, in the engine's own type."""
+        """The settings of the engine, as its own type."""
         return EngineConfig(precision=self.precision, **self.engine.model_dump())
 
 
 class AnswerConfig(_Section):
-    """How ``megatoken generate`` picks tokens and ends answers; a line of a prompt file may say otherwise."""
+    """How ``megatoken generate`` samples tokens and ends answers; a line of a prompt file may override it."""
 
     temperature: float = Field(default=0.0, ge=0)
     top_k: int = Field(default=0, ge=0, lt=2**31)
@@ -168,13 +174,13 @@ class AnswerConfig(_Section):
     stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_separated)] = ()
 
     def sampling(self) -> Sampling:
-        """The engine's part, in the engine's own type."""
+        """The sampling settings, as the engine's own type."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What is known of one setting of the schema."""
+    """One setting of the schema."""
 
     default: Any
     description: str
@@ -188,7 +194,7 @@ class _Setting:
 
 
 def load_run_config(path: Path | None, flags: Mapping[str, str | bool | None], rack: str | None = None) -> RunConfig:
-    """The schema's defaults, overridden by a YAML file, overridden by flags.
+    """Loads a configuration: defaults, overridden by a YAML file, overridden by flags.
 
     Args:
         path: YAML file, or None.
@@ -212,7 +218,7 @@ def load_run_config(path: Path | None, flags: Mapping[str, str | bool | None], r
 
 
 def load_answer_config(flags: Mapping[str, str | None]) -> AnswerConfig:
-    """The defaults, overridden by flags as in ``load_run_config``. Raises ConfigError."""
+    """Loads the settings of ``generate``: defaults, overridden by flags. Raises ConfigError."""
     return _checked(AnswerConfig, _from_flags(flags))
 
 
@@ -274,14 +280,14 @@ def _settings(root: yaml.Node, file: str, section: str) -> Iterator[tuple[str, _
                 yield from walk(value_node, key)
             else:
                 meant = nearest(FLAG_ALIASES.get(key, key), [*KEYS, *_SECTIONS])
-                mend = f"did you mean {meant}?" if meant else "see megatoken run --help"
-                raise ConfigError(f"{place}: unknown key '{key}'; {mend}")
+                fix = f"did you mean {meant}?" if meant else "see megatoken run --help"
+                raise ConfigError(f"{place}: unknown key '{key}'; {fix}")
 
     yield from walk(root, section)
 
 
 def _as_typed(node: yaml.Node, place: str) -> str | None:
-    """The letters of a value. As with a flag the key says what they mean."""
+    """A value as text; its key decides how it is parsed, as with a flag."""
     if not isinstance(node, yaml.ScalarNode):
         raise ConfigError(f"{place}: must be one value, not a list or mapping")
     if node.tag not in _PLAIN_TAGS:
@@ -317,7 +323,7 @@ def _checked(schema: type[_Schema], settings: Mapping[str, _Setting]) -> _Schema
 
 
 def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None:
-    """Refuses settings that exclude each other, at the place of the first."""
+    """Refuses settings that exclude each other; the error names the place of the first."""
 
     def refuse(key: str, why: str) -> None:
         if key in settings and attrgetter(key)(config) != KEYS[key].default:
@@ -325,34 +331,34 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
 
     if config.scenario not in ("server", "interactive"):
         for key in ("rate", "find_rate", "ttft_limit_seconds", "tpot_limit_seconds", "probe_seconds"):
-            refuse(key, f"only the scenarios server and interactive have it; this is {config.scenario}")
+            refuse(key, f"only for the scenarios server and interactive, and this is {config.scenario}; leave it out")
     if not config.find_rate:
-        refuse("probe_seconds", "only a search for a rate has probes; give --find-rate")
+        refuse("probe_seconds", "only for a search for a rate; give --find-rate")
     if config.rack.count == "per_node":
         for key in ("find_rate", "repeat", "text"):
-            refuse(key, "not together with rack.count per_node: every node has a LoadGen of its own")
+            refuse(key, "not supported with rack.count per_node, where every node has its own LoadGen; leave it out")
     if config.rack.cluster is None:
         for key in ("rack.count", "rack.replicas", "rack.simulated_gpu"):
-            refuse(key, "only a rack has it; give --rack auto")
+            refuse(key, "only for a rack; give --rack auto")
     if config.rack.simulated_gpu is None:
         if find_scheme(config.precision).simulated_only:
             place = _place_of("precision", settings)
-            raise ConfigError(f"{place}: must be 'fp32', 'bf16' or 'fp8', got 'fp4', of simulated GPUs alone")
+            raise ConfigError(f"{place}: must be 'fp32', 'bf16' or 'fp8'; fp4 is supported on simulated GPUs only")
     else:
         for key in ("rules", "compliance", "rack.replicas", "text"):
-            refuse(key, "not together with rack.simulated_gpu: nothing is computed")
+            refuse(key, "not supported with rack.simulated_gpu, which computes nothing; leave it out")
         if config.mode == "accuracy":
-            refuse("mode", "not together with rack.simulated_gpu: nothing is computed")
+            refuse("mode", "not supported with rack.simulated_gpu, which computes nothing; leave it out")
         if config.rack.count == "per_node":
-            refuse("rack.count", "simulated nodes share one machine; leave it at one_sut")
+            refuse("rack.count", "must be one_sut for simulated nodes, which share one machine")
     if config.find_rate:
         for key in ("repeat", "samples"):
-            refuse(key, "not together with find_rate")
+            refuse(key, "not supported with find_rate; leave it out")
         if config.mode == "accuracy":
             refuse("find_rate", "accuracy mode has no rate to find; give --mode performance")
     if config.compliance is not None:
         for key in ("mode", "samples", "min_duration_seconds", "find_rate", "repeat"):
-            refuse(key, f"not together with compliance: {config.compliance} says itself what is run")
+            refuse(key, f"not supported with compliance: {config.compliance} defines it; leave it out")
 
 
 def _nested(settings: Mapping[str, _Setting]) -> dict[str, Any]:
@@ -376,6 +382,6 @@ def _explain(error: ValidationError, settings: Mapping[str, _Setting]) -> str:
 
 
 def _place_of(key: str, settings: Mapping[str, _Setting]) -> str:
-    """Where it was set, with its name where a line of a file alone does not say it."""
+    """Where it was set: the flag, or file and line with the key."""
     place = settings[key].place
     return place if place.startswith("--") else f"{place}: {key}"

@@ -1,4 +1,4 @@
-"""The signals that ask a command to end. Imports next to nothing: it comes before everything else in a command."""
+"""The signals that end a command. Imports almost nothing, because a command imports it first."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def handle_stop_signals(handler: Handler) -> dict[signal.Signals, Any]:
 def leave_at_once(words: str) -> Callable[[int, FrameType | None], None]:
     """A handler that writes ``words`` on standard error and ends the process with exit code 130.
 
-    No exception: raised inside an import, it becomes another one, or is printed as ignored and forgotten.
+    It raises no exception: one raised inside an import is replaced by another, or printed as ignored.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
         try:
             os.write(2, f"megatoken: {words}\n".encode())
-        finally:  # whether or not there is somebody to tell
+        finally:  # standard error may be closed
             os._exit(ExitCode.INTERRUPTED)
 
     return leave

@@ -162,7 +162,7 @@ def test_what_the_test_decides_itself_is_refused(tmp_path: Path, flags: tuple[ob
     code, _, err = call_here("run", "--compliance", "TEST06", *flags, "--out", tmp_path / "runs")
     assert code == 2
     flag = next(flag for flag in reversed(flags) if str(flag).startswith("--"))
-    assert f"{flag}: not together with compliance: TEST06 says itself what is run" in err
+    assert f"{flag}: not supported with compliance: TEST06 defines it" in err
     assert not (tmp_path / "runs").exists()
 
 

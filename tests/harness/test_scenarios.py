@@ -379,14 +379,14 @@ def test_the_engine_serves_every_scenario_with_text_at_both_ends(tmp_path: Path,
 
 def test_flags_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     for flags, words in (
-        (("--rate", 5), "--rate: only the scenarios server and interactive have it; this is offline"),
-        (("--scenario", "singlestream", "--find-rate"), "--find-rate: only the scenarios server and interactive"),
-        (("--scenario", "server", "--find-rate", "--repeat", 3), "--repeat: not together with find_rate"),
-        (("--scenario", "server", "--find-rate", "--samples", 3), "--samples: not together with find_rate"),
-        (("--scenario", "server", "--probe", 5), "--probe: only a search for a rate has probes; give --find-rate"),
+        (("--rate", 5), "--rate: only for the scenarios server and interactive, and this is offline; leave it out"),
+        (("--scenario", "singlestream", "--find-rate"), "--find-rate: only for the scenarios server and interactive"),
+        (("--scenario", "server", "--find-rate", "--repeat", 3), "--repeat: not supported with find_rate"),
+        (("--scenario", "server", "--find-rate", "--samples", 3), "--samples: not supported with find_rate"),
+        (("--scenario", "server", "--probe", 5), "--probe: only for a search for a rate; give --find-rate"),
         (
             ("--rack", "auto", "--rack.simulated_gpu", "H200", "--compliance", "TEST06"),
-            "--compliance: not together with rack.simulated_gpu: nothing is computed",
+            "--compliance: not supported with rack.simulated_gpu, which computes nothing",
         ),
         (("--scenario", "server", "--rate", 0), "--rate: must be "),
         (("--scenario", "server", "--ttft-limit", -1), "--ttft-limit: must be at least 0.001, got '-1'"),

@@ -73,7 +73,7 @@ def test_an_address_that_is_stale_costs_seconds(
     notes: list[str] = []
     left_behind.write_text(silent)
     assert address.find_cluster("auto", notes.append) is None
-    assert notes == [f"no Ray cluster answers at {silent}, which {left_behind} names; takes this machine alone"]
+    assert notes == [f"no Ray cluster answers at {silent} (from {left_behind}); using this machine alone"]
     with pytest.raises(UsageError) as caught:
         address.find_cluster(silent, notes.append)
     start = f"no Ray cluster answers at {silent}"
@@ -81,14 +81,14 @@ def test_an_address_that_is_stale_costs_seconds(
     monkeypatch.setenv("RAY_ADDRESS", silent)
     with pytest.raises(UsageError) as caught:
         address.find_cluster("auto", notes.append)
-    mend = "start one with: RAY_AUTH_MODE=token ray start --head, or unset it"
-    assert str(caught.value) == f"{start}, the RAY_ADDRESS; {mend}"
+    mend = "start one with: RAY_AUTH_MODE=token ray start --head, or unset RAY_ADDRESS"
+    assert str(caught.value) == f"{start} (RAY_ADDRESS); {mend}"
     assert len(notes) == 1
 
 
 @pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_head_whose_node_is_dead_is_refused_at_once(end: signal.Signals, left_behind: Path) -> None:
-    """The head goes on greeting, and Ray itself would wait for a minute."""
+    """The head still answers, and Ray itself would wait for a minute."""
     with ray_nodes() as nodes:
         raylets = [one for one in psutil.Process(nodes.process_id).children(True) if one.name() == "raylet"]
         assert len(raylets) == 2
@@ -106,14 +106,14 @@ def test_a_head_whose_node_is_dead_is_refused_at_once(end: signal.Signals, left_
         left_behind.write_text(nodes.address)
         notes: list[str] = []
         assert address.find_cluster("auto", notes.append) is None
-        assert notes == [f"{gone}, which {left_behind} names, runs here; takes this machine alone"]
+        assert notes == [f"{gone} (from {left_behind}) runs here; using this machine alone"]
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "message"),
     [
-        ("token", None, "asks for its token; set RAY_AUTH_MODE=token for this command too, and RAY_AUTH_TOKEN where "),
-        ("disabled", "token", "knows no token, and RAY_AUTH_MODE is token here; start it with: RAY_AUTH_MODE=token "),
+        ("token", None, "requires its token; set RAY_AUTH_MODE=token for this command too, and RAY_AUTH_TOKEN unless "),
+        ("disabled", "token", "uses no token, but RAY_AUTH_MODE is token here; start it with: RAY_AUTH_MODE=token "),
     ],
 )
 def test_a_token_that_one_side_alone_has_is_refused_at_once(

@@ -217,7 +217,7 @@ def test_one_driver_at_a_time_and_no_replica_outlives_it(drive: Any) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--rack.replicas", "3"), "3 replicas of 1 CPU cores need 3; the cluster has 2 (alpha 1, beta 1)"),
+        (("--rack.replicas", "3"), "3 replicas need 3 cores; the cluster has 2 (alpha 1, beta 1)"),
         (("--engine.tensor-parallel", "3"), "tensor_parallel 3 does not divide the 8 heads of tiny"),
         (("--engine.tensor-parallel", "2"), "the cluster has 2 (alpha 1, beta 1)"),
         (("--engine.device", "cuda"), "the cluster has 0"),

@@ -97,7 +97,7 @@ class NodeDriver:
         self._hub = Hub(host, key, streams=streams, **limits)
         self._workers = set(workers)
         for number, replicas in workers.items():
-            self._hub.expect(number, [Place(self._node, replica) for replica in replicas])
+            self._hub.register(number, [Place(self._node, replica) for replica in replicas])
         return self._hub.address
 
     def clocks(self) -> tuple[int, int]:
@@ -203,7 +203,7 @@ def _start(rack: RackBackend) -> list[_Node]:
     for name in dict.fromkeys(slot.places[0].node for slot in slots.values()):
         own = {number: slot for number, slot in slots.items() if slot.places[0].node == name}
         machine = next(iter(own.values())).node
-        driver = rack.cluster.start_beside(NodeDriver, machine, config, name)
+        driver = rack.cluster.start_unplaced(NodeDriver, machine, config, name)
         numbers = {number: [place.replica for place in slot.places] for number, slot in own.items()}
         listening[name] = driver.listen.remote(machine.address, key, numbers)
         nodes.append(_Node(name, driver, OffsetEstimate()))

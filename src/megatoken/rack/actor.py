@@ -1,6 +1,6 @@
-"""What Ray starts on a node: a process that opens the model, says what it found, loads it and serves the driver.
+"""The process that Ray starts on a node: it opens the model, reports what it found, loads it and serves the driver.
 
-Answers are JSON text. An error the user can mend is an answer too, so that it reaches the driver in its own words.
+Answers are JSON text. An error that the user can fix is an answer too, so that its message reaches the driver.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatoken.engine import Engine
     from megatoken.engine.simulated import SimulatedEngine
 
-DRIVER_FIRST = 5  # added to the niceness of what computes on the driver's own machine: dispatch comes first
+NICENESS_BESIDE_DRIVER = 5  # added where replicas compute on the driver's own machine: dispatch comes first
 LEAVE_SECONDS = 2.0
 
 
@@ -35,11 +35,11 @@ class WorkerSpec:
         random_weights: take only the model's shape.
         seed: of random weights.
         engine: fields of ``EngineConfig``.
-        simulated_gpu: the GPU that engines pretend to run on; None: they compute.
-        streams: whether first tokens are told at once.
-        keep_ids: whether answers are told as ids.
+        simulated_gpu: the GPU that engines simulate; None: they compute.
+        streams: whether first tokens are reported at once.
+        keep_ids: whether the ids of answers are reported.
         dead_after_seconds: silence after which the other side counts as gone.
-        reconnect_seconds: how long a worker looks for a driver that is out of reach.
+        reconnect_seconds: how long a worker tries to reconnect to the driver.
         driver_host: name of the driver's machine.
     """
 
@@ -56,16 +56,16 @@ class WorkerSpec:
 
 
 class WorkerActor:
-    """The process of one worker. Methods are called in the order in which they stand here."""
+    """The process of one worker. Methods are called in the order in which they are defined."""
 
     def __init__(self, spec: str, engines: int, threads: int | None, neighbours: int) -> None:
-        """Keeps the order.
+        """Stores what to start.
 
         Args:
             spec: a ``WorkerSpec`` as JSON.
             engines: replicas in this process.
             threads: CPU threads of one engine; None leaves it to the engine.
-            neighbours: replicas that share this node's main memory; 1 where each has a GPU's.
+            neighbours: replicas that share this node's main memory; 1 if each has a GPU.
         """
         self._spec = WorkerSpec(**json.loads(spec))
         self._count = engines
@@ -75,18 +75,18 @@ class WorkerActor:
         if neighbours > 1 and engine.get("memory_bytes") is None:
             engine["memory_bytes"] = psutil.virtual_memory().available // neighbours
         if socket.gethostname() == self._spec.driver_host:
-            os.nice(DRIVER_FIRST)
+            os.nice(NICENESS_BESIDE_DRIVER)
 
     def inspect(self) -> str:
-        """What this node would serve: version, checkpoint, memory plan. Reads no weights."""
+        """Reports what this node would serve: version, checkpoint, memory plan. Reads no weights."""
         return _answer(self._inspect)
 
     def load(self) -> str:
-        """Loads the weights; what the engines run on."""
+        """Loads the weights and reports what the engines run on."""
         return _answer(self._load)
 
     def serve(self, host: str, port: int, key: bytes, number: int) -> None:
-        """Serves the driver until it is gone; then this process ends."""
+        """Serves the driver until it ends or is lost; then this process ends."""
         from megatoken.rack.worker import Worker
 
         spec = self._spec
@@ -101,7 +101,7 @@ class WorkerActor:
                 gpus=self._gpus,
             )
             worker.serve((host, port), key)
-        finally:  # whether or not Ray still reaches this process
+        finally:  # Ray may no longer reach this process
             threading.Timer(LEAVE_SECONDS, os._exit, (0,)).start()
 
     def _inspect(self) -> dict[str, Any]:

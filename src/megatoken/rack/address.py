@@ -1,4 +1,4 @@
-"""Which Ray cluster a driver connects to, and whether it is any use: Ray itself would wait for minutes to find out."""
+"""Finds the Ray cluster that a driver connects to and checks it: Ray itself would wait for minutes before it fails."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ import psutil
 from megatoken.errors import UsageError
 
 REACH_SECONDS = 2.0
-ANSWER_SECONDS = 5.0  # for a head on a busy machine to greet; Ray itself waits for minutes for one that is stopped
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # and empty SETTINGS (RFC 9113, 3.4 and 6.5)
+ANSWER_SECONDS = 5.0  # a head that is silent for so long is treated as down; Ray itself waits for minutes
+HTTP2_PREFACE = (
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+)  # and empty SETTINGS (RFC 9113, 3.4 and 6.5)
 SETTINGS_FRAME, FRAME_HEAD_BYTES = 4, 9
 START = "RAY_AUTH_MODE=token ray start"  # named in full: whether Ray asks for its token must be the same on both sides
 
 
 def find_cluster(address: str, note: Callable[[str], None]) -> str | None:
-    """The cluster to connect to; None where ``auto`` finds none.
+    """The address of the cluster to connect to; None if ``auto`` finds none.
 
     Raises:
-        UsageError: the address does not answer, or this machine has no part in the cluster.
+        UsageError: the address does not answer, or no node of the cluster runs on this machine.
     """
     named = os.environ.get("RAY_ADDRESS", "auto")
     asked = address if address != "auto" else named
     if asked == "local":
         return None
     if asked != "auto":
-        where, mend = ("", "give --rack auto") if address != "auto" else (", the RAY_ADDRESS", "unset it")
+        where, fix = ("", "give --rack auto") if address != "auto" else (" (RAY_ADDRESS)", "unset RAY_ADDRESS")
         if not answers(asked):
-            raise UsageError(f"no Ray cluster answers at {asked}{where}; start one with: {START} --head, or {mend}")
+            raise UsageError(f"no Ray cluster answers at {asked}{where}; start one with: {START} --head, or {fix}")
         if not has_node_here(asked):
             raise UsageError(
                 f"no node of the Ray cluster at {asked}{where} runs on this machine; start one with: "
-                f"{START} --address={asked}, or {mend}"
+                f"{START} --address={asked}, or {fix}"
             )
         return asked
     left = _address_file()
@@ -46,27 +48,30 @@ def find_cluster(address: str, note: Callable[[str], None]) -> str | None:
     if answers(asked):
         if has_node_here(asked):
             return asked
-        note(f"no node of the Ray cluster at {asked}, which {left} names, runs here; takes this machine alone")
+        note(f"no node of the Ray cluster at {asked} (from {left}) runs here; using this machine alone")
     else:
-        note(f"no Ray cluster answers at {asked}, which {left} names; takes this machine alone")
+        note(f"no Ray cluster answers at {asked} (from {left}); using this machine alone")
     return None
 
 
 def _address_file() -> Path:
-    """Where `ray start` leaves the address."""
+    """The file in which `ray start` stores the address."""
     folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
     return Path(folder, "ray", "ray_current_cluster")
 
 
 def answers(address: str) -> bool:
-    """Whether a gRPC server greets there, as Ray's head does: a process that is stopped still takes connections."""
+    """Whether a gRPC server, such as Ray's head, answers there: a stopped process still accepts connections."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS) as connection:
-            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):  # then it greets only those with its keys
+            if os.environ.get("RAY_USE_TLS", "0").lower() in (
+                "1",
+                "true",
+            ):  # then it answers only clients with its keys
                 return True
             connection.settimeout(ANSWER_SECONDS)
-            connection.sendall(GREETING)
+            connection.sendall(HTTP2_PREFACE)
             head = b""
             while len(head) < FRAME_HEAD_BYTES and (part := connection.recv(FRAME_HEAD_BYTES - len(head))):
                 head += part
@@ -81,7 +86,7 @@ def has_node_here(address: str) -> bool:
 
 
 def check_token(address: str) -> None:
-    """Refuses a token that only one side has: Ray itself tries for 20 s, and then does not say why.
+    """Refuses a token that only one side has: Ray itself tries for 20 s and then does not report why.
 
     Raises:
         UsageError: ``RAY_AUTH_MODE`` is not that of the cluster's node on this machine.
@@ -94,12 +99,12 @@ def check_token(address: str) -> None:
     wants, has = (env.get("RAY_AUTH_MODE", "").lower() == "token" for env in (theirs, os.environ))
     if wants and not has:
         raise UsageError(
-            f"the Ray cluster at {address} asks for its token; set RAY_AUTH_MODE=token for this command too, and "
-            "RAY_AUTH_TOKEN where ~/.ray/auth_token is not the cluster's"
+            f"the Ray cluster at {address} requires its token; set RAY_AUTH_MODE=token for this command too, and "
+            "RAY_AUTH_TOKEN unless ~/.ray/auth_token is the cluster's"
         )
     if has and not wants:
         raise UsageError(
-            f"the Ray cluster at {address} knows no token, and RAY_AUTH_MODE is token here; start it with: "
+            f"the Ray cluster at {address} uses no token, but RAY_AUTH_MODE is token here; start it with: "
             f"{START} --head, or unset RAY_AUTH_MODE"
         )
 

@@ -1,4 +1,4 @@
-"""How far another machine's clocks are from ours, after Cristian (1989): the quickest of many round trips wins."""
+"""Offsets of another machine's clocks from ours, by Cristian's algorithm (1989): the quickest of many round trips."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ ROUNDS_KEPT = 60
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """What the other side's clocks show beyond ours, in seconds; each lies within ``uncertainty_seconds`` of the truth.
+    """The other side's clocks minus ours, in seconds, each known to ``uncertainty_seconds``.
 
-    The truth is assumed to lie within the quickest round trip: half of it to either side of its middle.
+    The uncertainty is half of the quickest round trip: the other side read its clocks somewhere within it.
     """
 
     wall_seconds: float
@@ -22,7 +22,7 @@ class ClockOffset:
 
 
 class OffsetEstimate:
-    """Offsets from the latest round trips, so that clocks that drift are followed."""
+    """The offset from the latest round trips; old ones are dropped, since clocks drift."""
 
     def __init__(self) -> None:
         self._rounds: deque[tuple[int, int, int]] = deque(maxlen=ROUNDS_KEPT)  # round trip, monotonic, wall, all ns
@@ -31,7 +31,7 @@ class OffsetEstimate:
 
     @property
     def monotonic_ns(self) -> int:
-        """What the other monotonic clock shows beyond ours; 0 before the first round."""
+        """The other monotonic clock minus ours; 0 before the first round."""
         return self._best[1]
 
     @property
@@ -47,7 +47,7 @@ class OffsetEstimate:
             received_ns: the same when the answer came.
             wall_ns: our wall clock when the answer came.
             their_monotonic_ns: theirs when they answered.
-            their_wall_ns: likewise.
+            their_wall_ns: their wall clock at that moment.
         """
         trip = received_ns - sent_ns
         middle = sent_ns + trip // 2

@@ -1,4 +1,4 @@
-"""Ray: finds or starts a cluster, starts one process for each slot, sees which end, starts others in their place."""
+"""The Ray cluster: find or start it, start one process for each slot, notice which end, and replace them."""
 
 from __future__ import annotations
 
@@ -24,35 +24,34 @@ from megatoken.rack.wire import KEY_BYTES
 
 NAMESPACE = "megatoken"
 LEASE = "megatoken-driver"
-PLACE_SECONDS = 60.0  # for Ray to find the room that it said there is
+PLACE_SECONDS = 60.0  # for Ray to place a process in resources that it reported free
 WATCH_SECONDS = 1.0
-LOCAL_STORE_BYTES = 80 * 2**20  # the least that Ray takes: samples do not go through its object store
+LOCAL_STORE_BYTES = 80 * 2**20  # Ray's minimum: samples do not go through its object store
 MISSING = "a rack needs Ray; install it with: pip install 'megatoken[rack]'"
 
 
 @dataclass(slots=True)
 class Process:
-    """One process of the rack on its way: placed, opening the model, loading, serving."""
+    """One process of the rack and its stage: opening the model, loading, serving, or refused."""
 
     number: int
     slot: Slot
     group: Any
     actor: Any
     stage: str
-    answer: Any  # Ray's reference to what the stage answers
+    answer: Any  # Ray's reference to the answer of the stage
     facts: dict[str, Any] = field(default_factory=dict)
-    away_since: float | None = None  # it serves, and is not connected
+    away_since: float | None = None  # when its connection was lost while it served
 
 
 class Lease:
-    """Held by the one driver of a cluster: a name in Ray can be taken once."""
+    """A named actor that the one driver of a cluster holds: a name in Ray can be taken once."""
 
     def __init__(self, holder: str) -> None:
-        """Keeps who holds it."""
         self._holder = holder
 
     def holder(self) -> str:
-        """Who holds it."""
+        """The driver that holds the lease."""
         return self._holder
 
 
@@ -64,8 +63,8 @@ class Cluster:
 
         Args:
             address: ``auto`` or host:port.
-            note: where to say what happened meanwhile.
-            local_cpus: of a local cluster; None: as many as there are.
+            note: called with messages about events of the cluster.
+            local_cpus: cores of a local cluster; None: all.
 
         Raises:
             UsageError: Ray is missing, no cluster answers, or another driver holds this one.
@@ -75,7 +74,7 @@ class Cluster:
         environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         if found is not None:
             check_token(found)
-        if found is None:  # has Ray take the loopback address; read when it is imported, inherited by what it starts
+        if found is None:  # makes Ray use the loopback address; Ray reads it on import, its processes inherit it
             environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         for name, value in environment.items():
             os.environ.setdefault(name, value)
@@ -89,7 +88,7 @@ class Cluster:
         self.host: str = self._ray.util.get_node_ip_address()
         self._processes: dict[int, Process] = {}
         self._names: dict[str, str] = {}  # of nodes, by Ray's id
-        self._beside: list[Any] = []
+        self._unplaced: list[Any] = []
         self._next = 0
         self._hub: Hub | None = None
         self._over = threading.Event()
@@ -102,7 +101,7 @@ class Cluster:
             raise
 
     def nodes(self) -> list[Node]:
-        """Machines that are alive, under their names."""
+        """The machines that are alive, under their names."""
         own = self._ray.get_runtime_context().get_node_id()
         found = []
         for entry in self._ray.nodes():
@@ -116,10 +115,10 @@ class Cluster:
         return name_nodes(found, self._names)
 
     def start(self, slots: Sequence[Slot], spec: WorkerSpec) -> list[dict[str, Any]]:
-        """Starts a process for each slot and has it open the model; what each found, in the order of the slots.
+        """Starts a process for each slot, which opens the model; returns what each found, in the order of the slots.
 
         Raises:
-            MegatokenError: no room, a process that ended, or what a process says of the model.
+            MegatokenError: no free resources, a process that ended, or the error of a process.
             UsageError: nodes with different versions or checkpoints.
         """
         self._spec = spec
@@ -133,7 +132,7 @@ class Cluster:
         return [process.facts for process in processes]
 
     def load(self) -> list[dict[str, Any]]:
-        """Has every process load the weights; what their engines run on."""
+        """Loads the weights in every process; returns what their engines run on."""
         processes = list(self._processes.values())
         for process in processes:
             process.stage, process.answer = "loading", process.actor.load.remote()
@@ -146,9 +145,9 @@ class Cluster:
 
         Args:
             hub: of this run.
-            key: that it knows.
-            replan: the slots that the nodes there are now ought to have.
-            replace: whether what is lost is started anew.
+            key: secret of this run, which the hub knows.
+            replan: the slots that the nodes alive now should have.
+            replace: whether lost processes are restarted.
 
         Raises:
             MegatokenError: a process did not connect.
@@ -163,18 +162,18 @@ class Cluster:
                 names = ", ".join(sorted({self._processes[number].slot.node.name for number in missing}))
                 raise MegatokenError(
                     f"{len(missing)} of {len(numbers)} process{'es' * (len(numbers) != 1)} did not reach the driver at "
-                    f"{hub.address[0]}:{hub.address[1]} within {PLACE_SECONDS:g} s ({names}); is a firewall between?"
+                    f"{hub.address[0]}:{hub.address[1]} within {PLACE_SECONDS:g} s ({names}); is there a firewall?"
                 )
             time.sleep(0.05)
         self._thread = threading.Thread(target=self._watch, name="rack-cluster", daemon=True)
         self._thread.start()
 
     def serve_at(self, addresses: Mapping[str, tuple[str, int]], key: bytes) -> None:
-        """Has every process serve the driver of its own node; nothing is watched or replaced.
+        """Connects every process to the driver of its own node; nothing is watched or replaced.
 
         Args:
             addresses: of those drivers, by name of the node.
-            key: that they know.
+            key: secret of this run, which they know.
         """
         for process in self._processes.values():
             host, port = addresses[process.slot.places[0].node]
@@ -185,22 +184,22 @@ class Cluster:
         """Every process by its number."""
         return {process.number: process.slot for process in self._processes.values()}
 
-    def start_beside(self, actor: type, node: Node, *arguments: object) -> Any:
-        """An actor on a node that takes nothing of Ray's count; ``ask`` calls it, two calls may be on their way."""
+    def start_unplaced(self, actor: type, node: Node, *arguments: object) -> Any:
+        """Starts an actor on a node that takes none of Ray's resources. It takes ``max_concurrency`` calls at once."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         strategy = NodeAffinitySchedulingStrategy(node.ray_id, soft=False)
         options = {"num_cpus": 0, "max_concurrency": 3, "scheduling_strategy": strategy}
         handle: Any = self._ray.remote(actor).options(**options).remote(*arguments)
-        self._beside.append(handle)
+        self._unplaced.append(handle)
         return handle
 
     def ask(self, reference: Any, timeout_seconds: float) -> Any:
-        """What a call answers.
+        """The answer of a call.
 
         Raises:
             TimeoutError: it has not answered yet.
-            MegatokenError: the process is gone, or failed.
+            MegatokenError: the process is lost, or failed.
         """
         try:
             return self._ray.get(reference, timeout=timeout_seconds)
@@ -214,10 +213,10 @@ class Cluster:
         self._over.set()
         if self._thread is not None:
             self._thread.join()
-        with suppress(Exception):  # what Ray no longer reaches is gone, or ends by itself
+        with suppress(Exception):  # a process that Ray no longer reaches is gone or ends by itself
             for process in self._processes.values():
                 self._end(process)
-            for actor in (*self._beside, self._lease):
+            for actor in (*self._unplaced, self._lease):
                 self._ray.kill(actor)
         with suppress(Exception):
             self._ray.shutdown()
@@ -243,7 +242,7 @@ class Cluster:
                 f"another driver runs on this cluster ({other}; {held} in use); wait for it, or end it"
             ) from None
         except ray.exceptions.RayError:  # Ray takes seconds to notice that a node is dead
-            raise UsageError("the Ray cluster starts nothing: a node of it seems dead; look with: ray status") from None
+            raise UsageError("the Ray cluster starts nothing, so a node seems dead; check with: ray status") from None
 
     def _create(self, slot: Slot) -> Process:
         ray = self._ray
@@ -267,7 +266,7 @@ class Cluster:
         return process
 
     def _answer_of(self, process: Process) -> dict[str, Any]:
-        """Waits for the answer of a stage; patient only where something is on its way."""
+        """Waits for the answer of a stage; times out only if Ray has not placed the process."""
         ray, name = self._ray, process.slot.node.name
         placed_by = time.monotonic() + PLACE_SECONDS
         placed = False
@@ -280,7 +279,7 @@ class Cluster:
                 free = ray.available_resources()
                 raise MegatokenError(
                     f"{name}: no room for {process.slot.bundle} within {PLACE_SECONDS:g} s; the cluster has "
-                    f"{free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs free; does something else run on it?"
+                    f"{free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs free; stop other work on it"
                 )
         try:
             return _checked(ray.get(process.answer), name)
@@ -290,7 +289,7 @@ class Cluster:
     def _serve(self, process: Process) -> None:
         if self._hub is None:
             return
-        self._hub.expect(process.number, process.slot.places)
+        self._hub.register(process.number, process.slot.places)
         host, port = self._hub.address
         process.stage = "serving"
         process.answer = process.actor.serve.remote(host, port, self._key, process.number)
@@ -299,11 +298,11 @@ class Cluster:
         while not self._over.wait(WATCH_SECONDS):
             try:
                 self._look()
-            except Exception as error:  # Ray's head may be out of reach for a while; what serves goes on serving
+            except Exception as error:  # Ray's head may be out of reach for a while; replicas continue to serve
                 self._note(f"Ray: {_cause(error)}")
 
     def _look(self) -> None:
-        """One round: what ended, what came to its next stage, what is missing."""
+        """One round: removes lost processes, starts the next stage of others, starts missing ones."""
         if self._hub is None:
             return
         nodes = self.nodes()
@@ -316,9 +315,9 @@ class Cluster:
                 process.away_since = time.monotonic()
             away_seconds = 0.0 if process.away_since is None else time.monotonic() - process.away_since
             if process.slot.node.ray_id not in alive:
-                self._drop(process, "its node left the cluster")
+                self._remove(process, "its node left the cluster")
             elif away_seconds > self._spec.reconnect_seconds:
-                self._drop(process, "it did not come back")
+                self._remove(process, "it did not reconnect")
             else:
                 self._advance(process)
         if self._replace:
@@ -337,11 +336,11 @@ class Cluster:
         try:
             answer = self._ray.get(process.answer)
             if process.stage == "serving":
-                self._drop(process, "its process ended")
+                self._remove(process, "its process ended")
                 return
             process.facts |= _checked(answer, name)
         except Exception as error:
-            self._drop(process, _cause(error))
+            self._remove(process, _cause(error))
             return
         if process.stage == "opening":
             try:
@@ -349,15 +348,15 @@ class Cluster:
             except UsageError as error:
                 self._note(f"{name} may not join: {error}")
                 self._end(process)
-                process.stage = "refused"  # its place stays taken, so that it is not asked again and again
+                process.stage = "refused"  # its slot stays taken, so that it is not started again and again
                 return
             process.stage, process.answer = "loading", process.actor.load.remote()
         elif process.stage == "loading":
             self._serve(process)
 
-    def _drop(self, process: Process, cause: str) -> None:
+    def _remove(self, process: Process, cause: str) -> None:
         if self._hub is not None:
-            self._hub.forget(process.number, cause)
+            self._hub.unregister(process.number, cause)
         self._end(process)
         del self._processes[process.number]
 
@@ -371,7 +370,7 @@ class Cluster:
 
 
 def new_key() -> bytes:
-    """A key for one run."""
+    """A new secret for one run."""
     return secrets.token_bytes(KEY_BYTES)
 
 
@@ -393,14 +392,14 @@ def _connect(ray: Any, address: str | None, local_cpus: int | None) -> None:
                 **quiet,
             )
     except (ConnectionError, RuntimeError, ValueError) as error:
-        where, mend = address or "this machine", ""
+        where, fix = address or "this machine", ""
         if address is not None:
-            mend = (
+            fix = (
                 "; is the token this cluster's? set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as for its nodes, or start "
                 f"one with: {START} --head"
             )
-        raise UsageError(f"Ray cannot be used at {where}: {_cause(error)}{mend}") from None
-    finally:  # Ray takes them over; they belong to the command
+        raise UsageError(f"Ray cannot be used at {where}: {_cause(error)}{fix}") from None
+    finally:  # Ray replaces the signal handlers, which belong to the command
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -415,12 +414,12 @@ def _checked(answer: str, name: str) -> dict[str, Any]:
 
 
 def _check_alike(processes: Sequence[Process]) -> None:
-    """Refuses nodes that would not compute the same.
+    """Refuses nodes that would not compute the same results.
 
     Raises:
         UsageError: names what differs, and where.
     """
-    for key, what, mend in (
+    for key, what, fix in (
         ("version", "megatoken", "install the same version everywhere"),
         ("content_hash", "checkpoint", "copy the same files to every node"),
     ):
@@ -431,11 +430,11 @@ def _check_alike(processes: Sequence[Process]) -> None:
             found.setdefault(__version__, "the driver")
         if len(found) > 1:
             shown = ", ".join(f"{value[:12]} on {name}" for value, name in found.items())
-            raise UsageError(f"nodes differ in {what}: {shown}; {mend}")
+            raise UsageError(f"nodes differ in {what}: {shown}; {fix}")
 
 
 def _cause(error: BaseException) -> str:
-    """One line out of what Ray says."""
+    """One line from an error of Ray."""
     name = type(error).__name__
     if "ActorDied" in name or "WorkerCrashed" in name:
         return "its process was killed or crashed"

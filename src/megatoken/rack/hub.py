@@ -1,9 +1,9 @@
-"""The driver's side: one queue from which replicas pull, what every replica holds, who has fallen silent.
+"""The driver's side: one queue from which replicas pull, the samples that each replica holds, detection of lost workers.
 
-Each time a sample is given to a replica it gets a ticket, and answers name tickets. A replica that is lost loses its
-tickets and its samples go back to the head of the queue, so whatever it may still say is about tickets that nobody
-knows: every sample ends exactly once. A thread does all reading and judges silence, so that a driver busy with other
-things mistakes its own delay for nobody's death.
+Each time a sample is given to a replica it gets a new ticket, and answers carry tickets. When a replica is lost, its
+tickets are deleted and its samples go back to the head of the queue. Late answers of that replica carry deleted tickets
+and are dropped, so every sample ends exactly once. One thread reads from all workers and watches for silence, so that
+a busy driver never mistakes its own delay for a dead worker.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LOOK_SECONDS = 0.25
 LONGEST_ROUND_SECONDS = 1.0
 HANDSHAKE_SECONDS = 5.0
 MOST_HANDSHAKES = 64  # at a time
-LOW_QUEUE, LOW_QUEUE_PER_REPLICA = 256, 32  # samples below which whoever fills the queue is woken
+LOW_QUEUE, LOW_QUEUE_PER_REPLICA = 256, 32  # samples below which the thread that fills the queue is woken
 
 
 @dataclass(slots=True)
@@ -71,17 +71,17 @@ class Hub:
 
         Args:
             host: address of this machine that the workers reach.
-            key: that they know too.
-            streams: whether events are timed by their arrival here, as whoever waits for tokens sees them.
+            key: secret of this run, which they know too.
+            streams: whether events are timed by their arrival here, where a user would wait for tokens.
             dead_after_seconds: silence, or length of a step, after which a replica counts as lost.
-            wait_seconds: how long a rack without any replica waits for one.
+            wait_seconds: how long a rack without replicas waits for one.
         """
         self._key, self._streams = key, streams
         self._dead_after_seconds, self._wait_seconds = dead_after_seconds, wait_seconds
         self._listener = socket.create_server((host, 0), backlog=256)
         self._listener.setblocking(False)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._expected: dict[int, list[Place]] = {}  # by worker
+        self._registered: dict[int, list[Place]] = {}  # by worker
         self._lock = threading.RLock()
         self._peers: dict[int, _Peer] = {}
         self._queue: deque[int] = deque()
@@ -111,17 +111,17 @@ class Hub:
         self._thread = threading.Thread(target=self._run, name="rack-hub", daemon=True)
         self._thread.start()
 
-    def expect(self, worker: int, places: Sequence[Place]) -> None:
-        """Lets the worker of that number connect, which has replicas at ``places``."""
+    def register(self, worker: int, places: Sequence[Place]) -> None:
+        """Lets the worker with that number connect, which has replicas at ``places``."""
         with self._lock:
-            self._expected[worker] = list(places)
+            self._registered[worker] = list(places)
 
-    def forget(self, worker: int, cause: str) -> None:
-        """Ends what is connected under that number, and lets nobody connect under it any more."""
+    def unregister(self, worker: int, cause: str) -> None:
+        """Removes the worker with that number and refuses new connections under it."""
         with self._lock:
-            self._expected.pop(worker, None)
+            self._registered.pop(worker, None)
             if (peer := self._peers.get(worker)) is not None:
-                self._lose(peer, cause)
+                self._remove(peer, cause)
 
     def connected(self) -> set[int]:
         """Numbers of the workers that serve now."""
@@ -135,7 +135,7 @@ class Hub:
             self._queue.append(sample_id)
 
     def dispatch(self) -> None:
-        """Gives what is queued to the replicas that want samples, to those first that hold least."""
+        """Gives queued samples to the replicas that want some, first to those that hold the fewest."""
         with self._lock:
             hungry = [(peer, one) for peer in self._peers.values() for one in peer.replicas if one.wanted > 0]
             while self._queue and hungry:
@@ -148,10 +148,10 @@ class Hub:
                 hungry = [entry for entry in hungry if entry[1].wanted > 0 and entry[0].number in self._peers]
 
     def take(self, timeout_seconds: float) -> list[Event]:
-        """News since the last call; waits for some, or for a queue that runs low, at most that long.
+        """Events since the last call; waits at most this long for one, or for the queue to run low.
 
         Raises:
-            MegatokenError: no replica has been there for too long.
+            MegatokenError: there has been no replica for ``wait_seconds``.
         """
         events: list[Event] = []
         with suppress(Empty):
@@ -169,7 +169,7 @@ class Hub:
         return events
 
     def take_failures(self) -> list[tuple[int, str]]:
-        """Samples that an engine refused, and why."""
+        """Samples that an engine refused, with the reason."""
         with self._lock:
             failures, self._failures = self._failures, []
         return failures
@@ -186,11 +186,11 @@ class Hub:
 
     @property
     def late_answers(self) -> int:
-        """Answers since the last ``cancel_all`` that came under tickets of replicas thought lost, and were dropped."""
+        """Answers since the last ``cancel_all`` that were dropped: their replicas had been declared lost."""
         return self._late
 
     def states(self) -> list[tuple[Place, NDArray[Any]]]:
-        """Every replica that served at any time, with its ``wire.STATE`` row: totals over all its lives, levels now."""
+        """Every replica that ever served, with its ``wire.STATE`` record: totals over all its connections, levels now."""
         with self._lock:
             live = {one.place: one.state for peer in self._peers.values() for one in peer.replicas}
             rows = []
@@ -237,9 +237,9 @@ class Hub:
                     replica.wanted = 0
                 self._send(peer, Kind.CANCEL, NUMBER.pack(number))
         while True:
-            with self._lock:  # who joins meanwhile holds nothing
+            with self._lock:  # a worker that joins meanwhile holds nothing
                 if all(peer.cancelled >= number for peer in self._peers.values()):
-                    self._late = 0  # what crossed the cancellation
+                    self._late = 0  # answers that crossed the cancellation
                     break
             time.sleep(0.01)
         with suppress(Empty):
@@ -247,9 +247,9 @@ class Hub:
                 self._events.get_nowait()
 
     def close(self) -> None:
-        """Tells every worker to end, and ends the thread."""
+        """Ends every worker and the thread."""
         with self._lock:
-            self._expected.clear()
+            self._registered.clear()
             for peer in list(self._peers.values()):
                 with suppress(WireError):
                     peer.channel.send(Kind.CLOSE)
@@ -281,7 +281,7 @@ class Hub:
         try:
             peer.channel.send(kind, body)
         except WireError as error:
-            self._lose(peer, str(error))
+            self._remove(peer, str(error))
             return
         if peer.channel.pending:
             self._wake()
@@ -292,7 +292,7 @@ class Hub:
             while not self._over:
                 ready = self._selector.select(LOOK_SECONDS)
                 woke, before = time.monotonic(), woke
-                if woke - before > LONGEST_ROUND_SECONDS:  # this process was stopped: nobody could be heard
+                if woke - before > LONGEST_ROUND_SECONDS:  # this process was stopped and could hear no worker
                     with self._lock:
                         for peer in self._peers.values():
                             peer.heard += woke - before
@@ -302,7 +302,7 @@ class Hub:
                     elif key.fileobj is self._wake_reader:
                         with suppress(BlockingIOError):
                             self._wake_reader.recv(4096)
-                        self._welcome()
+                        self._add_arrived()
                     else:
                         self._serve(key.data, mask)
                 now = time.monotonic()
@@ -321,10 +321,10 @@ class Hub:
                 connection.close()
                 return
             self._handshakes += 1
-            threading.Thread(target=self._greet, args=(connection,), name="rack-greeting", daemon=True).start()
+            threading.Thread(target=self._handshake, args=(connection,), name="rack-handshake", daemon=True).start()
 
-    def _greet(self, connection: socket.socket) -> None:
-        """Lets in who knows the key and has a number that is expected; on a thread of its own, for it waits."""
+    def _handshake(self, connection: socket.socket) -> None:
+        """Accepts a worker that knows the key; runs on its own thread, because it waits."""
         try:
             authenticate(connection, self._key, HANDSHAKE_SECONDS, driver=True)
             connection.settimeout(HANDSHAKE_SECONDS)
@@ -344,17 +344,18 @@ class Hub:
         finally:
             self._handshakes -= 1
 
-    def _welcome(self) -> None:
+    def _add_arrived(self) -> None:
+        """Adds the workers whose handshake is done and whose number is registered."""
         with suppress(Empty):
             while True:
                 connection, number = self._arrived.get_nowait()
                 with self._lock:
-                    places = self._expected.get(number)
+                    places = self._registered.get(number)
                     if places is None:
                         connection.close()
                         continue
                     if (before := self._peers.get(number)) is not None:
-                        self._lose(before, "its worker connected anew")
+                        self._remove(before, "its worker connected again")
                     now_ns = time.monotonic_ns()
                     replicas = [
                         ReplicaRecord(place, channel_place, np.zeros((), STATE))
@@ -377,7 +378,7 @@ class Hub:
                     peer.channel.flush()
                 frames = peer.channel.receive() if mask & selectors.EVENT_READ else []
             except WireError as error:
-                self._lose(peer, str(error))
+                self._remove(peer, str(error))
                 return
             if frames:
                 peer.heard = time.monotonic()
@@ -393,7 +394,7 @@ class Hub:
                 elif kind == Kind.CANCELLED:
                     peer.cancelled = NUMBER.unpack(body)[0]
                 elif kind == Kind.FAILED:
-                    self._lose(peer, body.decode(errors="replace"))
+                    self._remove(peer, body.decode(errors="replace"))
                     return
             if self._queue:
                 self.dispatch()
@@ -445,23 +446,23 @@ class Hub:
         self._send(peer, Kind.PING, PING.pack(time.monotonic_ns()))
 
     def _look(self, now: float) -> None:
-        """Judges silence, and asks every clock once a second."""
+        """Removes silent and stuck workers, and reads every worker's clocks once a second."""
         with self._lock:
             for peer in list(self._peers.values()):
                 silent = now - peer.heard
                 step = max((float(one.state["step_seconds"]) for one in peer.replicas), default=0.0)
                 if silent > self._dead_after_seconds:
-                    self._lose(peer, f"silent for {silent:.1f} s")
+                    self._remove(peer, f"silent for {silent:.1f} s")
                 elif step > self._dead_after_seconds:
-                    self._lose(peer, f"in one step for {step:.1f} s")
+                    self._remove(peer, f"in one step for {step:.1f} s")
                 elif now - peer.pinged >= PING_SECONDS:
                     self._ping(peer)
                 if (offset := peer.clock.offset()) is not None:
                     for node in {one.place.node for one in peer.replicas}:
                         self.clocks[node] = offset
 
-    def _lose(self, peer: _Peer, cause: str) -> None:
-        """Takes a worker out; what it held goes to the head of the queue, oldest first."""
+    def _remove(self, peer: _Peer, cause: str) -> None:
+        """Removes a lost worker; the samples that it held go to the head of the queue, oldest first."""
         if self._peers.pop(peer.number, None) is None:
             return
         with suppress(KeyError, ValueError):
@@ -478,11 +479,11 @@ class Hub:
             returned += replica.tickets.values()
             dropped = int(replica.state["unended_tokens"])
             self.losses.append(Loss(replica.place, now_ns, cause, len(replica.tickets), dropped, left))
-            replica.wanted = 0  # whoever hands out samples just now gives it no more
+            replica.wanted = 0  # a dispatch that is under way gives it no more
             gone = self._gone.setdefault(replica.place, np.zeros((), STATE))
             for name in TOTALS:
                 gone[name] += replica.state[name]
-            gone["output_tokens"] -= dropped  # those answers begin anew elsewhere, and no token counts twice
+            gone["output_tokens"] -= dropped  # another replica starts those answers over; no token counts twice
         self._queue.extendleft(sorted(returned, reverse=True))
         if not self._peers:
             self._empty_since = time.monotonic()

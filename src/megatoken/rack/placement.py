@@ -1,4 +1,4 @@
-"""Which replicas go where: nodes as Ray knows them -> slots, each a process with its replicas. Pure functions."""
+"""Places replicas: Ray's nodes -> slots, each a process with its replicas. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from itertools import count
 
 from megatoken.errors import CapacityError
 from megatoken.rack.records import Place
+from megatoken.text import count_of
 
-SIMULATED_CPUS = 0.01  # of Ray's count, which is about room for processes, not time
+SIMULATED_CPUS = 0.01  # that Ray counts: simulated engines hardly compute
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the cluster: what it is called here, Ray's id of it, and what Ray may hand out there."""
+    """A machine of the cluster: its name here, Ray's id, and the resources that Ray may allocate there."""
 
     name: str
     ray_id: str
@@ -27,9 +28,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One process to be started: on which node, for which replicas, with what of the node.
+    """One process to start: its node, its replicas, and the node's resources that it takes.
 
-    Ranks of a tensor-parallel group are processes that the replica's own starts, so one bundle holds what all need.
+    A replica's process itself starts the other ranks of its tensor-parallel group, so one bundle covers them all.
     """
 
     node: Node
@@ -41,7 +42,7 @@ class Slot:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What it takes, in Ray's words."""
+        """The resources, as Ray names them."""
         return {"CPU": self.cpus} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
 
@@ -50,10 +51,10 @@ class Wanted:
     """What a user asks of a rack.
 
     Attributes:
-        replicas: copies of the model; None: as many as there are GPUs for, without GPUs one a node.
+        replicas: copies of the model; None: as many as the GPUs allow, without GPUs one per node.
         tensor_parallel: GPUs, or cores, of one copy.
         on_gpus: whether the engines compute on GPUs.
-        threads: CPU threads of an engine, where the user says.
+        threads: CPU threads of an engine; None: the cores of its slot.
     """
 
     replicas: int | None
@@ -63,11 +64,11 @@ class Wanted:
 
 
 def name_nodes(found: Sequence[Node], known: dict[str, str]) -> list[Node]:
-    """The nodes under names of their own, in the order of names: of equal ones, later ones get numbers.
+    """The nodes under distinct names, sorted by name; of nodes with equal names, later ones get numbers.
 
     Args:
-        found: the nodes that are there, under the names they give themselves.
-        known: names by Ray's id, kept from call to call: a node keeps its name, one that is gone leaves it to others.
+        found: the nodes that are alive, under the names they give themselves.
+        known: names by Ray's id, kept from call to call: a node keeps its name, and a lost node frees it.
     """
     for gone in known.keys() - {node.ray_id for node in found}:
         del known[gone]
@@ -90,12 +91,12 @@ def place_replicas(nodes: Sequence[Node], wanted: Wanted) -> list[Slot]:
     if replicas is None:
         replicas = total if wanted.on_gpus else sum(1 for count in room.values() if count)
     if replicas > total or not replicas:
-        unit = "GPUs" if wanted.on_gpus else "CPU cores"
+        unit = "GPUs" if wanted.on_gpus else "cores"
         have = {node.name: node.gpus if wanted.on_gpus else _cpus(node) for node in nodes}
         held = ", ".join(f"{name} {count:g}" for name, count in have.items())
         raise CapacityError(
-            f"{replicas:,} replicas of {wanted.tensor_parallel} {unit} need {replicas * wanted.tensor_parallel:,}; "
-            f"the cluster has {sum(have.values()):g} ({held}); take at most {total:,} with rack.replicas"
+            f"{count_of(replicas, 'replica')} need {replicas * wanted.tensor_parallel:,} {unit}; "
+            f"the cluster has {sum(have.values()):g} ({held}); set rack.replicas to at most {total:,}"
         )
     shares = Counter[str]()
     while replicas:
@@ -107,7 +108,7 @@ def place_replicas(nodes: Sequence[Node], wanted: Wanted) -> list[Slot]:
 
 
 def place_simulated(node: Node, nodes: int, gpus_per_node: int) -> list[Slot]:
-    """As many processes on one machine as nodes are simulated, each with the engines of its GPUs."""
+    """One process per simulated node, all on one machine, each with the engines of its GPUs."""
     slots = []
     for number in range(nodes):
         name = f"node-{number + 1:0{len(str(nodes))}}"
@@ -117,7 +118,7 @@ def place_simulated(node: Node, nodes: int, gpus_per_node: int) -> list[Slot]:
 
 
 def _cpus(node: Node) -> float:
-    """Cores for replicas: of the driver's machine one less, if there is more than one, for the driver never waits."""
+    """Cores for replicas; on the driver's machine one less, if it has several, so that the driver never waits."""
     return max(1.0, node.cpus - 1) if node.is_driver and node.cpus >= 1 else node.cpus
 
 

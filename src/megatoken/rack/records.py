@@ -1,4 +1,4 @@
-"""What the driver knows of a rack: places, what happened to samples, what every replica holds, what was lost."""
+"""The driver's records of a rack: places, events of samples, the state of every replica, losses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """News of one sample, as ``targets.SampleEvent`` has them; times are this process's monotonic clock's."""
+    """An event of one sample, as in ``targets.SampleEvent``; times are this process's monotonic clock's."""
 
     sample_id: int
     token_ids: tuple[int, ...]
@@ -32,7 +32,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A replica that was lost: when, why, how many samples went back to the queue, and tokens they had by then."""
+    """A replica that was lost: when, why, how many samples went back to the queue, and how many tokens they had."""
 
     place: Place
     time_ns: int

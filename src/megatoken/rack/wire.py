@@ -1,7 +1,7 @@
-"""What driver and workers say to each other: frames of plain arrays over TCP. Nothing is unpickled.
+"""The protocol between driver and workers: frames of plain arrays over TCP. Nothing is unpickled.
 
 A frame is the length of its body, a kind and the body. Numbers are little-endian. Before the first frame both sides
-show that they know the run's key (HMAC-SHA256 over the other's nonce). Content is not encrypted.
+prove that they know the run's key (HMAC-SHA256 over the other's nonce). Content is not encrypted.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _NO_SEED = -1
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """The kind of a frame: who sends it, and what it carries."""
 
     HELLO = 1  # worker: its number
     SUBMIT = 2  # driver: samples for one replica
-    REPORT = 3  # worker: states, what it wants, what came out
+    REPORT = 3  # worker: states, samples wanted, events
     PING = 4  # driver: its monotonic time in ns
     PONG = 5  # worker: the same, its own monotonic time, its wall clock
     CANCEL = 6  # driver: a number
-    CANCELLED = 7  # worker: that number, once nothing is left of what was submitted before
+    CANCELLED = 7  # worker: that number, once everything submitted before is dropped
     FAILED = 8  # worker: text; it ends
     CLOSE = 9  # driver: end
 
@@ -81,7 +81,7 @@ NUMBER = struct.Struct("<q")
 
 
 class Report(NamedTuple):
-    """What a worker tells at once; times are its own ``time.monotonic_ns()``."""
+    """One report of a worker; times are its own ``time.monotonic_ns()``."""
 
     states: NDArray[Any]  # STATE, one per replica of the worker
     first: NDArray[Any]  # FIRST
@@ -91,11 +91,11 @@ class Report(NamedTuple):
 
 
 class WireError(MegatokenError):
-    """The other side is gone, or says what this version does not understand."""
+    """The other side is gone, or sent what this version does not understand."""
 
 
 class Channel:
-    """One connection that never blocks; what cannot be sent now waits for ``flush``."""
+    """One connection that never blocks; bytes that cannot be sent now wait for ``flush``."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -107,7 +107,7 @@ class Channel:
 
     @property
     def pending(self) -> bool:
-        """Whether something waits to be sent."""
+        """Whether bytes wait to be sent."""
         return bool(self._outgoing)
 
     def send(self, kind: Kind, *parts: bytes) -> None:
@@ -117,7 +117,7 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Sends what the connection takes now. Raises WireError."""
+        """Sends as much as the connection takes now. Raises WireError when the other side is gone."""
         try:
             while self._outgoing:
                 sent = self.socket.send(self._outgoing[0])
@@ -131,7 +131,7 @@ class Channel:
             raise WireError(f"connection lost: {error.strerror or error}") from None
 
     def receive(self) -> list[tuple[Kind, bytes]]:
-        """Every whole frame that has arrived. Raises WireError when the other side is gone or makes no sense."""
+        """Every whole frame that has arrived. Raises WireError when the other side is gone or a frame is malformed."""
         ended = None
         try:
             while piece := self.socket.recv(RECEIVE_BYTES):
@@ -158,7 +158,7 @@ class Channel:
         while len(self._incoming) - begin >= _FRAME.size:
             length, kind = _FRAME.unpack_from(self._incoming, begin)
             if length > LARGEST_FRAME_BYTES or kind not in _KINDS:
-                raise WireError(f"a frame of kind {kind} and {length:,} bytes is none of ours")
+                raise WireError(f"unknown frame of kind {kind} with {length:,} bytes")
             end = begin + _FRAME.size + length
             if len(self._incoming) < end:
                 break
@@ -169,10 +169,10 @@ class Channel:
 
 
 def authenticate(connection: socket.socket, key: bytes, timeout_seconds: float, *, driver: bool) -> None:
-    """Shows the other side that this one knows the key, and sees the same of it; blocks for at most the timeout.
+    """Proves to the other side that this one knows the key, and checks its proof; blocks for at most the timeout.
 
     Raises:
-        WireError: it does not, or not in time.
+        WireError: the other side does not know the key, or does not answer in time.
     """
     names = (b"driver", b"worker") if driver else (b"worker", b"driver")
     nonce = token_bytes(NONCE_BYTES)
