@@ -99,7 +99,10 @@ def test_empty_files_and_empty_sections_are_the_defaults(tmp_path: Path) -> None
         ),
         ("samples: 0\n", "run.yaml:1: samples: must be at least 1, got '0'"),
         ("samples: 2020-01-01\n", "run.yaml:1: samples: must be a whole number, got '2020-01-01'"),
-        ("precision: fp4\n", "run.yaml:1: precision: must be 'fp32', 'bf16' or 'fp8', got 'fp4', of simulated GPUs"),
+        (
+            "precision: fp4\n",
+            "run.yaml:1: precision: must be 'fp32', 'bf16' or 'fp8'; fp4 is supported on simulated GPUs",
+        ),
         ("model: tiny\nprecision: int4\n", "run.yaml:2: precision: must be 'fp32', 'bf16', 'fp8' or 'fp4', got 'int4'"),
         ("min_duration_seconds: .nan\n", "run.yaml:1: min_duration_seconds: must be a number, got '.nan'"),
         ("min_duration_seconds: nan\n", "run.yaml:1: min_duration_seconds: must be a finite number, got 'nan'"),

@@ -118,9 +118,7 @@ class RunConfig(_Section):
     scenario: Literal["offline", "server", "interactive", "singlestream"] = Field(
         default="offline", description="how load arrives"
     )
-    mode: Literal["performance", "accuracy"] = Field(
-        default="performance", description="accuracy mode logs every token id"
-    )
+    mode: Literal["performance", "accuracy"] = Field(default="performance", description="accuracy logs all token ids")
     compliance: Annotated[Literal["TEST06"] | None, BeforeValidator(_run_as_a_test)] = Field(
         default=None, description="MLPerf compliance test to run instead of a measurement"
     )
@@ -136,9 +134,7 @@ class RunConfig(_Section):
         default=None, lt=1e9, description="length of a probe of the search; null: derived"
     )
     ttft_limit_seconds: Limit | None = Field(default=None, description="p99 time to first token; null: the benchmark's")
-    tpot_limit_seconds: Limit | None = Field(
-        default=None, description="p99 time per output token; null: the benchmark's"
-    )
+    tpot_limit_seconds: Limit | None = Field(default=None, description="p99 per output token; null: the benchmark's")
     repeat: Count = Field(default=1, le=1000, description="number of times to run the same test")
     text: bool = Field(default=False, description="tokenise prompts and detokenise answers within the measured time")
     prompts: GivenPath | None = Field(default=None, description="prompts: JSON lines, or the OpenOrca pickle")
@@ -152,9 +148,7 @@ class RunConfig(_Section):
     min_duration_seconds: Seconds | None = Field(
         default=None, description="shortest run; null: 600 under rules, otherwise about 15 if samples is null"
     )
-    warm_up_seconds: Seconds = Field(
-        default=3.0, description="time for estimating the rate; not part of the measurement"
-    )
+    warm_up_seconds: Seconds = Field(default=3.0, description="time to estimate the rate; not measured")
     out: GivenPath = Field(default=Path("runs"), description="folder in which the run folder is created")
     engine: EngineSection = EngineSection()
     rack: RackSection = RackSection()

@@ -13,9 +13,7 @@ from megatoken.errors import UsageError
 
 REACH_SECONDS = 2.0
 ANSWER_SECONDS = 5.0  # a head that is silent for so long is treated as down; Ray itself waits for minutes
-HTTP2_PREFACE = (
-    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-)  # and empty SETTINGS (RFC 9113, 3.4 and 6.5)
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # empty SETTINGS (RFC 9113, 3.4, 6.5)
 SETTINGS_FRAME, FRAME_HEAD_BYTES = 4, 9
 START = "RAY_AUTH_MODE=token ray start"  # named in full: whether Ray asks for its token must be the same on both sides
 
@@ -68,7 +66,7 @@ def answers(address: str) -> bool:
             if os.environ.get("RAY_USE_TLS", "0").lower() in (
                 "1",
                 "true",
-            ):  # then it answers only clients with its keys
+            ):  # it answers only clients with its keys
                 return True
             connection.settimeout(ANSWER_SECONDS)
             connection.sendall(HTTP2_PREFACE)

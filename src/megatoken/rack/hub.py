@@ -1,4 +1,4 @@
-"""The driver's side: one queue from which replicas pull, the samples that each replica holds, detection of lost workers.
+"""The driver's side: one queue from which replicas pull, what each replica holds, detection of lost workers.
 
 Each time a sample is given to a replica it gets a new ticket, and answers carry tickets. When a replica is lost, its
 tickets are deleted and its samples go back to the head of the queue. Late answers of that replica carry deleted tickets
@@ -190,7 +190,7 @@ class Hub:
         return self._late
 
     def states(self) -> list[tuple[Place, NDArray[Any]]]:
-        """Every replica that ever served, with its ``wire.STATE`` record: totals over all its connections, levels now."""
+        """Every replica that ever served, with its ``wire.STATE``: totals over all its connections, levels now."""
         with self._lock:
             live = {one.place: one.state for peer in self._peers.values() for one in peer.replicas}
             rows = []
