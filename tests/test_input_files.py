@@ -35,7 +35,7 @@ def pipe(tmp_path: Path) -> Path:
 
 def test_a_pipe_without_a_writer_is_refused_not_waited_for(pipe: Path) -> None:
     for read in (load, lambda path: load_lengths(path, vocabulary_size=10, max_length=20)):
-        with pytest.raises(DatasetError, match="pipe: cannot be read, nobody writes into this pipe; give the path"):
+        with pytest.raises(DatasetError, match="pipe: cannot be read: nobody writes into this pipe; give the path"):
             read(pipe)
     for suffix, words in (
         (".pkl", "nobody writes"),
@@ -89,7 +89,7 @@ def test_what_is_no_file_is_called_by_its_name(tmp_path: Path) -> None:
             (tmp_path / "socket", "a socket"),
             (Path("/dev/zero"), "a device"),
         ):
-            with pytest.raises(DatasetError, match=f"{path}: cannot be read, it is {kind}, not a file; give the path"):
+            with pytest.raises(DatasetError, match=f"{path}: cannot be read: it is {kind}, not a file; give the path"):
                 load(path)
             with pytest.raises(ConfigError, match=f"{path}: cannot be read: it is {kind}, not a file"):
                 load_run_config(path, {})

@@ -143,7 +143,7 @@ def test_a_data_set_against_a_model(run: Any, tmp_path: Path, monkeypatch: pytes
 def test_own_prompts_and_lengths(run: Any, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model")
     prompts = write_lines(tmp_path / "p.jsonl", {"prompt": "abc", "reference": "d"}, {"prompt": "abcde"})
-    assert "name one with --model" in refusal(run("check", prompts))
+    assert "give --model DIR" in refusal(run("check", prompts))
     document = json.loads(run("check", prompts, "--model", model, "--json")[1])
     assert document["input_tokens"] == {"mean": 4.0, "min": 3, "max": 5}
     lengths = write_lines(tmp_path / "l.csv", "input_tokens,output_tokens", "9,4")
@@ -153,9 +153,9 @@ def test_own_prompts_and_lengths(run: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("check", "llama2-70b", "--folder", "{tmp}"), "data set is not there; get it with `bash"),
+        (("check", "llama2-70b", "--folder", "{tmp}"), "data set is missing; get it with `bash"),
         (("convert", "llama3.1-8b", "--folder", "{tmp}"), "put it at {tmp}/cnn_eval.json"),
-        (("check", "llama4"), "no such file, and no data set of MLPerf's: those are llama2-70b, "),
+        (("check", "llama4"), "no such file and no such MLPerf data set; the data sets are llama2-70b, "),
         (("check", "{tmp}/absent.pkl"), "No such file"),
         (("check", "{tmp}/absent.jsonl", "--model", "{tmp}"), "config.json"),
         (("convert", "{tmp}/absent.json"), "No such file"),
@@ -223,10 +223,10 @@ def test_what_convert_did_not_write_is_not_replaced(content: str, run: Any, tmp_
     assert path.read_text() == content
 
     source = write_openorca(tmp_path / "o.pkl", make_tokenizer(tmp_path / "t"))
-    told = "mine.csv: is there and is no converted data set; move it away, or name another with --out"
+    told = "mine.csv: the file exists and is not a converted data set; move it away, or name another file with --out"
     assert told in refusal(run("convert", source, "--out", path))
     assert path.read_text() == content
     pq.write_table(pa.table({"a": [1]}), tmp_path / "o.parquet")
-    assert "o.parquet: is there and is no converted data set" in refusal(run("convert", source))
+    assert "o.parquet: the file exists and is not a converted data set" in refusal(run("convert", source))
     (tmp_path / "o.parquet").unlink()
     assert run("convert", source)[0] == run("convert", source)[0] == 0

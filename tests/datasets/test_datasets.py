@@ -160,7 +160,7 @@ BAD_LINES = {
     "flag a number": ('{"prompt": "a", "ignore_end_token": 1}', "ignore_end_token is 1; it must be true or false"),
     "misspelt key": ('{"prompt": "a", "max_token": 3}', 'unknown key "max_token"; did you mean max_tokens?'),
     "foreign key": ('{"prompt": "a", "zzz": 3}', 'unknown key "zzz"; the keys are prompt, prompt_token_ids'),
-    "key twice": ('{"prompt": "a", "prompt": "b"}', "a key comes twice"),
+    "key twice": ('{"prompt": "a", "prompt": "b"}', "a key is given twice"),
     "key with a line break": ('{"prompt": "a", "x\\ny": 3}', 'unknown key "x\\ny"'),
     "nested too deep": ('{"prompt": ' + "[" * 100_000, "nested too deeply"),
     "not UTF-8": (b'{"prompt": "caf\xe9"}', "byte 16 of the line is not UTF-8"),

@@ -149,7 +149,7 @@ def test_a_parquet_of_somebody_else(write: Callable[[Path], object], tmp_path: P
 
 def test_parquet_is_not_converted_again(tmp_path: Path, tokenizer: FastTokenizer) -> None:
     path = convert(write_openorca(tmp_path / "o.pkl", tokenizer), tmp_path / "o.parquet").path
-    assert "is converted already" in refusal(lambda: convert(path, tmp_path / "p.parquet"), path)
+    assert "already converted" in refusal(lambda: convert(path, tmp_path / "p.parquet"), path)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_a_data_set_of_another_tokenizer_is_refused(
         path = convert(path, tmp_path / "c.parquet").path
     make_tokenizer(tmp_path / "other", shift=40)
     message = refusal(lambda: load(path, decode=decode_of(tmp_path / "other")), path)
-    assert message.startswith(", row 0: tok_input does not decode to input: 0 % of its words are there; ")
+    assert message.startswith(", row 0: tok_input does not decode to input: 0 % of its words match; ")
     assert len(load(path).requests) == 3  # a model without a tokenizer cannot tell
 
 
@@ -306,7 +306,7 @@ def test_references_of_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"prompt": "a"}', ", line 1: no reference; add the answer expected"),
+        ('{"prompt": "a"}', ", line 1: no reference; add the expected answer"),
         ('{"prompt": "a", "reference": 3}', ", line 1: reference is 3; it must be Unicode text"),
         ('{"prompt": "a", "reference": "x", "task": ""}', ', line 1: task is ""; it must be Unicode text, not empty'),
         ('{"prompt": "a", "refrence": "x"}', "did you mean reference?"),

@@ -43,7 +43,7 @@ def not_there(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (of_another_tokenizer, "o.pkl, row 0: tok_input does not decode to input: 0 % of its words are there"),
+        (of_another_tokenizer, "o.pkl, row 0: tok_input does not decode to input: 0 % of its words match"),
         (of_a_larger_vocabulary, "o.pkl, row 0: token id 300 at index 0 is outside the vocabulary of 256"),
         (
             longer_than_the_context,

@@ -1,4 +1,4 @@
-"""The command's entry. Takes the signals before anything else, for one may come while Python still imports."""
+"""Entry of the command. Takes over the signals first, because one may come while Python still imports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def main() -> NoReturn:
-    """Runs the command that ``sys.argv`` asks for and ends the process with its exit code."""
+    """Run the command of ``sys.argv`` and end the process with its exit code."""
     handle_stop_signals(leave_at_once("interrupted; nothing was written"))
     from megatoken.cli.application import run_application
 

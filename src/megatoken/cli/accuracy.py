@@ -21,26 +21,39 @@ if TYPE_CHECKING:
 
 
 def accuracy(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Run folder, or LoadGen's accuracy log or its folder.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="Run folder, or LoadGen accuracy log, or the folder of that log.")
+    ],
     references: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Data set with the answers expected; default the run's prompts.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Data set with the expected answers. Default: the prompts of the run."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Model that answered, for its tokenizer; default the run's.")
+        str | None,
+        typer.Option(metavar="DIR", help="Model that answered, for its tokenizer. Default: the model of the run."),
     ] = None,
     benchmark: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Judge by MLPerf's targets, such as llama2-70b-99.9.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Compare with the targets of an MLPerf benchmark, for example llama2-70b-99.9."
+        ),
     ] = None,
     baseline: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Judge by another evaluation: its accuracy.json or run folder.")
+        Path | None,
+        typer.Option(metavar="PATH", help="Compare with another evaluation: its accuracy.json or run folder."),
     ] = None,
     share: Annotated[
-        float, typer.Option(metavar="SHARE", min=0.0, max=1.0, help="Of the baseline's metrics that must be reached.")
+        float,
+        typer.Option(
+            metavar="SHARE", min=0.0, max=1.0, help="Share of each metric of --baseline that must be reached."
+        ),
     ] = 0.99,
-    partial: Annotated[bool, typer.Option("--partial", help="Score the rows that were answered, if not all.")] = False,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Score the answered rows if some rows have no answer.")
+    ] = False,
     json_only: Json = False,
 ) -> int:
-    """Score the answers of an accuracy run. As MLPerf's references do; writes accuracy.txt and accuracy.json."""
+    """Score the answers of an accuracy run. Uses the metrics of MLPerf; writes accuracy.txt and accuracy.json."""
     from megatoken.accuracy.judge import judge
     from megatoken.engine.config import model_folder
 
@@ -72,14 +85,14 @@ def _show(judged: Judged) -> None:
     groups = {"all": document["metrics"], **document["by_task"]}
     rows = [(group, *(_cell(metrics.get(name)) for name in names)) for group, metrics in groups.items()]
     columns = (Column("Answers"), *(Column(name, numeric=True) for name in names))
-    show_table(Table("", columns, tuple(rows), note="each with its standard error"))
-    print(f"Tokens a sample: {document['tokens_per_sample']:,}")
+    show_table(Table("", columns, tuple(rows), note="value ± standard error"))
+    print(f"Tokens per sample: {document['tokens_per_sample']:,}")
     if document["gen_len"] is not None:
         print(f"Characters (gen_len): {document['gen_len']:,}")
     meaning = {
-        "VALID": "every target is reached",
-        "INVALID": "not every target is reached",
-        "MEASURED": "nothing had to be reached; name targets with --benchmark or --baseline",
+        "VALID": "all targets reached",
+        "INVALID": "some targets missed",
+        "MEASURED": "no targets given; give them with --benchmark or --baseline",
     }
     targets = document["targets"]
     print(f"{judged.verdict}: {meaning[judged.verdict]}" + (f" ({targets['source']})" if targets else ""))
@@ -93,13 +106,13 @@ def _show(judged: Judged) -> None:
 def _cell(metric: dict[str, float] | None) -> str:
     if metric is None:
         return "-"
-    error = metric["standard_error"]  # of one answer there is none
+    error = metric["standard_error"]  # not defined for one answer
     return f"{metric['value']:.4f} ± {'-' if math.isnan(error) else f'{error:.2f}'}"
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on standard error while answers are scored, if that is a terminal."""
+    """Show a progress bar on standard error if it is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,4 +1,4 @@
-"""All commands in one program: parse, call, print. Everything heavy is imported inside the command that needs it."""
+"""All commands in one program: parse, call, print. Commands import what they need when they run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatoken.cli.streams import (
 from megatoken.errors import ExitCode, MegatokenError
 from megatoken.signals import handle_stop_signals, leave_at_once
 
-# Base of everything typer raises for a wrong command line; it gives it no public name.
+# Base of all errors that typer raises for a wrong command line; it has no public name.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
 IMPORT_POLL_SECONDS = 0.02
 
@@ -32,7 +32,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="How many tokens per second does a machine serve, is that number true, and what is it worth.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Measure how fast a machine serves language models, check published results, and plan capacity and cost.",
+    epilog="Exit codes: 0 success (MEASURED, VALID); 1 error; 2 wrong flag, file or value; 3 INVALID; 4 DEGRADED; "
+    "130 interrupted.",
 )
 app.command(cls=SchemaCommand)(run.run)
 app.command(cls=SchemaCommand)(soak.soak)
@@ -50,7 +53,7 @@ app.command(cls=Command)(report.report)
 
 @app.callback(invoke_without_command=True)
 def _root(
-    ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+    ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False
 ) -> None:
     if version or ctx.invoked_subcommand is None:
         with standard_output():
@@ -58,25 +61,25 @@ def _root(
 
 
 def run_application() -> NoReturn:
-    """Runs the command and ends the process with its exit code."""
+    """Run the command and end the process with its exit code."""
     stand_in_for_closed_streams()
     escape_what_cannot_be_encoded()
-    # Threads that wait for each other spin, and on a busy machine for the very core that the other needs: five times
-    # slower there (docs/performance.md). Read when PyTorch is imported, so it must be set before.
+    # Threads that wait for each other spin. On a busy machine they spin on the core that the other thread needs, which
+    # is five times slower (docs/performance.md). PyTorch reads this when it is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         handle_stop_signals(_interrupt)
         code = _outcome()
         signal.setitimer(signal.ITIMER_REAL, 0)
-        handle_stop_signals(signal.SIG_IGN)  # all is said; libraries that clean up need no traceback
-    except KeyboardInterrupt:  # while an error was being told
+        handle_stop_signals(signal.SIG_IGN)  # libraries that clean up at exit print no traceback
+    except KeyboardInterrupt:  # while an error was being printed
         code = ExitCode.INTERRUPTED
     flush()
     sys.exit(code)
 
 
 def _outcome() -> int:
-    """Runs the command, turns what can go wrong into one line on stderr and an exit code."""
+    """Run the command; turn errors into one line on standard error and an exit code."""
     try:
         return _command()
     except MegatokenError as error:
@@ -85,7 +88,7 @@ def _outcome() -> int:
         return complain(_explained(error), ExitCode.USAGE)
     except KeyboardInterrupt as interruption:
         return complain(str(interruption) or "interrupted; nothing was written", ExitCode.INTERRUPTED)
-    except BrokenPipeError:  # whoever read our output has left
+    except BrokenPipeError:  # the reader of our output has closed it
         return ExitCode.ERROR
     except UnicodeEncodeError:
         return complain("a path is not UTF-8 and cannot be written into a file; rename it", ExitCode.USAGE)
@@ -94,7 +97,7 @@ def _outcome() -> int:
 
 
 def _explained(error: Exception) -> str:
-    """What is wrong in the command line; of a value that pydantic refused for typer, in our words and not in its."""
+    """The error of a wrong command line; for a value that pydantic refused, in the words of other settings."""
     message = str(error.format_message())  # type: ignore[attr-defined]
     names = getattr(getattr(error, "param", None), "opts", [""])
     if error.__cause__ is None or not names[0].startswith("--"):
@@ -108,27 +111,27 @@ def _explained(error: Exception) -> str:
 
 
 def _command() -> int:
-    """Runs what the command line asks for. Not by calling ``app``, which would keep interruptions to itself."""
+    """Run the command of the command line. Does not call ``app``, which would hide interruptions."""
     command = get_command(app)
     try:
         with command.make_context("megatoken", sys.argv[1:]) as context:
             return command.invoke(context) or ExitCode.OK
-    except typer.Exit as end:  # help was asked for
+    except typer.Exit as end:  # after --help
         return end.exit_code
 
 
 class _Interruption(KeyboardInterrupt):
-    """Not KeyboardInterrupt: once that has left an exec or eval, ``python -m`` ends by SIGINT, whatever was made of it.
+    """A subclass, because after a plain KeyboardInterrupt has left an exec or eval, ``python -m`` ends by SIGINT.
 
     See ``run_eval_code_obj`` in pythonrun.c and ``Py_RunMain`` in main.c of CPython.
     """
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """The first signal unwinds the command, which says what is left of its work; one more ends it where it is.
+    """The first signal unwinds the command, which then reports what it has written; the second ends the process.
 
-    An import is let through first, which would make another exception of it, such as NumPy's ImportError, or print it
-    as ignored.
+    An import is finished first: it would turn the interruption into another exception, such as NumPy's ImportError, or
+    print it as ignored.
     """
     handle_stop_signals(leave_at_once("interrupted again; ended at once"))
     if not _importing(frame):

@@ -13,17 +13,24 @@ from megatoken.errors import UsageError
 
 
 def audit(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="LoadGen logs, a submission, a run folder, an archive.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="LoadGen logs, submission, run folder, or zip or tar archive of one.")
+    ],
     claims: Annotated[
-        list[Path] | None, typer.Option("--claims", metavar="CLAIMS.yaml", help="Claims to recompute; repeatable.")
+        list[Path] | None, typer.Option("--claims", metavar="CLAIMS.yaml", help="File of claims to check; repeatable.")
     ] = None,
     mlperf_round: Annotated[
-        str | None, typer.Option("--round", metavar="v5.1", help="MLPerf round whose rules are claimed.")
+        str | None,
+        typer.Option(
+            "--round",
+            metavar="v5.1",
+            help="MLPerf round to check against. Default for submissions: the round of their seeds.",
+        ),
     ] = None,
     out: Out = None,
     json_only: Json = False,
 ) -> int:
-    """Check somebody's artefacts and claims. What stands, what does not, what cannot be known."""
+    """Check published results and claims. Reports what holds, what does not, and what cannot be determined."""
     from megatoken.audit import audit as audited
     from megatoken.claims.claims import judge, load_claims
 

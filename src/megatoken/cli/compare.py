@@ -13,16 +13,18 @@ from megatoken.errors import ExitCode
 
 def aggregate(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH", help="Run folders, folders of them, folders of LoadGen logs.")
+        list[Path], typer.Argument(metavar="PATH", help="Run folders, folders of run folders, folders of LoadGen logs.")
     ],
     straggler_threshold: Annotated[
-        float, typer.Option(metavar="SHARE", help="How far below the median a node is a straggler.")
+        float, typer.Option(metavar="SHARE", help="A node is a straggler if its rate is this share below the median.")
     ] = 0.03,
-    baseline: Annotated[float | None, typer.Option(metavar="TOKENS_PER_SECOND", help="Rate of one node alone.")] = None,
+    baseline: Annotated[
+        float | None, typer.Option(metavar="N", help="Rate of one node running alone, tokens/s.")
+    ] = None,
     out: Out = None,
     json_only: Json = False,
 ) -> int:
-    """Make one result of many nodes. Three rates, spread, stragglers, overlap, what is left if nodes fail."""
+    """Combine the results of several nodes. Reports the total rate three ways, spread, stragglers and overlap."""
     from megatoken.analysis.aggregation import aggregate as aggregated
     from megatoken.audit import read_evidence
     from megatoken.claims.references import aggregation_rows
@@ -42,17 +44,19 @@ def compare(
         list[str],
         typer.Argument(
             metavar="RESULT",
-            help="Run folder, folder of repeats, folder of LoadGen logs, published id, accelerator, CLAIMS.yaml#id.",
+            help="Run folder, folder of repeats, folder of LoadGen logs, published id, accelerator, or CLAIMS.yaml#id.",
         ),
     ],
     benchmark: Annotated[
-        str, typer.Option(metavar="NAME", help="Of published rows that the reference does not name in full.")
+        str, typer.Option(metavar="NAME", help="Benchmark of published results, if RESULT does not name it.")
     ] = "llama2-70b-99",
-    scenario: Annotated[str, typer.Option(metavar="NAME", help="Likewise.")] = "Offline",
+    scenario: Annotated[
+        str, typer.Option(metavar="NAME", help="Scenario of published results, if RESULT does not name it.")
+    ] = "Offline",
     out: Out = None,
     json_only: Json = False,
 ) -> int:
-    """Put results side by side. Per accelerator, node and rack; says which ratios compare like with like."""
+    """Compare results per accelerator, node and rack. Reports which ratios compare like with like."""
     from megatoken.analysis.comparison import compare as compared
     from megatoken.audit import read_evidence
     from megatoken.claims.references import comparison_entry

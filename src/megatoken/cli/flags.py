@@ -1,7 +1,4 @@
-"""Flags that several commands declare, and what commands make of those typed after them.
-
-An unknown one is answered with the nearest that they have.
-"""
+"""Flags that several commands share, and how commands read flags; an unknown flag is refused with the nearest one."""
 
 from __future__ import annotations
 
@@ -15,26 +12,30 @@ from typer.core import TyperCommand, TyperOption
 from megatoken.errors import ConfigError, UsageError
 
 BOOLEANS = {"true", "false", "yes", "no", "on", "off", "y", "n", "t", "f", "1", "0", "null", "none"}
-FLAGS = "megatoken.flags"  # where a context keeps the flags that are keys of the configuration
+FLAGS = "megatoken.flags"  # key of ctx.meta: the flags that are configuration keys
 
-ConfigFile = Annotated[Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; flags win.")]
-Model = Annotated[str | None, typer.Option(metavar="DIR|SHAPE", help="Default: the model that ships.")]
-RandomWeights = Annotated[bool, typer.Option("--random-weights", help="Take only DIR's shape.")]
-Precision = Annotated[str | None, typer.Option(metavar="fp32|bf16|fp8|fp4")]
-Prompts = Annotated[str | None, typer.Option(metavar="FILE", help="Prompts: JSON lines or OpenOrca pickle.")]
-Lengths = Annotated[str | None, typer.Option(metavar="FILE", help="CSV of token lengths.")]
-Rack = Annotated[
-    str | None, typer.Option(metavar="CONFIG|auto", help="Use all nodes of a Ray cluster; its keys in a file.")
+ConfigFile = Annotated[Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; flags override them.")]
+Model = Annotated[
+    str | None,
+    typer.Option(metavar="DIR|SHAPE", help="Checkpoint directory or named shape. Default: the reference model."),
 ]
-RunsOut = Annotated[str | None, typer.Option(metavar="DIR", help="Folder that receives the run folder.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan and write nothing.")]
+RandomWeights = Annotated[bool, typer.Option("--random-weights", help="Use random weights in the shape of the model.")]
+Precision = Annotated[str | None, typer.Option(metavar="fp32|bf16|fp8|fp4", help="Number format of the weights.")]
+Prompts = Annotated[str | None, typer.Option(metavar="FILE", help="Prompts: JSON lines, or a data set of MLPerf.")]
+Lengths = Annotated[str | None, typer.Option(metavar="FILE", help="Token lengths (CSV); prompts are random tokens.")]
+Rack = Annotated[
+    str | None,
+    typer.Option(metavar="CONFIG|auto", help="Run on all nodes of a Ray cluster: auto, host:port or a YAML file."),
+]
+RunsOut = Annotated[str | None, typer.Option(metavar="DIR", help="Folder to create the run folder in.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and memory plan, then stop.")]
 
 
 class Command(TyperCommand):
     """A command whose flags may be typed with dashes or underscores."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Writes flags as they are declared, sets undeclared ones aside, refuses those that nobody knows."""
+        """Normalise declared flags, put those that are configuration keys into ``ctx.meta``, refuse the others."""
         options = [name for option in self.get_params(ctx) for name in option.opts if name.startswith("--")]
         valued = [option for option in self.params if isinstance(option, TyperOption) and not option.is_flag]
         takes_value = {name for option in valued for name in option.opts}
@@ -71,49 +72,50 @@ class Command(TyperCommand):
         return list(super().parse_args(ctx, kept))
 
     def is_key(self, flag: str) -> bool:
-        """Whether an undeclared flag is a key that the command takes."""
+        """Whether an undeclared flag is a configuration key of this command."""
         return False
 
     def switches(self) -> Collection[str]:
-        """Flags, with dashes, of keys that may stand without a value, which is true then."""
+        """Flags, with dashes, that need no value: without one they are true."""
         return ()
 
     def other_flags(self) -> Sequence[str]:
-        """Flags that the command takes beside those it declares."""
+        """Flags that the command takes in addition to those it declares."""
         return ()
 
 
 class SchemaCommand(Command):
-    """A command that takes keys of the configuration schema as flags, beside those it declares."""
+    """A command that also takes the keys of the configuration as flags."""
 
     prefix = ""
 
     def is_key(self, flag: str) -> bool:
-        """Whether ``flag`` is a key of the schema."""
+        """Whether ``flag`` is a key of the configuration."""
         from megatoken.config import flag_key
 
         return flag_key(flag) in self._keys()
 
     def switches(self) -> Collection[str]:
-        """Those of the schema's keys that are true or false."""
+        """The configuration keys that are true or false."""
         from megatoken.config import KEYS
 
         return {f"--{key.replace('_', '-')}" for key in self._keys() if KEYS[key].is_switch}
 
     def other_flags(self) -> Sequence[str]:
-        """The keys and their shorter names."""
+        """The keys and their short names."""
         from megatoken.config import FLAG_ALIASES
 
         aliases = (alias.replace("_", "-") for alias in FLAG_ALIASES if alias.startswith(self.prefix))
         return [*self._keys(), *aliases]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Adds the keys of the schema to the help."""
-        from megatoken.config import describe_keys
+        """Add the configuration keys to the help."""
+        from megatoken.config import describe_keys, flag_key
 
         super().format_help(ctx, formatter)
-        keys = [(f"--{key}", f"{text} [{default}]") for key, default, text in describe_keys()]
-        with formatter.section("Keys of the configuration, each also a flag"):
+        declared = {flag_key(name[2:]) for option in self.get_params(ctx) for name in option.opts}
+        keys = [(f"--{key}", f"{text} [{default}]") for key, default, text in describe_keys() if key not in declared]
+        with formatter.section("Configuration keys (also flags)"):
             formatter.write_dl([row for row in keys if row[0].startswith(f"--{self.prefix}")])
 
     def _keys(self) -> list[str]:
@@ -123,13 +125,13 @@ class SchemaCommand(Command):
 
 
 class EngineCommand(SchemaCommand):
-    """A command that takes the keys of the engine only."""
+    """A command that takes only the engine's keys."""
 
     prefix = "engine."
 
 
 def _boolean(rest: list[str]) -> str:
-    """The value of a switch: the next word if it can be one, which is taken away, else true."""
+    """The value of a switch: the next word, taken from ``rest``, if it is a boolean; otherwise true."""
     return rest.pop(0) if rest and rest[0].lower() in BOOLEANS else "true"
 
 
@@ -138,5 +140,5 @@ def _unknown_flag(flag: str, known: Iterable[str], command: str) -> ConfigError:
 
     spellings = {name.replace("_", "-"): name for name in known}
     meant = nearest(flag[2:].replace("_", "-"), spellings)
-    mend = f"did you mean --{spellings[meant]}?" if meant else f"see {command} --help"
-    return ConfigError(f"{flag}: unknown flag; {mend}")
+    hint = f"did you mean --{spellings[meant]}?" if meant else f"see {command} --help"
+    return ConfigError(f"{flag}: unknown flag; {hint}")

@@ -15,18 +15,34 @@ from megatoken.errors import ExitCode, UsageError
 def generate(
     ctx: typer.Context,
     model: Model = None,
-    prompts: Annotated[Path | None, typer.Option(metavar="IN.jsonl", help="Prompts, one JSON object a line.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="OUT.jsonl", help="Answers, in the order of the prompts.")] = None,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="One prompt; its answer is streamed.")] = None,
-    max_tokens: Annotated[str | None, typer.Option(metavar="N", help="Longest answer in tokens.")] = None,
-    temperature: Annotated[str | None, typer.Option(metavar="T", help="0 (default): the likeliest token.")] = None,
-    top_k: Annotated[str | None, typer.Option(metavar="K", help="Draw from the K likeliest; 0 (default): all.")] = None,
-    top_p: Annotated[str | None, typer.Option(metavar="P", help="Draw from the likeliest of this share.")] = None,
-    seed: Annotated[str | None, typer.Option(metavar="N", help="Seed of the draws.")] = None,
-    stop_token_ids: Annotated[str | None, typer.Option(metavar="ID,ID...", help="Ids that end an answer.")] = None,
-    precision: Annotated[str | None, typer.Option(metavar="fp32|bf16|fp8")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="IN.jsonl", help="Prompts, one JSON object per line; needs --out.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="OUT.jsonl", help="File to write: answers in the order of the prompts.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="One prompt; prints its answer as it is generated.")
+    ] = None,
+    max_tokens: Annotated[str | None, typer.Option(metavar="N", help="Maximum length of an answer, in tokens.")] = None,
+    temperature: Annotated[
+        str | None, typer.Option(metavar="T", help="Sampling temperature. Default 0: take the likeliest token.")
+    ] = None,
+    top_k: Annotated[
+        str | None, typer.Option(metavar="K", help="Draw from the K likeliest tokens. Default 0: from all.")
+    ] = None,
+    top_p: Annotated[
+        str | None, typer.Option(metavar="P", help="Draw from the likeliest tokens with this total probability.")
+    ] = None,
+    seed: Annotated[str | None, typer.Option(metavar="N", help="Seed of the random draws.")] = None,
+    stop_token_ids: Annotated[
+        str | None, typer.Option(metavar="ID,ID...", help="Token ids that end an answer.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(metavar="fp32|bf16|fp8", help="Number format of the weights.")
+    ] = None,
 ) -> int:
-    """Answer the prompts of a file, or one from the command line."""
+    """Generate answers to the prompts of a file, or to one prompt."""
     from megatoken.config import load_answer_config, load_run_config
 
     if (prompt is None) == (prompts is None):

@@ -1,4 +1,4 @@
-"""Documents of results, as all commands that make one print and save them; and how far they are meanwhile."""
+"""Print and save result documents; show progress."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import typer
 
 from megatoken.cli.streams import standard_output
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder that receives the document and its page.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only a JSON document.")]
+Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to save the JSON document and its HTML page in.")]
 
 
 def deliver(document: Mapping[str, Any], *, json_only: bool, out: Path | None) -> None:
-    """Saves a document and its page in ``out``, where given, and prints it."""
+    """Print a document; save it and its page in ``out`` if given."""
     from megatoken.files import plain
     from megatoken.report import save_document, show
 
@@ -34,11 +34,11 @@ def deliver(document: Mapping[str, Any], *, json_only: bool, out: Path | None) -
 
 @contextmanager
 def counted(description: str, before: str = "") -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on standard error, if that is a terminal, moved by (done, of how many; 0: not known yet).
+    """Show a progress bar on standard error if it is a terminal; yields the function (done, total or 0) that moves it.
 
     Args:
         description: what is counted.
-        before: what is done until it is known how many.
+        before: description while the total is not known.
     """
     if not sys.stderr.isatty():
         yield None

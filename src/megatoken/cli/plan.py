@@ -1,7 +1,4 @@
-"""``megatoken plan capacity|fleet|energy|cost``: four commands on one rate, one set of profiles and assumptions.
-
-``megatoken plan throughput`` is the fifth and needs none: it simulates where a rate could come from.
-"""
+"""``megatoken plan``: capacity, fleet, energy and cost from a rate; throughput simulates the rate itself."""
 
 import math
 from collections.abc import Callable
@@ -21,19 +18,29 @@ if TYPE_CHECKING:
     from megatoken.planning.commands import Common, Rate
     from megatoken.planning.figures import Plan
 
-app = typer.Typer(rich_markup_mode=None, help="What a rate means in users, machines, watts and money.")
+app = typer.Typer(rich_markup_mode=None, help="Turn a rate into users, machines, watts and money.")
 
 LENGTHS_MODEL = "llama2-70b"  # whose requests the lengths that ship are
 
 Factors = Annotated[
-    list[str] | None, typer.Option("--factor", metavar="NAME=SHARE", help="A share below the peak; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--factor", metavar="NAME=SHARE", help="Factor that lowers the rate, for example makespan=0.936; repeatable."
+    ),
 ]
-SecondRun = Annotated[Path | None, typer.Option(metavar="RUN", help="The same system under another mix of tokens.")]
-Watts = Annotated[float | None, typer.Option(metavar="N", help="Power; default that of the run, else by data sheet.")]
+SecondRun = Annotated[
+    Path | None, typer.Option(metavar="RUN", help="Run of the same system with other input and output lengths.")
+]
+Watts = Annotated[
+    float | None, typer.Option(metavar="N", help="Power in watts. Default: measured in RUN, otherwise nameplate.")
+]
 Boundary = Annotated[
-    str | None, typer.Option(metavar="wall|accelerators", help="Where --watts was measured; default wall.")
+    str | None, typer.Option(metavar="wall|accelerators", help="Where --watts was measured. Default: wall.")
 ]
-WattsState = Annotated[str | None, typer.Option(metavar="STATE", help="How sure --watts is; default given.")]
+WattsState = Annotated[
+    str | None,
+    typer.Option(metavar="STATE", help="State of --watts: measured, verified, estimate, nameplate. Default: given."),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -44,26 +51,40 @@ def _plan(ctx: typer.Context) -> None:
 
 
 def _start(
-    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Run folder or repeats; else a number.")] = None,
-    tokens_per_second: Annotated[float | None, typer.Option(metavar="N", help="The rate, without a run.")] = None,
-    per: Annotated[str | None, typer.Option(metavar="accelerator|node|rack|system", help="Scope of it.")] = None,
-    counted: Annotated[str | None, typer.Option(metavar="output|total", help="What it counts; default output.")] = None,
-    accelerators: Annotated[int | None, typer.Option(metavar="N", help="How many produce it.")] = None,
-    accelerator: Annotated[str | None, typer.Option(metavar="NAME", help="Which, such as GB300.")] = None,
-    scenario: Annotated[str | None, typer.Option(metavar="offline|server|interactive", help="How load came.")] = None,
-    state: Annotated[str | None, typer.Option(metavar="STATE", help="How sure it is; default unverified.")] = None,
-    source: Annotated[str | None, typer.Option(metavar="TEXT", help="Where it is from.")] = None,
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="Run folder or folder of repeats; or give --tokens-per-second.")
+    ] = None,
+    tokens_per_second: Annotated[float | None, typer.Option(metavar="N", help="The rate, instead of RUN.")] = None,
+    per: Annotated[str | None, typer.Option(metavar="accelerator|node|rack|system", help="What has this rate.")] = None,
+    counted: Annotated[
+        str | None, typer.Option(metavar="output|total", help="Tokens that the rate counts. Default: output.")
+    ] = None,
+    accelerators: Annotated[int | None, typer.Option(metavar="N", help="Number of accelerators.")] = None,
+    accelerator: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Accelerator model, for example GB300.")
+    ] = None,
+    scenario: Annotated[
+        str | None, typer.Option(metavar="offline|server|interactive", help="Scenario in which the rate was measured.")
+    ] = None,
+    state: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STATE", help="State of the rate: measured, verified, unverified, estimate. Default: unverified."
+        ),
+    ] = None,
+    source: Annotated[str | None, typer.Option(metavar="TEXT", help="Source of the rate.")] = None,
     input_per_output: Annotated[
-        float | None, typer.Option(metavar="X", help="Input tokens per output token of its requests.")
+        float | None, typer.Option(metavar="X", help="Input tokens per output token of the requests.")
     ] = None,
     profile: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Workload profile; repeatable.")] = None,
-    profiles: Annotated[Path | None, typer.Option(metavar="FILE", help="Workload profiles of your own, YAML.")] = None,
+    profiles: Annotated[Path | None, typer.Option(metavar="FILE", help="Your own workload profiles (YAML).")] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE[:LOW:HIGH]", help="An assumption; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE[:LOW:HIGH]", help="Change an assumption; repeatable."),
     ] = None,
-    assumptions: Annotated[Path | None, typer.Option(metavar="FILE", help="Assumptions of your own, YAML.")] = None,
+    assumptions: Annotated[Path | None, typer.Option(metavar="FILE", help="Your own assumptions (YAML).")] = None,
 ) -> "tuple[Rate, Common]":
-    """What all four start from."""
+    """The flags that all four begin with."""
     from megatoken.planning.commands import Common, Rate
 
     rate = Rate(
@@ -73,11 +94,11 @@ def _start(
 
 
 def _end(out: Out = None, json_only: Json = False) -> None:
-    """What all four end with."""
+    """The flags that all four end with."""
 
 
 def _command(plan: "Callable[..., Plan]") -> "Callable[..., Plan]":
-    """Makes a command of ``plan(rate, common, *flags)``: takes the shared flags beside its own, prints the plan."""
+    """Make a command of ``plan(rate, common, *flags)``: adds the shared flags and prints the plan."""
     shared, delivery = (dict(signature(part).parameters) for part in (_start, _end))
     own = dict(list(signature(plan).parameters.items())[2:])
 
@@ -96,7 +117,7 @@ def _command(plan: "Callable[..., Plan]") -> "Callable[..., Plan]":
 
 @_command
 def capacity(rate: "Rate", common: "Common", second_run: SecondRun = None, factors: Factors = None) -> "Plan":
-    """How many requests and users a rate serves. By the usual formula and by what that hides."""
+    """How many requests and users a rate serves. By the usual formula, and with its hidden assumptions stated."""
     from megatoken.planning import commands
 
     return commands.capacity(rate, replace(common, factors=factors or ()), second_run=second_run)
@@ -106,24 +127,30 @@ def capacity(rate: "Rate", common: "Common", second_run: SecondRun = None, facto
 def fleet(
     rate: "Rate",
     common: "Common",
-    demand: Annotated[float | None, typer.Option(metavar="N", help="Constant demand, or peak of the curve.")] = None,
-    unit: Annotated[str, typer.Option(metavar="interactions|users|output-tokens", help="Of it.")] = "interactions",
-    curve: Annotated[str | None, typer.Option(metavar="NAME|FILE.csv", help="Demand over time.")] = None,
-    accelerators_per_node: Annotated[int | None, typer.Option(metavar="N", help="Shape of a node.")] = None,
-    nodes_per_rack: Annotated[int | None, typer.Option(metavar="N", help="Shape of a rack.")] = None,
-    spare: Annotated[int, typer.Option(metavar="N", help="Fault domains that may fail without loss.")] = 1,
-    fault_domain: Annotated[str, typer.Option(metavar="node|rack", help="What fails at once.")] = "node",
+    demand: Annotated[float | None, typer.Option(metavar="N", help="Constant demand, or peak of --curve.")] = None,
+    unit: Annotated[
+        str, typer.Option(metavar="interactions|users|output-tokens", help="Unit of --demand.")
+    ] = "interactions",
+    curve: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE.csv", help="Demand over time: a named curve or a CSV file.")
+    ] = None,
+    accelerators_per_node: Annotated[int | None, typer.Option(metavar="N", help="Accelerators per node.")] = None,
+    nodes_per_rack: Annotated[int | None, typer.Option(metavar="N", help="Nodes per rack.")] = None,
+    spare: Annotated[int, typer.Option(metavar="N", help="Spare fault domains: how many may fail without loss.")] = 1,
+    fault_domain: Annotated[str, typer.Option(metavar="node|rack", help="What fails as one unit.")] = "node",
     burst_tokens_per_second: Annotated[
-        float | None, typer.Option(metavar="N", help="Rate of a node of a second class, by the hour.")
+        float | None, typer.Option(metavar="N", help="Tokens/s of one node of a second class, rented by the hour.")
     ] = None,
-    burst_accelerators_per_node: Annotated[int | None, typer.Option(metavar="N", help="Shape of that node.")] = None,
+    burst_accelerators_per_node: Annotated[
+        int | None, typer.Option(metavar="N", help="Accelerators per node of the second class.")
+    ] = None,
     replace_nodes: Annotated[
-        int | None, typer.Option(metavar="N", help="Ask how many nodes replace N old ones.")
+        int | None, typer.Option(metavar="N", help="Compute how many nodes replace N old nodes.")
     ] = None,
-    replace_rate: Annotated[float | None, typer.Option(metavar="N", help="Rate of one old node, tokens/s.")] = None,
+    replace_rate: Annotated[float | None, typer.Option(metavar="N", help="Tokens/s of one old node.")] = None,
     factors: Factors = None,
 ) -> "Plan":
-    """How many accelerators, nodes and racks a demand takes."""
+    """How many accelerators, nodes and racks a demand needs."""
     from megatoken.planning import commands
 
     burst = None
@@ -132,7 +159,7 @@ def fleet(
             tokens_per_second=burst_tokens_per_second, per="node", accelerators=burst_accelerators_per_node
         )
     elif burst_accelerators_per_node is not None:
-        raise UsageError("--burst-accelerators-per-node says nothing alone; give --burst-tokens-per-second too")
+        raise UsageError("--burst-accelerators-per-node needs --burst-tokens-per-second")
     flags = commands.FleetFlags(
         demand=demand,
         unit=unit,
@@ -153,7 +180,7 @@ def fleet(
 def energy(
     rate: "Rate", common: "Common", watts: Watts = None, boundary: Boundary = None, watts_state: WattsState = None
 ) -> "Plan":
-    """Tokens per joule of accelerators, machines and site; carbon."""
+    """Energy per token of accelerators, machines and site, and carbon."""
     from megatoken.planning import commands
 
     return commands.energy(rate, common, commands.PowerFlags(watts, boundary, watts_state))
@@ -166,11 +193,13 @@ def cost(
     watts: Watts = None,
     boundary: Boundary = None,
     watts_state: WattsState = None,
-    rent: Annotated[float | None, typer.Option(metavar="DOLLARS", help="Price of an accelerator hour.")] = None,
+    rent: Annotated[
+        float | None, typer.Option(metavar="DOLLARS", help="Price of an accelerator hour, instead of buying.")
+    ] = None,
     second_run: SecondRun = None,
     factors: Factors = None,
 ) -> "Plan":
-    """Dollars per million output tokens, and what moves them. Per request, per user and month too."""
+    """Cost per million output tokens, per request and per user, and what it depends on."""
     from megatoken.planning import commands
 
     power = commands.PowerFlags(watts, boundary, watts_state)
@@ -180,21 +209,25 @@ def cost(
 @app.command(cls=EngineCommand)
 def throughput(
     ctx: typer.Context,
-    gpu: Annotated[str, typer.Option(metavar="NAME", help="Such as H200 or GB300.")],
-    model: Annotated[str, typer.Option(metavar="SHAPE", help="Named shape.")] = "llama2-70b",
-    precision: Annotated[str, typer.Option(metavar="bf16|fp8|fp4", help="Of the layers' products.")] = "fp8",
-    nodes: Annotated[int, typer.Option(metavar="N", help="Nodes of the rack.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="Of each node; a model copy on each.")] = 1,
-    minutes: Annotated[float, typer.Option(metavar="N", help="Virtual time in which requests are begun.")] = 10.0,
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU to simulate, for example H200 or GB300.")],
+    model: Annotated[str, typer.Option(metavar="SHAPE", help="Named model shape.")] = "llama2-70b",
+    precision: Annotated[
+        str, typer.Option(metavar="bf16|fp8|fp4", help="Number format of the layers' matrix products.")
+    ] = "fp8",
+    nodes: Annotated[int, typer.Option(metavar="N", help="Nodes in the rack.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="GPUs per node; each holds a copy of the model.")] = 1,
+    minutes: Annotated[float, typer.Option(metavar="N", help="Simulated minutes in which requests start.")] = 10.0,
     lengths: Annotated[Path | None, typer.Option(metavar="FILE", help="CSV of token lengths.")] = None,
-    output_tokens: Annotated[float | None, typer.Option(metavar="N", help="Scale answers to this mean.")] = None,
+    output_tokens: Annotated[
+        float | None, typer.Option(metavar="N", help="Scale the answer lengths to this mean.")
+    ] = None,
     software: Annotated[
-        str, typer.Option(metavar="megatoken|published", help="Whose overhead steps have.")
+        str, typer.Option(metavar="megatoken|published", help="Software whose overhead per step is simulated.")
     ] = "megatoken",
     out: Out = None,
     json_only: Json = False,
 ) -> int:
-    """What hardware that is not here would serve. Offline, simulated in virtual time."""
+    """Simulate throughput on other hardware. Offline scenario, in simulated time."""
     import numpy as np
 
     from megatoken.config import load_run_config
@@ -204,7 +237,7 @@ def throughput(
 
     for key in ("device", "threads"):
         if f"engine.{key}" in ctx.meta[FLAGS]:
-            raise UsageError(f"--engine.{key}: nothing is computed on this machine; leave it out")
+            raise UsageError(f"--engine.{key}: this machine computes nothing here; leave it out")
     if not 0 < minutes < math.inf:
         raise UsageError(f"--minutes is {minutes:g}; give a number above 0")
     config = load_run_config(None, {"precision": precision, "rack.simulated_gpu": gpu, **ctx.meta[FLAGS]}, rack="auto")

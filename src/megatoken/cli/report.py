@@ -18,26 +18,29 @@ _Answer = TypeVar("_Answer")
 
 
 def report(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Run folders, folders of them, saved documents.")],
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH", help="Run folders, folders of run folders, saved result documents.")
+    ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Page to write instead of the one at PATH.")
+        Path | None, typer.Option(metavar="FILE.html", help="Write the page to this file, not next to PATH.")
     ] = None,
     sql: Annotated[
-        str | None, typer.Option("--query", metavar="SQL", help="Answer a SELECT over the run folders instead.")
+        str | None,
+        typer.Option("--query", metavar="SQL", help="Run a SELECT over the run folders and print the result."),
     ] = None,
-    csv: Annotated[bool, typer.Option("--csv", help="Print the answer as CSV.")] = False,
-    json_only: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print the result of --query as CSV.")] = False,
+    json_only: Annotated[bool, typer.Option("--json", help="Print the result of --query as JSON.")] = False,
 ) -> int:
-    """Make pages anew, or ask many runs in SQL. Pages of runs, repeats and saved results."""
+    """Rebuild reports, or query runs with SQL."""
     if sql is not None:
         if out is not None or (csv and json_only):
-            raise UsageError("--query prints its answer: give at most one of --csv and --json, and no --out")
+            raise UsageError("--query: give at most one of --csv and --json, and no --out")
         _answer(paths, sql, csv=csv, json_only=json_only)
         return ExitCode.OK
     if csv or json_only:
-        raise UsageError("--csv and --json print the answer to a query; give --query SQL")
+        raise UsageError("--csv and --json need --query SQL")
     if out is not None and len(paths) > 1:
-        raise UsageError("--out names one page; give one PATH with it")
+        raise UsageError("--out names one page; give only one PATH")
 
     from megatoken.report import write_reports
 
@@ -63,16 +66,16 @@ def _answer(paths: list[Path], sql: str, *, csv: bool, json_only: bool) -> None:
 
 
 def _interruptible(work: Callable[[], _Answer]) -> _Answer:
-    """What ``work`` returns, from a thread of its own: DuckDB may not look up for hours, so a signal ends the process.
+    """Return the result of ``work``, run in a thread, so that a signal can end the process during a long query.
 
-    At once, for the interpreter's own end would take that thread apart and abort.
+    It ends at once: at a normal exit the interpreter would tear the thread down and abort.
     """
     future: Future[_Answer] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # whatever it is, it is for the one who waits
+        except BaseException as error:  # passed on to the main thread
             future.set_exception(error)
 
     Thread(target=run, daemon=True).start()

@@ -39,25 +39,34 @@ def run(
     model: Model = None,
     random_weights: RandomWeights = False,
     precision: Precision = None,
-    scenario: Annotated[str | None, typer.Option(metavar="offline|server|interactive|singlestream")] = None,
-    mode: Annotated[str | None, typer.Option(metavar="performance|accuracy")] = None,
+    scenario: Annotated[
+        str | None, typer.Option(metavar="offline|server|interactive|singlestream", help="How requests arrive.")
+    ] = None,
+    mode: Annotated[
+        str | None, typer.Option(metavar="performance|accuracy", help="Measure speed, or log all answers.")
+    ] = None,
     prompts: Prompts = None,
     lengths: Lengths = None,
-    samples: Annotated[str | None, typer.Option(metavar="N", help="Samples to issue; per_node: on each.")] = None,
-    min_duration: Annotated[str | None, typer.Option(metavar="SECONDS", help="Shortest duration of the run.")] = None,
-    rate: Annotated[str | None, typer.Option(metavar="SAMPLES/S", help="Rate offered in server, interactive.")] = None,
-    find_rate: Annotated[bool, typer.Option("--find-rate", help="Search the highest valid rate, confirm it.")] = False,
-    compliance: Annotated[str | None, typer.Option(metavar="TEST06", help="Run MLPerf's compliance test.")] = None,
-    repeat: Annotated[str | None, typer.Option(metavar="N", help="Runs of the same.")] = None,
+    samples: Annotated[
+        str | None, typer.Option(metavar="N", help="Number of samples; with --rack.count per_node, per node.")
+    ] = None,
+    min_duration: Annotated[str | None, typer.Option(metavar="SECONDS", help="Minimum duration of the run.")] = None,
+    rate: Annotated[
+        str | None, typer.Option(metavar="SAMPLES/S", help="Request rate of the server and interactive scenarios.")
+    ] = None,
+    find_rate: Annotated[bool, typer.Option("--find-rate", help="Find the highest valid rate and confirm it.")] = False,
+    compliance: Annotated[str | None, typer.Option(metavar="TEST06", help="Run an MLPerf compliance test.")] = None,
+    repeat: Annotated[str | None, typer.Option(metavar="N", help="Number of repeated runs.")] = None,
     rules: Annotated[
-        str | None, typer.Option(metavar="v5.1|v6.0|v6.1", help="MLPerf round whose rules are claimed.")
+        str | None,
+        typer.Option(metavar="v5.1|v6.0|v6.1", help="MLPerf round whose rules the run claims; ends VALID or INVALID."),
     ] = None,
     rack: Rack = None,
     out: RunsOut = None,
     dry_run: DryRun = False,
     json_only: Json = False,
 ) -> int:
-    """Measure how fast this machine serves a model. Under MLPerf LoadGen; leaves a folder of evidence."""
+    """Measure how fast this machine serves a model. Uses MLPerf LoadGen; writes a run folder."""
     from megatoken.config import load_run_config
 
     declared = {
@@ -91,9 +100,9 @@ def run(
 def measure_and_show(
     config: RunConfig, test: Test, *, dry_run: bool, json_only: bool, check: Check | None = None
 ) -> int:
-    """Prepares, has ``test`` leave a run folder, makes its pages and prints what is in it; the exit code.
+    """Run ``test``, write its report pages and print the result; returns the exit code.
 
-    ``check`` may refuse what is known before the weights are loaded: fields of ``result.json``, with a rack's nodes.
+    ``check`` may refuse the run before the weights are loaded; it gets the fields of ``result.json`` known by then.
     """
     from megatoken.harness.command import measure
     from megatoken.harness.progress import Progress
@@ -116,7 +125,7 @@ def measure_and_show(
         finished = read_subject(path)
         result = finished.result if isinstance(finished, Run) else finished.values
         code = Verdict(result["verdict"]).exit_code
-        # A terminal that has closed takes no report, but that is not why the run ended.
+        # A closed terminal cannot show the report, but that did not end the run.
         with standard_output(kept, ExitCode.INTERRUPTED if code == ExitCode.INTERRUPTED else ExitCode.ERROR):
             if json_only:
                 print(json.dumps({**result, "run_folder": str(path)}, indent=2))
@@ -125,12 +134,12 @@ def measure_and_show(
                 if not isinstance(finished, Run):
                     print(f"Run folders: {path}")
     if unwritten is not None:
-        complain(f"{unwritten}; megatoken report {shlex.quote(str(path))} makes the page then", code)
+        complain(f"{unwritten}; megatoken report {shlex.quote(str(path))} writes the page later", code)
     return code
 
 
 def _make_pages(path: Path) -> StorageError | None:
-    """Makes the pages on what was measured, or returns why it cannot: they can be made at any time, the run cannot."""
+    """Write the report pages; returns the error if it cannot, because pages can be rebuilt later and a run cannot."""
     from megatoken.report import write_reports
 
     try:

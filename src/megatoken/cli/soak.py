@@ -34,15 +34,17 @@ if TYPE_CHECKING:
 
 SHORTEST_SECONDS, LONGEST_SECONDS = 1.0, 7 * 86_400.0
 _UNIT_SECONDS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
-# What a soak decides itself: it is one run under full load, of a length that --duration says.
+# Settings that a soak fixes: it is one run under full load for --duration.
 _OWN = ("scenario", "mode", "rules", "compliance", "samples", "min_duration_seconds", "repeat", "rack.count")
 
 
 def soak(
     ctx: typer.Context,
     config_file: ConfigFile = None,
-    duration: Annotated[str | None, typer.Option(metavar="80m", help="Time under load: 90s, 80m, 1h30m, 2d.")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Go on with an interrupted soak.")] = None,
+    duration: Annotated[
+        str | None, typer.Option(metavar="80m", help="Time under load, for example 90s, 80m, 1h30m, 2d.")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Continue an interrupted soak.")] = None,
     model: Model = None,
     random_weights: RandomWeights = False,
     precision: Precision = None,
@@ -53,7 +55,7 @@ def soak(
     dry_run: DryRun = False,
     json_only: Json = False,
 ) -> int:
-    """Judge whether a rate holds for hours. Under full load, of this machine or a rack; resumable."""
+    """Keep a machine or a rack under full load for hours. Reports whether the rate holds; can be resumed."""
     declared = {
         "model": model,
         "random-weights": random_weights or None,
@@ -81,7 +83,7 @@ def _new(
     config_file: Path | None, given: Mapping[str, str | bool], rack: str | None, duration: str | None
 ) -> RunConfig:
     if duration is None:
-        raise UsageError("--duration: how long? for example --duration 80m; or --resume FOLDER")
+        raise UsageError("give --duration, for example --duration 80m, or --resume FOLDER")
     from megatoken.config import KEYS, load_run_config
 
     seconds = duration_seconds(duration)
@@ -91,15 +93,15 @@ def _new(
         for part in key.split("."):
             value = getattr(value, part)
         if value != KEYS[key].default:
-            raise ConfigError(f"{key}: a soak does not take it: it runs under full load for as long as --duration says")
+            raise ConfigError(
+                f"{key}: not a setting of a soak, which runs under full load for --duration; leave it out"
+            )
     return config.model_copy(update={"min_duration_seconds": seconds})
 
 
 def _interrupted(folder: Path, others: list[object], rack: str | None) -> tuple[RunConfig, Earlier]:
     if any(other is not None for other in others):
-        raise UsageError(
-            "--resume: the folder says what is soaked and for how long; give only --rack and --json with it"
-        )
+        raise UsageError("--resume takes all settings from the folder; give only --rack and --json with it")
     from megatoken.config import load_run_config
     from megatoken.harness.soak import Earlier
     from megatoken.runs.run import CONFIG
@@ -114,7 +116,7 @@ def duration_seconds(text: str) -> float:
     """``80m``, ``1h30m``, ``2d``, ``90s`` or ``90`` in seconds.
 
     Raises:
-        UsageError: it is none of these, or nothing that a soak can last.
+        UsageError: another form, or shorter or longer than a soak can be.
     """
     parts = re.findall(r"(\d+(?:\.\d+)?)([dhms])", text)
     whole = "".join(number + unit for number, unit in parts)

@@ -1,4 +1,4 @@
-"""Standard output and error of the commands: what leaves the process, and what is said when it cannot."""
+"""Standard output and standard error of the commands, and what happens if they are closed or full."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from megatoken.errors import ExitCode, MegatokenError
 
 @contextmanager
 def standard_output(kept: str = "", code: ExitCode = ExitCode.ERROR) -> Iterator[None]:
-    """What is printed inside has left the process at the end; if it cannot, the error says what was ``kept``.
+    """Flush standard output at the end of the block.
 
-    The command ends with ``code`` then.
+    Args:
+        kept: added to the error message: where the result is stored.
+        code: exit code if standard output cannot be written.
     """
     also = f"; {kept}" if kept else ""
     try:
@@ -32,9 +34,9 @@ def standard_output(kept: str = "", code: ExitCode = ExitCode.ERROR) -> Iterator
 
 
 def stand_in_for_closed_streams() -> None:
-    """Puts /dev/null where a standard stream is closed: a file opened later would get its number and its output.
+    """Open /dev/null in place of closed standard streams; otherwise a file opened later would get their output.
 
-    It is open for reading only, so that writing fails as on the closed one.
+    It is open for reading only, so that writing fails as it does on a closed stream.
     """
     while (descriptor := os.open(os.devnull, os.O_RDONLY)) <= 2:
         pass
@@ -44,22 +46,22 @@ def stand_in_for_closed_streams() -> None:
 
 
 def escape_what_cannot_be_encoded() -> None:
-    """A letter that standard output has no code for, as in a path that is not UTF-8, is printed as an escape."""
+    """Print characters that standard output cannot encode, as in a path that is not UTF-8, as escapes."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def complain(message: str, code: ExitCode) -> ExitCode:
-    """Says on standard error, in one line, why the command ends with ``code``."""
-    with suppress(OSError):  # then there is nobody to tell
+    """Print one line on standard error; returns ``code``."""
+    with suppress(OSError):  # standard error is closed or full
         print(f"megatoken: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return code
 
 
 def flush() -> None:
-    """Empties the buffers of both streams for good, whatever becomes of their content."""
+    """Flush both streams; discard what cannot be written."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # said already; the interpreter's own flush at the end must not fail too
+        except OSError:  # reported before; the interpreter's own flush at exit must not fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -13,7 +13,7 @@ from megatoken.cli.output import Json
 from megatoken.cli.streams import complain, standard_output
 from megatoken.errors import ExitCode
 
-app = typer.Typer(rich_markup_mode=None, help="MLPerf submissions: build one of run folders, check anybody's.")
+app = typer.Typer(rich_markup_mode=None, help="Build an MLPerf submission from run folders, or check one.")
 
 
 @app.callback(invoke_without_command=True)
@@ -25,18 +25,23 @@ def _submission(ctx: typer.Context) -> None:
 
 @app.command(cls=Command)
 def build(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders: performance, accuracy, compliance.")],
-    submitter: Annotated[str, typer.Option(metavar="NAME", help="Who submits; names a folder.")],
-    division: Annotated[str, typer.Option(metavar="closed|open")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to make; it must not exist, or be empty.")],
-    mlperf_round: Annotated[str, typer.Option("--round", metavar="v5.1", help="MLPerf round: v5.1, v6.0, v6.1.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN", help="Run folders: performance, accuracy, compliance tests.")
+    ],
+    submitter: Annotated[str, typer.Option(metavar="NAME", help="Name of the submitter; also a folder name.")],
+    division: Annotated[str, typer.Option(metavar="closed|open", help="MLPerf division.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create; must not exist, or be empty.")],
+    mlperf_round: Annotated[str, typer.Option("--round", metavar="v5.1", help="MLPerf round: v5.1, v6.0 or v6.1.")],
     benchmark: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Default: by the model's name and the scores.")
+        str | None,
+        typer.Option(metavar="NAME", help="MLPerf benchmark. Default: from the model name and the accuracy scores."),
     ] = None,
-    system: Annotated[str | None, typer.Option(metavar="NAME", help="Default: by the inventory.")] = None,
+    system: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the system. Default: from the hardware inventory.")
+    ] = None,
     json_only: Json = False,
 ) -> int:
-    """Build a submission tree. Fields that nobody but you can know are listed, and marked in their files."""
+    """Build a submission tree from run folders. Lists the fields that you must fill in."""
     from megatoken.submission import RefusedRunsError
     from megatoken.submission import build as built
 
@@ -64,13 +69,14 @@ def build(
 
 @app.command(cls=Command)
 def check(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that holds closed or open.")],
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that contains closed/ or open/.")],
     mlperf_round: Annotated[
-        str | None, typer.Option("--round", metavar="v5.1", help="MLPerf round; default that of the seeds.")
+        str | None,
+        typer.Option("--round", metavar="v5.1", help="MLPerf round. Default: the round of the seeds in the logs."),
     ] = None,
     json_only: Json = False,
 ) -> int:
-    """Decide on a submission tree. By the rules of MLCommons' checker; says what to mend."""
+    """Check a submission tree by the rules of the MLCommons checker. Reports what to fix."""
     from megatoken.submission import check as checked
 
     result = checked(path, round=mlperf_round)

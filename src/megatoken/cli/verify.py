@@ -14,22 +14,27 @@ from megatoken.errors import ExitCode, UsageError
 
 
 def verify(
-    test: Annotated[str, typer.Argument(metavar="TEST06|TEST07|TEST09")],
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Run folder, or LoadGen's accuracy log or its folder.")],
+    test: Annotated[str, typer.Argument(metavar="TEST06|TEST07|TEST09", help="Compliance test.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="Run folder, or LoadGen accuracy log, or the folder of that log.")
+    ],
     model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="TEST06: model that answered, for its end tokens.")
+        str | None,
+        typer.Option(
+            metavar="DIR", help="TEST06: model that answered, for its end tokens. Default: the model of the run."
+        ),
     ] = None,
     end_tokens: Annotated[
-        str | None, typer.Option(metavar="ID,...", help="TEST06: end token ids, in place of a model.")
+        str | None, typer.Option(metavar="ID,...", help="TEST06: end token ids, instead of --model.")
     ] = None,
     json_only: Json = False,
 ) -> int:
-    """Hold the log of a compliance test against the rules. And more; writes the file that a submission needs."""
+    """Verify a compliance-test log. Writes the file that a submission needs."""
     from megatoken.accuracy.verify import verify as verified
     from megatoken.mlperf.compliance import DOCUMENT, TESTS
 
     if test not in TESTS:
-        raise UsageError(f"{test}: no compliance test that is known here; there are {', '.join(TESTS)}")
+        raise UsageError(f"{test}: unknown compliance test; give {', '.join(TESTS)}")
 
     result, file = verified(test, path, model=model, end_tokens=end_tokens)
     with standard_output(f"the result is in {file}"):
@@ -37,7 +42,7 @@ def verify(
             print(json.dumps(result.to_document() | {"file": str(file)}, indent=2))
         else:
             print(*result.lines, sep="\n")
-            print(f"Our own check: {'passed' if result.sound else 'failed'}")
+            print(f"Additional checks: {'passed' if result.sound else 'failed'}")
             for finding in result.findings:
                 print(f"  {finding}")
             print(f"Written: {file}, {DOCUMENT}")

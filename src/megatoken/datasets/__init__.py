@@ -1,1 +1,1 @@
-"""Files of work -> requests and the answers expected of them: MLPerf's data sets, prompts, token lengths, profiles."""
+"""Files -> requests and expected answers: MLPerf's data sets, prompts, token lengths."""

@@ -1,4 +1,4 @@
-"""MLPerf's data sets for language models: what their files hold, where they come from and where they go."""
+"""MLPerf's data sets for language models: what their files contain, and how to get them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -44,9 +44,18 @@ class MlperfDataSet(BaseModel):
     source: str
 
     def how_to_get(self, place: Path) -> str:
-        """One line: how the file is had, and that it belongs at ``place``."""
+        """One line: the command that fetches the file, and that it belongs at ``place``."""
         unpack = f", unpack it with {self.unpack}" if self.unpack else ""
         return f"get it with `{self.get.format(folder=place.parent)}`{unpack} and put it at {place}"
+
+    def to_document(self, folder: Path) -> dict[str, Any]:
+        """Plain JSON, with the files of it that ``folder`` has."""
+        place = folder / self.file
+        return {
+            **self.model_dump(mode="json", exclude={"get"}),
+            "how_to_get": self.how_to_get(place),
+            "found": [str(path) for path in (place, place.with_suffix(".parquet")) if path.exists()],
+        }
 
 
 @cache
@@ -58,8 +67,8 @@ def catalog() -> Mapping[str, MlperfDataSet]:
 
 
 def missing(path: Path) -> DatasetError:
-    """The error for a file that is not there; where it is named like one of MLPerf's, how to get it."""
+    """The error for a missing file; if it has the name of an MLPerf file, with the way to get it."""
     for entry in catalog().values():
         if path.name == entry.file:
             return DatasetError(f"{path}: no such file; it is MLPerf's {entry.name} data set: {entry.how_to_get(path)}")
-    return DatasetError(f"{path}: cannot be read, No such file or directory; give the path of a data file")
+    return DatasetError(f"{path}: cannot be read: No such file or directory; give the path of a data file")

@@ -1,80 +1,109 @@
-"""Everything that can be known of a data set file before anything runs on it."""
+"""Check a data set file before anything runs on it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.datasets.catalog import MlperfDataSet, Role, catalog
+from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.parquet import TEXTS
-from megatoken.datasets.tables import PromptTable, read_table
+from megatoken.datasets.prompts import load_prompts
+from megatoken.datasets.tables import SUFFIXES, PromptTable, read_table
 from megatoken.datasets.tokenizer_check import check_tokenizer
+from megatoken.engine.checkpoint import read_config
+from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import DatasetError
+
+_NO_LIMIT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A data set file that holds what it should.
+    """A data set file without errors.
 
     Attributes:
         path: The file.
-        data_set: Which of MLPerf's.
-        rows: How many.
+        data_set: Which of MLPerf's; None for prompts and lengths of the user.
         input_tokens: Prompt length of each row, int64 [rows].
-        content_hash: SHA-256 of the file as MLCommons gives it out.
+        content_hash: SHA-256 of the file, for a converted file that of the original.
         notes: What was compared, and what could not be.
     """
 
     path: Path
-    data_set: MlperfDataSet
-    rows: int
+    data_set: MlperfDataSet | None
     input_tokens: NDArray[np.int64]
     content_hash: str
     notes: tuple[str, ...]
 
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON."""
+        lengths = self.input_tokens
+        return {
+            "file": str(self.path),
+            "rows": len(lengths),
+            "input_tokens": {"mean": float(lengths.mean()), "min": int(lengths.min()), "max": int(lengths.max())},
+            **({"data_set": self.data_set.name} if self.data_set else {}),
+            "sha256": self.content_hash,
+            "notes": list(self.notes),
+        }
+
 
 def locate(name_or_path: str, folder: Path) -> Path:
-    """The file of a data set: a path as it is; the name of one of MLPerf's as its file in ``folder``, converted or not.
+    """The path of a file, or of an MLPerf data set in ``folder``, converted or not.
 
     Raises:
-        DatasetError: It is neither; for a known data set that is not there, how to get it.
+        DatasetError: No such file; for a data set of MLPerf, with the way to get it.
     """
     if entry := catalog().get(name_or_path):
         place = folder / entry.file
         converted = place.with_suffix(".parquet")
         if not place.exists() and not converted.exists():
-            raise DatasetError(f"{place}: MLPerf's {entry.name} data set is not there; {entry.how_to_get(place)}")
+            raise DatasetError(f"{place}: MLPerf's {entry.name} data set is missing; {entry.how_to_get(place)}")
         return place if place.exists() else converted
     path = Path(name_or_path)
     if not path.exists() and not path.suffix:
         raise DatasetError(
-            f"{name_or_path}: no such file, and no data set of MLPerf's: those are {', '.join(catalog())}"
+            f"{name_or_path}: no such file and no such MLPerf data set; the data sets are {', '.join(catalog())}"
         )
     return path
 
 
-def check(
-    path: Path,
-    *,
-    vocabulary_size: int | None = None,
-    max_length: int | None = None,
-    decode: Callable[[list[int]], str] | None = None,
-) -> Checked:
-    """Reads a data set whole and holds it against the catalogue, and against a model where one is given.
+def check(path: Path, model: Path | None = None) -> Checked:
+    """Read a data set whole and check it: an MLPerf data set, a CSV of lengths, or prompts as JSON lines.
 
     Args:
-        path: Pickle, JSON or parquet.
-        vocabulary_size: Of the model; ids run from 0 to one less.
-        max_length: Of the model; longest prompt and answer together.
-        decode: The model's token ids to text.
+        path: The file.
+        model: Checkpoint folder whose vocabulary, context and tokenizer the rows must fit. Prompts need one.
 
     Raises:
-        DatasetError: Whatever is wrong with it, with its place.
+        DatasetError: The first error found, with its place.
     """
+    config = read_config(model) if model is not None else None
+    has_tokenizer = model is not None and (model / "tokenizer.json").is_file()
+    tokenizer = Tokenizer(model / "tokenizer.json") if model is not None and has_tokenizer else None
+    vocabulary_size = config.vocabulary_size if config else _NO_LIMIT
+    max_length = config.max_positions if config else _NO_LIMIT
+    if path.suffix.lower() in SUFFIXES:
+        return _check_table(path, vocabulary_size, max_length, tokenizer.decode if tokenizer else None)
+    if path.suffix.lower() == ".csv":
+        data_set = load_lengths(path, vocabulary_size=vocabulary_size, max_length=max_length)
+    elif config is None:
+        raise DatasetError(f"{path}: prompts can only be checked against a model; give --model DIR")
+    else:
+        encode = tokenizer.encode if tokenizer else None
+        data_set = load_prompts(path, encode=encode, vocabulary_size=vocabulary_size, max_length=max_length)
+    return Checked(path, None, data_set.input_tokens, data_set.content_hash, data_set.notes)
+
+
+def _check_table(
+    path: Path, vocabulary_size: int, max_length: int, decode: Callable[[list[int]], str] | None
+) -> Checked:
     roles: tuple[Role, ...] = ("tokens", "token_count", *TEXTS)
     table = read_table(path, roles)
     data_set = table.data_set
@@ -82,16 +111,16 @@ def check(
     for place, ids in table.token_lists():
         largest = max(ids, default=0)
         if not ids or min(ids) < 0:
-            raise DatasetError(f"{place}: no tokens, or a token id below 0; {table.mend}")
-        if vocabulary_size is not None and largest >= vocabulary_size:
+            raise DatasetError(f"{place}: no tokens, or a token id below 0; {table.fix}")
+        if largest >= vocabulary_size:
             raise DatasetError(
                 f"{place}: token id {largest} is outside the vocabulary of {vocabulary_size:,}; the data set is "
-                f"tokenized for {data_set.tokenizer}, take a model with that tokenizer"
+                f"tokenized for {data_set.tokenizer}, use a model with that tokenizer"
             )
-        if max_length is not None and len(ids) >= max_length:
+        if len(ids) >= max_length:
             raise DatasetError(
                 f"{place}: a prompt of {len(ids):,} tokens leaves no room for an answer in the context of "
-                f"{max_length:,}; take a model with a longer one"
+                f"{max_length:,}; use a model with a longer one"
             )
         lengths.append(len(ids))
     for role in TEXTS:
@@ -100,21 +129,20 @@ def check(
     if len(lengths) not in (data_set.rows, data_set.calibration_rows):
         raise DatasetError(
             f"{path}: {len(lengths):,} rows; MLPerf's {data_set.name} has {data_set.rows:,}, its calibration file "
-            f"{data_set.calibration_rows:,}; {table.mend}"
+            f"{data_set.calibration_rows:,}; {table.fix}"
         )
     notes = [_sum_note(table, len(lengths))]
     if decode is not None:
         compared = check_tokenizer(table, decode)
         notes.append(f"token ids of {compared} rows decode to their text")
-    input_tokens = np.array(lengths, np.int64)
-    return Checked(path, data_set, len(lengths), input_tokens, table.content_hash, tuple(notes))
+    return Checked(path, data_set, np.array(lengths, np.int64), table.content_hash, tuple(notes))
 
 
 def _sum_note(table: PromptTable, rows: int) -> str:
-    """Holds the file against the sums of the catalogue; DatasetError if it is another one."""
+    """Compare the file with the checksums of the catalogue; DatasetError if they differ."""
     data_set = table.data_set
     if rows != data_set.rows:
-        return "no sum of the calibration file is known"
+        return "no checksum of the calibration file is published"
     if (other := table.other_sum) is not None:
-        raise DatasetError(f"{other}; {table.mend}")
-    return f"the sum stated elsewhere for this file agrees ({data_set.sums_source})"
+        raise DatasetError(f"{other}; {table.fix}")
+    return f"the checksum agrees ({data_set.sums_source})"

@@ -1,9 +1,10 @@
-"""One of MLPerf's data sets, converted once: the file MLCommons gives out -> parquet."""
+"""Convert a data set of MLPerf: the file of MLCommons -> Parquet."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,28 +23,34 @@ class Converted:
     path: Path
     data_set: str
     rows: int
+    source: Path
     source_sha256: str
     content_sha256: str
 
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON."""
+        values = asdict(self)
+        return {"file": str(values.pop("path")), **values, "source": str(self.source)}
+
 
 def convert(source: Path, target: Path) -> Converted:
-    """Writes the tokens, texts, expected answers and metrics of ``source`` into the parquet file ``target``.
+    """Write the tokens, texts, expected answers and metrics of ``source`` to the Parquet file ``target``.
 
     Raises:
-        DatasetError: ``source`` is none of MLPerf's data sets, is damaged, or its rows are not labelled in order.
-        UsageError: ``target`` is there and was not written by this function.
+        DatasetError: ``source`` is not a data set of MLPerf, is damaged, or its rows are not labelled in order.
+        UsageError: ``target`` exists and was not written by this function.
         StorageError: ``target`` cannot be written.
     """
     if source.suffix.lower() == ".parquet":
-        raise DatasetError(f"{source}: is converted already; check it with megatoken dataset check")
+        raise DatasetError(f"{source}: already converted; check it with megatoken dataset check")
     check_replaceable(target)
     roles: tuple[Role, ...] = ("tokens", "token_count", *TEXTS)
     table = read_table(source, roles)
     token_lists = []
     for place, ids in table.token_lists():
         if ids and not 0 <= min(ids) <= max(ids) <= LARGEST_ID:
-            raise DatasetError(f"{place}: a token id is negative or above {LARGEST_ID:,}; {table.mend}")
+            raise DatasetError(f"{place}: a token id is negative or above {LARGEST_ID:,}; {table.fix}")
         token_lists.append(np.array(ids, np.int32))
     texts = {role: table.texts(role) for role in TEXTS if role in table.columns}
     content = write_parquet(target, table.data_set, token_lists, texts, source)
-    return Converted(target, table.data_set.name, len(token_lists), table.content_hash, content)
+    return Converted(target, table.data_set.name, len(token_lists), source, table.content_hash, content)

@@ -1,4 +1,4 @@
-"""A table of token lengths -> requests of random ids whose answers run to their full length."""
+"""A CSV of token lengths -> requests of random ids whose answers have exactly those lengths."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _LARGEST_LENGTH = 2**31 - 1
 
 
 def load_lengths(path: Path | None, *, vocabulary_size: int, max_length: int, seed: int = 0) -> Dataset:
-    """Loads a CSV of ``input_tokens,output_tokens`` as prompts of random ids whose answers run to their full length.
+    """Load a CSV of ``input_tokens,output_tokens`` as prompts of random ids whose answers have the full length.
 
-    The ids of a row depend on ``seed`` and the row's position only. A row longer than the context is scaled down to it,
-    prompt and answer by the same factor; a note says how many were.
+    The ids of a row depend only on ``seed`` and the position of the row. A row longer than the context is scaled down,
+    prompt and answer by the same factor; a note gives the number of such rows.
 
     Args:
-        path: The file, lines that start with ``#`` being comments; None for the token lengths of MLPerf's llama2-70b
-            Offline data set, which ship with this package.
+        path: The file; lines that start with ``#`` are comments. None: the lengths of MLPerf's llama2-70b Offline data
+            set, which ship with this package.
         vocabulary_size: Ids are drawn from 0 to one less.
-        max_length: Most tokens, prompt and answer together, that one request may have; at least 2.
+        max_length: Maximum tokens of a request, prompt and answer together; at least 2.
         seed: Of the random ids, 0 to 2**64 - 1.
 
     Raises:
-        DatasetError: The file cannot be read or a row of it is not two whole numbers above 0.
+        DatasetError: The file cannot be read, or a row is not two whole numbers above 0.
     """
     path = path or LLAMA2_70B_LENGTHS
     digest = hashlib.sha256()
@@ -62,7 +62,7 @@ def load_lengths(path: Path | None, *, vocabulary_size: int, max_length: int, se
     inputs, outputs, notes = _fit(pairs[:, 0], pairs[:, 1], max_length)
 
     def make(row: int) -> Request:
-        # Raw output of a counter-based generator, because NumPy keeps that the same from release to release.
+        # The raw output of a counter-based generator does not change between releases of NumPy.
         raw = np.random.Philox(key=np.array([seed, row], dtype=np.uint64)).random_raw(int(inputs[row]))
         ids = (raw % np.uint64(vocabulary_size)).tolist()
         return Request(prompt=ids, max_tokens=int(outputs[row]), ignore_end_token=True)
@@ -101,7 +101,7 @@ def _fit(
     fitted_outputs = np.where(long, max_length - fitted_inputs, outputs)
     note = (
         f"{long.sum():,} of {count_of(len(totals), 'row')} exceeded the context of {max_length:,} tokens and were "
-        f"scaled down to it, prompt and answer alike: {totals.sum():,} tokens became "
+        f"scaled down to it, prompt and answer by the same factor: {totals.sum():,} tokens became "
         f"{np.minimum(totals, max_length).sum():,}"
     )
     return fitted_inputs, fitted_outputs, (note,)

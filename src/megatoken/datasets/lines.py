@@ -1,4 +1,4 @@
-"""Text files line by line, each with its place for errors."""
+"""Read text files line by line, each with its place for error messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GZIP = b"\x1f\x8b"
 
 
 def read_lines(path: Path, update: Callable[[bytes], None]) -> Iterator[tuple[str, bytes]]:
-    """Yields (place for errors, line); ``update`` sees every byte of the file."""
+    """Yield (place for error messages, line); ``update`` gets every byte of the file."""
     try:
         with open_input(path) as file:
             for number, line in enumerate(file, 1):
@@ -26,12 +26,12 @@ def read_lines(path: Path, update: Callable[[bytes], None]) -> Iterator[tuple[st
 
 
 def refuse_compressed(path: Path, beginning: bytes) -> None:
-    """Raises DatasetError if a file that begins so is compressed."""
+    """Raise DatasetError if a file with this beginning is compressed."""
     if beginning.startswith(_GZIP):
         raise DatasetError(f"{path}: compressed; unpack it with gunzip")
 
 
 def unreadable(path: Path, error: OSError | ValueError) -> DatasetError:
-    """The error for a file that the system does not give."""
+    """The error for a file that the system cannot read."""
     reason = error.strerror if isinstance(error, OSError) else error
-    return DatasetError(f"{path}: cannot be read, {reason}; give the path of a data file")
+    return DatasetError(f"{path}: cannot be read: {reason}; give the path of a data file")

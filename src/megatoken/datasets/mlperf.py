@@ -1,4 +1,4 @@
-"""MLPerf's tables -> requests: tokenized prompts as they are, answers as long as the reference allows."""
+"""Data sets of MLPerf -> requests: the tokenized prompts, with the answer length of the reference."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def load_mlperf(
     decode: Callable[[list[int]], str] | None = None,
     as_published: bool = False,
 ) -> Dataset:
-    """Loads one of MLPerf's data sets; the row is the sample's index.
+    """Load a data set of MLPerf; the row is the sample index.
 
-    Prompts are the tokenized column as it is; an answer may have the reference's ``max_new_tokens`` or what the context
-    leaves.
+    Prompts are the unchanged tokenized column. The maximum answer length is the reference's ``max_new_tokens``, or what
+    the context leaves.
 
     Args:
         path: Pickle, JSON or parquet.
         vocabulary_size: Ids run from 0 to one less.
-        max_length: Most tokens, prompt and answer together, that one request may have.
-        decode: The model's own, to find out a data set of another tokenizer; None if the model has none.
-        as_published: Refuse a file of all the data set's rows that is not the published one; else a note says so.
+        max_length: Maximum tokens of a request, prompt and answer together.
+        decode: The model's tokenizer, to detect a data set of another tokenizer; None if the model has none.
+        as_published: Refuse a file that has all rows but is not the published one; otherwise a note reports it.
 
     Raises:
         DatasetError: The file cannot be read, was changed, or a row cannot be served.
@@ -41,10 +41,10 @@ def load_mlperf(
     rows = RequestRows(path, vocabulary_size, max_length, table.data_set.max_new_tokens)
     for place, ids in table.token_lists():
         rows.add(place, ids)
-    data_set = replace(rows.dataset(table.content_hash), default_used=False)  # it is the data set's own
+    data_set = replace(rows.dataset(table.content_hash), default_used=False)  # the limit is the data set's own
     if len(data_set.requests) == table.data_set.rows and (other := table.other_sum) is not None:
         if as_published:
-            raise DatasetError(f"{other}; {table.mend}, or claim no rules")
+            raise DatasetError(f"{other}; {table.fix}, or claim no rules")
         data_set = replace(data_set, notes=(*data_set.notes, other))
     if decode is not None:
         check_tokenizer(table, decode)

@@ -1,4 +1,4 @@
-"""MLPerf's tables as parquet: written once from the file MLCommons gives out, held against its hash at every use."""
+"""Data sets of MLPerf as Parquet: converted once from the file of MLCommons, checked by hash at every use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FORMAT = "1"
 TEXTS: tuple[Role, ...] = ("text", "reference", "metric")
 _FACTS = ("format", "data_set", "source_file", "source_sha256", "source_md5", "content_sha256")
-_MEND = "convert the file of MLCommons again with megatoken dataset convert"
+_FIX = "convert the file of MLCommons again with megatoken dataset convert"
 
 
 def write_parquet(
@@ -31,10 +31,10 @@ def write_parquet(
     texts: Mapping[Role, Sequence[str]],
     source: Path,
 ) -> str:
-    """Writes a table and returns the SHA-256 of its content, which the file holds too.
+    """Write a table; returns the SHA-256 of its content, which is also stored in the file.
 
     Args:
-        path: The file; it is replaced in one step.
+        path: The file; replaced atomically.
         data_set: Which of MLPerf's.
         token_lists: Token ids of each row.
         texts: Columns of text, one cell a row.
@@ -57,11 +57,7 @@ def write_parquet(
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuses a place where a file is that ``write_parquet`` did not write.
-
-    Raises:
-        UsageError: names it.
-    """
+    """Raise UsageError if ``path`` is a file that ``write_parquet`` did not write."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -72,7 +68,9 @@ def check_replaceable(path: Path) -> None:
     except (OSError, ValueError, pa.ArrowException):
         ours = False
     if not ours:
-        raise UsageError(f"{path}: is there and is no converted data set; move it away, or name another with --out")
+        raise UsageError(
+            f"{path}: the file exists and is not a converted data set; move it away, or name another file with --out"
+        )
 
 
 def read_parquet(path: Path, roles: Collection[Role]) -> tuple[MlperfDataSet, dict[Role, Sequence[object]], Sums]:
@@ -91,19 +89,19 @@ def read_parquet(path: Path, roles: Collection[Role]) -> tuple[MlperfDataSet, di
         raise missing(path) from None
     except (OSError, ValueError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())[:120]
-        raise DatasetError(f"{path}: cannot be read as parquet ({reason}); {_MEND}") from None
+        raise DatasetError(f"{path}: cannot be read as parquet ({reason}); {_FIX}") from None
     stored = {
         key.decode("utf-8", "replace"): value.decode("utf-8", "replace")
         for key, value in (table.schema.metadata or {}).items()
     }
     facts = {name: stored.get(_key(name), "") for name in _FACTS}
     if facts["format"] != FORMAT or facts["data_set"] not in catalog():
-        raise DatasetError(f"{path}: does not say which of MLPerf's data sets it was converted from; {_MEND}")
-    found = content_sha256(table) if _has_our_columns(table) else "of other columns"
+        raise DatasetError(f"{path}: does not name the MLPerf data set it was converted from; {_FIX}")
+    found = content_sha256(table) if _has_our_columns(table) else "that of other columns"
     if found != facts["content_sha256"]:
         raise DatasetError(
             f"{path}: changed since it was converted: the SHA-256 of its content is {found[:16]}, "
-            f"recorded is {facts['content_sha256'][:16]}; {_MEND}"
+            f"recorded is {facts['content_sha256'][:16]}; {_FIX}"
         )
     columns: dict[Role, Sequence[object]] = {
         role: table[role].to_pylist() for role in TEXTS if role in roles and role in table.column_names
@@ -115,13 +113,13 @@ def read_parquet(path: Path, roles: Collection[Role]) -> tuple[MlperfDataSet, di
 
 
 def file_sum(path: Path, algorithm: Algorithm) -> str:
-    """A checksum of a file, hexadecimal."""
+    """The checksum of a file, hexadecimal."""
     with open_input(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
 
 
 def content_sha256(table: pa.Table) -> str:
-    """SHA-256 over names, lengths and values of all columns: what is stored, not how."""
+    """SHA-256 over names, lengths and values of all columns: independent of compression and layout."""
     digest = hashlib.sha256()
     for name in sorted(table.column_names):
         digest.update(f"{name} {len(table)}\n".encode())
@@ -161,7 +159,7 @@ def _flat(column: pa.ChunkedArray) -> tuple[NDArray[np.int32], NDArray[np.int64]
 
 
 class _TokenLists(Sequence[object]):
-    """Rows of token ids as arrays, made when they are asked for: Python's lists would take ten times the memory."""
+    """Rows of token ids as arrays, created on access: Python lists would take ten times the memory."""
 
     def __init__(self, values: NDArray[np.int32], ends: NDArray[np.int64]) -> None:
         self._values = values

@@ -1,4 +1,4 @@
-"""One line of a prompt file: JSON in, a checked prompt with its options out, or one error that names the place."""
+"""Parse one line of a prompt file: JSON -> checked prompt and options, or an error with its place."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def parse_prompt_line(line: bytes, defaults: Sampling, place: str) -> PromptLine
     for key, value in fields.items():
         if key not in _RULES:
             close = difflib.get_close_matches(key, _RULES, n=1)
-            mend = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(_RULES)}"
-            raise DatasetError(f"{place}: unknown key {_shown(key)}; {mend}")
+            hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(_RULES)}"
+            raise DatasetError(f"{place}: unknown key {_shown(key)}; {hint}")
         accepts, wanted = _RULES[key]
         if not accepts(value):
             raise DatasetError(f"{place}: {key} is {_shown(value)}; it must be {wanted}")
@@ -110,7 +110,7 @@ def _parse_object(line: bytes, place: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         problem = f"column {error.colno}: {error.msg}; each line must be one JSON object such as {_EXAMPLE}"
     except _DuplicateKeyError:
-        problem = "a key comes twice; keep one"
+        problem = "a key is given twice; keep one"
     except RecursionError:
         problem = f"lists are nested too deeply; each line must be one flat JSON object such as {_EXAMPLE}"
     except ValueError:  # Python refuses to parse an integer of thousands of digits

@@ -22,7 +22,7 @@ def load_prompts(
     default_max_tokens: int = 128,
     sampling: Sampling = GREEDY,
 ) -> Dataset:
-    """Loads JSON lines: ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}`` and options; blank lines are skipped.
+    """Load JSON lines: ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}`` and options; blank lines are skipped.
 
     A ``max_tokens`` that a line states is kept or refused; ``default_max_tokens`` is cut to what the context leaves.
     Options as for ``parse_prompt_line``.
@@ -31,7 +31,7 @@ def load_prompts(
         path: The file.
         encode: Text to token ids; None if the model has no tokenizer.
         vocabulary_size: Ids run from 0 to one less.
-        max_length: Most tokens, prompt and answer together, that one request may have.
+        max_length: Maximum tokens of a request, prompt and answer together.
         default_max_tokens: ``max_tokens`` of prompts that state none.
         sampling: Sampling values of prompts that state none.
 

@@ -1,4 +1,4 @@
-"""The answers that a data set expects, and how each is scored: columns of MLPerf's tables, keys of JSON lines."""
+"""The expected answers of a data set and how each is scored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatoken.engine.config import REFERENCE, model_folder
 from megatoken.engine.request import Sampling
 from megatoken.errors import DatasetError
 
-HELD_OUT = model_folder(REFERENCE) / "held_out.jsonl"  # what the model that ships is examined with
+HELD_OUT = model_folder(REFERENCE) / "held_out.jsonl"  # test set of the reference model
 
 Scoring = Literal["summary", "rouge", "niah_em", "qa_em", "exact"]
 _METRICS: Mapping[str, Scoring] = {"rouge": "rouge", "niah_em": "niah_em", "qa_em": "qa_em"}  # of the 405B set
@@ -32,7 +32,7 @@ class References:
             llama3.1-8b do; ``rouge``, ``niah_em``, ``qa_em``: as the reference of llama3.1-405b does; ``exact``: the
             same text, and ROUGE-1, -2 and -L.
         tasks: What kind of work each row is; empty where the file does not say.
-        data_set: Which of MLPerf's it is; None: somebody's own.
+        data_set: Name of the MLPerf data set; None for other files.
         content_hash: As ``Dataset.content_hash`` of the same file.
     """
 
@@ -45,7 +45,7 @@ class References:
 
 
 def load_references(path: Path) -> References:
-    """Reads the expected answers of one of MLPerf's data sets, or of JSON lines with the key ``reference``.
+    """Read the expected answers of an MLPerf data set, or of JSON lines with the key ``reference``.
 
     Raises:
         DatasetError: The file cannot be read, was changed since it was converted, or lacks an answer.
@@ -63,7 +63,7 @@ def _of_table(path: Path) -> References:
         for row, task in enumerate(tasks):
             if task not in _METRICS:
                 known = ", ".join(_METRICS)
-                raise DatasetError(f"{path}, row {row}: metric is {task[:40]!a}, known are {known}; {table.mend}")
+                raise DatasetError(f"{path}, row {row}: metric is {task[:40]!a}, known are {known}; {table.fix}")
             scorings[row] = _METRICS[task]
     return References(path, tuple(texts), tuple(scorings), tasks, table.data_set.name, table.content_hash)
 
@@ -76,7 +76,7 @@ def _of_lines(path: Path) -> References:
             continue
         fields = parse_prompt_line(line, Sampling(), place)
         if fields.reference is None:
-            raise DatasetError(f'{place}: no reference; add the answer expected, such as {{"reference": "Paris"}}')
+            raise DatasetError(f'{place}: no reference; add the expected answer, such as {{"reference": "Paris"}}')
         texts.append(fields.reference)
         tasks.append(fields.task or "")
     if not texts:

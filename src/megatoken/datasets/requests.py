@@ -1,7 +1,7 @@
-"""Requests by row, checked once and kept as arrays.
+"""The requests of a data set, checked when it is loaded and stored as arrays.
 
-A data set is checked whole when it is loaded, so a run never meets a bad request later. Requests are made when they are
-asked for: a million prompts cost little more than their tokens.
+A run never meets an invalid request. Request objects are created on access, so a million prompts take little more
+memory than their tokens.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Dataset:
 
     Attributes:
         name: The file's name.
-        source: Where the rows come from: the path, or what a table of lengths says of itself in its comment lines.
-        requests: One request per row, made when it is asked for.
+        source: Where the rows come from: the path, or the comment lines of a CSV of lengths.
+        requests: One request per row, created on access.
         content_hash: SHA-256 of the file, hexadecimal.
         input_tokens: Prompt length of each row, int64; zeros if ``prompts_counted`` is false.
         output_limits: ``max_tokens`` of each row, int64.
-        fills_limit: Whether the answer of each row surely has that many tokens, bool: nothing can end it earlier.
-        notes: What was changed to make rows fit, for the report.
-        default_used: Whether a row has the caller's default of ``max_tokens`` because it states none.
+        fills_limit: Whether the answer of each row always has ``output_limits`` tokens, bool: nothing ends it earlier.
+        notes: What was changed to make rows fit.
+        default_used: Whether a row without ``max_tokens`` got the caller's default.
         prompts_counted: Whether the tokens of prompts are known. Only text for another tokenizer is not counted.
     """
 
@@ -60,7 +60,7 @@ class ChatRequest(Request):
 
 
 class LazyRequests(Sequence[Request]):
-    """Requests that ``make`` makes by row, each time one is asked for."""
+    """Requests that ``make`` creates by row, on each access."""
 
     def __init__(self, count: int, make: Callable[[int], Request]) -> None:
         self._rows = range(count)
@@ -93,7 +93,7 @@ _PACKED_OPTIONS = struct.Struct("<idIdq?")
 
 
 def check_ids(place: str, kind: str, ids: Sequence[int], vocabulary_size: int) -> None:
-    """Refuses ids outside the vocabulary. Raises DatasetError, which begins with ``place``."""
+    """Raise DatasetError, which begins with ``place``, if an id is outside the vocabulary."""
     if ids and (min(ids) < 0 or max(ids) >= vocabulary_size):
         index, wrong = next(entry for entry in enumerate(ids) if not 0 <= entry[1] < vocabulary_size)
         shown = str(wrong) if abs(wrong) < 2**64 else "of more than 64 bits"
@@ -104,10 +104,10 @@ def check_ids(place: str, kind: str, ids: Sequence[int], vocabulary_size: int) -
 
 
 def answer_room(place: str, prompt_tokens: int, max_tokens: int | None, max_length: int) -> int:
-    """Tokens that the context leaves an answer, which must be as many as were asked for; None: at least one.
+    """The tokens that the context leaves for an answer.
 
     Raises:
-        DatasetError: they are fewer; it begins with ``place``.
+        DatasetError: Fewer than ``max_tokens`` (None: fewer than one); begins with ``place``.
     """
     room = max_length - prompt_tokens
     prompt = f"{place}: a prompt of {count_of(prompt_tokens, 'token')}"
@@ -125,7 +125,7 @@ def answer_room(place: str, prompt_tokens: int, max_tokens: int | None, max_leng
 
 
 class RequestRows:
-    """Checks prompts against model and context and keeps them end to end in flat buffers."""
+    """Check prompts against the model and store them in flat buffers."""
 
     def __init__(self, path: Path, vocabulary_size: int, max_length: int, default_max_tokens: int) -> None:
         self._path = path
@@ -148,7 +148,7 @@ class RequestRows:
         stop_token_ids: tuple[int, ...] = (),
         ignore_end_token: bool = False,
     ) -> None:
-        """Takes one more row. Raises DatasetError, which begins with ``place``, if it cannot be served."""
+        """Add a row. Raises DatasetError, which begins with ``place``, if it cannot be served."""
         if not ids:
             raise DatasetError(f"{place}: the prompt is empty; a request needs at least one token")
         check_ids(place, "token id", ids, self._vocabulary_size)
@@ -172,7 +172,7 @@ class RequestRows:
         )
 
     def dataset(self, content_hash: str) -> Dataset:
-        """The rows taken so far. Raises DatasetError if there are none."""
+        """The rows added so far. Raises DatasetError if there are none."""
         if not self._options:
             raise DatasetError(f"{self._path}: the file holds no prompts; give one with at least one row")
         tokens = np.frombuffer(self.tokens, dtype=np.int32)
@@ -193,7 +193,7 @@ class RequestRows:
             )
 
         note = (
-            f"{self._shortened:,} of {count_of(len(options), 'prompt')} leave the answer less than "
+            f"{self._shortened:,} of {count_of(len(options), 'prompt')} leave the answer fewer than "
             f"{self._default_max_tokens:,} tokens in the context of {self._max_length:,}; their answers end there"
         )
         return Dataset(

@@ -1,4 +1,4 @@
-"""MLPerf's tables as files hold them: pandas pickles, JSON, and the parquet files made of them once."""
+"""Read data sets of MLPerf: pandas pickles, JSON, and the Parquet files converted from them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from megatoken.files import open_input
 from megatoken.text import count_of
 
 SUFFIXES = (".pkl", ".json", ".parquet")
-_PICKLED = ("llama3.1-405b", "llama2-70b")  # the first one whose own columns a pickle has
+_PICKLED = ("llama3.1-405b", "llama2-70b")  # in this order: the first whose own columns a pickle has
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptTable:
-    """One of MLPerf's tables, by row; the row is LoadGen's sample index.
+    """A data set of MLPerf, by row; the row is LoadGen's sample index.
 
     Attributes:
         path: The file.
-        data_set: Whose columns it has; a calibration file or a part of a data set counts as that data set.
-        columns: What was asked for and is there. Cells are checked by ``token_lists`` and ``texts`` only.
-        content_hash: SHA-256 of the file that MLCommons gives out, also where this one was converted from it.
-        converted_from: Sums of that file; empty where this is it.
-        size_bytes: Of this file.
+        data_set: The data set; also for its calibration file, or a part of it.
+        columns: The requested columns that the file has. Only ``token_lists`` and ``texts`` check the cells.
+        content_hash: SHA-256 of the file of MLCommons, also if this file was converted from it.
+        converted_from: Checksums of that file; empty if this is that file.
+        size_bytes: Size of this file.
     """
 
     path: Path
@@ -45,27 +45,27 @@ class PromptTable:
     size_bytes: int
 
     @property
-    def mend(self) -> str:
-        """What to do about a damaged file."""
+    def fix(self) -> str:
+        """What to do with a damaged file."""
         return f"fetch MLPerf's {self.data_set.name} data set again"
 
     @property
     def other_sum(self) -> str | None:
-        """In words, how this is not the file that the sums of the catalogue are of; None if it is."""
+        """The message that the checksum is not that of the catalogue; None if it is."""
         for algorithm, expected in self.data_set.sums.items():
             found = self.converted_from.get(algorithm) or file_sum(self.path, algorithm)
             if found != expected:
                 return (
-                    f"{self.path}: the {algorithm} sum is {found}, but {expected} is stated for MLPerf's "
+                    f"{self.path}: the {algorithm} sum is {found}, expected {expected} for MLPerf's "
                     f"{self.data_set.name} ({self.data_set.sums_source})"
                 )
         return None
 
     def token_lists(self) -> Iterator[tuple[str, list[int]]]:
-        """Yields (place for errors, token ids) of every row; whether a model knows the ids is not looked at.
+        """Yield (place for error messages, token ids) of every row; does not check ids against a vocabulary.
 
         Raises:
-            DatasetError: A cell is no list of whole numbers or not as long as the table says.
+            DatasetError: A cell is not a list of whole numbers, or has another length than the table states.
         """
         name = self.data_set.columns["tokens"]
         counts = self.columns.get("token_count", ())
@@ -75,45 +75,45 @@ class PromptTable:
             if isinstance(cell, np.ndarray) and cell.dtype.kind in "iu":
                 cell = cell.tolist()
             if not isinstance(cell, list) or not set(map(type, cell)) <= {int}:
-                raise DatasetError(f"{place}: {name} is not a list of token ids; {self.mend}")
+                raise DatasetError(f"{place}: {name} is not a list of token ids; {self.fix}")
             count = counts[row] if row < len(counts) else None
             if counts and not (isinstance(count, int) and count == len(cell)):
                 says = f"{self.data_set.columns['token_count']} says otherwise"
-                raise DatasetError(f"{place}: {name} has {count_of(len(cell), 'token')} but {says}; {self.mend}")
+                raise DatasetError(f"{place}: {name} has {count_of(len(cell), 'token')} but {says}; {self.fix}")
             total += len(cell)
             if not self.converted_from and total > self.size_bytes:
                 # Rows of a pickle may share one list, so a small file could claim any amount of memory.
-                raise DatasetError(f"{place}: the rows repeat each other beyond the file's size; {self.mend}")
+                raise DatasetError(f"{place}: the rows repeat each other beyond the file's size; {self.fix}")
             yield place, cell
 
     def token_ids(self, row: int) -> list[int]:
-        """The ids of one row that ``token_lists`` has found good."""
+        """The ids of one row that ``token_lists`` has checked."""
         ids: list[int] = np.asarray(self.columns["tokens"][row]).tolist()
         return ids
 
     def texts(self, role: Role) -> list[str]:
-        """The cells of a column of text. Raises DatasetError if one is none."""
+        """The cells of a text column. Raises DatasetError if a cell is not text."""
         cells = self._column(role)
         for row, cell in enumerate(cells):
             if not isinstance(cell, str):
-                raise DatasetError(f"{self.path}, row {row}: {self.data_set.columns[role]} is not text; {self.mend}")
+                raise DatasetError(f"{self.path}, row {row}: {self.data_set.columns[role]} is not text; {self.fix}")
         return [str(cell) for cell in cells]
 
     def _column(self, role: Role) -> Sequence[object]:
         if role not in self.columns:
-            raise DatasetError(f"{self.path}: the table has no column {self.data_set.columns[role]}; {self.mend}")
+            raise DatasetError(f"{self.path}: the table has no column {self.data_set.columns[role]}; {self.fix}")
         return self.columns[role]
 
 
 def read_table(path: Path, roles: Collection[Role]) -> PromptTable:
-    """Reads the columns of one of MLPerf's tables that hold ``roles``. Nothing in a pickle is executed.
+    """Read the columns of a data set of MLPerf that hold ``roles``. Executes nothing in a pickle.
 
     Args:
         path: ``.pkl``, ``.json`` or ``.parquet``.
-        roles: What to read; a column that is not there is left out.
+        roles: What to read; missing columns are left out.
 
     Raises:
-        DatasetError: The file cannot be read or holds no such table, was changed since it was converted, or its own row
+        DatasetError: The file cannot be read, is no such table, was changed after conversion, or its row
             labels are not 0, 1, 2 and so on: MLPerf's references look answers up by label and prompts by position.
     """
     if path.suffix.lower() == ".parquet":
@@ -149,7 +149,7 @@ def _read_pickle(
 
 
 def _read_json(data: bytes, roles: Collection[Role], path: Path) -> tuple[MlperfDataSet, dict[Role, Sequence[object]]]:
-    """CNN/DailyMail as the reference writes it: a list of objects, whose position is their only label."""
+    """CNN/DailyMail as the reference writes it: a list of objects; the position is the sample index."""
     entries = [entry for entry in catalog().values() if entry.file_format == "json"]
     try:
         records = json.loads(data, object_hook=_compact)
@@ -165,8 +165,8 @@ def _read_json(data: bytes, roles: Collection[Role], path: Path) -> tuple[Mlperf
     columns = data_set.columns
     for row, record in enumerate(records):
         if not isinstance(record, dict) or columns["tokens"] not in record:
-            mend = f"fetch MLPerf's {data_set.name} data set again, or name a file of JSON lines .jsonl"
-            raise DatasetError(f"{path}, row {row}: no {columns['tokens']}; {mend}")
+            fix = f"fetch MLPerf's {data_set.name} data set again, or name a file of JSON lines .jsonl"
+            raise DatasetError(f"{path}, row {row}: no {columns['tokens']}; {fix}")
     present = {
         role: column
         for role, column in columns.items()
@@ -176,10 +176,10 @@ def _read_json(data: bytes, roles: Collection[Role], path: Path) -> tuple[Mlperf
 
 
 def _compact(record: dict[str, Any]) -> dict[str, Any]:
-    """Lists of whole numbers as arrays, while the file is read: they are nearly all of it, eight times smaller so."""
+    """Turn lists of whole numbers into arrays while the file is read: that takes an eighth of the memory."""
     for key, value in record.items():
         if isinstance(value, list) and value and set(map(type, value)) == {int}:
-            with suppress(OverflowError):  # of more than 64 bits: refused later, with its place
+            with suppress(OverflowError):  # more than 64 bits: refused later, with its place
                 record[key] = np.array(value, np.int64)
     return record
 

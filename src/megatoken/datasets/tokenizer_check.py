@@ -1,4 +1,4 @@
-"""Whether a data set's token ids are those of a model's tokenizer: decoded, they must give the text beside them."""
+"""Check that a data set's token ids belong to a model's tokenizer: decoded, they must give the text column."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from megatoken.datasets.tables import PromptTable
 from megatoken.errors import DatasetError
 
 ROWS_DECODED = 32
-LEAST_WORDS = 5  # fewer do not tell one tokenizer from another
-LEAST_SHARE = 0.8  # of a text's words in the decoded ids: special tokens are left out on decoding
+LEAST_WORDS = 5  # too few to distinguish tokenizers
+LEAST_SHARE = 0.8  # of a text's words that the decoded ids must contain; decoding leaves out special tokens
 _WORD = re.compile(r"\w+")
 
 
 def check_tokenizer(table: PromptTable, decode: Callable[[list[int]], str]) -> int:
-    """Decodes some rows, spread over the table, and holds them against their text.
+    """Decode rows spread over the table and compare them with their text.
 
     The ids may hold more than the text (CNN/DailyMail: the instruction), but the text's words must be among theirs.
 
     Args:
-        table: With its column of text, its ids found good; without the text there is nothing to hold against.
-        decode: Token ids to text, special tokens left out.
+        table: Checked by ``token_lists``. Without a text column nothing is compared.
+        decode: Token ids -> text without special tokens.
 
     Returns:
-        How many rows were long enough to tell.
+        How many rows were long enough to compare.
 
     Raises:
-        DatasetError: A row's ids are of another tokenizer.
+        DatasetError: The ids of a row belong to another tokenizer.
     """
     if "text" not in table.columns:
         return 0
@@ -46,7 +46,7 @@ def check_tokenizer(table: PromptTable, decode: Callable[[list[int]], str]) -> i
             raise DatasetError(
                 f"{table.path}, row {row}: {columns['tokens']} does not decode to {columns['text']}: "
                 f"{100 * share:.0f} % of its"
-                f" words are there; the ids are of {table.data_set.tokenizer}, take a model with that tokenizer"
+                f" words match; the ids are of {table.data_set.tokenizer}, use a model with that tokenizer"
             )
         compared += 1
     return compared

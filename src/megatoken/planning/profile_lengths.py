@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megatoken.errors import UsageError
-from megatoken.files import storage_error
+from megatoken.files import storage_error, write_text
 from megatoken.planning.workloads import Profile
 
 HEAD = "# Workload profile "  # first line of every file written here
@@ -23,20 +23,21 @@ INPUT_LOG_NORMAL_SIGMA = 0.75
 LARGEST_FACTOR = 8.0  # of a mean; 1 in 1,000 prompts would be longer, and next to no answer
 
 
-def check_replaceable(path: Path) -> None:
-    """Raise UsageError if ``path`` is a file that ``profile_csv`` did not make."""
-    if not path.is_file():
-        return
-    try:
-        with path.open("rb") as file:
-            ours = file.read(len(HEAD)) == HEAD.encode()
-    except OSError as error:
-        raise storage_error(path, error) from error
-    if not ours:
-        raise UsageError(
-            f"{path}: the file exists and does not hold lengths of a workload profile; move it away, or name another "
-            "file with --out"
-        )
+def write_lengths(profile: Profile, path: Path, rows: int, seed: int) -> Path:
+    """Write ``profile_csv`` to ``path``. UsageError if ``path`` is a file of another kind; returns ``path``."""
+    if path.is_file():
+        try:
+            with path.open("rb") as file:
+                ours = file.read(len(HEAD)) == HEAD.encode()
+        except OSError as error:
+            raise storage_error(path, error) from error
+        if not ours:
+            raise UsageError(
+                f"{path}: the file exists and does not hold lengths of a workload profile; move it away, or name "
+                "another file with --out"
+            )
+    write_text(path, profile_csv(profile, rows, seed))
+    return path
 
 
 def profile_csv(profile: Profile, rows: int, seed: int) -> str:
