@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatoken.audit.evidence import Configuration, Evidence, Role, Run, RunFigures, System
+from megatoken.audit.evidence import Configuration, Evidence, Role, Run, System
+from megatoken.mlperf.run_figures import RunFigures
 
 TABLE = Path(__file__).parent / "data" / "azure_gb300_nodes.csv"
 EXAMPLES = Path(__file__).parents[1] / "examples" / "claims"

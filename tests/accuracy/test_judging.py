@@ -15,8 +15,7 @@ from megatoken.accuracy.judge import Judged, judge
 from megatoken.accuracy.targets import missed, of_benchmark
 from megatoken.datasets.references import References
 from megatoken.errors import StorageError, UsageError
-from megatoken.mlperf.accuracy_log import read_accuracy_scores
-from megatoken.mlperf.answers import read_answers
+from megatoken.mlperf.accuracy_log import read_accuracy_scores, read_answers
 from megatoken.mlperf.compliance import check_test07
 from megatoken.runs.run import Verdict
 

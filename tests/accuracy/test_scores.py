@@ -11,7 +11,7 @@ from megatoken.accuracy.evaluate import FEW, Scores, evaluate
 from megatoken.accuracy.scores import Pair, score, sentence_splitter
 from megatoken.datasets.references import load_references
 from megatoken.errors import CheckpointError, UsageError
-from megatoken.mlperf.answers import read_answers
+from megatoken.mlperf.accuracy_log import read_answers
 
 WITHOUT_SENTENCES = sentence_splitter() is None
 needs_sentences = pytest.mark.skipif(

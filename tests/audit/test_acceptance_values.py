@@ -11,7 +11,7 @@ import pytest
 from claims_support import EXAMPLES
 from megatoken.audit import Severity, audit
 from megatoken.claims.claims import judge, load_claims
-from megatoken.mlperf.rounds import benchmarks
+from megatoken.mlperf.benchmarks import benchmarks
 
 SLOW = (4, 8, 13, 14, 16)
 ISSUED = {42: 1_032_192, 43: 1_056_768}  # passes over 24,576 rows: samples

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatoken.audit import Audit, Severity, audit
-from megatoken.mlperf.rounds import is_known_version
+from megatoken.mlperf.loadgen_builds import is_known_version
 
 SCENARIOS = ("Offline", "Server", "SingleStream")
 MODES = ("PerformanceOnly", "AccuracyOnly")

@@ -8,7 +8,8 @@ from claims_support import azure_evidence
 from megatoken.audit import Severity, audit
 from megatoken.audit.checks.cross import check_layout
 from megatoken.audit.checks.nodes import check_nodes
-from megatoken.mlperf.rounds import benchmark_of, round_seeds, ruled_rounds
+from megatoken.mlperf.benchmarks import benchmark_of
+from megatoken.mlperf.rounds import round_seeds, ruled_rounds
 
 
 def copies(runs):

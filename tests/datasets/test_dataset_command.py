@@ -16,7 +16,7 @@ from megatoken.datasets.catalog import catalog
 from megatoken.datasets.mlperf import load_mlperf
 from megatoken.datasets.requests import Dataset
 from megatoken.errors import DatasetError
-from megatoken.mlperf.rounds import benchmarks
+from megatoken.mlperf.benchmarks import benchmarks
 from megatoken.planning import load_profiles
 from megatoken.planning.profile_lengths import OUTPUT_GAMMA_SHAPE, profile_csv
 

@@ -18,8 +18,8 @@ from megatoken.harness.rate_finder import Outcome, Probe
 from megatoken.harness.rate_search import Try
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.mlperf.benchmarks import LatencyLimits
+from megatoken.mlperf.draws import PoissonSchedule
 from megatoken.mlperf.latencies import latencies
-from megatoken.mlperf.schedule import PoissonSchedule
 from megatoken.runs.tables import SampleRow, to_table
 from megatoken.targets import ReplicaReading, SampleEvent
 

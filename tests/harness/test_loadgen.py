@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatoken.errors import MegatokenError, StorageError
-from megatoken.harness.loadgen import LoadGenTest, Seeds, TestSettings
+from megatoken.harness.loadgen import LoadGenTest, TestSettings
 from megatoken.harness.loadgen_wire import (
     Completion,
     FirstToken,
@@ -25,8 +25,9 @@ from megatoken.harness.loadgen_wire import (
     unpack_answers,
     unpack_issued,
 )
-from megatoken.mlperf.loadgen_log import LoadGenLog
-from megatoken.mlperf.schedule import PoissonSchedule
+from megatoken.mlperf.detail_log import read_finished_log
+from megatoken.mlperf.draws import PoissonSchedule
+from megatoken.mlperf.rounds import Seeds
 
 SEEDS = Seeds(1, 2, 18209322760996052031)
 
@@ -65,7 +66,9 @@ class Answered:
                 test.flush()
             assert test.issued == len(self.rows)
             log = test.finish()
-        self.values, self.errors = log.values, log.errors
+        self.values = {key: entry.value for key, entry in log.first.items()}
+        self.errors = [str(entry.value) for entry in log.errors]
+        self.error_count = log.error_count
 
 
 def loadgen_process() -> psutil.Process:
@@ -144,7 +147,7 @@ def test_few_queries_are_not_valid_and_loadgen_says_no_word_about_it(tmp_path: P
 
 def test_a_first_token_that_nobody_told_of_is_an_error(tmp_path: Path) -> None:
     answered = Answered(tmp_path, [5, 6], settings(scenario="server", rate=5000.0), first_tokens=False)
-    assert len(answered.errors) == 64
+    assert answered.error_count == 64
 
 
 def test_single_stream_issues_one_after_the_other(tmp_path: Path) -> None:
@@ -176,7 +179,7 @@ def test_accuracy_mode_keeps_the_tokens_as_little_endian_int32(tmp_path: Path, s
 @pytest.mark.parametrize("tokens", [[], [9]])
 def test_fewer_than_two_tokens_are_an_error_in_the_log_for_each_sample(tmp_path: Path, tokens: list[int]) -> None:
     answered = Answered(tmp_path, tokens, settings())
-    assert len(answered.errors) == 64
+    assert answered.error_count == 64
     assert answered.values["num_errors"] == 64
 
 
@@ -252,18 +255,18 @@ def test_a_log_that_the_disk_cut_off_is_no_log(tmp_path: Path) -> None:
     Answered(tmp_path, [1, 2], settings())
     path = tmp_path / "mlperf_log_detail.txt"
     whole = path.read_bytes()
-    assert LoadGenLog.read(tmp_path, last_key="num_errors").values["num_errors"] == 0
+    assert read_finished_log(tmp_path, "num_errors").get("num_errors") == 0
     for size in (0, 100, len(whole) // 2, len(whole) - 200):
         path.write_bytes(whole[:size])
         with pytest.raises(StorageError, match="LoadGen"):
-            LoadGenLog.read(tmp_path, last_key="num_errors")
+            read_finished_log(tmp_path, "num_errors")
     path.write_bytes(whole)
     (tmp_path / "mlperf_log_accuracy.json").write_text("[\n")
     with pytest.raises(StorageError, match="has no end"):
-        LoadGenLog.read(tmp_path, last_key="num_errors")
+        read_finished_log(tmp_path, "num_errors")
     path.unlink()
     with pytest.raises(StorageError, match=r"mlperf_log_detail\.txt"):
-        LoadGenLog.read(tmp_path, last_key="num_errors")
+        read_finished_log(tmp_path, "num_errors")
 
 
 numbers = st.integers(0, 2**40)

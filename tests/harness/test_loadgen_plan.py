@@ -21,7 +21,7 @@ from megatoken.harness.loadgen_plan import (
     with_target_step,
 )
 from megatoken.mlperf.benchmarks import BENCHMARKS, benchmark, benchmark_of_model
-from megatoken.mlperf.schedule import PoissonSchedule
+from megatoken.mlperf.draws import PoissonSchedule
 
 servers = st.sampled_from(["server", "interactive"])
 rows_of_data = st.integers(1, 30_000)
@@ -171,7 +171,7 @@ def test_limits_are_those_of_the_benchmark_that_the_model_is_named_after(
     assert benchmark_of_model(model, scenario).name == name
     found = run_limits(config)
     assert (found and (found.ttft_seconds, found.tpot_seconds)) == limits
-    assert run_round(config).data_set_rows == benchmark(name).rows
+    assert run_round(config).benchmark.rows == benchmark(name).rows
 
 
 def test_what_loadgen_calls_them() -> None:

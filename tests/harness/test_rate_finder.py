@@ -12,7 +12,7 @@ from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder
 from megatoken.harness.rate_search import MOST_FULL_LENGTHS, MOST_PROBES, RESOLUTION, RateSearch, Try, Verdict
 from megatoken.harness.saturation import SaturationWatch
 from megatoken.mlperf.benchmarks import LatencyLimits
-from megatoken.mlperf.schedule import PoissonSchedule
+from megatoken.mlperf.draws import PoissonSchedule
 from megatoken.runs.tables import SampleRow
 
 SEED = 18209322760996052031  # of round v5.1

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from accuracy_files import write_log
-from megatoken.mlperf.answers import read_answers
+from megatoken.mlperf.accuracy_log import read_answers
 from megatoken.mlperf.compliance import ComplianceResult, check_test06, check_test07, check_test09
 
 END = (7, 8)
@@ -47,7 +47,7 @@ def test_offline_reports_no_first_token(tmp_path: Path) -> None:
         ([1, 2, 7], {"first": [[2]] + [[1]] * 99}, 0, "1 of 100 answers do not begin with the token reported first"),
         ([1, 2, 7], {"first": [[1, 3]] + [[1]] * 99}, 0, "1 of 100 answers do not begin with the token reported first"),
         ([1, 2, 7], {"first": [[]] + [[1]] * 99}, 0, "1 of 100 answers do not begin with the token reported first"),
-        ([1, 2, 7], {"counts": [4] + [3] * 99}, 2, "1 of 100 answers have another number of tokens than was counted"),
+        ([1, 2, 7], {"counts": [4] + [3] * 99}, 2, "1 of 100 answers have another number of tokens than was reported"),
     ],
 )
 def test_what_test06_looks_for(
@@ -58,15 +58,15 @@ def test_what_test06_looks_for(
     assert result.lines[line].endswith("False")
     assert [one.endswith("False") for one in result.lines[:3]].count(True) == 1
     assert result.lines[3] == "TEST06 verification failed"
-    assert result.findings[0].startswith(finding)
-    assert result.findings[0].endswith("mlperf_log_accuracy.json, line 2")
+    assert result.findings[0]["message"].startswith(finding)
+    assert result.findings[0]["message"].endswith("mlperf_log_accuracy.json, line 2")
 
 
 @pytest.mark.parametrize(
     ("answers", "finding"),
     [
-        ([[1, 7, 2, 7]], "1 of 100 answers go on after an end token"),
-        ([[1, 7, 7, 2]], "1 of 100 answers go on after an end token"),
+        ([[1, 7, 2, 7]], "1 of 100 answers continue after an end token"),
+        ([[1, 7, 7, 2]], "1 of 100 answers continue after an end token"),
         ([[1, 2], [1, 2, 3, 4]], "1 of 100 answers have no end token and were not cut"),
     ],
 )
@@ -76,7 +76,7 @@ def test_what_test06_overlooks_and_our_own_check_does_not(
     result = run_test06(tmp_path, answers)
     assert result.passed
     assert not result.sound
-    assert result.findings[0].startswith(finding)
+    assert result.findings[0]["message"].startswith(finding)
 
 
 def test_a_run_knows_which_answers_were_cut(tmp_path: Path) -> None:
@@ -90,14 +90,15 @@ def test_answers_without_any_end_token_prove_nothing(tmp_path: Path) -> None:
     assert result.passed
     assert not result.sound
     (finding,) = result.findings
-    assert "(128001, 128009), so the EOS check proves nothing" in finding
+    assert "(128001, 128009), so the EOS check proves nothing" in finding["message"]
 
 
 def test_another_number_of_answers_is_not_the_test(tmp_path: Path) -> None:
     path = write_log(tmp_path / "log", [[1, 7]] * 99)
     result = check_test06(read_answers(path), offline=True, end_token_ids=END)
     assert (result.passed, result.sound) == (True, False)
-    assert result.findings == ("99 answers; the test's run logs 100: megatoken run --compliance TEST06",)
+    (finding,) = result.findings
+    assert finding["message"] == "99 answers; TEST06 needs 100: megatoken run --compliance TEST06"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatoken.audit import Severity, audit
 from megatoken.mlperf.accuracy_log import read_accuracy_log
 from megatoken.mlperf.detail_log import read_detail_log
-from megatoken.mlperf.draws import Load, Twister, arrival_seconds, issued_rows, library_order, shuffle
+from megatoken.mlperf.draws import Load, PoissonSchedule, Twister, issued_rows, library_order, shuffle
 from megatoken.mlperf.early_stopping import most_over, odds, queries_needed
 from megatoken.mlperf.rounds import round_seeds
 
@@ -52,9 +52,14 @@ def test_accuracy_order_is_loadgens(originals, scenario, model):
 def test_arrivals_are_loadgens(originals):
     detail = read_detail_log(originals("Server") / "mlperf_log_detail.txt")
     seed, count = detail.get("effective_schedule_rng_seed"), detail.get("generated_query_count")
-    last, after = arrival_seconds(seed, detail.get("effective_target_qps"), count)
-    assert round(after * 1e9) == detail.get("generated_query_duration")
-    assert (count - 1) / last == pytest.approx(detail.get("result_scheduled_samples_per_sec"), rel=1e-5)
+    schedule = PoissonSchedule(seed, detail.get("effective_target_qps"))
+    assert schedule.due_ns(count) == detail.get("generated_query_duration")
+    assert schedule.mean_rate(count) == pytest.approx(detail.get("result_scheduled_samples_per_sec"), rel=1e-5)
+
+
+def test_a_schedule_of_any_rate_ends():
+    assert PoissonSchedule(1, 1e-300).due_ns(5_000) == 2**61
+    assert PoissonSchedule(1, 1e300).due_ns(5_000) == 0
 
 
 @pytest.mark.parametrize(

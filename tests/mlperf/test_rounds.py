@@ -12,8 +12,9 @@ from megatoken.harness import prepare as preparing
 from megatoken.harness.loadgen_plan import plan_test, run_round
 from megatoken.harness.prepare import Prepared
 from megatoken.harness.progress import Progress
-from megatoken.mlperf.benchmarks import BENCHMARKS
-from megatoken.mlperf.rounds import benchmark_of, benchmarks, round_of_build, round_seeds, rules
+from megatoken.mlperf.benchmarks import BENCHMARKS, benchmark_of, benchmarks
+from megatoken.mlperf.loadgen_builds import round_of_build
+from megatoken.mlperf.rounds import round_seeds, rules
 from megatoken.targets.in_process import InProcessBackend
 
 
@@ -31,7 +32,7 @@ def test_a_round_has_its_seeds_and_the_benchmarks_numbers(tmp_path: Path, name: 
             prepare(config)
         return
     round_ = run_round(config)
-    assert (round_.name, round_.data_set_rows, round_.min_samples) == (name, variants[0].rows, variants[0].rows)
+    assert (round_.name, round_.benchmark.rows) == (name, variants[0].rows)
     assert round_.min_duration_seconds == rules()["min_duration_ms"] / 1000
     seeds = plan_test(config, 10, 1.0).seeds
     assert (seeds.qsl, seeds.sample_index, seeds.schedule) == round_seeds()[name]
@@ -59,10 +60,10 @@ def test_a_scenario_that_came_later_is_refused_under_the_rules_before_it(tmp_pat
         prepare(config)
     told = "deepseek-r1 has no scenario interactive in that round; rounds that have it: v6.0, v6.1"
     assert str(caught.value) == f"--rules v5.1: {told}"
-    assert run_round(config).benchmark.scenarios == ("offline", "server")
+    assert run_round(config).benchmark.scenarios == ("Offline", "Server")
     later = config.model_copy(update={"rules": "v6.0"})
     assert prepare(later).warnings == prepare(later.model_copy(update={"scenario": "server"})).warnings
-    limits = run_round(later).benchmark.limits["interactive"]
+    limits = run_round(later).benchmark.limits["Interactive"]
     assert (limits.ttft_seconds, limits.tpot_seconds) == (1.5, 0.015)
 
 

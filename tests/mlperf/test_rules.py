@@ -3,12 +3,11 @@ from typing import Any
 
 import pytest
 
+from detail_logs import detail_log_of
 from megatoken.analysis.statistics import Samples
 from megatoken.mlperf.benchmarks import BENCHMARKS, LatencyLimits, benchmark
 from megatoken.mlperf.latencies import Latencies, latencies
-from megatoken.mlperf.loadgen_log import LoadGenLog
 from megatoken.mlperf.rules import (
-    ROUNDS,
     ClientLimit,
     Observed,
     Round,
@@ -22,7 +21,7 @@ from megatoken.mlperf.rules import (
 from megatoken.runs.run import Verdict
 from megatoken.runs.tables import SampleRow, to_table
 
-V51 = ROUNDS["v5.1"]
+V51 = round_of("v5.1", benchmark("llama2-70b"))
 GOOD = {
     "effective_min_duration_ms": 600_000,
     "effective_qsl_rng_seed": 1780908523862526354,
@@ -41,7 +40,7 @@ GOOD = {
 def unmet(
     errors: tuple[str, ...] = (), mode: str = "performance", data_set_rows: int = 24_576, **changes: Any
 ) -> list[Shortfall]:
-    return unmet_rules(V51, LoadGenLog({**GOOD, **changes}, list(errors)), Observed("offline", mode, data_set_rows))
+    return unmet_rules(V51, detail_log_of({**GOOD, **changes}, errors), Observed("offline", mode, data_set_rows))
 
 
 def test_a_log_that_meets_everything() -> None:
@@ -80,9 +79,15 @@ def test_a_log_that_meets_everything() -> None:
             "LOADGEN_INVALID",
             "INVALID",
             "VALID",
-            "LoadGen says Increase expected QPS.",
+            "LoadGen result: INVALID (Increase expected QPS.)",
         ),
-        ({"result_validity": "INVALID"}, "LOADGEN_INVALID", "INVALID", "VALID", "LoadGen says no reason"),
+        (
+            {"result_validity": "INVALID"},
+            "LOADGEN_INVALID",
+            "INVALID",
+            "VALID",
+            "INVALID (no reason given)",
+        ),
         ({"errors": ("Number of tokens", "b")}, "LOADGEN_ERRORS", 2, 0, "2 errors, the first: Number of tokens"),
     ],
 )
@@ -103,8 +108,8 @@ def test_the_edges_of_duration_and_count_are_allowed() -> None:
 
 def test_accuracy_logs_have_no_speed_to_judge() -> None:
     values = {"qsl_reported_total_count": 24_576}
-    assert unmet_rules(V51, LoadGenLog(values, []), Observed("offline", "accuracy", 24_576)) == []
-    (rule,) = unmet_rules(V51, LoadGenLog({"qsl_reported_total_count": 8}, []), Observed("offline", "accuracy", 24_576))
+    assert unmet_rules(V51, detail_log_of(values), Observed("offline", "accuracy", 24_576)) == []
+    (rule,) = unmet_rules(V51, detail_log_of({"qsl_reported_total_count": 8}), Observed("offline", "accuracy", 24_576))
     assert rule["code"] == "DATA_SET_SIZE"
 
 
@@ -154,7 +159,7 @@ WELL = {
 
 
 def unmet_served(observed: dict[str, Any] | None = None, *, round_: Round = V51, **changes: Any) -> list[Shortfall]:
-    return unmet_rules(round_, LoadGenLog({**SERVED, **changes}, []), Observed(**{**WELL, **(observed or {})}))
+    return unmet_rules(round_, detail_log_of({**SERVED, **changes}), Observed(**{**WELL, **(observed or {})}))
 
 
 def test_a_server_log_that_meets_everything() -> None:
@@ -243,7 +248,7 @@ def test_each_rule_of_latencies_has_its_code_and_its_numbers(
     ("observed", "code", "found", "required", "message"),
     [
         ({"latencies": replace(OWN, ttft_p99_seconds=0.9)}, "LOADGEN_DISAGREES", 0.9, 1.5, "900 ms by our records"),
-        ({"latencies": replace(OWN, tpot_p99_seconds=0.1)}, "LOADGEN_DISAGREES", 0.1, 0.15, "150 ms to LoadGen"),
+        ({"latencies": replace(OWN, tpot_p99_seconds=0.1)}, "LOADGEN_DISAGREES", 0.1, 0.15, "150 ms by LoadGen"),
         ({"send_lag_p99_seconds": 0.2}, "SEND_LAG", 0.2, 0.1, "p99 200 ms after they were due"),
         ({"samples_per_second": 501.0}, "CLIENT_LIMIT", 501.0, 500.0, "more than 50 % of the 1,000"),
         ({"wall_clock_step_seconds": -0.5}, "WALL_CLOCK", -0.5, 0.01, "was set by -0.5 s during the run"),
@@ -252,7 +257,7 @@ def test_each_rule_of_latencies_has_its_code_and_its_numbers(
 def test_a_doubt_is_no_rule_of_mlperf_and_yet_speaks_against_a_claim(
     observed: dict[str, Any], code: str, found: float, required: float, message: str
 ) -> None:
-    log, seen = LoadGenLog(SERVED, []), Observed(**{**WELL, **observed})
+    log, seen = detail_log_of(SERVED), Observed(**{**WELL, **observed})
     assert unmet_rules(V51, log, seen) == []
     (doubt,) = doubts(log, seen)
     assert (doubt["code"], doubt["found"], doubt["required"]) == (code, found, required)
@@ -279,9 +284,9 @@ def test_loadgens_own_reason_is_quoted_where_only_early_stopping_failed() -> Non
     (_, rule) = unmet_served({"latencies": replace(OWN, allowed_over=-1)}, **log)
     assert rule["code"] == "LOADGEN_INVALID"
     assert rule["message"] == (
-        "LoadGen says Early stopping satisfied: NO; TPOT Early Stopping Result: Run unsuccessful. "
+        "LoadGen result: INVALID (Early stopping satisfied: NO; TPOT Early Stopping Result: Run unsuccessful. "
         "Processed 64 queries. Would need to run at least 395 more queries, "
-        "with the run being successful if every additional query were under latency."
+        "with the run being successful if every additional query were under latency.)"
     )
 
 
@@ -300,11 +305,12 @@ def test_a_scenario_that_the_benchmark_has_not(mode: str) -> None:
         "code": "SCENARIO",
         "message": "llama2-70b has no scenario singlestream, only offline, server and interactive",
         "found": "singlestream",
-        "required": "offline, server, interactive",
+        "required": "offline, server and interactive",
+        "benchmark": "llama2-70b",
     }
     scenarios = {name: benchmark(name).scenarios for name in BENCHMARKS}
-    assert scenarios.pop("llama3.1-8b-edge") == ("offline", "singlestream")
-    assert set(scenarios.values()) == {("offline", "server", "interactive")}
+    assert scenarios.pop("llama3.1-8b-edge") == ("Offline", "SingleStream")
+    assert set(scenarios.values()) == {("Offline", "Server", "Interactive")}
 
 
 def test_a_late_sender_is_judged_by_the_limit_on_the_first_token() -> None:

@@ -65,19 +65,18 @@ def offline(
     The compliance test is about natural ends of answers, so there it is the reference model.
     """
     import gc
-    from dataclasses import replace
 
     import pytest
 
     from megatoken.config import RunConfig
-    from megatoken.harness.loadgen import Seeds
     from megatoken.harness.prepare import prepare
     from megatoken.harness.progress import Progress
     from megatoken.harness.run import run_scenario
-    from megatoken.mlperf import benchmarks, rules
+    from megatoken.mlperf.rounds import round_of_seeds, round_seeds
     from megatoken.targets.in_process import InProcessBackend
+    from short_rounds import shorten_rounds
 
-    claimed = next(name for name, one in rules.ROUNDS.items() if seeds is None or one.seeds == Seeds(*seeds))
+    claimed = round_of_seeds(seeds or round_seeds()["v5.1"])
     settings: dict[str, Any] = {"rules": claimed, "mode": mode, "warm_up_seconds": 0.1, "engine": {"threads": 1}}
     if test06:
         settings |= {"compliance": "TEST06", "prompts": write_prompts(Path(out) / MODEL["data_set"])}
@@ -86,9 +85,7 @@ def offline(
         if mode == "performance":
             settings |= {"samples": 4 * ROWS, "min_duration_seconds": SECONDS}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(rules.ROUNDS, claimed, replace(rules.ROUNDS[claimed], min_duration_seconds=SECONDS))
-        for name, benchmark in (table := benchmarks._benchmarks()).items():
-            patch.setitem(table, name, replace(benchmark, facts=replace(benchmark.facts, rows=ROWS)))
+        shorten_rounds(patch, ROWS, SECONDS)
         config, progress = RunConfig(out=Path(out), **settings), Progress(quiet=True)
         backend = InProcessBackend(config, progress)
         prepared = prepare(config, backend)
@@ -120,8 +117,8 @@ def direct(
     from megatoken.analysis.summary import summarise_run
     from megatoken.hardware.inventory import take_inventory
     from megatoken.harness.result import loadgen_facts
-    from megatoken.mlperf.loadgen_log import LoadGenLog
-    from megatoken.mlperf.rules import ROUNDS
+    from megatoken.mlperf.detail_log import read_finished_log
+    from megatoken.mlperf.rounds import round_seeds
     from megatoken.runs.tables import SampleRow, SeriesRow
     from megatoken.runs.writer import RunFolder, run_name
 
@@ -150,9 +147,9 @@ def direct(
         assert settings.FromConfig(str(user_conf), told, name) == 0
     settings.scenario = getattr(lg.TestScenario, name)
     settings.mode = lg.TestMode.AccuracyOnly if mode == "accuracy" else lg.TestMode.PerformanceOnly
-    official = ROUNDS["v5.1"].seeds
+    official = round_seeds()["v5.1"]
     keys = ("qsl_rng_seed", "sample_index_rng_seed", "schedule_rng_seed")
-    for key, seed in zip(keys, seeds or (official.qsl, official.sample_index, official.schedule), strict=True):
+    for key, seed in zip(keys, seeds or official, strict=True):
         setattr(settings, key, seed)
     if test06:
         for key, value in {**TEST06, "min_duration_ms": 0, "sample_concatenate_permutation": False}.items():
@@ -192,10 +189,10 @@ def direct(
     valid = mode == "accuracy" or test06 or '"result_validity", "value": "VALID"' in log
     said = verdict or ("VALID" if valid else "INVALID")
     reasons = [] if said == "VALID" else [{"code": "LOADGEN_INVALID", "message": "of the test"}]
-    read = LoadGenLog.read(folder.mlperf_directory, "loadgen_version")
+    read = read_finished_log(folder.mlperf_directory, "loadgen_version")
     asked: dict[str, Any] = {}
     if name == "Server":
-        ttft, tpot = (read.values[f"requested_server_{limit}_latency"] / 1e9 for limit in ("ttft", "tpot"))
+        ttft, tpot = (read.get(f"requested_server_{limit}_latency") / 1e9 for limit in ("ttft", "tpot"))
         asked = {"offered_samples_per_second": 1500.0, "ttft_limit_seconds": ttft, "tpot_limit_seconds": tpot}
     if mode == "performance":
         limit = max(0.01, 0.05 * asked.get("ttft_limit_seconds", 0.0))

@@ -10,7 +10,7 @@ from megatoken.accuracy.evaluate import Mean, Scores
 from megatoken.accuracy.files import write_results
 from megatoken.accuracy.verify import verify as verify_log
 from megatoken.mlperf import rounds as facts
-from megatoken.mlperf.answers import read_answers
+from megatoken.mlperf.accuracy_log import read_answers
 
 SCENARIOS = ("offline", "server")
 MEAN = sum(map(making.answer_tokens, range(making.ROWS))) / making.ROWS

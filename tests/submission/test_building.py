@@ -15,8 +15,9 @@ from submission_trees import SEEDS, Make, all_runs, evaluate, fill, verify
 from megatoken.audit import audit
 from megatoken.audit.evidence import Role
 from megatoken.errors import StorageError, UsageError
+from megatoken.mlperf.benchmarks import benchmarks
 from megatoken.mlperf.detail_log import read_detail_log
-from megatoken.mlperf.rounds import benchmarks, rules
+from megatoken.mlperf.rounds import rules
 from megatoken.runs.run import read_run
 from megatoken.submission import RefusedRunsError, build, check
 from megatoken.submission.description import system_description, system_name

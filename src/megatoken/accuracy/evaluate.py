@@ -13,11 +13,12 @@ from multiprocessing import get_context
 
 import numpy as np
 
+from megatoken.accuracy.answer_log import check_rows
 from megatoken.accuracy.decoding import AnswerDecoder
 from megatoken.accuracy.scores import Pair, Score, score, sentence_splitter
 from megatoken.datasets.references import References
 from megatoken.errors import MegatokenError
-from megatoken.mlperf.answers import Answers, check_rows
+from megatoken.mlperf.accuracy_log import Answers
 
 METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum", "exact_match")
 CHUNK = 64

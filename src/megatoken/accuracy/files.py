@@ -7,11 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatoken.accuracy.answer_log import SCORES
 from megatoken.accuracy.evaluate import Mean, Scores
 from megatoken.accuracy.targets import Targets, numbers
 from megatoken.datasets.references import References
 from megatoken.files import storage_error, to_json, write_text
-from megatoken.mlperf.answers import SCORES, Answers
+from megatoken.mlperf.accuracy_log import Answers
 from megatoken.runs.reasons import Reason
 from megatoken.runs.run import Verdict
 

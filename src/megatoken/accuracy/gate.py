@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatoken.accuracy.answer_log import find_log
 from megatoken.accuracy.decoding import AnswerDecoder
 from megatoken.accuracy.judge import judge_answers
 from megatoken.accuracy.scores import check_installed
@@ -17,9 +18,9 @@ from megatoken.accuracy.targets import FOLDER, Targets, of_baseline
 from megatoken.accuracy.verify import cut_samples, write_result
 from megatoken.datasets.references import HELD_OUT, References, load_references
 from megatoken.engine.config import REFERENCE, model_folder
-from megatoken.mlperf.answers import find_log, read_answers
+from megatoken.mlperf.accuracy_log import read_answers
 from megatoken.mlperf.compliance import check_test06
-from megatoken.runs.reasons import Reason
+from megatoken.runs.reasons import Reason, reason
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -104,7 +105,10 @@ class ComplianceGate:
         )
         write_result(result, run_folder)
         found = result.to_document()
-        return Judgement({"compliance": found}, [Reason(code="COMPLIANCE", message=one) for one in result.findings])
+        return Judgement(
+            {"compliance": found},
+            [reason("COMPLIANCE", finding=one["message"], check=one["code"]) for one in result.findings],
+        )
 
 
 def reference_gate(content_hash: str, rows: int) -> AccuracyGate | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatoken.accuracy.answer_log import SCORES, find_log
 from megatoken.accuracy.decoding import AnswerDecoder
 from megatoken.accuracy.evaluate import Scores, evaluate
 from megatoken.accuracy.files import document, write_results
@@ -15,7 +16,7 @@ from megatoken.accuracy.targets import FOLDER, Targets, missed, of_baseline, of_
 from megatoken.datasets.references import HELD_OUT, References, load_references
 from megatoken.engine.config import model_folder
 from megatoken.errors import DatasetError, UsageError
-from megatoken.mlperf.answers import SCORES, WHOLE_RUN, AccuracyLogError, Answers, find_log, read_answers
+from megatoken.mlperf.accuracy_log import WHOLE_RUN, AccuracyLogError, Answers, read_answers
 from megatoken.runs.run import RESULT, Run, Verdict, read_run
 from megatoken.text import count_of
 

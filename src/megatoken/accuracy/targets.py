@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatoken.accuracy.answer_log import SCORES
 from megatoken.accuracy.evaluate import Scores
 from megatoken.accuracy.scores import SENTENCES_MEND, sentence_splitter
 from megatoken.datasets.catalog import catalog
 from megatoken.datasets.references import References
 from megatoken.errors import UsageError
-from megatoken.mlperf.answers import SCORES, Answers
-from megatoken.mlperf.rounds import benchmark_of
+from megatoken.mlperf.accuracy_log import Answers
+from megatoken.mlperf.benchmarks import benchmark_of
 from megatoken.runs.reasons import Reason
 from megatoken.text import count_of, nearest
 

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatoken.accuracy.answer_log import find_log
 from megatoken.accuracy.files import make_folder
 from megatoken.accuracy.judge import run_of, sampled_by
 from megatoken.accuracy.targets import read_result
 from megatoken.engine.config import SHAPES, end_token_ids, model_folder
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError
-from megatoken.mlperf.answers import WHOLE_RUN, find_log, read_answers
+from megatoken.mlperf.accuracy_log import WHOLE_RUN, read_answers
 from megatoken.mlperf.compliance import (
     TEST06_RUN,
     ComplianceResult,

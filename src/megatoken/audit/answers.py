@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from megatoken.datasets.references import HELD_OUT, References, load_references
 from megatoken.errors import MegatokenError
 from megatoken.files import UnreadableError, open_regular, read_text
-from megatoken.mlperf.accuracy_log import records_of
+from megatoken.mlperf.accuracy_log import AccuracyLogError, read_answers
 
-MOST_LOG_BYTES = MOST_REFERENCES_BYTES = 2**30
+MOST_REFERENCES_BYTES = 2**30
 MOST_ROUGE_TOKENS = 500_000  # whose scores take a minute or two of a core
 DECIMALS = {"llama2-70b": 4, "llama3.1-8b": 4, "llama3.1-8b-edge": 4}  # whose references round their scores
 _ROUGES: Mapping[str, tuple[str, ...]] = {
@@ -67,18 +67,22 @@ def read_logged_answers(path: Path) -> list[LoggedAnswer]:
     Raises:
         UnreadableError: it is too large to be held, was cut, or its data is no whole number of ids.
     """
-    records = list(records_of(path, MOST_LOG_BYTES))
-    wide = any(count and len(data) == 8 * count for _, _, _, data, _, count in records)
-    if any(len(data) % (8 if wide else 4) for _, _, _, data, _, _ in records):
-        raise UnreadableError("holds data that is no whole number of token ids")
-
-    def ids(data: bytes) -> NDArray[np.int64]:
-        return np.frombuffer(data, "<i8" if wide else "<i4").astype(np.int64)
-
-    return [
-        LoggedAnswer(line, sample, row, ids(data), None if first is None else ids(first), count)
-        for line, sample, row, data, first, count in records
-    ]
+    try:
+        answers = read_answers(path)
+        kind = answers.token_type()
+        return [
+            LoggedAnswer(
+                record.line,
+                record.sequence,
+                record.row,
+                ids,
+                None if record.first_token is None else np.frombuffer(record.first_token, kind).astype(np.int64),
+                record.token_count,
+            )
+            for record, ids in zip(answers.records, answers.token_ids(), strict=True)
+        ]
+    except (AccuracyLogError, ValueError) as error:
+        raise UnreadableError(str(error)) from None
 
 
 def find_references(candidates: Sequence[Path], content_hash: str) -> References | None:

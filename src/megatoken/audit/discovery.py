@@ -13,17 +13,11 @@ from pathlib import Path
 from megatoken.audit.evidence import Role
 from megatoken.audit.view import RunFiles
 from megatoken.errors import UsageError
+from megatoken.mlperf.benchmarks import SCENARIOS
 from megatoken.text import natural
 
 MOST_ENTRIES = 2_000_000
 DIVISIONS = ("closed", "open", "network")
-SCENARIOS = {
-    "offline": "Offline",
-    "server": "Server",
-    "interactive": "Interactive",
-    "singlestream": "SingleStream",
-    "multistream": "MultiStream",
-}
 _LOG = re.compile(r"(?P<prefix>.*mlperf_log_)(?P<kind>summary|detail|accuracy|trace)(?P<suffix>.*)\.(?:txt|json)")
 _BENCHMARK = re.compile(
     r"(?i)(?:llama|mixtral|deepseek|gpt|bert|resnet|retinanet|3d-unet|rnnt|dlrm|stable-diffusion|rgat|pointpainting|whisper|"

@@ -14,10 +14,11 @@ from typing import Any
 
 from megatoken.audit.discovery import Tree, below, place_of
 from megatoken.audit.documents import structured
-from megatoken.audit.evidence import Role, Run, RunFigures
+from megatoken.audit.evidence import Role, Run
 from megatoken.audit.view import RunFiles
 from megatoken.files import Damage, UnreadableError, display, mapping, read_json_object, read_text
 from megatoken.mlperf.rounds import round_seeds
+from megatoken.mlperf.run_figures import RunFigures
 from megatoken.text import natural
 
 SUMMARY = "result_summary.json"

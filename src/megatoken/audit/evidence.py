@@ -12,6 +12,8 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
+from megatoken.mlperf.run_figures import RunFigures
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Where:
@@ -32,39 +34,6 @@ class Role(StrEnum):
     ACCURACY = "accuracy"
     COMPLIANCE = "compliance"
     RANGING = "ranging"
-
-
-@dataclass(frozen=True, slots=True)
-class RunFigures:
-    """What one detail log says of its run; all from its own lines.
-
-    Tokens are output tokens. ``samples_issued`` is ``generated_samples_per_query`` times ``result_query_count``;
-    ``samples_requested`` is ``effective_samples_per_query`` (Offline). ``duration_seconds`` is the largest sample
-    latency (Offline performance) or power_end minus power_begin (others). Wall-clock times are the host's, in UTC.
-    """
-
-    scenario: str | None = None  # Offline, Server, SingleStream, MultiStream
-    mode: str | None = None  # PerformanceOnly, AccuracyOnly, SubmissionRun, FindPeakPerformance
-    validity: str | None = None  # VALID, INVALID
-    loadgen_version: str | None = None
-    round: str | None = None  # the round whose three seeds these are: v5.0, v5.1, v6.0, v6.1
-    output_tokens_per_second: float | None = None
-    samples_per_second: float | None = None
-    tokens_per_sample: float | None = None
-    output_tokens: float | None = None  # tokens per sample x samples issued; 6 digits, as LoadGen prints rates
-    samples_issued: int | None = None
-    samples_requested: int | None = None
-    data_set_rows: int | None = None
-    target_qps: float | None = None
-    min_duration_seconds: float | None = None
-    duration_seconds: float | None = None
-    latency_seconds: Mapping[str, float] = field(default_factory=dict)  # min, mean, max, p50, p90, p95, p97, p99, p99.9
-    ttft_seconds: Mapping[str, float] = field(default_factory=dict)  # same keys
-    tpot_seconds: Mapping[str, float] = field(default_factory=dict)  # same keys
-    errors: int | None = None
-    process_id: int | None = None
-    began_at: datetime | None = None  # power_begin, else test_datetime plus the time of its line
-    ended_at: datetime | None = None  # power_end
 
 
 @dataclass(frozen=True, slots=True)

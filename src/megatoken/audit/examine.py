@@ -13,18 +13,17 @@ from megatoken.audit.checks.rules import check_rules
 from megatoken.audit.checks.settings import check_settings
 from megatoken.audit.checks.summary import check_summary
 from megatoken.audit.checks.user_conf import check_user_conf
-from megatoken.audit.evidence import Role, Run, RunFigures, Where
+from megatoken.audit.evidence import Role, Run, Where
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import RunFiles, RunView, observe
 from megatoken.files import UnreadableError, display, read_text
 from megatoken.mlperf.accuracy_log import AccuracyLog, read_accuracy_log
-from megatoken.mlperf.detail_log import LIBRARY_SET, DetailLog, read_detail_log
-from megatoken.mlperf.figures import run_figures, samples_answers
-from megatoken.mlperf.rounds import benchmark_of
+from megatoken.mlperf.benchmarks import benchmark_of
+from megatoken.mlperf.detail_log import ABANDONED, LIBRARY_SET, DetailLog, read_detail_log
+from megatoken.mlperf.run_figures import RunFigures, run_figures, samples_answers
 from megatoken.mlperf.summary_log import read_summary_log
 
 BEGINNINGS = ("qsl_name", "effective_scenario", LIBRARY_SET, "generated_query_count")
-ABANDONED = "ABANDONED.txt"  # beside the logs of a run of megatoken that was interrupted
 CHECKS = (
     check_lines,
     check_build,

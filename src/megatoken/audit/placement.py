@@ -10,7 +10,7 @@ from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import AccuracyResult
 from megatoken.audit.view import RunFiles
 from megatoken.files import UnreadableError, display, read_json_object
-from megatoken.mlperf.rounds import benchmarks
+from megatoken.mlperf.benchmarks import benchmarks
 
 MODEL_MAPPING = "model_mapping.json"  # of a submission to the open division: model's folder -> benchmark
 ALIASES = {name.replace(".", "_", 1): name for name in benchmarks() if name.startswith("llama3.1")}

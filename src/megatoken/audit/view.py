@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatoken.audit.evidence import Role, RunFigures, Where
+from megatoken.audit.evidence import Role, Where
 from megatoken.audit.finding import Observation, Severity
 from megatoken.mlperf.accuracy_log import AccuracyLog
+from megatoken.mlperf.benchmarks import Benchmark
 from megatoken.mlperf.detail_log import DetailLog
-from megatoken.mlperf.rounds import Benchmark
+from megatoken.mlperf.run_figures import RunFigures
 from megatoken.mlperf.summary_log import SummaryLog
 
 

@@ -44,6 +44,6 @@ def verify(
             print(*result.lines, sep="\n")
             print(f"Additional checks: {'passed' if result.sound else 'failed'}")
             for finding in result.findings:
-                print(f"  {finding}")
+                print(f"  {finding['message']}")
             print(f"Written: {file}, {DOCUMENT}")
     return ExitCode.OK if result.passed and result.sound else ExitCode.INVALID

@@ -23,7 +23,7 @@ from megatoken.harness.result import asked_facts, concluded, core_wait_notes, ru
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.harness.stop import Stop
 from megatoken.harness.text_stages import TextStages
-from megatoken.mlperf.loadgen_log import LoadGenLog
+from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.rules import ClientLimit
 from megatoken.runs.reasons import reason
 from megatoken.runs.tables import SampleRow
@@ -146,7 +146,7 @@ class Bench:
         config: RunConfig,
         folder: RunFolder,
         measurement: Measurement,
-        log: LoadGenLog,
+        log: DetailLog,
     ) -> None:
         requests, _ = folder.end_recording()
         core_wait_share = measurement.core_wait.share()

@@ -34,7 +34,8 @@ from megatoken.harness.loadgen_wire import (
     unpack_issued,
 )
 from megatoken.mlperf.compliance import TEST06_RECORDS, TEST06_SEED
-from megatoken.mlperf.loadgen_log import LoadGenLog
+from megatoken.mlperf.detail_log import ABANDONED, DetailLog, read_finished_log
+from megatoken.mlperf.rounds import Seeds
 from megatoken.text import count_of
 
 Scenario = Literal["offline", "server", "interactive", "singlestream"]
@@ -44,18 +45,8 @@ LOADGEN_SCENARIOS: dict[str, str] = {
     "interactive": "Server",  # with the limits of another model name
     "singlestream": "SingleStream",
 }
-ABANDONED = "ABANDONED.txt"
 AUDIT_CONFIG = "audit.config"
 PIPE_BYTES = 2**20  # an engine may be busy with one step while thousands of samples come due
-
-
-@dataclass(frozen=True, slots=True)
-class Seeds:
-    """The three random seeds that an MLPerf round publishes."""
-
-    qsl: int
-    sample_index: int
-    schedule: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +163,7 @@ class LoadGenTest:
             "model": self._settings.model,
             "scenario": LOADGEN_SCENARIOS[self._settings.scenario],
             "accuracy": self._settings.mode == "accuracy",
-            "seeds": [self._settings.seeds.qsl, self._settings.seeds.sample_index, self._settings.seeds.schedule],
+            "seeds": list(self._settings.seeds),
             "library_rows": self._settings.library_rows,
             "start_wall_ns": self._start_wall_ns,
         }
@@ -284,7 +275,7 @@ class LoadGenTest:
         except OSError:
             self._raise_failure()
 
-    def finish(self) -> LoadGenLog:
+    def finish(self) -> DetailLog:
         """Waits until LoadGen has written its logs and returns what they say; every sample must be complete.
 
         Raises:
@@ -294,7 +285,7 @@ class LoadGenTest:
         while not self._ended:
             self.take_issued(timeout_seconds=0.1)
         last_key = "power_end" if self._settings.mode == "accuracy" else "num_errors"
-        return LoadGenLog.read(self._directory, last_key)
+        return read_finished_log(self._directory, last_key)
 
     def _close(self) -> None:
         self._source.close()

@@ -12,8 +12,9 @@ from megatoken.config import RunConfig
 from megatoken.harness.loadgen import LOADGEN_SCENARIOS, TestSettings
 from megatoken.mlperf.benchmarks import Benchmark, LatencyLimits, benchmark, benchmark_of_model
 from megatoken.mlperf.compliance import TEST06_RECORDS
-from megatoken.mlperf.rules import DEFAULT_ROUND, ROUNDS, Round, round_of
-from megatoken.mlperf.schedule import PoissonSchedule
+from megatoken.mlperf.draws import PoissonSchedule
+from megatoken.mlperf.rounds import DEFAULT_ROUND, round_seeds
+from megatoken.mlperf.rules import Round, round_of
 
 DEFAULT_DURATION_SECONDS = 15.0
 MLPERF_SECONDS = 600.0  # what LoadGen takes where it is not told
@@ -37,7 +38,7 @@ def run_round(config: RunConfig) -> Round:
 
 def run_limits(config: RunConfig) -> LatencyLimits | None:
     """The limits that a run asks LoadGen to hold it to: the user's, else the benchmark's; None where there are none."""
-    limits = run_benchmark(config).limits.get(config.scenario)
+    limits = run_benchmark(config).limits_of(config.scenario)
     if limits is None:
         return None
     ttft, tpot = config.ttft_limit_seconds, config.tpot_limit_seconds
@@ -202,7 +203,7 @@ def _settings(
         samples=samples,
         min_duration_seconds=min_duration_seconds,
         rate=rate,
-        seeds=ROUNDS[config.rules or DEFAULT_ROUND].seeds,
+        seeds=round_seeds()[config.rules or DEFAULT_ROUND],
         ttft_limit_seconds=config.ttft_limit_seconds if has_limits else None,
         tpot_limit_seconds=config.tpot_limit_seconds if has_limits else None,
         compliance=config.compliance,
@@ -219,4 +220,4 @@ def _counted_by_loadgen(config: RunConfig, rows: int) -> bool:
     """Whether the run claims rules of performance that ``samples`` does not cut short."""
     if config.rules is None or config.mode == "accuracy":
         return False
-    return config.samples is None or config.samples >= max(rows, run_round(config).min_samples)
+    return config.samples is None or config.samples >= max(rows, run_benchmark(config).rows)

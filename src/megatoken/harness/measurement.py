@@ -31,7 +31,7 @@ from megatoken.harness.loadgen_plan import samples_drawn
 from megatoken.harness.loadgen_wire import Issued
 from megatoken.harness.progress import Progress
 from megatoken.harness.text_stages import TextStages
-from megatoken.mlperf.schedule import PoissonSchedule
+from megatoken.mlperf.draws import PoissonSchedule
 from megatoken.runs.tables import SampleRow, SeriesRow
 from megatoken.targets import ReplicaReading, SampleEvent, Target
 

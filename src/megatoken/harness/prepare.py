@@ -30,12 +30,12 @@ from megatoken.harness.loadgen_plan import (
     full_length,
     plan_test,
     run_benchmark,
-    run_round,
     with_target_step,
 )
 from megatoken.harness.rate_finder import too_few
-from megatoken.mlperf.rounds import round_of_build
-from megatoken.mlperf.rules import foreign_scenario
+from megatoken.mlperf.benchmarks import SCENARIOS
+from megatoken.mlperf.loadgen_builds import round_of_build
+from megatoken.mlperf.rules import missing_scenario
 from megatoken.runs.reasons import Reason, reason
 from megatoken.targets.backend import Backend, ServedModel
 from megatoken.text import count_of
@@ -145,11 +145,11 @@ def prepare(config: RunConfig, backend: Backend) -> Prepared:
                 notes.append(reason("ACCURACY_NOT_JUDGED"))
     warnings = list(tokenizer_warnings(tokenizer, model.shape))
     if config.rules:
-        rows, rows_required = len(data_set.requests), run_round(config).data_set_rows
+        rows, rows_required = len(data_set.requests), run_benchmark(config).rows
         if rows != rows_required:
             warnings.append(f"cannot be VALID: the data set has {count_of(rows, 'row')}, MLPerf's {rows_required:,}")
-        if (foreign := foreign_scenario(run_benchmark(config), config.scenario)) is not None:
-            warnings.append(f"cannot be VALID: {foreign}")
+        if (missing := missing_scenario(run_benchmark(config), config.scenario)) is not None:
+            warnings.append(f"cannot be VALID: {missing['message']}")
         not_judged = "model and data set" if scored and scored.targets else "model, data set and accuracy"
         notes.append(reason("RULES_SCOPE", not_judged=not_judged))
         installed = _loadgen_version()
@@ -181,7 +181,7 @@ def _check_backend(config: RunConfig, model: ServedModel) -> None:
 def check_benchmark(config: RunConfig) -> None:
     """Refuses a scenario that the benchmark has no limits for, or rules of a round without it. Raises UsageError."""
     benchmark = run_benchmark(config)
-    if config.scenario in OFFERED_SHARES and config.scenario not in benchmark.limits:
+    if config.scenario in OFFERED_SHARES and benchmark.limits_of(config.scenario) is None:
         raise UsageError(
             f"--scenario {config.scenario}: {benchmark.name} has no limits for it; take singlestream or offline, or "
             "name the --benchmark whose limits are meant"
@@ -189,7 +189,7 @@ def check_benchmark(config: RunConfig) -> None:
     if config.rules is not None and config.rules not in benchmark.rounds:
         known = ", ".join(name for name in get_args(RoundName) if name in benchmark.rounds)
         raise UsageError(f"--rules {config.rules}: that round has no {benchmark.name}; rounds that have it: {known}")
-    had = benchmark.scenario_rounds.get(config.scenario)
+    had = benchmark.scenario_rounds.get(SCENARIOS[config.scenario])
     if config.rules is not None and had is not None and config.rules not in had:
         raise UsageError(
             f"--rules {config.rules}: {benchmark.name} has no scenario {config.scenario} in that round; "

@@ -13,8 +13,8 @@ from typing import Any
 from megatoken.harness.rate_search import RESOLUTION, RateSearch, Try, Verdict
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.mlperf.benchmarks import PERCENTILE, LatencyLimits
+from megatoken.mlperf.draws import PoissonSchedule
 from megatoken.mlperf.early_stopping import queries_needed
-from megatoken.mlperf.schedule import PoissonSchedule
 from megatoken.text import count_of, precise
 
 PROBE_SAMPLES = 1000  # chance leaves a 99th percentile of fewer wide

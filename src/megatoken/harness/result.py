@@ -18,10 +18,10 @@ from megatoken.engine.kernel_words import NO_KERNELS, WIDENED
 from megatoken.harness.loadgen import TestSettings
 from megatoken.harness.loadgen_plan import run_benchmark, run_limits
 from megatoken.mlperf.benchmarks import LatencyLimits, benchmark
+from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.latencies import Latencies, latencies, percentile
-from megatoken.mlperf.loadgen_log import LoadGenLog
+from megatoken.mlperf.rounds import DEFAULT_ROUND
 from megatoken.mlperf.rules import (
-    DEFAULT_ROUND,
     ClientLimit,
     Observed,
     doubts,
@@ -30,6 +30,7 @@ from megatoken.mlperf.rules import (
     send_lag_limit_seconds,
     unmet_rules,
 )
+from megatoken.mlperf.run_figures import in_seconds
 from megatoken.runs.reasons import Reason, reason
 from megatoken.runs.run import Verdict
 
@@ -47,7 +48,7 @@ def asked_facts(config: RunConfig, settings: TestSettings) -> dict[str, Any]:
     offers = config.scenario in ("server", "interactive")
     return {
         "benchmark": run_benchmark(config).name,
-        "seeds": asdict(settings.seeds),
+        "seeds": settings.seeds._asdict(),
         "offered_samples_per_second": settings.offered_rate if offers else None,
         "ttft_limit_seconds": limits.ttft_seconds if limits else None,
         "tpot_limit_seconds": limits.tpot_seconds if limits else None,
@@ -56,7 +57,7 @@ def asked_facts(config: RunConfig, settings: TestSettings) -> dict[str, Any]:
 
 
 def concluded(
-    facts: Mapping[str, Any], log: LoadGenLog, requests: pa.Table, judged: Judgement, *, compliance: bool
+    facts: Mapping[str, Any], log: DetailLog, requests: pa.Table, judged: Judgement, *, compliance: bool
 ) -> dict[str, Any]:
     """What the end of a test with LoadGen adds to ``result.json``: verdict, reasons, latencies, LoadGen's figures.
 
@@ -79,7 +80,7 @@ def concluded(
         mode="compliance" if compliance else facts["mode"],
         data_set_rows=facts["data_set_rows"],
         last_due_seconds=float(samples.scheduled.max()),
-        limits=of.limits.get(scenario),
+        limits=of.limits_of(scenario),
         latencies=own,
         send_lag_p99_seconds=None if scenario == "offline" else percentile(samples.sent - samples.scheduled),
         client=ClientLimit(**client) if client else None,
@@ -145,35 +146,34 @@ def _without_replicas(
     return verdict, [*reasons, *lost]
 
 
-def loadgen_facts(scenario: str, log: LoadGenLog) -> dict[str, Any]:
+def loadgen_facts(scenario: str, log: DetailLog) -> dict[str, Any]:
     """What LoadGen's log says; latencies in seconds, None where the scenario has none."""
-    values = log.values
 
     def seconds(key: str) -> float | None:
-        return values[key] / 1e9 if scenario != "offline" and key in values else None
+        return in_seconds(log.number(key), 1e9) if scenario != "offline" else None
 
     return {
-        "loadgen_version": values["loadgen_version"],
-        "loadgen_validity": values.get("result_validity"),
-        "loadgen_output_tokens_per_second": values.get(
+        "loadgen_version": log.text("loadgen_version"),
+        "loadgen_validity": log.get("result_validity"),
+        "loadgen_output_tokens_per_second": log.number(
             _OUTPUT_RATES.get(scenario, "result_completed_tokens_per_second")
         ),
-        "loadgen_samples_per_second": values.get(_SAMPLE_RATES.get(scenario, "result_completed_samples_per_sec")),
-        "loadgen_scheduled_samples_per_second": values.get("result_scheduled_samples_per_sec"),
+        "loadgen_samples_per_second": log.number(_SAMPLE_RATES.get(scenario, "result_completed_samples_per_sec")),
+        "loadgen_scheduled_samples_per_second": log.number("result_scheduled_samples_per_sec"),
         "loadgen_ttft_p99_seconds": seconds("result_first_token_99.00_percentile_latency_ns"),
         "loadgen_tpot_p99_seconds": seconds("result_time_per_output_token_99.00_percentile_ns"),
         "loadgen_latency_p90_seconds": seconds("result_90.00_percentile_latency_ns"),
         "loadgen_latency_p99_seconds": seconds("result_99.00_percentile_latency_ns"),
-        "loadgen_early_stopping_met": values.get("early_stopping_met") if scenario != "offline" else None,
+        "loadgen_early_stopping_met": log.get("early_stopping_met") if scenario != "offline" else None,
     }
 
 
-def latency_facts(own: Latencies, limits: LatencyLimits, log: LoadGenLog) -> dict[str, Any]:
+def latency_facts(own: Latencies, limits: LatencyLimits, log: DetailLog) -> dict[str, Any]:
     """Our own judgement of the latencies beside LoadGen's: both of the same limits, which may be the user's."""
     return {
         **asdict(own),
         "met": own.met(limits),
-        "loadgen_met": bool(log.values.get("result_perf_constraints_met") and log.values.get("early_stopping_met")),
+        "loadgen_met": bool(log.get("result_perf_constraints_met") and log.get("early_stopping_met")),
     }
 
 

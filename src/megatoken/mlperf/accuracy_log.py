@@ -1,4 +1,4 @@
-"""mlperf_log_accuracy.json as a stream of records: who was answered, with how many bytes and tokens."""
+"""mlperf_log_accuracy.json, read as a stream: one record of LoadGen's per answer; and accuracy.txt, its scores."""
 
 from __future__ import annotations
 
@@ -13,42 +13,117 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.errors import UsageError
 from megatoken.files import Damage, UnreadableError, encoding_problem, open_regular, read_text
 
+ACCURACY_LOG = "mlperf_log_accuracy.json"
+WHOLE_RUN = "megatoken run --mode accuracy"  # logs the answers to all rows
 MOST_LINE_BYTES = 8 * 2**20
 MOST_RECORDS = 2_000_000
 MOST_LINES = 20_000_000  # beyond, lines of one byte would take hours
+MOST_ANSWER_BYTES = 2 * 2**30  # of a log whose answers are held in memory
 MOST_LISTED = 20
 TRUNCATED_BYTES = 10_240  # a log cut by MLPerf's tool: 4,096 bytes of its start, dots, 4,096 bytes of its end
-_DOTS = b"...\n"
 _RECORD = re.compile(
     rb'\{ "seq_id" : (\d{1,15}), "qsl_idx" : (\d{1,15}), "data" : "([0-9A-F]*)"'
     rb'(?:, "token_data" : "([0-9A-F]*)")?(?:, "token_count" : (-?\d{1,15}))? \},?\s*'
 )
+_INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
+
+
+class AccuracyLogError(UsageError):
+    """An accuracy log cannot be read or does not fit the data set; the message names file and line."""
 
 
 @dataclass
 class AccuracyLog:
-    """What one accuracy log holds."""
+    """What one accuracy log holds, without the answers."""
 
     size_bytes: int = 0
     sha256: str = ""  # of all bytes
     records: int = 0
     lines: int = 0
-    truncated: bool = False  # by MLPerf's tool, as a submission's must be
+    cut_line: int | None = None  # where MLPerf's tool cut it, as a submission's must be
     complete: bool = False  # starts and ends like LoadGen's
     sequence_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [records]
     rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [records] of the data set
     data_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [records]
     token_counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [records], -1: not logged
-    first_tokens: int = 0  # records that tell what was reported as first token
-    first_token_differs: list[int] = field(default_factory=list)  # lines: token_data is no beginning of data
+    first_tokens: int = 0  # records with the token that was reported first
+    first_token_differs: list[int] = field(default_factory=list)  # lines where data does not begin with token_data
     damages: list[Damage] = field(default_factory=list)
     damage_count: int = 0
 
+    @property
+    def truncated(self) -> bool:
+        """Whether MLPerf's tool cut it."""
+        return self.cut_line is not None
 
-def read_accuracy_log(path: Path) -> AccuracyLog:
-    """Reads an accuracy log of any size. Raises UnreadableError."""
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One record of the log.
+
+    Attributes:
+        line: Where it stands, from 1.
+        sequence: ``seq_id``, the position of the sample among all that LoadGen issued.
+        row: ``qsl_idx``, the row of LoadGen's library.
+        data: The bytes of all token ids.
+        token_count: How many tokens the system reported; None where the log does not say.
+        first_token: The bytes that were reported first; None where none were logged, as in Offline.
+    """
+
+    line: int
+    sequence: int
+    row: int
+    data: bytes
+    token_count: int | None
+    first_token: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """All records of a log, in its order, and what identifies the file."""
+
+    path: Path
+    records: tuple[Answer, ...]
+    sha256: str
+    size_bytes: int
+
+    def token_type(self) -> np.dtype[Any]:
+        """How the ids are stored: int32 or int64, little-endian. The log itself does not say.
+
+        Token counts decide if they can. Otherwise the ids are int64 if every second word of 32 bits is 0.
+        """
+        counted = [record for record in self.records if record.token_count]
+        fits = {
+            kind: sum(len(record.data) == kind.itemsize * (record.token_count or 0) for record in counted)
+            for kind in (_INT32, _INT64)
+        }
+        if fits[_INT32] != fits[_INT64]:
+            return max(fits, key=lambda kind: fits[kind])
+        words = [record.data for record in self.records if record.data]
+        wide = all(len(data) % 8 == 0 and not np.frombuffer(data, "<u4")[1::2].any() for data in words)
+        return _INT64 if wide and words else _INT32
+
+    def token_ids(self) -> list[NDArray[np.int64]]:
+        """The ids of every record.
+
+        Raises:
+            AccuracyLogError: An answer is not a whole number of ids.
+        """
+        kind = self.token_type()
+        for record in self.records:
+            if len(record.data) % kind.itemsize:
+                raise AccuracyLogError(
+                    f"{self.path}:{record.line}: data of {len(record.data):,} bytes is not a whole number of "
+                    f"{kind.name} ids; answers must be logged as int32 or int64"
+                )
+        return [np.frombuffer(record.data, kind).astype(np.int64) for record in self.records]
+
+
+def read_accuracy_log(path: Path, keep: Callable[[Answer], object] | None = None) -> AccuracyLog:
+    """Reads an accuracy log of any size; ``keep`` receives every answer. Raises UnreadableError."""
     log = AccuracyLog()
     values = array("q")
     digest = hashlib.sha256()
@@ -57,7 +132,6 @@ def read_accuracy_log(path: Path) -> AccuracyLog:
             if problem := encoding_problem(file.peek(4096) if hasattr(file, "peek") else b""):
                 raise UnreadableError(problem)
             opened = closed = False
-            gap = False
             for number, line in _lines(file, log, digest.update):
                 log.lines = number
                 if number > MOST_LINES:
@@ -71,14 +145,13 @@ def read_accuracy_log(path: Path) -> AccuracyLog:
                     opened = closed = True
                 elif text == b"]":
                     closed = True
-                elif line == _DOTS or text == b"...":
-                    gap = True
+                elif text == b"...":
+                    log.cut_line = log.cut_line or number
                 elif found := _RECORD.fullmatch(text):
-                    _take(log, number, found, values)
+                    _take(log, number, found, values, keep)
                 else:
                     _damage(log, number, text)
             log.sha256 = digest.hexdigest()
-            log.truncated = gap
             log.complete = opened and closed
     except OSError as error:
         raise UnreadableError(f"cannot be read: {error.strerror or error}") from None
@@ -87,45 +160,48 @@ def read_accuracy_log(path: Path) -> AccuracyLog:
     return log
 
 
-def records_of(path: Path, most_bytes: int) -> Iterator[tuple[int, int, int, bytes, bytes | None, int | None]]:
-    """Line, seq_id, qsl_idx, data, token_data and token_count of every record of a log that was not cut.
+def read_answers(path: Path, logged_by: str = WHOLE_RUN) -> Answers:
+    """Reads a whole accuracy log; ``logged_by`` is the command that logs answers.
 
     Raises:
-        UnreadableError: it cannot be read, is larger than ``most_bytes``, or has other lines, dots of a cut included.
+        AccuracyLogError: It cannot be read, has other lines than LoadGen's, was truncated, has no end or no answer, or
+            is too large to be held in memory.
     """
+    records: list[Answer] = []
     try:
-        with open_regular(path) as file:
-            if path.stat().st_size > most_bytes:
-                raise UnreadableError(f"is larger than {most_bytes // 2**20} MiB")
-            for number, line in _lines(file, AccuracyLog(), lambda _: None):
-                text = line.strip()
-                if found := _RECORD.fullmatch(text):
-                    sequence, row, data, first, count = found.groups()
-                    first_bytes = None if first is None else _bytes(first)
-                    yield (
-                        number,
-                        int(sequence),
-                        int(row),
-                        _bytes(data),
-                        first_bytes,
-                        None if count is None else int(count),
-                    )
-                elif text not in (b"", b"[", b"]", b"[]"):
-                    raise UnreadableError(f"has a line {number} that is no record")
+        if path.stat().st_size > MOST_ANSWER_BYTES:
+            raise UnreadableError(f"is larger than {MOST_ANSWER_BYTES // 2**30} GiB")
+        log = read_accuracy_log(path, records.append)
     except OSError as error:
-        raise UnreadableError(f"cannot be read: {error.strerror or error}") from None
+        raise AccuracyLogError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (UnreadableError, ValueError) as error:
+        raise AccuracyLogError(f"{path}: {error}") from None
+    if log.damages and not (log.cut_line and log.cut_line < (log.damages[0].line or 0)):
+        damage = log.damages[0]
+        raise AccuracyLogError(
+            f"{path}:{damage.line}: not an answer as LoadGen logs it, one per line: {damage.what[:40]!a}"
+        )
+    if log.cut_line is not None:
+        raise AccuracyLogError(f"{path}:{log.cut_line}: the log was truncated for a submission; use the whole log")
+    if not log.complete:
+        raise AccuracyLogError(f"{path}: not a whole list of answers; was the run or the copy cut short?")
+    if not records:
+        raise AccuracyLogError(f"{path}: holds no answers; {logged_by} logs them")
+    return Answers(path, tuple(records), log.sha256, log.size_bytes)
 
 
-def _bytes(digits: bytes) -> bytes:
-    try:
-        return bytes.fromhex(digits.decode())
-    except ValueError:  # an odd number of digits
-        raise UnreadableError("holds data that is no whole number of bytes") from None
-
-
-def _take(log: AccuracyLog, number: int, found: re.Match[bytes], values: array[int]) -> None:
-    log.records += 1
+def _take(
+    log: AccuracyLog,
+    number: int,
+    found: re.Match[bytes],
+    values: array[int],
+    keep: Callable[[Answer], object] | None,
+) -> None:
     sequence, row, data, first_token, count = found.groups()
+    if len(data) % 2 or len(first_token or b"") % 2:
+        _damage(log, number, found.group())
+        return
+    log.records += 1
     if len(values) < 4 * MOST_RECORDS:
         values.extend((int(sequence), int(row), len(data) // 2, -1 if count is None else int(count)))
     log.first_tokens += first_token is not None
@@ -133,6 +209,10 @@ def _take(log: AccuracyLog, number: int, found: re.Match[bytes], values: array[i
         common = min(len(data), len(first_token))
         if data[:common] != first_token[:common]:
             log.first_token_differs.append(number)
+    if keep is not None:
+        first = None if first_token is None else bytes.fromhex(first_token.decode())
+        tokens = None if count is None else int(count)
+        keep(Answer(number, int(sequence), int(row), bytes.fromhex(data.decode()), tokens, first))
 
 
 def _damage(log: AccuracyLog, number: int, text: bytes) -> None:

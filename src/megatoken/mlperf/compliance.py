@@ -1,7 +1,7 @@
-"""MLPerf's compliance tests of language models, as far as they are arithmetic on a log: TEST06, TEST07, TEST09.
+"""MLPerf's compliance tests of language models: TEST06, TEST07 and TEST09, as arithmetic on an accuracy log.
 
 Source: compliance/ of mlcommons/inference. Its TEST06 looks for one end token id, 2, which only Llama 2 has, at the
-very end of an answer; here the end tokens are the model's, and a check of our own says where that proves nothing.
+end of an answer. Here the end tokens are those of the model, and a check of our own reports where that proves nothing.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.files import to_json, write_text
-from megatoken.mlperf.answers import Answer, Answers
-from megatoken.text import count_of
+from megatoken.mlperf.accuracy_log import Answer, Answers
+from megatoken.runs.reasons import Reason, reason, shortfall
 
 TESTS = ("TEST06", "TEST07", "TEST09")
 TEST06_RECORDS = 100  # accuracy_log_sampling_target of its audit.config
-TEST06_SEED = 720381539243781796  # accuracy_log_rng_seed of the same
+TEST06_SEED = 720381539243781796  # accuracy_log_rng_seed of its audit.config
 TEST06_RUN = "megatoken run --compliance TEST06"
 TEST07_LEAST = 60.698  # exact_match of gpt-oss-120b over all answers
 TEST07_ROWS = 990
 TEST09_MEAN_TOKENS = (1150.38, 1406.02)  # of gpt-oss-120b: 1,278.20, plus and minus 10 %
 TEST09_ROWS = 6396
 MOST_NAMED = 3
-DOCUMENT = "compliance.json"  # ours, beside the file that a submission carries
+DOCUMENT = "compliance.json"  # ours, next to the file that a submission carries
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +36,24 @@ class ComplianceResult:
 
     Attributes:
         test: TEST06, TEST07 or TEST09.
-        passed: What MLPerf asks for is met.
-        sound: What our own check asks for is met too.
+        passed: The answers meet what MLPerf asks for.
+        sound: They also meet our own check.
         lines: Of the file that a submission carries, as MLPerf's checker reads it.
-        findings: What failed or proves nothing, each in one sentence with the lines of the log.
-        end_token_ids: TEST06: what was looked for; None: the test looks for none.
+        findings: What failed or proves nothing.
+        end_token_ids: TEST06: the end tokens that were looked for; None for the other tests.
     """
 
     test: str
     passed: bool
     sound: bool
     lines: tuple[str, ...]
-    findings: tuple[str, ...]
+    findings: tuple[Reason, ...]
     end_token_ids: tuple[int, ...] | None = None
 
     def to_document(self) -> dict[str, Any]:
-        """Both verdicts and what they rest on, as plain JSON."""
+        """Both verdicts, the findings and the end tokens as plain JSON."""
         ends = {} if self.end_token_ids is None else {"end_token_ids": list(self.end_token_ids)}
-        told = {"test": self.test, "passed": self.passed, "sound": self.sound, "findings": list(self.findings)}
-        return told | ends
+        return {"test": self.test, "passed": self.passed, "sound": self.sound, "findings": list(self.findings), **ends}
 
     @property
     def file(self) -> str:
@@ -71,45 +70,39 @@ class ComplianceResult:
 def check_test06(
     answers: Answers, *, offline: bool, end_token_ids: Sequence[int], cut_samples: Collection[int] | None = None
 ) -> ComplianceResult:
-    """TEST06: answers begin with the token reported first, end at most once, and are as long as was counted.
+    """TEST06: answers begin with the token reported first, end with at most one end token, and are as long as reported.
 
-    Our own check asks more of end tokens: none may stand inside an answer, and an answer without one must have been
-    cut. Where no answer has any, nothing is proved: the system does not log them, or they are not the model's.
+    Our own check asks for more: no end token inside an answer, and an answer without one must have been cut. If no
+    answer has an end token, nothing is proved: the system does not log end tokens, or these are not the model's.
 
     Args:
         answers: The log of the test's run.
-        offline: The scenario reports no first tokens.
+        offline: Whether the scenario reports no first tokens.
         end_token_ids: Of the model.
-        cut_samples: ``seq_id`` of the answers that ended at their limit; None: not known, those as long as the longest.
+        cut_samples: ``seq_id`` of the answers that ended at their limit; None: unknown, so those of the largest length.
     """
     ids = answers.token_ids()
     ends = [np.isin(answer, end_token_ids) for answer in ids]
     trailing = [_trailing(end) for end in ends]
     begins = [_begins(record) for record in answers.records]
     counted = [record.token_count == len(answer) for record, answer in zip(answers.records, ids, strict=True)]
-    first = None if offline else _failure(answers, begins, "do not begin with the token reported first")
-    again = _failure(answers, [count < 2 for count in trailing], "end with more than one end token")
-    length = _failure(answers, counted, "have another number of tokens than was counted")
-    longest = max(map(len, ids))
-    cut = [len(answer) == longest for answer in ids]
-    if cut_samples is not None:
-        cut = [record.sequence in cut_samples for record in answers.records]
-    clean = [int(end.sum()) == count for end, count in zip(ends, trailing, strict=True)]
-    stopped = [bool(count or was_cut) for count, was_cut in zip(trailing, cut, strict=True)]
-    if any(end.any() for end in ends):
-        own = (
-            _failure(answers, clean, "go on after an end token"),
-            _failure(answers, stopped, "have no end token and were not cut"),
-        )
+    first = None if offline else _failure("FIRST_TOKEN_DIFFERS", answers, begins)
+    again = _failure("END_TOKEN_REPEATED", answers, [count < 2 for count in trailing])
+    length = _failure("TOKEN_COUNT_DIFFERS", answers, counted)
+    if cut_samples is None:
+        longest = max(map(len, ids))
+        cut = [len(answer) == longest for answer in ids]
     else:
-        shown = ", ".join(map(str, end_token_ids)) or "none"
-        own = (f"no answer has an end token of the model ({shown}), so the EOS check proves nothing", None)
-    number = len(answers.records)
-    other = (
-        None
-        if number == TEST06_RECORDS
-        else f"{count_of(number, 'answer')}; the test's run logs {TEST06_RECORDS}: {TEST06_RUN}"
-    )
+        cut = [record.sequence in cut_samples for record in answers.records]
+    own: list[Reason | None]
+    if any(end.any() for end in ends):
+        clean = [int(end.sum()) == count for end, count in zip(ends, trailing, strict=True)]
+        stopped = [bool(count or was_cut) for count, was_cut in zip(trailing, cut, strict=True)]
+        own = [_failure("AFTER_END_TOKEN", answers, clean), _failure("NO_END_TOKEN", answers, stopped)]
+    else:
+        own = [reason("END_TOKENS_UNPROVEN", end_token_ids=", ".join(map(str, end_token_ids)) or "none")]
+    if (number := len(answers.records)) != TEST06_RECORDS:
+        own.append(shortfall("ANSWER_COUNT", number, TEST06_RECORDS, test="TEST06", logged_by=TEST06_RUN))
     passed = not (first or again or length)
     lines = (
         f"First token check pass: {'Skipped' if offline else not first}",
@@ -117,16 +110,18 @@ def check_test06(
         f"Sample length check pass: {not length}",
         f"TEST06 verification {'complete' if passed else 'failed'}",
     )
-    findings = tuple(finding for finding in (first, again, length, *own, other) if finding)
-    return ComplianceResult("TEST06", passed, not any((*own, other)), lines, findings, tuple(end_token_ids))
+    findings = tuple(finding for finding in (first, again, length, *own) if finding)
+    return ComplianceResult("TEST06", passed, not any(own), lines, findings, tuple(end_token_ids))
 
 
 def check_test07(exact_match: float, rows: int) -> ComplianceResult:
     """TEST07 of gpt-oss-120b: ``exact_match`` (0 to 100) of ``rows`` answers of a performance run."""
     passed = exact_match >= TEST07_LEAST
-    findings = [] if rows == TEST07_ROWS else [f"{count_of(rows, 'answer')}; the test is of {TEST07_ROWS}"]
+    findings: list[Reason] = []
+    if rows != TEST07_ROWS:
+        findings.append(shortfall("ANSWER_COUNT", rows, TEST07_ROWS, test="TEST07"))
     if not passed:
-        findings.append(f"exact_match is {exact_match:.7g}; the test asks for {TEST07_LEAST} or more")
+        findings.append(shortfall("EXACT_MATCH", exact_match, TEST07_LEAST, test="TEST07"))
     lines = (
         f"'exact_match': {exact_match:.6f}",
         f"Accuracy score: {exact_match:.6f}",
@@ -144,9 +139,11 @@ def check_test09(answers: Answers) -> ComplianceResult:
     mean = float(lengths.mean())
     least, most = TEST09_MEAN_TOKENS
     passed = least <= mean <= most
-    findings = [] if rows == TEST09_ROWS else [f"answers to {count_of(rows, 'row')}; the test is of {TEST09_ROWS:,}"]
+    findings: list[Reason] = []
+    if rows != TEST09_ROWS:
+        findings.append(shortfall("ROW_COUNT", rows, TEST09_ROWS, test="TEST09"))
     if not passed:
-        findings.append(f"the mean answer has {mean:.2f} tokens; the test asks for {least} to {most}")
+        findings.append(reason("MEAN_TOKENS", found=mean, at_least=least, at_most=most, test="TEST09"))
     lines = (
         f"Total samples: {len(lengths)}",
         f"Mean output tokens: {mean:.2f}",
@@ -169,13 +166,13 @@ def _begins(record: Answer) -> bool:
 
 
 def _trailing(ends: NDArray[np.bool_]) -> int:
-    """How many end tokens stand at the end [tokens]."""
+    """How many end tokens stand at the end of an answer [tokens]."""
     return int(np.argmin(ends[::-1])) if len(ends) and not ends.all() else len(ends)
 
 
-def _failure(answers: Answers, good: Sequence[bool], what: str) -> str | None:
-    bad = [record.line for record, fine in zip(answers.records, good, strict=True) if not fine]
-    if not bad:
+def _failure(code: str, answers: Answers, good: Sequence[bool]) -> Reason | None:
+    lines = [record.line for record, fine in zip(answers.records, good, strict=True) if not fine]
+    if not lines:
         return None
-    named = ", ".join(map(str, bad[:MOST_NAMED])) + ", ..." * (len(bad) > MOST_NAMED)
-    return f"{len(bad):,} of {count_of(len(good), 'answer')} {what}: {answers.path}, line {named}"
+    named = ", ".join(map(str, lines[:MOST_NAMED])) + ", ..." * (len(lines) > MOST_NAMED)
+    return reason(code, failed=len(lines), answers=len(good), place=f"{answers.path}, line {named}")

@@ -1,4 +1,4 @@
-"""mlperf_log_detail.txt as a stream: the first entry of every key, and all that no LoadGen would have written.
+"""mlperf_log_detail.txt, read as a stream: the first entry of every key, and every line that LoadGen does not write.
 
 Memory does not grow with the file: repeated keys are counted, defects are listed up to a limit and then counted.
 """
@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.errors import StorageError
 from megatoken.files import Damage, UnreadableError, encoding_problem, open_regular, parse_json
 
+DETAIL_LOG = "mlperf_log_detail.txt"
+ABANDONED = "ABANDONED.txt"  # next to the logs of a run of megatoken that was interrupted
 PREFIX = b":::MLLOG "
 MOST_LINE_BYTES = 16 * 2**20  # a library set of two million rows
 MOST_VALUE_BYTES = 2**20  # any other value
@@ -142,6 +145,29 @@ def read_detail_log(path: Path) -> DetailLog:
                     _take(log, number, line, state)
     except OSError as error:
         raise UnreadableError(f"cannot be read: {error.strerror or error}") from None
+    return log
+
+
+def read_finished_log(folder: Path, last_key: str) -> DetailLog:
+    """Reads the detail log of a LoadGen that has just ended.
+
+    Args:
+        folder: LoadGen's output folder.
+        last_key: The key that a complete log of this mode ends with.
+
+    Raises:
+        StorageError: A log is missing, damaged or cut off.
+    """
+    path = folder / DETAIL_LOG
+    try:
+        log = read_detail_log(path)
+        accuracy_end = (folder / "mlperf_log_accuracy.json").read_bytes()[-2:]
+    except (UnreadableError, OSError) as error:
+        raise StorageError(f"{path}: LoadGen's log cannot be read back ({error}); is the disk full?") from None
+    if log.damages:
+        raise StorageError(f"{path}:{log.damages[0].line}: LoadGen's log {log.damages[0].what}; is the disk full?")
+    if last_key not in log.counts or log.cut_off or not accuracy_end.endswith(b"]\n"):
+        raise StorageError(f"{folder}: a log of LoadGen has no end; is the disk full?")
     return log
 
 

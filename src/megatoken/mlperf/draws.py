@@ -1,9 +1,10 @@
-"""What LoadGen draws from its seeds, drawn again: std::mt19937 with the shuffle and distributions of GNU's C++ library.
+"""What LoadGen draws from its seeds: std::mt19937 with the shuffle and the distributions of GNU's C++ library.
 
 The order of ``loaded_qsl_set``, the rows of an accuracy log and the arrival times of the Server scenario follow from
-the seeds alone (loadgen.cc: GenerateLoadableSets, GenerateQueries), so a log that shows others was not written by a
-run with those seeds. GNU's library changed its bounded integers in GCC 11; both are computed (LoadGen's wheels 5.0.10
-to 5.0.15 are of the older kind). Clang's library would give yet another order.
+the seeds alone (loadgen.cc: GenerateLoadableSets, GenerateQueries), so a log with another order or other times was not
+written by a run with those seeds. LoadGen does not log when a query was due. GNU's library changed its bounded integers
+in GCC 11; both kinds are computed (LoadGen's wheels 5.0.10 to 5.0.15 have the older kind). Clang's library has another
+order.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ MOST_ROWS = 200_000
 MOST_ARRIVALS = 5_000_000
 MOST_DRAWS = 500_000
 _WORD = 2**32
+_LEAST_BLOCK, _MOST_BLOCK = 4096, 500_000  # arrivals that are drawn at a time
+_MOST_NS = 2**61  # of a schedule; later queries are due then
 
 Draw = Callable[[int], int]  # bound -> integer in [0, bound)
 
@@ -35,10 +38,10 @@ class Load:
 
 
 class Twister:
-    """std::mt19937: its 32-bit words, and bounded integers as std::uniform_int_distribution makes of them."""
+    """std::mt19937: its 32-bit words, and the integers that std::uniform_int_distribution makes from them."""
 
     def __init__(self, seed: int, before_gcc_11: bool = False) -> None:
-        """Starts the sequence; LoadGen's 64-bit seeds are taken modulo 2^32, as the C++ constructor does."""
+        """Starts the sequence. The C++ constructor takes LoadGen's 64-bit seeds modulo 2^32."""
         generator = np.random.MT19937()
         generator._legacy_seeding(seed % _WORD)  # the seeding that std::mt19937 specifies
         self._generator = generator
@@ -46,7 +49,7 @@ class Twister:
         self.below: Draw = self._below_before_gcc_11 if before_gcc_11 else self._below
 
     def words(self, count: int) -> NDArray[np.uint64]:
-        """The next ``count`` 32-bit words, if none was taken one by one before."""
+        """The next ``count`` 32-bit words; not to be mixed with ``below``, which draws words in blocks."""
         return self._generator.random_raw(count)
 
     def _stream(self) -> Iterator[int]:
@@ -108,14 +111,14 @@ def issued_rows(
     """The row that each of the first ``count`` samples asks for, by sequence id.
 
     Args:
-        seed: sample_index_rng_seed.
-        library: the set as loaded; of an accuracy run the only one.
-        load: what decides how rows are drawn.
-        count: samples.
-        before_gcc_11: as in ``library_order``.
+        seed: ``sample_index_rng_seed``.
+        library: The set of rows as loaded; the only set of an accuracy run.
+        load: What decides how rows are drawn.
+        count: Samples.
+        before_gcc_11: As in ``library_order``.
 
     Raises:
-        ValueError: too many draws to repeat, or a load that draws otherwise.
+        ValueError: Too many draws to repeat, or another scenario.
     """
     passes = 1 if load.accuracy else math.ceil(load.min_queries / len(library))
     if (
@@ -123,7 +126,7 @@ def issued_rows(
         or (passes + 3) * len(library) + count > MOST_DRAWS
         or load.scenario not in ("Offline", "Server", "SingleStream")
     ):
-        raise ValueError("cannot be drawn again")
+        raise ValueError("these draws cannot be repeated")
     draw = Twister(seed, before_gcc_11).below
     first: list[int] = []
     if load.accuracy:
@@ -149,23 +152,40 @@ def issued_rows(
     return tuple(library[draw(len(library))] for _ in range(count))
 
 
-def arrival_seconds(seed: int, queries_per_second: float, count: int) -> tuple[float, float]:
-    """When the last of ``count`` Poisson arrivals is due, and when the one after it would be; the first is due at 0.
+class PoissonSchedule:
+    """When each query of LoadGen's Server scenario is due, in ns from the start of the test; the first is due at 0.
 
-    Args:
-        seed: schedule_rng_seed.
-        queries_per_second: the offered rate.
-        count: queries, at most MOST_ARRIVALS.
+    Gaps are exponential: -ln(1 - u) / rate, where u is a canonical number made of two words of std::mt19937, cut to
+    whole nanoseconds. So another rate only stretches or compresses the same arrivals.
     """
-    twister = Twister(seed)
-    last = after = 0
-    done = 0
-    while done < count:
-        size = min(count - done, 500_000)
-        words = twister.words(2 * size).astype(np.float64).reshape(size, 2)
-        uniform = np.minimum((words[:, 0] + words[:, 1] * _WORD) / 2.0**64, np.nextafter(1.0, 0.0))
-        gaps_ns = np.floor(-np.log(1.0 - uniform) / queries_per_second * 1e9)
-        after = after + int(gaps_ns.sum())
-        last = after - int(gaps_ns[-1])
-        done += size
-    return last / 1e9, after / 1e9
+
+    def __init__(self, seed: int, queries_per_second: float) -> None:
+        """Starts the schedule of ``schedule_rng_seed`` at the rate that is offered."""
+        self._twister = Twister(seed)
+        self._rate = queries_per_second
+        self._due_ns: NDArray[np.int64] = np.zeros(1, np.int64)
+
+    def due_ns(self, query: int) -> int:
+        """When ``query``, counted from 0, is due."""
+        while query >= len(self._due_ns):
+            self._extend()
+        return int(self._due_ns[query])
+
+    def queries_until(self, seconds: float) -> int:
+        """The smallest number of queries of which the last is due at ``seconds`` or later."""
+        while self._due_ns[-1] < seconds * 1e9:
+            self._extend()
+        return int(np.searchsorted(self._due_ns, seconds * 1e9)) + 1
+
+    def mean_rate(self, queries: int) -> float:
+        """Queries per second of the first ``queries``, two or more; by chance it differs from the rate offered."""
+        return (queries - 1) / self.due_ns(queries - 1) * 1e9
+
+    def _extend(self) -> None:
+        count = min(max(_LEAST_BLOCK, len(self._due_ns)), _MOST_BLOCK)
+        words = self._twister.words(2 * count).astype(np.float64).reshape(-1, 2)
+        canonical = np.minimum((words[:, 0] + words[:, 1] * _WORD) / 2.0**64, np.nextafter(1.0, 0.0))
+        with np.errstate(over="ignore"):  # a log may state any rate
+            gaps_ns = np.clip(-np.log(1.0 - canonical) / self._rate * 1e9, 0, _MOST_NS / count)
+        due_ns = np.minimum(self._due_ns[-1] + np.cumsum(gaps_ns.astype(np.int64)), _MOST_NS)
+        self._due_ns = np.concatenate((self._due_ns, due_ns))

@@ -46,6 +46,26 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
         "no {metric}; {source} requires {at_least:.7g} or more",
     ),
     "COMPLIANCE": ("{finding}",),  # from the check of the compliance test, which quotes lines of the log
+    # findings of compliance tests
+    "FIRST_TOKEN_DIFFERS": (
+        "{failed:,} of {answers:count answer} do not begin with the token reported first: {place}",
+    ),
+    "END_TOKEN_REPEATED": ("{failed:,} of {answers:count answer} end with more than one end token: {place}",),
+    "TOKEN_COUNT_DIFFERS": (
+        "{failed:,} of {answers:count answer} have another number of tokens than was reported: {place}",
+    ),
+    "AFTER_END_TOKEN": ("{failed:,} of {answers:count answer} continue after an end token: {place}",),
+    "NO_END_TOKEN": ("{failed:,} of {answers:count answer} have no end token and were not cut: {place}",),
+    "END_TOKENS_UNPROVEN": (
+        "no answer has an end token of the model ({end_token_ids}), so the EOS check proves nothing",
+    ),
+    "ANSWER_COUNT": (
+        "{found:count answer}; {test} needs {required:,}: {logged_by}",
+        "{found:count answer}; {test} needs {required:,}",
+    ),
+    "ROW_COUNT": ("answers to {found:count row}; {test} needs {required:,}",),
+    "EXACT_MATCH": ("exact_match is {found:.7g}; {test} requires {required} or more",),
+    "MEAN_TOKENS": ("the mean answer has {found:.2f} tokens; {test} requires {at_least} to {at_most}",),
     "NO_VALID_RATE": ("{outcome}",),
     # the end of a run
     "NOT_FINISHED": ("the process ended before the run did; the data here was written by {written_at}",),

@@ -15,7 +15,7 @@ from megatoken.audit.placement import MODEL_MAPPING
 from megatoken.errors import UsageError
 from megatoken.files import storage_error, to_json
 from megatoken.mlperf.accuracy_log import TRUNCATED_BYTES, read_accuracy_scores
-from megatoken.mlperf.rounds import Benchmark, benchmarks
+from megatoken.mlperf.benchmarks import Benchmark, benchmarks
 from megatoken.submission import description
 from megatoken.submission.layout import TO_FILL, Key, Layout, layout_of, supported_round
 from megatoken.submission.runs import (

@@ -26,7 +26,7 @@ from megatoken.audit.view import RunFiles, observe
 from megatoken.errors import ExitCode, UsageError
 from megatoken.files import UnreadableError, display, plain
 from megatoken.mlperf.detail_log import read_detail_log
-from megatoken.mlperf.figures import round_of
+from megatoken.mlperf.run_figures import round_of
 from megatoken.submission.evidence_checks import Published, check_compliance, check_scores, published
 from megatoken.submission.judge import Judge, Problem
 from megatoken.submission.layout import ROUNDS, Key, layout_of, supported_round

@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from megatoken.mlperf.rounds import benchmarks, rules
+from megatoken.mlperf.benchmarks import benchmarks
+from megatoken.mlperf.rounds import rules
 from megatoken.runs.run import Run
 from megatoken.submission.layout import IMPLEMENTATION, TO_FILL
 

@@ -13,8 +13,8 @@ from megatoken.audit.finding import Observation, shown
 from megatoken.audit.view import observe
 from megatoken.files import UnreadableError, display, read_text
 from megatoken.mlperf.accuracy_log import read_accuracy_scores
+from megatoken.mlperf.benchmarks import Benchmark
 from megatoken.mlperf.detail_log import DetailLog, read_detail_log
-from megatoken.mlperf.rounds import Benchmark
 from megatoken.submission.layout import Key, Layout
 from megatoken.submission.tree_checks import at
 

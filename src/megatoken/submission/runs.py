@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatoken.audit.checks.run_folder import check_run_folder
-from megatoken.audit.discovery import SCENARIOS, runs_in, walk
+from megatoken.audit.discovery import runs_in, walk
 from megatoken.audit.evidence import Role
 from megatoken.audit.examine import Job, examine
 from megatoken.audit.finding import Severity
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError, read_json_object
-from megatoken.mlperf.detail_log import DetailLog, read_detail_log
-from megatoken.mlperf.figures import run_figures, samples_answers
-from megatoken.mlperf.rounds import Benchmark
+from megatoken.mlperf.benchmarks import SCENARIOS, Benchmark
+from megatoken.mlperf.detail_log import ABANDONED, DetailLog, read_detail_log
+from megatoken.mlperf.run_figures import run_figures, samples_answers
 from megatoken.runs.run import MLPERF, Run, Verdict, read_run
 from megatoken.submission.description import is_random, same_system
 from megatoken.text import count_of
@@ -27,7 +27,6 @@ SUMMARY = "mlperf_log_summary.txt"
 ANSWERS = "mlperf_log_accuracy.json"
 USER_CONF = "user.conf"
 ACCURACY_TXT, ACCURACY_JSON = "accuracy/accuracy.txt", "accuracy/accuracy.json"
-ABANDONED = "ABANDONED.txt"
 COMPLIANCE_JSON = "compliance.json"  # of a test, beside the file that a submission carries
 ONE_FOR_ALL = {"model": "model", "weights": "weights", "precision": "precision", "data_set_sha256": "data set"}
 LATENCY_CODES = {"TTFT_LIMIT", "TPOT_LIMIT"}

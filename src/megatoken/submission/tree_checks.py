@@ -8,12 +8,13 @@ from dataclasses import replace
 from itertools import chain
 
 from megatoken.audit.checks.submission import ROOT_FILES, Submission, check_names
-from megatoken.audit.discovery import DIVISIONS, SCENARIOS, Tree
+from megatoken.audit.discovery import DIVISIONS, Tree
 from megatoken.audit.evidence import System, Where
 from megatoken.audit.finding import Observation, shown
 from megatoken.audit.view import observe
 from megatoken.files import UnreadableError, display, read_text
-from megatoken.mlperf.rounds import Benchmark, benchmarks, rules
+from megatoken.mlperf.benchmarks import SCENARIOS, Benchmark, benchmarks
+from megatoken.mlperf.rounds import rules
 from megatoken.submission.layout import TO_FILL, Key, Layout
 
 NETWORK_KEYS = (

@@ -10,10 +10,11 @@ from megatoken.audit.evidence import Role, Where
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import RunView, observe
 from megatoken.mlperf.accuracy_log import TRUNCATED_BYTES, AccuracyLog
+from megatoken.mlperf.benchmarks import Benchmark
 from megatoken.mlperf.detail_log import LIBRARY_SET
 from megatoken.mlperf.draws import MOST_ROWS, Load, issued_rows, library_order
-from megatoken.mlperf.figures import whole
-from megatoken.mlperf.rounds import Benchmark, round_seeds
+from megatoken.mlperf.rounds import round_seeds
+from megatoken.mlperf.run_figures import whole
 from megatoken.text import count_of
 
 ID_BYTES = (4, 8)  # a token id in ``data``: int32, or int64 in a few submissions

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import RunView, observe
 from megatoken.mlperf.detail_log import DetailLog
-from megatoken.mlperf.figures import logged_start
-from megatoken.mlperf.rounds import builds
+from megatoken.mlperf.loadgen_builds import builds
+from megatoken.mlperf.run_figures import logged_start
 
 GENERATED = "/mlperf_conf.h"  # made from mlperf.conf at build time
 DAY_SECONDS = 86_400

@@ -10,7 +10,7 @@ from megatoken.audit.checks.accuracy import ID_BYTES
 from megatoken.audit.evidence import AccuracyResult, Evidence, Role, Run, Where
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import observe
-from megatoken.mlperf.rounds import Benchmark, benchmark_of, benchmarks
+from megatoken.mlperf.benchmarks import Benchmark, benchmark_of, benchmarks
 from megatoken.text import count_of
 
 TOKENS_TOLERANCE = 0.10

@@ -20,7 +20,8 @@ from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import observe
 from megatoken.files import UnreadableError, display, read_json_object
-from megatoken.mlperf.rounds import Benchmark, benchmark_of, round_seeds, rules
+from megatoken.mlperf.benchmarks import Benchmark, benchmark_of
+from megatoken.mlperf.rounds import round_seeds, rules
 from megatoken.text import count_of
 
 EXACT = 1e-9  # relative; the summary prints every digit of its floats

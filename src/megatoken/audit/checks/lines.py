@@ -10,8 +10,8 @@ from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import RunView, observe
 from megatoken.mlperf.detail_log import COMMON_SETTINGS, LIBRARY_SET, DetailLog, Entry
-from megatoken.mlperf.figures import PERCENTILES
-from megatoken.mlperf.rounds import is_known_version, source_lines
+from megatoken.mlperf.loadgen_builds import is_known_version, source_lines
+from megatoken.mlperf.run_figures import PERCENTILES
 from megatoken.text import count_of
 
 # Keys that LoadGen logs several times: one a message, one a library set, or one a part of a run of two parts.

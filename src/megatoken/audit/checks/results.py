@@ -11,8 +11,8 @@ from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import RunView, observe
 from megatoken.mlperf.detail_log import DetailLog
-from megatoken.mlperf.draws import MOST_ARRIVALS, arrival_seconds
-from megatoken.mlperf.figures import completion_seconds, elapsed, logged_start, power_times, whole
+from megatoken.mlperf.draws import MOST_ARRIVALS, PoissonSchedule
+from megatoken.mlperf.run_figures import completion_seconds, elapsed, logged_start, power_times, whole
 from megatoken.text import count_of
 
 # Products of two or three numbers of six digits each.
@@ -118,7 +118,7 @@ def _server_rates(run: RunView) -> Iterator[Observation]:
     if count == queries:
         seed, target = whole(log, "effective_schedule_rng_seed"), log.number("effective_target_qps")
         if seed is not None and target and queries <= MOST_ARRIVALS:
-            last = arrival_seconds(seed, target, queries)[0]
+            last = PoissonSchedule(seed, target).due_ns(queries - 1) / 1e9
             expected = (queries - 1) / last if last else scheduled
             if not _close(scheduled, expected, 2 * DIGITS):
                 problems.append(f"a scheduled rate of {expected:.6g}/s, not {scheduled:g}")

@@ -8,9 +8,10 @@ from megatoken.audit.checks.stopping import SUCCESS, TEXTS
 from megatoken.audit.evidence import Role
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import RunView, observe
+from megatoken.mlperf.benchmarks import benchmarks
 from megatoken.mlperf.detail_log import DetailLog
-from megatoken.mlperf.figures import whole
-from megatoken.mlperf.rounds import benchmarks, round_seeds, ruled_rounds, rules
+from megatoken.mlperf.rounds import round_seeds, ruled_rounds, rules
+from megatoken.mlperf.run_figures import whole
 from megatoken.text import count_of
 
 _SERVER_RATES = ("completed_tokens_per_second", "completed_samples_per_sec")

@@ -34,7 +34,7 @@ from megatoken.audit.view import observe
 from megatoken.errors import MegatokenError
 from megatoken.files import UnreadableError, display, mapping, plain, read_json_object
 from megatoken.mlperf.detail_log import DetailLog, read_detail_log
-from megatoken.mlperf.figures import elapsed, in_seconds
+from megatoken.mlperf.run_figures import elapsed, in_seconds
 from megatoken.runs.run import CONFIG, MLPERF, NODES, REQUESTS, RESULT, Verdict, read_run
 from megatoken.runs.run import Run as RunFolder
 from megatoken.text import count_of, natural

@@ -18,7 +18,7 @@ from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import observe
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.early_stopping import most_over, queries_needed
-from megatoken.mlperf.figures import completion_seconds
+from megatoken.mlperf.run_figures import completion_seconds
 from megatoken.runs.run import Run
 from megatoken.text import count_of
 

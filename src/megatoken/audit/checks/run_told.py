@@ -23,7 +23,7 @@ from megatoken.engine.schemes import find_scheme
 from megatoken.errors import MegatokenError
 from megatoken.files import mapping, read_json_object
 from megatoken.mlperf.detail_log import DetailLog
-from megatoken.mlperf.figures import samples_answers, whole
+from megatoken.mlperf.run_figures import samples_answers, whole
 from megatoken.runs.run import CONFIG, ENVIRONMENT, RESULT, SERIES, Run, Verdict
 from megatoken.text import count_of
 

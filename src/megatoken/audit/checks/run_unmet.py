@@ -15,11 +15,11 @@ import numpy as np
 
 from megatoken.analysis.statistics import Samples
 from megatoken.audit.checks.run_latencies import disagreements, latencies_of, limits_of
-from megatoken.audit.discovery import SCENARIOS
 from megatoken.files import mapping
+from megatoken.mlperf.benchmarks import SCENARIOS, Benchmark, benchmark_of
 from megatoken.mlperf.detail_log import DetailLog
-from megatoken.mlperf.figures import round_of, samples_answers, whole
-from megatoken.mlperf.rounds import DEFAULT_ROUND, Benchmark, benchmark_of, rules
+from megatoken.mlperf.rounds import DEFAULT_ROUND, rules
+from megatoken.mlperf.run_figures import round_of, samples_answers, whole
 from megatoken.runs.run import Run
 
 SHORTEST_SEND_LAG_LIMIT_SECONDS, SEND_LAG_SHARE = 0.01, 0.05  # of the limit on the time to first token

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import RunView, observe
 from megatoken.mlperf.detail_log import COMMON_SETTINGS, LIBRARY_SET, DetailLog
-from megatoken.mlperf.draws import MOST_ARRIVALS, MOST_ROWS, arrival_seconds, library_order
-from megatoken.mlperf.figures import LOGS_PADDING, whole
-from megatoken.mlperf.rounds import version_number
+from megatoken.mlperf.draws import MOST_ARRIVALS, MOST_ROWS, PoissonSchedule, library_order
+from megatoken.mlperf.loadgen_builds import version_number
+from megatoken.mlperf.run_figures import LOGS_PADDING, whole
 from megatoken.text import count_of
 
 SIX_DIGITS = 6e-6  # relative error of a number printed with six significant digits
@@ -211,7 +211,7 @@ def _due_ns(log: DetailLog, scenario: str | None, rate: float, count: int) -> fl
     seed = whole(log, "effective_schedule_rng_seed")
     if seed is None or not 0 < count <= MOST_ARRIVALS:
         return None
-    return arrival_seconds(seed, rate, count)[1] * 1e9
+    return PoissonSchedule(seed, rate).due_ns(count)
 
 
 def _same(found: object, expected: object) -> bool:

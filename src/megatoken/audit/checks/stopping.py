@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from megatoken.audit.finding import Observation, shown
 from megatoken.audit.view import RunView, observe
 from megatoken.mlperf import early_stopping
-from megatoken.mlperf.figures import whole
+from megatoken.mlperf.run_figures import whole
 from megatoken.text import count_of
 
 RANKS = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p97": 0.97, "p99": 0.99, "p99.9": 0.999}

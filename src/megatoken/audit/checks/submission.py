@@ -7,14 +7,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatoken.audit.discovery import DIVISIONS, SCENARIOS, Tree, below
+from megatoken.audit.discovery import DIVISIONS, Tree, below
 from megatoken.audit.endpoints import ACCURACY, CONFIGURATIONS, is_endpoint_result
 from megatoken.audit.evidence import System, Where
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import observe
 from megatoken.files import UnreadableError, display, read_json_object, read_text
 from megatoken.mlperf.accuracy_log import TRUNCATED_BYTES
-from megatoken.mlperf.rounds import benchmark_of, rules
+from megatoken.mlperf.benchmarks import SCENARIOS, benchmark_of
+from megatoken.mlperf.rounds import rules
 from megatoken.text import count_of
 
 MOST_FILE_BYTES = 50 * 2**20

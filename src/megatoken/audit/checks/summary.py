@@ -10,8 +10,8 @@ from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import RunView, observe
 from megatoken.files import Damage
 from megatoken.mlperf.detail_log import COMMON_SETTINGS, DetailLog
-from megatoken.mlperf.figures import LOGS_PADDING, PERCENTILES
-from megatoken.mlperf.rounds import version_number
+from megatoken.mlperf.loadgen_builds import version_number
+from megatoken.mlperf.run_figures import LOGS_PADDING, PERCENTILES
 from megatoken.mlperf.summary_log import HEADINGS, SummaryField, SummaryLog
 from megatoken.text import count_of
 

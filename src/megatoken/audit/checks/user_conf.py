@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from megatoken.audit.evidence import Role, Where
 from megatoken.audit.finding import Observation, Severity, shown
 from megatoken.audit.view import RunView, observe
-from megatoken.mlperf.rounds import benchmark_of
+from megatoken.mlperf.benchmarks import benchmark_of
 
 SIX_DIGITS = 6e-6
 MOST_LINES = 5_000

@@ -1,16 +1,50 @@
-"""The figures of a run out of its detail log."""
+"""The figures of a run, from its detail log."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
-from megatoken.audit.evidence import RunFigures
 from megatoken.mlperf.detail_log import DetailLog
-from megatoken.mlperf.rounds import round_seeds, version_number
+from megatoken.mlperf.loadgen_builds import version_number
+from megatoken.mlperf.rounds import round_of_seeds
 
 LOGS_PADDING = (5, 0, 11)  # releases before it log the number of Offline samples before padding to whole passes
 PERCENTILES = ("50.00", "90.00", "95.00", "97.00", "99.00", "99.90")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """What one detail log says of its run; all from its own lines.
+
+    Tokens are output tokens. ``samples_issued`` is ``generated_samples_per_query`` times ``result_query_count``;
+    ``samples_requested`` is ``effective_samples_per_query`` (Offline). ``duration_seconds`` is the largest sample
+    latency (Offline performance) or power_end minus power_begin (others). Wall-clock times are the host's, in UTC.
+    """
+
+    scenario: str | None = None  # Offline, Server, SingleStream, MultiStream
+    mode: str | None = None  # PerformanceOnly, AccuracyOnly, SubmissionRun, FindPeakPerformance
+    validity: str | None = None  # VALID, INVALID
+    loadgen_version: str | None = None
+    round: str | None = None  # the round whose three seeds these are: v5.0, v5.1, v6.0, v6.1
+    output_tokens_per_second: float | None = None
+    samples_per_second: float | None = None
+    tokens_per_sample: float | None = None
+    output_tokens: float | None = None  # tokens per sample x samples issued; 6 digits, as LoadGen prints rates
+    samples_issued: int | None = None
+    samples_requested: int | None = None
+    data_set_rows: int | None = None
+    target_qps: float | None = None
+    min_duration_seconds: float | None = None
+    duration_seconds: float | None = None
+    latency_seconds: Mapping[str, float] = field(default_factory=dict)  # min, mean, max, p50, p90, p95, p97, p99, p99.9
+    ttft_seconds: Mapping[str, float] = field(default_factory=dict)  # same keys
+    tpot_seconds: Mapping[str, float] = field(default_factory=dict)  # same keys
+    errors: int | None = None
+    process_id: int | None = None
+    began_at: datetime | None = None  # power_begin, else test_datetime plus the time of its line
+    ended_at: datetime | None = None  # power_end
 
 
 def run_figures(log: DetailLog) -> RunFigures:
@@ -59,9 +93,8 @@ def run_figures(log: DetailLog) -> RunFigures:
 
 
 def round_of(log: DetailLog) -> str | None:
-    """The round whose seeds the log used; None if of none."""
-    seeds = tuple(log.get(f"effective_{name}_rng_seed") for name in ("qsl", "sample_index", "schedule"))
-    return next((name for name, official in round_seeds().items() if official == seeds), None)
+    """The round whose seeds the log used; None if no round has them."""
+    return round_of_seeds([log.get(f"effective_{name}_rng_seed") for name in ("qsl", "sample_index", "schedule")])
 
 
 def power_times(log: DetailLog) -> tuple[datetime | None, datetime | None]:

@@ -7,7 +7,12 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+
+Make = Callable[..., Path]
 
 CONFIGURATION = """*.*.min_duration = 200
 *.Server.target_qps = 4000
@@ -69,6 +74,27 @@ def make(
     command = [sys.executable, __file__, str(folder), scenario, mode, model, str(rows), configuration]
     subprocess.run(command, check=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return folder
+
+
+@pytest.fixture(scope="session")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Genuine logs of the installed LoadGen, each kind made once a session."""
+    made: dict[tuple[str | int, ...], Path] = {}
+
+    def original(
+        scenario: str = "Offline",
+        mode: str = "PerformanceOnly",
+        model: str = "llama2-70b",
+        more: str = "",
+        rows: int = 64,
+    ) -> Path:
+        key = (scenario, mode, model, more, rows)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("genuine") / "logs"
+            made[key] = make(folder, scenario, mode, model, rows, CONFIGURATION + more)
+        return made[key]
+
+    return original
 
 
 if __name__ == "__main__":

@@ -1,0 +1,66 @@
+"""The accuracy log of a run: where it lies, and whether it answers each row of its data set once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatoken.mlperf.accuracy_log import ACCURACY_LOG, WHOLE_RUN, AccuracyLogError, Answers
+from megatoken.mlperf.detail_log import ABANDONED
+from megatoken.runs.run import MLPERF
+from megatoken.text import count_of
+
+SCORES = "accuracy.json"  # of an evaluation
+
+
+def find_log(path: Path) -> Path:
+    """The accuracy log that ``path`` means: itself, in that folder, or in the ``mlperf`` folder of a run folder.
+
+    Raises:
+        AccuracyLogError: There is none, or it is of a run that was interrupted.
+    """
+    places = (path, path / ACCURACY_LOG, path / MLPERF / ACCURACY_LOG)
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise AccuracyLogError(
+            f"{path}: no {ACCURACY_LOG} there; give a run folder, LoadGen's output folder, or the file"
+        )
+    if found == path and path.name == SCORES:
+        raise AccuracyLogError(
+            f"{path}: has scores, not answers; give the run folder or the folder with {ACCURACY_LOG}"
+        )
+    if (found.parent / ABANDONED).exists():
+        raise AccuracyLogError(f"{found}: the run was interrupted and its last answers are empty; run it again")
+    return found
+
+
+def check_rows(answers: Answers, rows: int, *, partial: bool = False) -> None:
+    """Checks that each row of a data set of ``rows`` rows is answered once, and no other row.
+
+    Args:
+        answers: The log.
+        rows: Of the data set.
+        partial: Rows may be missing.
+
+    Raises:
+        AccuracyLogError: A row was answered twice, is outside the data set, or has no answer.
+    """
+    seen: dict[int, int] = {}
+    for record in answers.records:
+        place = f"{answers.path}:{record.line}"
+        if record.row >= rows:
+            raise AccuracyLogError(
+                f"{place}: qsl_idx {record.row:,} is outside the data set of {count_of(rows, 'row')}; give the "
+                "data set of this run"
+            )
+        if record.row in seen:
+            raise AccuracyLogError(
+                f"{place}: qsl_idx {record.row:,} was already answered on line {seen[record.row]:,}; an accuracy run "
+                "asks for each row once, so this log is of another kind of run, or of two runs"
+            )
+        seen[record.row] = record.line
+    if len(seen) < rows and not partial:
+        first = next(row for row in range(rows) if row not in seen)
+        raise AccuracyLogError(
+            f"{answers.path}: {rows - len(seen):,} of {count_of(rows, 'row')} have no answer, the first is "
+            f"qsl_idx {first:,}; {WHOLE_RUN} answers all rows; with --partial, only the answered rows are scored"
+        )

@@ -1,0 +1,3 @@
+from genuine import originals
+
+__all__ = ["originals"]
