@@ -131,7 +131,7 @@ def test_prompts_that_changed_since_the_run(run: Path) -> None:
     finally:
         prompts.write_bytes(before)
     assert (code, out) == (2, "")
-    assert f"megatoken: {prompts}: changed since the run: its SHA-256 is " in err
+    assert f"megatoken: {prompts}: changed since the run: expected SHA-256 " in err
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_part_of_a_run_is_scored_where_asked_for(run: Path, tmp_path: Path) -> N
     log.write_text("".join([*lines[:3], *lines[4:]]))
     code, out, _ = call_here("accuracy", other, "--partial", "--json")
     assert code == 0
-    assert "11 of 12 rows have an answer" in json.loads(out)["notes"]
+    assert "PARTIAL_ANSWERS" in [note["code"] for note in json.loads(out)["notes"]]
 
 
 def test_compliance_of_a_run_goes_beside_it(run: Path) -> None:
@@ -189,13 +189,13 @@ def test_compliance_of_a_run_goes_beside_it(run: Path) -> None:
         assert f"Written: {run / 'compliance' / 'TEST07'}" in out
     (run / "accuracy" / "accuracy.json").unlink()
     code, _, err = call_here("verify", "TEST07", run / "mlperf")
-    assert (code, f"make it: megatoken accuracy {run}\n" in err) == (2, True)
+    assert (code, f"create it with: megatoken accuracy {run}\n" in err) == (2, True)
     call_here("accuracy", run)
     scores = json.loads((run / "accuracy" / "accuracy.json").read_text())
     del scores["metrics"]["exact_match"]
     (run / "accuracy" / "accuracy.json").write_text(json.dumps(scores))
     code, _, err = call_here("verify", "TEST07", run)
-    assert (code, f"megatoken accuracy {run} --references FILE makes it" in err) == (2, True)
+    assert (code, f"run megatoken accuracy {run} --references FILE" in err) == (2, True)
     call_here("accuracy", run)
 
 

@@ -1,1 +1,1 @@
-"""Answers against the answers expected: scores as MLPerf's references compute them, targets, compliance tests."""
+"""Scores of answers as MLPerf's references compute them, their targets, and compliance tests."""

@@ -1,4 +1,4 @@
-"""Token ids of answers -> text, as the decoding of MLPerf's references does it: special tokens left out."""
+"""Decodes the token ids of answers as MLPerf's references do: without special tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from megatoken.errors import CheckpointError, UsageError
 
-# What ``clean_up_tokenization_spaces`` of a Hugging Face tokenizer takes out: the space before each of these.
+# ``clean_up_tokenization_spaces`` of a Hugging Face tokenizer removes the space before each of these.
 _NO_SPACE_BEFORE = (".", "?", "!", ",")
 _CONTRACTIONS = ("n't", "'m", "'s", "'ve", "'re")
 
@@ -28,7 +28,7 @@ class AnswerDecoder:
         except Exception as error:  # the library raises bare Exception for every kind of bad file
             reason = " ".join(str(error).split())
             raise CheckpointError(
-                f"{self.file}: no tokenizer.json that can be read ({reason}); name the model's"
+                f"{self.file}: cannot be read as a tokenizer ({reason}); give the tokenizer.json of the model"
             ) from None
         self._size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._cleans_up = _cleans_up(self.file.with_name("tokenizer_config.json"))
@@ -37,18 +37,18 @@ class AnswerDecoder:
         """The texts of answers.
 
         Args:
-            ids: Of each answer.
-            places: Of each answer, for errors.
+            ids: The ids of each answer.
+            places: Where each answer stands, for errors.
 
         Raises:
-            UsageError: An id that this tokenizer does not have.
+            UsageError: An id is not in the vocabulary.
         """
         for answer, place in zip(ids, places, strict=True):
             if len(answer) and not 0 <= answer.min() <= answer.max() < self._size:
                 wrong = next(int(token) for token in answer if not 0 <= token < self._size)
                 raise UsageError(
-                    f"{place}: token id {wrong} is outside the vocabulary of {self._size:,} of {self.file}; "
-                    "name the model that answered with --model"
+                    f"{place}: token id {wrong} is outside the vocabulary of {self.file} "
+                    f"({self._size:,} tokens); give the model that answered with --model"
                 )
         texts = self._tokenizer.decode_batch([answer.tolist() for answer in ids], skip_special_tokens=True)
         return [_cleaned(text) for text in texts] if self._cleans_up else list(texts)

@@ -1,4 +1,4 @@
-"""An accuracy log and the answers expected -> scores: the numbers of MLPerf's reference evaluators, and our own."""
+"""Scores the answers of an accuracy log: the numbers of MLPerf's reference evaluators, and our own."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megatoken.mlperf.accuracy_log import Answers
 
 METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum", "exact_match")
 CHUNK = 64
-FEW = 512  # answers that are scored before another process has started
-ROUNDED = ("llama2-70b", "llama3.1-8b", "llama3.1-8b-edge")  # whose references round scores to four decimals
+FEW = 512  # so few answers are scored before another process has started
+ROUNDED = ("llama2-70b", "llama3.1-8b", "llama3.1-8b-edge")  # their references round scores to four decimals
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,17 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a log of answers is worth.
+    """Scores of a log of answers.
 
     Attributes:
-        metrics: By name, those of ``METRICS`` that apply.
-        by_task: The same for the rows of each task, where the data set names tasks.
-        answers: How many answers there are; ``gen_num`` of the references.
+        metrics: By name, for those of ``METRICS`` that apply.
+        by_task: The same for the rows of each task, if the data set names tasks.
+        answers: Number of answers; ``gen_num`` of the references.
         tokens: Of all answers, as logged; ``gen_tok_len``.
         characters: Of all answers, as the references count them; ``gen_len``. None without NLTK's sentence data.
-        identifiers_found: Share of needles found whole, 0 to 100; None where there are none to find.
-        empty: Answers without text.
-        empty_and_right: Those of them that the reference's rule for questions takes for right.
+        identifiers_found: Share of needles found whole, 0 to 100; None if the data set has none.
+        empty: Number of answers without text.
+        empty_and_right: Number of them that the reference's rule for questions counts as right.
     """
 
     metrics: Mapping[str, Mean]
@@ -78,11 +78,11 @@ def evaluate(
 
     Args:
         answers: The log.
-        references: Of the data set that was run.
+        references: Expected answers of the data set that was run.
         decoder: Of the model that answered.
         partial: Rows of the data set may have no answer.
-        processes: That score; None: one for each core, where it pays.
-        progress: Told how many answers are scored, of how many.
+        processes: Number of processes; None: one per core, if there are many answers.
+        progress: Called with the number of answers scored so far, and of all answers.
 
     Raises:
         AccuracyLogError: The log does not fit the data set.

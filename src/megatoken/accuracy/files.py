@@ -1,4 +1,4 @@
-"""What an evaluation leaves beside the log: ``accuracy.txt`` as MLPerf's tools write it, and ``accuracy.json``."""
+"""The files of an evaluation: ``accuracy.txt`` as MLPerf's tools write it, and ``accuracy.json``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatoken.mlperf.accuracy_log import Answers
 from megatoken.runs.reasons import Reason
 from megatoken.runs.run import Verdict
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 had notes as plain sentences
 TEXT = "accuracy.txt"
 
 
@@ -26,9 +26,9 @@ def document(
     scores: Scores,
     targets: Targets | None,
     reasons: Sequence[Reason],
-    notes: Sequence[str],
+    notes: Sequence[Reason],
 ) -> dict[str, Any]:
-    """``accuracy.json``: verdict, scores, and what they were computed from. MEASURED: nothing had to be reached."""
+    """``accuracy.json``: verdict, scores, and the files they come from. Without targets the verdict is MEASURED."""
     verdict = Verdict.MEASURED if targets is None else Verdict.INVALID if reasons else Verdict.VALID
 
     def plain(metrics: Mapping[str, Mean]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def document(
 
 
 def write_results(folder: Path, answers: Answers, scores: Scores, result: Mapping[str, Any]) -> None:
-    """Writes both files into ``folder``, which is made if missing. Raises StorageError."""
+    """Writes both files into ``folder``, which is created if missing. Raises StorageError."""
     make_folder(folder)
     line = ", ".join(f"'{name}': {_number(value)}" for name, value in numbers(scores).items())
     write_text(folder / TEXT, f"\nResults\n\n{{{line}}}\nhash={answers.sha256}\n", movable=False)
@@ -66,7 +66,7 @@ def write_results(folder: Path, answers: Answers, scores: Scores, result: Mappin
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder of a run folder, if it is missing. Raises StorageError."""
+    """Creates a folder in a run folder if it is missing. Raises StorageError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -74,7 +74,7 @@ def make_folder(folder: Path) -> None:
 
 
 def _number(value: float) -> str:
-    """Digits and one point, which is all that MLPerf's checker reads."""
+    """A number as MLPerf's checker reads it: digits and one point."""
     if isinstance(value, int):
         return str(value)
     digits = f"{value:.10f}".rstrip("0")

@@ -1,6 +1,6 @@
-"""What the answers of a run must be for it to be healthy.
+"""Gates: checks of a run's answers that its verdict depends on.
 
-Of the reference model nearly as accurate as in fp32; in a compliance test as the test wants them, and more.
+Answers of the reference model must be nearly as accurate as in fp32; those of a compliance test must pass that test.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ FACTS = ("metrics", "tokens_per_sample", "targets")  # of accuracy.json, that re
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a gate adds to ``result.json``, and what it holds against the run."""
+    """What a gate adds to ``result.json``, and the reasons that make the run INVALID."""
 
     facts: Mapping[str, Any]
     reasons: Sequence[Reason]
 
 
 class Gate(Protocol):
-    """What is asked about the answers before a run has a verdict."""
+    """A check of the answers before a run gets its verdict."""
 
     def judge(self, run_folder: Path, requests: pa.Table) -> Judgement:
-        """Judges the answers in LoadGen's log; ``requests`` is the table of all samples."""
+        """Judges the answers in LoadGen's log; ``requests`` is the table of ``SampleRow`` of all samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccuracyGate:
-    """What the answers of an accuracy run are held against before there is a verdict.
+    """Scores the answers of an accuracy run and compares them with targets.
 
     Attributes:
-        references: The answers expected.
+        references: The expected answers.
         decoder: Of the model that answers.
-        targets: What must be reached; None: only some rows are answered, which shows too little to judge by.
+        targets: What must be reached; None: only some rows are answered, too few to judge.
     """
 
     references: References
@@ -63,7 +63,7 @@ class AccuracyGate:
         """Scores the answers in LoadGen's accuracy log; ``accuracy.txt`` and ``accuracy.json`` go into the run folder.
 
         Raises:
-            UsageError: The log is not that of the rows expected.
+            UsageError: The log does not fit the expected answers.
             StorageError: The results cannot be written.
         """
         judged = judge_answers(
@@ -80,10 +80,10 @@ class AccuracyGate:
 
 @dataclass(frozen=True, slots=True)
 class ComplianceGate:
-    """TEST06: what MLPerf's own check asks for, and ours, which is about the model's end tokens.
+    """TEST06: MLPerf's check, and our own check of the model's end tokens.
 
     Attributes:
-        offline: The scenario reports no first tokens.
+        offline: Whether the scenario reports no first tokens.
         end_token_ids: Of the model.
     """
 
@@ -91,7 +91,7 @@ class ComplianceGate:
     end_token_ids: Sequence[int]
 
     def judge(self, run_folder: Path, requests: pa.Table) -> Judgement:
-        """Checks the answers; the file that a submission carries, and ours, go into the run folder.
+        """Checks the answers; writes the file that a submission carries, and ours, into the run folder.
 
         Raises:
             UsageError: The log holds no answers.
@@ -112,14 +112,14 @@ class ComplianceGate:
 
 
 def reference_gate(content_hash: str, rows: int) -> AccuracyGate | None:
-    """The gate of a run of the reference model; None where it answers anything but rows of its held-out set, once each.
+    """The gate of a run of the reference model; None unless it answers rows of its held-out set, once each.
 
     Args:
         content_hash: Of the run's data set.
-        rows: How many rows are answered, from the first.
+        rows: How many rows are answered, counted from the first.
 
     Raises:
-        UsageError: What scores need is not installed, or the baseline cannot be read.
+        UsageError: rouge-score is not installed, or the baseline cannot be read.
     """
     references = load_references(HELD_OUT)
     if content_hash != references.content_hash or rows > len(references.texts):

@@ -1,4 +1,4 @@
-"""A run folder, or a log of LoadGen's, judged by the answers it gave: what ``megatoken accuracy`` does."""
+"""Judges a run folder or a log of LoadGen by its answers: what ``megatoken accuracy`` does."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from megatoken.datasets.references import HELD_OUT, References, load_references
 from megatoken.engine.config import model_folder
 from megatoken.errors import DatasetError, UsageError
 from megatoken.mlperf.accuracy_log import WHOLE_RUN, AccuracyLogError, Answers, read_answers
+from megatoken.runs.reasons import Reason, reason
 from megatoken.runs.run import RESULT, Run, Verdict, read_run
 from megatoken.text import count_of
 
-_WORD = re.compile(r"[a-z0-9]+")  # as rouge-score takes texts apart
+_WORD = re.compile(r"[a-z0-9]+")  # as rouge-score splits texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Judged:
 
     @property
     def verdict(self) -> Verdict:
-        """VALID or INVALID where something had to be reached, MEASURED otherwise."""
+        """VALID or INVALID if there were targets, otherwise MEASURED."""
         return Verdict(self.document["verdict"])
 
 
@@ -50,31 +51,31 @@ def judge(
     """Scores the answers of an accuracy run and writes ``accuracy.txt`` and ``accuracy.json``.
 
     Args:
-        path: A run folder, whose ``accuracy`` folder receives both; or LoadGen's output folder or accuracy log, beside
-            which they go.
-        references: File with the answers expected; by default the prompts of the run.
-        model: Folder of the model that answered, for its tokenizer; by default that of the run.
-        benchmark: Of MLPerf's, whose targets must be reached.
-        baseline: Result of another evaluation, of whose metrics ``share`` must be reached.
+        path: A run folder, whose ``accuracy`` folder receives both files; or LoadGen's output folder or accuracy log,
+            which get the files next to the log.
+        references: File with the expected answers; by default the prompts of the run.
+        model: Folder of the model that answered, for its tokenizer; by default the model of the run.
+        benchmark: MLPerf benchmark whose targets must be reached.
+        baseline: Result of another evaluation; ``share`` of its metrics must be reached.
         share: See ``baseline``.
         partial: Rows of the data set may have no answer.
-        progress: Told how many answers are scored, of how many.
+        progress: Called with the number of answers scored so far, and of all answers.
 
     Raises:
-        UsageError: Whatever cannot be read or does not fit, with its place.
+        UsageError: A file cannot be read or does not fit; the message names it.
         StorageError: The results cannot be written.
     """
     log = find_log(path)
     run = run_of(log)
     if not partial and (sampled := sampled_by(run)) is not None:
         raise UsageError(
-            f"{path}: a run of {sampled}, which logs some answers; {WHOLE_RUN} logs all of them, --partial scores "
-            "those that are there"
+            f"{path}: a run of {sampled} logs only some answers; {WHOLE_RUN} logs all; with --partial, only the "
+            "answered rows are scored"
         )
     expected = _references(run, references, log)
     decoder = AnswerDecoder(_model(run, model, log))
     if benchmark is not None and baseline is not None:
-        raise UsageError("--benchmark and --baseline: name one, to say what must be reached")
+        raise UsageError("--benchmark and --baseline: give only one of them")
     folder = log.parent if run is None else run.path / FOLDER
     answers = read_answers(log)
     targets = None
@@ -84,12 +85,12 @@ def judge(
         targets = of_baseline(baseline, share, expected, answers, replaces=folder / SCORES)
         if targets.rows != len(expected.texts) and not partial:
             raise UsageError(
-                f"--baseline {baseline}: scores {targets.rows:,} of {count_of(len(expected.texts), 'row')}, as a run "
-                f"of a compliance test or of --samples does; give one of {WHOLE_RUN}, or compare as many with --partial"
+                f"--baseline {baseline}: scores {targets.rows:,} of {count_of(len(expected.texts), 'row')}, like a "
+                f"compliance test or a run with --samples; give a baseline of {WHOLE_RUN}, or add --partial"
             )
     notes = []
     if run is not None and references is not None and expected.content_hash != run.result.get("data_set_sha256"):
-        notes.append(f"{expected.path} is another file than the prompts of the run")
+        notes.append(reason("OTHER_REFERENCES", references=str(expected.path)))
     return judge_answers(answers, folder, expected, decoder, targets, notes=notes, partial=partial, progress=progress)
 
 
@@ -100,7 +101,7 @@ def judge_answers(
     decoder: AnswerDecoder,
     targets: Targets | None,
     *,
-    notes: Sequence[str] = (),
+    notes: Sequence[Reason] = (),
     partial: bool = False,
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -109,11 +110,11 @@ def judge_answers(
 
     Args:
         answers: LoadGen's accuracy log.
-        folder: Receives the files; made if missing.
-        references: The answers expected.
+        folder: Receives the files; created if missing.
+        references: The expected answers.
         decoder: Of the model that answered.
         targets: What must be reached.
-        notes: What else a reader must know.
+        notes: Further notes of the evaluation.
         partial: Rows of the data set may have no answer.
         processes: As of ``evaluate``.
         progress: As of ``judge``.
@@ -122,25 +123,25 @@ def judge_answers(
         UsageError, StorageError: As ``judge``.
     """
     scores = evaluate(answers, references, decoder, partial=partial, processes=processes, progress=progress)
-    reasons = missed(scores, targets) if targets else []
+    reasons = [*missed(scores, targets)] if targets else []
     result = document(answers, references, scores, targets, reasons, [*notes, *_notes(scores, references, targets)])
     write_results(folder, answers, scores, result)
     return Judged(result, folder)
 
 
 def run_of(log: Path) -> Run | None:
-    """The run folder that a log lies in, None if it lies elsewhere. Raises AccuracyLogError if it was interrupted."""
+    """The run folder that holds a log; None if it is not in one. Raises AccuracyLogError if the run was interrupted."""
     root = log.parent.parent
     if log.parent.name != "mlperf" or not (root / RESULT).is_file():
         return None
     run = read_run(root)
     if run.verdict is Verdict.INTERRUPTED:
-        raise AccuracyLogError(f"{root}: the run was interrupted, its answers are no whole set; run it again")
+        raise AccuracyLogError(f"{root}: the run was interrupted, so its answers are incomplete; run it again")
     return run
 
 
 def sampled_by(run: Run | None) -> str | None:
-    """The compliance test that a run is of, which logs some of its answers; None of any other run."""
+    """The compliance test of a run, which logs only some answers; None for any other run."""
     test = None if run is None else run.config.get("compliance")
     return None if test is None else f"compliance test {test}"
 
@@ -154,12 +155,12 @@ def _references(run: Run | None, given: Path | None, log: Path) -> References:
         if held_out.content_hash == run.result.get("data_set_sha256"):
             return held_out
     if run is None or not isinstance(prompts, str):
-        raise UsageError(f"{log}: which answers are expected is not known here; name the data set with --references")
+        raise UsageError(f"{log}: the expected answers are unknown; name the data set with --references")
     references = load_references(Path(prompts))
     if references.content_hash != run.result.get("data_set_sha256"):
         raise DatasetError(
-            f"{prompts}: changed since the run: its SHA-256 is {references.content_hash[:16]}, the run had "
-            f"{str(run.result.get('data_set_sha256'))[:16]}; put the old file back or run again"
+            f"{prompts}: changed since the run: expected SHA-256 {str(run.result.get('data_set_sha256'))[:16]}, got "
+            f"{references.content_hash[:16]}; restore the file or run again"
         )
     return references
 
@@ -172,26 +173,19 @@ def _model(run: Run | None, given: Path | None, log: Path) -> Path:
     return model
 
 
-def _notes(scores: Scores, references: References, targets: Targets | None) -> Iterator[str]:
+def _notes(scores: Scores, references: References, targets: Targets | None) -> Iterator[Reason]:
     if scores.answers < len(references.texts):
-        yield f"{scores.answers:,} of {count_of(len(references.texts), 'row')} have an answer"
+        yield reason("PARTIAL_ANSWERS", answers=scores.answers, rows=len(references.texts))
     exact = [text for text, scoring in zip(references.texts, references.scorings, strict=True) if scoring == "exact"]
     if short := sum(len(_WORD.findall(text.lower())) < 2 for text in exact):
-        yield (
-            f"ROUGE-2 counts pairs of words: {short:,} of {count_of(len(exact), 'expected answer')} "
-            f"{'has' if short == 1 else 'have'} none and score{'s' * (short == 1)} 0, whatever was answered"
-        )
+        yield reason("ONE_WORD_REFERENCES", found=short, references=len(exact))
     if scores.characters is None and references.data_set is not None:
-        left_out = "rougeLsum and gen_len are" if "summary" in references.scorings else "gen_len is"
-        unsplit = ", exact_match is of texts not split" if "exact_match" in scores.metrics else ""
-        yield f"no NLTK sentence data: {left_out} left out{unsplit}"
+        left_out = "rougeLsum and gen_len are left out" if "summary" in references.scorings else "gen_len is left out"
+        unsplit = ", and exact_match compares texts that are not split" if "exact_match" in scores.metrics else ""
+        yield reason("NO_SENTENCE_DATA", left_out=left_out + unsplit)
     if targets is not None and (unfailing := [one.name for one in targets.targets if not one.at_least > 0]):
-        yield f"the baseline has 0 of {', '.join(unfailing)}, which nothing can fail; judged by the rest"
+        yield reason("UNFAILING_TARGETS", metrics=unfailing)
     if scores.empty:
-        right = f", {scores.empty_and_right:,} of them right by the reference's rule" if scores.empty_and_right else ""
-        yield f"{count_of(scores.empty, 'answer')} {'is' if scores.empty == 1 else 'are'} empty{right}"
+        yield reason("EMPTY_ANSWERS", empty=scores.empty, right=scores.empty_and_right or None)
     if scores.identifiers_found is not None:
-        yield (
-            f"identifiers found whole: {scores.identifiers_found:.2f} %; the reference's exact_match gives a wrong "
-            "one about 90"
-        )
+        yield reason("IDENTIFIERS_FOUND", found=scores.identifiers_found)

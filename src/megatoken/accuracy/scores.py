@@ -1,4 +1,4 @@
-"""One answer against the answer expected, as MLPerf's references score it.
+"""The score of one answer, as MLPerf's references compute it.
 
 Sources: language/llama2-70b/evaluate-accuracy.py, language/llama3.1-8b/evaluation.py and
 language/llama3.1-405b/evaluate-accuracy.py of mlcommons/inference. ROUGE is Google's rouge-score, F-measure, with
@@ -20,14 +20,14 @@ from megatoken.errors import UsageError, how_to_install
 
 _UUID = re.compile(r"\w{8}-\w{4}-\w{4}-\w{4}-\w{12}")
 _ANSWER = "Answer: "
-SENTENCES_MEND = (
+SENTENCES_FIX = (
     "get NLTK's sentence data with: python -m nltk.downloader punkt_tab (or set NLTK_DATA to a folder with it)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """An answer and the one expected, as decoded."""
+    """An answer and the expected answer, decoded."""
 
     scoring: Scoring
     answer: str
@@ -36,13 +36,13 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one answer is worth.
+    """Scores of one answer.
 
     Attributes:
         metrics: 0 to 100 by name: ``rouge1``, ``rouge2``, ``rougeL``, ``rougeLsum``, ``exact_match``.
         characters: Length of the answer as the references count it; None without NLTK's sentence data.
-        identifiers_found: Of ``niah_em``: 100 if the answer has every identifier that is expected, else 0.
-        empty: Nothing was answered.
+        identifiers_found: For ``niah_em``: 100 if the answer has every expected identifier, else 0; otherwise None.
+        empty: Whether the answer has no text.
     """
 
     metrics: Mapping[str, float]
@@ -52,13 +52,13 @@ class Score:
 
 
 def check_installed() -> None:
-    """Raises UsageError if what scores need is not installed."""
+    """Raises UsageError if rouge-score is not installed."""
     if find_spec("rouge_score") is None:
         raise _not_installed()
 
 
 def score(pairs: Sequence[Pair], sentences: bool) -> list[Score]:
-    """Scores answers; ``sentences``: with what needs NLTK's sentence data, which must be there."""
+    """Scores answers; ``sentences``: split texts with NLTK's sentence data, which must be installed."""
     return [_score(pair, sentences) for pair in pairs]
 
 
@@ -93,8 +93,8 @@ def _rouge(kinds: tuple[str, ...], reference: str, answer: str) -> dict[str, flo
 def _needle_match(reference: str, answer: str) -> float:
     """The reference's score of a needle in a haystack.
 
-    It compares the identifiers in their order, and of each pair takes the share of characters of the expected one that
-    occur anywhere in the other. So a wrong identifier scores about 90; ``Score.identifiers_found`` does not.
+    It pairs the identifiers in their order. A pair scores the share of the expected identifier's characters that occur
+    anywhere in the other, so a wrong identifier scores about 90; ``Score.identifiers_found`` is strict.
     """
     found, wanted = _UUID.findall(answer), _UUID.findall(reference)
     if not found:
@@ -109,8 +109,8 @@ def _needle_match(reference: str, answer: str) -> float:
 def _question_match(reference: str, answer: str) -> float:
     """The reference's score of a question: ``reference`` lists right answers between bars.
 
-    What follows the last ``Answer: `` must occur in ``reference``, so that an empty answer is right; or, without regard
-    to case and white space, hold one of the right answers.
+    The text after the last ``Answer: `` must occur in ``reference``, so an empty answer is right; or, ignoring case and
+    white space, it must contain one of the right answers.
     """
     given = answer.rpartition(_ANSWER)[2]
     if given in reference:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatoken.accuracy.answer_log import SCORES
 from megatoken.accuracy.evaluate import Scores
-from megatoken.accuracy.scores import SENTENCES_MEND, sentence_splitter
+from megatoken.accuracy.scores import SENTENCES_FIX, sentence_splitter
 from megatoken.datasets.catalog import catalog
 from megatoken.datasets.references import References
 from megatoken.errors import UsageError
 from megatoken.mlperf.accuracy_log import Answers
 from megatoken.mlperf.benchmarks import benchmark_of
-from megatoken.runs.reasons import Reason
-from megatoken.text import count_of, nearest
+from megatoken.runs.reasons import Reason, reason
+from megatoken.text import nearest
 
 FOLDER = "accuracy"  # of a run folder
-BY_SENTENCES = frozenset(("rougeLsum", "gen_len", "exact_match"))  # of MLPerf's references, which split texts first
+BY_SENTENCES = frozenset(("rougeLsum", "gen_len", "exact_match"))  # MLPerf's references split texts for these
 LENGTH_TOLERANCE = 0.1  # of the tokens a sample, as MLPerf allows around its reference
 
 
@@ -36,7 +36,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What must be reached, and whose targets they are. ``rows``: answers that must be there."""
+    """Bounds that must be met, their source, and the number of answers that there must be."""
 
     source: str
     targets: tuple[Target, ...]
@@ -44,27 +44,27 @@ class Targets:
 
 
 def of_benchmark(name: str, references: References) -> Targets:
-    """The targets that MLPerf's submission checker has for a benchmark, such as ``llama2-70b-99.9``.
+    """The targets of MLPerf's submission checker for a benchmark, such as ``llama2-70b-99.9``.
 
     Args:
         name: Of the benchmark.
-        references: Of the evaluation in hand; they must be those of the benchmark's data set.
+        references: Expected answers of this evaluation; they must be of the benchmark's data set.
 
     Raises:
-        UsageError: No benchmark of that name is scored here, it is of another data set, or one of its scores needs
-            NLTK's sentence data, which is not there.
+        UsageError: No benchmark of that name can be scored, its data set is another, or one of its scores needs
+            NLTK's sentence data, which is missing.
     """
     benchmark = benchmark_of(name, None)
     scored = {known: entry for entry in catalog().values() for known in entry.benchmarks}
     if benchmark is None or benchmark.name not in scored:
         meant = nearest(name, scored)
-        mend = f"did you mean {meant}? Known are" if meant else "known are"
-        raise UsageError(f"--benchmark {name}: not scored here; {mend} {', '.join(scored)}")
+        fix = f"did you mean {meant}? Known are" if meant else "known are"
+        raise UsageError(f"--benchmark {name}: cannot be scored; {fix} {', '.join(scored)}")
     data_set = scored[benchmark.name].name
     if references.data_set != data_set:
         raise UsageError(
-            f"--benchmark {name}: is of MLPerf's {data_set} data set, but {references.path} is "
-            + (f"that of {references.data_set}" if references.data_set else "none of MLPerf's")
+            f"--benchmark {name}: expected MLPerf's {data_set} data set, got {references.path}, which is "
+            + (f"that of {references.data_set}" if references.data_set else "not one of MLPerf's")
         )
     names = {"rougel": "rougeL", "rougelsum": "rougeLsum"}
     targets = [Target(names.get(metric, metric), at_least) for metric, at_least in benchmark.accuracy.items()]
@@ -73,24 +73,24 @@ def of_benchmark(name: str, references: References) -> Targets:
     if benchmark.gen_len:
         targets.append(Target("gen_len", *benchmark.gen_len))
     if any(target.name in BY_SENTENCES for target in targets) and sentence_splitter() is None:
-        raise UsageError(f"--benchmark {name}: is judged by sentences too; {SENTENCES_MEND}")
+        raise UsageError(f"--benchmark {name}: needs sentences; {SENTENCES_FIX}")
     return Targets(f"MLPerf {benchmark.name}", tuple(targets), benchmark.accuracy_rows)
 
 
 def of_baseline(
     path: Path, share: float, references: References, answers: Answers | None = None, *, replaces: Path | None = None
 ) -> Targets:
-    """A share of every metric of another evaluation, and its tokens a sample within 10 %.
+    """Targets from another evaluation: a share of each of its metrics, and its tokens per sample within 10 %.
 
     Args:
         path: An ``accuracy.json``, or the folder that has one.
         share: Of each metric that must be reached.
-        references: Of the evaluation in hand; the baseline's must be the same.
-        answers: Of the evaluation in hand; the baseline's must be others.
+        references: Expected answers of this evaluation; the baseline's must be the same.
+        answers: The log of this evaluation; the baseline's must be another.
         replaces: The file that will be written.
 
     Raises:
-        UsageError: It cannot be read, is of other answers expected or of the same log, would be replaced, or asks for
+        UsageError: It cannot be read, has other expected answers or the same log, would be replaced, or requires
             nothing.
     """
     file, document = read_result(path)
@@ -101,22 +101,22 @@ def of_baseline(
         if not all(map(math.isfinite, (tokens, *metrics.values()))):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UsageError(f"{file}: no result of megatoken accuracy; make it anew") from None
+        raise UsageError(f"{file}: not a result of megatoken accuracy; run megatoken accuracy again") from None
     if digest != references.content_hash:
         raise UsageError(
-            f"{file}: scored against other expected answers than {references.path}; make it anew with those"
+            f"{file}: scored against other expected answers than {references.path}; score it again with those"
         )
     if answers is not None and document.get("log_sha256") == answers.sha256:
         raise UsageError(
-            f"{file}: scored from the very log that is to be judged, or a copy of it (SHA-256 {answers.sha256[:16]}), "
-            "which would only be held against itself; give the evaluation of another run"
+            f"{file}: scored from the same log, or a copy of it (SHA-256 {answers.sha256[:16]}), so the comparison "
+            "would prove nothing; give the evaluation of another run"
         )
     if replaces is not None and replaces.exists() and file.samefile(replaces):
-        raise UsageError(f"{file}: would be replaced by what it is to judge; give it from another folder")
+        raise UsageError(f"{file}: would be replaced by the new result; give a baseline in another folder")
     targets = [Target(name, share * value) for name, value in metrics.items()]
     if not any(target.at_least > 0 for target in targets):
-        why = "a share of 0" if any(value > 0 for value in metrics.values()) else "every score in it is 0"
-        raise UsageError(f"{file}: {why}, so nothing could fail it; give a baseline with scores and a share above 0")
+        why = "the share is 0" if any(value > 0 for value in metrics.values()) else "every score in it is 0"
+        raise UsageError(f"{file}: {why}, so nothing could fail; give a baseline with scores and a share above 0")
     targets.append(Target("tokens_per_sample", (1 - LENGTH_TOLERANCE) * tokens, (1 + LENGTH_TOLERANCE) * tokens))
     return Targets(f"{share:g} of {file}", tuple(targets), rows)
 
@@ -130,18 +130,18 @@ def read_result(path: Path) -> tuple[Path, dict[str, Any]]:
     places = (path, path / SCORES, path / FOLDER / SCORES)
     file = next((place for place in places if place.is_file()), None)
     if file is None:
-        raise UsageError(f"{path}: no {SCORES} there; make it: megatoken accuracy {path}")
+        raise UsageError(f"{path}: no {SCORES} there; create it with: megatoken accuracy {path}")
     try:
         document = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
-        raise UsageError(f"{file}: no result of megatoken accuracy; make it anew")
+        raise UsageError(f"{file}: not a result of megatoken accuracy; run megatoken accuracy again")
     return file, document
 
 
 def numbers(scores: Scores) -> dict[str, float]:
-    """The names and values that an ``accuracy.txt`` states."""
+    """The numbers of ``accuracy.txt``, by name."""
     values: dict[str, float] = {name: mean.value for name, mean in scores.metrics.items()}
     if scores.characters is not None:
         values["gen_len"] = scores.characters
@@ -152,23 +152,17 @@ def numbers(scores: Scores) -> dict[str, float]:
     }
 
 
-def missed(scores: Scores, targets: Targets) -> list[Reason]:
-    """Every target that is not reached, with the numbers."""
-    return list(_missed(numbers(scores), targets, scores.answers))
-
-
-def _missed(values: Mapping[str, float], targets: Targets, answers: int) -> Iterator[Reason]:
-    if answers != targets.rows:
-        yield Reason(
-            code="ANSWERS", message=f"{count_of(answers, 'answer')}; {targets.source} asks for {targets.rows:,}"
-        )
+def missed(scores: Scores, targets: Targets) -> Iterator[Reason]:
+    """Every target that is not reached."""
+    if scores.answers != targets.rows:
+        yield reason("ANSWERS", found=scores.answers, required=targets.rows, source=targets.source)
+    values = numbers(scores)
     for target in targets.targets:
         value = values.get(target.name)
-        found = f"no {target.name}" if value is None else f"{target.name} is {value:.7g}"
         if value is None or value < target.at_least:
-            wanted = f"asks for {target.at_least:.7g} or more"
+            bound = {"at_least": target.at_least}
         elif target.at_most is not None and value > target.at_most:
-            wanted = f"allows {target.at_most:.7g} at most"
+            bound = {"at_most": target.at_most}
         else:
             continue
-        yield Reason(code="ACCURACY", message=f"{found}; {targets.source} {wanted}")
+        yield reason("ACCURACY", metric=target.name, found=value, source=targets.source, **bound)

@@ -1,4 +1,4 @@
-"""A run of a compliance test, or its log, -> the file that a submission carries: what ``megatoken verify`` does."""
+"""Verifies the log of a compliance test and writes the file that a submission carries: ``megatoken verify``."""
 
 from __future__ import annotations
 
@@ -21,36 +21,35 @@ from megatoken.mlperf.compliance import (
     check_test07,
     check_test09,
 )
-from megatoken.mlperf.detail_log import read_detail_log
+from megatoken.mlperf.detail_log import DETAIL_LOG, read_detail_log
 from megatoken.runs.run import RESULT, Run
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 FOLDER = "compliance"  # of a run folder
-DETAIL = "mlperf_log_detail.txt"
 
 
 def verify(
     test: str, path: Path, *, model: str | Path | None = None, end_tokens: str | None = None
 ) -> tuple[ComplianceResult, Path]:
-    """Checks one test and writes its file: into the run folder's ``compliance/TEST..``, or beside the log.
+    """Checks one test and writes its file into the run folder's ``compliance/TEST..``, or next to the log.
 
     Args:
-        test: TEST06, TEST07 (which judges the ``accuracy.json`` of the same run) or TEST09.
+        test: TEST06, TEST07 (from the ``accuracy.json`` of the same run) or TEST09.
         path: A run folder, LoadGen's output folder or accuracy log.
-        model: TEST06: folder of the model that answered, ``reference`` or a named shape; by default what the run was
-            judged by, else its model.
-        end_tokens: TEST06: end token ids with commas between, instead.
+        model: TEST06: folder of the model that answered, ``reference`` or a named shape. By default the end tokens that
+            the run was judged by, else those of its model.
+        end_tokens: TEST06: comma-separated end token ids instead of a model.
 
     Raises:
-        UsageError: Whatever cannot be read, with its place.
+        UsageError: A file cannot be read; the message names it.
         StorageError: The file cannot be written.
     """
     log = find_log(path)
     run = run_of(log)
     if test != "TEST06" and (sampled := sampled_by(run)) is not None:
-        raise UsageError(f"{path}: a run of {sampled}, which logs some answers; {test} wants all: {WHOLE_RUN}")
+        raise UsageError(f"{path}: a run of {sampled} logs only some answers; {test} needs all: {WHOLE_RUN}")
     if test == "TEST07":
         result = check_test07(*_exact_match(log, log.parent if run is None else run.path))
     elif test == "TEST09":
@@ -69,62 +68,62 @@ def verify(
 
 
 def write_result(result: ComplianceResult, run_folder: Path) -> Path:
-    """Writes the file that a submission carries, and ours, into a run folder. Raises StorageError."""
+    """Writes the file that a submission carries, and our own, into a run folder. Raises StorageError."""
     folder = run_folder / FOLDER / result.test
     make_folder(folder)
     return result.write(folder)
 
 
 def cut_samples(requests: pa.Table) -> set[int]:
-    """Numbers of the samples whose answers ended at their limit."""
+    """The samples whose answers ended at their limit."""
     samples, reasons = (requests[name].to_pylist() for name in ("sample_id", "finish_reason"))
     return {sample for sample, reason in zip(samples, reasons, strict=True) if reason == "length"}
 
 
 def _scenario(log: Path) -> str:
-    detail = log.with_name(DETAIL)
+    detail = log.with_name(DETAIL_LOG)
     try:
         scenario = read_detail_log(detail).text("effective_scenario")
     except UnreadableError as error:
-        raise UsageError(f"{detail}: {error}; it says which scenario was run, so keep it beside the log") from None
+        raise UsageError(f"{detail}: {error}; it states the scenario, so keep it next to the accuracy log") from None
     if scenario is None:
-        raise UsageError(f"{detail}: does not say which scenario was run; copy it again")
+        raise UsageError(f"{detail}: does not state the scenario; copy it again")
     return scenario
 
 
 def _end_token_ids(run: Run | None, model: str | Path | None, given: str | None, log: Path) -> Sequence[int]:
     if given is not None:
-        words = [word.strip() for word in given.split(",")]
-        if not all(word.isascii() and word.isdigit() and len(word) < 11 for word in words):
-            raise UsageError(f"--end-tokens {given}: not token ids with commas between, such as 128001,128009")
-        return [int(word) for word in words]
+        ids = [part.strip() for part in given.split(",")]
+        if not all(part.isascii() and part.isdigit() and len(part) < 11 for part in ids):
+            raise UsageError(f"--end-tokens {given}: expected comma-separated token ids, such as 128001,128009")
+        return [int(part) for part in ids]
     place = log if model is None else f"--model {model}"
     if model is None and run is not None:
-        told = run.result.get("compliance")
-        if isinstance(told, dict) and told.get("end_token_ids") is not None:
-            return end_token_ids({"eos_token_id": told["end_token_ids"]}, run.path / RESULT)
+        stated = run.result.get("compliance")
+        if isinstance(stated, dict) and stated.get("end_token_ids") is not None:
+            return end_token_ids({"eos_token_id": stated["end_token_ids"]}, run.path / RESULT)
         model = str(run.config.get("model"))
     folder = None if model is None else model_folder(model)
     if folder is not None and folder.is_dir():
-        from megatoken.engine.checkpoint import read_config  # PyTorch with it, which takes a while
+        from megatoken.engine.checkpoint import read_config  # imports PyTorch, which takes a while
 
         return read_config(folder).end_token_ids
     if str(model) in SHAPES:
         return SHAPES[str(model)].end_token_ids
-    raise UsageError(f"{place}: the model's end tokens are not known here; give --model DIR or --end-tokens")
+    raise UsageError(f"{place}: the model's end tokens are unknown; give --model DIR or --end-tokens")
 
 
 def _exact_match(log: Path, folder: Path) -> tuple[float, int]:
-    """Of the evaluation of ``log`` in ``folder``, and over how many answers."""
+    """``exact_match`` of the evaluation of ``log`` in ``folder``, and its number of answers."""
     try:
         file, document = read_result(folder)
     except UsageError:
-        read_answers(log)  # without answers there is nothing to score
+        read_answers(log)  # a log without answers is the first thing to fix
         raise
     try:
         return float(document["metrics"]["exact_match"]["value"]), int(document["gen_num"])
     except (KeyError, TypeError, ValueError):
         raise UsageError(
-            f"{file}: has no exact_match, which TEST07 judges; megatoken accuracy {folder} --references FILE makes it, "
-            "of JSON lines with the answers expected as reference"
+            f"{file}: has no exact_match, which TEST07 needs; run megatoken accuracy {folder} --references FILE, "
+            "where FILE has JSON lines with the expected answers as reference"
         ) from None

@@ -99,7 +99,7 @@ def _show(judged: Judged) -> None:
     for reason in document["reasons"]:
         print(f"  {reason['code']} {reason['message']}")
     for note in document["notes"]:
-        print(f"Note: {note}")
+        print(f"Note: {note['message']}")
     print(f"Written: {judged.folder}/accuracy.txt, accuracy.json")
 
 

@@ -26,8 +26,8 @@ MOST_KEPT_BYTES = 32 * 2**20
 MOST_LISTED = 20
 MOST_KEYS = 5_000
 MOST_BULKS = 1_000
-MOST_DAMAGES = 2_000_000  # a file with more holds something else, and lines of one byte would take hours
-MOST_RESTYLED = 1_000  # lines in another spelling that are taken apart; a log with more is no longer LoadGen's
+MOST_DAMAGES = 2_000_000  # a file with more is not a log, and lines of one byte would take hours
+MOST_RESTYLED = 1_000  # lines in another spelling that are parsed; a log with more is no longer LoadGen's
 _KEY_BYTES = 30
 LIBRARY_SET = "loaded_qsl_set"
 COMMON_SETTINGS = (
@@ -42,7 +42,7 @@ COMMON_SETTINGS = (
     "performance_issue_same",
     "performance_issue_same_index",
 )
-"""What LoadGen logs in this order whatever the scenario: as requested, as effective, and in the summary."""
+"""Settings that LoadGen logs in this order in every scenario: as requested, as effective, and in the summary."""
 
 # LoadGen's own spelling of a line (logging.h); anything else was written by something else.
 _LINE = re.compile(
@@ -108,19 +108,19 @@ class DetailLog:
         return entry.value if entry else None
 
     def number(self, key: str) -> float | None:
-        """The value of ``key`` if it is a number that LoadGen could mean."""
+        """The value of ``key`` if it is a finite number below 1e30 in size, else None."""
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
         return value if abs(value) < 1e30 else None
 
     def text(self, key: str) -> str | None:
-        """The value of ``key`` if it is text."""
+        """The value of ``key`` if it is text, else None."""
         value = self.get(key)
         return value if isinstance(value, str) else None
 
     def library_set(self) -> NDArray[np.int64] | None:
-        """``loaded_qsl_set``: rows of the data set in the order in which LoadGen drew them."""
+        """``loaded_qsl_set`` [rows]: rows of the data set in the order in which LoadGen drew them."""
         value = self.get(LIBRARY_SET)
         return value if isinstance(value, np.ndarray) else None
 
@@ -136,7 +136,7 @@ def read_detail_log(path: Path) -> DetailLog:
                 raise UnreadableError(problem)
             for number, line in _lines(file, log):
                 if log.damage_count > MOST_DAMAGES:
-                    log.damages.insert(0, Damage(number, "so many lines that are none; what follows was not read"))
+                    log.damages.insert(0, Damage(number, "too many damaged lines; the rest was not read"))
                     break
                 bulk = state.bulks.get(line[:_KEY_BYTES])
                 if bulk is not None and bulk.is_like(line):
@@ -173,7 +173,7 @@ def read_finished_log(folder: Path, last_key: str) -> DetailLog:
 
 @dataclass(frozen=True, slots=True)
 class _Bulk:
-    """A line of which enough were listed: what stands before its value, and between its time and its thread."""
+    """A kind of line of which enough were listed: the bytes before its value, and between its time and its thread."""
 
     before: bytes
     after: bytes
@@ -182,7 +182,7 @@ class _Bulk:
     is_warning: bool
 
     def is_like(self, line: bytes) -> bool:
-        """Whether ``line`` differs in value, time and thread only; far cheaper than taking it apart."""
+        """Whether ``line`` differs in value, time and thread only; far cheaper than parsing it."""
         rest, found, thread = line.rpartition(_THREAD)
         if not (found and thread.endswith(_END) and thread[: -len(_END)].isdigit()):
             return False
@@ -199,7 +199,7 @@ class _State:
 
 
 def _lines(file: Any, log: DetailLog) -> Iterator[tuple[int, bytes]]:
-    """Lines with their numbers; a longer one than any LoadGen writes is skipped and listed."""
+    """Lines with their numbers; a line longer than any of LoadGen's is skipped and listed."""
     number = 0
     line = b""
     while chunk := file.readline(MOST_LINE_BYTES):
@@ -244,7 +244,7 @@ def _take(log: DetailLog, number: int, line: bytes, state: _State) -> None:
     try:
         parsed = _value(name, value)
     except UnreadableError as problem:
-        # A key that hides in the value of another would end here: the whole line decides.
+        # A key may be hidden in the value of another key, so parse the whole line.
         _take_other(log, number, line, restyled=False, problem=str(problem))
         return
     entry = Entry(
@@ -269,15 +269,15 @@ def _take(log: DetailLog, number: int, line: bytes, state: _State) -> None:
 
 
 def _take_other(
-    log: DetailLog, number: int, line: bytes, restyled: bool = True, problem: str = "is no line of LoadGen's"
+    log: DetailLog, number: int, line: bytes, restyled: bool = True, problem: str = "is not a line of LoadGen's"
 ) -> None:
-    """A line that LoadGen did not spell so: an entry if JSON can still be read out of it, damage otherwise."""
+    """A line in another spelling than LoadGen's: an entry if it is JSON with the same fields, damage otherwise."""
     text = line.decode("utf-8", "backslashreplace").strip()
     if not text:
         _damage(log, number, "an empty line")
         return
     if len(line) > MOST_VALUE_BYTES or not text.startswith(PREFIX.decode()):
-        _damage(log, number, "is no line of LoadGen's")
+        _damage(log, number, "is not a line of LoadGen's")
         return
     if restyled and log.restyled_count >= MOST_RESTYLED and _count_other(log, text):
         return
@@ -288,7 +288,7 @@ def _take_other(
         _damage(log, number, str(error) if restyled else problem)
         return
     for key in twice:
-        _damage(log, number, f"key {key[:100]!r} stands twice in one line")
+        _damage(log, number, f"key {key[:100]!r} occurs twice in one line")
     if restyled:
         log.restyled_count += 1
         if len(log.restyled) < MOST_LISTED:
@@ -301,11 +301,11 @@ def _entry_of(value: Any, number: int) -> Entry:
         metadata = value["metadata"]
         key, content = value["key"], value["value"]
         if not isinstance(key, str):
-            raise UnreadableError("has a key that is no text")
+            raise UnreadableError("has a key that is not text")
         if key == LIBRARY_SET:
             content = np.asarray(content, dtype=np.int64)
             if content.ndim != 1:
-                raise UnreadableError("has a library set that is no list of rows")
+                raise UnreadableError("has a library set that is not a list of rows")
         return Entry(
             key=key[:200],
             value=_countable(content),
@@ -320,7 +320,9 @@ def _entry_of(value: Any, number: int) -> Entry:
             thread_id=int(metadata["tid"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise UnreadableError(f"lacks what every line has ({type(error).__name__}: {str(error)[:100]})") from None
+        raise UnreadableError(
+            f"lacks a field that every line has ({type(error).__name__}: {str(error)[:100]})"
+        ) from None
 
 
 def _value(key: str, text: bytes) -> Any:
@@ -332,13 +334,13 @@ def _value(key: str, text: bytes) -> Any:
         raise UnreadableError(f"has a value of more than {MOST_VALUE_BYTES // 2**20} MiB")
     value, twice = parse_json(text.decode("utf-8", "backslashreplace"))
     if twice:
-        raise UnreadableError(f"key {twice[0][:100]!r} stands twice in one value")
+        raise UnreadableError(f"key {twice[0][:100]!r} occurs twice in one value")
     return _countable(value)
 
 
 def _countable(value: Any) -> Any:
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise UnreadableError("holds a number that 64 bits do not hold")
+        raise UnreadableError("holds a number of more than 64 bits")
     return value
 
 
@@ -367,7 +369,7 @@ def _add(log: DetailLog, entry: Entry) -> None:
 
 
 def _too_many_keys(log: DetailLog, key: str, line: int) -> bool:
-    """Whether ``key`` is one more than are kept, which is damage: LoadGen knows a few hundred."""
+    """Whether ``key`` exceeds the number of keys that are kept, which is damage: LoadGen has a few hundred."""
     if key in log.counts or len(log.counts) < MOST_KEYS:
         return False
     _damage(log, line, f"more than {MOST_KEYS:,} different keys")
@@ -375,7 +377,7 @@ def _too_many_keys(log: DetailLog, key: str, line: int) -> bool:
 
 
 def _count_other(log: DetailLog, text: str) -> bool:
-    """Counts a line in another spelling, if all that it can still add is to a count."""
+    """Counts a line in another spelling if it can only add to a count; returns whether it did."""
     found = _KEY.search(text)
     is_error, is_warning = _ERROR.search(text) is not None, _WARNING.search(text) is not None
     if found is None or not _counts_only(log, found.group(1), is_error, is_warning):
@@ -392,7 +394,7 @@ def _count(log: DetailLog, key: str, is_error: bool, is_warning: bool) -> None:
 
 
 def _counts_only(log: DetailLog, key: str, is_error: bool, is_warning: bool) -> bool:
-    """Whether enough lines like this one were listed, as of the bulk of a huge log, such as one error a sample."""
+    """Whether enough lines like this one were listed, as in a huge log with one error per sample."""
     if key not in log.counts:
         return False
     if is_error or is_warning:

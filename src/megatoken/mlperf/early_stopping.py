@@ -1,4 +1,4 @@
-"""LoadGen's early stopping (loadgen/early_stopping.cc): how many slow queries a percentile claim may survive."""
+"""LoadGen's early stopping (loadgen/early_stopping.cc): how many slow queries a percentile allows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_QUERIES = 50_000_000
 
 @lru_cache(maxsize=256)
 def queries_needed(over: int, percentile: float) -> int:
-    """Fewest queries, those over the limit included, that show the percentile with ``over`` queries over the limit."""
+    """The smallest number of queries that confirms the percentile with ``over`` of them over the limit."""
     low, high = 0, math.ceil((over + 1) * 1000 / (1 - percentile))
     while low < high:
         passing = (low + high) // 2
@@ -24,7 +24,7 @@ def queries_needed(over: int, percentile: float) -> int:
 
 @lru_cache(maxsize=256)
 def most_over(queries: int, percentile: float) -> int:
-    """Most queries over the limit with which ``queries`` queries show the percentile; -1: not even none."""
+    """How many queries over the limit ``queries`` queries may have to confirm the percentile; -1: none suffices."""
     if queries_needed(0, percentile) > queries:
         return -1
     low, high = 0, math.ceil(queries * (1 - percentile)) + 1

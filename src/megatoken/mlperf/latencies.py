@@ -1,4 +1,4 @@
-"""Times to first token and per output token of a finished run, judged as LoadGen judges them, from our own records."""
+"""Times to first token and per output token of a finished run by LoadGen's definitions, from our own records."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Latencies:
     """99th percentiles as LoadGen takes them, and queries over the limits.
 
     Attributes:
-        queries: samples.
-        ttft_p99_seconds: of the time to first token, from when each sample was due.
-        tpot_p99_seconds: of the time per output token after the first.
-        ttft_over: queries over the limit on the one.
-        tpot_over: and on the other.
-        allowed_over: most that early stopping allows of each; -1: too few queries to tell.
-        needed: fewest queries that show anything.
-        tokens_after_first: of a query, on average.
+        queries: Completed samples.
+        ttft_p99_seconds: Of the time to first token, from when each sample was due.
+        tpot_p99_seconds: Of the time per output token after the first.
+        ttft_over: Queries over the limit on the time to first token.
+        tpot_over: Queries over the limit on the time per output token.
+        allowed_over: How many of each early stopping allows; -1: too few queries for any.
+        needed: The smallest number of queries that early stopping accepts.
+        tokens_after_first: Mean number of tokens of a query after the first.
     """
 
     queries: int
@@ -46,10 +46,11 @@ class Latencies:
 
 
 def latencies(samples: Samples, limits: LatencyLimits) -> Latencies | None:
-    """Of all completed samples; None without any.
+    """The latencies of all completed samples; None without any.
 
-    Per LoadGen (results.cc, early_stopping.cc): the percentile of n values is the one at position floor(0.99 n) of the
-    sorted; TPOT is (completion - first token) / (tokens - 1), 0 for one token; over means beyond the limit.
+    LoadGen's definitions (results.cc, early_stopping.cc): the percentile of n values is the one at position
+    floor(0.99 n) of the sorted values; TPOT is (completion - first token) / (tokens - 1), 0 for one token; over means
+    larger than the limit.
     """
     done = samples.only(samples.completed)
     if not len(done):

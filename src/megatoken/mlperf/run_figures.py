@@ -16,7 +16,7 @@ PERCENTILES = ("50.00", "90.00", "95.00", "97.00", "99.00", "99.90")
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """What one detail log says of its run; all from its own lines.
+    """What one detail log states about its run.
 
     Tokens are output tokens. ``samples_issued`` is ``generated_samples_per_query`` times ``result_query_count``;
     ``samples_requested`` is ``effective_samples_per_query`` (Offline). ``duration_seconds`` is the largest sample
@@ -48,7 +48,7 @@ class RunFigures:
 
 
 def run_figures(log: DetailLog) -> RunFigures:
-    """Everything ``RunFigures`` names, where the log says it."""
+    """The figures of a log; None for those that it does not state."""
     scenario = log.text("effective_scenario")
     offline = scenario == "Offline"
     samples = _samples_issued(log)
@@ -98,24 +98,24 @@ def round_of(log: DetailLog) -> str | None:
 
 
 def power_times(log: DetailLog) -> tuple[datetime | None, datetime | None]:
-    """power_begin and power_end, which LoadGen writes in UTC with milliseconds."""
+    """``power_begin`` and ``power_end``, which LoadGen writes in UTC with milliseconds."""
     begin, end = log.text("power_begin"), log.text("power_end")
     return _time(begin, "%m-%d-%Y %H:%M:%S.%f"), _time(end, "%m-%d-%Y %H:%M:%S.%f")
 
 
 def logged_start(log: DetailLog) -> datetime | None:
-    """test_datetime. LoadGen marks it as UTC but takes the machine's local time."""
+    """``test_datetime``, which LoadGen marks as UTC although it is the machine's local time."""
     return _time(log.text("test_datetime"), "%Y-%m-%dT%H:%M:%SZ")
 
 
 def whole(log: DetailLog, key: str) -> int | None:
-    """A value if it is a whole number."""
+    """The value of ``key`` if it is a whole number, else None."""
     value = log.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64 else None
 
 
 def completion_seconds(log: DetailLog) -> float | None:
-    """Server: when the last issued query was done, from the completed rate; 6 digits."""
+    """Server: when the last issued query completed, from the completed rate; 6 digits."""
     queries, rate = whole(log, "result_query_count"), log.number("result_completed_samples_per_sec")
     return (queries - 1) / rate if queries and rate and rate > 0 else None
 
@@ -150,7 +150,7 @@ def _tokens(log: DetailLog, offline: bool, samples: int | None, max_latency_ns: 
 
 
 def samples_answers(log: DetailLog) -> bool:
-    """Whether answers of a performance run were logged, as compliance tests ask for."""
+    """Whether a performance run logged answers, as a compliance test does."""
     return bool(
         whole(log, "effective_accuracy_log_sampling_target") or log.number("effective_accuracy_log_probability")
     )
@@ -168,7 +168,7 @@ def _latencies(log: DetailLog, ends: str, percentile: str) -> Mapping[str, float
 
 
 def in_seconds(value: float | None, per_second: float) -> float | None:
-    """``value`` in seconds, of which a second has ``per_second``; None stays None."""
+    """``value`` divided by ``per_second``, the units in a second; None stays None."""
     return None if value is None else value / per_second
 
 
@@ -182,5 +182,5 @@ def _time(text: str | None, form: str) -> datetime | None:
 
 
 def elapsed(begin: datetime, end: datetime) -> float:
-    """Seconds from one to the other."""
+    """Seconds from ``begin`` to ``end``."""
     return (end - begin) / timedelta(seconds=1)

@@ -1,4 +1,4 @@
-"""mlperf_log_summary.txt: labels and values as LoadGen prints them for people, with their lines."""
+"""mlperf_log_summary.txt: the labels and values that LoadGen prints for people, with their lines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SummaryField:
 
 @dataclass
 class SummaryLog:
-    """What one summary says."""
+    """What one summary holds."""
 
     fields: list[SummaryField] = field(default_factory=list)
     early_stopping: dict[str, tuple[str, int]] = field(default_factory=dict)  # "", TTFT, TPOT: text on one line, line
@@ -48,9 +48,9 @@ class SummaryLog:
     recommendations: tuple[str, int] | None = None  # text on one line, line
     carriage_returns: int = 0  # lines that end in CR LF
     warns_of_permutation: bool = False
-    warnings: tuple[int, int] | None = None  # how many it says there were, and the line that says so
-    errors: tuple[int, int] | None = None
-    strange: list[Damage] = field(default_factory=list)  # lines no LoadGen prints
+    warnings: tuple[int, int] | None = None  # the number it states, and the line that states it
+    errors: tuple[int, int] | None = None  # as warnings
+    strange: list[Damage] = field(default_factory=list)  # lines that LoadGen does not print
     damages: list[Damage] = field(default_factory=list)
     lines: int = 0
 
@@ -123,7 +123,7 @@ def _is_field(line: str) -> bool:
 
 
 def _extend(log: SummaryLog, block: str, text: str, line: int) -> None:
-    """Takes in a line of a block."""
+    """Adds a line to a block."""
     before, first_line = (log.recommendations or ("", line)) if block == RECOMMENDATIONS else log.early_stopping[block]
     if len(before) < LONGEST_LINE:
         extended = (f"{before} {text}".strip(), first_line if before else line)

@@ -66,6 +66,24 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
     "ROW_COUNT": ("answers to {found:count row}; {test} needs {required:,}",),
     "EXACT_MATCH": ("exact_match is {found:.7g}; {test} requires {required} or more",),
     "MEAN_TOKENS": ("the mean answer has {found:.2f} tokens; {test} requires {at_least} to {at_most}",),
+    # notes of an evaluation
+    "OTHER_REFERENCES": ("{references} is another file than the prompts of the run",),
+    "PARTIAL_ANSWERS": ("{answers:,} of {rows:count row} have an answer",),
+    "ONE_WORD_REFERENCES": (
+        "ROUGE-2 counts pairs of words: {found:,} of {references:count expected answer} have fewer than two words and"
+        " score 0, whatever the answer",
+    ),
+    "NO_SENTENCE_DATA": ("no NLTK sentence data: {left_out}",),
+    "UNFAILING_TARGETS": (
+        "the baseline scores 0 in {metrics:list}, so nothing can fall below it; the other metrics decide",
+    ),
+    "EMPTY_ANSWERS": (
+        "{empty:count answer} without text, {right:,} of them right by the reference's rule",
+        "{empty:count answer} without text",
+    ),
+    "IDENTIFIERS_FOUND": (
+        "identifiers found whole: {found:.2f} %; the reference's exact_match gives a wrong identifier about 90",
+    ),
     "NO_VALID_RATE": ("{outcome}",),
     # the end of a run
     "NOT_FINISHED": ("the process ended before the run did; the data here was written by {written_at}",),
