@@ -144,7 +144,7 @@ def test_prompts_that_changed_since_the_run(run: Path) -> None:
             lambda lines: [line.replace('"data" : "', '"data" : "FF030000') for line in lines],
             "token id 1023 is outside",
         ),
-        (lambda lines: lines[:-1], "no whole list of answers"),
+        (lambda lines: lines[:-1], "not a whole list of answers"),
     ],
 )
 def test_a_log_that_does_not_fit_is_refused_in_one_line_and_nothing_is_written(
@@ -202,20 +202,20 @@ def test_compliance_of_a_run_goes_beside_it(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("verify", "TEST06", "{run}", "--end-tokens", "2,x"), "--end-tokens 2,x: not token ids"),
+        (("verify", "TEST06", "{run}", "--end-tokens", "2,x"), "--end-tokens 2,x: expected comma-separated token ids"),
         (("verify", "TEST06", "{tmp}"), "no mlperf_log_accuracy.json there"),
-        (("verify", "TEST06", "{tmp}/logs", "--end-tokens", "2"), "it says which scenario was run"),
-        (("verify", "TEST06", "{tmp}/logs/mlperf_log_accuracy.json"), "it says which scenario was run"),
-        (("verify", "TEST07", "{tmp}/logs"), "no accuracy.json there; make it: megatoken accuracy {tmp}/logs"),
+        (("verify", "TEST06", "{tmp}/logs", "--end-tokens", "2"), "it states the scenario"),
+        (("verify", "TEST06", "{tmp}/logs/mlperf_log_accuracy.json"), "it states the scenario"),
+        (("verify", "TEST07", "{tmp}/logs"), "no accuracy.json there; create it with: megatoken accuracy {tmp}/logs"),
         (("verify", "TEST07", "{tmp}/timed"), "holds no answers; megatoken run --mode accuracy logs them"),
         (("verify", "TEST06", "{tmp}/timed", "--end-tokens", "2"), "no answers; megatoken run --compliance TEST06"),
         (("accuracy", "{tmp}/timed", *MEANT), "holds no answers; megatoken run --mode accuracy logs them"),
-        (("verify", "TEST07", "{tmp}/accuracy.json"), "accuracy.json: scores, no answers; give the run folder"),
+        (("verify", "TEST07", "{tmp}/accuracy.json"), "accuracy.json: has scores, not answers; give the run folder"),
         (("verify", "TEST05", "{run}"), "TEST05"),
         (("accuracy", "{tmp}/absent"), "no mlperf_log_accuracy.json there"),
         (("accuracy", "{run}", "--model", "{tmp}"), "no tokenizer.json"),
-        (("accuracy", "{run}", "--references", "{tmp}/absent.jsonl"), "cannot be read: No such file"),
-        (("accuracy", "{run}", "--benchmark", "llama2"), "not scored here"),
+        (("accuracy", "{run}", "--references", "{tmp}/absent.jsonl"), "cannot be read, No such file"),
+        (("accuracy", "{run}", "--benchmark", "llama2"), "cannot be scored"),
         (("accuracy", "{run}", "--share", "1.1"), "--share"),
     ],
 )
