@@ -214,7 +214,7 @@ def test_compliance_of_a_run_goes_beside_it(run: Path) -> None:
         (("verify", "TEST05", "{run}"), "TEST05"),
         (("accuracy", "{tmp}/absent"), "no mlperf_log_accuracy.json there"),
         (("accuracy", "{run}", "--model", "{tmp}"), "no tokenizer.json"),
-        (("accuracy", "{run}", "--references", "{tmp}/absent.jsonl"), "cannot be read, No such file"),
+        (("accuracy", "{run}", "--references", "{tmp}/absent.jsonl"), "cannot be read: No such file"),
         (("accuracy", "{run}", "--benchmark", "llama2"), "cannot be scored"),
         (("accuracy", "{run}", "--share", "1.1"), "--share"),
     ],
