@@ -10,7 +10,8 @@ import pytest
 
 from claims_support import EXAMPLES
 from megatoken.audit import Severity, audit
-from megatoken.claims.claims import judge, load_claims
+from megatoken.claims.judge import judge
+from megatoken.claims.schema import load_claims
 from megatoken.mlperf.benchmarks import benchmarks
 
 SLOW = (4, 8, 13, 14, 16)

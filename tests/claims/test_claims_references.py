@@ -46,7 +46,7 @@ def test_rows_that_are_no_one_result(tmp_path):
     for path, reader, words in [
         (tmp_path / "no", read, "no such folder"),
         (tmp_path, lambda path: replace(read(path), runs=()), "neither run folders nor LoadGen logs"),
-        (tmp_path, lambda path: replace(read(path), kind="submission"), "holds 18 results"),
+        (tmp_path, lambda path: replace(read(path), kind="submission"), "contains 18 results"),
     ]:
         with pytest.raises(UsageError, match=words):
             aggregation_rows([path], reader)
@@ -90,7 +90,7 @@ def test_a_folder_of_runs_is_repeats(tmp_path):
         ("Gb9000", "neither a folder nor a published id"),
         ("5.1-9999", "not among the language model results"),
         (f"{EXAMPLES / 'vendor-blog.yaml'}#totl", "has no claim totl; it has system, memory"),
-        (f"{EXAMPLES / 'vendor-blog.yaml'}#memory", "a rate in tokens/s"),
+        (f"{EXAMPLES / 'vendor-blog.yaml'}#memory", "only a claim in tokens/s"),
         (str(EXAMPLES / "vendor-blog.yaml"), "give the folder, or CLAIMS.yaml#id"),
         ("no.yaml#a", "No such file"),
     ],

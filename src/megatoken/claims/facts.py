@@ -1,8 +1,7 @@
-"""The facts that formulas of claims may name: from the artefacts, each with its place, or what evidence is missing."""
+"""The facts that formulas may name: values of the artefacts with their places, or the evidence that is missing."""
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from megatoken.analysis.nodes import NodeRow
 from megatoken.audit.evidence import Configuration, Evidence, Run, System, Where
 from megatoken.claims.formula import FormulaError, Value
 from megatoken.errors import UsageError
+from megatoken.text import nearest
 
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p97": 0.97, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
 
@@ -26,19 +26,13 @@ SERIES = "throughput, clocks, temperature and power over the run, once a second"
 POWER = "wall power over the run: the power folder of SPEC PTDaemon, or logged counters of the whole rack"
 SYSTEM = "the system description, systems/<name>.json"
 CONFIGURATION = "the configuration that was run"
-OWN_PERCENTILES = "percentiles of each node; no mean or median of them is a percentile of all samples"
-SELECT = "the artefacts hold several results: choose one with the key runs, a pattern of run folders"
+OWN_PERCENTILES = "percentiles per node; their mean or median is not a percentile of all samples"
+SELECT = "the artefacts contain several results: choose one with the key runs, a pattern of run folders"
 
-LISTS = {
+LISTS = {  # fact -> field of a run's figures
     "tokens_per_second": "output_tokens_per_second",
-    "samples_per_second": "samples_per_second",
-    "tokens_per_sample": "tokens_per_sample",
-    "samples_issued": "samples_issued",
-    "samples_requested": "samples_requested",
-    "target_qps": "target_qps",
-    "min_duration_seconds": "min_duration_seconds",
-    "duration_seconds": "duration_seconds",
-    "errors": "errors",
+    **{name: name for name in ("samples_per_second", "tokens_per_sample", "samples_issued", "samples_requested")},
+    **{name: name for name in ("target_qps", "min_duration_seconds", "duration_seconds", "errors")},
 }
 LATENCIES = ("latency", "ttft", "tpot")
 LATENCY_KEYS = ("mean", "p50", "p90", "p99", "max")
@@ -65,7 +59,7 @@ GROUPS = {"config": CONFIGURATION, "system": SYSTEM, "accuracy": ACCURACY}
 
 
 class UnknownFactError(Exception):
-    """The artefacts do not hold the fact; ``settle`` is the evidence that would."""
+    """The artefacts do not contain the fact; ``settle`` is the evidence that would."""
 
     def __init__(self, name: str, settle: str) -> None:
         super().__init__(name)
@@ -74,7 +68,7 @@ class UnknownFactError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A value that the artefacts state, where, and the condition without which it means nothing."""
+    """A value of the artefacts, its places, and the condition under which it is valid."""
 
     value: Value
     where: tuple[Where, ...] = ()
@@ -83,7 +77,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All facts of one result, by name; and its nodes."""
+    """The facts of one result by name, and its nodes."""
 
     values: Mapping[str, Fact] = field(default_factory=dict)
     nodes: tuple[NodeRow, ...] = ()
@@ -93,48 +87,46 @@ class Facts:
 
     @property
     def node_count(self) -> int | None:
-        """Machines of the result: its runs, or those of the system that a single run describes."""
+        """Number of nodes: the runs or, for a single run, the nodes of its system description."""
         nodes = self.values.get("nodes")
         return int(nodes.value) if nodes and isinstance(nodes.value, float) else None
 
     @property
     def sum_label(self) -> str | None:
-        """What the sum of the nodes' rates is, where several are not shown to have run at once."""
+        """A label for the sum of node rates if the nodes are not shown to have run at the same time."""
         if len(self.nodes) < 2 or self.values.get("simultaneous", Fact("no")).value == "yes":
             return None
         shown = "shown not to be" if "simultaneous" in self.values else "not shown to be"
         return f"sum of {len(self.nodes)} node rates, {shown} simultaneous"
 
     def find(self, name: str) -> Fact:
-        """The fact called ``name``.
+        """The fact ``name``.
 
         Raises:
-            UnknownFactError: the artefacts do not hold it.
-            FormulaError: there is no fact of that name.
+            UnknownFactError: the artefacts do not contain it.
+            FormulaError: unknown name.
         """
         if name in self.values:
             return self.values[name]
-        settle = (
-            self.missing.get(name) or MISSING.get(name) or GROUPS.get(name.partition(".")[0] if "." in name else "")
-        )
+        group, dot, _ = name.partition(".")
+        settle = self.missing.get(name) or MISSING.get(name) or (GROUPS.get(group) if dot else None)
         if settle is None:
             known = sorted({*MISSING, *self.values})
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            raise FormulaError(
-                f"unknown fact {name}; " + (f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}")
-            )
+            meant = nearest(name, known)
+            hint = f"did you mean {meant}?" if meant else f"known are {', '.join(known)}"
+            raise FormulaError(f"unknown fact {name}; {hint}")
         raise UnknownFactError(name, settle)
 
 
 def gather(evidence: Evidence | None, runs: str | None = None) -> Facts:
-    """The facts of the result in ``evidence``; without evidence, none.
+    """The facts of the result in ``evidence``; without evidence, no facts.
 
     Args:
         evidence: what the audit read.
-        runs: pattern of run paths that belong to the result; of all performance runs by default.
+        runs: pattern of the run paths of the result. Default: all performance runs.
 
     Raises:
-        UsageError: ``runs`` matches none.
+        UsageError: ``runs`` matches no run.
     """
     if evidence is None:
         return Facts()
@@ -242,7 +234,7 @@ def _node_facts(evidence: Evidence, runs: Sequence[Run], rows: Sequence[NodeRow]
     if counts and None not in counts:
         total = float(sum(count or 0 for count in counts))
         found |= {"accelerators": Fact(total, where), "accelerators_per_node": Fact(total / nodes, where)}
-    with suppress(UsageError):  # runs that are no nodes of one result have neither makespan nor simultaneity
+    with suppress(UsageError):  # runs that are not nodes of one result have no makespan and no simultaneity
         result = aggregate(rows if len(rows) == len(runs) else ())
         found["makespan_tokens_per_second"] = Fact(
             result.makespan.output_tokens_per_second or 0.0,
@@ -272,7 +264,7 @@ def _scores(evidence: Evidence, runs: Sequence[Run]) -> dict[str, Fact]:
 
 
 def _group(group: str, files: Sequence[Configuration | System]) -> dict[str, Fact]:
-    """Scalar values that all ``files`` agree on, as ``group.key``."""
+    """Scalar values that are equal in all ``files``, as ``group.key``."""
     found: dict[str, Fact] = {}
     for key in sorted({key for file in files for key in file.values}):
         _add_agreed(found, f"{group}.{key}", [(file.values.get(key), file.where(key)) for file in files])

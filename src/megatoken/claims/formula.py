@@ -1,4 +1,4 @@
-"""Formulas of claims: arithmetic over named facts, and nothing else of Python."""
+"""Formulas of claims: arithmetic over named facts, parsed as Python and evaluated here."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import operator
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from decimal import Decimal
 from typing import Protocol
 
 from megatoken.errors import UsageError
+from megatoken.text import exact, precise
 
 LONGEST_FORMULA = 500
 
@@ -42,15 +42,15 @@ OF_NUMBERS: dict[str, Callable[[float], float]] = {
 
 
 class FormulaError(UsageError):
-    """The formula itself is wrong, whatever the evidence."""
+    """The formula is wrong, whatever the evidence."""
 
 
 class NoResultError(FormulaError):
-    """The formula is right, but these facts give it no result: a division by zero, the deviation of one value."""
+    """The formula has no result for these facts: a division by zero, the deviation of one value."""
 
 
 class Names(Protocol):
-    """What a formula may ask for. Both raise FormulaError for what does not exist at all."""
+    """What a formula may name. Both methods raise FormulaError for an unknown name."""
 
     def value(self, name: str) -> Value:
         """The fact called ``name``, such as ``nodes`` or ``config.precision``."""
@@ -66,8 +66,8 @@ def evaluate(formula: str, names: Names) -> Value:
     ``OF_NUMBERS``, ``number(text)`` or ``number(text, unit)`` for the first number in a text, and ``names``.
 
     Raises:
-        FormulaError: not such a formula.
-        NoResultError: one that these facts give no result.
+        FormulaError: not a formula of this form.
+        NoResultError: no result for these facts.
     """
     if len(formula) > LONGEST_FORMULA:
         raise FormulaError(f"formula longer than {LONGEST_FORMULA} characters")
@@ -80,7 +80,7 @@ def evaluate(formula: str, names: Names) -> Value:
 
 
 def claims_named(formula: str) -> set[str]:
-    """The claims that ``formula`` rests on: ids that stand in ``claim(...)``. Raises FormulaError."""
+    """The ids of the claims that ``formula`` uses with ``claim(...)``. Raises FormulaError."""
     found = set()
     for node in ast.walk(_parse(formula)):
         match node:
@@ -99,10 +99,10 @@ def _parse(formula: str) -> ast.expr:
 def _value(node: ast.expr, names: Names) -> Value:
     match node:
         case ast.Constant(value=bool()):
-            raise FormulaError("true and false are no numbers")
+            raise FormulaError("true and false are not numbers")
         case ast.Constant(value=int() | float() as number):
             if not math.isfinite(number):
-                raise FormulaError("holds a number beyond what a float can be")
+                raise FormulaError("a number is too large for a float")
             return float(number)
         case ast.Constant(value=str() as text):
             return text
@@ -115,12 +115,12 @@ def _value(node: ast.expr, names: Names) -> Value:
         case ast.BinOp(left=left, op=symbol, right=right) if type(symbol) in OPERATORS:
             result = OPERATORS[type(symbol)](_number(left, names), _number(right, names))
             if isinstance(result, complex) or not math.isfinite(result):
-                raise NoResultError("a number that is not finite")
+                raise NoResultError("the result is not finite")
             return result
         case ast.Call(func=ast.Name(id="claim" | "model" as function), args=[ast.Name(id=name)]):
             raise FormulaError(f"{function}({name}) lacks quotes; write {function}('{name}')")
         case ast.Call(func=ast.Name(id="claim"), args=[argument]) if not isinstance(argument, ast.Constant):
-            raise FormulaError(f"claim({ast.unparse(argument)}) names no claim; write its id in quotes")
+            raise FormulaError(f"claim({ast.unparse(argument)}) needs a claim id in quotes")
         case ast.Call(func=ast.Name(id=function), args=arguments, keywords=[]):
             return _call(function, [_value(argument, names) for argument in arguments], names)
     raise FormulaError(f"{ast.unparse(node)!r} is not arithmetic over facts")
@@ -142,10 +142,10 @@ def _call(function: str, arguments: list[Value], names: Names) -> Value:
 
 
 def first_number(*arguments: Value) -> float:
-    """The first number in a text, or the first before a unit: 2, given ``4-GPU node: 2 TB SSD`` and ``TB``.
+    """The first number in a text, or the first before a unit: 2 for ``4-GPU node: 2 TB SSD`` and ``TB``.
 
     Raises:
-        NoResultError: there is none.
+        NoResultError: the text has no such number.
     """
     match arguments:
         case [str(text)]:
@@ -153,9 +153,9 @@ def first_number(*arguments: Value) -> float:
         case [str(text), str(unit)]:
             found = re.search(rf"(\d[\d,]*(?:\.\d+)?)\s*{re.escape(unit)}(?!\w)", text)
         case _:
-            raise FormulaError("number() takes a text, and perhaps the unit behind the number")
+            raise FormulaError("number() takes a text and, optionally, the unit after the number")
     if not found:
-        raise NoResultError(f"number() found none in {' and '.join(map(repr, arguments))}")
+        raise NoResultError(f"number() found no number in {' and '.join(map(repr, arguments))}")
     return float(found.group(1).replace(",", ""))
 
 
@@ -164,29 +164,16 @@ def _number(node: ast.expr, names: Names) -> float:
     if isinstance(value, float):
         return value
     what = f"a list of {len(value)}" if isinstance(value, tuple) else f"the text {value!r}"
-    hint = "sum, max, min, mean or median makes one number of it" if isinstance(value, tuple) else "try number(...)"
+    hint = "use sum, max, min, mean or median" if isinstance(value, tuple) else "use number(...)"
     raise FormulaError(f"{ast.unparse(node)} is {what}; {hint}")
 
 
-def exact(value: float) -> str:
-    """A number with all its digits, as somebody wrote it."""
-    if not 1e-6 <= abs(value) < 1e15:
-        return f"{value:g}"
-    text = f"{Decimal(repr(value)):,f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def beside(value: float | str, written: object) -> str:
-    """A recomputed number: as ``shown``, with no fewer decimals than the ``written`` one it stands beside."""
-    text = shown(value)
-    if isinstance(value, str) or not isinstance(written, float) or "e" in text:
-        return text
-    decimals = len(exact(written).partition(".")[2])
-    return text if len(text.partition(".")[2]) >= decimals else f"{value:,.{decimals}f}"
-
-
-def shown(value: float | str) -> str:
-    """A number with four significant digits, or one decimal from 1,000 on."""
+def recomputed_text(value: float | str, claimed: object) -> str:
+    """A recomputed value as text, with at least as many decimals as the claimed number."""
     if isinstance(value, str):
         return value
-    return f"{value:,.1f}".removesuffix(".0") if abs(value) >= 1000 else f"{value:.4g}"
+    text = precise(value)
+    if not isinstance(claimed, float) or "e" in text:
+        return text
+    decimals = len(exact(claimed).partition(".")[2])
+    return text if len(text.partition(".")[2]) >= decimals else f"{value:,.{decimals}f}"

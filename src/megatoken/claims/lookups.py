@@ -1,8 +1,7 @@
-"""What the formula of one claim may name, and what its answer must say of that: places, nameplates, projections."""
+"""The names that the formula of one claim may use; records what the formula used, for the answer."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -21,7 +20,7 @@ from megatoken.claims.facts import Facts, UnknownFactError
 from megatoken.claims.formula import OF_LISTS, OF_NUMBERS, FormulaError, Value
 from megatoken.claims.schema import Claim, Input
 from megatoken.errors import UsageError
-from megatoken.text import count_of
+from megatoken.text import count_of, nearest
 
 T = TypeVar("T")
 
@@ -36,7 +35,7 @@ WATTS = {"W": 1.0, "kW": 1000.0}
 
 
 class Lookups:
-    """Names for ``evaluate``; afterwards the lists say what the formula rested on."""
+    """Names for ``evaluate``; afterwards the attributes state what the formula used."""
 
     def __init__(self, claim: Claim, facts: Facts, claims: Mapping[str, Claim]) -> None:
         self._claim, self._facts, self._claims = claim, facts, claims
@@ -47,15 +46,14 @@ class Lookups:
         self.conditions: list[str] = []
         self.published: list[Entry] = []
         self.uses_time = self.uses_rates = False
-        self.shown_elsewhere = False
-        """Whether anything in the formula stands outside the claims file."""
+        self.uses_evidence = False  # anything from outside the claims file
 
     def value(self, name: str) -> Value:
         """An input of the claim or a fact of the artefacts."""
         if name in self._claim.inputs:
             return self._input(name, self._claim.inputs[name])
         fact = self._facts.find(name)
-        self.shown_elsewhere = True
+        self.uses_evidence = True
         self.where += [place for place in fact.where if place not in self.where]
         self.uses_time |= name.endswith("_seconds")
         self.uses_rates |= name == "tokens_per_second"
@@ -68,7 +66,7 @@ class Lookups:
         _known(dict.fromkeys((*OF_LISTS, *OF_NUMBERS, "number", *LOOKUPS)), function, "function")
         texts = [argument for argument in arguments if isinstance(argument, str)]
         if len(texts) < len(arguments):
-            raise FormulaError(f"{function}() takes texts")
+            raise FormulaError(f"{function}() takes texts in quotes")
         match function, texts:
             case "published", [submission, benchmark, scenario]:
                 return self._published(submission, benchmark, scenario, "total")
@@ -92,14 +90,11 @@ class Lookups:
             self._add_nameplate(f"{name} is nameplate")
         elif given.unit in WATTS and given.accelerator and given.accelerators:
             watts = _known(accelerator_table(), given.accelerator, "accelerator").tdp_watts
-            if (
-                watts
-                and abs(given.value * WATTS[given.unit] - watts * given.accelerators)
-                <= 0.005 * watts * given.accelerators
-            ):
+            nameplate = (watts or 0.0) * given.accelerators
+            if nameplate and abs(given.value * WATTS[given.unit] - nameplate) <= 0.005 * nameplate:
                 self._add_nameplate(
                     f"{name}, {given.value:,g} {given.unit}, is {given.accelerators} x {watts:,g} W TDP of"
-                    f" {given.accelerator}, the accelerators alone"
+                    f" {given.accelerator}: the accelerators only"
                 )
         return given.value
 
@@ -119,7 +114,7 @@ class Lookups:
         value = _known(found, what, "part of a published result")
         self._place(RESULTS, row.line)
         if value is None:
-            raise UnknownFactError(f"{what} of {entry.name}", f"a result of {row.system} that states its {what}")
+            raise UnknownFactError(f"{what} of {entry.name}", f"a result of {row.system} that states {what}")
         if what in BASES:
             self.published.append(entry)
             self._note_projection(entry, what)
@@ -140,7 +135,7 @@ class Lookups:
         if column not in columns:
             _known(dict.fromkeys(columns), column, "column")
         if column not in facts.values:
-            raise UnknownFactError(f"{column} of {name}", f"a data sheet of {name} that states it")
+            raise UnknownFactError(f"{column} of {name}", f"a data sheet of {name} with {column}")
         self._place(ACCELERATORS, facts.line)
         if column == "tdp_w":
             self._add_nameplate(f"TDP of {name}")
@@ -151,7 +146,7 @@ class Lookups:
             self.nameplate.append(text)
 
     def _place(self, table: str, line: int | None) -> None:
-        self.shown_elsewhere = True
+        self.uses_evidence = True
         place = Where(f"megatoken/data/{table}", line)
         if place not in self.where:
             self.where.append(place)
@@ -160,6 +155,6 @@ class Lookups:
 def _known(table: Mapping[str, T], name: str, kind: str) -> T:
     if name in table:
         return table[name]
-    close = difflib.get_close_matches(name, table, n=1, cutoff=0.5)
-    mend = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(table))}"
-    raise FormulaError(f"unknown {kind} {name!r}; {mend}")
+    meant = nearest(name, table)
+    hint = f"did you mean {meant}?" if meant else f"known are {', '.join(sorted(table))}"
+    raise FormulaError(f"unknown {kind} {name!r}; {hint}")

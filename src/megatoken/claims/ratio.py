@@ -1,4 +1,4 @@
-"""Ratios of claims: both sides as entries, the value on the stated basis, and what is not like for like."""
+"""Recompute claimed ratios on their basis, and find what is not like for like."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from megatoken.analysis.entries import published_entry
 from megatoken.analysis.published import RESULTS, published_result
 from megatoken.audit.evidence import Where
 from megatoken.claims.facts import SYSTEM, Facts, UnknownFactError
-from megatoken.claims.formula import FormulaError, shown
+from megatoken.claims.formula import FormulaError
 from megatoken.claims.schema import Claim, Side
 from megatoken.errors import UsageError
+from megatoken.text import precise
 
 BASIS_OF = {"gpu": "per_gpu", "node": "per_node", "rack": "per_rack", None: "total"}
-IN_WORDS = {"total": "in total", "per_gpu": "per GPU", "per_node": "per node", "per_rack": "per rack"}
+BASIS_TEXT = {"total": "in total", "per_gpu": "per GPU", "per_node": "per node", "per_rack": "per rack"}
 SIZES = ("accelerators", "accelerators per node")
 SUBJECTS = ("division", "scenario", "model")
 NOT_STATED = "not stated"
@@ -23,7 +24,7 @@ ARTEFACTS = "the artefacts"
 
 @dataclass(frozen=True, slots=True)
 class JudgedRatio:
-    """A ratio in the unit of its claim: as stated, and as it compares like with like."""
+    """A ratio in the unit of its claim: on the stated basis, and like for like."""
 
     stated_value: float
     stated_basis: str
@@ -40,8 +41,8 @@ def judge_ratio(claim: Claim, facts: Facts) -> JudgedRatio:
     """Recompute the ratio of ``claim``.
 
     Raises:
-        UnknownFactError: the artefacts or the published table lack a side.
-        FormulaError: a side has no rate on the basis, for want of its counts.
+        UnknownFactError: the artefacts or the published results do not have a side.
+        FormulaError: a side has no rate on the basis, because the file does not state its accelerators or nodes.
     """
     ratio = claim.ratio
     assert ratio is not None
@@ -56,7 +57,7 @@ def judge_ratio(claim: Claim, facts: Facts) -> JudgedRatio:
     errors, reasons = [], []
     if sizes or subjects:
         errors.append("like for like")
-        reasons.append("does not compare like with like: " + _in_words([*sizes, *subjects]))
+        reasons.append("not like for like: " + _listed([*sizes, *subjects]))
     estimates = [entry.name for entry in (of, to) if entry.state == "estimate"]
     if estimates and claim.presented_as == "measurement":
         errors.append("estimate sold as measurement")
@@ -68,8 +69,8 @@ def judge_ratio(claim: Claim, facts: Facts) -> JudgedRatio:
     value, right_basis = stated, basis
     if sizes and per_gpu[0] and per_gpu[1]:
         value, right_basis = _in_unit(per_gpu[0] / per_gpu[1], claim.unit), "per_gpu"
-        reasons.append(f"per GPU it is {shown(value)} {claim.unit}".rstrip())
-    others = [(f"{of.name} over {to.name}, {IN_WORDS[basis]}", stated)] if right_basis != basis else []
+        reasons.append(f"per GPU it is {precise(value)} {claim.unit}".rstrip())
+    others = [(f"{of.name} over {to.name}, {BASIS_TEXT[basis]}", stated)] if right_basis != basis else []
     for side in ratio.other_baselines:
         try:
             other = side_entry(side, facts)
@@ -77,27 +78,23 @@ def judge_ratio(claim: Claim, facts: Facts) -> JudgedRatio:
             reasons.append(f"not shown: {error.name}")
             continue
         against = _in_unit(_rate(of, basis) / _rate(other, basis), claim.unit)
-        others.append((f"{of.name} over {other.name}, {IN_WORDS[basis]}", against))
-        reasons.append(f"against {other.name} ({other.state}) it is {shown(against)} {claim.unit}".rstrip())
+        others.append((f"{of.name} over {other.name}, {BASIS_TEXT[basis]}", against))
+        reasons.append(f"against {other.name} ({other.state}) it is {precise(against)} {claim.unit}".rstrip())
     return JudgedRatio(
         stated_value=stated,
-        stated_basis=IN_WORDS[basis],
+        stated_basis=BASIS_TEXT[basis],
         value=value,
-        formula=f"{of.name} over {to.name}, {IN_WORDS[right_basis]}",
+        formula=f"{of.name} over {to.name}, {BASIS_TEXT[right_basis]}",
         errors=tuple(errors),
         reasons=tuple(reasons),
-        remarks=(f"not the same on both sides: {_in_words(remarks)}",) if remarks else (),
+        remarks=(f"different on the two sides: {_listed(remarks)}",) if remarks else (),
         others=tuple(others),
         where=tuple(_places(ratio.of, facts) + _places(ratio.to, facts)),
     )
 
 
 def side_entry(side: Side, facts: Facts) -> Entry:
-    """One side as an entry to compare.
-
-    Raises:
-        UnknownFactError: it is to come from artefacts or a published row that are not there.
-    """
+    """One side as an entry to compare. Raises UnknownFactError if its artefacts or published row are missing."""
     if side.published:
         submission, benchmark, scenario = side.published.split(":")
         try:
@@ -140,16 +137,16 @@ def _places(side: Side, facts: Facts) -> list[Where]:
 def _rate(entry: Entry, basis: str) -> float:
     rate = entry.rate(basis)
     if not rate and entry.source == ARTEFACTS:
-        raise UnknownFactError(f"a rate {IN_WORDS[basis]} of {entry.name}", SYSTEM)
+        raise UnknownFactError(f"a rate {BASIS_TEXT[basis]} of {entry.name}", SYSTEM)
     if not rate:
         raise FormulaError(
-            f"ratio: {entry.name} has no rate {IN_WORDS[basis]}; state accelerator, accelerators and nodes, or a basis"
+            f"ratio: {entry.name} has no rate {BASIS_TEXT[basis]}; state accelerator, accelerators, nodes, or a basis"
         )
     return rate
 
 
 def _in_unit(ratio: float, unit: str) -> float:
-    """A ratio as it is, or as the percentage by which it exceeds one."""
+    """The ratio itself or, for a unit of percent, by how many percent it exceeds one."""
     return (ratio - 1) * 100 if unit.startswith(("%", "percent")) else ratio
 
 
@@ -158,5 +155,5 @@ def _text(facts: Facts, name: str) -> str | None:
     return fact.value if fact and isinstance(fact.value, str) else None
 
 
-def _in_words(unlike: list[Difference]) -> str:
-    return ", ".join(f"{one.field} {one.of} against {one.to}" for one in unlike)
+def _listed(unlike: list[Difference]) -> str:
+    return ", ".join(f"{one.field} {one.of} vs {one.to}" for one in unlike)

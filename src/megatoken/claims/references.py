@@ -1,4 +1,4 @@
-"""What the commands aggregate and compare are given: folders, published ids, accelerators and claims, resolved."""
+"""Resolve the arguments of aggregate and compare: folders, published ids, accelerators, claims."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def aggregation_rows(paths: Sequence[Path], read: Reader) -> list[NodeRow]:
     """The nodes below ``paths``: run folders, folders of run folders, and folders of LoadGen logs.
 
     Args:
-        paths: as given by the user.
-        read: what reads LoadGen's logs.
+        paths: paths on the command line.
+        read: reads LoadGen logs.
 
     Raises:
-        UsageError: a path holds neither, or logs of several results.
+        UsageError: a path contains neither, or logs of several results.
     """
     rows: list[NodeRow] = []
     for path in paths:
@@ -44,11 +44,11 @@ def comparison_entry(reference: str, read: Reader, *, benchmark: str, scenario: 
     """One result to compare.
 
     Args:
-        reference: a run folder; a folder of run folders, which are repeats; a folder of LoadGen logs;
+        reference: a run folder; a folder of repeats; a folder of LoadGen logs;
             ``CLAIMS.yaml#id``; ``5.1-0008`` or ``5.1-0008:benchmark:scenario``; an accelerator, ``GB200``.
-        read: what reads LoadGen's logs.
-        benchmark: of published rows where the reference names none, ``llama2-70b-99``.
-        scenario: likewise, ``Offline``.
+        read: reads LoadGen logs.
+        benchmark: benchmark of published rows if the reference names none, ``llama2-70b-99``.
+        scenario: scenario of published rows if the reference names none, ``Offline``.
 
     Raises:
         UsageError: the reference is none of these, or has no rate.
@@ -71,13 +71,13 @@ def comparison_entry(reference: str, read: Reader, *, benchmark: str, scenario: 
 
 
 def _runs_entry(path: Path, runs: Sequence[Run], name: str) -> Entry:
-    """Run folders below a path as one entry, which says where repeats of them are missing."""
+    """Run folders below a path as one entry, with a note on missing repeats."""
     entry = run_entry(runs, name)
     return replace(entry, note="; ".join(filter(None, (*missing_notes(path, runs), entry.note))) or None)
 
 
 def _runs(path: Path) -> list[Run]:
-    """The run folder ``path``, or those below it; none if there are none."""
+    """The run folder ``path``, or the run folders below it."""
     if not path.is_dir():
         raise UsageError(f"{path}: no such folder")
     return [read_run(folder) for folder in run_folders(path)]
@@ -85,7 +85,7 @@ def _runs(path: Path) -> list[Run]:
 
 def _log_rows(path: Path, evidence: Evidence) -> list[NodeRow]:
     if evidence.kind == "submission" and len(evidence.performance_runs) > 1:
-        raise UsageError(f"{path}: holds {len(evidence.performance_runs)} results; give the folder of one of them")
+        raise UsageError(f"{path}: contains {len(evidence.performance_runs)} results; give the folder of one of them")
     rows = node_rows(evidence)
     if not rows:
         raise UsageError(f"{path}: neither run folders nor LoadGen logs of a performance run with a rate")
@@ -111,7 +111,7 @@ def _claim_entry(file: Path, name: str) -> Entry:
     if claim is None:
         raise UsageError(f"{file} has no claim {name}; it has {', '.join(one.id for one in claims.claims)}")
     if not isinstance(claim.value, float) or claim.unit not in RATE_UNITS:
-        raise UsageError(f"{file}#{name}: a claim to compare is a rate in tokens/s, this is {claim.value} {claim.unit}")
+        raise UsageError(f"{file}#{name}: only a claim in tokens/s can be compared, got {claim.value} {claim.unit}")
     return Entry(
         name=f"{file.name}#{name}",
         source=f"{claims.source}: {claim.text}",

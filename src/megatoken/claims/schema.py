@@ -1,4 +1,4 @@
-"""Claims as YAML: what is claimed, of what scope, presented as what, and what it is said to follow from."""
+"""The schema of claims files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Answered = Literal["holds", "does not hold", "cannot be determined"]
 
 
 def _like(pattern: str, demand: str) -> AfterValidator:
-    """A validator of text that names the demand in words and not as a pattern."""
+    """A validator of text with a readable message instead of the pattern."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -39,13 +39,13 @@ PublishedRow = Annotated[str, _like(r"\d+\.\d+-\d{4}:[^:]+:[^:]+", "like 5.1-000
 
 
 class Input(Strict):
-    """A number that a formula uses, with where it comes from."""
+    """A number that a formula uses, and its source."""
 
     value: float
     unit: str = ""
     source: str | None = None
     state: Literal["measured", "verified", "unverified", "estimate", "nameplate", "assumed"] = "unverified"
-    accelerator: str | None = Field(None, description="with unit W: the GPUs whose power this is")
+    accelerator: str | None = Field(None, description="with unit W: the GPUs that draw this power")
     accelerators: Count | None = None
 
 
@@ -74,16 +74,16 @@ class Side(Strict):
 
 
 class RatioClaim(Strict):
-    """``of`` over ``to``; ``other_baselines`` are shown beside it and do not decide."""
+    """``of`` divided by ``to``; ``other_baselines`` are reported and do not decide."""
 
     of: Side
     to: Side
-    basis: Basis | None = Field(None, description="by default what the scope says")
+    basis: Basis | None = Field(None, description="default: the basis of the scope")
     other_baselines: list[Side] = []
 
 
 class Claim(Strict):
-    """One claim: a value with unit and scope, and what it is to be recomputed from."""
+    """One claim: a value with unit and scope, and how to recompute it."""
 
     id: Identifier
     text: Annotated[str, Field(min_length=1)]
@@ -94,8 +94,8 @@ class Claim(Strict):
     presented_as: PresentedAs = "measurement"
     relation: Literal["equal", "at least", "at most"] = "equal"
     rounded_to: Positive | None = Field(None, description="step to which the value is rounded; default: its last digit")
-    accelerators: Count | None = Field(None, description="how many the value is said to cover")
-    formula: str | dict[str, str] | None = Field(None, description="one, or several definitions by name")
+    accelerators: Count | None = Field(None, description="number of accelerators that the value covers")
+    formula: str | dict[str, str] | None = Field(None, description="one formula, or several definitions by name")
     inputs: dict[InputName, Input] = {}
     ratio: RatioClaim | None = None
     settle: list[str] = Field([], description="evidence that would settle it")
@@ -103,38 +103,38 @@ class Claim(Strict):
     @model_validator(mode="after")
     def _something_to_recompute(self) -> Self:
         if isinstance(self.value, str) and re.fullmatch(r"[\d.,_]*\d", self.value):
-            raise ValueError(f"value {self.value!r} is a text; write the number without quotes, commas and underscores")
+            raise ValueError(f"value {self.value!r} is text; write the number without quotes, commas and underscores")
         if self.formula is not None and self.ratio is not None:
-            raise ValueError("has both formula and ratio; give one of them")
+            raise ValueError("has formula and ratio; give one of them")
         if self.formula in ("", {}):
-            raise ValueError("formula names no definition")
+            raise ValueError("formula is empty")
         if self.ratio is not None and not self.is_number:
-            raise ValueError("is a ratio, so value must be a number")
+            raise ValueError("value must be a number, because the claim is a ratio")
         if self.formula is None and self.ratio is None and not self.is_plain_rate and not self.settle:
             raise ValueError(
-                "says nothing to recompute: give formula or ratio, or a value in tokens/s with its scope,"
-                " or under settle the evidence that would decide it"
+                "nothing to recompute: give formula or ratio, a value in tokens/s with scope, or the missing evidence "
+                "under settle"
             )
         return self
 
     @property
     def is_number(self) -> bool:
-        """Whether the value is a number, not a text or a yes."""
+        """Whether the value is a number."""
         return isinstance(self.value, float)
 
     @property
     def is_plain_rate(self) -> bool:
-        """Whether unit and scope alone say what to recompute."""
+        """Whether unit and scope are enough to recompute the value."""
         return self.is_number and self.unit in RATE_UNITS and self.scope is not None
 
     @property
     def counts_users(self) -> bool:
-        """Whether the unit says people or agents present at once; ``users/s`` is a rate."""
+        """Whether the unit counts users or agents at one time; ``users/s`` is a rate."""
         return any(word in self.unit.lower() for word in USER_UNITS) and "/" not in self.unit
 
     @property
     def tolerance(self) -> float:
-        """Half a step of the value as it is written."""
+        """Half a step of the last written digit, or of ``rounded_to``."""
         if self.rounded_to is not None:
             return self.rounded_to / 2
         if not isinstance(self.value, float) or self.value.is_integer():
@@ -148,7 +148,7 @@ class ClaimsFile(Strict):
     schema_version: Literal[1] = 1
     title: str
     source: str
-    runs: str | None = Field(None, description="pattern of run folders, where the artefacts hold several results")
+    runs: str | None = Field(None, description="pattern of run folders, if the artefacts contain several results")
     claims: list[Claim] = Field(min_length=1)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""A rate of one scope given to another: the rack's number to one node, the GPU's to a node."""
+"""Detect a rate claimed for the wrong scope: the rate of the rack claimed for one node."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import math
 
 from megatoken.analysis.comparison import Entry
 from megatoken.claims.facts import Facts
-from megatoken.claims.formula import exact
 from megatoken.claims.lookups import Lookups
 from megatoken.claims.schema import RATE_UNITS, Claim
+from megatoken.text import exact
 
 BASIS_OF = {"gpu": "per_gpu", "node": "per_node", "rack": "per_rack"}
-WORDS = {"gpu": "one GPU", "node": "one node", "rack": "the rack"}
+NAMES = {"gpu": "one GPU", "node": "one node", "rack": "the rack"}
 CLOSE_BELOW = 0.9
 
 Ranges = dict[str, tuple[float, float]]
 
 
 def scope_error(claim: Claim, facts: Facts, lookups: Lookups) -> str | None:
-    """The sentence that names the scope to which the claimed rate belongs; None if its own, or none, fits."""
+    """A sentence that names the scope whose rate is claimed; None if the rate fits its own scope, or no scope."""
     if claim.unit not in RATE_UNITS or claim.scope is None or not isinstance(claim.value, float):
         return None
     for origin, ranges in [
@@ -30,8 +30,8 @@ def scope_error(claim: Claim, facts: Facts, lookups: Lookups) -> str | None:
             continue
         for scope, other in ranges.items():
             if scope != claim.scope and _fits(claim, other):
-                did = f"{exact(claim.value)} tokens/s is what {WORDS[scope]} did in {origin}"
-                return f"{did}, not {WORDS[claim.scope]}, which did {_range(own)}"
+                did = f"{exact(claim.value)} tokens/s is the rate of {NAMES[scope]} in {origin}"
+                return f"{did}, not of {NAMES[claim.scope]}, which has {_range(own)}"
     return None
 
 
@@ -41,7 +41,7 @@ def _of_artefacts(facts: Facts) -> Ranges:
         return {}
     total = math.fsum(rates)
     nodes = facts.node_count or len(rates)
-    each = rates if len(rates) > 1 else [total / nodes]  # a single run may be of a system of many nodes
+    each = rates if len(rates) > 1 else [total / nodes]  # a single run may cover several nodes
     ranges = {"rack": (total, total), "node": (min(each), max(each))}
     accelerators = sum(row.accelerators or 0 for row in facts.nodes)
     if accelerators:

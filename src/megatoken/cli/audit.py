@@ -32,7 +32,8 @@ def audit(
 ) -> int:
     """Check published results and claims. Reports what holds, what does not, and what cannot be determined."""
     from megatoken.audit import audit as audited
-    from megatoken.claims.claims import judge, load_claims
+    from megatoken.claims.judge import judge
+    from megatoken.claims.schema import load_claims
 
     files = {file: load_claims(file) for file in claims or ()}
     with counted("reading runs", "listing files") as progress:

@@ -1,7 +1,7 @@
-"""Claims recomputed from evidence: each holds, does not hold (with the right value), or cannot be determined (and why).
+"""Recompute claims from evidence: each holds, does not hold (with the right value), or cannot be determined (and why).
 
-Beside the arithmetic these errors are found: a number of one scope given to another, ratios that do not compare like
-with like, nameplate power sold as measured, forecasts and projections sold as measurements, rates sold as users.
+Finds wrong arithmetic, and also rates claimed for the wrong scope, ratios that are not like for like, and nameplate
+power, projections, estimates and forecasts presented as measurements.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import Any
 
 from megatoken.audit.evidence import Evidence, Where
 from megatoken.claims.facts import POWER, Facts, UnknownFactError, gather
-from megatoken.claims.formula import FormulaError, NoResultError, Value, beside, claims_named, evaluate, exact
+from megatoken.claims.formula import FormulaError, NoResultError, Value, claims_named, evaluate, recomputed_text
 from megatoken.claims.lookups import Lookups
 from megatoken.claims.ratio import judge_ratio
-from megatoken.claims.schema import Answered, Claim, ClaimsFile, load_claims
+from megatoken.claims.schema import Answered, Claim, ClaimsFile
 from megatoken.claims.scope import scope_error
 from megatoken.errors import UsageError
+from megatoken.text import exact
 
-__all__ = ["ClaimAnswer", "Recomputed", "judge", "load_claims"]
-
-# "As expected" and "than projected" speak of what was found.
+# Except "as expected" and "than projected", which describe a result.
 FORECAST_WORDS = re.compile(
     r"(?<!\bas )(?<!\bthan )"
     r"\b(will|would|expect(s|ed)?|project(s|ed|ion)?|forecasts?|anticipat(es?|ed)|predict(s|ed)?|potentially)\b",
@@ -35,12 +34,12 @@ DEFAULT_FORMULAS = {
     "gpu": "sum(tokens_per_second) / accelerators",
 }
 MOST_PLACES = 20
-OWN_NUMBERS = "from numbers of the claims file alone: no artefact or published result was asked"
+OWN_NUMBERS = "computed only from numbers of the claims file, without artefacts or published results"
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """What the evidence gives, in the unit of the claim."""
+    """The value that the evidence gives, in the unit of the claim."""
 
     value: float | str
     unit: str
@@ -53,7 +52,7 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True)
 class ClaimAnswer:
-    """One claim and what the evidence says of it; ``errors`` are the kinds of error in it, in words."""
+    """The answer to one claim; ``errors`` are the kinds of error found (docs/claims.md)."""
 
     claim: Claim
     source: str
@@ -61,7 +60,7 @@ class ClaimAnswer:
     recomputed: Recomputed | None
     why: str
     errors: tuple[str, ...] = ()
-    others: tuple[Recomputed, ...] = ()  # by other definitions or against other baselines
+    others: tuple[Recomputed, ...] = ()  # by other definitions, or against other baselines
     evidence_that_would_settle: tuple[str, ...] = ()
     where: tuple[Where, ...] = ()
 
@@ -94,32 +93,34 @@ def judge(claims: ClaimsFile, evidence: Evidence | None) -> list[ClaimAnswer]:
 
     Args:
         claims: from ``load_claims``.
-        evidence: what an audit read; None leaves the published table and what the claims state themselves.
+        evidence: what an audit read; None: only the published results and the numbers of the file.
 
     Raises:
-        UsageError: a formula or ratio is wrong in itself, claims rest on each other, or ``runs`` matches nothing.
+        UsageError: a formula or ratio is malformed, claims use each other in a circle, or ``runs`` matches nothing.
     """
     facts = gather(evidence, claims.runs)
     by_id = {claim.id: claim for claim in claims.claims}
     answers = []
-    rests_on: dict[str, set[str]] = {}
+    used_claims: dict[str, set[str]] = {}
     for claim in claims.claims:
         source = "; ".join(filter(None, (claims.source, claim.source)))
         try:
             answers.append(_answer(claim, source, facts, by_id))
-            rests_on[claim.id] = set().union(*map(claims_named, _formulas(claim).values()))
+            used_claims[claim.id] = set().union(*map(claims_named, _formulas(claim).values()))
         except UsageError as error:
             raise UsageError(f"claim {claim.id}: {error}") from error
     try:
-        TopologicalSorter(rests_on).prepare()
+        TopologicalSorter(used_claims).prepare()
     except CycleError as error:
         circle = " -> ".join(reversed(error.args[1]))
-        raise UsageError(f"claim {error.args[1][0]} rests on itself ({circle}); give it a formula of its own") from None
+        raise UsageError(
+            f"claim {error.args[1][0]} is computed from itself ({circle}); give it another formula"
+        ) from None
     return answers
 
 
 def _formulas(claim: Claim) -> dict[str, str]:
-    """By definition; without a name where there is one alone."""
+    """Formulas by name of the definition; a single formula has the name ''."""
     formula = claim.formula
     if formula is None:
         formula = DEFAULT_FORMULAS[str(claim.scope)] if claim.is_plain_rate else {}
@@ -129,17 +130,17 @@ def _formulas(claim: Claim) -> dict[str, str]:
 def _answer(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Claim]) -> ClaimAnswer:
     try:
         if claim.presented_as == "forecast":
-            settle = claim.settle or ["a measurement once there is something to measure"]
+            settle = claim.settle or ["a measurement, when one exists"]
             return _undetermined(claim, source, "a forecast, not a measurement", settle)
         if claim.ratio is not None:
             return _ratio(claim, source, facts)
         if claim.formula is None and not claim.is_plain_rate:
-            return _undetermined(claim, source, "nothing in the artefacts bears on it", claim.settle)
+            return _undetermined(claim, source, "the artefacts contain nothing about it", claim.settle)
         return _recomputed(claim, source, facts, claims)
     except UnknownFactError as error:
         return _undetermined(claim, source, f"not shown: {error.name}", (error.settle, *claim.settle))
     except NoResultError as error:
-        settle = ["artefacts whose figures give the formula a result", *claim.settle]
+        settle = ["artefacts for which the formula has a result", *claim.settle]
         return _undetermined(claim, source, str(error), settle)
 
 
@@ -151,7 +152,7 @@ def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Cl
         try:
             value = _single(evaluate(formula, lookups))
         except (UnknownFactError, NoResultError) as error:
-            if isinstance(error, NoResultError) and not lookups.shown_elsewhere:
+            if isinstance(error, NoResultError) and not lookups.uses_evidence:
                 raise FormulaError(f"{error}; correct the formula") from error
             unknown.append(error)
             continue
@@ -162,7 +163,7 @@ def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Cl
     chosen = agreeing[0] if agreeing else next(iter(results))
     best, lookups = results[chosen]
     others = {name: result for name, (result, _) in results.items() if name != chosen}
-    errors, reasons = _sold_as_what_it_is_not(claim, lookups)
+    errors, reasons = _presentation_errors(claim, lookups)
     wrong_scope = scope_error(claim, facts, lookups)
     if wrong_scope:
         errors.insert(0, "scope")
@@ -176,7 +177,7 @@ def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Cl
     if others:
         alternatives = "; ".join(f"{name}: {_amount(result, claim)}" for name, result in others.items())
         reasons.append(f"that is by the definition {chosen!r}; others give {alternatives}")
-    if not lookups.shown_elsewhere:
+    if not lookups.uses_evidence:
         reasons.append(OWN_NUMBERS)
     if lookups.uses_rates and claim.scope == "rack" and facts.sum_label:
         reasons.append(facts.sum_label)
@@ -193,23 +194,23 @@ def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Cl
     )
 
 
-def _sold_as_what_it_is_not(claim: Claim, lookups: Lookups) -> tuple[list[str], list[str]]:
-    errors, reasons = [], []
+def _presentation_errors(claim: Claim, lookups: Lookups) -> tuple[list[str], list[str]]:
+    """Kinds of error, and reasons: values presented as what they are not."""
+    found: list[tuple[str, str]] = []
     if claim.presented_as == "measurement":
         if lookups.nameplate:
-            errors.append("nameplate sold as measured")
-            reasons.append(f"rests on nameplate power, not on measured power: {'; '.join(lookups.nameplate)}")
+            names = "; ".join(lookups.nameplate)
+            found.append(("nameplate sold as measured", f"uses nameplate power, not measured power: {names}"))
         if lookups.projections:
-            errors.append("projection sold as measurement")
-            reasons.append("; ".join(lookups.projections))
+            found.append(("projection sold as measurement", "; ".join(lookups.projections)))
         if lookups.estimates:
-            errors.append("estimate sold as measurement")
-            reasons.append("; ".join(lookups.estimates))
+            found.append(("estimate sold as measurement", "; ".join(lookups.estimates)))
+    errors, reasons = [error for error, _ in found], [reason for _, reason in found]
     errors += _forecast(claim)
     reasons += _future_words(claim)
     if claim.counts_users and not lookups.uses_time:
         errors.append("rate sold as concurrency")
-        reasons.append("a rate is not a number of users at once: that needs the time each one stays (Little's law)")
+        reasons.append("a rate does not give the number of users at one time without the time of each (Little's law)")
     return errors, reasons
 
 
@@ -219,7 +220,7 @@ def _ratio(claim: Claim, source: str, facts: Facts) -> ClaimAnswer:
     right = Recomputed(judged.value, claim.unit, judged.formula)
     errors = [*judged.errors, *_forecast(claim)]
     reasons = [*judged.reasons, *_future_words(claim)]
-    found = " ".join(filter(None, (beside(judged.stated_value, claim.value), claim.unit, judged.stated_basis)))
+    found = " ".join(filter(None, (recomputed_text(judged.stated_value, claim.value), claim.unit, judged.stated_basis)))
     if not agrees(claim, judged.stated_value):
         errors.append("arithmetic")
         reasons.insert(0, f"not {_claimed(claim)}: {found}")
@@ -235,17 +236,17 @@ def _ratio(claim: Claim, source: str, facts: Facts) -> ClaimAnswer:
 
 
 def _forecast(claim: Claim) -> list[str]:
-    """The error of words about what is to come in a claim that its file itself calls a measurement."""
+    """The error of a claim about the future that its file presents as a measurement."""
     called = claim.presented_as == "measurement" and "presented_as" in claim.model_fields_set
     return ["forecast sold as measurement"] if called and FORECAST_WORDS.search(claim.text) else []
 
 
 def _future_words(claim: Claim) -> list[str]:
-    """A remark on such words; where the file does not say what the claim is presented as, they decide nothing."""
+    """A remark on words about the future; without ``presented_as`` in the file they are not an error."""
     if claim.presented_as != "measurement" or not FORECAST_WORDS.search(claim.text):
         return []
     unsaid = "" if _forecast(claim) else ", and the claims file does not say presented_as: measurement or forecast"
-    return [f"its words speak of what is to come{unsaid}"]
+    return [f"the text is about the future{unsaid}"]
 
 
 def _undetermined(claim: Claim, source: str, why: str, settle: Sequence[str]) -> ClaimAnswer:
@@ -253,8 +254,8 @@ def _undetermined(claim: Claim, source: str, why: str, settle: Sequence[str]) ->
 
 
 def agrees(claim: Claim, value: float | str) -> bool:
-    """Whether ``value`` is what is claimed: within half a step of its last digit, beyond a bound, or the same text."""
-    claimed = ("yes" if claim.value else "no") if isinstance(claim.value, bool) else claim.value
+    """Whether ``value`` agrees with the claim: within half a step of its last digit, its bound, or equal text."""
+    claimed = _text(claim.value) if isinstance(claim.value, bool) else claim.value
     if isinstance(claimed, str) or isinstance(value, str):
         return str(claimed).casefold() == str(value).casefold()
     margin = abs(claimed) * 1e-12
@@ -268,19 +269,22 @@ def agrees(claim: Claim, value: float | str) -> bool:
 
 
 def _amount(result: Recomputed, claim: Claim) -> str:
-    return f"{beside(result.value, claim.value)} {result.unit}".rstrip()
+    return f"{recomputed_text(result.value, claim.value)} {result.unit}".rstrip()
 
 
 def _claimed(claim: Claim) -> str:
     relation = "" if claim.relation == "equal" else f"{claim.relation} "
-    yes_or_text = claim.value if isinstance(claim.value, str) else "yes" if claim.value else "no"
-    value = exact(claim.value) if isinstance(claim.value, float) else yes_or_text
+    value = exact(claim.value) if isinstance(claim.value, float) else _text(claim.value)
     return f"{relation}{value} {claim.unit}".rstrip()
+
+
+def _text(value: bool | str) -> str:
+    return value if isinstance(value, str) else "yes" if value else "no"
 
 
 def _single(value: Value) -> float | str:
     if isinstance(value, tuple):
         if len(set(value)) > 1:
-            raise FormulaError("gives a list of different values; sum, max, min, mean or median makes one of it")
+            raise FormulaError("the result is a list of different values; use sum, max, min, mean or median")
         return value[0]
     return value
