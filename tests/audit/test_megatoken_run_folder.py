@@ -76,7 +76,7 @@ def test_simulated_gpus_are_told(run_folder):
 def test_simulated_gpus_are_told_where_only_the_target_says_so(run_folder):
     path = run_folder / "result.json"
     result = json.loads(path.read_text())
-    path.write_text(json.dumps({**result, "target": {"device": "simulated H200"}}))
+    path.write_text(json.dumps({**result, "target": {"simulated_gpu": "H200"}}))
     (found,) = [item for item in audit(run_folder).findings if item.id == "run_folder.simulated"]
     assert found.found.startswith("simulated H200")
 

@@ -136,14 +136,14 @@ def test_what_was_not_edited_passes(kind: str, request: pytest.FixtureRequest, t
             [in_config("rack", simulated_gpu="GB300")],
             "config.yaml rack.simulated_gpu: simulated GB300, target: not",
         ),
-        ([in_result(target__device="simulated H200")], "target: simulated H200, notes: not simulated"),
+        ([in_result(target__simulated_gpu="H200")], "target: simulated H200, notes: not simulated"),
         ([in_result(target__kernels="none: a cost model; products: x")], "nothing else of a simulation"),
         ([in_result(target__why_no_gpu="simulated")], "nothing else of a simulation"),
         (
             [
                 in_config("rack", simulated_gpu="H200"),
                 in_result(
-                    target__device="simulated H200",
+                    target__simulated_gpu="H200",
                     notes=[reason("SIMULATED_GPU", gpu="H200")],
                     weights="ab",
                     random_weights=False,
@@ -159,7 +159,7 @@ def test_contradictions_about_simulation(drawn: Path, tmp_path: Path, edits: lis
 
 def test_a_simulation_that_is_told_everywhere_is_no_contradiction(drawn: Path, tmp_path: Path) -> None:
     note = reason("SIMULATED_GPU", gpu="h200")
-    edits = (in_config("rack", simulated_gpu="h200"), in_result(target__device="simulated H200", notes=[note]))
+    edits = (in_config("rack", simulated_gpu="h200"), in_result(target__simulated_gpu="H200", notes=[note]))
     assert not {"run_folder.simulation", "run_folder.notes"} & edited(drawn, tmp_path, *edits).keys()
 
 
@@ -168,7 +168,7 @@ def test_a_simulation_that_is_told_everywhere_is_no_contradiction(drawn: Path, t
     [
         ("drawn", in_result(notes=[]), "no note RANDOM_WEIGHTS"),
         ("drawn", in_result(weights="0" * 64, random_weights=False), "a note on random weights, whose hash is told"),
-        ("drawn", in_result(target__kernels="PyTorch only: no g++"), "no note NO_KERNELS"),
+        ("drawn", in_result(target__why_no_kernels="no g++"), "no note NO_KERNELS"),
         ("scored", in_result(notes=[]), "no note REFERENCE_MODEL"),
         ("tested", in_result(notes=lambda notes: notes[:1]), "no note COMPLIANCE_TEST"),
     ],

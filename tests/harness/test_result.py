@@ -25,24 +25,27 @@ def test_threads_of_a_racks_engines_are_not_the_drivers_affair() -> None:
 
 
 def test_an_engine_that_has_all_it_wants_needs_no_note() -> None:
-    assert engine_notes({"device": "cpu", "kernels": "compiled kernels", "why_no_gpu": None}, "bf16") == []
+    assert (
+        engine_notes({"device": "cpu", "kernels": "compiled", "why_no_kernels": None, "bf16_widened": False}, "bf16")
+        == []
+    )
     assert engine_notes({"device": "NVIDIA H200", "kernels": "Triton", "why_no_gpu": None}, "bf16") == []
     assert engine_notes({}, "bf16") == []
 
 
 def test_an_engine_on_the_cpu_although_there_is_a_gpu() -> None:
     why = "runs on the CPU: the GPU back end has no fp32; take bf16 or fp8"
-    (note,) = engine_notes({"device": "cpu", "kernels": "compiled kernels", "why_no_gpu": why}, "fp32")
+    (note,) = engine_notes({"device": "cpu", "kernels": "compiled", "why_no_gpu": why}, "fp32")
     assert note == reason("NO_GPU", why=why)
 
 
 def test_an_engine_without_kernels() -> None:
-    (note,) = engine_notes({"device": "cpu", "kernels": "PyTorch only: no compiler g++", "why_no_gpu": None}, "bf16")
+    (note,) = engine_notes({"device": "cpu", "kernels": "PyTorch only", "why_no_kernels": "no compiler g++"}, "bf16")
     assert note == reason("NO_KERNELS", why="no compiler g++")
 
 
 def test_a_processor_that_widens_bf16() -> None:
-    engine = {"device": "cpu", "kernels": "compiled kernels, bf16 widened", "why_no_gpu": None}
+    engine = {"device": "cpu", "kernels": "compiled", "bf16_widened": True}
     for precision in ("bf16", "fp8"):
         (note,) = engine_notes(engine, precision)
         assert note == reason("BF16_WIDENED")

@@ -238,7 +238,8 @@ class Engine:
         on_gpu = self.device.type == "cuda"
         return {
             "device": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
-            "kernels": self._ops.kernels(),
+            "simulated_gpu": None,
+            **self._ops.kernels(),
             "threads": torch.get_num_threads(),
             "tensor_parallel": self.config.tensor_parallel,
             "steps_in_flight": 1 + self._lookahead,

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from megatoken.engine.config import EngineConfig, ModelConfig, find_shape
 from megatoken.engine.cost_model import CostModel
 from megatoken.engine.gpus import Gpu, find_gpu
-from megatoken.engine.kernel_words import SIMULATED
 from megatoken.engine.memory import MemoryPlan, plan_memory_of
 from megatoken.engine.request import FinishReason, Request, TokenEvent, check_request, token_ids
 from megatoken.engine.scheduler import StepPlan
@@ -288,15 +287,18 @@ class SimulatedEngine:
     def describe(self) -> dict[str, Any]:
         """What this engine pretends to run on and with, ready for JSON."""
         return {
-            "device": f"{SIMULATED}{self._gpu.name}",
+            "device": f"simulated {self._gpu.name}",
+            "simulated_gpu": self._gpu.name,
             "kernels": f"none: a cost model; products: {self._costs.basis}",
+            "why_no_kernels": None,
+            "bf16_widened": False,
             "threads": 0,
             "tensor_parallel": self.config.tensor_parallel,
             "steps_in_flight": 1 + self._lookahead,
             "target_step_seconds": self.config.target_step_seconds,
             "fp8_scales": scheme_of(self.config).fp8_scales,
             "measured_input_scales": 0,
-            "why_no_gpu": "simulated",
+            "why_no_gpu": None,
         }
 
     def state(self) -> ReplicaState:

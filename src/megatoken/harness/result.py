@@ -14,7 +14,6 @@ from megatoken.accuracy.gate import Judgement
 from megatoken.analysis.stability import judge_soak
 from megatoken.analysis.statistics import Samples
 from megatoken.config import RunConfig
-from megatoken.engine.kernel_words import NO_KERNELS, WIDENED
 from megatoken.harness.loadgen import TestSettings
 from megatoken.harness.loadgen_plan import run_benchmark, run_limits
 from megatoken.mlperf.benchmarks import LatencyLimits, benchmark
@@ -185,9 +184,9 @@ def run_notes(facts: Mapping[str, Any]) -> list[Reason]:
 def engine_notes(engine: Mapping[str, Any], precision: str | None) -> list[Reason]:
     """What makes an engine, as it describes itself, slower than the machine could be, or may do so."""
     notes = []
-    if str(engine.get("kernels", "")).startswith(NO_KERNELS):
-        notes.append(reason("NO_KERNELS", why=engine["kernels"].removeprefix(NO_KERNELS)))
-    if precision in ("bf16", "fp8") and str(engine.get("kernels", "")).endswith(WIDENED):
+    if engine.get("why_no_kernels"):
+        notes.append(reason("NO_KERNELS", why=engine["why_no_kernels"]))
+    if precision in ("bf16", "fp8") and engine.get("bf16_widened"):
         notes.append(reason("BF16_WIDENED"))
     if engine.get("device") == "cpu" and engine.get("why_no_gpu"):
         notes.append(reason("NO_GPU", why=engine["why_no_gpu"]))

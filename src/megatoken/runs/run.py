@@ -128,7 +128,8 @@ def _checked_result(value: Any) -> dict[str, Any]:
     Verdict(result["verdict"])
     for reason in (*result["reasons"], *result["rules_unmet"], *result.get("doubts", [])):
         _mapping(reason)["code"], reason["message"]
-    result = upgrade_result(result)
+    if version == 1:
+        result = upgrade_result(result)
     check_result(result)
     return result
 

@@ -57,8 +57,12 @@ class Ops(Protocol):
     operations that make one are told its ``consumer``.
     """
 
-    def kernels(self) -> str:
-        """What computes, in a few words, for the record of a run."""
+    def kernels(self) -> dict[str, Any]:
+        """What computes, for the record of a run.
+
+        ``kernels`` is a description, ``why_no_kernels`` says why there are no compiled ones (None: there are), and
+        ``bf16_widened`` is True where the processor has no instruction for products of bf16.
+        """
 
     def padded_tokens(self, rows: int, weights_bytes: int) -> int:
         """Rows to run instead of ``rows``, where every new number of rows would cost the back end time and memory."""

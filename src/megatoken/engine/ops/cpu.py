@@ -96,7 +96,7 @@ class Batch:
     sample_index: AttentionIndex | PageTable | None
 
 
-def kernels() -> str:
+def kernels() -> dict[str, Any]:
     """Compiled ones, or why there are none."""
     return native.status()
 

@@ -54,9 +54,10 @@ class Batch:
     sample_host_lengths: NDArray[np.int32]
 
 
-def kernels() -> str:
+def kernels() -> dict[str, Any]:
     """Versions of the compilers and libraries behind the operations."""
-    return f"Triton {triton.__version__}, products of PyTorch {torch.__version__}"
+    versions = f"Triton {triton.__version__}, products of PyTorch {torch.__version__}"
+    return {"kernels": versions, "why_no_kernels": None, "bf16_widened": False}
 
 
 def padded_tokens(rows: int, weights_bytes: int) -> int:

@@ -14,11 +14,10 @@ import subprocess
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from megatoken.engine.kernel_words import NO_KERNELS, WIDENED
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 HEADERS = (SOURCE.with_name("kernels_amx.h"), SOURCE.with_name("kernels_vectors.h"))
@@ -37,21 +36,25 @@ SIGNATURES = {
 
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None. The first call looks for a file built before, or builds for some ten seconds."""
-    return _library_and_status()[0]
+    return _library_or_reason()[0]
 
 
-def status() -> str:
-    """Which kernels run: "compiled kernels" or "PyTorch only: " and why. The first call may build, like ``library``."""
-    kernels, words = _library_and_status()
-    return words if kernels is None or "avx512_bf16" in _processor().split() else words + WIDENED
+def status() -> dict[str, Any]:
+    """Which kernels run, as ``Ops.kernels``. The first call may build, like ``library``."""
+    kernels, why_none = _library_or_reason()
+    return {
+        "kernels": "compiled" if kernels is not None else "PyTorch only",
+        "why_no_kernels": why_none,
+        "bf16_widened": kernels is not None and "avx512_bf16" not in _processor().split(),
+    }
 
 
 @functools.cache
-def _library_and_status() -> tuple[ctypes.CDLL | None, str]:
+def _library_or_reason() -> tuple[ctypes.CDLL | None, str | None]:
     try:
-        return _open(), "compiled kernels"
+        return _open(), None
     except (OSError, RuntimeError, AttributeError) as error:
-        return None, f"{NO_KERNELS}{error}"
+        return None, str(error)
 
 
 def must_build() -> bool:
