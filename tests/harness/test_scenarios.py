@@ -78,7 +78,7 @@ def test_server_latencies_count_from_when_samples_were_due(tmp_path: Path, data_
     assert result["loadgen_ttft_p99_seconds"] == pytest.approx(result["latency_verdict"]["ttft_p99_seconds"], abs=apart)
     assert result["loadgen_samples_per_second"] == pytest.approx(300, rel=0.1)
     assert result["loadgen_scheduled_samples_per_second"] == pytest.approx(schedule.mean_rate(600), rel=0.01)
-    assert result["client_limit"]["samples_per_second"] > 600
+    assert result["client_capacity"]["samples_per_second"] > 600
     assert 0 <= result["send_lag_seconds"]["p50"] < 0.01
     assert result["send_lag_limit_seconds"] == 0.1
     assert abs(result["wall_clock_step_seconds"]) < 0.01
@@ -197,7 +197,7 @@ def test_single_stream_has_one_sample_at_a_time(tmp_path: Path, data_set: Datase
     result = finished.result
     assert result["loadgen_validity"] == "VALID"
     assert result["loadgen_latency_p90_seconds"] == pytest.approx(result["latency_seconds"]["p90"], abs=5e-3)
-    assert result["client_limit"] is None
+    assert result["client_capacity"] is None
     assert "SCENARIO" in codes(finished)  # of llama2-70b, the yardstick of a model that is named after no benchmark
     lasting = run(tmp_path, data_set, 50, 0.01, scenario="singlestream", min_duration_seconds=1.0)
     assert lasting.result["loadgen_validity"] == "VALID"

@@ -201,7 +201,7 @@ def test_a_killed_soak_goes_on_where_it_stopped(tmp_path: Path, load: list[objec
     duration = result["soak"]["duration_seconds"] = between.series["elapsed_seconds"].to_pylist()[-1] + 3.0
     (path / "result.json").write_text(json.dumps(result))
     code, _, err = call("soak", "--resume", path)
-    assert (code, f"min_duration_seconds was {duration}, here it is 3600.0" in err) == (2, True), err
+    assert (code, f"min_duration_seconds was {duration}, now it is 3600.0" in err) == (2, True), err
     settings = (path / "config.yaml").read_text()
     (path / "config.yaml").write_text(settings.replace("seconds: 3600.0", f"seconds: {duration!r}"))
     code, out, err = call("soak", "--resume", path, "--json")
@@ -233,7 +233,7 @@ def test_a_killed_soak_goes_on_where_it_stopped(tmp_path: Path, load: list[objec
 
     code, _, err = call_here("soak", "--resume", path)
     assert (code, err.count("\n")) == (2, 1)
-    assert "has come to its end" in err
+    assert "already finished (" in err
 
 
 def test_a_soak_of_another_model_or_machine_is_not_gone_on_with(
@@ -250,20 +250,20 @@ def test_a_soak_of_another_model_or_machine_is_not_gone_on_with(
     file = path / "config.yaml"
     settings = file.read_text()
     for line, other, words in (
-        ("seed: 0", "seed: 1", "seed was 0, here it is 1"),
-        ("max_sequences: 4", "max_sequences: 5", "engine.max_sequences was 4, here it is 5"),
-        ("max_tokens: 128", "max_tokens: 9", "max_tokens was 128, here it is 9"),
-        ("precision: bf16", "precision: fp32", "precision was bf16, here it is fp32"),
+        ("seed: 0", "seed: 1", "seed was 0, now it is 1"),
+        ("max_sequences: 4", "max_sequences: 5", "engine.max_sequences was 4, now it is 5"),
+        ("max_tokens: 128", "max_tokens: 9", "max_tokens was 128, now it is 9"),
+        ("precision: bf16", "precision: fp32", "precision was bf16, now it is fp32"),
     ):
         assert line in settings
         file.write_text(settings.replace(line, other))
         with pytest.raises(UsageError, match=f"cannot be resumed: {words}; "):
             Earlier(read_run(path), 1.0, ()).check_settings(load_run_config(file, {}))
     code, _, err = call("soak", "--resume", path)
-    assert (code, err.count("\n"), err.count("precision was bf16, here it is fp32")) == (2, 1, 1)
+    assert (code, err.count("\n"), err.count("precision was bf16, now it is fp32")) == (2, 1, 1)
     file.write_text(settings)
     Earlier(read_run(path), 1.0, ()).check_settings(load_run_config(file, {}))
-    with pytest.raises(UsageError, match="precision was fp8, here it is bf16"):  # all that older versions recorded
+    with pytest.raises(UsageError, match="precision was fp8, now it is bf16"):  # all that older versions recorded
         Earlier(replace(read_run(path), result={**result, "precision": "fp8"}), 1.0, ()).check(result)
 
     (path / "result.json").write_text(json.dumps({**result, "data_set_sha256": "0" * 64}))
@@ -277,9 +277,9 @@ def test_a_soak_of_another_model_or_machine_is_not_gone_on_with(
     of_rack = Earlier(replace(run, result={**result, "rack_nodes": nodes}), 1.0, ())
     renamed = [{**node, "node": "m"} for node in nodes]
     of_rack.check({**result, "rack_nodes": renamed})
-    with pytest.raises(UsageError, match="3 x 4 replicas on Grace, 4 GB300, here it is 2 x 4 replicas on"):
+    with pytest.raises(UsageError, match="3 x 4 replicas on Grace, 4 GB300, now it is 2 x 4 replicas on"):
         of_rack.check({**result, "rack_nodes": nodes[1:]})
-    with pytest.raises(UsageError, match="hardware was Grace, 4 GB300, here it is "):
+    with pytest.raises(UsageError, match="hardware was Grace, 4 GB300, now it is "):
         Earlier(replace(run, environment=machine, result=result), 1.0, ()).check(result)
 
 
@@ -290,7 +290,7 @@ def test_drawn_weights_of_another_shape_are_another_model(tmp_path: Path) -> Non
     file = path / "config.yaml"
     Earlier(read_run(path), 1.0, ()).check_settings(load_run_config(file, {}))
     file.write_text(file.read_text().replace("model: tiny", "model: 125m"))
-    with pytest.raises(UsageError, match="cannot be resumed: model was tiny, here it is 125m; "):
+    with pytest.raises(UsageError, match="cannot be resumed: model was tiny, now it is 125m; "):
         Earlier(read_run(path), 1.0, ()).check_settings(load_run_config(file, {}))
 
 
@@ -306,7 +306,7 @@ def test_an_error_says_how_to_go_on(tmp_path: Path) -> None:
     assert (code, stdout) == (1, "")
     message = err.splitlines()[-1]
     assert message.startswith("megatoken: logits after 1 token of a request are no numbers")
-    assert message.endswith(f"; go on with megatoken soak --resume {folder}")
+    assert message.endswith(f"; resume with megatoken soak --resume {folder}")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from megatoken.analysis.statistics import Samples
 from megatoken.mlperf.benchmarks import BENCHMARKS, LatencyLimits, benchmark
 from megatoken.mlperf.latencies import Latencies, latencies
 from megatoken.mlperf.rules import (
-    ClientLimit,
+    ClientCapacity,
     Observed,
     Round,
     Shortfall,
@@ -153,7 +153,7 @@ WELL = {
     "limits": LatencyLimits(2.0, 0.2),
     "latencies": OWN,
     "send_lag_p99_seconds": 0.001,
-    "client": ClientLimit(1000.0, 300_000.0),
+    "client": ClientCapacity(1000.0, 300_000.0),
     "samples_per_second": 40.0,
 }
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from megatoken.analysis.machine import utc_text
 from megatoken.errors import UsageError
-from megatoken.harness.bench import Bench
 from megatoken.harness.loadgen_plan import MLPERF_SECONDS, full_length, plan_test, run_limits
 from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder, too_few
 from megatoken.harness.rate_search import Try
+from megatoken.harness.session import TestSession
 from megatoken.harness.stop import StopSignals
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import Run, Verdict, read_run
@@ -21,7 +21,7 @@ PROBES = "probes"
 FAILURE_CODES = {"LOADGEN_ERRORS", "FAILED_SAMPLES", "SEND_LAG", "CLIENT_LIMIT", "WALL_CLOCK", "LOADGEN_DISAGREES"}
 
 
-def find_rate(bench: Bench, first_rate: float) -> Path:
+def find_rate(session: TestSession, first_rate: float) -> Path:
     """Searches from ``first_rate`` on; every probe and every confirmation is a run folder below ``probes``.
 
     Returns:
@@ -30,26 +30,26 @@ def find_rate(bench: Bench, first_rate: float) -> Path:
     Raises:
         UsageError: a run of that length has too few samples to show a 99th percentile.
     """
-    config = bench.config
+    config = session.config
     limits = run_limits(config)
     assert limits is not None
-    settings = plan_test(config, len(bench.data_set.requests), first_rate)
+    settings = plan_test(config, len(session.data_set.requests), first_rate)
     if (why := too_few(first_rate, *full_length(settings))) is not None:
         raise UsageError(why)
     with StopSignals() as stop:
-        folder = bench.create_folder(config, settings, config.out)
+        folder = session.create_folder(config, settings, config.out)
         stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
         try:
-            prober = _Prober(bench, folder, stop)
+            prober = _Prober(session, folder, stop)
             goal = Goal(limits, prober.full_length, settings.seeds.schedule, config.probe_seconds)
-            finder = RateFinder(goal, first_rate, prober.measure, bench.progress.note)
+            finder = RateFinder(goal, first_rate, prober.measure, session.progress.note)
             prober.finder = finder
             _finish(folder, finder, None if stop.received else finder.run(), stop)
         except BaseException as error:
             folder.interrupt(reason("INTERRUPTED", error=type(error).__name__, cause=str(error)))
             raise
         finally:
-            bench.progress.clear()
+            session.progress.clear()
     return folder.path
 
 
@@ -76,16 +76,16 @@ class _Prober:
 
     finder: RateFinder
 
-    def __init__(self, bench: Bench, folder: RunFolder, stop: StopSignals) -> None:
-        self._bench = bench
+    def __init__(self, session: TestSession, folder: RunFolder, stop: StopSignals) -> None:
+        self._session = session
         self._folder = folder
         self._stop = stop
         self._count = 0
 
     def full_length(self, rate: float) -> tuple[int, float]:
         """Samples and seconds of a run of full length."""
-        config = self._bench.config.model_copy(update={"rate": rate})
-        return full_length(plan_test(config, len(self._bench.data_set.requests), rate))
+        config = self._session.config.model_copy(update={"rate": rate})
+        return full_length(plan_test(config, len(self._session.data_set.requests), rate))
 
     def measure(self, tried: Try, probe: Probe) -> Outcome | None:
         """Runs one; None after a signal."""
@@ -95,17 +95,17 @@ class _Prober:
         changes: dict[str, object] = {"rate": probe.rate, "find_rate": False, "probe_seconds": None}
         if probe.seconds is not None:
             changes |= {"min_duration_seconds": probe.seconds, "rules": None}
-        elif self._bench.config.min_duration_seconds is None and self._bench.config.rules is None:
+        elif self._session.config.min_duration_seconds is None and self._session.config.rules is None:
             changes["min_duration_seconds"] = MLPERF_SECONDS
-        config = self._bench.config.model_copy(update=changes)
-        settings = plan_test(config, len(self._bench.data_set.requests), probe.rate)
+        config = self._session.config.model_copy(update=changes)
+        settings = plan_test(config, len(self._session.data_set.requests), probe.rate)
         kind = "probe" if probe.seconds else "confirmation"
         name = f"{self._count:02}-{kind}-{tried.rate:.4g}"
-        self._bench.progress.note(
+        self._session.progress.note(
             f"{kind} at {precise(tried.rate)} samples/s, {probe.seconds or self.full_length(tried.rate)[1]:.0f} s"
         )
-        folder = self._bench.create_folder(config, settings, self._folder.path / PROBES, name)
-        saturation = self._bench.run(config, settings, folder, self._stop, probe.watch)
+        folder = self._session.create_folder(config, settings, self._folder.path / PROBES, name)
+        saturation = self._session.run(config, settings, folder, self._stop, probe.watch)
         if self._stop.received:
             return None
         broken = () if saturation else _broken(read_run(folder.path), probe.seconds is None)

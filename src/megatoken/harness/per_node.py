@@ -31,7 +31,7 @@ from megatoken.harness.loadgen_plan import plan_test
 from megatoken.harness.prepare import Prepared, prepare, resolve
 from megatoken.harness.progress import Progress
 from megatoken.harness.result import asked_facts, run_notes
-from megatoken.harness.run import make_bench
+from megatoken.harness.session import TestSession
 from megatoken.harness.stop import StopSignals
 from megatoken.harness.together import concluded_nodes, gathered, joined_tables, node_starts
 from megatoken.rack.clock import OffsetEstimate
@@ -115,7 +115,7 @@ class NodeDriver:
             backend = _NodeBackend(self._config, MemoryPlan(**json.loads(memory)), json.loads(facts), self._hub)
             prepared = prepare(self._config, backend)
             with backend.load() as target:
-                self._bench, self._settings, _ = make_bench(
+                self._session, self._settings, _ = TestSession.start(
                     resolve(prepared.config, prepared.model.memory),
                     prepared.data_set,
                     target,
@@ -125,14 +125,14 @@ class NodeDriver:
                 )
         except MegatokenError as error:
             return json.dumps({"error": str(error)})
-        return json.dumps({"samples_per_second": self._bench.facts["estimated_samples_per_second"]})
+        return json.dumps({"samples_per_second": self._session.facts["estimated_samples_per_second"]})
 
     def run(self, start_wall_ns: int) -> bytes:
         """Runs the test from that moment of this node's wall clock; the run folder as a tar file."""
         with tempfile.TemporaryDirectory(prefix="megatoken-node-") as out:
-            config = self._bench.config  # with all that was left open
-            folder = self._bench.create_folder(config, self._settings, Path(out))
-            self._bench.run(config, self._settings, folder, self, start_wall_ns=start_wall_ns)
+            config = self._session.config  # with all that was left open
+            folder = self._session.create_folder(config, self._settings, Path(out))
+            self._session.run(config, self._settings, folder, self, start_wall_ns=start_wall_ns)
             packed = io.BytesIO()
             with tarfile.open(fileobj=packed, mode="w") as archive:
                 archive.add(folder.path, arcname=".")

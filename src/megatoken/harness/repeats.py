@@ -7,30 +7,30 @@ from pathlib import Path
 
 from megatoken.analysis.repeats import REPEATS, summarise_repeats
 from megatoken.files import to_json, write_text
-from megatoken.harness.bench import Bench
 from megatoken.harness.loadgen import TestSettings
+from megatoken.harness.session import TestSession
 from megatoken.harness.stop import StopSignals
 from megatoken.runs.run import Run, read_run
 from megatoken.runs.writer import run_name
 
 
-def repeat(bench: Bench, settings: TestSettings) -> Path:
+def repeat(session: TestSession, settings: TestSettings) -> Path:
     """Runs a test ``config.repeat`` times; a signal ends the run at hand and leaves the rest out.
 
     Returns:
         The folder that holds the run folders and ``repeats.json``.
     """
-    config = bench.config
+    config = session.config
     name = run_name(datetime.now(UTC), config.scenario, config.model)
     parent = config.out / f"{name}-repeats"
     runs: list[Run] = []
     with StopSignals() as stop:
         while not runs or (len(runs) < config.repeat and not stop.received):
-            bench.progress.note(f"run {len(runs) + 1} of {config.repeat}")
-            folder = bench.create_folder(config, settings, parent, f"{len(runs) + 1:03}")
+            session.progress.note(f"run {len(runs) + 1} of {config.repeat}")
+            folder = session.create_folder(config, settings, parent, f"{len(runs) + 1:03}")
             stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
             stop.write_seconds = folder.write_seconds
-            bench.run(config, settings, folder, stop)
+            session.run(config, settings, folder, stop)
             runs.append(read_run(folder.path))
             write_text(parent / REPEATS, to_json(summarise_repeats(runs, config.repeat)))
     return parent

@@ -21,7 +21,7 @@ from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.latencies import Latencies, latencies, percentile
 from megatoken.mlperf.rounds import DEFAULT_ROUND
 from megatoken.mlperf.rules import (
-    ClientLimit,
+    ClientCapacity,
     Observed,
     doubts,
     judge,
@@ -73,7 +73,7 @@ def concluded(
     if facts["ttft_limit_seconds"] is not None:
         limits = LatencyLimits(facts["ttft_limit_seconds"], facts["tpot_limit_seconds"])
         own = latencies(samples, limits)
-    client = facts["client_limit"]
+    client = facts["client_capacity"]
     observed = Observed(
         scenario=scenario,
         mode="compliance" if compliance else facts["mode"],
@@ -82,7 +82,7 @@ def concluded(
         limits=of.limits_of(scenario),
         latencies=own,
         send_lag_p99_seconds=None if scenario == "offline" else percentile(samples.sent - samples.scheduled),
-        client=ClientLimit(**client) if client else None,
+        client=ClientCapacity(**client) if client else None,
         samples_per_second=facts["offered_samples_per_second"],
         wall_clock_step_seconds=facts["wall_clock_step_seconds"],
     )

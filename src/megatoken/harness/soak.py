@@ -1,8 +1,8 @@
-"""``megatoken soak``: a target kept full for hours, in one run folder that an interruption does not end, and a verdict.
+"""``megatoken soak``: keep a target full for hours, in one run folder that can be resumed, and judge its stability.
 
-LoadGen has no test of an exact duration and cannot be stopped or gone on with, so a soak issues its samples itself, to
-the same loop of measurement: a new one for each that ends. Times and totals in the folder count the time under load: a
-soak that was interrupted goes on where it stopped, and how long it paused is told apart.
+LoadGen has no test of an exact duration and cannot be stopped or resumed, so a soak issues its own samples to the same
+measurement loop: a new one for each that ends. Times and totals in the folder count the time under load. A soak that
+was interrupted resumes where it stopped; the length of the interruption is recorded separately.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from megatoken.analysis.summary import summarise_run
 from megatoken.config import KEYS, RunConfig
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.hardware.inventory import take_inventory
-from megatoken.harness.bench import Bench
 from megatoken.harness.loadgen import TestSettings
 from megatoken.harness.loadgen_wire import Issued
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.prepare import Prepared
 from megatoken.harness.progress import Progress
 from megatoken.harness.result import concluded_soak, core_wait_notes, run_notes
-from megatoken.harness.run import make_bench
+from megatoken.harness.session import TestSession
 from megatoken.harness.stop import Stop, StopSignals
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import Run, Verdict, read_run
@@ -42,25 +41,25 @@ from megatoken.runs.writer import RunFolder, run_name
 from megatoken.targets import Target
 from megatoken.text import count_of
 
-QUEUED_SHARE = 0.5  # samples that wait for each that a replica can hold
+QUEUED_SHARE = 0.5  # samples that wait for each one that a replica can run
 FEWEST_QUEUED = 16
-# Where things lie, whose contents are compared, and what no record depends on.
+# Paths, whose contents are compared instead, and settings that do not affect the records.
 MAY_CHANGE = {"prompts", "lengths", "out", "warm_up_seconds", "min_duration_seconds"} | {
     f"rack.{name}" for name in ("cluster", "dead_after_seconds", "reconnect_seconds", "wait_seconds", "replace")
 }
-ROW_SECONDS = 0.001  # by which a row that ends a segment stands after the last of it
+ROW_SECONDS = 0.001  # from the last row of a segment to the row that closes it
 
 
 class SteadyLoad:
-    """Keeps a number of samples outstanding until the time is over: passes of the data set, each in its own order."""
+    """Keeps a number of samples outstanding for a time; each pass over the data set has its own order."""
 
     def __init__(self, rows: int, population: int, seconds: float, seed: Sequence[int]) -> None:
-        """Issues nothing before it is first asked.
+        """Issues nothing before the first ``take_issued``.
 
         Args:
             rows: of the data set.
             population: samples outstanding at any time.
-            seconds: how long samples are issued, from the first on.
+            seconds: how long samples are issued, counted from the first.
             seed: of the orders.
         """
         self._order = _passes(rows, seed)
@@ -77,7 +76,7 @@ class SteadyLoad:
         return len(self._outstanding)
 
     def take_issued(self, timeout_seconds: float) -> list[Issued]:
-        """As many samples as have ended since the last call; none once the time is over."""
+        """One sample for each that has ended since the last call; none once the time is over."""
         now_ns = time.monotonic_ns()
         if self._end_ns is None:
             self._end_ns = now_ns + round(self._seconds * 1e9)
@@ -90,17 +89,17 @@ class SteadyLoad:
         return [Issued(now_ns, [next(self._order) for _ in range(wanted)])]
 
     def first_token(self, sample: int, token_id: int) -> None:
-        """Nobody waits for it."""
+        """Does nothing: the load does not depend on first tokens."""
 
     def complete(self, sample: int, output_tokens: int, token_ids: Sequence[int] = ()) -> None:
-        """Makes room for another."""
+        """Makes room for another sample."""
         self._outstanding.remove(sample)
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Does nothing: every call has taken effect."""
 
     def withdraw(self, samples: Sequence[int]) -> None:
-        """Forgets samples that will not end."""
+        """Drops samples that will not end."""
         self._outstanding.difference_update(samples)
 
 
@@ -112,10 +111,10 @@ def _passes(rows: int, seed: Sequence[int]) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """A soak that was interrupted, and what it reached; its folder is held until the process ends.
+    """A soak that was interrupted; its folder is locked until the process ends.
 
     Attributes:
-        run: its folder as it was left.
+        run: its run folder.
         begins_seconds: time under load so far.
         reached: the last row of every replica.
     """
@@ -126,17 +125,17 @@ class Earlier:
 
     @classmethod
     def read(cls, path: Path) -> Earlier:
-        """Takes the folder and reads it.
+        """Locks the folder and reads it.
 
         Raises:
-            UsageError: it is no soak, has come to its end, or another process writes it.
+            UsageError: it is not a soak, has finished, or another process writes to it.
         """
         hold(path)
         run = read_run(path)
         if "soak" not in run.result:
-            raise UsageError(f"{path}: is no soak; give the folder of a megatoken soak that was interrupted")
+            raise UsageError(f"{path}: not a soak; give the folder of an interrupted megatoken soak")
         if run.verdict is not Verdict.INTERRUPTED:
-            raise UsageError(f"{path}: has come to its end and is {run.verdict}; start another soak with --duration")
+            raise UsageError(f"{path}: already finished ({run.verdict}); start another soak with --duration")
         series = run.series
         last = [series.slice(rows[-1], 1).to_pylist()[0] for _, _, rows in replicas(series)]
         reached = [numbers(series["elapsed_seconds"]), numbers(run.requests["last_token_seconds"])]
@@ -145,7 +144,7 @@ class Earlier:
 
     @property
     def last_rows(self) -> list[SeriesRow]:
-        """The state of every replica once the process was gone: what it had counted, and nothing under way."""
+        """The state of every replica after the interruption: its totals, and no sample in flight."""
         at = self.begins_seconds
         return [
             row._replace(elapsed_seconds=at, batched_tokens=0, pages_free=row.pages, in_flight=0, waiting=0)
@@ -153,10 +152,10 @@ class Earlier:
         ]
 
     def check_settings(self, config: RunConfig) -> None:
-        """Refuses to go on with other settings than those recorded, whatever config.yaml says by now.
+        """Refuses to resume with other settings than those recorded in ``result.json``.
 
         Raises:
-            UsageError: names the first that differs, with both values.
+            UsageError: names the first setting that differs, with both values.
         """
         soak = self.run.result["soak"]
         recorded, now = soak.get("settings", {}), _settings(config)
@@ -164,7 +163,7 @@ class Earlier:
         self._compare({"min_duration_seconds": (soak["duration_seconds"], config.min_duration_seconds)})
 
     def check(self, facts: Mapping[str, Any]) -> None:
-        """Refuses to go on with another model, data set or machine; needs no weights. Raises UsageError."""
+        """Refuses to resume with another model, data set or machine; needs no weights. Raises UsageError."""
         there = self.run.result
         pairs = {name: (there.get(name), facts.get(name)) for name in ("weights", "precision", "data_set_sha256")}
         pairs["hardware"] = (_hardware(there, self.run.environment), _hardware(facts, take_inventory()))
@@ -174,7 +173,7 @@ class Earlier:
         for name, (before, now) in pairs.items():
             if before != now:
                 raise UsageError(
-                    f"{self.run.path}: cannot be resumed: {name} was {before}, here it is {now}; "
+                    f"{self.run.path}: cannot be resumed: {name} was {before}, now it is {now}; "
                     "start another soak with --duration"
                 )
 
@@ -186,42 +185,42 @@ def run_soak(
     progress: Progress,
     earlier: Earlier | None = None,
 ) -> Path:
-    """Warms up, keeps the target full until the duration is over, lets what is under way end, and judges.
+    """Warms up, keeps the target full for the duration, lets running samples end, and judges.
 
     Args:
-        prepared: what is to be run.
-        config: resolved; ``min_duration_seconds`` is how long.
-        target: what serves; nobody else may use it meanwhile.
-        progress: where to say how far it is.
-        earlier: the soak to go on with, which has been checked; None: a new one.
+        prepared: what to run.
+        config: resolved; ``min_duration_seconds`` is the duration.
+        target: what serves; no one else may use it meanwhile.
+        progress: where to report how far it is.
+        earlier: the soak to resume, which has been checked; None: a new one.
 
     Returns:
         The run folder.
 
     Raises:
-        StorageError: the folder cannot be written; what is there says INTERRUPTED.
+        StorageError: the folder cannot be written; it says INTERRUPTED.
     """
-    # One sample: the warm-up has no number of samples to find out.
+    # One sample: a soak needs no number of samples from the warm-up.
     warm_up = config.model_copy(update={"samples": 1, "min_duration_seconds": 0.0})
-    bench, settings, _ = make_bench(warm_up, prepared.data_set, target, prepared.facts(), progress, prepared.tokenizer)
+    facts = prepared.facts()
+    session, settings, _ = TestSession.start(warm_up, prepared.data_set, target, facts, progress, prepared.tokenizer)
     population = target.state().replicas * _population(prepared.model.max_running)
     with StopSignals() as stop:
         if earlier is None:
-            facts = {**prepared.facts(), **target.facts()}
-            folder = _create(config, facts, population, prepared.model.content_hash)
+            folder = _create(config, {**facts, **target.facts()}, population, prepared.model.content_hash)
             hold(folder.path)
         else:
             folder = RunFolder.reopen(earlier.run, {**target.facts(), "soak": _resumed(earlier)}, summarise_run)
             for row in earlier.last_rows:
                 folder.add_series(row)
-        stop.parting_words = f"stopped at once; {_how_to_go_on(folder)}"
+        stop.parting_words = f"stopped at once; {_how_to_resume(folder)}"
         stop.write_seconds = folder.write_seconds
         try:
-            _run(bench, settings, folder, stop, population, earlier)
+            _run(session, settings, folder, stop, population, earlier)
         except BaseException as error:
             folder.interrupt(reason("INTERRUPTED", error=type(error).__name__, cause=str(error)))
             if isinstance(error, MegatokenError):
-                error.args = (f"{error}; {_how_to_go_on(folder)}",)
+                error.args = (f"{error}; {_how_to_resume(folder)}",)
             raise
         finally:
             progress.clear()
@@ -229,7 +228,7 @@ def run_soak(
 
 
 def hold(folder: Path) -> None:
-    """Keeps other processes from recording in ``folder`` until this one ends. Raises UsageError: one does."""
+    """Locks ``folder`` until this process ends. Raises UsageError if another process records in it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -238,7 +237,7 @@ def hold(folder: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise UsageError(f"{folder}: another process is recording in it; wait for its end") from None
+        raise UsageError(f"{folder}: another process is recording in it; wait until it ends") from None
 
 
 def _population(max_running: int) -> int:
@@ -275,7 +274,7 @@ def _create(config: RunConfig, facts: Mapping[str, Any], population: int, conten
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """By dotted key, what the records depend on."""
+    """By dotted key, the settings that affect the records."""
     there = config.model_dump(mode="json")
     flat: dict[str, Any] = {}
     for key in KEYS.keys() - MAY_CHANGE:
@@ -287,7 +286,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _resumed(earlier: Earlier) -> dict[str, Any]:
-    """The field ``soak`` with the interruption told and a new segment begun."""
+    """The field ``soak`` with the interruption added and a new segment begun."""
     soak, now = earlier.run.result["soak"], datetime.now(UTC)
     last = soak["segments"][-1]
     began = unix_seconds(last["started_at"]) or now.timestamp()
@@ -310,33 +309,38 @@ def _lost_replicas(rack: Mapping[str, Any] | None) -> int:
     return rack["replicas"] - rack["replicas_least"] if rack else 0
 
 
-def _how_to_go_on(folder: RunFolder) -> str:
-    return f"go on with megatoken soak --resume {folder.path}"
+def _how_to_resume(folder: RunFolder) -> str:
+    return f"resume with megatoken soak --resume {folder.path}"
 
 
 def _run(
-    bench: Bench, settings: TestSettings, folder: RunFolder, stop: Stop, population: int, earlier: Earlier | None
+    session: TestSession,
+    settings: TestSettings,
+    folder: RunFolder,
+    stop: Stop,
+    population: int,
+    earlier: Earlier | None,
 ) -> None:
     duration, begins = folder.facts["soak"]["duration_seconds"], earlier.begins_seconds if earlier else 0.0
     outcome: Mapping[str, Any] = {}
     if begins < duration:
-        rows, left = len(bench.data_set.requests), duration - begins
-        load = SteadyLoad(rows, population, left, (bench.config.seed, round(begins * 1e9)))
+        rows, left = len(session.data_set.requests), duration - begins
+        load = SteadyLoad(rows, population, left, (session.config.seed, round(begins * 1e9)))
         record = _Continued(folder, earlier) if earlier else folder
         measurement = Measurement(
             load,
             settings,
             np.arange(rows),
-            bench.data_set,
-            bench.target,
+            session.data_set,
+            session.target,
             record,
-            bench.progress,
-            bench.text,
+            session.progress,
+            session.text,
             planned_seconds=left,
         )
         while not load.all_issued and not stop.received:
             measurement.step()
-        if load.all_issued:  # else the drain takes as long as what waits, and not as an answer
+        if load.all_issued:  # else the drain would last as long as the queue and not as one answer
             load.withdraw(measurement.withdraw())
         while not measurement.over and not stop.received:
             measurement.step()
@@ -345,9 +349,9 @@ def _run(
             at_seconds = begins + measurement.elapsed_seconds()
             reached = {"at_seconds": at_seconds, "duration_seconds": duration, "folder": str(folder.path)}
             folder.interrupt(reason("INTERRUPTED", signal=stop.received, **reached))
-            bench.target.cancel_all()
+            session.target.cancel_all()
             return
-        outcome = bench.target.outcome(measurement.start_ns)
+        outcome = session.target.outcome(measurement.start_ns)
     _conclude(folder, outcome)
 
 
@@ -360,14 +364,14 @@ def _conclude(folder: RunFolder, outcome: Mapping[str, Any]) -> None:
 
 
 class _Continued:
-    """A run folder that goes on where it stopped: moments and totals are added to what it has."""
+    """A run folder that is resumed: moments and totals continue where they stopped."""
 
     def __init__(self, folder: RunFolder, earlier: Earlier) -> None:
         self._folder = folder
         self._begins_seconds = earlier.begins_seconds
         self._first_id = 1 + int(max(numbers(earlier.run.requests["sample_id"]), default=-1))
         self._reached = {(row.node, row.replica): row for row in earlier.reached}
-        # A machine may have another name by now, as a container does; it is the same one all the same.
+        # The same machine may have another name now, as a container does.
         names = set() if "rack_nodes" in earlier.run.result else {row.node for row in earlier.reached}
         self._node = names.pop() if len(names) == 1 else None
         self._peak_memory_bytes = earlier.run.result.get("peak_memory_bytes") or 0
@@ -386,7 +390,7 @@ class _Continued:
         self._folder.add_series(row._replace(elapsed_seconds=row.elapsed_seconds + self._begins_seconds, **totals))
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
-        """When the soak started, and its peak memory, are told of the whole."""
+        """Adds facts; the start and the peak memory are those of the whole soak."""
         kept = {name: value for name, value in facts.items() if name != "started_at"}
         if (peak := kept.get("peak_memory_bytes")) is not None:
             kept["peak_memory_bytes"] = max(peak, self._peak_memory_bytes)
@@ -399,7 +403,7 @@ class _Continued:
 
 
 def _hardware(facts: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
-    """Processors and GPUs of the machine, or of all nodes of a rack with their replicas, without their names."""
+    """Processors and GPUs of the machine, or of all nodes of a rack with their replicas; no host names."""
     nodes = facts.get("rack_nodes")
     if not nodes:
         return _machine(environment)

@@ -49,7 +49,7 @@ def round_of(name: str, benchmark: Benchmark) -> Round:
 
 
 @dataclass(frozen=True, slots=True)
-class ClientLimit:
+class ClientCapacity:
     """What the client can send on the answers of a data set, with one event per token and no model."""
 
     samples_per_second: float
@@ -80,7 +80,7 @@ class Observed:
     limits: LatencyLimits | None = None
     latencies: Latencies | None = None
     send_lag_p99_seconds: float | None = None
-    client: ClientLimit | None = None
+    client: ClientCapacity | None = None
     samples_per_second: float | None = None
     wall_clock_step_seconds: float = 0.0
 

@@ -35,6 +35,8 @@ def upgrade_result(result: Mapping[str, Any]) -> dict[str, Any]:
     new = dict(result)
     if isinstance(notes := result.get("notes"), list):
         new["notes"] = [_note(note) if isinstance(note, str) else note for note in notes]
+    if "client_limit" in new:
+        new["client_capacity"] = new.pop("client_limit")
     if isinstance(weights := result.get("weights"), str):
         new.setdefault("random_weights", weights.startswith("random"))
     if isinstance(target := result.get("target"), dict):

@@ -193,7 +193,7 @@ def _client(folder: Run, scenario: str) -> Iterator[Unmet]:
         if len(lags) and lags[int(0.99 * len(lags))] > most:
             yield Unmet("SEND_LAG", float(lags[int(0.99 * len(lags))]) if len(lags) == len(samples) else None, most)
     offered = result.get("offered_samples_per_second")
-    alone = mapping(result.get("client_limit")).get("samples_per_second")
+    alone = mapping(result.get("client_capacity")).get("samples_per_second")
     if isinstance(offered, int | float) and isinstance(alone, int | float) and offered > CLIENT_SHARE * alone:
         yield Unmet("CLIENT_LIMIT", offered, CLIENT_SHARE * alone)
     step = result.get("wall_clock_step_seconds")

@@ -1,7 +1,8 @@
-"""One test against a target, from LoadGen's start to a verdict in a run folder; every scenario, probe and repeat."""
+"""Tests against a target: warm-up, then one test from LoadGen's start to a verdict; also for probes and repeats."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -15,16 +16,25 @@ from megatoken.config import RunConfig
 from megatoken.datasets.requests import Dataset
 from megatoken.errors import MegatokenError
 from megatoken.hardware.inventory import peak_memory_bytes, take_inventory
+from megatoken.harness.client_capacity import measure_client_capacity
 from megatoken.harness.loadgen import LoadGenTest, TestSettings
-from megatoken.harness.loadgen_plan import library_to_data_set, resolve_test
+from megatoken.harness.loadgen_plan import (
+    OFFERED_SHARES,
+    learning_seconds,
+    library_to_data_set,
+    plan_test,
+    resolve_test,
+    run_limits,
+)
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
 from megatoken.harness.result import asked_facts, concluded, core_wait_notes, run_notes
 from megatoken.harness.saturation import Saturation, SaturationWatch
+from megatoken.harness.sizing import estimate_latency, estimate_rate
 from megatoken.harness.stop import Stop
-from megatoken.harness.text_stages import TextStages
+from megatoken.harness.text_stages import Codec, TextStages
 from megatoken.mlperf.detail_log import DetailLog
-from megatoken.mlperf.rules import ClientLimit
+from megatoken.mlperf.rules import ClientCapacity
 from megatoken.runs.reasons import reason
 from megatoken.runs.tables import SampleRow
 from megatoken.runs.writer import RunFolder, run_name
@@ -37,19 +47,21 @@ WATCH_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class TestSession:
     """What all tests of one command share.
 
     Attributes:
         config: what to run.
-        data_set: its requests; every one can be served.
-        target: what serves them; nobody else may use it meanwhile.
-        facts: what is known of model and data set, for ``result.json``; the target adds its own.
-        progress: where to say how far it is.
+        data_set: the requests; the target can serve every one.
+        target: what serves them; no one else may use it meanwhile.
+        facts: fields of ``result.json`` about model and data set; the target adds its own.
+        progress: where to report how far it is.
         text: where prompts and answers are text within the measured time.
-        client: what the client can do alone, where the scenario has latencies.
-        gate: what the answers are held against, where they are.
+        client: what the client can send without a model, if the scenario has latency limits.
+        gate: what the answers are compared with before there is a verdict, if anything.
     """
+
+    __test__ = False  # not a test of pytest's
 
     config: RunConfig
     data_set: Dataset
@@ -57,11 +69,43 @@ class Bench:
     facts: Mapping[str, Any]
     progress: Progress
     text: TextStages | None
-    client: ClientLimit | None
+    client: ClientCapacity | None
     gate: Gate | None
 
+    @classmethod
+    def start(
+        cls,
+        config: RunConfig,
+        data_set: Dataset,
+        target: Target,
+        facts: Mapping[str, Any],
+        progress: Progress,
+        tokenizer: Codec | None = None,
+        gate: Gate | None = None,
+    ) -> tuple[TestSession, TestSettings, float]:
+        """Warms up and plans. Arguments as the attributes; ``tokenizer`` is the model's, for ``config.text``.
+
+        Returns:
+            The session, what to ask of LoadGen, and the samples per second to offer.
+        """
+        gc.collect()
+        gc.freeze()  # a collection during the run then walks only the objects that the run has made
+        text = None
+        if config.text and tokenizer is not None:
+            progress.stage("making the text of every prompt")
+            text = TextStages(tokenizer, data_set)
+        rate = _warm_up(config, data_set, target, progress)
+        offered = config.rate or OFFERED_SHARES.get(config.scenario, 1.0) * rate
+        settings = plan_test(config, len(data_set.requests), offered)
+        client = None
+        if run_limits(config) is not None:
+            progress.stage("measuring what the client can send without a model")
+            client = measure_client_capacity(settings, data_set)
+        facts = {**facts, "estimated_samples_per_second": rate}
+        return cls(config, data_set, target, facts, progress, text, client, gate), settings, offered
+
     def create_folder(self, config: RunConfig, settings: TestSettings, out: Path, name: str | None = None) -> RunFolder:
-        """A run folder for one test, which says INTERRUPTED until there is a verdict."""
+        """Creates the run folder of one test; it says INTERRUPTED until there is a verdict."""
         facts = {**self.facts, **self.target.facts()}
         return RunFolder.create(
             out,
@@ -76,7 +120,7 @@ class Bench:
                 "rules": config.rules,
                 "data_set_rows": len(self.data_set.requests),
                 **asked_facts(config, settings),
-                "client_limit": asdict(self.client) if self.client else None,
+                "client_capacity": asdict(self.client) if self.client else None,
             },
             summarise=summarise_run,
         )
@@ -90,12 +134,12 @@ class Bench:
         watch: SaturationWatch | None = None,
         start_wall_ns: int | None = None,
     ) -> Saturation | None:
-        """Runs one test to its end, a signal, or the insight that the rate is too high; the folder has the verdict.
+        """Runs one test until it ends, a signal comes or ``watch`` finds the rate too high; ends the folder.
 
         Args:
             config: what to run.
             settings: what to ask of LoadGen.
-            folder: that records it.
+            folder: records the test.
             stop: asked between steps.
             watch: sees every sample, and may end the test.
             start_wall_ns: when LoadGen starts (``time.time_ns()``); None: at once.
@@ -141,13 +185,7 @@ class Bench:
         measurement.note_state()
         return saturation
 
-    def _conclude(
-        self,
-        config: RunConfig,
-        folder: RunFolder,
-        measurement: Measurement,
-        log: DetailLog,
-    ) -> None:
+    def _conclude(self, config: RunConfig, folder: RunFolder, measurement: Measurement, log: DetailLog) -> None:
         requests, _ = folder.end_recording()
         core_wait_share = measurement.core_wait.share()
         folder.add_facts(
@@ -170,8 +208,19 @@ class Bench:
         return self.gate.judge(folder.path, requests)
 
 
+def _warm_up(config: RunConfig, data_set: Dataset, target: Target, progress: Progress) -> float:
+    """Samples per second expected of the target: when it is full, or in SingleStream one after the other."""
+    if config.scenario == "singlestream":
+        progress.stage(f"warming up for {config.warm_up_seconds:g} s")
+        return 1 / estimate_latency(target, data_set, config.warm_up_seconds)
+    learning = learning_seconds(config, len(data_set.requests))
+    at_least = "at least " if learning and not data_set.fills_limit.all() else ""
+    progress.stage(f"warming up for {at_least}{config.warm_up_seconds:g} s")
+    return estimate_rate(target, data_set, config.warm_up_seconds, learning)
+
+
 class _Watched:
-    """A run folder whose samples a watch sees too."""
+    """A run folder that passes its samples on to a watch."""
 
     def __init__(self, folder: RunFolder, watch: SaturationWatch) -> None:
         self._folder = folder

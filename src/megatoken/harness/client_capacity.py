@@ -1,4 +1,4 @@
-"""How fast the client is alone: LoadGen and the loop of a run, with a target that answers at once."""
+"""The rate of the client alone: LoadGen and the measurement loop with a target that answers at once."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from megatoken.engine.state import ReplicaState
 from megatoken.harness.loadgen import LoadGenTest, TestSettings
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
-from megatoken.mlperf.rules import ClientLimit
+from megatoken.mlperf.rules import ClientCapacity
 from megatoken.runs.tables import SampleRow, SeriesRow
 from megatoken.targets import ReplicaReading, SampleEvent
 
 SAMPLES = 20_000
-OFFERED_RATE = 1e6  # far beyond reach, so that every sample is due at once
-MOST_SECONDS = 1.0
+OFFERED_RATE = 1e6  # so high that every sample is due at once
+MAX_SECONDS = 1.0
 
 
-def measure_client_limit(settings: TestSettings, data_set: Dataset) -> ClientLimit:
+def measure_client_capacity(settings: TestSettings, data_set: Dataset) -> ClientCapacity:
     """Runs LoadGen's Server scenario for at most a second against a target that answers at once.
 
     Args:
-        settings: of the run to come; its benchmark and seeds are taken.
-        data_set: whose answers it is.
+        settings: of the run to come; its benchmark and seeds are used.
+        data_set: whose answers are given.
     """
     rows = len(data_set.requests)
     test_settings = TestSettings(
@@ -46,20 +46,20 @@ def measure_client_limit(settings: TestSettings, data_set: Dataset) -> ClientLim
             test, test_settings, np.arange(SAMPLES) % rows, data_set, target, record, Progress(quiet=True)
         )
         began = time.monotonic()
-        while not measurement.over and time.monotonic() - began < MOST_SECONDS:
+        while not measurement.over and time.monotonic() - began < MAX_SECONDS:
             measurement.step()
         seconds = measurement.elapsed_seconds()
-    return ClientLimit(record.samples / seconds, record.output_tokens / seconds)
+    return ClientCapacity(record.samples / seconds, record.output_tokens / seconds)
 
 
 class InstantTarget:
-    """Has every answer, in events of one token, by the time it is asked."""
+    """Answers every sample at the next poll, in events of one token."""
 
     def __init__(self) -> None:
         self._submitted: list[tuple[int, int]] = []
 
     def facts(self) -> Mapping[str, Any]:
-        """Nothing to tell."""
+        """No facts."""
         return {}
 
     def submit(self, sample_id: int, request: Request) -> None:
@@ -81,7 +81,7 @@ class InstantTarget:
         return ReplicaState(in_flight=len(self._submitted))
 
     def replicas(self) -> list[ReplicaReading]:
-        """None of its own."""
+        """No replicas."""
         return []
 
     def outcome(self, since_ns: int) -> dict[str, Any]:
@@ -97,11 +97,11 @@ class InstantTarget:
         self._submitted.clear()
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing."""
 
 
 class _Counts:
-    """A record that keeps only how much was done."""
+    """A record that only counts samples and tokens."""
 
     def __init__(self) -> None:
         self.samples = self.output_tokens = 0
