@@ -125,7 +125,7 @@ def test_what_falls_short_is_seen_before_a_limit_is_passed() -> None:
     due = arrivals(105.0, 120.0)
     watch = SaturationWatch(LatencyLimits(10.0, 1.0), 105.0, 63_000, 600.0)
     found, when = replay(watch, due, *queue_of(1, 0.01)(due))
-    assert found is not None and found.code == "FALLS_SHORT"
+    assert found is not None and found.reason["code"] == "FALLS_SHORT"
     assert not found.surely
     assert when < 90
     assert watch.capacity == pytest.approx(100, rel=0.02)
@@ -149,7 +149,7 @@ def test_a_time_per_token_over_its_limit_is_seen() -> None:
     last = first + 9 * (0.02 + 0.004 * due)  # passes 0.1 s after 20 s
     watch = SaturationWatch(LatencyLimits(1.0, 0.1), 20.0, len(due), 120.0)
     found, when = replay(watch, due, first, last, np.full(len(due), 10))
-    assert found is not None and found.surely and "limit on TPOT" in found.message
+    assert found is not None and found.surely and "TPOT limit" in found.reason["message"]
     assert 20 < when < 30
 
 
@@ -157,7 +157,7 @@ def test_failed_samples_speak_against_a_rate() -> None:
     watch = SaturationWatch(LatencyLimits(1.0, 1.0), 10.0, 1000, 100.0)
     watch.add_samples([SampleRow(n, 0, n / 10, n / 10, None, None, 1, 0, None, "here", 0, "no") for n in range(50)])
     found = watch.look(5.0, np.empty(0), np.empty(0))
-    assert found is not None and found.code == "OVER_LIMIT"
+    assert found is not None and found.reason["code"] == "OVER_LIMIT"
 
 
 @given(st.floats(0.01, 1e5), st.floats(0.01, 100), st.booleans())

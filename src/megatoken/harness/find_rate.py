@@ -1,4 +1,4 @@
-"""``megatoken run --find-rate``: probes through LoadGen, each a run folder inside the run folder of the rate found."""
+"""``megatoken run --find-rate``: probes with LoadGen, each with a run folder inside the search's own."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FAILURE_CODES = {"LOADGEN_ERRORS", "FAILED_SAMPLES", "SEND_LAG", "CLIENT_LIMIT",
 
 
 def find_rate(session: TestSession, first_rate: float) -> Path:
-    """Searches from ``first_rate`` on; every probe and every confirmation is a run folder below ``probes``.
+    """Searches from ``first_rate``; every probe and every confirmation is a run folder below ``probes``.
 
     Returns:
-        The run folder, which has everything that the last confirmation's has.
+        The run folder, with the contents of the last confirmation's.
 
     Raises:
         UsageError: a run of that length has too few samples to show a 99th percentile.
@@ -72,7 +72,7 @@ def _finish(folder: RunFolder, finder: RateFinder, confirmed: str | None, stop: 
 
 
 class _Prober:
-    """Runs the probes of a finder, whose state is written down after each."""
+    """Runs the probes of a finder and records its state after each."""
 
     finder: RateFinder
 
@@ -88,7 +88,7 @@ class _Prober:
         return full_length(plan_test(config, len(self._session.data_set.requests), rate))
 
     def measure(self, tried: Try, probe: Probe) -> Outcome | None:
-        """Runs one; None after a signal."""
+        """Runs one probe; None after a signal."""
         if self._count:
             self._folder.add_facts({"rate_search": self.finder.facts()})
         self._count += 1
@@ -113,7 +113,7 @@ class _Prober:
 
 
 def _broken(run: Run, full_length: bool) -> tuple[str, ...]:
-    """What speaks against a run whatever its watch says: the client, failures, and at full length the limits."""
+    """Codes that invalidate a probe, whatever its watch found: client, failures, and at full length the limits."""
     codes = {reason["code"] for reason in (*run.reasons, *run.rules_unmet, *run.doubts)}
     wanted = FAILURE_CODES | {"LOADGEN_INVALID"} if full_length else FAILURE_CODES
     broken = sorted(codes & wanted)

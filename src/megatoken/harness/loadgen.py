@@ -1,7 +1,7 @@
-"""One test of MLPerf's LoadGen, in a process of its own: start it, take what it issues, answer, read its log.
+"""One test of MLPerf's LoadGen in its own process: start it, take the samples it issues, answer, read its log.
 
-Times are ``time.monotonic_ns()``, a clock that all processes of a machine share and nobody sets. LoadGen's own is the
-wall clock (std::chrono::high_resolution_clock is that in GNU's library).
+Times are ``time.monotonic_ns()``, a clock that all processes of a machine share and that is never set. LoadGen itself
+uses the wall clock (std::chrono::high_resolution_clock in GNU's library).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class TestSettings:
         rate: samples per second: expected (Offline), offered (Server), one over the expected latency (SingleStream).
         seeds: of order and arrivals.
         ttft_limit_seconds: instead of the benchmark's limit; whole milliseconds.
-        tpot_limit_seconds: likewise.
+        tpot_limit_seconds: instead of the benchmark's limit; whole milliseconds.
         compliance: test to run.
     """
 
@@ -135,7 +135,7 @@ class LoadGenTest:
 
         Args:
             settings: what LoadGen is asked for.
-            directory: where LoadGen will write its logs, and this the user.conf.
+            directory: for the user.conf and LoadGen's logs.
             start_wall_ns: the moment of the wall clock (``time.time_ns()``) to start at; None: at once.
         """
         self._settings = settings
@@ -174,7 +174,7 @@ class LoadGenTest:
         self._sink = Connection(sink, readable=False)
         self._source = Connection(source, writable=False)
         try:
-            # -P: no module of the working directory stands in the way. A session of its own: Ctrl-C is for us alone.
+            # -P: modules of the working directory are not imported. New session: Ctrl-C does not reach the process.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, json.dumps(settings), str(their_source), str(their_sink)],
                 stdin=subprocess.DEVNULL,
@@ -193,9 +193,9 @@ class LoadGenTest:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Ends LoadGen's process; of a test that was not over its logs are cut off, and ``ABANDONED.txt`` says so."""
+        """Ends LoadGen's process. If the test was not over, its logs are cut off, and ``ABANDONED.txt`` says so."""
         if not self._ended:
-            with suppress(StorageError):  # the caller's own next write meets the same disk and says so
+            with suppress(StorageError):  # the caller's next write to the same disk reports the error
                 write_text(
                     self._directory / ABANDONED,
                     f"The run was interrupted when {len(self._outstanding):,} of the "
@@ -213,7 +213,7 @@ class LoadGenTest:
 
     @property
     def all_issued(self) -> bool:
-        """Whether LoadGen has said that no more samples come."""
+        """Whether LoadGen has reported that no more samples come."""
         return self._all_issued
 
     @property
@@ -222,7 +222,7 @@ class LoadGenTest:
         return len(self._outstanding)
 
     def take_issued(self, timeout_seconds: float) -> list[Issued]:
-        """What was issued since the last call; waits for the first at most ``timeout_seconds``.
+        """Samples issued since the last call; waits for the first at most ``timeout_seconds``.
 
         Raises:
             MegatokenError: LoadGen failed.
@@ -246,22 +246,22 @@ class LoadGenTest:
         return taken
 
     def first_token(self, sample: int, token_id: int) -> None:
-        """Notes that the first token of a sample exists; told with the next ``flush``."""
+        """Notes that the first token of a sample exists; sent with the next ``flush``."""
         self._first.append(FirstToken(sample, token_id))
 
     def complete(self, sample: int, output_tokens: int, token_ids: Sequence[int] = ()) -> None:
-        """Notes that a sample is done; told with the next ``flush``.
+        """Notes that a sample has ended; sent with the next ``flush``.
 
         Args:
             sample: its number.
             output_tokens: how many tokens were generated. LoadGen logs an error below 2, and the run cannot be valid.
-            token_ids: the tokens; LoadGen keeps them only where the settings say so.
+            token_ids: the tokens; LoadGen keeps them only if the settings say so.
         """
         self._outstanding.remove(sample)
         self._completions.append(Completion(sample, output_tokens, token_ids))
 
     def flush(self) -> None:
-        """Tells LoadGen what was noted; it takes the time when it is told.
+        """Sends what was noted to LoadGen, which takes the time at that moment.
 
         Raises:
             MegatokenError: LoadGen failed.
@@ -276,7 +276,7 @@ class LoadGenTest:
             self._raise_failure()
 
     def finish(self) -> DetailLog:
-        """Waits until LoadGen has written its logs and returns what they say; every sample must be complete.
+        """Waits until LoadGen has written its logs and returns them; every sample must be complete.
 
         Raises:
             MegatokenError: LoadGen failed.
@@ -302,12 +302,12 @@ class LoadGenTest:
         code = self._process.wait()
         self._messages.seek(0)
         said = self._messages.read().decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
+        last = next((line.strip() for line in reversed(said) if line.strip()), "no message")
         raise MegatokenError(f"LoadGen's process ended with code {code}: {last}")
 
 
 def _pipe() -> tuple[int, int]:
     reader, writer = os.pipe()
-    with suppress(OSError):  # more than this user may have
+    with suppress(OSError):  # the user's limit of pipe memory is reached
         fcntl(writer, F_SETPIPE_SZ, PIPE_BYTES)
     return reader, writer

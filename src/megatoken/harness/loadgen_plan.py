@@ -17,27 +17,27 @@ from megatoken.mlperf.rounds import DEFAULT_ROUND, round_seeds
 from megatoken.mlperf.rules import Round, round_of
 
 DEFAULT_DURATION_SECONDS = 15.0
-MLPERF_SECONDS = 600.0  # what LoadGen takes where it is not told
-DURATION_MARGIN = 1.2  # a run that ends before the duration asked for is lost, a longer one only takes longer
-LOADGEN_MARGIN = 1.1  # LoadGen's own, on top
+MLPERF_SECONDS = 600.0  # LoadGen's default
+DURATION_MARGIN = 1.2  # a run that is shorter than asked for is lost; a longer one only takes longer
+LOADGEN_MARGIN = 1.1  # LoadGen's own, in addition
 TARGET_STEP_SHARE = 0.95  # of the limit on the time per output token
-OFFERED_SHARES = {"server": 0.7, "interactive": 0.3}  # of the rate when full, where the user names none
+OFFERED_SHARES = {"server": 0.7, "interactive": 0.3}  # of the rate of a full target, if the user gives no rate
 
 
 def run_benchmark(config: RunConfig) -> Benchmark:
-    """The benchmark whose rules and limits a run is held against."""
+    """The benchmark whose rules and limits apply to a run."""
     if config.benchmark is not None:
         return benchmark(config.benchmark)
     return benchmark_of_model(config.model, config.scenario)
 
 
 def run_round(config: RunConfig) -> Round:
-    """The numbers that a run is held against."""
+    """The numbers of the round whose rules apply to a run."""
     return round_of(config.rules or DEFAULT_ROUND, run_benchmark(config))
 
 
 def run_limits(config: RunConfig) -> LatencyLimits | None:
-    """The limits that a run asks LoadGen to hold it to: the user's, else the benchmark's; None where there are none."""
+    """The latency limits that LoadGen is given: the user's, else the benchmark's; None if the scenario has none."""
     limits = run_benchmark(config).limits_of(config.scenario)
     if limits is None:
         return None
@@ -46,9 +46,9 @@ def run_limits(config: RunConfig) -> LatencyLimits | None:
 
 
 def with_target_step(config: RunConfig) -> RunConfig:
-    """``config`` with a longest step in place of null, where the scenario limits the time per output token.
+    """``config`` with a target step time in place of null, if the scenario limits the time per output token.
 
-    A token comes every step, so the mean step of a sample is its time per output token.
+    Each step makes one token of a sample, so the mean step time of a sample is its time per output token.
     """
     limits = run_limits(config)
     if limits is None or config.engine.target_step_seconds is not None:
@@ -58,7 +58,7 @@ def with_target_step(config: RunConfig) -> RunConfig:
 
 
 def seconds_to_fill(config: RunConfig, rows: int) -> float:
-    """How long the samples of an Offline run have to last; 0 where their number does not follow from a duration."""
+    """How long the samples of an Offline run must last; 0 if their number does not follow from a duration."""
     if config.compliance is not None or config.mode == "accuracy":
         return 0.0
     if config.samples is not None and not _counted_by_loadgen(config, rows):
@@ -67,7 +67,7 @@ def seconds_to_fill(config: RunConfig, rows: int) -> float:
 
 
 def learning_seconds(config: RunConfig, rows: int) -> float:
-    """How long a warm-up may look at answers that end early: as long as the run that follows from them."""
+    """How long a warm-up may observe answers that end early: as long as the run that is sized from them."""
     if config.scenario == "offline":
         return seconds_to_fill(config, rows)
     return _duration_seconds(config) if config.scenario != "singlestream" and config.rate is None else 0.0
@@ -76,9 +76,9 @@ def learning_seconds(config: RunConfig, rows: int) -> float:
 def plan_test(config: RunConfig, rows: int, rate: float) -> TestSettings:
     """What to ask of LoadGen for ``config`` on a data set of ``rows`` rows.
 
-    A compliance test says itself how many samples it wants. Claimed rules that nothing cuts short leave count and
-    duration to LoadGen, in whole passes over the data set. All else issues an exact number of samples, each a row of
-    the library once; ``library_to_data_set`` says which.
+    A compliance test defines its own number of samples. Under claimed rules, unless ``samples`` cuts them short,
+    LoadGen decides on count and duration, in whole passes over the data set. All other tests issue an exact number of
+    samples, each row of the library once; ``library_to_data_set`` maps the rows.
 
     Args:
         config: of the run.
@@ -108,10 +108,10 @@ def full_length(settings: TestSettings) -> tuple[int, float]:
 
 
 def samples_drawn(settings: TestSettings) -> int:
-    """Samples that LoadGen draws for a test; of Offline one pass, since its one query says itself how long it is.
+    """Samples that LoadGen draws for a test; for Offline one pass, since the query itself has its length.
 
-    SingleStream: twice what the duration takes at the latency expected, in whole milliseconds, filled up to the next
-    whole pass even if none is missing (6.0.17).
+    SingleStream: twice as many as fill the duration at the expected latency in whole milliseconds, rounded up to whole
+    passes, with one pass more where the number is a whole pass already (6.0.17).
     """
     if settings.compliance is not None:
         return TEST06_RECORDS
@@ -125,9 +125,9 @@ def samples_drawn(settings: TestSettings) -> int:
 
 
 def resolve_test(config: RunConfig, settings: TestSettings) -> RunConfig:
-    """``config`` with what was asked of LoadGen in place of what it left open; running that again asks for the same.
+    """``config`` with what LoadGen was asked for in place of null; running it again asks for the same.
 
-    Samples stay open where LoadGen counts them, and where they are as many as end within the duration (SingleStream).
+    ``samples`` stays null if LoadGen counts them, and if they are as many as end within the duration (SingleStream).
     """
     changes: dict[str, object] = {}
     if config.scenario in OFFERED_SHARES:
@@ -145,7 +145,7 @@ def library_to_data_set(mode: str, library_rows: int, rows: int) -> NDArray[np.i
     """The data set row behind each row of LoadGen's library [library_rows].
 
     A smaller library is spread evenly over the data set, which may be sorted by origin; in accuracy mode it is the
-    first rows, so that LoadGen's indices stay those of the data set. A larger one repeats the data set.
+    first rows, so that LoadGen's indices are those of the data set. A larger one repeats the data set.
     """
     index = np.arange(library_rows)
     return index * rows // library_rows if library_rows < rows and mode == "performance" else index % rows
@@ -159,12 +159,12 @@ def _plan_offline(config: RunConfig, rows: int, rate: float) -> TestSettings:
     if to_fill := seconds_to_fill(config, rows):
         margin = DURATION_MARGIN if seconds else 1.0
         samples = max(1, math.floor(LOADGEN_MARGIN * margin * to_fill * rate))
-    # The rate is low enough that duration x rate asks for no sample more.
+    # The rate is so low that duration x rate asks for no more samples.
     return _settings(config, samples, samples, seconds, 0.9 * samples / max(seconds, 1.0))
 
 
 def _plan_server(config: RunConfig, rows: int, rate: float) -> TestSettings:
-    """One pass over a library of as many rows as come due, so that the last one is due when the duration is over."""
+    """One pass over a library with as many rows as come due, so that the last one is due at the end of the duration."""
     if config.samples is not None:
         settings = _settings(config, config.samples, config.samples, config.min_duration_seconds or 0.0, rate)
         arrivals = PoissonSchedule(settings.seeds.schedule, settings.offered_rate)
@@ -179,8 +179,9 @@ def _plan_server(config: RunConfig, rows: int, rate: float) -> TestSettings:
 
 
 def _plan_single_stream(config: RunConfig, rows: int, rate: float) -> TestSettings:
-    """LoadGen issues at least 2 x duration x rate samples, and fills up to a whole pass over the library even if none
-    is missing. So the library has as many rows as are wanted, and both numbers stay below that.
+    """LoadGen issues at least 2 x duration x rate samples and rounds up to whole passes over the library.
+
+    So the library has as many rows as samples are wanted, and both numbers stay below that.
     """
     seconds = _duration_seconds(config)
     if config.samples is not None or not seconds:
@@ -217,7 +218,7 @@ def _duration_seconds(config: RunConfig) -> float:
 
 
 def _counted_by_loadgen(config: RunConfig, rows: int) -> bool:
-    """Whether the run claims rules of performance that ``samples`` does not cut short."""
+    """Whether the run claims performance rules and ``samples`` does not cut it short."""
     if config.rules is None or config.mode == "accuracy":
         return False
     return config.samples is None or config.samples >= max(rows, run_benchmark(config).rows)

@@ -1,9 +1,9 @@
 """LoadGen in a process of its own: ``python -m megatoken.harness.loadgen_process SETTINGS READ_FD WRITE_FD``.
 
-LoadGen accepts one configuration a process, blocks the thread that starts a test, cannot be stopped from outside, and
-calls back on that thread at the moment a query is due, for which it needs the interpreter's lock. Here nothing else
-wants the lock, a test that is given up is a process that is killed, and as many tests as wanted follow each other while
-the model stays loaded elsewhere. LoadGen's response ids are addresses in this process and never leave it.
+LoadGen accepts one configuration per process, blocks the thread that starts a test, cannot be stopped from outside, and
+calls back on that thread at the moment a query is due, for which it needs the interpreter's lock. In a process of its
+own nothing else holds the lock, a test is abandoned by killing the process, and any number of tests can follow each
+other while the model stays loaded. LoadGen's response ids are addresses in this process and never leave it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import numpy as np
 
 from megatoken.harness.loadgen_wire import ALL_ISSUED, ENDED, FAILED, pack_issued, unpack_answers
 
-SWITCH_SECONDS = 0.0002  # a query that is due does not wait longer for answers being passed on
+SWITCH_SECONDS = 0.0002  # the longest that a due query waits while answers are passed on
 
 
 class _Answers:
-    """Passes answers on to LoadGen; its thread ends the process when the other side is gone."""
+    """Passes answers on to LoadGen; its thread ends the process when the run is gone."""
 
     def __init__(self, source: Connection) -> None:
         self._source = source
         self._response_ids: dict[int, int] = {}  # by sample
         self._samples = 0
 
-    def expect(self, response_ids: list[int]) -> None:
+    def add_query(self, response_ids: list[int]) -> None:
         """Numbers the samples of a query."""
         self._response_ids.update(
             zip(range(self._samples, self._samples + len(response_ids)), response_ids, strict=True)
@@ -39,18 +39,18 @@ class _Answers:
         self._samples += len(response_ids)
 
     def pass_on(self) -> None:
-        """Never returns."""
+        """Passes on every message; never returns."""
         try:
             while True:
-                self._tell(self._source.recv_bytes())
+                self._complete(self._source.recv_bytes())
         except (EOFError, OSError):
             os._exit(1)
 
-    def _tell(self, message: bytes) -> None:
+    def _complete(self, message: bytes) -> None:
         import mlperf_loadgen as lg
 
         first, completions, ids = unpack_answers(message)
-        ids = np.ascontiguousarray(ids, "<i4")  # LoadGen copies what it wants of it inside the call
+        ids = np.ascontiguousarray(ids, "<i4")  # LoadGen copies what it keeps inside the call
         if len(first):
             tokens = np.ascontiguousarray(first[:, 1], "<i4")
             address = tokens.ctypes.data
@@ -72,13 +72,13 @@ class _Answers:
 
 
 def run(settings: dict[str, Any], source: Connection, sink: Connection) -> None:
-    """Runs one test; says what is issued on ``sink`` and takes answers from ``source``.
+    """Runs one test: writes issued samples to ``sink`` and takes answers from ``source``.
 
     Args:
         settings: ``user_conf``, ``directory``, ``model``, ``scenario`` (LoadGen's names), ``accuracy``, ``seeds``,
             ``library_rows``, ``start_wall_ns`` (null: at once), ``audit_config`` (of a compliance test, else null).
         source: messages of ``pack_answers``.
-        sink: messages of ``pack_issued`` and the kinds beside it.
+        sink: messages of ``pack_issued`` and the other kinds.
     """
     import mlperf_loadgen as lg
 
@@ -99,10 +99,10 @@ def run(settings: dict[str, Any], source: Connection, sink: Connection) -> None:
 
     def issue(response_ids: list[int], rows: list[int]) -> None:
         issued_ns = time.monotonic_ns()
-        answers.expect(response_ids)
+        answers.add_query(response_ids)
         try:
             sink.send_bytes(pack_issued(issued_ns, rows))
-        except OSError:  # nobody listens any more, and LoadGen cannot be stopped otherwise
+        except OSError:  # the run is gone, and LoadGen cannot be stopped otherwise
             os._exit(1)
 
     rows = settings["library_rows"]
@@ -128,10 +128,10 @@ def main() -> None:
         run(json.loads(settings), source, sink)
         sink.send_bytes(ENDED)
     except OSError:
-        os._exit(1)  # nobody listens any more
+        os._exit(1)  # the run is gone
     except Exception as error:
         sink.send_bytes(FAILED + str(error).encode())
-    os._exit(0)  # the other thread waits for answers that nobody sends
+    os._exit(0)  # the other thread still waits for answers
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Messages between a run and the process that holds LoadGen: samples issued one way, answers the other.
 
-A message is bytes with a kind in front; framing is the connection's affair. Both ends are on one machine, so numbers
-are in its byte order.
+A message is bytes, the first of which is its kind; the connection does the framing. Both ends are on one machine, so
+numbers have its byte order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COUNTS = struct.Struct("=qqq")
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """Samples of one call of LoadGen, numbered on from the call before; the time is ``time.monotonic_ns()``."""
+    """Samples of one call of LoadGen; numbers continue from the call before; the time is ``time.monotonic_ns()``."""
 
     issued_ns: int
     rows: list[int]
@@ -36,7 +36,7 @@ class FirstToken(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """A sample is done. ``token_ids`` may be left out: LoadGen counts ``output_tokens``."""
+    """A sample has ended. ``token_ids`` may be empty: LoadGen counts ``output_tokens``."""
 
     sample: int
     output_tokens: int
@@ -49,13 +49,13 @@ def pack_issued(issued_ns: int, rows: Sequence[int]) -> bytes:
 
 
 def unpack_issued(message: bytes) -> Issued:
-    """What ``pack_issued`` packed."""
+    """Reverses ``pack_issued``."""
     (issued_ns,) = _TIME.unpack_from(message, 1)
     return Issued(issued_ns, np.frombuffer(message, np.int64, offset=1 + _TIME.size).tolist())
 
 
 def pack_answers(first: Sequence[FirstToken], completions: Sequence[Completion]) -> bytes:
-    """What one step of the target brought; every first token counts as earlier than every completion."""
+    """The answers of one step of the target; LoadGen gets the first tokens before the completions."""
     ids = [np.asarray(completion.token_ids, np.int32) for completion in completions]
     heads = [(one.sample, one.output_tokens, len(own)) for one, own in zip(completions, ids, strict=True)]
     counts = _COUNTS.pack(len(first), len(completions), sum(map(len, ids)))
@@ -70,7 +70,7 @@ def pack_answers(first: Sequence[FirstToken], completions: Sequence[Completion])
 
 
 def unpack_answers(message: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
-    """What ``pack_answers`` packed.
+    """Reverses ``pack_answers``.
 
     Returns:
         First tokens [F, 2] as sample and id; completions [C, 3] as sample, output tokens and number of ids; all ids.

@@ -1,8 +1,8 @@
-"""The loop of every scenario: takes what LoadGen issues, feeds the target, tells LoadGen and the record what comes out.
+"""The measurement loop of every scenario: takes samples from a load, feeds the target, reports to load and record.
 
-A soak has a load of its own in LoadGen's place.
+The load is LoadGen; in a soak, the harness's own.
 
-Every moment is ``time.monotonic_ns()``. LoadGen itself goes by the wall clock, so steps of that are watched.
+All times are ``time.monotonic_ns()``. LoadGen itself uses the wall clock, so steps of the wall clock are detected.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from megatoken.runs.tables import SampleRow, SeriesRow
 from megatoken.targets import ReplicaReading, SampleEvent, Target
 
 SERIES_PERIOD_NS = 1_000_000_000
-PACE_SHARE = 0.3  # weight of the last second in what the time left is reckoned with
-QUEUED_SAMPLES = 1024  # kept waiting in the target, so that a million samples need not be built before the first step
-QUEUED_PER_REPLICA = 128  # the same where many replicas pull: all of them are served before the next step of this loop
+PACE_SHARE = 0.3  # weight of the last second in the moving average behind the time left
+QUEUED_SAMPLES = 1024  # that wait in the target, so that a million samples need not be built before the first step
+QUEUED_PER_REPLICA = 128  # the same if many replicas pull: all of them get samples before the next step of this loop
 OFFLINE_POLL_SECONDS = 0.1
 NO_TOKEN = 0  # given to LoadGen as the first token of an answer in text; LoadGen only times it
-PROMPT_POLL_SECONDS = 0.001  # longest that a sample which comes due waits for a target that has nothing to tell
+PROMPT_POLL_SECONDS = 0.001  # longest that a due sample waits for a target without events
 
 
 class Load(Protocol):
-    """What issues samples, numbered on from 0, and hears of their ends: a test of LoadGen's, or a soak's own."""
+    """Issues samples, numbered from 0, and receives their ends: a test of LoadGen, or the load of a soak."""
 
     @property
     def issued(self) -> int:
@@ -60,7 +60,7 @@ class Load(Protocol):
         """Samples without an end."""
 
     def take_issued(self, timeout_seconds: float) -> list[Issued]:
-        """What was issued since the last call; waits for the first at most about this long."""
+        """Samples issued since the last call; waits for the first at most about this long."""
 
     def first_token(self, sample: int, token_id: int) -> None:
         """Notes that the first token of a sample exists."""
@@ -69,20 +69,20 @@ class Load(Protocol):
         """Notes that a sample has ended."""
 
     def flush(self) -> None:
-        """Passes on what was noted."""
+        """Passes on the notes."""
 
 
 class Record(Protocol):
-    """What keeps the rows of a run."""
+    """Stores the rows of a run."""
 
     def add_samples(self, rows: Sequence[SampleRow]) -> None:
-        """Takes samples that have ended."""
+        """Adds samples that have ended."""
 
     def add_series(self, row: SeriesRow) -> None:
-        """Takes the state of a replica."""
+        """Adds the state of a replica."""
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
-        """Takes what has become known."""
+        """Adds or replaces facts."""
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class _Sample:
 
 @dataclass(slots=True)
 class _Query:
-    """Samples issued in one call and not yet given to the target."""
+    """Samples issued in one call that the target has not got yet."""
 
     numbers: range
     rows: NDArray[np.int64]  # of the data set; of all samples of the call
@@ -112,7 +112,7 @@ class _Query:
 
 @dataclass(slots=True)
 class _Spent:
-    """Nanoseconds of the loop by what it did; what is left of the whole is the harness's own."""
+    """Nanoseconds of the loop by activity; the rest of the elapsed time is the harness's own."""
 
     wait: int = 0
     target: int = 0
@@ -121,12 +121,12 @@ class _Spent:
 
 
 class Measurement:
-    """One test on its way; ``step`` it until ``over``.
+    """One running test; call ``step`` until ``over``.
 
     Attributes:
         failed: samples that ended with an error.
-        wall_clock: how far the wall clock was set meanwhile.
-        core_wait: how long this process had no core meanwhile.
+        wall_clock: how far the wall clock was set during the test.
+        core_wait: how long this process waited for a core during the test.
     """
 
     def __init__(
@@ -144,15 +144,15 @@ class Measurement:
         """Waits for the first sample; the test has been started.
 
         Args:
-            test: LoadGen's, or another load.
-            settings: what it was asked for.
-            rows: data set row behind each row of LoadGen's library [library_rows].
+            test: the load.
+            settings: what the load was asked for.
+            rows: data set row of each row of LoadGen's library [library_rows].
             data_set: the requests.
             target: what serves them.
-            record: what keeps the rows.
-            progress: where to say how far it is.
+            record: stores the rows.
+            progress: where to report how far it is.
             text: where prompts and answers are text within the measured time.
-            planned_seconds: when the load ends, where that is a matter of time and not of samples.
+            planned_seconds: when the load ends, if it ends by time and not by samples.
         """
         self._test = test
         self._library = rows
@@ -177,7 +177,7 @@ class Measurement:
         self._noted_output_tokens = self._noted_done_tokens = 0
         self._pace = 0.0  # tokens a second of prompts and answers, lately
         self.failed = 0
-        # The first reading of power too: from now on each is the mean since the one before.
+        # This also reads power for the first time: each later reading is the mean since the one before.
         self._before = {(one.node, one.replica): one.state for one in target.replicas()}
         self.wall_clock = WallClockSteps()
         self.core_wait = CoreWait()
@@ -190,17 +190,17 @@ class Measurement:
 
     @property
     def over(self) -> bool:
-        """Whether everything was issued and answered."""
+        """Whether all samples were issued and have ended."""
         return self._test.all_issued and not self._test.outstanding
 
     @property
     def issued(self) -> int:
-        """Samples that LoadGen has handed over."""
+        """Samples that the load has issued."""
         return self._test.issued
 
     @property
     def ended(self) -> int:
-        """Samples done or failed."""
+        """Samples completed or failed."""
         return self._test.issued - self._test.outstanding
 
     @property
@@ -209,11 +209,11 @@ class Measurement:
         return self._start_ns
 
     def elapsed_seconds(self) -> float:
-        """Since the start of the test."""
+        """Seconds since the start of the test."""
         return self._seconds(time.monotonic_ns())
 
     def unended(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Of every sample issued and not ended: when it was due, and its first token (NaN: none yet), in seconds."""
+        """For every sample issued and not ended: when it was due, and its first token (NaN: none yet), in seconds."""
         samples = self._open.values()
         due = [self._seconds(sample.due_ns) for sample in samples]
         first = [math.nan if sample.first_ns is None else self._seconds(sample.first_ns) for sample in samples]
@@ -223,7 +223,7 @@ class Measurement:
         return np.array(due + queued, np.float64), np.array(first + [math.nan] * len(queued), np.float64)
 
     def step(self) -> None:
-        """Takes what was issued, tops up the target's queue, polls it once and passes on what came."""
+        """Takes issued samples, fills the target's queue, polls the target once and passes on its events."""
         self._wait_for_issue()
         ended = self._feed()
         began_ns = time.monotonic_ns()
@@ -237,9 +237,9 @@ class Measurement:
             self.note_state()
 
     def withdraw(self) -> list[int]:
-        """Takes back what the target has not begun; the numbers of those samples, of which no row is kept.
+        """Takes back the samples that the target has not begun; returns their numbers. They get no row.
 
-        For a load whose end is a matter of time: the share that is done is not told of samples.
+        For a load that ends by time.
         """
         numbers = [number for query in self._queue for number in query.numbers]
         self._queue.clear()
@@ -254,11 +254,11 @@ class Measurement:
         rows = [self._series_row(replica, now_ns) for replica in replicas] or [self._outer_row(state, now_ns)]
         for row in rows:
             self._record.add_series(row)
-        # What replicas say is ahead of the events of a target that tells of samples at their end.
+        # Replicas count tokens before a target that reports samples at their end has events of them.
         output_tokens = sum(row.output_tokens for row in rows)
         done_tokens = self._input_tokens + self._output_tokens
         since_seconds = (now_ns - self._noted_ns) / 1e9
-        # A lost replica takes back what it had of answers that begin anew.
+        # The tokens of unfinished answers of a lost replica are subtracted, because those answers start over.
         rate = max(0, output_tokens - self._noted_output_tokens) / since_seconds
         pace = (done_tokens - self._noted_done_tokens) / since_seconds
         self._pace = PACE_SHARE * pace + (1 - PACE_SHARE) * self._pace if self._pace else pace
@@ -313,7 +313,7 @@ class Measurement:
         )
 
     def _left(self, now_ns: int) -> tuple[float | None, float]:
-        """Seconds to go, None where a load has ended by the clock, and the share that is done."""
+        """Seconds left (None once a load that ends by time is over) and the share that is done."""
         if self._planned_seconds is not None:
             left_seconds = self._planned_seconds - self._seconds(now_ns)
             return (left_seconds, 1 - left_seconds / self._planned_seconds) if left_seconds > 0 else (None, 1.0)
@@ -336,7 +336,7 @@ class Measurement:
         }
 
     def _wait_for_issue(self) -> None:
-        """Takes what was issued; waits for it, until the next row of the time series, where nothing else is to do."""
+        """Takes issued samples; with nothing else to do, waits for them until the next row of the series is due."""
         if self._test.all_issued:
             return
         if self._open or self._queue:
@@ -353,7 +353,7 @@ class Measurement:
             rows = self._library[query.rows]
             self._all_tokens += int((self._data_set.input_tokens[rows] + self._data_set.output_limits[rows]).sum())
             self._queue.append(_Query(range(number, number + len(rows)), rows, query.issued_ns))
-            if self._schedule is not None:  # LoadGen's start is known from the query that it issued most promptly
+            if self._schedule is not None:  # the query issued with the least delay shows when LoadGen started
                 self._start_ns = min(self._start_ns, query.issued_ns - self._schedule.due_ns(number))
             number += len(rows)
 
@@ -378,7 +378,7 @@ class Measurement:
         return refused
 
     def _submit(self, number: int, row: int, issued_ns: int) -> list[SampleRow]:
-        """Gives a sample to the target; its row if it is refused."""
+        """Gives a sample to the target; returns its row if it is refused."""
         counted = self._data_set.prompts_counted
         input_tokens = int(self._data_set.input_tokens[row]) if counted else None
         sample = _Sample(row, input_tokens, self._due_ns(number, issued_ns), issued_ns)

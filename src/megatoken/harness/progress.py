@@ -1,4 +1,4 @@
-"""A line on stderr that says how far a run is: redrawn in place on a terminal, a new one now and then elsewhere."""
+"""A line on stderr that shows how far a run is: redrawn in place on a terminal, elsewhere a new line now and then."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN_PERIOD_SECONDS = 5.0
 class Progress:
     """Live line of a run. With ``quiet``, nothing is written unless stderr is a terminal.
 
-    What stderr cannot take is lost: a measurement does not end for want of somebody who watches it.
+    Errors of stderr are ignored: a measurement goes on when its terminal has closed.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -26,11 +26,11 @@ class Progress:
         self._width = 0
 
     def stage(self, text: str) -> None:
-        """Says what is being done before there is anything to count."""
+        """Shows what is being done before there is anything to count."""
         self._write(text)
 
     def note(self, text: str) -> None:
-        """Says something that is to stay."""
+        """Writes a message that stays on the screen."""
         self.clear()
         if not self._silent:
             _put(f"{text}\n")
@@ -43,10 +43,9 @@ class Progress:
         tokens_per_second: float,
         state: ReplicaState,
     ) -> None:
-        """Says where the run is; off a terminal only when the last line is old enough.
+        """Shows how far the run is; without a terminal only if the last line is ``PLAIN_PERIOD_SECONDS`` old.
 
-        ``left_seconds`` is infinite where nobody knows yet, None where no samples are issued any more and those under
-        way end when they end.
+        ``left_seconds`` is infinite while it is unknown, and None while the last samples drain.
         """
         now = time.monotonic()
         if not self._terminal and now < self._next:
@@ -62,7 +61,7 @@ class Progress:
         )
 
     def clear(self) -> None:
-        """Takes the live line off the terminal."""
+        """Removes the live line from the terminal."""
         if self._terminal and self._width:
             _put(f"\r{' ' * self._width}\r")
             self._width = 0

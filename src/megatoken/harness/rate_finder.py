@@ -1,6 +1,6 @@
-"""The search for the highest valid rate as a sequence of probes: how long each is, what it shows, what comes next.
+"""The search for the highest valid rate as a sequence of probes: the length and the verdict of each, and what follows.
 
-Who runs the probes is not known here, so a target simulated in no time can be searched too.
+The caller runs the probes, so that tests can search simulated targets in no time.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from megatoken.mlperf.draws import PoissonSchedule
 from megatoken.mlperf.early_stopping import queries_needed
 from megatoken.text import count_of, precise
 
-PROBE_SAMPLES = 1000  # chance leaves a 99th percentile of fewer wide
+PROBE_SAMPLES = 1000  # the 99th percentile of fewer samples is too uncertain
 SHORTEST_PROBE_SECONDS = 5.0
-LIVES_OF_A_PROBE = 3.0  # of the median sample: the load is at its height only after one
-LONGER = 2.0  # times, at least, that a probe which was too short is repeated for: a queue that grows adds to lives too
+LIVES_OF_A_PROBE = 3.0  # lives of the median sample: the load is full only after one
+LONGER = 2.0  # factor, at least, by which a probe that was too short is repeated: a growing queue lengthens lives too
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One test to be run.
+    """One test to run.
 
     Attributes:
-        rate: samples per second to be offered.
+        rate: samples per second to offer.
         seconds: how long; None: the full length.
         watch: sees every sample, and ends the probe early.
     """
@@ -40,13 +40,13 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a probe.
+    """The outcome of a probe.
 
     Attributes:
-        name: by which it can be found again.
+        name: of its run folder.
         saturation: why it was ended early, if it was.
-        broken: codes of what speaks against it, whatever the latencies: of the client, of failed samples, and at full
-            length of LoadGen's verdict.
+        broken: codes that invalidate it whatever the latencies: of the client, of failed samples, and at full length
+            of LoadGen's verdict.
     """
 
     name: str
@@ -56,13 +56,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is searched for.
+    """The goal of a search.
 
     Attributes:
-        limits: to be kept.
+        limits: that a valid rate keeps.
         full_length: samples and seconds of a run of full length at a rate.
         schedule_seed: of the arrivals.
-        probe_seconds: length of every probe; None: as long as seems necessary.
+        probe_seconds: length of every probe; None: derived.
     """
 
     limits: LatencyLimits
@@ -72,7 +72,7 @@ class Goal:
 
 
 def too_few(rate: float, samples: int, seconds: float) -> str | None:
-    """Why a run of ``samples`` in ``seconds`` can show no 99th percentile, with the mend; None if it can."""
+    """Why a run of ``samples`` in ``seconds`` cannot show a 99th percentile, with the fix; None if it can."""
     needed = queries_needed(0, PERCENTILE)
     if samples >= needed:
         return None
@@ -84,10 +84,10 @@ def too_few(rate: float, samples: int, seconds: float) -> str | None:
 
 
 class RateFinder:
-    """Searches; ``run`` returns when the rate is found, given up, or ``measure`` has no outcome: it was interrupted.
+    """Searches until the rate is found or given up, or until ``measure`` returns None because it was interrupted.
 
     Attributes:
-        probes: what became of each try, ready for ``result.json``.
+        probes: the outcome of each try, ready for ``result.json``.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RateFinder:
         measure: Callable[[Try, Probe], Outcome | None],
         note: Callable[[str], None],
     ) -> None:
-        """Prepares a search from ``first_rate`` on; ``note`` is told of every probe in words."""
+        """Prepares a search from ``first_rate``; ``note`` is called with a line about every probe."""
         self._goal = goal
         self._measure = measure
         self._note_words = note
@@ -115,7 +115,7 @@ class RateFinder:
 
     @property
     def outcome(self) -> str:
-        """How the search stands, in words; without a rate found, why there is none."""
+        """The state of the search as text; if no rate was found, why."""
         return self._search.outcome + (f": {self._too_few}" if self._too_few else "")
 
     def facts(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class RateFinder:
         }
 
     def run(self) -> str | None:
-        """Probes and confirms; the name of the run at full length of the rate found, None without one."""
+        """Probes and confirms; returns the name of the run at full length of the rate found, or None."""
         confirmed = None
         while (tried := self._search.next()) is not None:
             self._too_few = too_few(tried.rate, *self._goal.full_length(tried.rate))
@@ -146,9 +146,9 @@ class RateFinder:
         return confirmed
 
     def _plan(self, tried: Try) -> Probe:
-        """A probe whose arrivals come, on average, as fast as those of the full length will.
+        """A probe whose mean arrival rate is that of the full length.
 
-        Both are drawn from the same seed, and chance leaves the mean of few arrivals several percent beside the rate.
+        Both are drawn from the same seed, and the mean of few arrivals is several percent off the rate by chance.
         """
         full_samples, full_seconds = self._goal.full_length(tried.rate)
         mean = self._arrivals.mean_rate(max(2, full_samples))
@@ -166,7 +166,7 @@ class RateFinder:
 
     def _judge(self, tried: Try, probe: Probe, outcome: Outcome) -> None:
         if outcome.saturation is not None:
-            valid, why = False, outcome.saturation.message
+            valid, why = False, outcome.saturation.reason["message"]
         elif outcome.broken:
             valid, why = False, ", ".join(outcome.broken)
         elif probe.seconds is None:
@@ -181,10 +181,10 @@ class RateFinder:
                 return
             valid = result.valid
             judged = count_of(result.judged, "sample")
-            why = f"{result.over:,} of {judged} over a limit, {100 * result.allowed_share:.2f} % may be"
+            why = f"{result.over:,} of {judged} over a limit; {100 * result.allowed_share:.2f} % are allowed"
         surely = outcome.saturation is not None and outcome.saturation.surely
         capacity = probe.watch.capacity
-        if capacity is not None:  # as a rate to be asked for, beside which chance leaves what is offered
+        if capacity is not None:  # as a rate to ask for: by chance, the rate offered differs from it
             capacity *= tried.rate / probe.watch.rate
         self._search.note(tried, Verdict(valid, surely, probe.watch.lasted_share, capacity))
         self._note(tried, outcome, valid, why)

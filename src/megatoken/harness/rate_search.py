@@ -1,4 +1,4 @@
-"""Which rate to try next, and when the highest valid one is known."""
+"""The bracket of a rate search: which rate to try next, and when the highest valid one is known."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from megatoken.text import count_of
 
-RESOLUTION = 0.02  # between the rate that was valid at full length and the lowest that surely is not
-COARSE = 0.06  # how far probes narrow the bracket; bursts make more of a short probe than they do of a whole run
+RESOLUTION = 0.02  # between the rate that was valid at full length and the lowest that is certainly not
+COARSE = 0.06  # how far probes narrow the bracket; bursts weigh more in a short probe than in a whole run
 PROBE_STEP = 1.25  # up or down, while only one end of the bracket is known
-FULL_STEP_UP = 0.04  # a valid run costs its whole length, one at too high a rate ends early
+FULL_STEP_UP = 0.04  # a valid run takes its whole length; one at too high a rate ends early
 FULL_STEPS_DOWN = ((0.6, 0.02), (0.3, 0.03), (0.1, 0.05), (0.0, 0.08))  # by the share of its length that a run lasted
 LARGEST_STEP_DOWN = 0.3
 PATIENCE = 2  # runs of full length at too high a rate, after which steps down grow by half each time
@@ -28,12 +28,12 @@ class Try:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a try showed.
+    """The result of a try.
 
     Attributes:
-        valid: whether the limits were kept, or at full length would be.
-        surely: of a probe that was not valid: that a run of full length could not be either.
-        lasted_share: of its length, before it was seen not to be valid.
+        valid: whether the limits were kept, or would be at full length.
+        surely: of an invalid probe: a run of full length could not be valid either.
+        lasted_share: share of its length that it lasted before it was found invalid.
         capacity: samples per second that were served while others waited, if known.
     """
 
@@ -47,7 +47,7 @@ class RateSearch:
     """Narrows a bracket with probes, then with runs of full length until the rest is within the resolution.
 
     It ends after at most ``MOST_PROBES`` probes and ``MOST_FULL_LENGTHS`` runs of full length. ``found`` is the highest
-    rate that was valid at full length, ``too_high`` the lowest that surely is not.
+    rate that was valid at full length, ``too_high`` the lowest that is certainly not.
     """
 
     def __init__(self, first_rate: float) -> None:
@@ -60,7 +60,7 @@ class RateSearch:
         self.too_high = math.inf
 
     def next(self) -> Try | None:
-        """What to try; None when the rate is known well enough, or given up."""
+        """The next try; None when the rate is known to the resolution, or given up."""
         if self._full_lengths >= MOST_FULL_LENGTHS:
             return None
         if self._next_full_length is not None:
@@ -74,20 +74,20 @@ class RateSearch:
 
     @property
     def outcome(self) -> str:
-        """How the search stands, in words."""
+        """The state of the search as text."""
         tries = f"{count_of(self._probes, 'probe')} and {count_of(self._full_lengths, 'run')} of full length"
         if self.found is None:
-            return f"none of the rates tried kept the limits, in {tries}"
+            return f"no rate kept the limits in {tries}"
         if self.too_high <= self.found * (1 + RESOLUTION):
             return f"within {100 * RESOLUTION:.0f} % of the lowest rate that is too high, in {tries}"
-        return f"the highest rate that was valid; how far it is from one that is not was still open after {tries}"
+        return f"the highest rate found valid; {tries} did not find how close a rate that is too high is"
 
     def note_undecided(self) -> None:
         """Counts a probe that showed nothing."""
         self._probes += 1
 
     def note(self, tried: Try, verdict: Verdict) -> None:
-        """Takes what a try showed."""
+        """Takes the result of a try."""
         if not verdict.valid and (verdict.surely or tried.full_length):
             self.too_high = min(self.too_high, tried.rate)
         if tried.full_length:

@@ -1,4 +1,4 @@
-"""The same test several times, each in a run folder of its own, all in one folder with what they say together."""
+"""The same test several times: a run folder each, and their summary, in one folder."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatoken.runs.writer import run_name
 
 
 def repeat(session: TestSession, settings: TestSettings) -> Path:
-    """Runs a test ``config.repeat`` times; a signal ends the run at hand and leaves the rest out.
+    """Runs a test ``config.repeat`` times; a signal ends the current run and skips the rest.
 
     Returns:
-        The folder that holds the run folders and ``repeats.json``.
+        The folder with the run folders and ``repeats.json``.
     """
     config = session.config
     name = run_name(datetime.now(UTC), config.scenario, config.model)

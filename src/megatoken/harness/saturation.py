@@ -1,4 +1,4 @@
-"""Whether a rate is more than a target can serve within its limits, as early as that can be told."""
+"""Detects as early as possible that a rate is higher than a target can serve within its limits."""
 
 from __future__ import annotations
 
@@ -11,39 +11,35 @@ from numpy.typing import NDArray
 
 from megatoken.mlperf.benchmarks import PERCENTILE, LatencyLimits
 from megatoken.mlperf.early_stopping import most_over
+from megatoken.runs.reasons import Reason, reason
 from megatoken.runs.tables import SampleRow
-from megatoken.text import count_of, precise
 
 Floats = NDArray[np.float64]
 
 SLACK = 2.0  # times the share of samples that may be over at full length: a burst weighs more in a short probe
-WAIT_SHARE = 0.1  # of the limit on the time to first token, beyond the shortest: who waits this long found a queue
+WAIT_SHARE = 0.1  # of the TTFT limit, beyond the shortest TTFT: a sample that waits this long found a queue
 FEWEST_SERVED = 100
-QUEUE_LIMITS, SHORTEST_QUEUE_SECONDS = 2.0, 2.0  # a queue shorter than twice the limit may be a neighbour's doing
-DEVIATIONS = 3.0  # of what was served, by which it must fall short of what is offered
+QUEUE_LIMITS, SHORTEST_QUEUE_SECONDS = 2.0, 2.0  # other processes may cause a queue shorter than twice the limit
+DEVIATIONS = 3.0  # of the rate served, by which it must fall short of the rate offered
 
 
 @dataclass(frozen=True, slots=True)
 class Saturation:
-    """Why a rate is too high: a stable code and a sentence with the numbers.
+    """Why a rate is too high; ``surely``: a run of full length at this rate could not be valid either."""
 
-    ``surely``: whether it is so at full length too, whatever comes after.
-    """
-
-    code: str
-    message: str
+    reason: Reason
     surely: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a probe that ran to its end says of the full length.
+    """What a probe that ran to its end predicts for the full length.
 
     Attributes:
         life_seconds: median time from due to end.
-        judged: samples due after the ramp, which lasts as long as a sample lives: before, load is lighter.
-        over: those of them over one of the limits, of the two limits the worse.
-        allowed_share: most that may be over at full length.
+        judged: samples due after the ramp, which lasts one median life and has less load.
+        over: those of them over a limit, for the limit that more samples exceed.
+        allowed_share: share of samples that may be over at full length.
     """
 
     life_seconds: float
@@ -53,27 +49,27 @@ class ProbeResult:
 
     @property
     def valid(self) -> bool:
-        """Whether the full length may be expected to keep the limits."""
+        """Whether a run of full length is expected to keep the limits."""
         return self.judged > 0 and self.over <= SLACK * self.allowed_share * self.judged
 
 
 class SaturationWatch:
     """Follows one test. Times are seconds since its start.
 
-    Two things end it early. More samples are over a limit than a run of full length may have altogether, those included
-    that still wait for their first token and have waited longer; a probe's arrivals are the first of the full length's.
-    Or, while samples waited all the time, so many fewer were served than are offered that the wait would pass its limit
-    within the full length: what is served then is all there is, whatever the arrivals made of the queue.
+    A test ends early in two cases. (1) More samples are over a limit than a run of full length may have in all,
+    including those that have waited longer than the limit for their first token; a probe's arrivals are the first of
+    the full length's. (2) While samples waited all the time, the rate served was so far below the rate offered that the
+    wait would exceed its limit within the full length: the target was full then, so that is its capacity.
     """
 
     def __init__(self, limits: LatencyLimits, rate: float, full_samples: int, full_seconds: float) -> None:
         """Prepares a test.
 
         Args:
-            limits: to be kept.
+            limits: that a valid rate keeps.
             rate: samples per second that come due on average.
-            full_samples: of a run of full length.
-            full_seconds: that it takes.
+            full_samples: samples of a run of full length.
+            full_seconds: its duration.
         """
         self._limits = limits
         self.rate = rate
@@ -99,10 +95,10 @@ class SaturationWatch:
             self._rows.append((row.scheduled_seconds, row.first_token_seconds, tpot, row.last_token_seconds, tokens))
 
     def look(self, now: float, due: Floats, first: Floats) -> Saturation | None:
-        """What speaks against the rate so far.
+        """Why the rate is too high, if that is known by now.
 
         Args:
-            now: when this is.
+            now: the time.
             due: of every sample issued and not ended, when it was due [N].
             first: its first token, NaN where there is none yet [N].
         """
@@ -116,12 +112,12 @@ class SaturationWatch:
         }
         for name, count in over.items():
             if count > self._most_over:
-                message = f"{count_of(count, 'sample')} over the limit on {name} after {now:.1f} s"
-                return Saturation("OVER_LIMIT", f"{message}, a whole run may have {self._most_over:,}", surely=True)
+                fields = {"samples": count, "metric": name, "at_seconds": now, "allowed": self._most_over}
+                return Saturation(reason("OVER_LIMIT", **fields), surely=True)
         return self._falls_short(now, ended, all_due, all_first)
 
     def result(self) -> ProbeResult:
-        """Of a probe whose samples have all ended."""
+        """The prediction of a probe whose samples have all ended."""
         ended = self._ended()
         life = self._life(ended)
         if not len(ended):
@@ -137,7 +133,7 @@ class SaturationWatch:
         ttft = np.where(np.isnan(first), now, first) - due
         patience = np.quantile(ttft[begun], 0.05) + WAIT_SHARE * self._limits.ttft_seconds
         prompt = begun & (ttft <= patience)
-        # From the last sample on that was served without a wait, there was a queue.
+        # There was a queue from the last sample that was served without a wait.
         last_due = due[prompt].max(initial=-math.inf)
         behind = due > last_due
         if not (behind & (ttft > patience)).any():
@@ -155,10 +151,8 @@ class SaturationWatch:
         excess = self.rate / capacity - 1
         if excess <= DEVIATIONS * error or excess * self._full_seconds <= self._limits.ttft_seconds:
             return None
-        message = (
-            f"{precise(capacity)} samples/s served of {precise(self.rate)} while others waited, for {seconds:.1f} s"
-        )
-        return Saturation("FALLS_SHORT", message, surely=False)
+        rates = {"served_samples_per_second": capacity, "offered_samples_per_second": self.rate}
+        return Saturation(reason("FALLS_SHORT", **rates, seconds=seconds), surely=False)
 
     def _ended(self) -> Floats:
         if self._rows:

@@ -161,7 +161,7 @@ class TestSession:
                     return None
                 folder.add_facts({"peak_memory_bytes": peak_memory_bytes()})
                 if saturation is not None:
-                    folder.interrupt({"code": saturation.code, "message": saturation.message})
+                    folder.interrupt(saturation.reason)
                 else:
                     issued = {"issued" if test.all_issued else "issued_so_far": measurement.issued}
                     folder.interrupt(reason("INTERRUPTED", signal=stop.received, ended=measurement.ended, **issued))

@@ -1,4 +1,4 @@
-"""How fast a target is, from a short warm-up: samples per second when it is full, seconds of a sample alone."""
+"""Estimates the speed of a target in a short warm-up: samples per second when full, seconds of a single sample."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from megatoken.targets import Target
 
 WARM_UP_QUEUE = 16
 REFITS = 20
-SAME_FIT = 1e-6  # of the time: with a fit so near the best one, the fewer kinds of costs are the likelier
-LEAST_EXPLAINED = 0.01  # of the time: what waits for a compiler or a neighbour is never so much more than the rest
-KNOWN_SHARE = 0.8  # answers are known well enough when the running ones could add no more than a quarter
-DEVIATIONS = 2.0  # of the mean of a sample: too long an estimate in 1 of 40 runs
+SAME_FIT = 1e-6  # of the time: among fits so close to the best one, the one with the fewest prices wins
+LEAST_EXPLAINED = 0.01  # of the time: waits for a compiler or another process are never that much longer than the rest
+KNOWN_SHARE = 0.8  # answers are known well enough when the running ones can add at most a quarter
+DEVIATIONS = 2.0  # standard errors of the mean: the estimate is too long in 1 of 40 runs
 
 
 def estimate_rate(target: Target, data_set: Dataset, seconds: float, learning_seconds: float) -> float:
-    """Runs samples of the data set for about ``seconds``, drops them, and returns samples per second to be expected.
+    """Runs samples of the data set for about ``seconds``, drops them, and returns the expected samples per second.
 
-    Where answers may end before their limit, it goes on for at most ``learning_seconds`` to see how long they are. What
-    is unknown then is taken as short: a query cannot grow, so a run must have rather too many samples than too few.
+    If answers may end before their limit, it runs for at most ``learning_seconds`` more to learn how long they are.
+    Answers that are still unknown then count as short: an Offline query cannot grow, so too many samples are better
+    than too few.
     """
     warm_up = _WarmUp(target, data_set)
     if not target.replicas():
@@ -47,9 +48,9 @@ def estimate_rate(target: Target, data_set: Dataset, seconds: float, learning_se
 
 
 def estimate_latency(target: Target, data_set: Dataset, seconds: float) -> float:
-    """Runs samples of the data set one after the other for about ``seconds``; mean seconds of one, at least one."""
+    """Runs samples one after the other for about ``seconds``, at least one; returns the mean seconds of one."""
     warm_up = _WarmUp(target, data_set)
-    warm_up.one()  # not counted: it pays for what is compiled or touched once
+    warm_up.one()  # not counted: it includes one-time work, such as compiling
     samples, began = 0, time.monotonic()
     while not samples or time.monotonic() - began < seconds:
         warm_up.one()
@@ -58,7 +59,7 @@ def estimate_latency(target: Target, data_set: Dataset, seconds: float) -> float
 
 
 def _residents(plan: Mapping[str, Any] | None, prompt_tokens: float, answer_tokens: float) -> float:
-    """Samples that a replica can hold at a time, each half answered."""
+    """Samples that a replica can run at a time, each half answered."""
     if plan is None:
         return math.inf
     sequences, cached_tokens = float(plan["max_sequences"]), float(plan["pages"] * plan["page_size"])
@@ -66,11 +67,11 @@ def _residents(plan: Mapping[str, Any] | None, prompt_tokens: float, answer_toke
 
 
 class _Work(NamedTuple):
-    """What a target did, all of which takes its time.
+    """Work of a target, of which each kind has its price in seconds.
 
-    A step of few rows takes as long as reading the weights does, and a warm-up that is short for a large target has
-    hardly any other steps with answers. So a step has its own price, and a row of an answer costs what one of a prompt
-    does, which goes through the same products, or more. Late in long answers it reads more than a warm-up sees.
+    A step with few tokens takes as long as reading the weights, and a short warm-up of a large target has hardly any
+    other decode steps. So a step has its own price. A decoded token costs at least as much as a prompt token,
+    since both go through the same matrix products; late in long answers it reads more context than a warm-up sees.
     """
 
     steps: int
@@ -80,10 +81,10 @@ class _Work(NamedTuple):
 
 
 def _fit(work: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Prices [4], none below zero, from ``_Work`` [N, 4] and its time [N].
+    """Fits prices [4], none below zero, to ``_Work`` [N, 4] and its seconds [N].
 
-    By least absolute deviations, so that a step that had to wait for a compiler or a neighbour counts no more than any
-    other. Where the steps were too alike to tell prices apart, a row's has it all.
+    By least absolute deviations, so that a step that waited for a compiler or another process weighs no more than any
+    other. If the steps are too alike to separate the prices, the price of a token explains everything.
     """
     fits = []
     kinds_of_work = sorted(_subsets(work.shape[1]), key=lambda kinds: (1 not in kinds, len(kinds)))
@@ -96,7 +97,7 @@ def _fit(work: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.
             fits.append((float(np.abs(work @ prices - seconds).sum()), prices))
     enough = min(error for error, _ in fits) + SAME_FIT * seconds.sum()
     prices = next(prices for error, prices in fits if error <= enough)
-    if (work @ prices).sum() < LEAST_EXPLAINED * seconds.sum():  # most of the work was told apart from its time
+    if (work @ prices).sum() < LEAST_EXPLAINED * seconds.sum():  # the work came apart from its time
         prices = np.zeros(work.shape[1])
         prices[1] = seconds.sum() / work[:, 1].sum()
     return prices
@@ -107,7 +108,7 @@ def _subsets(count: int) -> Iterator[tuple[int, ...]]:
 
 
 class _WarmUp:
-    """Samples of a data set on their way through a target."""
+    """Runs samples of a data set on a target and records their answers."""
 
     def __init__(self, target: Target, data_set: Dataset) -> None:
         self._target = target
@@ -119,13 +120,13 @@ class _WarmUp:
         self._ended: set[int] = set()
 
     def prices(self, seconds: float) -> NDArray[np.float64]:
-        """Runs for about ``seconds``.
+        """Runs for about ``seconds`` and fits the prices.
 
-        Steps with different shares of prompts and answers tell their prices apart. So new samples keep coming in the
+        Steps with different shares of prompts and answers are needed to separate the prices, so new samples come in the
         first half of the time only.
         """
         self._fill()
-        self._poll()  # not counted: it pays for what is compiled or touched once
+        self._poll()  # not counted: it includes one-time work, such as compiling
         work: list[_Work] = []
         work_seconds: list[float] = []
         began = ended = time.monotonic()
@@ -139,12 +140,12 @@ class _WarmUp:
             previous, ended = ended, time.monotonic()
             seconds_taken, before = ended - previous, computed
             computed = self._computed_seconds()
-            if computed is not None:  # by the replicas, told with what they did, late or early
+            if computed is not None:  # the replicas' own time, which they report together with their work
                 seconds_taken = computed - (before or 0.0)
             if done.rows:
                 work.append(done)
                 work_seconds.append(seconds_taken)
-        if not any(work_seconds):  # none of it told yet: no more than all that passed
+        if not any(work_seconds):  # none reported yet: at most all the time that passed
             rows, passed = sum(done.rows for done in work), (ended - began) * self._target.state().replicas
             work_seconds = [passed * done.rows / rows for done in work]
         return _fit(np.asarray(work, np.float64), np.asarray(work_seconds))
@@ -170,10 +171,10 @@ class _WarmUp:
         return max(done, 1.0) / (time.monotonic() - began)
 
     def answer_tokens(self, learning_seconds: float) -> float:
-        """Mean answer of the data set's rows; where they may end early, rather too low than too high.
+        """Mean answer length of the data set's rows; if answers may end early, a low estimate.
 
-        Goes on until the running samples leave little open, for at most ``learning_seconds``. Those still running then
-        count as if they ended there, and what chance may have made of the samples seen is taken off.
+        Runs until the running samples can change little, for at most ``learning_seconds``. Samples still running then
+        count as if they ended there, and the statistical error of the mean is subtracted.
         """
         limits, fills = self._data_set.output_limits, self._data_set.fills_limit
         if fills.all():
@@ -198,7 +199,7 @@ class _WarmUp:
             self._poll()
 
     def _answers(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Of every sample submitted that may end early: tokens now, most tokens it can come to, its limit."""
+        """For every sample submitted that may end early: its tokens now, the most that it can reach, its limit."""
         samples = [sample for sample, row in self._rows.items() if not self._data_set.fills_limit[row]]
         tokens = np.array([self._answered.get(sample, 0) for sample in samples], np.int64)
         limits = self._data_set.output_limits[[self._rows[sample] for sample in samples]]
@@ -210,7 +211,7 @@ class _WarmUp:
         return state.computed_seconds if state.steps else None
 
     def _fill(self) -> None:
-        """Enough for the next step of every replica."""
+        """Submits enough samples for the next step of every replica."""
         state = self._target.state()
         step = math.ceil(state.max_batched_tokens / max(1.0, self._data_set.input_tokens.mean()))
         self._submit(max(WARM_UP_QUEUE * state.replicas, step))
@@ -221,7 +222,7 @@ class _WarmUp:
             self._rows[sample] = row
 
     def _poll(self) -> _Work:
-        """Polls once; what was done."""
+        """Polls once; returns the work done."""
         before = self._target.state()
         events = self._target.poll(timeout_seconds=0.1)
         going_on = [event.sample_id for event in events if event.sample_id in self._answered]

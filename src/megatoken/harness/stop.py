@@ -1,4 +1,4 @@
-"""Signals as a question the run asks between steps, with a promise to be gone soon whatever the run does."""
+"""Signals that end a run: a flag that the run checks between steps, and a deadline after which the process ends."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatoken.errors import ExitCode
 from megatoken.signals import handle_stop_signals
 
 GRACE_SECONDS = 3.0
-WRITES_IN_GRACE = 3  # one that has just begun, the last one, and as long again for a disk that is busy
+WRITES_IN_GRACE = 3  # one that has just begun, the last one, and one more for a busy disk
 
 
 class Stop(Protocol):
-    """Whether somebody wants the run to end."""
+    """Whether the run should end: ``received`` names why."""
 
     received: str | None
 
@@ -28,16 +28,16 @@ class Stop(Protocol):
 class StopSignals:
     """A context in which the first SIGINT, SIGTERM or SIGHUP only sets ``received``; main thread only.
 
-    A second signal, or ``GRACE_SECONDS`` and the time of some writes without leaving the context, ends the process at
-    once with exit code 130. A thread does that, for the main thread may be inside one long step, where Python runs no
-    signal handler. So what must survive has to be on the disk already. SIGHUP is never the second one: when a terminal
-    closes, its shell and the kernel send one each, and nobody has lost patience.
+    A second signal, or ``GRACE_SECONDS`` plus the time of some writes without leaving the context, ends the process at
+    once with exit code 130. A thread does that, because the main thread may be inside one long step, where Python runs
+    no signal handler. So everything that must survive has to be on the disk already. SIGHUP never counts as the second
+    signal: when a terminal closes, its shell and the kernel send one each.
 
     Attributes:
         received: name of the first signal.
-        parting_words: written to stderr when the process is ended at once; the context is entered before there is
-            anything on the disk, so that no signal comes between the two.
-        write_seconds: how long writing all that is recorded takes: minutes of a large rack are lost with the last one.
+        parting_words: written to stderr when the process ends at once. Enter the context before anything is on the
+            disk, so that no signal comes in between.
+        write_seconds: how long writing all records takes; without the last write, a large rack would lose minutes.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class StopSignals:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        """Takes the signals over."""
+        """Replaces the signal handlers."""
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
         self._previous_wakeup = signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
@@ -58,7 +58,7 @@ class StopSignals:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Gives the signals back."""
+        """Restores the signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_wakeup)
@@ -84,7 +84,7 @@ class StopSignals:
         os._exit(ExitCode.INTERRUPTED)
 
     def _next_signal(self) -> int | None:
-        """Waits for one of our signals; None when the context has been left."""
+        """Waits for one of these signals; None when the context has been left."""
         while byte := os.read(self._wake_reader, 1):
             if byte[0] in self._previous:
                 return byte[0]

@@ -1,4 +1,4 @@
-"""Text at both ends of a run: prompts into ids and answers into text, within the time that is measured."""
+"""Tokenises prompts and detokenises answers within the measured time."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Codec(Protocol):
 
 
 class TextStages:
-    """Does what a server does around the model, and times it. The ids of the data set are what the model gets.
+    """Does the text work of a server and times it. The model still gets the ids of the data set.
 
     ``characters`` counts the text made so far.
     """
 
     def __init__(self, tokenizer: Codec, data_set: Dataset) -> None:
-        """Makes the text of every prompt: before the run, where it costs nothing that is measured."""
+        """Makes the text of every prompt, before anything is measured."""
         self._tokenizer = tokenizer
         self._texts = [
             request.prompt if isinstance(request.prompt, str) else tokenizer.decode(list(request.prompt))
@@ -35,13 +35,13 @@ class TextStages:
         self.characters = 0
 
     def tokenise(self, row: int) -> int:
-        """Encodes the prompt of a row; nanoseconds it took."""
+        """Encodes the prompt of a row; returns the nanoseconds it took."""
         began_ns = time.monotonic_ns()
         self._tokenizer.encode(self._texts[row])
         return time.monotonic_ns() - began_ns
 
     def detokenise(self, token_ids: Sequence[int]) -> int:
-        """Decodes an answer; nanoseconds it took."""
+        """Decodes an answer; returns the nanoseconds it took."""
         began_ns = time.monotonic_ns()
         text = self._tokenizer.decode(list(token_ids))
         taken_ns = time.monotonic_ns() - began_ns
