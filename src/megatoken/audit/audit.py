@@ -1,4 +1,4 @@
-"""Auditing: somebody's artefacts -> evidence and findings."""
+"""Auditing: published artefacts, or a run folder -> evidence and findings."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 
 from megatoken.analysis.aggregation import Aggregate, aggregate, now
 from megatoken.audit.archive import unpacked
+import megatoken.audit.catalog  # noqa: F401
+from megatoken.audit.checks import endpoints as endpoint_checks
+from megatoken.audit.checks import systems as system_checks
 from megatoken.audit.checks.cross import check_accuracy_evidence, check_layout, check_rounds
-from megatoken.audit.checks.endpoints import check_endpoint
 from megatoken.audit.checks.nodes import check_nodes, check_systems_apart, process_steps
 from megatoken.audit.checks.power import power_of
 from megatoken.audit.checks.repeats import check_repeats
 from megatoken.audit.checks.run_folder import check_run_folder, interruptions, owner, run_folders_in, without_result
 from megatoken.audit.checks.submission import Submission, check_names, check_submission, submissions_in
-from megatoken.audit.checks.systems import check_configurations, check_system, check_versions_elsewhere
 from megatoken.audit.discovery import Tree, runs_in, walk
 from megatoken.audit.documents import accuracy_results_in, configurations_in, systems_in, user_conf_of
 from megatoken.audit.endpoints import ACCURACY, endpoint_results_in
 from megatoken.audit.evidence import Evidence, Role, Run, System, Where
-from megatoken.audit.examine import Job
-from megatoken.audit.finding import Finding, Ledger, Observation, Severity
+from megatoken.audit.examine import ABANDONED, Job
+from megatoken.audit.finding import Finding, Ledger, Observation, Outcome, Severity, check, outcome
+from megatoken.audit.node_rows import node_rows
 from megatoken.audit.parallel import Progress, examine_all
 from megatoken.audit.placement import meanings, meant, scores_meant
-from megatoken.audit.view import RunFiles, observe
-from megatoken.claims.facts import node_rows
+from megatoken.audit.view import RunFiles
 from megatoken.errors import ExitCode, UsageError
-from megatoken.files import Damage, UnreadableError, display, plain, read_text
-from megatoken.mlperf.detail_log import ABANDONED
+from megatoken.files import UnreadableError, display, plain, read_text
 from megatoken.mlperf.rounds import known_round
 from megatoken.runs.run import RESULT, Verdict
 from megatoken.text import count_of
@@ -116,7 +116,7 @@ def audit(
 
 
 def read_evidence(path: Path) -> Evidence:
-    """What the artefacts at ``path`` hold, for those who need no findings. Raises UsageError as ``audit`` does."""
+    """What the artefacts at ``path`` hold, without findings. Raises UsageError as ``audit`` does."""
     return audit(path).evidence
 
 
@@ -124,23 +124,17 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
     submissions = submissions_in(tree)
     meaning = meanings(tree, submissions)
     files = [meant(run, meaning) for run in runs_in(tree)]
-    endpoints, endpoint_damages = endpoint_results_in(tree)
+    rules_claimed = bool(submissions or claimed)
+    endpoints, endpoint_damages = endpoint_results_in(tree, claimed, rules_claimed)
     run_folders = run_folders_in(tree)
     if not files and not endpoints and not endpoint_damages and not run_folders:
-        lost = without_result(tree)
-        if lost is not None:
-            raise UsageError(
-                f"{path / lost}: a run folder, but {RESULT} is missing, so nothing says a result to audit; "
-                "copy it again or repeat the run"
-            )
-        raise UsageError(
-            f"{path}: no LoadGen logs below it; expected files named mlperf_log_detail.txt and mlperf_log_summary.txt"
-        )
+        raise _nothing_to_audit(tree, path)
     ledger = Ledger()
     systems, damages = systems_in(tree)
-    ledger.add(_damaged("system.readable", damages))
-    ledger.add(_damaged("endpoint.readable", endpoint_damages))
-    rules_claimed = bool(submissions or claimed)
+    for file, damage in damages:
+        ledger.add(system_checks.readable(file, damage.what, damage.line))
+    for file, damage in endpoint_damages:
+        ledger.add(endpoint_checks.readable(file, damage.what, damage.line))
     interrupted = interruptions(tree, run_folders)
 
     def ended_early(run: RunFiles) -> bool:
@@ -149,26 +143,25 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
 
     jobs = [
         Job(
-            str(tree.root),
-            run,
-            _system_path(run, systems),
-            claimed,
-            rules_claimed,
-            user_conf_of(tree, run.folder),
-            ended_early(run),
+            root=str(tree.root),
+            files=run,
+            system=_system_path(run, systems),
+            round=claimed,
+            rules_claimed=rules_claimed,
+            user_conf=user_conf_of(tree, run.folder),
+            interrupted=ended_early(run),
         )
         for run in files
     ]
     runs = []
-    lines: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}  # alike in all runs of one kind, and large
+    lines: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}  # large, and alike in all runs of one kind
     for examined in examine_all(jobs, progress, workers):
         own = examined.run.source_lines
         runs.append(replace(examined.run, source_lines=lines.setdefault(tuple(own.items()), own)))
         ledger.add(examined.observations)
     for result in endpoints:
         runs.append(replace(result.run, system=_system_path(result.files, systems)))
-        ledger.add(check_endpoint(tree, result, claimed, rules_claimed))
-    configurations = () if submissions else tuple(configurations_in(tree))
+        ledger.add(endpoint_checks.check_endpoint(tree, result))
     power, power_observations = power_of(tree, runs)
     ledger.add(power_observations)
     evidence = Evidence(
@@ -177,35 +170,77 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         round=claimed or _only({run.figures.round for run in runs}),
         runs=tuple(runs),
         systems=tuple(systems),
-        configurations=configurations,
+        configurations=() if submissions else tuple(configurations_in(tree)),
         accuracy_results=tuple(scores_meant(accuracy_results_in(tree), meaning)),
         power=tuple(power),
     )
-    ledger.add(_check_tree(tree))
-    ledger.add(_check_submissions(tree, submissions, evidence))
-    ledger.add(check_rounds(evidence))
-    if submissions:
-        ledger.add(check_systems_apart(evidence.performance_runs))
-    if claimed and not submissions:
-        ledger.add(check_layout(evidence, tree.files))
-    scored = {
-        path.removesuffix(f"/accuracy/{ACCURACY}") for path in tree.files if path.endswith(f"/accuracy/{ACCURACY}")
-    }
-    ledger.add(check_accuracy_evidence(evidence, claimed=rules_claimed, scored=set(map(display, scored))))
-    for system in systems:
-        ledger.add(check_system(system, bool(submissions)))
-    ledger.add(check_configurations(configurations, evidence.performance_runs))
+    ledger.add(_check_evidence(tree, evidence, submissions, claimed))
     for folder in run_folders:
         ledger.add(check_run_folder(tree, folder, evidence.runs))
     ledger.add(check_repeats(tree))
     together = None
     if evidence.kind == "nodes":
-        ledger.add(check_versions_elsewhere(systems, _readmes(tree)))
+        ledger.add(system_checks.check_versions_elsewhere(systems, _readmes(tree)))
         together = _together(evidence)
         ledger.add(check_nodes(evidence, evidence.performance_runs, together))
-    return Audit(
-        evidence, ledger.findings(), together, _notes(tree, evidence, claimed, interrupted, len(files), len(endpoints))
+    notes = _notes(tree, evidence, claimed, interrupted, len(files), len(endpoints))
+    return Audit(evidence, ledger.findings(), together, notes)
+
+
+def _nothing_to_audit(tree: Tree, path: Path) -> UsageError:
+    lost = without_result(tree)
+    if lost is not None:
+        return UsageError(
+            f"{path / lost}: a run folder without {RESULT}, so there is no result to audit; "
+            "copy it again or repeat the run"
+        )
+    return UsageError(
+        f"{path}: no LoadGen logs below it; expected files named mlperf_log_detail.txt and mlperf_log_summary.txt"
     )
+
+
+def _check_evidence(
+    tree: Tree, evidence: Evidence, submissions: Sequence[Submission], claimed: str | None
+) -> Iterator[Observation]:
+    """What only several files together show."""
+    yield from _unreadable(tree)
+    yield from _links(tree)
+    yield from check_rounds(evidence)
+    if submissions:
+        yield from check_names(tree)
+        described_apart = any(path.endswith("measurements") for path in tree.folders)
+        version = 6 if (evidence.round or ("v5" if described_apart else "v6")).startswith("v6") else 5
+        for one in submissions:
+            yield from check_submission(tree, one, evidence.systems, version)
+        yield from check_systems_apart(evidence.performance_runs)
+    elif claimed:
+        yield from check_layout(evidence, tree.files)
+    ending = f"/accuracy/{ACCURACY}"
+    scored = {display(path.removesuffix(ending)) for path in tree.files if path.endswith(ending)}
+    yield from check_accuracy_evidence(evidence, claimed=bool(submissions or claimed), scored=scored)
+    for system in evidence.systems:
+        yield from system_checks.check_system(system, bool(submissions))
+    for configuration in evidence.configurations:
+        yield from system_checks.configured_rate(configuration, evidence.performance_runs)
+        yield from system_checks.parallelism(configuration)
+
+
+@check("tree.unreadable", "Folders that cannot be read", "Their contents were not audited.")
+def _unreadable(tree: Tree) -> Outcome | None:
+    if not tree.unreadable:
+        return None
+    found = f"{len(tree.unreadable)} that cannot, the first: {tree.unreadable[0][1]}"
+    places = tuple(Where(display(path)) for path, _ in tree.unreadable[:50])
+    return outcome(False, "folders that can be read", found, places, Severity.WARN)
+
+
+@check("tree.links", "Links", "Links to folders, and out of the audited folder, are not followed.")
+def _links(tree: Tree) -> Outcome | None:
+    links = [*tree.folder_links, *tree.outside_links]
+    if not links:
+        return None
+    places = tuple(Where(display(path)) for path in links[:50])
+    return Outcome(Severity.NOTE, "files and folders, no links", f"{count_of(len(links), 'link')}, not followed", places)
 
 
 def _kind(runs: Sequence[Run], submission: bool, run_folders: Sequence[str]) -> str:
@@ -245,28 +280,6 @@ def _system_path(run: RunFiles, systems: Sequence[System]) -> str | None:
     return beside[0].path if len(beside) == 1 and run.submitter is None else None
 
 
-def _check_tree(tree: Tree) -> Iterator[Observation]:
-    if tree.unreadable:
-        places = tuple(Where(display(path)) for path, _ in tree.unreadable[:50])
-        found = f"{len(tree.unreadable)} that cannot, the first: {tree.unreadable[0][1]}"
-        yield observe("tree.unreadable", False, "folders that can be read", found, places, Severity.WARN)
-    links = [*tree.folder_links, *tree.outside_links]
-    if links:
-        places = tuple(Where(display(path)) for path in links[:50])
-        found = f"{count_of(len(links), 'link')}, not followed"
-        yield Observation("tree.links", Severity.NOTE, "files and folders, no links", found, places)
-
-
-def _check_submissions(tree: Tree, submissions: Sequence[Submission], evidence: Evidence) -> Iterator[Observation]:
-    if not submissions:
-        return
-    yield from check_names(tree)
-    described_apart = any(path.endswith("measurements") for path in tree.folders)
-    version = 6 if (evidence.round or ("v5" if described_apart else "v6")).startswith("v6") else 5
-    for one in submissions:
-        yield from check_submission(tree, one, evidence.systems, version)
-
-
 def _readmes(tree: Tree) -> dict[str, str]:
     texts: dict[str, str] = {}
     for path in sorted(tree.files):
@@ -276,12 +289,6 @@ def _readmes(tree: Tree) -> dict[str, str]:
             except UnreadableError:
                 continue
     return texts
-
-
-def _damaged(check: str, damages: Sequence[tuple[str, Damage]]) -> Iterator[Observation]:
-    for file, damage in damages:
-        where = (Where(display(file), damage.line),)
-        yield observe(check, False, "a JSON object with each key once", damage.what, where)
 
 
 def _notes(

@@ -1,17 +1,17 @@
-"""Walking somebody's folder: which files are there, which of them belong together, and what their places say."""
+"""Walking the audited folder: its files, which of them belong together, and what the names of folders say."""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from megatoken.audit.evidence import Role
-from megatoken.audit.view import RunFiles
+from megatoken.audit.view import Place, RunFiles
 from megatoken.errors import UsageError
 from megatoken.mlperf.benchmarks import SCENARIOS
 from megatoken.text import natural
@@ -93,7 +93,7 @@ def walk(root: Path, progress: Callable[[int], None] | None = None) -> Tree:
 
 
 def _take(tree: Tree, path: str, entry: os.DirEntry[str]) -> bool:
-    """Files an entry; True if it is a folder to walk into."""
+    """Notes an entry; True if it is a folder to walk into."""
     try:
         if entry.is_dir(follow_symlinks=False):
             return True
@@ -141,32 +141,27 @@ def runs_in(tree: Tree) -> list[RunFiles]:
         if found:
             groups.setdefault((folder, found["prefix"], found["suffix"]), {})[found["kind"]] = path
     runs = [
-        _run(tree, folder, kinds)
+        run_files(tree, folder, kinds)
         for (folder, _, _), kinds in sorted(groups.items(), key=lambda item: [natural(text) for text in item[0]])
         if kinds.keys() & {"summary", "detail", "accuracy"}
     ]
     return _named_apart(runs)
 
 
-def _run(tree: Tree, folder: str, kinds: dict[str, str]) -> RunFiles:
-    place = place_of(
-        [*tree.root.parts[1:], *(folder.split("/") if folder else [])], len(folder.split("/")) if folder else 0
-    )
-    logs = {kinds[kind] for kind in kinds}
+def run_files(tree: Tree, folder: str, logs: Mapping[str, str]) -> RunFiles:
+    """The logs of one run, by kind, and what the names of the folders above them say."""
+    inside = folder.split("/") if folder else []
+    place = asdict(place_of([*tree.root.parts[1:], *inside], len(inside)))
+    place["node"] = place["node"] or _own_name([tree.root.name, *inside])
+    paths = set(logs.values())
     return RunFiles(
+        **place,
         folder=folder,
-        detail=kinds.get("detail"),
-        summary=kinds.get("summary"),
-        accuracy=kinds.get("accuracy"),
-        others=tuple(name for name in tree.children(folder) if f"{folder}/{name}".lstrip("/") not in logs),
-        size_bytes=sum(tree.files[path] for path in logs),
-        role=place.role,
-        node=place.node or _own_name([tree.root.name, *folder.split("/")]),
-        benchmark=place.benchmark,
-        scenario=place.scenario,
-        system=place.system,
-        submitter=place.submitter,
-        division=place.division,
+        detail=logs.get("detail"),
+        summary=logs.get("summary"),
+        accuracy=logs.get("accuracy"),
+        others=tuple(name for name in tree.children(folder) if below(folder, name) not in paths),
+        size_bytes=sum(tree.files[path] for path in paths),
     )
 
 
@@ -176,62 +171,42 @@ def _own_name(parts: Sequence[str]) -> str:
     return next((part for part in reversed(parts) if part.lower() not in plain), parts[0])
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What the names of the folders above a log say."""
-
-    role: Role
-    node: str | None
-    benchmark: str | None
-    scenario: str | None
-    system: str | None
-    submitter: str | None
-    division: str | None
-
-
 def place_of(parts: Sequence[str], inside: int) -> Place:
-    """Reads ``.../<division>/<submitter>/results/<system>/<benchmark>/<scenario>/performance/run_1`` and its likes.
+    """Reads ``.../<division>/<submitter>/results/<system>/<benchmark>/<scenario>/performance/run_1`` and the like.
 
     Args:
-        parts: names of all folders down to the log's.
-        inside: how many of them, from the end, are below the audited folder; those above are believed only where a
-            benchmark's name stands among them.
+        parts: Names of all folders down to the log's.
+        inside: How many of them, from the end, are below the audited folder. The others count only below the name of
+            a benchmark.
     """
     outer = len(parts) - inside
-    role = Role.PERFORMANCE
+    role = {"ranging": Role.RANGING, "accuracy": Role.ACCURACY}.get(parts[-1] if parts else "", Role.PERFORMANCE)
     if any(_COMPLIANCE.fullmatch(part) for part in parts[outer:] or parts[-3:]):
         role = Role.COMPLIANCE
-    elif parts and parts[-1] == "ranging":
-        role = Role.RANGING
-    elif parts and parts[-1] == "accuracy":
-        role = Role.ACCURACY
-    at = next(
-        (i for i in range(len(parts) - 1, -1, -1) if _BENCHMARK.fullmatch(parts[i]) and i >= len(parts) - 6), None
-    )
-    benchmark = parts[at] if at is not None else None
-    scenario = None
-    if at is not None and at + 1 < len(parts):
-        scenario = SCENARIOS.get(parts[at + 1].lower())
-    elif at is None:
-        scenario = next(
-            (SCENARIOS[part.lower()] for part in reversed(parts[outer:]) if part.lower() in SCENARIOS), None
-        )
-    system = (
-        parts[at - 1]
-        if at is not None and at > 0 and (at - 1 >= outer or "results" in parts[max(0, at - 3) : at])
-        else None
-    )
-    node = system
+    at = max((place for place in range(max(0, len(parts) - 6), len(parts)) if _BENCHMARK.fullmatch(parts[place])), default=-1)
+    known = at >= 0
+    benchmark = parts[at] if known else None
+    if known:
+        scenario = SCENARIOS.get(parts[at + 1].lower()) if at + 1 < len(parts) else None
+    else:
+        scenario = next((SCENARIOS[part.lower()] for part in parts[outer:][::-1] if part.lower() in SCENARIOS), None)
+    believed = at > 0 and (at - 1 >= outer or "results" in parts[max(0, at - 3) : at])
+    system = node = parts[at - 1] if believed else None
     if "nodes" in parts[outer:-1]:
-        node = parts[len(parts) - 1 - list(reversed(parts)).index("nodes") + 1]
+        node = parts[_last(parts, "nodes") + 1]
     submitter = division = None
     for name in ("results", "compliance"):
-        if name in parts[: at if at is not None else len(parts)]:
-            index = len(parts) - 1 - list(reversed(parts)).index(name)
+        if name in (parts[:at] if known else parts):
+            index = _last(parts, name)
             if index >= 2 and parts[index - 2] in DIVISIONS:
                 submitter, division = parts[index - 1], parts[index - 2]
                 break
     return Place(role, node, benchmark, scenario, system, submitter, division)
+
+
+def _last(parts: Sequence[str], name: str) -> int:
+    """Where ``name`` occurs last."""
+    return len(parts) - 1 - parts[::-1].index(name)
 
 
 def _named_apart(runs: list[RunFiles]) -> list[RunFiles]:

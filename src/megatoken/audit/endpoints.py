@@ -1,8 +1,8 @@
-"""Results of MLPerf Endpoints, which a submission of v6.1 may hold in place of LoadGen's logs.
+"""Results of MLPerf Endpoints, which a submission of v6.1 may hold instead of LoadGen's logs.
 
-``<scenario>/performance/result_summary.json`` has counts, rates and percentiles of all samples, ``config.yaml`` beside
+``<scenario>/performance/result_summary.json`` has counts, rates and percentiles of all samples, ``config.yaml`` next to
 the folder the settings, ``accuracy/accuracy_results.json`` the scores (endpoints_parser.py of the submission checker of
-mlcommons/inference). There is no log: what the summary says can be held against itself, its settings and the rules.
+mlcommons/inference). There is no log: the summary can be compared with itself, its settings and the rules.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from megatoken.audit.discovery import Tree, below, place_of
+from megatoken.audit.discovery import Tree, below, run_files
 from megatoken.audit.documents import structured
-from megatoken.audit.evidence import Role, Run
-from megatoken.audit.view import RunFiles
+from megatoken.audit.evidence import Run, Where
+from megatoken.audit.finding import Severity
+from megatoken.audit.view import RunFiles, run_of, unmet
 from megatoken.files import Damage, UnreadableError, display, mapping, read_json_object, read_text
+from megatoken.mlperf.benchmarks import Benchmark, benchmark_of
 from megatoken.mlperf.rounds import round_seeds
 from megatoken.mlperf.run_figures import RunFigures
 from megatoken.text import natural
@@ -28,21 +30,74 @@ MOST_CONFIGURATION_BYTES = 2**16
 SCENARIOS = {"max_throughput": "Offline", "poisson": "Server"}
 CAUTIOUS = "early_stopping_percentiles"  # estimates with 99 % confidence
 PERCENTILES = ("50", "90", "95", "97", "99", "99.9")
+SEEDS = ("dataloader_random_seed", "scheduler_random_seed")  # of the order of samples, and of the schedule
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointResult:
-    """One result, read. ``settings`` is empty where the configuration is missing or no YAML."""
+    """One result. ``settings`` is empty where the configuration is missing or not YAML."""
 
     run: Run
     files: RunFiles
     summary: Mapping[str, Any]
     settings: Mapping[str, Any]
     settings_path: str | None
+    round: str | None  # whose rules are applied
+    rules_claimed: bool
+
+    @property
+    def figures(self) -> RunFigures:
+        """Of the summary."""
+        return self.run.figures
+
+    @property
+    def benchmark(self) -> Benchmark | None:
+        """The benchmark that the folder is named after."""
+        return benchmark_of(self.files.benchmark, None) if self.files.benchmark else None
+
+    @property
+    def unmet(self) -> Severity:
+        """Severity of a rule that is not met."""
+        return unmet(self.rules_claimed, self.files.division)
+
+    @property
+    def seeds(self) -> tuple[object, ...]:
+        """The two seeds that it states."""
+        return tuple(mapping(self.summary.get("run_config")).get(name) for name in SEEDS)
+
+    @property
+    def ran_seconds(self) -> float | None:
+        """How long the run took."""
+        return self.figures.duration_seconds
+
+    @property
+    def p99_seconds(self) -> tuple[float | None, float | None]:
+        """TTFT and TPOT by the early-stopping estimate of the 99th percentile, as MLPerf's checker takes them."""
+        measured = {"ttft": self.figures.ttft_seconds, "tpot": self.figures.tpot_seconds}
+        ttft, tpot = (
+            percentiles(self.summary.get(key), 1e9, CAUTIOUS).get("p99", values.get("p99"))
+            for key, values in measured.items()
+        )
+        return ttft, tpot
+
+    def at(self, *keys: str) -> tuple[Where, ...]:
+        """The lines of ``keys`` in the summary; the configuration for a setting; else the summary itself."""
+        places = [self.run.where(key) for key in keys if key in self.run.source_lines]
+        if "min_duration_ms" in keys and self.settings_path:
+            places.append(Where(self.settings_path))
+        return tuple(dict.fromkeys(places)) or (self.run.where(),)
 
 
-def endpoint_results_in(tree: Tree) -> tuple[list[EndpointResult], list[tuple[str, Damage]]]:
-    """Every result below the folder, in natural order, and what is wrong with their files."""
+def endpoint_results_in(
+    tree: Tree, round_: str | None, rules_claimed: bool
+) -> tuple[list[EndpointResult], list[tuple[str, Damage]]]:
+    """Every result below the folder, in natural order, and what is wrong with their files.
+
+    Args:
+        tree: All files.
+        round_: Whose rules are claimed; None: those of each result's own seeds.
+        rules_claimed: Whether any are.
+    """
     results, damages = [], []
     for path in sorted((path for path in tree.files if is_endpoint_summary(path)), key=natural):
         try:
@@ -53,32 +108,15 @@ def endpoint_results_in(tree: Tree) -> tuple[list[EndpointResult], list[tuple[st
         damages += [(path, problem) for problem in problems]
         scenario_folder = path.rpartition("/performance/")[0] if "/performance/" in path else ""
         settings, settings_path = _settings(tree, scenario_folder)
-        files = _files(tree, path)
-        figures = _figures(values, settings)
-        run = Run(
-            path=display(files.folder),
-            role=Role.PERFORMANCE,
-            node=display(files.node),
-            benchmark=None if files.benchmark is None else display(files.benchmark),
-            folder_scenario=files.scenario,
-            division=files.division,
-            submitter=None if files.submitter is None else display(files.submitter),
-            system=None,
-            figures=figures,
-            detail=display(path),
-            summary=None,
-            accuracy=None,
-            accuracy_records=None,
-            source_lines=lines,
-        )
-        results.append(EndpointResult(run, files, values, settings, settings_path))
+        files = run_files(tree, path.rpartition("/")[0], {"detail": path})
+        run = run_of(files, _figures(values, settings), source_lines=lines)
+        results.append(EndpointResult(run, files, values, settings, settings_path, round_, rules_claimed))
     return results, damages
 
 
 def is_endpoint_summary(path: str) -> bool:
     """Whether a path is that of a result of MLPerf Endpoints."""
-    parts = PurePosixPath(path).parts
-    return len(parts) >= 2 and parts[-2:] == ("performance", SUMMARY)
+    return PurePosixPath(path).parts[-2:] == ("performance", SUMMARY)
 
 
 def is_endpoint_result(tree: Tree, folder: str) -> bool:
@@ -113,7 +151,7 @@ def percentiles(part: Any, scale: float, kind: str = "percentiles") -> dict[str,
 
 
 def window_seconds(values: Mapping[str, Any]) -> float | None:
-    """What rates are divided by: LoadGen's window, to the end of the last issued sample, or the whole run."""
+    """The time that rates are divided by: LoadGen's window, to the end of the last issued sample, or the run."""
     window = number(values, "legacy_loadgen_window_duration_ns")
     window = number(values, "duration_ns") if window is None else window
     return window / 1e9 if window else None
@@ -133,29 +171,8 @@ def _settings(tree: Tree, folder: str) -> tuple[Mapping[str, Any], str | None]:
     return {}, None
 
 
-def _files(tree: Tree, path: str) -> RunFiles:
-    folder, _, name = path.rpartition("/")
-    parts = folder.split("/")
-    place = place_of([*tree.root.parts[1:], *parts], len(parts))
-    return RunFiles(
-        folder=folder,
-        detail=path,
-        summary=None,
-        accuracy=None,
-        others=tuple(other for other in tree.children(folder) if other != name),
-        size_bytes=tree.files[path],
-        role=Role.PERFORMANCE,
-        node=place.node or tree.root.name,
-        benchmark=place.benchmark,
-        scenario=place.scenario,
-        system=place.system,
-        submitter=place.submitter,
-        division=place.division,
-    )
-
-
 def _figures(values: Mapping[str, Any], settings: Mapping[str, Any]) -> RunFigures:
-    pattern = _part(values, "run_config", "load_pattern").get("type")
+    pattern = mapping(mapping(values.get("run_config")).get("load_pattern")).get("type")
     issued, duration_ns = number(values, "n_samples_issued"), number(values, "duration_ns")
     failed, tokens = number(values, "n_samples_failed"), number(values, "output_sequence_lengths", "total")
     duration_ms = number(settings, "runtime", "min_duration_ms")
@@ -179,17 +196,9 @@ def _figures(values: Mapping[str, Any], settings: Mapping[str, Any]) -> RunFigur
 
 
 def _round(values: Mapping[str, Any]) -> str | None:
-    """Two seeds are stated: of the schedule, and of the order of samples."""
-    run = _part(values, "run_config")
-    mine = (run.get("dataloader_random_seed"), run.get("scheduler_random_seed"))
+    """The round that published the two seeds that a result states."""
+    mine = tuple(mapping(values.get("run_config")).get(name) for name in SEEDS)
     return next((name for name, seeds in round_seeds().items() if seeds[1:] == mine), None)
-
-
-def _part(values: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    value: Any = values
-    for key in keys:
-        value = mapping(value).get(key)
-    return mapping(value)
 
 
 def accuracy_scores(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

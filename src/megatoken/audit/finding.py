@@ -1,45 +1,126 @@
-"""What an audit says: observations of checks on single runs, merged into findings over all of them."""
+"""Checks with their ids, titles and reasons; the outcomes of checks; and findings, which merge equal outcomes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Generic, ParamSpec
 
-from megatoken.audit.catalog import CHECKS
 from megatoken.audit.evidence import Where
 
 MOST_PLACES = 50
 MOST_TEXTS = 5
 MOST_DISTINCT = 200
 LONGEST_TEXT = 300
+# Findings of one severity are listed by family, the part of an id before the point, in this order.
+# Within a family they follow the order in which the checks are defined.
+FAMILIES = (
+    *("log", "build", "settings", "result", "summary", "rules", "accuracy", "compliance", "nodes"),
+    *("configuration", "system", "endpoint", "submission", "power", "run_folder", "tree"),
+)
+FIRST = ("run_folder.interrupted", "run_folder.simulated")  # before all others of their severity
 
 
 class Severity(StrEnum):
     """How much a finding weighs, gravest first."""
 
     FAIL = "fail"  # a rule is broken, or the artefacts contradict themselves or LoadGen
-    WARN = "warn"  # likely wrong, with an honest explanation possible
-    UNKNOWN = "unknown"  # cannot be determined from what is there
+    WARN = "warn"  # likely wrong, but an honest explanation is possible
+    UNKNOWN = "unknown"  # the artefacts do not say
     NOTE = "note"  # worth knowing; nothing is wrong
     PASS = "pass"
 
 
 @dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a check found in one place."""
+
+    severity: Severity
+    expected: str
+    found: str
+    where: tuple[Where, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)  # what ``found`` says, for programs
+
+
+@dataclass(frozen=True, slots=True)
 class Observation:
-    """One check of one thing."""
+    """An outcome with the id of its check."""
 
     id: str
     severity: Severity
     expected: str
     found: str
     where: tuple[Where, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def outcome(
+    holds: bool | None,
+    expected: str,
+    found: str,
+    where: tuple[Where, ...] = (),
+    otherwise: Severity = Severity.FAIL,
+) -> Outcome:
+    """PASS if ``holds``, ``otherwise`` if not, UNKNOWN for None."""
+    severity = Severity.UNKNOWN if holds is None else Severity.PASS if holds else otherwise
+    return Outcome(severity, expected, found, where)
+
+
+Outcomes = Outcome | Iterable[Outcome] | None
+Args = ParamSpec("Args")
+
+
+@dataclass(frozen=True)
+class Check(Generic[Args]):
+    """One check. A call returns what its function found, as observations under the check's id."""
+
+    id: str
+    title: str
+    why: str
+    function: Callable[Args, Outcomes]
+    applies: Callable[..., bool]
+
+    def __call__(self, *args: Args.args, **kwargs: Args.kwargs) -> list[Observation]:
+        return self.observations(self.function(*args, **kwargs) if self.applies(*args, **kwargs) else None)
+
+    def observations(self, outcomes: Outcomes) -> list[Observation]:
+        """Outcomes that were found elsewhere, under this check's id."""
+        found = () if outcomes is None else (outcomes,) if isinstance(outcomes, Outcome) else outcomes
+        return [Observation(self.id, one.severity, one.expected, one.found, one.where, one.fields) for one in found]
+
+
+CHECKS: dict[str, Check[...]] = {}
+
+
+def _always(*_args: Any, **_kwargs: Any) -> bool:
+    return True
+
+
+def check(
+    id: str, title: str, why: str, when: Callable[..., bool] = _always
+) -> Callable[[Callable[Args, Outcomes]], Check[Args]]:
+    """Decorator: registers a function that returns one outcome, several or None.
+
+    Args:
+        id: Stable name of the findings: family and name.
+        title: What the check is about.
+        why: Why a reader should care.
+        when: Whether the check applies; if not, it finds nothing.
+    """
+
+    def register(function: Callable[Args, Outcomes]) -> Check[Args]:
+        if id in CHECKS or id.partition(".")[0] not in FAMILIES:
+            raise ValueError(f"check {id}: defined twice, or in no family of FAMILIES")
+        CHECKS[id] = made = Check(id, title, why, function, when)
+        return made
+
+    return register
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """All observations of one check that weigh the same."""
+    """All observations of one check with one severity."""
 
     id: str
     severity: Severity
@@ -52,55 +133,11 @@ class Finding:
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {
-            "id": self.id,
+        names = ("id", "severity", "title", "expected", "found", "where", "why", "count")
+        return {name: getattr(self, name) for name in names} | {
             "severity": str(self.severity),
-            "title": self.title,
-            "expected": self.expected,
-            "found": self.found,
             "where": [place.to_document() for place in self.where],
-            "why": self.why,
-            "count": self.count,
         }
-
-
-@dataclass
-class Ledger:
-    """Collects observations and merges them; keeps few texts and places of each, and counts all."""
-
-    _entries: dict[tuple[str, Severity], _Entry] = field(default_factory=dict)
-
-    def add(self, observations: Iterable[Observation]) -> None:
-        """Takes observations in; the order of the first of each check is kept."""
-        for observation in observations:
-            entry = self._entries.setdefault((observation.id, observation.severity), _Entry())
-            entry.count += 1
-            if len(entry.expected) < MOST_DISTINCT:
-                entry.expected.setdefault(observation.expected)
-            if observation.found in entry.found or len(entry.found) < MOST_DISTINCT:
-                entry.found[observation.found] = entry.found.get(observation.found, 0) + 1
-            entry.where.extend(observation.where[: max(0, MOST_PLACES - len(entry.where))])
-
-    def findings(self) -> tuple[Finding, ...]:
-        """Gravest first; within a severity in the order of the catalogue."""
-        weight = {severity: rank for rank, severity in enumerate(Severity)}
-        place = {id_: rank for rank, id_ in enumerate(CHECKS)}
-        keys = sorted(self._entries, key=lambda key: (weight[key[1]], place[key[0]]))
-        return tuple(self._finding(id_, severity, self._entries[id_, severity]) for id_, severity in keys)
-
-    @staticmethod
-    def _finding(id_: str, severity: Severity, entry: _Entry) -> Finding:
-        check = CHECKS[id_]
-        return Finding(
-            id=id_,
-            severity=severity,
-            title=check.title,
-            expected=_list(dict.fromkeys(entry.expected, 1), len(entry.expected)),
-            found=_list(entry.found, entry.count),
-            where=tuple(dict.fromkeys(entry.where)),
-            why=check.why,
-            count=entry.count,
-        )
 
 
 @dataclass
@@ -111,8 +148,47 @@ class _Entry:
     where: list[Where] = field(default_factory=list)
 
 
+@dataclass
+class Ledger:
+    """Collects observations and merges them. It counts all of them and keeps a few texts and places of each check."""
+
+    _entries: dict[tuple[str, Severity], _Entry] = field(default_factory=dict)
+
+    def add(self, observations: Iterable[Observation]) -> None:
+        """Adds observations."""
+        for observation in observations:
+            entry = self._entries.setdefault((observation.id, observation.severity), _Entry())
+            entry.count += 1
+            if len(entry.expected) < MOST_DISTINCT:
+                entry.expected.setdefault(observation.expected)
+            if observation.found in entry.found or len(entry.found) < MOST_DISTINCT:
+                entry.found[observation.found] = entry.found.get(observation.found, 0) + 1
+            entry.where.extend(observation.where[: max(0, MOST_PLACES - len(entry.where))])
+
+    def findings(self) -> tuple[Finding, ...]:
+        """Gravest first; within a severity in the order of ``FIRST``, ``FAMILIES`` and the definitions."""
+        weight = {severity: rank for rank, severity in enumerate(Severity)}
+        family = {name: rank for rank, name in enumerate(FAMILIES)}
+        place = {id_: (id_ not in FIRST, family[id_.partition(".")[0]], rank) for rank, id_ in enumerate(CHECKS)}
+        keys = sorted(self._entries, key=lambda key: (weight[key[1]], place[key[0]]))
+        return tuple(self._finding(CHECKS[id_], severity, self._entries[id_, severity]) for id_, severity in keys)
+
+    @staticmethod
+    def _finding(check: Check[...], severity: Severity, entry: _Entry) -> Finding:
+        return Finding(
+            id=check.id,
+            severity=severity,
+            title=check.title,
+            expected=_list(dict.fromkeys(entry.expected, 1), len(entry.expected)),
+            found=_list(entry.found, entry.count),
+            where=tuple(dict.fromkeys(entry.where)),
+            why=check.why,
+            count=entry.count,
+        )
+
+
 def _list(texts: dict[str, int], count: int) -> str:
-    """Distinct texts, most frequent first, each with how often it was said if that tells anything."""
+    """Distinct texts, most frequent first, with how often each was found."""
     ordered = sorted(texts, key=lambda text: -texts[text])
     if len(ordered) == 1:
         return ordered[0] + (f" ({count} times)" if count > 1 else "")
@@ -123,10 +199,20 @@ def _list(texts: dict[str, int], count: int) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value out of somebody's file as one short printable line."""
+    """A value from an audited file as one short printable line."""
     text = value if isinstance(value, str) else repr(value)
     text = "".join(
         character if character.isprintable() else character.encode("unicode_escape", "backslashreplace").decode()
         for character in text[: LONGEST_TEXT + 1]
     )
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}..."
+
+
+def listed(problems: Iterable[str], otherwise: str) -> str:
+    """All problems as one short printable line; ``otherwise`` if there are none."""
+    return shown("; ".join(problems)) or otherwise
+
+
+def parts(**names: Iterable[str]) -> str:
+    """``missing: a, b; not allowed: c``: every group that has names, by its keyword; empty if none has."""
+    return "; ".join(f"{what.replace('_', ' ')}: {', '.join(group)}" for what, group in names.items() if group)

@@ -119,7 +119,7 @@ class _Pool:
         if worker.started and worker.jobs:
             job = self._jobs[index := worker.jobs.popleft()]
             cause = "the process that read it died; is there enough memory?"
-            self._finish(index, Examined(blank_run(job), (not_examined(display(job.files.folder), cause),)))
+            self._finish(index, Examined(blank_run(job), tuple(not_examined(display(job.files.folder), cause))))
             self.add_worker()
         self._todo.extendleft(reversed(worker.jobs))
 

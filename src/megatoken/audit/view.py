@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from megatoken.audit.evidence import Role, Where
-from megatoken.audit.finding import Observation, Severity
+from megatoken.audit.evidence import Role, Run, Where
+from megatoken.audit.finding import Observation, Outcome, Severity, listed, outcome, shown
+from megatoken.files import display
 from megatoken.mlperf.accuracy_log import AccuracyLog
 from megatoken.mlperf.benchmarks import Benchmark
-from megatoken.mlperf.detail_log import DetailLog
-from megatoken.mlperf.run_figures import RunFigures
+from megatoken.mlperf.detail_log import DetailLog, Entry
+from megatoken.mlperf.run_figures import RunFigures, in_seconds, whole
 from megatoken.mlperf.summary_log import SummaryLog
+
+MOST_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class RunFiles:
-    """LoadGen's files in one folder, and what the folder's place says. Paths are relative to the audited one."""
+class Place:
+    """What the names of the folders above a log say; ``scenario`` is spelled as in submissions."""
 
-    folder: str
-    detail: str | None
-    summary: str | None
-    accuracy: str | None
-    others: tuple[str, ...]  # names of the folder's other files
-    size_bytes: int
     role: Role
-    node: str
+    node: str | None
     benchmark: str | None
     scenario: str | None
     system: str | None
@@ -32,9 +31,46 @@ class RunFiles:
     division: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles(Place):
+    """The logs of one run. Paths are relative to the audited folder."""
+
+    node: str
+    folder: str
+    detail: str | None
+    summary: str | None
+    accuracy: str | None
+    others: tuple[str, ...]  # names of the folder's other files
+    size_bytes: int
+
+
+class Subject(Protocol):
+    """What the rules of a round apply to: a run by LoadGen's log, or a result of MLPerf Endpoints."""
+
+    @property
+    def files(self) -> RunFiles: ...
+    @property
+    def figures(self) -> RunFigures: ...
+    @property
+    def benchmark(self) -> Benchmark | None: ...
+    @property
+    def round(self) -> str | None: ...
+    @property
+    def rules_claimed(self) -> bool: ...
+    @property
+    def unmet(self) -> Severity: ...
+    @property
+    def seeds(self) -> tuple[object, ...]: ...
+    @property
+    def ran_seconds(self) -> float | None: ...
+    @property
+    def p99_seconds(self) -> tuple[float | None, float | None]: ...
+    def at(self, *keys: str) -> tuple[Where, ...]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """One run. A log is None where it is absent or unreadable."""
+    """One run. ``summary`` and ``accuracy`` are None where the file is missing or unreadable."""
 
     files: RunFiles
     detail: DetailLog
@@ -42,25 +78,29 @@ class RunView:
     accuracy: AccuracyLog | None
     figures: RunFigures
     benchmark: Benchmark | None
-    round: str | None  # whose rules are to be applied
-    rules_claimed: bool  # a submission, or a round was asked for: unmet rules weigh
+    round: str | None  # whose rules are applied
+    rules_claimed: bool  # a submission, or --round
     user_conf: tuple[str, str] | None  # its path and text
-    interrupted: bool  # whoever made the run says that it did not come to its end
+    interrupted: bool  # the run folder says that the run did not come to its end
 
     @property
     def detail_path(self) -> str:
-        """The detail log, which exists."""
+        """Path of the detail log."""
         return self.files.detail or self.files.folder
 
     def at(self, *keys: str) -> tuple[Where, ...]:
-        """The lines of ``keys`` in the detail log; the log where there is none."""
-        lines = sorted({self.detail.first[key].line for key in keys if key in self.detail.first})
-        return tuple(Where(self.detail_path, line) for line in lines) or (Where(self.detail_path),)
+        """The lines of ``keys`` in the detail log; the log itself if it has none of them."""
+        return self.lines(sorted({self.detail.first[key].line for key in keys if key in self.detail.first}))
 
-    def text(self, key: str) -> str:
-        """``key: value`` as the detail log has it."""
-        entry = self.detail.first.get(key)
-        return f"{key}: {entry.text[:120]}" if entry else f"no {key}"
+    def lines(self, lines: Iterable[Entry | int | None]) -> tuple[Where, ...]:
+        """The first of these lines or entries of the detail log; the log itself if there are none."""
+        numbers = [line.line if isinstance(line, Entry) else line for line in lines]
+        return tuple(Where(self.detail_path, number) for number in numbers[:MOST_LINES]) or (Where(self.detail_path),)
+
+    def text(self, *keys: str) -> str:
+        """``key: value`` of each key as the detail log has it."""
+        first = self.detail.first
+        return "; ".join(f"{key}: {first[key].text[:120]}" if key in first else f"no {key}" for key in keys)
 
     @property
     def is_accuracy(self) -> bool:
@@ -74,15 +114,79 @@ class RunView:
 
     @property
     def absent(self) -> Severity:
-        """How much it weighs that what LoadGen writes at the end is not there: nothing in a run that had no end."""
+        """Severity of missing lines that LoadGen writes at the end."""
         return Severity.UNKNOWN if self.interrupted else Severity.FAIL
 
     @property
     def unmet(self) -> Severity:
-        """How much an unmet rule weighs: nothing is wrong with a run that claims none; the open division is free."""
-        if not self.rules_claimed:
-            return Severity.NOTE
-        return Severity.WARN if self.files.division == "open" else Severity.FAIL
+        """Severity of a rule that is not met."""
+        return unmet(self.rules_claimed, self.files.division)
+
+    @property
+    def seeds(self) -> tuple[object, ...]:
+        """The three seeds that the run used."""
+        return tuple(self.detail.get(f"effective_{name}_rng_seed") for name in ("qsl", "sample_index", "schedule"))
+
+    @property
+    def ran_seconds(self) -> float | None:
+        """How long the run took, as LoadGen compares it with the minimum duration."""
+        log, scenario = self.detail, self.figures.scenario
+        if scenario == "Offline":
+            return in_seconds(log.number("result_max_latency_ns"), 1e9)
+        server, queries = scenario == "Server", whole(log, "result_query_count")
+        rate = log.number("result_scheduled_samples_per_sec" if server else "result_qps_with_loadgen_overhead")
+        return (queries - 1) / rate if queries and rate else None
+
+    @property
+    def p99_seconds(self) -> tuple[float | None, float | None]:
+        """99th percentiles of TTFT and TPOT."""
+        return self.figures.ttft_seconds.get("p99"), self.figures.tpot_seconds.get("p99")
+
+    def computed(self, problems: Iterable[str], follows: str, *keys: str) -> Outcome:
+        """Lines that were recomputed.
+
+        Args:
+            problems: Values that differ, as they should be.
+            follows: What the lines follow from.
+            keys: The lines.
+        """
+        texts = list(problems)
+        return outcome(not texts, listed(texts, follows), shown(self.text(*keys)), self.at(*keys))
+
+
+def run_of(files: RunFiles, figures: RunFigures, system: str | None = None, **more: Any) -> Run:
+    """The run of these files, with printable names; ``more`` are fields of ``Run`` that need its logs."""
+
+    def printable(path: str | None) -> str | None:
+        return None if path is None else display(path)
+
+    return Run(
+        path=display(files.folder),
+        role=files.role,
+        node=display(files.node),
+        benchmark=printable(files.benchmark),
+        folder_scenario=files.scenario,
+        division=files.division,
+        submitter=printable(files.submitter),
+        system=system,
+        figures=figures,
+        detail=printable(files.detail),
+        summary=printable(files.summary),
+        accuracy=printable(files.accuracy),
+        **more,
+    )
+
+
+def has_result(run: RunView) -> bool:
+    """Whether the log holds the result of a performance run."""
+    return run.is_performance and "result_validity" in run.detail.first
+
+
+def unmet(rules_claimed: bool, division: str | None) -> Severity:
+    """Severity of a rule that is not met: a note where no rules are claimed, a warning in the open division."""
+    if not rules_claimed:
+        return Severity.NOTE
+    return Severity.WARN if division == "open" else Severity.FAIL
 
 
 def observe(
@@ -93,6 +197,6 @@ def observe(
     where: tuple[Where, ...] = (),
     otherwise: Severity = Severity.FAIL,
 ) -> Observation:
-    """Pass if it holds, ``otherwise`` if not, unknown if that cannot be told."""
-    severity = Severity.UNKNOWN if holds is None else Severity.PASS if holds else otherwise
-    return Observation(id_, severity, expected, found, where)
+    """An observation of a check that another room defines; see ``outcome``."""
+    seen = outcome(holds, expected, found, where, otherwise)
+    return Observation(id_, seen.severity, expected, found, where)

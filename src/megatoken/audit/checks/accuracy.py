@@ -1,20 +1,20 @@
-"""Accuracy: what evidence there is, and whether the log of answers fits the run it claims to be of."""
+"""Whether the log of answers fits the run that it claims to be of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from megatoken.audit.evidence import Role, Where
-from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.view import RunView, observe
+from megatoken.audit.finding import Observation, Outcome, Severity, check, outcome, shown
+from megatoken.audit.view import RunView
 from megatoken.mlperf.accuracy_log import TRUNCATED_BYTES, AccuracyLog
 from megatoken.mlperf.benchmarks import Benchmark
 from megatoken.mlperf.detail_log import LIBRARY_SET
 from megatoken.mlperf.draws import MOST_ROWS, Load, issued_rows, library_order
 from megatoken.mlperf.rounds import round_seeds
-from megatoken.mlperf.run_figures import whole
+from megatoken.mlperf.run_figures import samples_answers, whole
 from megatoken.text import count_of
 
 ID_BYTES = (4, 8)  # a token id in ``data``: int32, or int64 in a few submissions
@@ -22,40 +22,13 @@ TEST06_SAMPLES = 100
 
 
 def check_accuracy(run: RunView) -> Iterator[Observation]:
-    """The accuracy log beside a detail log."""
-    log = run.accuracy
-    if log is None or run.files.accuracy is None:
+    """The accuracy log next to a detail log."""
+    if run.accuracy is None or run.files.accuracy is None:
         return
-    where = (Where(run.files.accuracy),)
-    bad = tuple(Where(run.files.accuracy, damage.line) for damage in log.damages)
-    cut = log.truncated
-    spoiled = max(0, log.damage_count - 2) if cut else log.damage_count  # a cut goes through two records
-    yield observe(
-        "accuracy.log_readable",
-        spoiled == 0 and (log.complete or cut),
-        "a JSON list of LoadGen's records",
-        shown(f"{count_of(spoiled, 'line')} that {'is' if spoiled == 1 else 'are'} none: {log.damages[0].what}")
-        if spoiled
-        else ("no end" if not log.complete and not cut else count_of(log.records, "record")),
-        bad or where,
-        run.absent if not spoiled or [damage.line for damage in log.damages] == [log.lines] else Severity.FAIL,
-    )
-    if run.is_performance and run.files.role is not Role.COMPLIANCE:
-        expected_records = run.detail.number("effective_accuracy_log_sampling_target") or run.detail.number(
-            "effective_accuracy_log_probability"
-        )
-        found = f"{count_of(log.records, 'record')}" if log.records else "an empty list, as LoadGen writes in this mode"
-        yield observe(
-            "accuracy.performance_log",
-            log.records == 0 or bool(expected_records),
-            "an empty list beside a performance run: it proves nothing about accuracy either way",
-            found,
-            where,
-        )
-    if run.is_accuracy:
-        yield from _accuracy_run(run, log, where)
-    yield from _order(run, log, where)
-    yield from _tokens(log, where)
+    for one in (readable, performance_log, truncated, records, order):
+        yield from one(run, run.accuracy, (Where(run.files.accuracy),))
+    for tokens in (fields, token_counts, first_token):
+        yield from tokens(run.accuracy, (Where(run.files.accuracy),))
 
 
 def check_test06(
@@ -64,109 +37,98 @@ def check_test06(
     """The answers that TEST06 logged, which a submission holds without a detail log.
 
     Args:
-        log: the answers.
-        path: where they stand.
-        scenario: by the folder.
-        benchmark: by the folder.
-        round_: whose seeds are claimed; None: those of any round.
+        log: The answers.
+        path: Of the log.
+        scenario: By the folder.
+        benchmark: By the folder.
+        round_: Whose seeds are claimed; None: those of any round.
     """
     where = (Where(path),)
-    yield from _tokens(log, where)
-    if not log.truncated:
-        yield observe(
-            "compliance.records",
-            log.records == TEST06_SAMPLES,
-            f"{TEST06_SAMPLES} records: TEST06 issues so many samples and logs them all",
-            count_of(log.records, "record"),
-            where,
-        )
-    if benchmark is None or scenario is None or not len(log.rows):
-        return
-    agreeing, by = -1, ""
-    for name in (round_,) if round_ else dict.fromkeys((*benchmark.rounds, *round_seeds())):
-        found = _rows_of_seeds(log, scenario, benchmark.rows, name)
-        agreeing, by = max((agreeing, by), (found, name))
-        if agreeing == len(log.rows):
-            break
-    yield observe(
-        "compliance.order",
-        agreeing == len(log.rows),
-        f"the rows that the seeds of {round_ or 'a round'} ask for",
-        f"{agreeing:,} of {count_of(len(log.rows), 'record')}, by the seeds of {by}",
+    for tokens in (fields, token_counts, first_token, test06_records):
+        yield from tokens(log, where)
+    if benchmark is not None and scenario is not None and len(log.rows):
+        yield from test06_order(log, where, scenario, benchmark, round_)
+
+
+@check("accuracy.log_readable", "The accuracy log can be read", "Foreign lines in it were added or damaged.")
+def readable(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Outcome:
+    bad = max(0, log.damage_count - 2) if log.truncated else log.damage_count  # a cut goes through two records
+    ended = log.complete or log.truncated
+    found = count_of(log.records, "record") if ended else "no end"
+    if bad:
+        verb = "is" if bad == 1 else "are"
+        found = shown(f"{count_of(bad, 'line')} that {verb} no record: {log.damages[0].what}")
+    lines = [damage.line for damage in log.damages]
+    places = tuple(Where(where[0].file, line) for line in lines) or where
+    otherwise = run.absent if not bad or lines == [log.lines] else Severity.FAIL
+    return outcome(not bad and ended, "a JSON list of LoadGen's records", found, places, otherwise)
+
+
+@check(
+    "accuracy.performance_log",
+    "The accuracy log of a performance run",
+    "It is an empty list in that mode, which proves nothing either way.",
+)
+def performance_log(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Outcome | None:
+    if not run.is_performance or run.files.role is Role.COMPLIANCE:
+        return None
+    found = count_of(log.records, "record") if log.records else "an empty list, as LoadGen writes in this mode"
+    expected = "an empty list next to a performance run: it proves nothing about accuracy either way"
+    return outcome(not log.records or samples_answers(run.detail), expected, found, where)
+
+
+@check(
+    "accuracy.truncated",
+    "The accuracy log is truncated",
+    "A submission holds its first and last bytes only, with the hash of all.",
+)
+def truncated(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Outcome | None:
+    if not run.is_accuracy or not log.truncated:
+        return None
+    holds = log.size_bytes <= TRUNCATED_BYTES
+    return outcome(holds, f"at most {TRUNCATED_BYTES:,} bytes", f"{log.size_bytes:,} bytes", where)
+
+
+@check("accuracy.records", "One answer for each row", "Missing or repeated answers change the score.")
+def records(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Outcome | None:
+    total = whole(run.detail, "qsl_reported_total_count")
+    asked = whole(run.detail, "effective_accuracy_sample_count") or total
+    if not run.is_accuracy or log.truncated or asked is None:
+        return None
+    distinct = len(np.unique(log.rows))
+    in_range = not len(log.rows) or int(log.rows.max()) < max(asked, total or 0)
+    found = f"{count_of(log.records, 'record')} of {count_of(distinct, 'row')}"
+    return outcome(
+        log.records == asked == distinct and in_range,
+        f"{count_of(asked, 'record')}, one for each row",
+        found if in_range else f"{found}, some beyond the data set",
         where,
-        Severity.WARN,  # another C++ library may shuffle otherwise
+        run.absent if distinct == log.records < asked and in_range else Severity.FAIL,
     )
 
 
-def _rows_of_seeds(log: AccuracyLog, scenario: str, rows: int, round_: str) -> int:
-    """How many records answer the row that a round's seeds ask for in TEST06, which issues no row equally often."""
-    library_seed, sample_seed, _ = round_seeds()[round_]
-    load = Load("Server" if scenario == "Interactive" else scenario, False, False, TEST06_SAMPLES)
-    best = 0
-    for before_gcc_11 in (False, True):
-        library = library_order(library_seed, rows, before_gcc_11)
-        try:
-            order = np.array(issued_rows(sample_seed, library, load, TEST06_SAMPLES, before_gcc_11))
-        except ValueError:
-            return 0
-        inside = (log.sequence_ids >= 0) & (log.sequence_ids < TEST06_SAMPLES)
-        best = max(best, int((order[log.sequence_ids[inside]] == log.rows[inside]).sum()))
-    return best
-
-
-def _accuracy_run(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Iterator[Observation]:
-    detail = run.detail
-    asked = whole(detail, "effective_accuracy_sample_count") or whole(detail, "qsl_reported_total_count")
-    if log.truncated:
-        yield observe(
-            "accuracy.truncated",
-            log.size_bytes <= TRUNCATED_BYTES,
-            f"at most {TRUNCATED_BYTES:,} bytes",
-            f"{log.size_bytes:,} bytes",
-            where,
-        )
-    elif asked is not None:
-        rows = log.rows
-        distinct = len(np.unique(rows))
-        whole_set = log.records == asked and distinct == log.records
-        in_range = not len(rows) or (int(rows.max()) < max(asked, whole(detail, "qsl_reported_total_count") or 0))
-        yield observe(
-            "accuracy.records",
-            whole_set and in_range,
-            f"{count_of(asked, 'record')}, one for each row",
-            f"{count_of(log.records, 'record')} of {count_of(distinct, 'row')}"
-            + ("" if in_range else ", some beyond the data set"),
-            where,
-            run.absent if distinct == log.records < asked and in_range else Severity.FAIL,
-        )
-
-
-def _order(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Iterator[Observation]:
+@check(
+    "accuracy.order",
+    "Answers belong to the rows that the seed selects",
+    "The seed determines the order; other rows were not asked for.",
+)
+def order(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Outcome | None:
     """Which row each sequence id asks for follows from the seeds: in accuracy runs, and where a test logs samples."""
     detail = run.detail
     library, seed = detail.library_set(), whole(detail, "effective_sample_index_rng_seed")
     least = whole(detail, "effective_min_query_count")
-    if library is None or seed is None or least is None or not len(library) or not len(log.rows):
-        return
-    if detail.counts.get(LIBRARY_SET) != 1 or detail.get("effective_performance_issue_same") is True:
-        return
-    if detail.get("effective_performance_issue_unique") is True or len(library) > MOST_ROWS:
-        return
+    if library is None or seed is None or least is None or not 0 < len(library) <= MOST_ROWS or not len(log.rows):
+        return None
+    flags = ("effective_performance_issue_same", "effective_performance_issue_unique")
+    if detail.counts.get(LIBRARY_SET) != 1 or any(detail.get(flag) is True for flag in flags):
+        return None
     permuted = detail.get("effective_sample_concatenate_permutation") is True
     load = Load(run.figures.scenario or "", run.is_accuracy, permuted, least)
-    count = int(log.sequence_ids.max()) + 1
-    agreeing = 0
-    for before_gcc_11 in (False, True):
-        try:
-            order = np.array(issued_rows(seed, tuple(library.tolist()), load, count, before_gcc_11))
-        except ValueError:
-            return
-        inside = log.sequence_ids < len(order)
-        agreeing = max(agreeing, int((order[log.sequence_ids[inside]] == log.rows[inside]).sum()))
-        if agreeing == len(log.rows):
-            break
-    yield observe(
-        "accuracy.order",
+    rows, count = tuple(library.tolist()), int(log.sequence_ids.max()) + 1
+    agreeing = _agreeing(log, lambda before_gcc_11: issued_rows(seed, rows, load, count, before_gcc_11))
+    if agreeing is None:
+        return None
+    return outcome(
         agreeing == len(log.rows),
         "rows in the order that the sample index seed gives",
         f"{agreeing:,} of {count_of(len(log.rows), 'record')}",
@@ -174,39 +136,96 @@ def _order(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Iterator
     )
 
 
-def _tokens(log: AccuracyLog, where: tuple[Where, ...]) -> Iterator[Observation]:
-    """token_count is the number of ids in data; the first token, where logged, is how data begins."""
-    counted = log.token_counts >= 0
+def _agreeing(log: AccuracyLog, issued: Callable[[bool], tuple[int, ...]]) -> int | None:
+    """How many records answer the row that was issued, by the better of both C++ libraries; None: not computable."""
+    best = 0
+    for before_gcc_11 in (False, True):
+        try:
+            rows = np.array(issued(before_gcc_11))
+        except ValueError:
+            return None
+        inside = (log.sequence_ids >= 0) & (log.sequence_ids < len(rows))
+        best = max(best, int((rows[log.sequence_ids[inside]] == log.rows[inside]).sum()))
+        if best == len(log.rows):
+            break
+    return best
+
+
+@check(
+    "accuracy.fields",
+    "All answers are logged alike",
+    "LoadGen logs token counts and first tokens of all answers or of none.",
+)
+def fields(log: AccuracyLog, where: tuple[Where, ...]) -> Outcome | None:
+    counted = int((log.token_counts >= 0).sum())
     partly = [
         f"{name} in {count:,}"
-        for name, count in (("token_count", int(counted.sum())), ("token_data", log.first_tokens))
-        if 0 < count < log.records and log.records == len(counted)
+        for name, count in (("token_count", counted), ("token_data", log.first_tokens))
+        if 0 < count < log.records == len(log.token_counts)
     ]
-    if log.records:
-        yield observe(
-            "accuracy.fields",
-            not partly,
-            "the same fields in every record",
-            f"{', '.join(partly)} of {count_of(log.records, 'record')}" if partly else count_of(log.records, "record"),
-            where,
-        )
-    if counted.any():
-        sizes, counts = log.data_bytes[counted], log.token_counts[counted]
-        wrong = min(int((sizes != counts * size).sum()) for size in ID_BYTES)
-        yield observe(
-            "accuracy.token_counts",
-            wrong == 0,
-            "as many token ids in data as token_count says",
-            f"{wrong:,} of {count_of(len(counts), 'record')} differ" if wrong else count_of(int(counts.sum()), "token"),
-            where,
-            Severity.WARN,  # some systems leave the first token out of data
-        )
-    if log.first_token_differs:
-        yield observe(
-            "accuracy.first_token",
-            False,
-            "data that begins with the first token reported",
-            f"{count_of(len(log.first_token_differs), 'record')} or more begin otherwise",
-            tuple(Where(place.file, line) for place in where for line in log.first_token_differs),
-            Severity.WARN,  # reference systems differ in whether data holds the first token
-        )
+    found = count_of(log.records, "record")
+    found = f"{', '.join(partly)} of {found}" if partly else found
+    return outcome(not partly, "the same fields in every record", found, where) if log.records else None
+
+
+@check("accuracy.token_counts", "Token counts match the answers", "The token rate is the sum of these counts.")
+def token_counts(log: AccuracyLog, where: tuple[Where, ...]) -> Outcome | None:
+    counted = log.token_counts >= 0
+    sizes, counts = log.data_bytes[counted], log.token_counts[counted]
+    if not len(counts):
+        return None
+    wrong = min(int((sizes != counts * size).sum()) for size in ID_BYTES)
+    found = f"{wrong:,} of {count_of(len(counts), 'record')} differ" if wrong else count_of(int(counts.sum()), "token")
+    # Some systems leave the first token out of data.
+    return outcome(not wrong, "as many token ids in data as token_count says", found, where, Severity.WARN)
+
+
+@check("accuracy.first_token", "The first token belongs to the answer", "TTFT of another token has no meaning.")
+def first_token(log: AccuracyLog, where: tuple[Where, ...]) -> Outcome | None:
+    lines = log.first_token_differs
+    if not lines:
+        return None
+    found = f"{count_of(len(lines), 'record')} or more begin with another"
+    places = tuple(Where(where[0].file, line) for line in lines)
+    # Reference systems differ in whether data holds the first token.
+    return outcome(False, "data that begins with the first token reported", found, places, Severity.WARN)
+
+
+@check(
+    "compliance.records",
+    "The compliance test logged its samples",
+    "It issues 100 samples and logs them all; others were left out or added.",
+)
+def test06_records(log: AccuracyLog, where: tuple[Where, ...]) -> Outcome | None:
+    expected = f"{TEST06_SAMPLES} records: TEST06 issues so many samples and logs them all"
+    found = count_of(log.records, "record")
+    return None if log.truncated else outcome(log.records == TEST06_SAMPLES, expected, found, where)
+
+
+@check(
+    "compliance.order",
+    "The compliance test asked for the rows of its seeds",
+    "The seeds determine the rows; answers to other rows were selected.",
+)
+def test06_order(
+    log: AccuracyLog, where: tuple[Where, ...], scenario: str, benchmark: Benchmark, round_: str | None
+) -> Outcome:
+    load = Load("Server" if scenario == "Interactive" else scenario, False, False, TEST06_SAMPLES)
+    best, by = -1, ""
+    for name in (round_,) if round_ else dict.fromkeys((*benchmark.rounds, *round_seeds())):
+        library_seed, sample_seed, _ = round_seeds()[name]
+
+        def issued(before_gcc_11: bool, library_seed: int = library_seed, sample_seed: int = sample_seed) -> tuple[int, ...]:
+            library = library_order(library_seed, benchmark.rows, before_gcc_11)
+            return issued_rows(sample_seed, library, load, TEST06_SAMPLES, before_gcc_11)
+
+        best, by = max((best, by), (_agreeing(log, issued) or 0, name))
+        if best == len(log.rows):
+            break
+    return outcome(
+        best == len(log.rows),
+        f"the rows that the seeds of {round_ or 'a round'} ask for",
+        f"{best:,} of {count_of(len(log.rows), 'record')}, by the seeds of {by}",
+        where,
+        Severity.WARN,  # another C++ library may shuffle in another order
+    )

@@ -1,4 +1,4 @@
-"""What only several artefacts together show: one round, and evidence of accuracy for what was timed."""
+"""What only several artefacts together show: one round, and evidence of accuracy for the timed runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Set
 
 from megatoken.audit.checks.accuracy import ID_BYTES
 from megatoken.audit.evidence import AccuracyResult, Evidence, Role, Run, Where
-from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.view import observe
+from megatoken.audit.finding import Observation, Outcome, Outcomes, Severity, check, outcome, shown
 from megatoken.mlperf.benchmarks import Benchmark, benchmark_of, benchmarks
 from megatoken.text import count_of
 
@@ -18,64 +17,154 @@ USER_CONF = "user.conf"
 VERIFIED = ("verify_accuracy.txt", "verify_output_len.txt")
 
 
-def check_rounds(evidence: Evidence) -> Iterator[Observation]:
-    """A submission is of one round."""
+@check("rules.one_round", "One round", "Results of different rounds were made under different rules and seeds.")
+def check_rounds(evidence: Evidence) -> Outcome | None:
     rounds = Counter(run.figures.round for run in evidence.runs if run.role in (Role.PERFORMANCE, Role.ACCURACY))
-    if evidence.kind == "submission" and sum(rounds.values()) > 1:
-        usual = rounds.most_common(1)[0][0]
-        others = [run for run in evidence.runs if run.role is not Role.COMPLIANCE and run.figures.round != usual]
-        yield observe(
-            "rules.one_round",
-            len(rounds) == 1,
-            f"seeds of one round, {usual}",
-            ", ".join(f"{name}: {count_of(count, 'run')}" for name, count in rounds.items()),
-            tuple(run.where("effective_qsl_rng_seed") for run in others[:50]),
-        )
+    if evidence.kind != "submission" or sum(rounds.values()) <= 1:
+        return None
+    usual = rounds.most_common(1)[0][0]
+    others = [run for run in evidence.runs if run.role is not Role.COMPLIANCE and run.figures.round != usual]
+    return outcome(
+        len(rounds) == 1,
+        f"seeds of one round, {usual}",
+        ", ".join(f"{name}: {count_of(count, 'run')}" for name, count in rounds.items()),
+        tuple(run.where("effective_qsl_rng_seed") for run in others[:50]),
+    )
 
 
-def check_accuracy_evidence(
-    evidence: Evidence, *, claimed: bool, scored: Set[str] = frozenset()
-) -> Iterator[Observation]:
-    """Accuracy runs and their scores beside the performance runs they stand for.
-
-    Args:
-        evidence: all that was found.
-        claimed: whether the rules of the closed division are claimed.
-        scored: folders of scenarios whose scores stand in another form than accuracy.txt.
-    """
-    for result in evidence.accuracy_results:
-        yield from _scored_log(result, evidence)
-        yield from _scores(result, evidence)
+@check(
+    "accuracy.evidence",
+    "Evidence of accuracy",
+    "Less accurate answers can be faster; accuracy must be shown, above all for FP4 and FP8.",
+)
+def accuracy_evidence(evidence: Evidence, claimed: bool, scored: Set[str]) -> Outcome | None:
     performance = evidence.performance_runs
     if not performance:
-        return
+        return None
     with_accuracy = {_key(run) for run in evidence.runs if run.role is Role.ACCURACY}
     scored = scored | {result.path.rpartition("/accuracy/")[0] for result in evidence.accuracy_results}
     without = [run for run in performance if _key(run) not in with_accuracy and _scenario_folder(run) not in scored]
     empty = sum(run.accuracy_records == 0 for run in performance)
     absent = len(performance) - empty
     found = f"no accuracy run for {len(without)} of {len(performance)} performance runs"
-    if evidence.kind == "submission":  # where several models may stand for one benchmark
+    if evidence.kind == "submission":  # where several models may be submitted for one benchmark
         found += f" ({', '.join(dict.fromkeys(_scenario_folder(run).rpartition('results/')[2] for run in without))})"
-    found += f"; beside them {empty} empty accuracy logs" + (f", {absent} other or none" if absent else "")
-    division = {str(system.values.get("division", "")).strip().lower() for system in evidence.systems}
-    severity = Severity.FAIL if claimed else Severity.UNKNOWN if "closed" in division else Severity.NOTE
-    yield observe(
-        "accuracy.evidence",
+    found += f"; next to them {empty} empty accuracy logs" + (f", {absent} other or none" if absent else "")
+    divisions = {str(system.values.get("division", "")).strip().lower() for system in evidence.systems}
+    return outcome(
         not without,
         "an accuracy run for every performance run",
         shown(found) if without else f"{len(performance)} performance runs have one",
         tuple(Where(run.accuracy or run.path) for run in without[:50]),
-        severity,
+        Severity.FAIL if claimed else Severity.UNKNOWN if "closed" in divisions else Severity.NOTE,
     )
 
 
-def check_layout(evidence: Evidence, paths: Iterable[str]) -> Iterator[Observation]:
-    """What a submission has beside its performance runs, where rules are claimed for logs that stand in none.
+def check_accuracy_evidence(
+    evidence: Evidence, *, claimed: bool, scored: Set[str] = frozenset()
+) -> Iterator[Observation]:
+    """Accuracy runs and their scores, and the performance runs that need them.
 
     Args:
-        evidence: all that was found.
-        paths: of all files.
+        evidence: All that was found.
+        claimed: Whether the rules of the closed division are claimed.
+        scored: Folders of scenarios whose scores are in another file than accuracy.txt.
+    """
+    for result in evidence.accuracy_results:
+        yield from scored_log(result, evidence)
+        benchmark = benchmark_of(result.benchmark, None) if result.benchmark else None
+        if benchmark is None:
+            continue
+        closed = Severity.FAIL if "/open/" not in f"/{result.path}" else Severity.NOTE
+        yield from scores(result, benchmark, closed)
+        if evidence.kind == "submission":
+            yield from scored_hash(result, closed)
+        folder = result.path.rpartition("/accuracy/")[0]
+        for run in evidence.performance_runs:
+            if folder and run.path.startswith(f"{folder}/"):
+                where = (Where(result.path), run.where())
+                yield from tokens_agree(run.figures.tokens_per_sample, result.scores.get("tokens_per_sample"), where)
+    yield from accuracy_evidence(evidence, claimed, scored)
+
+
+@check("accuracy.scores", "Scores reach the targets", "The closed division demands them.")
+def scores(result: AccuracyResult, benchmark: Benchmark, otherwise: Severity) -> Outcome:
+    found, targets = result.scores, benchmark.accuracy
+    low = [
+        f"{name} {found[name]:g} below {target:g}" if name in found else f"no {name}"
+        for name, target in targets.items()
+        if found.get(name, -1.0) < target
+    ]
+    for name, window in (("tokens_per_sample", benchmark.tokens_per_sample), ("gen_len", benchmark.gen_len)):
+        if window is not None and not window[0] <= found.get(name, -1.0) <= window[1]:
+            outside = f"{name} {found[name]:g} outside {window[0]:g} to {window[1]:g}" if name in found else ""
+            low.append(outside or f"no {name}")
+    return outcome(
+        not low,
+        f"{benchmark.name}: {', '.join(f'{name} of at least {target:g}' for name, target in targets.items())}",
+        shown("; ".join(low)) or ", ".join(f"{name} {found[name]:g}" for name in targets),
+        (Where(result.path),),
+        otherwise,
+    )
+
+
+@check(
+    "accuracy.scored_log",
+    "accuracy.txt scores the log next to it",
+    "Scores of other answers say nothing about these.",
+)
+def scored_log(result: AccuracyResult, evidence: Evidence) -> Outcomes:
+    """Where that log was not truncated."""
+    folder = result.path.rpartition("/")[0]
+    logs = {folder, f"{folder.removesuffix('accuracy')}mlperf"}  # of a submission, or a run folder of megatoken
+    for run in evidence.runs:
+        if run.path not in logs or run.accuracy_sha256 is None or not run.accuracy_records or not run.accuracy_bytes:
+            continue
+        problems = []
+        if result.hash is not None and result.hash.lower() != run.accuracy_sha256:
+            problems.append(f"hash {shown(result.hash)}, the log has {run.accuracy_sha256}")
+        answers, mean = result.scores.get("gen_num"), result.scores.get("tokens_per_sample")
+        if answers is not None and answers != run.accuracy_records:
+            problems.append(f"{answers:g} answers, the log has {run.accuracy_records:,}")
+        counted = [run.accuracy_bytes / size / run.accuracy_records for size in ID_BYTES]
+        if mean is not None and not any(abs(mean - found) <= 0.05 + 1e-9 * found for found in counted):
+            problems.append(f"{mean:g} tokens per sample, the log has {counted[0]:.1f}")
+        expected = "hash, answers and tokens per sample of the log next to it"
+        where = (Where(result.path), Where(run.accuracy or run.path))
+        yield outcome(not problems, expected, "; ".join(problems) or "the same", where)
+
+
+@check("accuracy.hash", "accuracy.txt has the hash of the full log", "It ties the truncated log to the evaluated one.")
+def scored_hash(result: AccuracyResult, otherwise: Severity) -> Outcome:
+    found = shown(result.hash or "none")
+    return outcome(result.hash is not None, "a line hash=...", found, (Where(result.path),), otherwise)
+
+
+@check(
+    "accuracy.tokens_agree",
+    "Performance and accuracy runs answer alike",
+    "If answers of the timed run are shorter, another model gave them.",
+)
+def tokens_agree(timed: float | None, scored: float | None, where: tuple[Where, ...]) -> Outcome | None:
+    """Tokens per sample of a performance run and of its accuracy run."""
+    if not timed or not scored:
+        return None
+    holds = abs(timed / scored - 1) <= TOKENS_TOLERANCE
+    expected = f"about {scored:g} tokens per sample, as in the accuracy run"
+    return outcome(holds, expected, f"{timed:.1f}", where, Severity.WARN)
+
+
+@check(
+    "submission.layout",
+    "What the claimed rules ask for besides the runs",
+    "A round's rules are about a complete submission; a run alone meets a part of them.",
+)
+def check_layout(evidence: Evidence, paths: Iterable[str]) -> Outcomes:
+    """Where rules are claimed for logs outside a submission.
+
+    Args:
+        evidence: All that was found.
+        paths: Of all files.
     """
     found = {name: [path for path in paths if path.rpartition("/")[2] == name] for name in (USER_CONF, *VERIFIED)}
     runs: dict[str, list[Run]] = {}
@@ -84,13 +173,8 @@ def check_layout(evidence: Evidence, paths: Iterable[str]) -> Iterator[Observati
         if benchmark is not None:
             runs.setdefault(benchmark.name, []).append(run)
             continue
-        yield observe(
-            "submission.layout",
-            None,
-            "a benchmark whose rules are known",
-            f"{run.benchmark or 'no benchmark'}: what the rules ask for beside its runs is not known",
-            (run.where(),),
-        )
+        unknown = f"{run.benchmark or 'no benchmark'}: the rules for what its submission needs are not known"
+        yield outcome(None, "a benchmark whose rules are known", unknown, (run.where(),))
     for name, mine in runs.items():
         benchmark = benchmarks()[name]
         others = [run.path for other, theirs in runs.items() if other != name for run in theirs]
@@ -106,11 +190,9 @@ def check_layout(evidence: Evidence, paths: Iterable[str]) -> Iterator[Observati
             missing.append("systems/*.json")
         bare = [run for run in mine if not any(_belongs(path, run.path, others) for path in found[USER_CONF])]
         if bare:
-            missing.append(
-                USER_CONF if len(bare) == len(mine) else f"{USER_CONF} of {len(bare)} of {count_of(len(mine), 'run')}"
-            )
-        yield observe(
-            "submission.layout",
+            some = f" of {len(bare)} of {count_of(len(mine), 'run')}" if len(bare) < len(mine) else ""
+            missing.append(f"{USER_CONF}{some}")
+        yield outcome(
             not missing,
             "every scenario and test that the closed division asks for, and what describes the runs",
             f"{name}: no {', no '.join(missing)}" if missing else f"{name}: all of them",
@@ -120,9 +202,9 @@ def check_layout(evidence: Evidence, paths: Iterable[str]) -> Iterator[Observati
 
 
 def _belongs(path: str, run: str, others: Iterable[str], benchmark: Benchmark | None = None) -> bool:
-    """Whether a file is about a run: it lies beside or below it, or above it and above no run of another benchmark.
+    """Whether a file is about a run: next to it or below it, or above it and above no run of another benchmark.
 
-    With ``benchmark`` also a file below any folder of that name, as compliance tests stand in one.
+    With ``benchmark`` also a file below any folder of that name, as for compliance tests.
     """
     folder = path.rpartition("/")[0]
     if benchmark is not None and any(benchmark_of(part, None) is benchmark for part in folder.split("/")):
@@ -133,87 +215,8 @@ def _belongs(path: str, run: str, others: Iterable[str], benchmark: Benchmark | 
     return f"{run}/".startswith(above) and not any(f"{other}/".startswith(above) for other in others)
 
 
-def _scored_log(result: AccuracyResult, evidence: Evidence) -> Iterator[Observation]:
-    """accuracy.txt against the log that it scores, where that is whole."""
-    folder = result.path.rpartition("/")[0]
-    logs = {folder, f"{folder.removesuffix('accuracy')}mlperf"}  # of a submission, or a run folder of megatoken
-    for run in evidence.runs:
-        if run.path not in logs or run.accuracy_sha256 is None or not run.accuracy_records or not run.accuracy_bytes:
-            continue
-        problems = []
-        if result.hash is not None and result.hash.lower() != run.accuracy_sha256:
-            problems.append(f"hash {shown(result.hash)}, the log has {run.accuracy_sha256}")
-        answers, mean = result.scores.get("gen_num"), result.scores.get("tokens_per_sample")
-        if answers is not None and answers != run.accuracy_records:
-            problems.append(f"{answers:g} answers, the log has {run.accuracy_records:,}")
-        counted = [run.accuracy_bytes / size / run.accuracy_records for size in ID_BYTES]
-        if mean is not None and not any(abs(mean - found) <= 0.05 + 1e-9 * found for found in counted):
-            problems.append(f"{mean:g} tokens per sample, the log has {counted[0]:.1f}")
-        yield observe(
-            "accuracy.scored_log",
-            not problems,
-            "hash, answers and tokens per sample of the log beside it",
-            "; ".join(problems) or "the same",
-            (Where(result.path), Where(run.accuracy or run.path)),
-        )
-
-
-def _scores(result: AccuracyResult, evidence: Evidence) -> Iterator[Observation]:
-    place = (Where(result.path),)
-    benchmark = benchmark_of(result.benchmark, None) if result.benchmark else None
-    if benchmark is None:
-        return
-    closed = "/open/" not in f"/{result.path}"
-    yield from _targets(result, benchmark, closed)
-    if evidence.kind == "submission":
-        yield observe(
-            "accuracy.hash",
-            result.hash is not None,
-            "a line hash=...",
-            shown(result.hash or "none"),
-            place,
-            Severity.FAIL if closed else Severity.NOTE,
-        )
-    tokens = result.scores.get("tokens_per_sample")
-    folder = result.path.rpartition("/accuracy/")[0]
-    for run in evidence.performance_runs:
-        mine = run.figures.tokens_per_sample
-        if tokens and mine and folder and run.path.startswith(f"{folder}/"):
-            yield observe(
-                "accuracy.tokens_agree",
-                abs(mine / tokens - 1) <= TOKENS_TOLERANCE,
-                f"about {tokens:g} tokens per sample, as in the accuracy run",
-                f"{mine:.1f}",
-                (*place, run.where()),
-                Severity.WARN,
-            )
-
-
-def _targets(result: AccuracyResult, benchmark: Benchmark, closed: bool) -> Iterator[Observation]:
-    low = [
-        f"{name} {result.scores[name]:g} below {target:g}" if name in result.scores else f"no {name}"
-        for name, target in benchmark.accuracy.items()
-        if result.scores.get(name, -1.0) < target
-    ]
-    for name, window in (("tokens_per_sample", benchmark.tokens_per_sample), ("gen_len", benchmark.gen_len)):
-        found = result.scores.get(name)
-        if window is not None and (found is None or not window[0] <= found <= window[1]):
-            low.append(
-                f"{name} {found:g} outside {window[0]:g} to {window[1]:g}" if found is not None else f"no {name}"
-            )
-    targets = ", ".join(f"{name} of at least {target:g}" for name, target in benchmark.accuracy.items())
-    yield observe(
-        "accuracy.scores",
-        not low,
-        f"{benchmark.name}: {targets}",
-        shown("; ".join(low)) or ", ".join(f"{name} {result.scores[name]:g}" for name in benchmark.accuracy),
-        (Where(result.path),),
-        Severity.FAIL if closed else Severity.NOTE,
-    )
-
-
 def _key(run: Run) -> tuple[str | None, ...]:
-    """What a performance run shares with its accuracy run: in a submission the folder, elsewhere what it is of."""
+    """What a performance run shares with its accuracy run: in a submission the folder, else what it is of."""
     if run.submitter is not None:
         return (_scenario_folder(run),)
     return run.node, run.benchmark, run.folder_scenario

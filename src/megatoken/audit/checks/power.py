@@ -1,70 +1,78 @@
-"""Wall power beside a run: SPEC PTDaemon's readings over the time that the log gives for the test."""
+"""Wall power of a run: SPEC PTDaemon's readings over the time that the log gives for the test."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from megatoken.audit.checks.power_session import check_session
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Power, Role, Run, Where
-from megatoken.audit.finding import Observation, Severity
-from megatoken.audit.view import observe
+from megatoken.audit.finding import Observation, Outcome, Severity, check, outcome, parts
 from megatoken.files import UnreadableError, display, open_regular
 from megatoken.text import count_of
 
 POWER_FILES = {"client.json", "client.log", "ptd_logs.txt", "server.json", "server.log"}
+READINGS = "spl.txt"
 LONGEST_LINE = 4096
 MOST_LINES = 1_000_000  # a reading a second for eleven days
 TESTING_BELOW_RANGING = 0.95
 
 
 def power_of(tree: Tree, runs: Sequence[Run]) -> tuple[list[Power], list[Observation]]:
-    """The mean power of every performance run with an spl.txt, and what is wrong with its evidence."""
-    readings: list[Power] = []
+    """The mean power of every performance run with an spl.txt, and what the checks of its evidence found."""
+    measured: list[Power] = []
     observations: list[Observation] = []
     by_path = {run.path: run for run in runs}
-    for path in sorted(path for path in tree.files if path.rpartition("/")[2] == "spl.txt"):
-        folder = path.rpartition("/")[0]
+    for path in sorted(path for path in tree.files if path.rpartition("/")[2] == READINGS):
+        folder, performance = path.rpartition("/")[0], path.rpartition("/")[0].rpartition("/")[0]
         run = by_path.get(display(folder))
         if run is None or run.role is not Role.PERFORMANCE:
             continue
-        where = (Where(display(path)), run.where("power_begin"))
-        expected = "readings between power_begin and power_end"
-        begin, end = run.figures.began_at, run.figures.ended_at
-        if begin is None or end is None:
-            observations.append(observe("power.readings", None, expected, "the log gives no times", where))
-            continue
         try:
-            watts, count = mean_watts(tree, path, begin, end)
+            power = mean_watts(tree, path, run)
         except UnreadableError as error:
-            observations.append(observe("power.readings", False, expected, str(error), where))
+            observations += readings(path, run, None, str(error))
             continue
-        found = f"{count_of(count, 'reading')}, {watts:,.2f} W on average" if count else "no reading in that time"
-        observations.append(observe("power.readings", count > 0, expected, found, where))
-        if count:
-            readings.append(Power(display(path), run.path, watts, count))
-            observations += _against_ranging(tree, folder, by_path, watts)
-        if folder:  # otherwise what belongs to it lies above what is audited
-            observations += _files(tree, folder)
-            observations += check_session(tree, folder.rpartition("/")[0], run)
-    observations += _without_readings(tree, by_path)
-    return readings, observations
-
-
-def _without_readings(tree: Tree, runs: dict[str, Run]) -> Iterator[Observation]:
-    """Runs with a folder of power logs beside them, but without the readings."""
+        observations += readings(path, run, power)
+        if power is not None and power.readings:
+            measured.append(power)
+            observations += against_ranging(tree, performance, by_path, power)
+        if folder and run.figures.began_at and run.figures.ended_at:  # else the other files are above the audited folder
+            observations += files(tree, performance)
+            observations += check_session(tree, performance, run)
     for folder in sorted(folder for folder in tree.folders if folder.rpartition("/")[2] == "power"):
-        run = runs.get(display(below(folder.rpartition("/")[0], "run_1")))
-        path = below(folder.rpartition("/")[0], "run_1/spl.txt")
-        if run is not None and run.role is Role.PERFORMANCE and path not in tree.files:
+        path = below(folder.rpartition("/")[0], "run_1")
+        run = by_path.get(display(path))
+        if run is not None and run.role is Role.PERFORMANCE and f"{path}/{READINGS}" not in tree.files:
             where = (Where(display(folder)), Where(run.path))
-            yield observe("power.readings", False, "readings in spl.txt beside the log", "no spl.txt", where)
+            missing = outcome(False, f"readings in {READINGS} next to the log", f"no {READINGS}", where)
+            observations += readings.observations(missing)
+    return measured, observations
 
 
-def mean_watts(tree: Tree, path: str, begin: datetime, end: datetime) -> tuple[float, int]:
-    """Mean of the positive readings after ``begin`` and before ``end``, and how many there are."""
+@check("power.readings", "Power readings cover the run", "Watts are a measurement only with readings from the run.")
+def readings(path: str, run: Run, power: Power | None, problem: str = "") -> Outcome:
+    where = (Where(display(path)), run.where("power_begin"))
+    expected = "readings between power_begin and power_end"
+    if problem:
+        return outcome(False, expected, problem, where)
+    if power is None:
+        return outcome(None, expected, "the log gives no times", where)
+    found = f"{count_of(power.readings, 'reading')}, {power.mean_watts:,.2f} W on average"
+    return outcome(power.readings > 0, expected, found if power.readings else "no reading in that time", where)
+
+
+def mean_watts(tree: Tree, path: str, run: Run) -> Power | None:
+    """The mean of the positive readings in ``path`` during a run; None if its log gives no times.
+
+    Raises:
+        UnreadableError: The readings cannot be read.
+    """
+    begin, end = run.figures.began_at, run.figures.ended_at
+    if begin is None or end is None:
+        return None
     total, count = 0.0, 0
     try:
         with open_regular(tree.path(path)) as file:
@@ -85,37 +93,36 @@ def mean_watts(tree: Tree, path: str, begin: datetime, end: datetime) -> tuple[f
                     count += 1
     except OSError as error:
         raise UnreadableError(f"cannot be read: {error.strerror}") from None
-    return (total / count if count else 0.0), count
+    return Power(display(path), run.path, total / count if count else 0.0, count)
 
 
-def _against_ranging(tree: Tree, folder: str, runs: dict[str, Run], watts: float) -> Iterator[Observation]:
+@check(
+    "power.ranging",
+    "Ranging and measured power agree",
+    "A run that draws less than its ranging run was another run.",
+)
+def against_ranging(tree: Tree, performance: str, runs: Mapping[str, Run], power: Power) -> Outcome | None:
     """The measured run may not draw more than 5 % less than the ranging run before it."""
-    ranging_folder = below(folder.rpartition("/")[0], "ranging")
-    ranging, path = runs.get(display(ranging_folder)), f"{ranging_folder}/spl.txt"
-    if ranging is None or path not in tree.files or not ranging.figures.began_at or not ranging.figures.ended_at:
-        return
+    folder = below(performance, "ranging")
+    ranging, path = runs.get(display(folder)), f"{folder}/{READINGS}"
     try:
-        before, count = mean_watts(tree, path, ranging.figures.began_at, ranging.figures.ended_at)
+        before = mean_watts(tree, path, ranging) if ranging is not None and path in tree.files else None
     except UnreadableError:
-        return
-    if count:
-        yield observe(
-            "power.ranging",
-            watts >= TESTING_BELOW_RANGING * before,
-            f"at least {100 * TESTING_BELOW_RANGING:.0f} % of the ranging run's {before:,.1f} W",
-            f"{watts:,.1f} W",
-            (Where(display(f"{folder}/spl.txt")), Where(display(path))),
-        )
-
-
-def _files(tree: Tree, folder: str) -> Iterator[Observation]:
-    place = below(folder.rpartition("/")[0], "power")
-    missing = sorted(POWER_FILES - set(tree.children(place)))
-    yield observe(
-        "power.files",
-        not missing,
-        f"{', '.join(sorted(POWER_FILES))} of the power measurement",
-        f"missing: {', '.join(missing)}" if missing else "they are there",
-        (Where(display(place)),),
-        Severity.WARN,
+        return None
+    if before is None or not before.readings:
+        return None
+    return outcome(
+        power.mean_watts >= TESTING_BELOW_RANGING * before.mean_watts,
+        f"at least {100 * TESTING_BELOW_RANGING:.0f} % of the ranging run's {before.mean_watts:,.1f} W",
+        f"{power.mean_watts:,.1f} W",
+        (Where(power.path), Where(before.path)),
     )
+
+
+@check("power.files", "The power measurement is complete", "Its logs tie meter, clock and run together.")
+def files(tree: Tree, performance: str) -> Outcome:
+    place = below(performance, "power")
+    missing = sorted(POWER_FILES - set(tree.children(place)))
+    expected = f"{', '.join(sorted(POWER_FILES))} of the power measurement"
+    where = (Where(display(place)),)
+    return outcome(not missing, expected, parts(missing=missing) or "complete", where, Severity.WARN)

@@ -1,6 +1,6 @@
-"""The session of a power measurement: what its two ends wrote, against each other, the run and the files themselves.
+"""The session of a power measurement: the files of client and server, compared with each other, the run and the logs.
 
-Client (beside the system under test) and server (beside the meter) of mlcommons/power each leave a JSON file with the
+The client (at the system under test) and the server (at the meter) of mlcommons/power each leave a JSON file with the
 session, the times of its phases and the SHA-1 of the files it made (tools/submission/power/power_checker.py of
 mlcommons/inference).
 """
@@ -15,14 +15,12 @@ from typing import Any
 
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Run, Where
-from megatoken.audit.finding import Observation, shown
-from megatoken.audit.view import observe
+from megatoken.audit.finding import Observation, Outcome, check, listed, outcome, parts, shown
 from megatoken.files import UnreadableError, display, mapping, open_regular, read_json_object
 from megatoken.mlperf.rounds import rules
 
-CHUNK_BYTES = 2**20
 CLOCKS_APART_SECONDS = 0.8
-SUMMER_TIME_SECONDS = 3600.0  # the checker of MLPerf allows a power_begin that is an hour late
+SUMMER_TIME_SECONDS = 3600.0  # MLPerf's checker accepts a power_begin that is an hour late
 ENDS = ("client", "server")
 KEYS = ("version", "timezone", "modules", "sources", "messages", "uuid", "session_name", "results", "phases")
 MODES = ("ranging", "testing")
@@ -35,7 +33,7 @@ HASHED = (
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """What one end wrote."""
+    """The JSON file of one end."""
 
     name: str
     path: str
@@ -49,7 +47,7 @@ class _End:
         return mapping(self.values.get(key))
 
     def phase_seconds(self, mode: str) -> list[float] | None:
-        """When each phase of a mode began, in seconds since 1970; None if that is not said."""
+        """When each phase of a mode began, in seconds since 1970; None if the file does not say."""
         phases = self.part("phases").get(mode)
         if not isinstance(phases, list):
             return None
@@ -59,7 +57,7 @@ class _End:
 
 
 def check_session(tree: Tree, performance: str, run: Run) -> Iterator[Observation]:
-    """The session whose files stand in ``power`` below ``performance``; nothing if one is missing, which others say."""
+    """The session of the files in ``power`` below ``performance``; power.files reports missing ones."""
     ends = []
     for name in ENDS:
         path = below(performance, f"power/{name}.json")
@@ -68,17 +66,23 @@ def check_session(tree: Tree, performance: str, run: Run) -> Iterator[Observatio
         try:
             values, lines, _ = read_json_object(tree.path(path))
         except UnreadableError as error:
-            yield observe("power.session", False, "what the client or the server wrote", str(error), (_at(path),))
+            unreadable = outcome(False, "the JSON file of the client or the server", str(error), (_at(path),))
+            yield from session.observations(unreadable)
             return
         ends.append(_End(name, display(path), values, lines))
     client, server = ends
-    yield _session(client, server)
-    yield _phases(client, server, run)
-    yield _hashes(tree, performance, client, server)
-    yield _sources(client, server)
+    yield from session(client, server)
+    yield from phases(client, server, run)
+    yield from hashes(tree, performance, client, server)
+    yield from sources(client, server)
 
 
-def _session(client: _End, server: _End) -> Observation:
+@check(
+    "power.session",
+    "Both ends of the power measurement report one session",
+    "Client and server each record what they did; files of two sessions are no measurement.",
+)
+def session(client: _End, server: _End) -> Outcome:
     problems: list[str] = []
     places: list[Where] = []
     for end in (client, server):
@@ -93,16 +97,20 @@ def _session(client: _End, server: _End) -> Observation:
     if server.values.get("debug", False) is not False:
         problems.append("the server ran in debug mode")
         places.append(server.where("debug"))
-    return observe(
-        "power.session",
+    return outcome(
         not problems,
         "one session, the same on both sides, without debugging",
-        shown("; ".join(problems)) or shown(client.values.get("session_name")),
+        listed(problems, shown(client.values.get("session_name"))),
         tuple(places) or (client.where("session_name"), server.where("session_name")),
     )
 
 
-def _phases(client: _End, server: _End, run: Run) -> Observation:
+@check(
+    "power.phases",
+    "The run lies in the metered phase",
+    "Power of another time is the power of another load.",
+)
+def phases(client: _End, server: _End, run: Run) -> Outcome:
     problems: list[str] = []
     for mode in MODES:
         mine, others = client.phase_seconds(mode), server.phase_seconds(mode)
@@ -120,11 +128,10 @@ def _phases(client: _End, server: _End, run: Run) -> Observation:
         outside = [name for name, moment in (("began", begin), ("ended", end)) if not _inside(moment, testing)]
         if outside:
             problems.append(f"the run {' and '.join(outside)} outside of the phase in which the meter was read")
-    return observe(
-        "power.phases",
+    return outcome(
         not problems,
-        f"phases at most {CLOCKS_APART_SECONDS:g} s apart on both sides, and the run inside the one that was metered",
-        "; ".join(problems) or "they are",
+        f"phases at most {CLOCKS_APART_SECONDS:g} s apart on both sides, and the run inside the metered one",
+        "; ".join(problems) or "such phases",
         (client.where("phases"), server.where("phases"), run.where("power_begin")),
     )
 
@@ -134,24 +141,29 @@ def _inside(moment: datetime, phases: list[float]) -> bool:
     return any(phases[1] < seconds - late < phases[2] for late in (0.0, SUMMER_TIME_SECONDS))
 
 
-def _hashes(tree: Tree, performance: str, client: _End, server: _End) -> Observation:
-    recorded = {end.name: end.part("results") for end in (client, server)}
-    problems: dict[str, list[str]] = {}
+@check(
+    "power.hashes",
+    "The logs are those of the power session",
+    "Client and server record the SHA-1 of every log; a log that was edited afterwards has another.",
+)
+def hashes(tree: Tree, performance: str, client: _End, server: _End) -> Outcome:
+    recorded = [end.part("results") for end in (client, server)]
+    missing, unrecorded, changed = [], [], []
     for name in HASHED:
-        said = {shown(results[name]) for results in recorded.values() if name in results}
+        known = {shown(results[name]) for results in recorded if name in results}
         found = _sha1(tree, below(performance, name))
         if found is None:
-            problems.setdefault("missing or unreadable", []).append(name)
-        elif not said:
-            problems.setdefault("recorded by neither side", []).append(name)
-        elif said != {found}:
-            problems.setdefault("other than recorded", []).append(name)
-    return observe(
-        "power.hashes",
+            missing.append(name)
+        elif not known:
+            unrecorded.append(name)
+        elif known != {found}:
+            changed.append(name)
+    problems = parts(missing_or_unreadable=missing, recorded_by_neither_side=unrecorded, other_than_recorded=changed)
+    return outcome(
         not problems,
         "every log with the SHA-1 that client and server recorded",
-        "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items()) or f"{len(HASHED)} logs agree",
-        tuple(_at(below(performance, name)) for names in problems.values() for name in names)
+        problems or f"{len(HASHED)} logs agree",
+        tuple(_at(below(performance, name)) for name in (*missing, *unrecorded, *changed))
         or (client.where("results"), server.where("results")),
     )
 
@@ -161,22 +173,22 @@ def _sha1(tree: Tree, path: str) -> str | None:
         return None
     try:
         with open_regular(tree.path(path)) as file:
-            digest = hashlib.sha1()
-            while chunk := file.read(CHUNK_BYTES):
-                digest.update(chunk)
-            return digest.hexdigest()
+            return hashlib.file_digest(file, "sha1").hexdigest()
     except (OSError, UnreadableError):
         return None
 
 
-def _sources(client: _End, server: _End) -> Observation:
-    known = rules()["power_sources"]
-    other = [end for end in (client, server) if end.part("sources") not in known]
-    return observe(
-        "power.sources",
+@check(
+    "power.sources",
+    "The power measurement was made by a known release",
+    "Changed software can write any power into its files.",
+)
+def sources(client: _End, server: _End) -> Outcome:
+    other = [end for end in (client, server) if end.part("sources") not in rules()["power_sources"]]
+    return outcome(
         None if other else True,
-        "source files of mlcommons/power that are known here",
-        f"others on the side of {' and '.join(end.name for end in other)}" if other else "they are",
+        "known source files of mlcommons/power",
+        f"unknown ones on the side of {' and '.join(end.name for end in other)}" if other else "such files",
         tuple(end.where("sources") for end in other or (client, server)),
     )
 

@@ -1,4 +1,4 @@
-"""The rules of MLPerf's closed division that one log can meet or break. They weigh only where they are claimed."""
+"""The rules of MLPerf's closed division that one run can meet or break. Their severity depends on what is claimed."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Iterator
 
 from megatoken.audit.checks.stopping import SUCCESS, TEXTS
 from megatoken.audit.evidence import Role
-from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.view import RunView, observe
+from megatoken.audit.finding import Check, Outcome, Severity, check, outcome, shown
+from megatoken.audit.view import RunView, Subject
 from megatoken.mlperf.benchmarks import benchmarks
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.rounds import round_seeds, ruled_rounds, rules
 from megatoken.mlperf.run_figures import whole
 from megatoken.text import count_of
 
-_SERVER_RATES = ("completed_tokens_per_second", "completed_samples_per_sec")
-# What LoadGen asks of a run beside its latencies, in the words of its summary.
+# LoadGen's constraints other than latencies.
 _CONSTRAINTS = {
     "result_perf_constraints_met": "performance constraints not met",
     "result_min_duration_met": "minimum duration not reached",
@@ -23,104 +22,36 @@ _CONSTRAINTS = {
 }
 
 
-def check_rules(run: RunView) -> Iterator[Observation]:
-    """Rules for performance and accuracy logs; compliance runs have settings of their own."""
-    if run.files.role is Role.COMPLIANCE or run.figures.scenario is None:
-        return
-    yield from _any_run(run)
-    if run.is_performance:
-        yield from _performance(run)
-        yield from _scenario(run)
-        yield from _token_window(run)
-        yield from _limits(run)
+def _any_run(run: Subject) -> bool:
+    """Compliance tests have settings of their own."""
+    return run.files.role is not Role.COMPLIANCE and run.figures.scenario is not None
 
 
-def _any_run(run: RunView) -> Iterator[Observation]:
-    log = run.detail
-    first = log.errors[0] if log.errors else None
-    yield observe(
-        "rules.no_errors",
-        log.error_count == 0,
-        "no line marked as an error",
-        f"{count_of(log.error_count, 'error')}, the first: {shown(first.value)}" if first else "none",
-        run.at(first.key) if first else run.at("num_errors"),
-        # LoadGen prints VALID whatever errors it logged.
-        run.unmet if run.rules_claimed or log.get("result_validity") == "INVALID" else Severity.WARN,
-    )
-    if run.rules_claimed and run.files.role in (Role.PERFORMANCE, Role.ACCURACY):
-        wanted = "AccuracyOnly" if run.files.folder.endswith("/accuracy") else "PerformanceOnly"
-        if run.files.folder.endswith(("/accuracy", "/run_1")):
-            mode = run.figures.mode
-            yield observe("rules.mode", mode == wanted, wanted, shown(mode), run.at("effective_test_mode"), run.unmet)
-    if run.rules_claimed:
-        yield _benchmark(run)
-    total = whole(log, "qsl_reported_total_count")
-    if run.benchmark is not None:
-        rows = run.benchmark.accuracy_rows if run.is_accuracy else run.benchmark.rows
-        found = whole(log, "effective_accuracy_sample_count") if run.is_accuracy else total
-        found = total if found is None else found
-        yield observe(
-            "rules.data_set",
-            found == rows,
-            f"{rows:,} rows, the data set of {run.benchmark.name}",
-            count_of(found, "row") if found is not None else "not said",
-            run.at("qsl_reported_total_count"),
-            run.unmet,
-        )
-    yield _seeds(run)
-    name = log.text("sut_name") or ""
-    if run.files.division == "network":
-        yield observe(
-            "rules.network", "Network SUT" in name, "a SUT name with 'Network SUT'", shown(name), run.at("sut_name")
-        )
+def _timed(run: Subject) -> bool:
+    return _any_run(run) and run.figures.mode == "PerformanceOnly"
 
 
-def _benchmark(run: RunView) -> Observation:
-    """The round has the benchmark; unknown where the numbers of one of them are not."""
-    round_ = run.round or run.figures.round
-    named = run.files.benchmark or (run.benchmark.name if run.benchmark else None)
-    mine = [name for name, entry in benchmarks().items() if round_ in entry.rounds]
-    found = shown(named or "no benchmark named")
-    known = run.benchmark is not None and round_ in ruled_rounds()
-    if not known:
-        found += f": its rules in {round_ or 'this round'} are not known here, and not all were applied"
-    return observe(
-        "rules.benchmark",
-        run.benchmark is not None and run.benchmark.name in mine if known else None,
-        f"a benchmark of {round_}: {', '.join(mine)}" if mine else "a benchmark of a known round",
-        found,
-        run.at("qsl_reported_total_count"),
-        run.unmet,
-    )
+def _of_benchmark(run: Subject) -> bool:
+    return _timed(run) and run.benchmark is not None
 
 
-def _seeds(run: RunView) -> Observation:
-    """The three seeds of one round; that of the claimed round where one is claimed."""
-    keys = tuple(f"effective_{name}_rng_seed" for name in ("qsl", "sample_index", "schedule"))
-    found = tuple(run.detail.get(key) for key in keys)
-    mine = run.figures.round
-    wanted = run.round
-    if wanted is None:
-        return observe(
-            "rules.seeds",
-            mine is not None,
-            "the seeds of a round",
-            f"those of {mine}" if mine else "of none",
-            run.at(*keys),
-            run.unmet,
-        )
-    return observe(
-        "rules.seeds",
-        mine == wanted,
-        f"the seeds of {wanted}: {', '.join(str(seed) for seed in round_seeds()[wanted])}",
-        f"those of {mine}" if mine else shown(", ".join(str(seed) for seed in found)),
-        run.at(*keys),
-        run.unmet,
-    )
+def _line(run: RunView, holds: bool | None, expected: str, key: str, *others: str) -> Outcome:
+    """A rule about the line ``key`` of the log."""
+    return outcome(holds, expected, run.text(key), run.at(key, *others), run.unmet)
+
+
+@check("rules.valid", "LoadGen's verdict is VALID", "An INVALID run did not meet its own constraints.", when=_timed)
+def valid(run: RunView) -> Outcome:
+    validity = run.detail.get("result_validity")
+    found = shown(validity or "no verdict")
+    if validity not in ("VALID", None):
+        found = shown(f"{validity}: {'; '.join(loadgens_reasons(run.detail)) or 'no reason given'}")
+    where = run.at("result_validity", "result_invalid_reason", "early_stopping_met")
+    return outcome(validity == "VALID" if validity is not None else None, "VALID", found, where, run.unmet)
 
 
 def loadgens_reasons(log: DetailLog) -> Iterator[str]:
-    """Why LoadGen calls a run INVALID: constraints, its own reason, and early stopping, which leaves that empty."""
+    """Why LoadGen calls a run INVALID: its reason or constraints, and early stopping, which sets no reason."""
     if reason := _one_line(log.text("result_invalid_reason")):
         yield reason
     else:
@@ -134,186 +65,290 @@ def _one_line(text: str | None) -> str:
     return " ".join((text or "").replace("*", " ").split())
 
 
-def _performance(run: RunView) -> Iterator[Observation]:
+@check("rules.no_errors", "The run had no errors", "LoadGen may print VALID although it logged errors.", when=_any_run)
+def no_errors(run: RunView) -> Outcome:
     log = run.detail
-    validity = log.get("result_validity")
-    yield observe(
-        "rules.valid",
-        validity == "VALID" if validity is not None else None,
-        "VALID",
-        shown(f"{validity}: {'; '.join(loadgens_reasons(log)) or 'no reason given'}")
-        if validity not in ("VALID", None)
-        else shown(validity or "no verdict"),
-        run.at("result_validity", "result_invalid_reason", "early_stopping_met"),
-        run.unmet,
-    )
-    equal = log.get("effective_sample_concatenate_permutation")
-    llm = run.benchmark is not None
-    if llm:
-        yield observe(
-            "rules.equal_issue",
-            equal is True,
-            "every row issued equally often: effective_sample_concatenate_permutation true",
-            shown(equal),
-            run.at("effective_sample_concatenate_permutation"),
-            run.unmet,
-        )
-        yield observe(
-            "rules.token_latencies",
-            log.get("requested_use_token_latencies") is True,
-            "token latencies switched on",
-            run.text("requested_use_token_latencies"),
-            run.at("requested_use_token_latencies"),
-            run.unmet,
-        )
-    least_ms, asked_ms = rules()["min_duration_ms"], log.number("effective_min_duration_ms")
-    if run.figures.scenario != "MultiStream":
-        yield observe(
-            "rules.min_duration",
-            asked_ms is not None and asked_ms >= least_ms,
-            f"effective_min_duration_ms of at least {least_ms:,}",
-            run.text("effective_min_duration_ms"),
-            run.at("effective_min_duration_ms"),
-            run.unmet,
-        )
-        ran = _ran_seconds(run)
-        yield observe(
-            "rules.ran_long_enough",
-            None if ran is None else ran >= least_ms / 1e3,
-            f"a run of at least {least_ms / 1e3:g} s",
-            "not known" if ran is None else f"{ran:.1f} s",
-            run.at("result_max_latency_ns" if run.figures.scenario == "Offline" else "power_end"),
-            run.unmet,
-        )
-    if run.benchmark is not None:
-        rows = run.benchmark.rows
-        count = whole(log, "effective_performance_sample_count")
-        yield observe(
-            "rules.sample_count",
-            count is not None and count >= rows,
-            f"effective_performance_sample_count of at least {rows:,}",
-            run.text("effective_performance_sample_count"),
-            run.at("effective_performance_sample_count"),
-            run.unmet,
-        )
-        if run.figures.scenario == "Offline":
-            yield from _offline(run, rows)
+    first = log.errors[0] if log.errors else None
+    found = f"{count_of(log.error_count, 'error')}, the first: {shown(first.value)}" if first else "none"
+    severe = run.rules_claimed or log.get("result_validity") == "INVALID"
+    where = run.at(first.key if first else "num_errors")
+    return outcome(not log.error_count, "no line marked as an error", found, where, run.unmet if severe else Severity.WARN)
 
 
-def _offline(run: RunView, rows: int) -> Iterator[Observation]:
-    log = run.detail
-    samples = whole(log, "effective_samples_per_query")
-    yield observe(
-        "rules.offline_samples",
-        samples is not None and samples >= rows and (whole(log, "effective_min_query_count") or 0) >= 1,
-        f"one query of at least {rows:,} samples",
-        run.text("effective_samples_per_query"),
-        run.at("effective_samples_per_query", "effective_min_query_count"),
-        run.unmet,
-    )
-    issued = run.figures.samples_issued
-    yield observe(
-        "rules.whole_passes",
-        None if issued is None else issued % rows == 0,
-        f"whole passes over {rows:,} rows",
-        "not known" if issued is None else f"{count_of(issued, 'sample')}, {issued / rows:g} passes",
-        run.at("generated_samples_per_query"),
+@check("rules.mode", "The mode fits the folder", "A performance run says nothing about accuracy.", when=_any_run)
+def mode(run: RunView) -> Outcome | None:
+    accuracy = run.files.folder.endswith("/accuracy")
+    if not run.rules_claimed or run.files.role is Role.RANGING or not (accuracy or run.files.folder.endswith("/run_1")):
+        return None
+    wanted, found = "AccuracyOnly" if accuracy else "PerformanceOnly", run.figures.mode
+    return outcome(found == wanted, wanted, shown(found), run.at("effective_test_mode"), run.unmet)
+
+
+@check(
+    "rules.seeds",
+    "Official seeds",
+    "Each round publishes three seeds, so that no submitter can choose easy samples or a favourable order.",
+    when=_any_run,
+)
+def seeds(run: Subject) -> Outcome:
+    mine, wanted = run.figures.round, run.round
+    official = f"{wanted}: {', '.join(map(str, round_seeds()[wanted]))}" if wanted else "a round"
+    found = f"those of {mine}" if mine else shown(", ".join(map(str, run.seeds)))
+    keys = [f"effective_{name}_rng_seed" for name in ("qsl", "sample_index", "schedule")]
+    where = run.at(*keys, "scheduler_random_seed", "dataloader_random_seed")
+    return outcome(mine is not None and wanted in (None, mine), f"the seeds of {official}", found, where, run.unmet)
+
+
+@check("rules.benchmark", "The round has the benchmark", "Each round has its own list, limits and targets.", when=_any_run)
+def benchmark(run: RunView) -> Outcome | None:
+    """Unknown where the rules of the round or of the benchmark are not known."""
+    round_ = run.round or run.figures.round
+    mine = [name for name, entry in benchmarks().items() if round_ in entry.rounds]
+    found = shown(run.files.benchmark or (run.benchmark.name if run.benchmark else "no benchmark named"))
+    known = run.benchmark is not None and round_ in ruled_rounds()
+    if not run.rules_claimed:
+        return None
+    if not known:
+        found += f": its rules in {round_ or 'this round'} are not known here, and not all were applied"
+    holds = run.benchmark is not None and run.benchmark.name in mine if known else None
+    expected = f"a benchmark of {round_}: {', '.join(mine)}" if mine else "a benchmark of a known round"
+    return outcome(holds, expected, found, run.at("qsl_reported_total_count"), run.unmet)
+
+
+@check("rules.data_set", "The complete data set", "A smaller data set is another benchmark.", when=_any_run)
+def data_set(run: RunView) -> Outcome | None:
+    if run.benchmark is None:
+        return None
+    found = whole(run.detail, "qsl_reported_total_count")
+    rows = run.benchmark.rows
+    if run.is_accuracy:
+        rows, counted = run.benchmark.accuracy_rows, whole(run.detail, "effective_accuracy_sample_count")
+        found = found if counted is None else counted
+    return outcome(
+        found == rows,
+        f"{rows:,} rows, the data set of {run.benchmark.name}",
+        count_of(found, "row") if found is not None else "not said",
+        run.at("qsl_reported_total_count"),
         run.unmet,
     )
 
 
-def _ran_seconds(run: RunView) -> float | None:
-    log = run.detail
-    if run.figures.scenario == "Server":
-        queries, rate = whole(log, "result_query_count"), log.number("result_scheduled_samples_per_sec")
-        return (queries - 1) / rate if queries and rate else None
-    return run.figures.duration_seconds
+@check("rules.sample_count", "Enough rows in the library", "A smaller library lets caches answer.", when=_of_benchmark)
+def sample_count(run: RunView) -> Outcome:
+    rows, key = run.benchmark.rows if run.benchmark else 0, "effective_performance_sample_count"
+    return _line(run, (whole(run.detail, key) or 0) >= rows, f"{key} of at least {rows:,}", key)
 
 
-def _scenario(run: RunView) -> Iterator[Observation]:
-    folder, logged = run.files.scenario, run.figures.scenario
+@check(
+    "rules.equal_issue",
+    "Every row equally often",
+    "Answers differ in length; unequal issue changes the work.",
+    when=_of_benchmark,
+)
+def equal_issue(run: RunView) -> Outcome:
+    key = "effective_sample_concatenate_permutation"
+    return _line(run, run.detail.get(key) is True, f"every row issued equally often: {key} true", key)
+
+
+@check(
+    "rules.token_latencies",
+    "Token latencies are on",
+    "Without them there is no token rate, TTFT or TPOT.",
+    when=_of_benchmark,
+)
+def token_latencies(run: RunView) -> Outcome:
+    key = "requested_use_token_latencies"
+    return _line(run, run.detail.get(key) is True, "token latencies switched on", key)
+
+
+@check(
+    "rules.min_duration",
+    "The required duration was requested",
+    "Short runs show peaks, not the sustained rate.",
+    when=_timed,
+)
+def min_duration(run: Subject) -> Outcome | None:
+    least, asked = rules()["min_duration_ms"] / 1e3, run.figures.min_duration_seconds
+    if run.figures.scenario == "MultiStream":
+        return None
+    holds = None if asked is None else asked >= least
+    found = "not said" if asked is None else f"{asked:g} s"
+    where = run.at("effective_min_duration_ms", "min_duration_ms")
+    return outcome(holds, f"a minimum duration of at least {least:g} s", found, where, run.unmet)
+
+
+@check(
+    "rules.ran_long_enough",
+    "The run lasted long enough",
+    "The setting is one thing, the run another.",
+    when=_timed,
+)
+def ran_long_enough(run: Subject) -> Outcome | None:
+    least, ran = rules()["min_duration_ms"] / 1e3, run.ran_seconds
+    if run.figures.scenario == "MultiStream":
+        return None
+    holds, found = (None, "not known") if ran is None else (ran >= least, f"{ran:.1f} s")
+    where = run.at("result_max_latency_ns" if run.figures.scenario == "Offline" else "power_end", "duration_ns")
+    return outcome(holds, f"a run of at least {least:g} s", found, where, run.unmet)
+
+
+@check(
+    "rules.offline_samples",
+    "Offline: enough samples",
+    "The query must hold the data set at least once.",
+    when=_of_benchmark,
+)
+def offline_samples(run: Subject) -> Outcome | None:
+    if run.figures.scenario != "Offline" or run.benchmark is None:
+        return None
+    rows, figures = run.benchmark.rows, run.figures
+    samples = figures.samples_issued if figures.samples_requested is None else figures.samples_requested
+    found = "not said" if samples is None else f"{samples:,}"
+    where = run.at("effective_samples_per_query", "effective_min_query_count", "n_samples_issued")
+    return outcome(
+        None if samples is None else samples >= rows, f"at least {rows:,} samples", found, where, run.unmet
+    )
+
+
+@check(
+    "rules.whole_passes",
+    "Offline: whole passes over the data set",
+    "A part of a pass favours some rows.",
+    when=_of_benchmark,
+)
+def whole_passes(run: RunView) -> Outcome | None:
+    issued, rows = run.figures.samples_issued, run.benchmark.rows if run.benchmark else 1
+    if run.figures.scenario != "Offline":
+        return None
+    found = "not known" if issued is None else f"{count_of(issued, 'sample')}, {issued / rows:g} passes"
+    holds = None if issued is None else issued % rows == 0
+    return outcome(holds, f"whole passes over {rows:,} rows", found, run.at("generated_samples_per_query"), run.unmet)
+
+
+@check("rules.scenario", "The scenario fits the folder", "Limits are chosen by the folder.", when=_timed)
+def scenario(run: Subject) -> Outcome | None:
+    folder, ran = run.files.scenario, run.figures.scenario
     if folder is None:
-        return
+        return None
     wanted = "Server" if folder == "Interactive" else folder
-    yield observe(
-        "rules.scenario",
-        logged == wanted,
-        f"a {wanted} log in a folder named {folder}",
-        f"a {logged} log",
-        run.at("effective_scenario"),
-        Severity.FAIL,
-    )
+    expected = f"a {wanted} run in a folder named {folder}"
+    return outcome(ran == wanted, expected, f"a {ran} run", run.at("effective_scenario", "load_pattern"))
 
 
-def _limits(run: RunView) -> Iterator[Observation]:
-    """TTFT and TPOT at the 99th percentile, by the limits of the folder's scenario."""
-    log = run.detail
+@check(
+    "rules.latency_limits",
+    "TTFT and TPOT within the limits",
+    "Above the limits the rate serves no user in time.",
+    when=_of_benchmark,
+)
+def latency_limits(run: Subject) -> Outcome | None:
+    """99th percentiles, by the limits of the folder's scenario; without a folder by the limits LoadGen was given."""
     if run.figures.scenario != "Server" or run.benchmark is None:
-        return
-    ttft_key = "result_first_token_99.00_percentile_latency_ns"
-    tpot_key = "result_time_per_output_token_99.00_percentile_ns"
-    ttft, tpot = log.number(ttft_key), log.number(tpot_key)
-    scenario = run.files.scenario or _scenario_by_limits(run)
-    limits = run.benchmark.limits.get(scenario or "Server")
+        return None
+    name = _limited_scenario(run)
+    limits, (ttft, tpot) = run.benchmark.limits.get(name), run.p99_seconds
     if limits is None or ttft is None or tpot is None:
-        yield observe(
-            "rules.latency_limits", None, "TTFT and TPOT below the limits", "limits or figures missing", run.at()
-        )
-        return
-    yield observe(
-        "rules.latency_limits",
-        ttft < limits.ttft_ns and tpot < limits.tpot_ns,
-        f"{scenario or 'Server'}: p99 TTFT < {limits.ttft_ns / 1e6:g} ms and p99 TPOT < {limits.tpot_ns / 1e6:g} ms",
-        f"{ttft / 1e6:g} ms and {tpot / 1e6:g} ms",
-        run.at(ttft_key, tpot_key),
+        return outcome(None, "TTFT and TPOT below the limits", "limits or figures missing", run.at())
+    return outcome(
+        ttft < limits.ttft_seconds and tpot < limits.tpot_seconds,
+        f"{name}: p99 TTFT < {limits.ttft_seconds * 1e3:g} ms and p99 TPOT < {limits.tpot_seconds * 1e3:g} ms",
+        f"{ttft * 1e3:.6g} ms and {tpot * 1e3:.6g} ms",
+        run.at(
+            *("result_first_token_99.00_percentile_latency_ns", "result_time_per_output_token_99.00_percentile_ns"),
+            *("ttft", "tpot"),
+        ),
         run.unmet,
     )
-    asked = log.number("requested_server_ttft_latency"), log.number("requested_server_tpot_latency")
-    yield observe(
-        "rules.limits_asked",
-        asked == (limits.ttft_ns, limits.tpot_ns),
-        f"LoadGen told the limits {limits.ttft_ns} and {limits.tpot_ns} ns",
-        f"{shown(asked[0])} and {shown(asked[1])} ns",
+
+
+def _limited_scenario(run: Subject) -> str:
+    """The folder's scenario; without one the scenario whose limits LoadGen was given."""
+    limits = run.benchmark.limits if run.benchmark and isinstance(run, RunView) else {}
+    given = (name for name, limit in limits.items() if (limit.ttft_ns, limit.tpot_ns) == _limits_given(run))
+    return run.files.scenario or next(given, "Server")
+
+
+def _limits_given(run: Subject) -> tuple[float | None, float | None]:
+    keys = ("requested_server_ttft_latency", "requested_server_tpot_latency")
+    ttft, tpot = (run.detail.number(key) for key in keys) if isinstance(run, RunView) else (None, None)
+    return ttft, tpot
+
+
+def _limited(run: RunView) -> bool:
+    """Whether the run has limits, and figures to compare with them."""
+    if run.figures.scenario != "Server" or not _of_benchmark(run) or None in run.p99_seconds or not run.benchmark:
+        return False
+    return _limited_scenario(run) in run.benchmark.limits
+
+
+@check(
+    "rules.limits_asked",
+    "LoadGen was given the limits",
+    "Its verdict is about the limits that it was given.",
+    when=_limited,
+)
+def limits_asked(run: RunView) -> Outcome | None:
+    limits, given = run.benchmark.limits[_limited_scenario(run)] if run.benchmark else None, _limits_given(run)
+    if limits is None:
+        return None
+    return outcome(
+        given == (limits.ttft_ns, limits.tpot_ns),
+        f"LoadGen given the limits {limits.ttft_ns} and {limits.tpot_ns} ns",
+        f"{shown(given[0])} and {shown(given[1])} ns",
         run.at("requested_server_ttft_latency", "requested_server_tpot_latency"),
         run.unmet,
     )
-    most = run.benchmark.max_target_latency_ns
-    target = log.number("effective_target_latency_ns")
-    if most is not None and target is not None:
-        yield observe(
-            "rules.target_latency",
-            target <= most,
-            f"effective_target_latency_ns of at most {most}",
-            f"{target:.0f}",
-            run.at("effective_target_latency_ns"),
-            run.unmet,
-        )
-    met = log.get("early_stopping_met")
-    yield observe(
-        "rules.early_stopping", met is True, "early stopping met", shown(met), run.at("early_stopping_met"), run.unmet
-    )
 
 
-def _scenario_by_limits(run: RunView) -> str | None:
-    """Without a scenario folder: the scenario whose limits LoadGen was told."""
-    asked = (
-        run.detail.number("requested_server_ttft_latency"),
-        run.detail.number("requested_server_tpot_latency"),
-    )
-    table = run.benchmark.limits if run.benchmark else {}
-    return next((name for name, limits in table.items() if (limits.ttft_ns, limits.tpot_ns) == asked), None)
+@check("rules.target_latency", "Target latency within the limit", "The rules bound it.", when=_limited)
+def target_latency(run: RunView) -> Outcome | None:
+    key, most = "effective_target_latency_ns", run.benchmark.max_target_latency_ns if run.benchmark else None
+    target = run.detail.number(key)
+    return None if most is None or target is None else _line(run, target <= most, f"{key} of at most {most}", key)
 
 
-def _token_window(run: RunView) -> Iterator[Observation]:
+@check("rules.early_stopping", "Early stopping met", "Otherwise the percentile is not shown.", when=_limited)
+def early_stopping(run: RunView) -> Outcome:
+    met = run.detail.get("early_stopping_met")
+    return outcome(met is True, "early stopping met", shown(met), run.at("early_stopping_met"), run.unmet)
+
+
+@check(
+    "rules.tokens_per_sample",
+    "Tokens per sample as the reference answers",
+    "Shorter answers make a higher request rate, longer ones more tokens.",
+    when=_of_benchmark,
+)
+def tokens_per_sample(run: Subject) -> Outcome | None:
     window = run.benchmark.tokens_per_sample if run.benchmark else None
     if window is None or run.benchmark is None:
-        return
+        return None
     found = run.figures.tokens_per_sample
-    yield observe(
-        "rules.tokens_per_sample",
+    rates = ("tokens_per_second", "samples_per_second", "completed_tokens_per_second", "completed_samples_per_sec")
+    return outcome(
         None if found is None else window[0] <= found <= window[1],
         f"{window[0]:g} to {window[1]:g} tokens per sample, within 10 % of the reference of {run.benchmark.name}",
         "not known" if found is None else f"{found:.2f}",
-        run.at(*(f"result_{name}" for name in ("tokens_per_second", "samples_per_second", *_SERVER_RATES))),
+        run.at(*(f"result_{name}" for name in rates), "output_sequence_lengths"),
         Severity.WARN if run.rules_claimed else Severity.NOTE,
     )
+
+
+@check(
+    "rules.network",
+    "Network division: the SUT's name says so",
+    "The rules of the network division ask for it.",
+    when=_any_run,
+)
+def network(run: RunView) -> Outcome | None:
+    if run.files.division != "network":
+        return None
+    name = run.detail.text("sut_name") or ""
+    return outcome("Network SUT" in name, "a SUT name with 'Network SUT'", shown(name), run.at("sut_name"))
+
+
+OF_ANY_RESULT: tuple[Check[Subject], ...] = (
+    *(seeds, scenario, min_duration, ran_long_enough),
+    *(latency_limits, offline_samples, tokens_per_sample),
+)
+"""Rules that also apply to results of MLPerf Endpoints."""

@@ -1,4 +1,4 @@
-"""LoadGen's early stopping, computed again from what the log says."""
+"""LoadGen's early stopping, recomputed from the queries and percentiles that the log holds."""
 
 from __future__ import annotations
 
@@ -6,57 +6,54 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from megatoken.audit.finding import Observation, shown
-from megatoken.audit.view import RunView, observe
+from megatoken.audit.finding import Outcome, check
+from megatoken.audit.view import RunView, has_result
 from megatoken.mlperf import early_stopping
 from megatoken.mlperf.run_figures import whole
 from megatoken.text import count_of
 
 RANKS = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p97": 0.97, "p99": 0.99, "p99.9": 0.999}
-# In the order in which LoadGen judges them; where the first fails it does not come to the second.
+# In the order in which LoadGen judges them; it writes the second only if the first is successful.
 TEXTS = ("early_stopping_result", "early_stopping_tpot_result", "early_stopping_ttft_result")
 SUCCESS = "Run successful."
 _ESTIMATE = re.compile(r"Early stopping (\d{1,2}(?:\.\d)?)th percentile estimate: (\d{1,18})")
-_MULTI_STREAM_PERCENTILE = 0.99  # that SingleStream estimates too
+_NEEDED = re.compile(r"Processed (\d{1,12}) queries\. Would need to run at least (\d{1,12}) more queries")
+_DISCARDED = re.compile(r"Processed at least (\d{1,12}) queries \((\d{1,12})\).*Would discard (\d{1,12})")
+_MULTI_STREAM_PERCENTILE = 0.99  # SingleStream estimates it too
 
 
-def check_early_stopping(run: RunView) -> Iterator[Observation]:
-    """Server: whether few enough queries were over the limits; the streams: how many the estimate discards."""
+@check(
+    "result.early_stopping",
+    "Early stopping, recomputed",
+    "Too few queries, or too many slow ones, show no percentile with 99 % confidence.",
+    when=has_result,
+)
+def check_early_stopping(run: RunView) -> Outcome | None:
+    """Server: whether few enough queries were over the limits. The streams: how many the estimate discards."""
     log, scenario = run.detail, run.figures.scenario
-    queries = whole(log, "result_query_count")
-    percentile = log.number("effective_target_latency_percentile")
-    if (
-        scenario not in ("Server", "SingleStream", "MultiStream")
-        or not queries
-        or percentile is None
-        or not 0.5 <= percentile < 1
-    ):
-        return
-    if queries > early_stopping.MOST_QUERIES:
-        return
+    queries, percentile = whole(log, "result_query_count"), log.number("effective_target_latency_percentile")
+    if scenario not in ("Server", "SingleStream", "MultiStream") or percentile is None:
+        return None
+    if not queries or queries > early_stopping.MOST_QUERIES or not 0.5 <= percentile < 1:
+        return None
     keys = ["early_stopping_met", *TEXTS]
     met = log.get("early_stopping_met")
     if scenario == "Server":
         expected = _server_stopping(run, queries, percentile)
         problems = [*_server_texts(run, queries, percentile), *_overlatency(run, queries)]
         keys.append("result_overlatency_query_count")
-    else:  # of MultiStream the text tells of queries, whose latencies are not those of samples
-        expected = _stream_stopping(queries, percentile)
+    else:
+        expected = queries >= early_stopping.queries_needed(1, percentile)
         problems = list(_stream_texts(run, queries, percentile)) if met is True else []
         keys += ["early_stopping_latency_ss", "early_stopping_latency_ms"]
     if expected is not None and met is not expected:
         problems.insert(0, f"early_stopping_met {expected}")
-    yield observe(
-        "result.early_stopping",
-        not problems,
-        shown("; ".join(problems)) or f"the rule, computed again for {count_of(queries, 'query', 'queries')}",
-        "; ".join(run.text(key) for key in keys if key in log.first),
-        run.at(*keys),
-    )
+    follows = f"the rule, recomputed for {count_of(queries, 'query', 'queries')}"
+    return run.computed(problems, follows, *(key for key in keys if key in log.first))
 
 
 def places_over(values: Mapping[str, float], limit: float, queries: int) -> tuple[int, int]:
-    """Fewest and most values above ``limit``, by the percentiles of ``queries`` of them; of the same unit."""
+    """Fewest and most of ``queries`` values that may be above ``limit``, by their percentiles; in the same unit."""
     at_most, at_least = queries, 0
     for name, rank in RANKS.items():
         if name in values:
@@ -72,35 +69,29 @@ def places_over(values: Mapping[str, float], limit: float, queries: int) -> tupl
     return at_least, at_most
 
 
-def _stream_stopping(queries: int, percentile: float) -> bool:
-    return queries >= early_stopping.queries_needed(1, percentile)
-
-
 def _limits(run: RunView) -> dict[str, tuple[Mapping[str, float], float | None]]:
-    """Latencies in seconds and their limit in ns, by the text that tells of them."""
-    log = run.detail
+    """Latencies in seconds and their limit in ns, by the key of LoadGen's text about them."""
+    log, figures = run.detail, run.figures
     if log.get("requested_use_token_latencies") is not True:
-        return {TEXTS[0]: (run.figures.latency_seconds, log.number("effective_target_latency_ns"))}
+        return {TEXTS[0]: (figures.latency_seconds, log.number("effective_target_latency_ns"))}
     return {
-        TEXTS[1]: (run.figures.tpot_seconds, log.number("requested_server_tpot_latency")),
-        TEXTS[2]: (run.figures.ttft_seconds, log.number("requested_server_ttft_latency")),
+        TEXTS[1]: (figures.tpot_seconds, log.number("requested_server_tpot_latency")),
+        TEXTS[2]: (figures.ttft_seconds, log.number("requested_server_ttft_latency")),
     }
 
 
 def _server_stopping(run: RunView, queries: int, percentile: float) -> bool | None:
-    """Whether few enough were over the limits, where the percentiles tell; None where they leave it open."""
+    """Whether few enough queries were over the limits; None where the percentiles leave it open."""
     allowed = early_stopping.most_over(queries, percentile)
-    answers: list[bool | None] = []
+    met: list[bool | None] = []
     for values, limit_ns in _limits(run).values():
         at_least, at_most = (0, queries) if limit_ns is None else places_over(values, limit_ns / 1e9, queries)
-        answers.append(True if at_most <= allowed else False if at_least > allowed else None)
-    if any(answer is False for answer in answers):
-        return False
-    return None if any(answer is None for answer in answers) else True
+        met.append(True if at_most <= allowed else False if at_least > allowed else None)
+    return False if False in met else None if None in met else True
 
 
 def _server_texts(run: RunView, queries: int, percentile: float) -> Iterator[str]:
-    """What LoadGen says of each limit, against its own verdict, the count of queries and the percentiles."""
+    """LoadGen's text on each limit, compared with its own verdict, the count of queries and the percentiles."""
     failed = False
     for key, (values, limit_ns) in _limits(run).items():
         text = " ".join((run.detail.text(key) or "").replace("*", " ").split())
@@ -111,24 +102,22 @@ def _server_texts(run: RunView, queries: int, percentile: float) -> Iterator[str
         failed = text != SUCCESS
         if not failed or limit_ns is None:
             continue
-        told = re.search(r"Processed (\d{1,12}) queries\. Would need to run at least (\d{1,12}) more queries", text)
+        numbers = _NEEDED.search(text)
         at_least, at_most = places_over(values, limit_ns / 1e9, queries)
         fewest, most = (early_stopping.queries_needed(over, percentile) - queries for over in (at_least, at_most))
-        if told is None:
+        if numbers is None:
             yield f"{key} {SUCCESS} or how many queries it would need"
-        elif int(told.group(1)) != queries:
-            yield f"{key} of {queries} queries, not {told.group(1)}"
-        elif not max(1, fewest) <= int(told.group(2)) <= most:
-            yield f"{key} with {max(1, fewest)} to {most} more queries, not {told.group(2)}"
+        elif int(numbers.group(1)) != queries:
+            yield f"{key} of {queries} queries, not {numbers.group(1)}"
+        elif not max(1, fewest) <= int(numbers.group(2)) <= most:
+            yield f"{key} with {max(1, fewest)} to {most} more queries, not {numbers.group(2)}"
     if failed is run.detail.get("early_stopping_met"):
         yield f"early_stopping_met {not failed}, as the text says"
 
 
 def _overlatency(run: RunView, queries: int) -> Iterator[str]:
-    count, limit_ns = (
-        whole(run.detail, "result_overlatency_query_count"),
-        whole(run.detail, "effective_target_latency_ns"),
-    )
+    count = whole(run.detail, "result_overlatency_query_count")
+    limit_ns = whole(run.detail, "effective_target_latency_ns")
     if count is not None and limit_ns is not None:
         at_least, at_most = places_over(run.figures.latency_seconds, limit_ns / 1e9, queries)
         if not at_least <= count <= at_most:
@@ -136,21 +125,22 @@ def _overlatency(run: RunView, queries: int) -> Iterator[str]:
 
 
 def _stream_texts(run: RunView, queries: int, percentile: float) -> Iterator[str]:
-    """The estimates are latencies of one query each, whose place among all is known."""
+    """The estimates are latencies of one query each, whose rank is known."""
     log, scenario = run.detail, run.figures.scenario
     estimates: list[int] = []
     for key, (values, _) in _limits(run).items():
         text = log.text(key) or ""
-        told = re.search(r"Processed at least (\d{1,12}) queries \((\d{1,12})\).*Would discard (\d{1,12})", text)
-        if told is None:
+        numbers = _DISCARDED.search(text)
+        if numbers is None:
             continue
         expected = (early_stopping.queries_needed(1, percentile), queries, _discarded(queries, percentile))
-        if tuple(int(number) for number in told.groups()) != expected:
+        if tuple(int(number) for number in numbers.groups()) != expected:
             yield f"{key} with at least {expected[0]} of {queries} queries, {expected[2]} discarded"
         estimates = []
         for at, (name, number) in zip((percentile, _MULTI_STREAM_PERCENTILE), _ESTIMATE.findall(text), strict=False):
             estimates.append(int(number))
             low, high = _bounds(values, queries - 1 - _discarded(queries, at), queries)
+            # MultiStream's text is about queries, whose latencies are not those of samples.
             if scenario == "SingleStream" and not low - 1e-9 <= int(number) / 1e9 <= high + 1e-9:
                 yield f"an estimate of {name} % in {key} between {low:.9g} and {high:.9g} s, not {number} ns"
     kept = ("early_stopping_latency_ss", "early_stopping_latency_ms")
@@ -164,7 +154,7 @@ def _discarded(queries: int, percentile: float) -> int:
 
 
 def _bounds(values: Mapping[str, float], place: int, queries: int) -> tuple[float, float]:
-    """Between which of the percentiles the value at a place of the sorted must lie."""
+    """The nearest percentiles below and above the value at a place of the sorted values."""
     places = {name: math.floor(queries * rank) for name, rank in RANKS.items()} | {"min": 0, "max": queries - 1}
     below = [values[name] for name, at in places.items() if name in values and at <= place]
     above = [values[name] for name, at in places.items() if name in values and at >= place]

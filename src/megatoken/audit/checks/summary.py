@@ -1,270 +1,32 @@
-"""Whether the summary says what the detail log says: LoadGen prints both from the same variables."""
+"""Whether the summary agrees with the detail log: LoadGen prints both from the same variables."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 
 from megatoken.audit.evidence import Where
-from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.view import RunView, observe
+from megatoken.audit.finding import Outcome, Outcomes, Severity, check, listed, outcome, shown
+from megatoken.audit.tables import table
+from megatoken.audit.view import RunView, has_result
 from megatoken.files import Damage
-from megatoken.mlperf.detail_log import COMMON_SETTINGS, DetailLog
+from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.loadgen_builds import version_number
-from megatoken.mlperf.run_figures import LOGS_PADDING, PERCENTILES
+from megatoken.mlperf.run_figures import LOGS_PADDING
 from megatoken.mlperf.summary_log import HEADINGS, SummaryField, SummaryLog
 from megatoken.text import count_of
 
-_PARAMETERS = [
-    "samples_per_query",
-    "target_qps",
-    "max_async_queries",
-    "min_query_count",
-    "max_query_count",
-    *COMMON_SETTINGS,
-    "performance_sample_count",
-    "accuracy_sample_count",
-]
-_LABELS = {
-    "SUT name": "sut_name",
-    "Scenario": "effective_scenario",
-    "Mode": "effective_test_mode",
-    "Samples per second": "result_samples_per_second",
-    "Tokens per second": "result_tokens_per_second",
-    "Tokens per second (inferred)": "result_inferred_tokens_per_second",
-    "Completed samples per second": "result_completed_samples_per_sec",
-    "Completed tokens per second": "result_completed_tokens_per_second",
-    "Completed tokens per second (inferred)": "result_inferred_completed_tokens_per_second",
-    "Scheduled samples per second": "result_scheduled_samples_per_sec",
-    "QPS w/ loadgen overhead": "result_qps_with_loadgen_overhead",
-    "QPS w/o loadgen overhead": "result_qps_without_loadgen_overhead",
-    "TPS w/ loadgen overhead": "result_token_throughput_with_loadgen_overhead",
-    "Result is": "result_validity",
-    "Performance constraints satisfied": "result_perf_constraints_met",
-    "Min duration satisfied": "result_min_duration_met",
-    "Min queries satisfied": "result_min_queries_met",
-    "Early stopping satisfied": "early_stopping_met",
-    "target_latency (ns)": "effective_target_latency_ns",
-    "ttft_latency (ns)": "requested_server_ttft_latency",
-    "tpot_latency (ns)": "requested_server_tpot_latency",
-    "min_duration (ms)": "effective_min_duration_ms",
-    "max_duration (ms)": "effective_max_duration_ms",
-    **{name: f"effective_{name}" for name in _PARAMETERS},
-    **{
-        f"{word} First Token latency (ns)": f"result_first_token_{word.lower()}_latency_ns"
-        for word in ("Min", "Max", "Mean")
-    },
-    **{
-        f"{word} Time per Output Token (ns)": f"result_time_to_output_token_{word.lower()}"
-        for word in ("Min", "Max", "Mean")
-    },
-    **{
-        f"{p} percentile first token latency (ns)": f"result_first_token_{p}_percentile_latency_ns" for p in PERCENTILES
-    },
-    **{
-        f"{p} percentile time to output token (ns)": f"result_time_per_output_token_{p}_percentile_ns"
-        for p in PERCENTILES
-    },
-}
-# Rates of tokens that the detail log has in every scenario but Offline, and the summary in one only.
-_ONLY_IN = {"TPS w/ loadgen overhead": "SingleStream", "Completed tokens per second": "Server"}
-_NOT_IN_DETAIL = ("ttft_latency (ns)", "tpot_latency (ns)")  # of Offline
-_PER_NANOSECOND = {"TPS w/o loadgen overhead": "result_token_throughput"}
+_PER_NANOSECOND = "TPS w/o loadgen overhead"  # of which the detail log has the value per ns
 _SEE_DETAIL = "See the detailed log for why this may have occurred."
 _RULERS = 2 * len(HEADINGS)
+# Of the one percentile that the scenario's target is about, such as "99th percentile first token latency (ns)".
+_TARGET_PERCENTILE = re.compile(r"(\d+(?:\.\d)?)th (first token )?percentile latency \(ns\)")
 
 
-def _statistics(noun: str, percentile: str) -> list[str]:
-    return [*(f"{word} {noun}" for word in ("Min", "Max", "Mean")), *(f"{p} {percentile}" for p in PERCENTILES)]
-
-
-# As LoadGen prints them, where it does; its rate of tokens comes twice in the Server scenario.
-_ORDER = [
-    *("SUT name", "Scenario", "Mode", "Samples per second", "Completed samples per second"),
-    *("Tokens per second", "Completed tokens per second", "Tokens per second (inferred)"),
-    *("Completed tokens per second (inferred)", "Result is", "Performance constraints satisfied"),
-    *("Min duration satisfied", "Min queries satisfied", "Early stopping satisfied", "QPS w/ loadgen overhead"),
-    *("QPS w/o loadgen overhead", "Scheduled samples per second"),
-    *_statistics("latency (ns)", "percentile latency (ns)"),
-    *("TPS w/ loadgen overhead", "TPS w/o loadgen overhead", "Completed tokens per second"),
-    *_statistics("First Token latency (ns)", "percentile first token latency (ns)"),
-    *_statistics("Time per Output Token (ns)", "percentile time to output token (ns)"),
-    *("samples_per_query", "target_qps", "target_latency (ns)", "ttft_latency (ns)", "tpot_latency (ns)"),
-    *("max_async_queries", "min_duration (ms)", "max_duration (ms)"),
-    *_PARAMETERS[_PARAMETERS.index("min_query_count") :],
-]
-
-
-def check_summary(run: RunView) -> Iterator[Observation]:
-    """Field by field, both ways, and the parts every summary has."""
-    log = run.summary
-    if log is None or run.files.summary is None:
-        return
-    for damage in log.damages:
-        yield observe(
-            "summary.readable",
-            False,
-            "plain text",
-            damage.what,
-            (Where(run.files.summary, damage.line),),
-            Severity.WARN,
-        )
-    if run.is_performance and "result_validity" in run.detail.first:
-        yield from _fields(run, log)
-        yield from _structure(run, log)
-    yield _counts(run, log)
-
-
-def _fields(run: RunView, log: SummaryLog) -> Iterator[Observation]:
-    detail, path = run.detail, run.files.summary or ""
-    wrong: list[tuple[SummaryField, str]] = []
-    labels_of_keys: dict[str, str] = {}
-    compared = 0
-    for item in log.fields:
-        key = _PER_NANOSECOND.get(item.label) or _key(item.label, run.figures.scenario)
-        if key is None or key not in detail.first:
-            continue
-        labels_of_keys[key] = item.label
-        compared += 1
-        scale = 1e9 if item.label in _PER_NANOSECOND else 1.0
-        if not _agrees(item.value, detail, key, scale):
-            wrong.append((item, key))
-    places = [Where(path, item.line) for item, _ in wrong]
-    yield observe(
-        "summary.fields",
-        not wrong if compared else None,
-        shown("; ".join(f"{item.label}: {_as_printed(detail, key)}" for item, key in wrong))
-        or "the values of the detail log",
-        shown("; ".join(f"{item.label}: {item.value}" for item, _ in wrong)) or f"{compared} fields agree",
-        (*places, *(run.at(*(key for _, key in wrong)) if wrong else ())) or (Where(path),),
-    )
-    for name in ("", "TTFT", "TPOT"):
-        key = f"early_stopping_{name.lower()}_result" if name else "early_stopping_result"
-        told = detail.text(key)
-        if told is not None and run.figures.scenario != "Offline":  # which has none, and prints none
-            text, line = log.early_stopping.get(name, ("not told", log.lines))
-            yield observe(
-                "summary.early_stopping",
-                text.split() == told.split(),
-                shown(" ".join(told.split())) or "no text",
-                shown(text) or "no text",
-                (Where(path, line), *run.at(key)),
-            )
-    yield from _recommendations(run, log)
-
-
-def _recommendations(run: RunView, log: SummaryLog) -> Iterator[Observation]:
-    """Why the run is INVALID, in both logs; nothing where only early stopping failed."""
-    told = run.detail.text("result_invalid_reason")
-    if told is None and log.recommendations is None:
-        return
-    text, line = log.recommendations or ("", log.lines)
-    said, expected = ("".join(words.replace(_SEE_DETAIL, "").replace("*", "").split()) for words in (text, told or ""))
-    yield observe(
-        "summary.reason",
-        said == expected and (told is None) is (log.recommendations is None),
-        shown(" ".join((told or "").split())) or "no recommendation",
-        shown(text) or "none",
-        (Where(run.files.summary or "", line), *run.at("result_invalid_reason")),
-    )
-
-
-def _structure(run: RunView, log: SummaryLog) -> Iterator[Observation]:
-    path = run.files.summary or ""
-    unknown = [
-        item
-        for item in log.fields
-        if not _key(item.label, run.figures.scenario) and item.label not in (*_NOT_IN_DETAIL, *_PER_NANOSECOND)
-    ]
-    strange = [*log.strange, *(Damage(item.line, item.label) for item in unknown)]
-    labels = {_usual(item.label) for item in log.fields}
-    missing = [heading for heading in HEADINGS if heading not in log.headings]
-    missing += ["rulers"] * (log.rulers < _RULERS)
-    missing += [label for label in _expected_labels(run) if label not in labels]
-    doubled = sorted({item.label for item in log.fields if _count(log, item.label) > _allowed(item.label, run)})
-    warns = version_number(run.detail.text("loadgen_version")) >= LOGS_PADDING
-    if warns and run.detail.get("effective_sample_concatenate_permutation") is True and not log.warns_of_permutation:
-        missing.append("the warning that sample_concatenate_permutation was set")
-    problems = []
-    moved = _moved(run, log)
-    mixed = 0 < log.carriage_returns < log.lines
-    if mixed:
-        problems.append(f"{log.carriage_returns:,} of {count_of(log.lines, 'line')} end in CR LF, the others in LF")
-    if moved:
-        problems.append(f"{moved.label} where it does not belong")
-    if missing:
-        problems.append(f"missing: {', '.join(missing)}")
-    if strange:
-        problems.append(f"no LoadGen prints: {strange[0].what}")
-    if doubled:
-        problems.append(f"more than once: {', '.join(doubled)}")
-    places = [Where(path, damage.line) for damage in strange[:20]]
-    places += [Where(path, item.line) for item in log.fields if item.label in doubled or item is moved]
-    yield observe(
-        "summary.lines",
-        not problems,
-        "every line that LoadGen prints, once, in its order, and no other",
-        shown("; ".join(problems)) or f"{log.lines} lines",
-        tuple(places) or (Where(path),),
-        Severity.FAIL if strange or doubled or moved or mixed else run.absent,
-    )
-
-
-def _moved(run: RunView, log: SummaryLog) -> SummaryField | None:
-    """The first field that stands before what LoadGen prints before it; MultiStream prints some latencies twice."""
-    if run.figures.scenario == "MultiStream":
-        return None
-    rank = 0
-    for item in log.fields:
-        places = [place for place, label in enumerate(_ORDER) if label == _usual(item.label)]
-        later = [place for place in places if place >= rank]
-        if places and not later:
-            return item
-        rank = min(later, default=rank)
-    return None
-
-
-def _expected_labels(run: RunView) -> list[str]:
-    """Labels whose values stand in the detail log, in every performance summary of this scenario."""
-    detail = run.detail
-    labels = ["SUT name", "Scenario", "Mode", "Result is"]
-    if run.figures.scenario == "SingleStream":
-        labels += [label for label, key in _PER_NANOSECOND.items() if key in detail.first]
-    for label, key in _LABELS.items():
-        printed = _ONLY_IN.get(label) in (None, run.figures.scenario)
-        if key in detail.first and printed and label not in labels and not label.endswith("_latency (ns)"):
-            labels.append(label)
-    if detail.get("requested_use_token_latencies") is True:
-        labels += ["ttft_latency (ns)", "tpot_latency (ns)"]
-    else:
-        labels.append("target_latency (ns)")
-    if run.figures.scenario != "MultiStream":
-        labels += [f"{word} latency (ns)" for word in ("Min", "Max", "Mean")]
-    labels += [f"{percent} percentile latency (ns)" for percent in PERCENTILES]
-    return labels
-
-
-def _counts(run: RunView, log: SummaryLog) -> Observation:
-    detail, path = run.detail, run.files.summary or ""
-    problems, places = [], []
-    for name, told, count in (
-        ("warnings", log.warnings, detail.warning_count),
-        ("errors", log.errors, detail.error_count),
-    ):
-        if told is None:
-            problems.append(f"does not say how many {name} there were")
-        elif told[0] != count:
-            problems.append(f"says {told[0]:,} {name}")
-            places.append(Where(path, told[1]))
-    return observe(
-        "summary.counts",
-        not problems,
-        f"{count_of(detail.warning_count, 'warning')} and {count_of(detail.error_count, 'error')}, "
-        "as in the detail log",
-        "; ".join(problems) or "the same",
-        tuple(places) or (Where(path, log.lines or None),),
-        Severity.FAIL if places else run.absent,
-    )
+def _rows(run: RunView) -> list[Mapping[str, str]]:
+    """The labelled lines that LoadGen prints in this scenario, in order."""
+    rows = table("loadgen_summary_labels.csv")
+    return [row for row in rows if not row["scenarios"] or (run.figures.scenario or "") in row["scenarios"].split()]
 
 
 def _usual(label: str) -> str:
@@ -272,53 +34,202 @@ def _usual(label: str) -> str:
     return label.replace("Time to Output Token", "Time per Output Token")
 
 
-def _key(label: str, scenario: str | None) -> str | None:
-    label = _usual(label)
-    if label in _LABELS:
-        return _LABELS[label]
-    per_query = "per_query_" if scenario == "MultiStream" else ""
-    if found := re.fullmatch(r"(Min|Max|Mean) latency \(ns\)", label):
-        return f"result_{found.group(1).lower()}_{'query_' if per_query else ''}latency_ns"
-    if (found := re.fullmatch(r"(\d+\.\d\d) percentile latency \(ns\)", label)) and found.group(1) in PERCENTILES:
-        return f"result_{found.group(1)}_percentile_{per_query}latency_ns"
-    if found := re.fullmatch(r"(\d+(?:\.\d)?)th (first token )?percentile latency \(ns\)", label):
+def _key(label: str, run: RunView) -> str | None:
+    """The key of the detail log whose value a label shows; None for a label that LoadGen does not print."""
+    if found := _TARGET_PERCENTILE.fullmatch(label):
         first_token, percent = "first_token_" if found.group(2) else "", f"{float(found.group(1)):.2f}"
-        return f"result_{first_token}{percent}_percentile_{'' if first_token else per_query}latency_ns"
-    return None
+        per_query = "per_query_" if run.figures.scenario == "MultiStream" and not first_token else ""
+        return f"result_{first_token}{percent}_percentile_{per_query}latency_ns"
+    return next((row["key"] for row in _rows(run) if row["label"] == _usual(label)), None)
 
 
-def _agrees(printed: str, detail: DetailLog, key: str, scale: float = 1.0) -> bool:
-    """Whether a summary shows the value of ``key`` times ``scale``: some rates with two decimals, flags as words."""
-    entry = detail.first[key]
+@check("summary.readable", "The summary is plain text", "LoadGen writes plain ASCII.")
+def readable(run: RunView) -> Outcomes:
+    for damage in run.summary.damages if run.summary else ():
+        yield outcome(False, "plain text", damage.what, (Where(_path(run), damage.line),), Severity.WARN)
+
+
+def _path(run: RunView) -> str:
+    return run.files.summary or ""
+
+
+@check(
+    "summary.fields",
+    "Summary and detail log agree",
+    "LoadGen prints both from the same variables; one of them was edited.",
+    when=has_result,
+)
+def fields(run: RunView) -> Outcome | None:
+    log, detail = run.summary, run.detail
+    if log is None:
+        return None
+    keyed = [(item, key) for item in log.fields if (key := _key(item.label, run)) in detail.first and key is not None]
+    wrong = [(item, key) for item, key in keyed if not _agrees(item, detail, key)]
+    where = tuple(Where(_path(run), item.line) for item, _ in wrong)
+    return outcome(
+        not wrong if keyed else None,
+        listed((f"{item.label}: {_as_printed(detail, key)}" for item, key in wrong), "the values of the detail log"),
+        listed((f"{item.label}: {item.value}" for item, _ in wrong), f"{len(keyed)} fields agree"),
+        (*where, *run.at(*(key for _, key in wrong))) if wrong else (Where(_path(run)),),
+    )
+
+
+def _agrees(item: SummaryField, detail: DetailLog, key: str) -> bool:
+    """Whether a field shows the value of ``key``: some rates with two decimals, flags as words."""
+    entry, printed = detail.first[key], item.value.strip()
+    scale = 1e9 if item.label == _PER_NANOSECOND else 1.0
     value = entry.value
-    printed = printed.strip()
     if isinstance(value, bool):
-        return printed == (("Yes" if value else "NO") if key.endswith("_met") else ("1" if value else "0"))
+        return printed == (_as_printed(detail, key) if key.endswith("_met") else str(int(value)))
     if isinstance(value, str):
         return printed == value.strip()
     if printed == entry.text and scale == 1.0:
         return True
-    try:
-        number = float(printed)
-    except ValueError:
+    if not isinstance(value, int | float) or not re.fullmatch(r"-?\d{1,40}\.\d\d", printed):
         return False
-    if not isinstance(value, int | float) or not re.fullmatch(r"-?\d+\.\d\d", printed):
-        return False
-    return abs(number - value * scale) <= 0.00501 + 6e-6 * abs(value * scale)
+    return abs(float(printed) - value * scale) <= 0.00501 + 6e-6 * abs(value * scale)
 
 
 def _as_printed(detail: DetailLog, key: str) -> str:
-    value = detail.first[key].value
-    if isinstance(value, bool) and key.endswith("_met"):
-        return "Yes" if value else "NO"
-    return detail.first[key].text[:80]
+    entry = detail.first[key]
+    if isinstance(entry.value, bool) and key.endswith("_met"):
+        return "Yes" if entry.value else "NO"
+    return entry.text[:80]
 
 
-def _count(log: SummaryLog, label: str) -> int:
-    return sum(item.label == label for item in log.fields)
+@check(
+    "summary.early_stopping",
+    "Summary and detail log agree on early stopping",
+    "LoadGen prints both from the same text.",
+    when=has_result,
+)
+def early_stopping(run: RunView) -> Outcomes:
+    log = run.summary
+    if log is None or run.figures.scenario == "Offline":  # Offline prints no such text
+        return
+    for name in ("", "TTFT", "TPOT"):
+        key = f"early_stopping_{name.lower()}_result" if name else "early_stopping_result"
+        logged = run.detail.text(key)
+        if logged is not None:
+            text, line = log.early_stopping.get(name, ("no such text", log.lines))
+            expected = shown(" ".join(logged.split())) or "no text"
+            where = (Where(_path(run), line), *run.at(key))
+            yield outcome(text.split() == logged.split(), expected, shown(text) or "no text", where)
 
 
-def _allowed(label: str, run: RunView) -> int:
-    if label == "Completed tokens per second" and run.figures.scenario == "Server":
-        return 2  # as result and among the additional statistics
-    return 2 if run.figures.scenario == "MultiStream" and label.endswith("latency (ns)") else 1
+@check(
+    "summary.reason",
+    "Summary and detail log agree on why the run is INVALID",
+    "LoadGen prints both from the same text.",
+    when=has_result,
+)
+def reason(run: RunView) -> Outcome | None:
+    """Neither log gives a reason where only early stopping failed."""
+    log, logged = run.summary, run.detail.text("result_invalid_reason")
+    if log is None or (logged is None and log.recommendations is None):
+        return None
+    text, line = log.recommendations or ("", log.lines)
+    printed, expected = (
+        "".join(words.replace(_SEE_DETAIL, "").replace("*", "").split()) for words in (text, logged or "")
+    )
+    return outcome(
+        printed == expected and (logged is None) is (log.recommendations is None),
+        shown(" ".join((logged or "").split())) or "no recommendation",
+        shown(text) or "none",
+        (Where(_path(run), line), *run.at("result_invalid_reason")),
+    )
+
+
+@check(
+    "summary.lines",
+    "The summary has every line once, in order, and no other",
+    "Lines were removed, added, moved or repeated.",
+    when=has_result,
+)
+def lines(run: RunView) -> Outcome | None:
+    log = run.summary
+    if log is None:
+        return None
+    rows = _rows(run)
+    strange = [*log.strange, *(Damage(item.line, item.label) for item in log.fields if not _key(item.label, run))]
+    labels = [_usual(item.label) for item in log.fields]
+    allowed = [row["label"] for row in rows]
+    doubled = sorted({item.label for item in log.fields if _too_often(item.label, labels, allowed)})
+    moved = _moved(log, allowed) if run.figures.scenario != "MultiStream" else None  # it prints some latencies twice
+    missing = _missing(run, log, rows, labels)
+    mixed = 0 < log.carriage_returns < log.lines
+    problems = {
+        f"{log.carriage_returns:,} of {count_of(log.lines, 'line')} end in CR LF, the others in LF": mixed,
+        f"{moved.label if moved else ''} where it does not belong": moved,
+        f"missing: {', '.join(missing)}": missing,
+        f"LoadGen does not print: {strange[0].what if strange else ''}": strange,
+        f"more than once: {', '.join(doubled)}": doubled,
+    }
+    places = [Where(_path(run), damage.line) for damage in strange[:20]]
+    places += [Where(_path(run), item.line) for item in log.fields if item.label in doubled or item is moved]
+    return outcome(
+        not any(problems.values()),
+        "every line that LoadGen prints, once, in its order, and no other",
+        listed((text for text, holds in problems.items() if holds), f"{log.lines} lines"),
+        tuple(places) or (Where(_path(run)),),
+        Severity.FAIL if strange or doubled or moved or mixed else run.absent,
+    )
+
+
+def _too_often(label: str, labels: list[str], allowed: list[str]) -> bool:
+    return labels.count(_usual(label)) > max(1, allowed.count(_usual(label)))
+
+
+def _moved(log: SummaryLog, order: list[str]) -> SummaryField | None:
+    """The first field that stands after one that LoadGen prints later."""
+    rank = 0
+    for item in log.fields:
+        places = [place for place, label in enumerate(order) if label == _usual(item.label)]
+        later = [place for place in places if place >= rank]
+        if places and not later:
+            return item
+        rank = min(later, default=rank)
+    return None
+
+
+def _missing(run: RunView, log: SummaryLog, rows: list[Mapping[str, str]], labels: list[str]) -> list[str]:
+    """Headings, rulers, labels and the warning that every summary of this run has."""
+    detail = run.detail
+    tokens = "with tokens" if detail.get("requested_use_token_latencies") is True else "without tokens"
+    missing = [heading for heading in HEADINGS if heading not in log.headings]
+    missing += ["rulers"] * (log.rulers < _RULERS)
+    required = [
+        row["label"]
+        for row in rows
+        if row["required"] in ("always", tokens) or (not row["required"] and row["key"] in detail.first)
+    ]
+    missing += [label for label in dict.fromkeys(required) if label not in labels]
+    warns = version_number(detail.text("loadgen_version")) >= LOGS_PADDING
+    if warns and detail.get("effective_sample_concatenate_permutation") is True and not log.warns_of_permutation:
+        missing.append("the warning that sample_concatenate_permutation was set")
+    return missing
+
+
+@check("summary.counts", "Warnings and errors as counted", "Errors do not make a result INVALID, so their count matters.")
+def counts(run: RunView) -> Outcome | None:
+    log, detail = run.summary, run.detail
+    if log is None:
+        return None
+    problems, places = [], []
+    for name, printed, count in (
+        ("warnings", log.warnings, detail.warning_count),
+        ("errors", log.errors, detail.error_count),
+    ):
+        if printed is None:
+            problems.append(f"does not say how many {name} there were")
+        elif printed[0] != count:
+            problems.append(f"says {printed[0]:,} {name}")
+            places.append(Where(_path(run), printed[1]))
+    return outcome(
+        not problems,
+        f"{count_of(detail.warning_count, 'warning')} and {count_of(detail.error_count, 'error')}, "
+        "as in the detail log",
+        listed(problems, "the same"),
+        tuple(places) or (Where(_path(run), log.lines or None),),
+        Severity.FAIL if places else run.absent,
+    )

@@ -1,19 +1,19 @@
-"""What user.conf asks LoadGen for, against what its log says was requested."""
+"""What user.conf asks LoadGen for, compared with what its log says was requested."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from megatoken.audit.evidence import Role, Where
-from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.view import RunView, observe
+from megatoken.audit.finding import Outcome, Severity, check, listed, outcome
+from megatoken.audit.view import RunView
 from megatoken.mlperf.benchmarks import benchmark_of
 
 SIX_DIGITS = 6e-6
 MOST_LINES = 5_000
 _LINE = re.compile(r"\s*([\w-]{1,80}|\*)\.(\w{1,40}|\*)\.(\w{1,80})\s+=\s+(-?\d{1,20}(?:\.\d{1,20})?)(?:\s.*)?")
-# Keys whose value is logged as it is asked for; times in milliseconds.
+# Keys of user.conf and the keys of the log, whose values are the same; durations are in milliseconds.
 _LOGGED = {
     "min_duration": "requested_min_duration_ms",
     "max_duration": "requested_max_duration_ms",
@@ -22,12 +22,15 @@ _LOGGED = {
     "performance_sample_count_override": "requested_performance_sample_count_override",
     "sample_concatenate_permutation": "requested_sample_concatenate_permutation",
 }
-_RATES = {"Offline": "requested_offline_expected_qps", "Server": "requested_server_target_qps"}
 _LIMITS = {"ttft_latency": "requested_server_ttft_latency", "tpot_latency": "requested_server_tpot_latency"}
+_OF_SCENARIO = {
+    "Offline": {"target_qps": "requested_offline_expected_qps"},
+    "Server": {"target_qps": "requested_server_target_qps", **_LIMITS},
+}
 
 
 def user_conf_entries(text: str) -> dict[tuple[str, str, str], tuple[str, int]]:
-    """``<model>.<scenario>.<key> = <number>``, as LoadGen reads it: value and line; of equal keys the last."""
+    """Value and line of each ``<model>.<scenario>.<key> = <number>``, as LoadGen reads it: of equal keys the last."""
     entries: dict[tuple[str, str, str], tuple[str, int]] = {}
     for number, line in enumerate(text.split("\n")[:MOST_LINES], 1):
         if found := _LINE.fullmatch(line[:300]):
@@ -36,49 +39,48 @@ def user_conf_entries(text: str) -> dict[tuple[str, str, str], tuple[str, int]]:
     return entries
 
 
-def check_user_conf(run: RunView) -> Iterator[Observation]:
-    """A file that lies apart from the logs speaks for performance runs alone: others may have a rate of their own.
+@check(
+    "configuration.user_conf",
+    "LoadGen was asked for what user.conf says",
+    "Another configuration made this log, or the file was changed since.",
+)
+def check_user_conf(run: RunView) -> Outcome | None:
+    """A file in another folder than the logs applies to performance runs only: others may have their own rate.
 
-    Compliance tests are configured by an audit.config too, and are left out.
+    Compliance tests are left out, since an audit.config configures them too.
     """
-    if run.user_conf is None or run.files.role is Role.COMPLIANCE or run.figures.scenario is None:
-        return
-    path, text = run.user_conf
-    beside = path.rpartition("/")[0] == run.files.folder
-    if not beside and run.files.role is not Role.PERFORMANCE:
-        return
-    entries = user_conf_entries(text)
     scenario = run.figures.scenario
-    logged = {
-        **_LOGGED,
-        **({"target_qps": _RATES[scenario]} if scenario in _RATES else {}),
-        **(_LIMITS if scenario == "Server" else {}),
+    if run.user_conf is None or run.files.role is Role.COMPLIANCE or scenario is None:
+        return None
+    path, text = run.user_conf
+    if path.rpartition("/")[0] != run.files.folder and run.files.role is not Role.PERFORMANCE:
+        return None
+    entries = user_conf_entries(text)
+    compared = {
+        key: (name, asked)
+        for key, name in {**_LOGGED, **_OF_SCENARIO.get(scenario, {})}.items()
+        if name in run.detail.first and (asked := _asked(entries, run, scenario, key))
     }
-    wrong: list[tuple[str, str, int]] = []
-    compared = 0
-    for key, name in logged.items():
-        asked = _asked(entries, run, scenario, key)
-        requested = run.detail.first.get(name)
-        if not asked or requested is None:
-            continue
-        compared += 1
-        if not any(_same(float(value), requested.value, key) for value, _ in asked):
-            wrong.append((f"{key} = {asked[0][0]}", name, asked[0][1]))
-    if compared:
-        yield observe(
-            "configuration.user_conf",
-            not wrong,
-            shown("; ".join(asked for asked, _, _ in wrong)) or "what user.conf asks for",
-            shown("; ".join(run.text(name) for _, name, _ in wrong)) or f"{compared} settings agree",
-            (*(Where(path, line) for _, _, line in wrong), *run.at(*(name for _, name, _ in wrong))),
-            Severity.WARN,  # a program may set others after LoadGen has read the file
-        )
+    wrong = [
+        (f"{key} = {asked[0][0]}", name, Where(path, asked[0][1]))
+        for key, (name, asked) in compared.items()
+        if not any(_same(float(value), run.detail.get(name), key) for value, _ in asked)
+    ]
+    if not compared:
+        return None
+    return outcome(
+        not wrong,
+        listed((asked for asked, _, _ in wrong), "what user.conf asks for"),
+        listed((run.text(name) for _, name, _ in wrong), f"{len(compared)} settings agree"),
+        (*(place for _, _, place in wrong), *run.at(*(name for _, name, _ in wrong))),
+        Severity.WARN,  # a program may change settings after LoadGen has read the file
+    )
 
 
 def _asked(
     entries: Mapping[tuple[str, str, str], tuple[str, int]], run: RunView, scenario: str, key: str
 ) -> list[tuple[str, int]]:
-    """The value, or those of several models of which it is not known which is meant; as LoadGen prefers them."""
+    """The value as LoadGen prefers them; those of several models if it is not known which one ran."""
     mine = [model for model, _, name in entries if model != "*" and name == key and _may_be(run, model)]
     for models, scenarios in ((mine, scenario), (["*"], scenario), (mine, "*"), (["*"], "*")):
         if found := [entries[model, scenarios, key] for model in models if (model, scenarios, key) in entries]:
@@ -87,7 +89,7 @@ def _asked(
 
 
 def _may_be(run: RunView, model: str) -> bool:
-    """LoadGen's log does not say by which name it was asked for a model; any of a family, or one not known here."""
+    """Whether the run may be of that model: LoadGen's log does not say by which name it was asked for a model."""
     known = benchmark_of(model, None)
     return run.benchmark is None or known is None or _family(model) == _family(run.benchmark.name)
 
