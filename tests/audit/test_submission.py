@@ -9,7 +9,7 @@ import pytest
 from power_session import write_session
 
 from megatoken.audit import Severity, audit
-from megatoken.audit.checks.submission import Submission, _systems
+from megatoken.audit.checks.submission import Submission, network
 from megatoken.audit.evidence import System
 from megatoken.mlperf.rounds import rules
 
@@ -414,5 +414,5 @@ def test_what_mlcommons_checker_lets_be(tree):
     for division, holds in (("open", True), ("closed", False)):
         one = Submission("", division, "Vendor")
         system = System("systems/sys.json", "sys", {"is_network": "true"}, {})
-        found = next(item for item in _systems(one, {"sys": system}) if item.id == "submission.network")
+        (found,) = network(one, system)
         assert (found.severity is Severity.PASS) is holds

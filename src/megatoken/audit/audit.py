@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import megatoken.audit.catalog  # noqa: F401
 from megatoken.analysis.aggregation import Aggregate, aggregate, now
 from megatoken.audit.archive import unpacked
-import megatoken.audit.catalog  # noqa: F401
 from megatoken.audit.checks import endpoints as endpoint_checks
 from megatoken.audit.checks import systems as system_checks
 from megatoken.audit.checks.cross import check_accuracy_evidence, check_layout, check_rounds
@@ -240,7 +240,9 @@ def _links(tree: Tree) -> Outcome | None:
     if not links:
         return None
     places = tuple(Where(display(path)) for path in links[:50])
-    return Outcome(Severity.NOTE, "files and folders, no links", f"{count_of(len(links), 'link')}, not followed", places)
+    return Outcome(
+        Severity.NOTE, "files and folders, no links", f"{count_of(len(links), 'link')}, not followed", places
+    )
 
 
 def _kind(runs: Sequence[Run], submission: bool, run_folders: Sequence[str]) -> str:

@@ -183,7 +183,9 @@ def place_of(parts: Sequence[str], inside: int) -> Place:
     role = {"ranging": Role.RANGING, "accuracy": Role.ACCURACY}.get(parts[-1] if parts else "", Role.PERFORMANCE)
     if any(_COMPLIANCE.fullmatch(part) for part in parts[outer:] or parts[-3:]):
         role = Role.COMPLIANCE
-    at = max((place for place in range(max(0, len(parts) - 6), len(parts)) if _BENCHMARK.fullmatch(parts[place])), default=-1)
+    at = max(
+        (place for place in range(max(0, len(parts) - 6), len(parts)) if _BENCHMARK.fullmatch(parts[place])), default=-1
+    )
     known = at >= 0
     benchmark = parts[at] if known else None
     if known:

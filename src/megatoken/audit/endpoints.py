@@ -56,6 +56,12 @@ class EndpointResult:
         return benchmark_of(self.files.benchmark, None) if self.files.benchmark else None
 
     @property
+    def scenario(self) -> str | None:
+        """The scenario of the folder, by which MLPerf's checker judges; without a folder that of the load."""
+        folder = "Server" if self.files.scenario == "Interactive" else self.files.scenario
+        return folder or self.figures.scenario
+
+    @property
     def unmet(self) -> Severity:
         """Severity of a rule that is not met."""
         return unmet(self.rules_claimed, self.files.division)
@@ -109,7 +115,7 @@ def endpoint_results_in(
         scenario_folder = path.rpartition("/performance/")[0] if "/performance/" in path else ""
         settings, settings_path = _settings(tree, scenario_folder)
         files = run_files(tree, path.rpartition("/")[0], {"detail": path})
-        run = run_of(files, _figures(values, settings), source_lines=lines)
+        run = run_of(files, _figures(values, settings), accuracy_records=None, source_lines=lines)
         results.append(EndpointResult(run, files, values, settings, settings_path, round_, rules_claimed))
     return results, damages
 

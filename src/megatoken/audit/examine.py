@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -22,7 +22,7 @@ from megatoken.mlperf.summary_log import read_summary_log
 
 BEGINNINGS = ("qsl_name", "effective_scenario", LIBRARY_SET, "generated_query_count")
 ABANDONED = "ABANDONED.txt"  # next to the logs of a run of megatoken that was interrupted
-RUN_CHECKS = (
+RUN_CHECKS: tuple[Callable[[RunView], Iterable[Observation]], ...] = (
     *(
         item
         for module in (lines, build, settings, results, stopping, summary, rules)
@@ -64,21 +64,13 @@ def examine(job: Job) -> Examined:
         return Examined(blank_run(job), tuple(not_examined(display(job.files.folder), error)))
 
 
-@check(
-    "log.examined",
-    "The run could be examined",
-    "A run that cannot be read can neither be trusted nor refuted.",
-)
+@check("log.examined", "The run could be examined", "A run that cannot be read can neither be trusted nor refuted.")
 def not_examined(place: str, cause: Exception | str) -> Outcome:
     found = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
     return outcome(None, "a run that can be checked", shown(found), (Where(place),))
 
 
-@check(
-    "log.present",
-    "Detail log and summary exist",
-    "The detail log is the result; the summary is for people.",
-)
+@check("log.present", "Detail log and summary exist", "The detail log is the result; the summary is for people.")
 def _present(job: Job, files: RunFiles) -> Outcome | None:
     """Compliance tests may keep answers only."""
     if files.role is Role.COMPLIANCE:
@@ -188,9 +180,7 @@ def _beginnings(log: DetailLog) -> tuple[float, ...]:
     return times if len(times) == len(BEGINNINGS) else ()
 
 
-def _run(
-    files: RunFiles, job: Job, figures: RunFigures, detail: DetailLog | None, accuracy: AccuracyLog | None
-) -> Run:
+def _run(files: RunFiles, job: Job, figures: RunFigures, detail: DetailLog | None, accuracy: AccuracyLog | None) -> Run:
     known = accuracy if accuracy is not None and not accuracy.truncated else None
     return run_of(
         files,

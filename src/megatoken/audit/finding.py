@@ -82,6 +82,7 @@ class Check(Generic[Args]):
     applies: Callable[..., bool]
 
     def __call__(self, *args: Args.args, **kwargs: Args.kwargs) -> list[Observation]:
+        """The observations of this check."""
         return self.observations(self.function(*args, **kwargs) if self.applies(*args, **kwargs) else None)
 
     def observations(self, outcomes: Outcomes) -> list[Observation]:

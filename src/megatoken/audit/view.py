@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megatoken.audit.evidence import Role, Run, Where
 from megatoken.audit.finding import Observation, Outcome, Severity, listed, outcome, shown
@@ -44,30 +44,6 @@ class RunFiles(Place):
     size_bytes: int
 
 
-class Subject(Protocol):
-    """What the rules of a round apply to: a run by LoadGen's log, or a result of MLPerf Endpoints."""
-
-    @property
-    def files(self) -> RunFiles: ...
-    @property
-    def figures(self) -> RunFigures: ...
-    @property
-    def benchmark(self) -> Benchmark | None: ...
-    @property
-    def round(self) -> str | None: ...
-    @property
-    def rules_claimed(self) -> bool: ...
-    @property
-    def unmet(self) -> Severity: ...
-    @property
-    def seeds(self) -> tuple[object, ...]: ...
-    @property
-    def ran_seconds(self) -> float | None: ...
-    @property
-    def p99_seconds(self) -> tuple[float | None, float | None]: ...
-    def at(self, *keys: str) -> tuple[Where, ...]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RunView:
     """One run. ``summary`` and ``accuracy`` are None where the file is missing or unreadable."""
@@ -101,6 +77,11 @@ class RunView:
         """``key: value`` of each key as the detail log has it."""
         first = self.detail.first
         return "; ".join(f"{key}: {first[key].text[:120]}" if key in first else f"no {key}" for key in keys)
+
+    @property
+    def scenario(self) -> str | None:
+        """The scenario of the log."""
+        return self.figures.scenario
 
     @property
     def is_accuracy(self) -> bool:

@@ -6,13 +6,12 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatoken.analysis.aggregation import aggregate
 from megatoken.analysis.nodes import NodeRow
-from megatoken.audit.node_rows import node_rows
 from megatoken.audit.evidence import Configuration, Evidence, Run, System, Where
+from megatoken.audit.node_rows import node_rows
 from megatoken.claims.formula import FormulaError, Value
 from megatoken.errors import UsageError
 from megatoken.text import nearest

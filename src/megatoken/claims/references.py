@@ -15,7 +15,8 @@ from megatoken.analysis.nodes import NodeRow, run_node_rows
 from megatoken.analysis.published import SUBMISSION_ID, published_result
 from megatoken.analysis.repeats import missing_notes
 from megatoken.audit.evidence import Evidence
-from megatoken.claims.facts import gather, node_rows
+from megatoken.audit.node_rows import node_rows
+from megatoken.claims.facts import gather
 from megatoken.claims.schema import RATE_UNITS, Claim, load_claims
 from megatoken.errors import UsageError
 from megatoken.runs.run import Run, read_run

@@ -215,7 +215,9 @@ def test06_order(
     for name in (round_,) if round_ else dict.fromkeys((*benchmark.rounds, *round_seeds())):
         library_seed, sample_seed, _ = round_seeds()[name]
 
-        def issued(before_gcc_11: bool, library_seed: int = library_seed, sample_seed: int = sample_seed) -> tuple[int, ...]:
+        def issued(
+            before_gcc_11: bool, library_seed: int = library_seed, sample_seed: int = sample_seed
+        ) -> tuple[int, ...]:
             library = library_order(library_seed, benchmark.rows, before_gcc_11)
             return issued_rows(sample_seed, library, load, TEST06_SAMPLES, before_gcc_11)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Set
 
 from megatoken.audit.checks.accuracy import ID_BYTES
 from megatoken.audit.evidence import AccuracyResult, Evidence, Role, Run, Where
-from megatoken.audit.finding import Observation, Outcome, Outcomes, Severity, check, outcome, shown
+from megatoken.audit.finding import Observation, Outcome, Severity, check, outcome, shown
 from megatoken.mlperf.benchmarks import Benchmark, benchmark_of, benchmarks
 from megatoken.text import count_of
 
@@ -109,11 +109,9 @@ def scores(result: AccuracyResult, benchmark: Benchmark, otherwise: Severity) ->
 
 
 @check(
-    "accuracy.scored_log",
-    "accuracy.txt scores the log next to it",
-    "Scores of other answers say nothing about these.",
+    "accuracy.scored_log", "accuracy.txt scores the log next to it", "Scores of other answers say nothing about these."
 )
-def scored_log(result: AccuracyResult, evidence: Evidence) -> Outcomes:
+def scored_log(result: AccuracyResult, evidence: Evidence) -> Iterator[Outcome]:
     """Where that log was not truncated."""
     folder = result.path.rpartition("/")[0]
     logs = {folder, f"{folder.removesuffix('accuracy')}mlperf"}  # of a submission, or a run folder of megatoken
@@ -159,7 +157,7 @@ def tokens_agree(timed: float | None, scored: float | None, where: tuple[Where, 
     "What the claimed rules ask for besides the runs",
     "A round's rules are about a complete submission; a run alone meets a part of them.",
 )
-def check_layout(evidence: Evidence, paths: Iterable[str]) -> Outcomes:
+def check_layout(evidence: Evidence, paths: Iterable[str]) -> Iterator[Outcome]:
     """Where rules are claimed for logs outside a submission.
 
     Args:

@@ -31,8 +31,10 @@ TIMES = {"latency": "latency", "ttft": "TTFT", "tpot": "TPOT"}
 
 def check_endpoint(tree: Tree, result: EndpointResult) -> Iterator[Observation]:
     """One result."""
-    for one in (complete, figures, settings, *rules.OF_ANY_RESULT):
+    for one in (complete, figures, settings):
         yield from one(result)
+    for rule in rules.OF_ANY_RESULT:
+        yield from rule(result)
     yield from _accuracy(tree, result)
 
 
@@ -45,11 +47,7 @@ def readable(path: str, what: str, line: int | None = None) -> Outcome:
     return outcome(False, "a JSON object with each key once", what, (Where(display(path), line),))
 
 
-@check(
-    "endpoint.complete",
-    "The run ended, with every sample",
-    "Samples that failed are missing from every figure.",
-)
+@check("endpoint.complete", "The run ended, with every sample", "Samples that failed are missing from every figure.")
 def complete(result: EndpointResult) -> Outcome:
     values = result.summary
     failed = number(values, "n_samples_failed")
@@ -162,9 +160,9 @@ def _accuracy(tree: Tree, result: EndpointResult) -> Iterator[Observation]:
     rows = benchmark.accuracy_rows if benchmark else samples
     found = "; ".join([count_of(samples, "sample"), *lost])
     where = (Where(display(path), lines.get("total_samples")),)
-    holds = bool(scores) and not lost and samples >= rows
+    whole = bool(scores) and not lost and samples >= rows
     expected = f"a scored answer for each of {rows:,} rows"
-    yield from accuracy.records.observations(outcome(holds, expected, found, where, result.unmet))
+    yield from accuracy.records.observations(outcome(whole, expected, found, where, result.unmet))
     if benchmark is not None and len(benchmark.accuracy) == 1 and scores:
         (target,) = benchmark.accuracy.values()
         score = number(scores[0], "score") if len(scores) == 1 else number(values, "average_accuracy")
@@ -175,8 +173,8 @@ def _accuracy(tree: Tree, result: EndpointResult) -> Iterator[Observation]:
         yield from cross.scores.observations(outcome(holds, expected, found, where, result.unmet))
     lengths = [number(score, LENGTHS, "avg") for score in scores]
     if len(lengths) == 1:
-        where = (Where(display(path)), *result.at(LENGTHS))
-        yield from cross.tokens_agree(result.figures.tokens_per_sample, lengths[0], where)
+        both = (Where(display(path)), *result.at(LENGTHS))
+        yield from cross.tokens_agree(result.figures.tokens_per_sample, lengths[0], both)
 
 
 def _close(one: float, other: float) -> bool:

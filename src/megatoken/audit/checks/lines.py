@@ -83,10 +83,7 @@ def _is_torn(log: DetailLog) -> bool:
     return log.cut_off and [damage.line for damage in log.damages] == [log.lines]
 
 
-@check(
-    "log.readable",
-    "LoadGen's files can be read",
-    "Lines that LoadGen cannot have written were added or damaged.")
+@check("log.readable", "LoadGen's files can be read", "Lines that LoadGen cannot have written were added or damaged.")
 def readable(run: RunView) -> Outcome:
     log, found = run.detail, ""
     if log.damage_count:
@@ -102,9 +99,8 @@ def readable(run: RunView) -> Outcome:
 
 
 @check(
-    "log.whole",
-    "The log is complete",
-    "A log that was cut off is no evidence of a completed run.", when=_has_entries)
+    "log.whole", "The log is complete", "A log that was cut off is no evidence of a completed run.", when=_has_entries
+)
 def complete(run: RunView) -> Outcome | None:
     log, keys, optional, last = run.detail, _expected_keys(run.detail), _optional(run.detail), _last_key(run.detail)
     where = run.lines([log.lines])
@@ -130,7 +126,9 @@ def _end(keys: Sequence[str], optional: set[str]) -> str:
 @check(
     "log.lines",
     "Every kind of line is there",
-    "LoadGen always writes these lines; missing ones were removed after the run.", when=_has_entries)
+    "LoadGen always writes these lines; missing ones were removed after the run.",
+    when=_has_entries,
+)
 def lines(run: RunView) -> Outcome:
     log, keys, optional = run.detail, _expected_keys(run.detail), _optional(run.detail)
     if not keys:
@@ -152,7 +150,9 @@ def lines(run: RunView) -> Outcome:
 @check(
     "log.extra_lines",
     "No foreign line",
-    "A line that this LoadGen never writes was added after the run.", when=_has_entries)
+    "A line that this LoadGen never writes was added after the run.",
+    when=_has_entries,
+)
 def extra_lines(run: RunView) -> Outcome | None:
     log, keys = run.detail, _expected_keys(run.detail)
     if not keys:
@@ -161,14 +161,19 @@ def extra_lines(run: RunView) -> Outcome | None:
     extra = [entry.key for entry in log.order if entry.key not in known]
     extra = [key for key in extra if not key.startswith("result_inferred_")]
     return outcome(
-        not extra if is_known_version(log.text("loadgen_version")) else None,
+        not extra if is_known_version(log.text("loadgen_version")) or not extra else None,
         "no kind of line that this LoadGen never writes",
         shown(", ".join(extra[:20])) or "none",
         run.at(*extra[:20]),
     )
 
 
-@check("log.order", "Lines are in LoadGen's order", "LoadGen writes them in one order; moved lines were edited.", when=_has_entries)
+@check(
+    "log.order",
+    "Lines are in LoadGen's order",
+    "LoadGen writes them in one order; moved lines were edited.",
+    when=_has_entries,
+)
 def order(run: RunView) -> Outcome | None:
     keys = [key for key in _expected_keys(run.detail) if key in run.detail.first]
     if not keys:
@@ -182,7 +187,9 @@ def order(run: RunView) -> Outcome | None:
 @check(
     "log.repeats",
     "No line is repeated",
-    "Some tools take the first line of a kind and some the last, so a second one misleads.", when=_has_entries)
+    "Some tools take the first line of a kind and some the last, so a second one misleads.",
+    when=_has_entries,
+)
 def repeats(run: RunView) -> Outcome:
     log = run.detail
     parts = ("generated_", "logger_", "power_") if log.counts.get(LIBRARY_SET, 0) > 1 else ()
@@ -191,7 +198,12 @@ def repeats(run: RunView) -> Outcome:
     return outcome(not again, "one line of each kind", found, run.lines(again))
 
 
-@check("log.spelling", "LoadGen's spelling", "Another spelling shows that another program wrote the line.", when=_has_entries)
+@check(
+    "log.spelling",
+    "LoadGen's spelling",
+    "Another spelling shows that another program wrote the line.",
+    when=_has_entries,
+)
 def spelling(run: RunView) -> Outcome:
     count = run.detail.restyled_count
     found = f"{count_of(count, 'line')} in another spelling" if count else "every line"
@@ -201,7 +213,9 @@ def spelling(run: RunView) -> Outcome:
 @check(
     "log.line_ends",
     "Line ends",
-    "Converting all line ends is harmless; lines with another end than the rest were added.", when=_has_entries)
+    "Converting all line ends is harmless; lines with another end than the rest were added.",
+    when=_has_entries,
+)
 def line_ends(run: RunView) -> Outcome | None:
     log = run.detail
     if not log.carriage_returns:
@@ -216,7 +230,9 @@ def line_ends(run: RunView) -> Outcome | None:
 @check(
     "log.messages",
     "LoadGen's messages fit the run",
-    "LoadGen logs how a test starts and how it ends; other messages were added.", when=_has_entries)
+    "LoadGen logs how a test starts and how it ends; other messages were added.",
+    when=_has_entries,
+)
 def messages(run: RunView) -> Outcome | None:
     """The start and, where one thread issues the queries, the natural end; else an error says why."""
     log, scenario, mode = run.detail, run.detail.text("effective_scenario"), run.detail.text("effective_test_mode")
@@ -235,7 +251,9 @@ def messages(run: RunView) -> Outcome | None:
 @check(
     "log.numbers",
     "Numbers are printed as LoadGen prints them",
-    "A rate with more digits than C++ prints was typed or computed later.", when=_has_entries)
+    "A rate with more digits than C++ prints was typed or computed later.",
+    when=_has_entries,
+)
 def numbers(run: RunView) -> Outcome:
     strange = [entry for entry in run.detail.order if entry.text not in _NOT_FINITE and not _printed_by_cpp(entry)]
     return outcome(
@@ -258,7 +276,9 @@ def _printed_by_cpp(entry: Entry) -> bool:
 @check(
     "log.times",
     "Time stamps fit together",
-    "LoadGen stamps lines that it writes at once with one time; lines with another time were added later.", when=_has_entries)
+    "LoadGen stamps lines that it writes at once with one time; lines with another time were added later.",
+    when=_has_entries,
+)
 def times(run: RunView) -> Outcome:
     drops = run.detail.time_drops
     torn = [entry for group in _written_together(run.detail) for pair in group for entry in pair]
@@ -281,7 +301,9 @@ def _written_together(log: DetailLog) -> Iterator[list[tuple[Entry, Entry]]]:
 @check(
     "log.one_process",
     "One process and one thread wrote the log",
-    "Lines of two processes come from two runs, or were added later.", when=_has_entries)
+    "Lines of two processes come from two runs, or were added later.",
+    when=_has_entries,
+)
 def one_process(run: RunView) -> Outcome:
     """The thread that began the test writes all lines but errors, warnings and messages."""
     processes = run.detail.process_ids
@@ -298,7 +320,9 @@ def one_process(run: RunView) -> Outcome:
 @check(
     "log.source_lines",
     "Lines come from the right places in LoadGen's code",
-    "Each line names the place in the code that wrote it; another place means another LoadGen or an invented line.", when=_has_entries)
+    "Each line names the place in the code that wrote it; another place means another LoadGen or an invented line.",
+    when=_has_entries,
+)
 def source_positions(run: RunView) -> Outcome | None:
     sources = run.detail.get("loadgen_file_sha1")
     if not isinstance(sources, dict):
@@ -312,9 +336,7 @@ def source_positions(run: RunView) -> Outcome | None:
     }
     checked = [entry for entry in run.detail.order if entry.key in places]
     # Where a call spans several source lines, compilers differ in which one they report.
-    wrong = [
-        entry for entry in checked if not any(0 <= entry.source_line - line <= 3 for line in places[entry.key])
-    ]
+    wrong = [entry for entry in checked if not any(0 <= entry.source_line - line <= 3 for line in places[entry.key])]
     return outcome(
         not wrong if checked else None,
         "the places in LoadGen's code that write these lines in the release that the log names",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from megatoken.analysis.aggregation import SIMULTANEOUS_SHARE, Aggregate
 from megatoken.audit.evidence import Evidence, Run
-from megatoken.audit.finding import Observation, Outcome, Outcomes, Severity, check, outcome, shown
+from megatoken.audit.finding import Observation, Outcome, Severity, check, outcome, shown
 from megatoken.text import count_of
 
 TOKENS_TOLERANCE = 0.01
@@ -112,12 +112,8 @@ def same_beginnings(runs: Iterable[Run]) -> list[list[Run]]:
     return [group for group in groups if len(group) > 1]
 
 
-@check(
-    "submission.copies",
-    "No run is submitted for two systems",
-    "One measurement was submitted for two systems.",
-)
-def check_systems_apart(runs: Sequence[Run]) -> Outcomes:
+@check("submission.copies", "No run is submitted for two systems", "One measurement was submitted for two systems.")
+def check_systems_apart(runs: Sequence[Run]) -> Iterator[Outcome]:
     """One run may be submitted for two benchmarks that differ in their accuracy, but not for two systems."""
     for group in same_beginnings(runs):
         systems = {f"{run.submitter or ''} {run.node}".strip(): run for run in group}

@@ -39,7 +39,9 @@ def power_of(tree: Tree, runs: Sequence[Run]) -> tuple[list[Power], list[Observa
         if power is not None and power.readings:
             measured.append(power)
             observations += against_ranging(tree, performance, by_path, power)
-        if folder and run.figures.began_at and run.figures.ended_at:  # else the other files are above the audited folder
+        if (
+            folder and run.figures.began_at and run.figures.ended_at
+        ):  # else the other files are above the audited folder
             observations += files(tree, performance)
             observations += check_session(tree, performance, run)
     for folder in sorted(folder for folder in tree.folders if folder.rpartition("/")[2] == "power"):
@@ -97,9 +99,7 @@ def mean_watts(tree: Tree, path: str, run: Run) -> Power | None:
 
 
 @check(
-    "power.ranging",
-    "Ranging and measured power agree",
-    "A run that draws less than its ranging run was another run.",
+    "power.ranging", "Ranging and measured power agree", "A run that draws less than its ranging run was another run."
 )
 def against_ranging(tree: Tree, performance: str, runs: Mapping[str, Run], power: Power) -> Outcome | None:
     """The measured run may not draw more than 5 % less than the ranging run before it."""

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from megatoken.audit.checks.stopping import RANKS
 from megatoken.audit.finding import Outcome, Severity, check, listed, outcome, shown
 from megatoken.audit.view import RunView, has_result
-from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.draws import MOST_ARRIVALS, PoissonSchedule
 from megatoken.mlperf.run_figures import completion_seconds, elapsed, logged_start, power_times, whole
 from megatoken.text import count_of

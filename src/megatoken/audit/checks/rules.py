@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatoken.audit.checks.stopping import SUCCESS, TEXTS
+from megatoken.audit.endpoints import EndpointResult
 from megatoken.audit.evidence import Role
 from megatoken.audit.finding import Check, Outcome, Severity, check, outcome, shown
-from megatoken.audit.view import RunView, Subject
+from megatoken.audit.view import RunView
 from megatoken.mlperf.benchmarks import benchmarks
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.rounds import round_seeds, ruled_rounds, rules
 from megatoken.mlperf.run_figures import whole
 from megatoken.text import count_of
 
+Subject = RunView | EndpointResult
 # LoadGen's constraints other than latencies.
 _CONSTRAINTS = {
     "result_perf_constraints_met": "performance constraints not met",
@@ -24,7 +26,7 @@ _CONSTRAINTS = {
 
 def _any_run(run: Subject) -> bool:
     """Compliance tests have settings of their own."""
-    return run.files.role is not Role.COMPLIANCE and run.figures.scenario is not None
+    return run.files.role is not Role.COMPLIANCE and (run.scenario or run.figures.mode) is not None
 
 
 def _timed(run: Subject) -> bool:
@@ -72,7 +74,9 @@ def no_errors(run: RunView) -> Outcome:
     found = f"{count_of(log.error_count, 'error')}, the first: {shown(first.value)}" if first else "none"
     severe = run.rules_claimed or log.get("result_validity") == "INVALID"
     where = run.at(first.key if first else "num_errors")
-    return outcome(not log.error_count, "no line marked as an error", found, where, run.unmet if severe else Severity.WARN)
+    return outcome(
+        not log.error_count, "no line marked as an error", found, where, run.unmet if severe else Severity.WARN
+    )
 
 
 @check("rules.mode", "The mode fits the folder", "A performance run says nothing about accuracy.", when=_any_run)
@@ -99,7 +103,9 @@ def seeds(run: Subject) -> Outcome:
     return outcome(mine is not None and wanted in (None, mine), f"the seeds of {official}", found, where, run.unmet)
 
 
-@check("rules.benchmark", "The round has the benchmark", "Each round has its own list, limits and targets.", when=_any_run)
+@check(
+    "rules.benchmark", "The round has the benchmark", "Each round has its own list, limits and targets.", when=_any_run
+)
 def benchmark(run: RunView) -> Outcome | None:
     """Unknown where the rules of the round or of the benchmark are not known."""
     round_ = run.round or run.figures.round
@@ -169,7 +175,7 @@ def token_latencies(run: RunView) -> Outcome:
 )
 def min_duration(run: Subject) -> Outcome | None:
     least, asked = rules()["min_duration_ms"] / 1e3, run.figures.min_duration_seconds
-    if run.figures.scenario == "MultiStream":
+    if run.scenario == "MultiStream":
         return None
     holds = None if asked is None else asked >= least
     found = "not said" if asked is None else f"{asked:g} s"
@@ -177,18 +183,13 @@ def min_duration(run: Subject) -> Outcome | None:
     return outcome(holds, f"a minimum duration of at least {least:g} s", found, where, run.unmet)
 
 
-@check(
-    "rules.ran_long_enough",
-    "The run lasted long enough",
-    "The setting is one thing, the run another.",
-    when=_timed,
-)
+@check("rules.ran_long_enough", "The run lasted long enough", "The setting is one thing, the run another.", when=_timed)
 def ran_long_enough(run: Subject) -> Outcome | None:
     least, ran = rules()["min_duration_ms"] / 1e3, run.ran_seconds
-    if run.figures.scenario == "MultiStream":
+    if run.scenario == "MultiStream":
         return None
     holds, found = (None, "not known") if ran is None else (ran >= least, f"{ran:.1f} s")
-    where = run.at("result_max_latency_ns" if run.figures.scenario == "Offline" else "power_end", "duration_ns")
+    where = run.at("result_max_latency_ns" if run.scenario == "Offline" else "power_end", "duration_ns")
     return outcome(holds, f"a run of at least {least:g} s", found, where, run.unmet)
 
 
@@ -199,15 +200,13 @@ def ran_long_enough(run: Subject) -> Outcome | None:
     when=_of_benchmark,
 )
 def offline_samples(run: Subject) -> Outcome | None:
-    if run.figures.scenario != "Offline" or run.benchmark is None:
+    if run.scenario != "Offline" or run.benchmark is None:
         return None
     rows, figures = run.benchmark.rows, run.figures
     samples = figures.samples_issued if figures.samples_requested is None else figures.samples_requested
     found = "not said" if samples is None else f"{samples:,}"
     where = run.at("effective_samples_per_query", "effective_min_query_count", "n_samples_issued")
-    return outcome(
-        None if samples is None else samples >= rows, f"at least {rows:,} samples", found, where, run.unmet
-    )
+    return outcome(None if samples is None else samples >= rows, f"at least {rows:,} samples", found, where, run.unmet)
 
 
 @check(
@@ -218,7 +217,7 @@ def offline_samples(run: Subject) -> Outcome | None:
 )
 def whole_passes(run: RunView) -> Outcome | None:
     issued, rows = run.figures.samples_issued, run.benchmark.rows if run.benchmark else 1
-    if run.figures.scenario != "Offline":
+    if run.scenario != "Offline":
         return None
     found = "not known" if issued is None else f"{count_of(issued, 'sample')}, {issued / rows:g} passes"
     holds = None if issued is None else issued % rows == 0
@@ -231,8 +230,10 @@ def scenario(run: Subject) -> Outcome | None:
     if folder is None:
         return None
     wanted = "Server" if folder == "Interactive" else folder
-    expected = f"a {wanted} run in a folder named {folder}"
-    return outcome(ran == wanted, expected, f"a {ran} run", run.at("effective_scenario", "load_pattern"))
+    expected = f"scenario {wanted} in a folder named {folder}"
+    found = f"scenario {ran}" if ran else "a load of no MLPerf scenario"
+    where = run.at("effective_scenario", "load_pattern")
+    return outcome(None if ran is None else ran == wanted, expected, found, where)
 
 
 @check(
@@ -243,7 +244,7 @@ def scenario(run: Subject) -> Outcome | None:
 )
 def latency_limits(run: Subject) -> Outcome | None:
     """99th percentiles, by the limits of the folder's scenario; without a folder by the limits LoadGen was given."""
-    if run.figures.scenario != "Server" or run.benchmark is None:
+    if run.scenario not in ("Server", None) or run.benchmark is None:
         return None
     name = _limited_scenario(run)
     limits, (ttft, tpot) = run.benchmark.limits.get(name), run.p99_seconds
@@ -276,7 +277,7 @@ def _limits_given(run: Subject) -> tuple[float | None, float | None]:
 
 def _limited(run: RunView) -> bool:
     """Whether the run has limits, and figures to compare with them."""
-    if run.figures.scenario != "Server" or not _of_benchmark(run) or None in run.p99_seconds or not run.benchmark:
+    if run.scenario != "Server" or not _of_benchmark(run) or None in run.p99_seconds or not run.benchmark:
         return False
     return _limited_scenario(run) in run.benchmark.limits
 
@@ -347,7 +348,7 @@ def network(run: RunView) -> Outcome | None:
     return outcome("Network SUT" in name, "a SUT name with 'Network SUT'", shown(name), run.at("sut_name"))
 
 
-OF_ANY_RESULT: tuple[Check[Subject], ...] = (
+OF_ANY_RESULT: tuple[Check[[Subject]], ...] = (
     *(seeds, scenario, min_duration, ran_long_enough),
     *(latency_limits, offline_samples, tokens_per_sample),
 )

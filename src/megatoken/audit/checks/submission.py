@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from megatoken.audit.discovery import DIVISIONS, Tree, below
 from megatoken.audit.endpoints import ACCURACY, CONFIGURATIONS, is_endpoint_result
 from megatoken.audit.evidence import System, Where
-from megatoken.audit.finding import Observation, Outcome, Outcomes, Severity, check, outcome, parts, shown
+from megatoken.audit.finding import Observation, Outcome, Severity, check, outcome, parts, shown
 from megatoken.files import UnreadableError, display, read_json_object, read_text
 from megatoken.mlperf.accuracy_log import TRUNCATED_BYTES
 from megatoken.mlperf.benchmarks import SCENARIOS, benchmark_of
@@ -153,7 +153,7 @@ def scenario_name(scenario: str, folder: str) -> Outcome:
 
 
 @check("submission.performance", "Performance logs are in their place", "Without them there is no result.")
-def performance(tree: Tree, folder: str, version: int) -> Outcomes:
+def performance(tree: Tree, folder: str, version: int) -> Iterator[Outcome]:
     run, second = f"{folder}/performance/run_1", f"{folder}/performance/run_2"
     names = set(tree.children(run))
     extra = sorted(names - RUN_FILES_ALLOWED) if version == 5 else []
@@ -211,12 +211,8 @@ def _without_results(tree: Tree, one: Submission) -> Iterator[Outcome]:
             yield outcome(False, "results of each run that is described", found, (Where(display(folder)),))
 
 
-@check(
-    "submission.measurement_keys",
-    "The description is complete",
-    "Data types and weights decide comparability.",
-)
-def measurement_keys(tree: Tree, place: str, version: int) -> Outcomes:
+@check("submission.measurement_keys", "The description is complete", "Data types and weights decide comparability.")
+def measurement_keys(tree: Tree, place: str, version: int) -> Iterator[Outcome]:
     for name in _descriptions(tree, place, version):
         path = f"{place}/{name}"
         try:
@@ -234,7 +230,7 @@ def measurement_keys(tree: Tree, place: str, version: int) -> Outcomes:
 
 
 @check("submission.compliance", "Compliance tests passed", "They catch caching and false token counts.")
-def compliance(tree: Tree, place: str, benchmark: str) -> Outcomes:
+def compliance(tree: Tree, place: str, benchmark: str) -> Iterator[Outcome]:
     known = benchmark_of(benchmark, None)
     for test in known.compliance if known else ():
         name = "verify_output_len.txt" if test == "TEST09" else "verify_accuracy.txt"
@@ -280,9 +276,7 @@ def network(one: Submission, system: System) -> Outcome:
 @check("submission.owner", "Submitter and division are those of the folder", "Division decides the rules.")
 def owner(one: Submission, system: System) -> Outcome:
     wanted = {"submitter": one.submitter, "division": one.division}
-    wrong = [
-        key for key, value in wanted.items() if str(system.values.get(key, "")).strip().lower() != value.lower()
-    ]
+    wrong = [key for key, value in wanted.items() if str(system.values.get(key, "")).strip().lower() != value.lower()]
     return outcome(
         not wrong,
         f"submitter {shown(one.submitter)} and division {one.division}, as the folders are named",
@@ -294,7 +288,7 @@ def owner(one: Submission, system: System) -> Outcome:
 @check("submission.required_scenarios", "Required scenarios exist", "One scenario alone can be a favourable choice.")
 def required_scenarios(
     one: Submission, system: str, benchmark: str, names: Sequence[str], description: System | None
-) -> Outcomes:
+) -> Iterator[Outcome]:
     known = benchmark_of(benchmark, None)
     if known is None or one.division == "open":
         return
@@ -319,11 +313,7 @@ def code(tree: Tree, one: Submission, version: int) -> Outcome:
     return outcome(there, f"a folder {folder.rpartition('/')[2]}", folder if there else "none", where)
 
 
-@check(
-    "submission.calibration",
-    "The calibration of quantisation is described",
-    "The closed division demands it.",
-)
+@check("submission.calibration", "The calibration of quantisation is described", "The closed division demands it.")
 def calibration(tree: Tree, one: Submission, version: int) -> Outcome | None:
     if one.division != "closed" or version != 5:
         return None

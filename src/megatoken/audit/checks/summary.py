@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from megatoken.audit.evidence import Where
-from megatoken.audit.finding import Outcome, Outcomes, Severity, check, listed, outcome, shown
+from megatoken.audit.finding import Outcome, Severity, check, listed, outcome, shown
 from megatoken.audit.tables import table
 from megatoken.audit.view import RunView, has_result
 from megatoken.files import Damage
@@ -44,7 +44,7 @@ def _key(label: str, run: RunView) -> str | None:
 
 
 @check("summary.readable", "The summary is plain text", "LoadGen writes plain ASCII.")
-def readable(run: RunView) -> Outcomes:
+def readable(run: RunView) -> Iterator[Outcome]:
     for damage in run.summary.damages if run.summary else ():
         yield outcome(False, "plain text", damage.what, (Where(_path(run), damage.line),), Severity.WARN)
 
@@ -103,7 +103,7 @@ def _as_printed(detail: DetailLog, key: str) -> str:
     "LoadGen prints both from the same text.",
     when=has_result,
 )
-def early_stopping(run: RunView) -> Outcomes:
+def early_stopping(run: RunView) -> Iterator[Outcome]:
     log = run.summary
     if log is None or run.figures.scenario == "Offline":  # Offline prints no such text
         return
@@ -210,7 +210,9 @@ def _missing(run: RunView, log: SummaryLog, rows: list[Mapping[str, str]], label
     return missing
 
 
-@check("summary.counts", "Warnings and errors as counted", "Errors do not make a result INVALID, so their count matters.")
+@check(
+    "summary.counts", "Warnings and errors as counted", "Errors do not make a result INVALID, so their count matters."
+)
 def counts(run: RunView) -> Outcome | None:
     log, detail = run.summary, run.detail
     if log is None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatoken.audit.evidence import Configuration, Run, System, Where
-from megatoken.audit.finding import Observation, Outcome, Outcomes, Severity, check, outcome, parts, shown
+from megatoken.audit.finding import Observation, Outcome, Severity, check, outcome, parts, shown
 from megatoken.audit.tables import table
 from megatoken.files import display
 from megatoken.mlperf.rounds import rules
@@ -51,7 +51,7 @@ def keys(system: System, unmet: Severity) -> Outcome:
 
 
 @check("system.values", "Status and type are allowed ones", "MLPerf allows no others.")
-def values(system: System, unmet: Severity) -> Outcomes:
+def values(system: System, unmet: Severity) -> Iterator[Outcome]:
     for key, allowed in (("status", rules()["system_status"]), ("system_type", rules()["system_types"])):
         if _filled(system, key):
             value = system.values[key]
@@ -92,7 +92,7 @@ def part_memory(system: System) -> Outcome:
 
 
 @check("system.part_power", "Power of the accelerator", "A power limit decides the clocks.")
-def part_power(system: System) -> Outcomes:
+def part_power(system: System) -> Iterator[Outcome]:
     """A limit below the part's is a setting, not an error."""
     part = part_named(system.accelerator or "")
     for key in _POWER_KEYS:
@@ -125,12 +125,8 @@ def versions_in(text: str) -> Iterator[tuple[str, str, int]]:
         yield re.sub(r"[ -]", "-", found.group(1).lower()), found.group(2), found.start()
 
 
-@check(
-    "system.software",
-    "Software versions agree",
-    "The number can be repeated only with the software that made it.",
-)
-def software(system: System) -> Outcomes:
+@check("system.software", "Software versions agree", "The number can be repeated only with the software that made it.")
+def software(system: System) -> Iterator[Outcome]:
     """Each version is named once, or alike."""
     said: dict[str, dict[str, str]] = {}
     for key in _SOFTWARE_KEYS:
@@ -181,7 +177,7 @@ def _near(a: float, b: float) -> bool:
 
 
 @check("configuration.rate", "The configured rate is the one that ran", "Another configuration made these logs.")
-def configured_rate(configuration: Configuration, runs: Sequence[Run]) -> Outcomes:
+def configured_rate(configuration: Configuration, runs: Sequence[Run]) -> Iterator[Outcome]:
     if configuration.path.rpartition("/")[2] == "user.conf":
         return  # compared with the log of each run, with its other settings
     for key, scenario in _RATES.items():
