@@ -416,7 +416,7 @@ def test_errors_of_the_program_become_findings(twin, monkeypatch):
     def broken(_):
         raise ZeroDivisionError("never")
 
-    monkeypatch.setattr("megatoken.audit.examine.CHECKS", (broken,))
+    monkeypatch.setattr("megatoken.audit.examine.RUN_CHECKS", (broken,))
     found = [item for item in audit(twin()).findings if item.id == "log.examined"]
     assert found[0].severity is Severity.UNKNOWN
     assert "ZeroDivisionError" in found[0].found

@@ -172,7 +172,7 @@ def test_models_mapped_to_one_benchmark_answer_each_for_itself(tree):
     shutil.rmtree(vendor / "results/sys/small/Server/accuracy")
     (missed,) = (item for item in audit(root).findings if item.id == "accuracy.evidence")
     assert missed.severity is Severity.FAIL
-    assert missed.found.startswith("no accuracy run for 1 of 4 performance runs (sys/small/Server); beside them ")
+    assert missed.found.startswith("no accuracy run for 1 of 4 performance runs (sys/small/Server); next to them ")
     assert [where.file.split("/results/")[1].split("/")[1] for where in missed.where] == ["small"]
 
 
@@ -230,7 +230,7 @@ def test_wrong_places(tree, originals):
     results = place(tree, "results/sys/llama2-70b-99.9")
     shutil.copytree(results / "Server", results / "Interactive")
     found = {item.id: item for item in audit(root).findings if item.severity is Severity.FAIL}
-    assert "LoadGen told the limits 450000000" in found["rules.limits_asked"].expected
+    assert "LoadGen given the limits 450000000" in found["rules.limits_asked"].expected
     (results / "Interactive").rename(results / "Batch")
     assert "submission.scenario_name" in grave(root)
     shutil.rmtree(results / "Server")
