@@ -258,8 +258,8 @@ def step_load(step: Step) -> Load:
     """A step, its bytes as the model counts those of products and as they were counted for the other parts."""
     result, model = step.result, CostModel(step.model, find_scheme("fp8"), H200)
     seconds, rows, samples = result["step_ms"] / 1e3, result["mean_rows"], result["mean_decodes"]
-    products = rows * model._row.operations + samples * model._sample.operations
-    moved = model._weights_bytes + rows * model._row.bytes + samples * model._sample.bytes + model._head_bytes
+    products = rows * model._token.operations + samples * model._sample.operations
+    moved = model._weights_bytes + rows * model._token.bytes + samples * model._sample.bytes + model._head_bytes
     moved += step.work("decode attention", *ELEMENTWISE)
     others = samples * model._head_operations + step.work("chunk attention")
     name = f"step of {step.model.name}"
@@ -279,9 +279,9 @@ def run_load() -> Load:
     while (plan := scheduler.plan()) is not None:
         rows, samples, decodes = int(plan.count.sum()), int(plan.sample.sum()), plan.decodes
         cached = int(plan.start[:decodes].sum()) + decodes
-        products += rows * model._row.operations + samples * model._sample.operations
+        products += rows * model._token.operations + samples * model._sample.operations
         others += samples * model._head_operations
-        moved += model._weights_bytes + rows * (model._row.bytes + model._row_bytes) + model._head_bytes
+        moved += model._weights_bytes + rows * (model._token.bytes + model._token_bytes) + model._head_bytes
         moved += samples * (model._sample.bytes + model._sample_bytes)
         moved += cached * model._cached_token_bytes + decodes * model._decode_bytes
     seconds = run["duration_seconds"]

@@ -160,7 +160,7 @@ def test_one_of_a_thing_is_no_plural(tmp_path: Path) -> None:
     sizes = ("--engine.max_sequences", 1, "--engine.max_batched_tokens", 1, "--engine.cache_tokens", 32)
     code, stdout, err = call_here("run", "--dry-run", "--model", "tiny", "--lengths", lengths, *sizes)
     assert (code, err) == (0, "")
-    for words in ("data set lengths.csv: 1 row,", "in 1 page of 32", "steps of 1 row\n", "1 sequence at a time"):
+    for words in ("data set lengths.csv: 1 row,", "in 1 page of 32", "steps of 1 token\n", "1 sequence at a time"):
         assert words in stdout
 
 

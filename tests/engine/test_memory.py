@@ -254,7 +254,7 @@ def test_the_plan_for_a_person() -> None:
     )
     text = "\n".join(plan.lines())
     assert "6,400 tokens in 200 pages of 32" in text
-    assert "steps of 100 rows" in text
+    assert "steps of 100 tokens" in text
     assert "of 1.000 GB available" in text
     assert "2,048 tokens each" in text
     sizes = [float(size) for size in re.findall(r"^(?:weights|KV cache|workspace|process) +([\d.]+) GB", text, re.M)]

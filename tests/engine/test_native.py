@@ -230,12 +230,12 @@ def test_what_others_may_have_written_is_not_run(
     (file,) = cache.iterdir()
     for path in (file, cache):
         path.chmod(path.stat().st_mode | 0o002)
-        assert why_not() == f"{path} is not this user's alone"
+        assert why_not() == f"{path} belongs to or can be written by another user"
         path.chmod(0o700)
     assert load()[1] is None
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    assert why_not() == f"{cache} is not this user's alone"
+    assert why_not() == f"{cache} belongs to or can be written by another user"
     assert builds() == 1
 
 

@@ -274,7 +274,7 @@ def refusal(directory: Path) -> str:
     return message.removeprefix(str(directory)).removeprefix("/")
 
 
-READ = "read are bf16, fp16 and fp32, and fp8 of ModelOpt and compressed-tensors"
+READ = "supported are bf16, fp16 and fp32, and fp8 of ModelOpt and compressed-tensors"
 GROUP = ("config_groups", "group_0")
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 
@@ -400,7 +400,7 @@ KEY_SCALE, VALUE_SCALE = (f"model.layers.0.self_attn.{name}" for name in MODELOP
         ("modelopt cache", f"{LINEAR}.weight_scale", torch.tensor(1.0, dtype=torch.float64), "has dtype F64"),
         ("modelopt cache", "lm_head.weight", torch.ones(301, 32).to(torch.float8_e4m3fn), "has dtype F8_E4M3"),
         *[
-            (layout, name, torch.tensor(value), f"holds {value}, which is no positive scale")
+            (layout, name, torch.tensor(value), f"holds {value}; expected a positive scale")
             for layout, name in (("modelopt cache", f"{LINEAR}.weight_scale"), ("modelopt cache", VALUE_SCALE))
             for value in (math.nan, math.inf, 0.0, -0.5)
         ],
@@ -431,7 +431,7 @@ def test_tensors_refused(
 def test_e4m3_without_a_declaration(intact: Mapping[str, Path], tmp_path: Path) -> None:
     directory = copy(intact, "compressed static", tmp_path)
     edit_json(directory / "config.json", "quantization_config", value=ABSENT)
-    assert "has dtype F8_E4M3; read are bf16, fp16 and fp32" in refusal(directory)
+    assert "has dtype F8_E4M3; supported are bf16, fp16 and fp32" in refusal(directory)
 
 
 def test_a_declaration_without_e4m3(tmp_path: Path) -> None:

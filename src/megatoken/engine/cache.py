@@ -1,4 +1,4 @@
-"""The paged KV cache: tensors and layout, nothing else."""
+"""The paged KV cache: tensors and layout."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatoken.engine.schemes import LinearScheme
 from megatoken.engine.schemes.fp8_weight import E4M3_MAX
 
 DUMP_PAGE = 0
-"""Page 0 is never given to a sequence: padded table entries point to it, so no kernel needs a mask for them."""
+"""Page 0 belongs to no sequence: padded table entries point to it, so kernels need no mask for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """Keys and values of one layer, each [pages, kv_heads, page_size, head_dim]: one page of one head is contiguous.
 
-    e4m3 keys stand for ``k_scale`` times their value, e4m3 values for ``v_scale`` times theirs.
+    e4m3 keys are multiplied by ``k_scale`` when read, e4m3 values by ``v_scale``.
     """
 
     k: Tensor
@@ -37,7 +37,7 @@ class LayerCache:
         return self.k.shape[2]
 
     def rounded(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        """``x`` as it reads back from the cache: for an fp8 cache ``scale`` times e4m3, saturating."""
+        """``x`` after a round trip through the cache: for an fp8 cache ``scale`` times e4m3, saturated."""
         if not self.round_to_fp8:
             return x
         values = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
@@ -71,8 +71,8 @@ def allocate_cache(
 ) -> list[LayerCache]:
     """One cache per layer, with its ``scales`` of keys and of values, for ``pages`` usable pages and the dump page.
 
-    Zeroed, because masked attention still multiplies what a page holds beyond its sequence's end. On the CPU the zeros
-    are mapped from the operating system, not cleared: a page costs memory when it is first written.
+    Zeroed, because masked attention multiplies the slots beyond a sequence's end too. On the CPU the operating system
+    maps the zeros, so a page takes memory when it is first written.
     """
     shape = (pages + 1, config.kv_heads, page_size, config.head_dim)
     dtype = scheme.cache_dtype(device)

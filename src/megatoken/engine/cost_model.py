@@ -1,22 +1,21 @@
-"""How long one step takes on a GPU that need not be here: its data sheet, times what a measured GPU achieves of it.
+"""Duration of one step on a GPU that need not be present: its data sheet, times the share that a measured GPU reaches.
 
-All but transfers was measured on one H200 with this engine: its products, its attention and the anatomy of its steps
-(``h200-gemm.json``, ``h200-attention.json`` and ``h200-*-steps*.json`` in ``benchmarks/results``). From these files
-``benchmarks/fit_cost_model.py`` finds the constants again and says how well they fit. ``docs/simulation.md`` says how
-well whole runs are met that nothing was fitted to.
+Everything but transfers was measured on one H200 with this engine: its products, its attention and the parts of its
+steps (``h200-gemm.json``, ``h200-attention.json`` and ``h200-*-steps*.json`` in ``benchmarks/results``).
+``benchmarks/fit_cost_model.py`` fits the constants to these files again and reports the residuals.
+``docs/simulation.md`` compares the model with whole runs that were not used to fit it.
 
-A step's time is that of its parts, one after the other:
+A step's time is the sum of its parts:
 
-- products of the layers: operations at a share of the data sheet that falls with the clock, not below the time in which
-  the weights are read;
-- attention: of decodes the bytes of cached keys and values, of prompts operations;
-- what is elementwise: bytes;
-- the head, for the rows that sample; a gap between launches; sums and gathers over the ranks of tensor
-  parallelism.
+- products of the layers: operations at a share of the data sheet that falls with the clock, but at least the time to
+  read the weights;
+- attention: for decodes the bytes of cached keys and values, for prompts operations;
+- elementwise work: bytes;
+- the head, for tokens that sample; gaps between launches; sums and gathers over the ranks of tensor parallelism.
 
-A Hopper GPU under such load is limited by its power: its clock is the highest at which what the step computes and moves
-stays within the limit. No such law is known for other GPUs; their products take the share of the data sheet that an
-H200's take at the clock it settles at, and where the rate of large fp4 products is published, that rate.
+Power limits a Hopper GPU under such load: its clock is the highest at which the step's operations and bytes stay within
+the limit. No such law is known for other GPUs; their products take the share of the data sheet that an H200 reaches at
+the clock it settles at or, if the rate of large products is published, that rate.
 """
 
 from __future__ import annotations
@@ -40,34 +39,34 @@ from megatoken.engine.schemes import BF16, LinearScheme
 from megatoken.errors import ConfigError
 
 CLOCK_LIMITED = ("H100", "H200")
-"""The GPUs whose clock is computed. An H100 is an H200 with other memory, but was not measured."""
+"""GPUs whose clock is computed. An H100 is an H200 with other memory, but was not measured."""
 HIGHEST_CLOCK_MHZ = 1980.0
 
 DEPTH_OVERHEAD = 607.0
-"""Elements: a product over depth K takes as long as one over so many more would at full rate. Fitted to bursts of
-products of depth 8,192 and 28,672."""
+"""Elements: a product over depth K takes as long as one over K plus this at full rate. Fitted to bursts of products of
+depth 8,192 and 28,672."""
 WEIGHTS_SHARE, WEIGHTS_EXPONENT = 0.83, 3.25
-"""Of the bandwidth, by products that only read their weights; and how sharply the time goes over to that of operations:
-(a^p + b^p)^(1/p). Fitted to bursts at 64, 256 and 512 rows."""
+"""Share of the bandwidth of products that only read their weights; and p in (a^p + b^p)^(1/p), which combines the times
+of reading and of operations. Fitted to bursts at 64, 256 and 512 tokens."""
 DECODE_SHARE, DECODE_TAIL_SECONDS = 0.716, 17.1e-6
-"""Of the bandwidth, by decode attention; and what a layer's takes more, at the highest clock. From two steps."""
+"""Share of the bandwidth of decode attention; and its constant time in a layer, at the highest clock. From two steps."""
 CHUNK_SHARE, CHUNK_TILE = 0.226, 128
-"""Of bf16 operations at the highest clock, by prompt attention that computes whole tiles of so many rows."""
+"""Share of bf16 operations at the highest clock of prompt attention, which computes whole tiles of this many tokens."""
 GATHERED_SHARE, GATHERED_SECONDS = 0.527, 14.8e-6
-"""The same where contexts are gathered first, and what a layer's takes more, at the highest clock; up to a quarter off
-the pieces of work it was fitted to. Steps recorded as CUDA graphs gather nothing."""
+"""The same if contexts are gathered first, and the constant time in a layer, at the highest clock; up to a quarter off
+the work it was fitted to. Steps recorded as CUDA graphs gather nothing."""
 GATHERING = ("H100", "H200")
-"""The GPUs on which the engine gathers."""
+"""GPUs on which the engine gathers."""
 ELEMENTWISE_SHARE = 0.861
-"""Of the bandwidth, by norms, activation, rotation and cache writes. From two steps."""
+"""Share of the bandwidth of norms, activation, rotation and cache writes. From two steps."""
 GAP_SECONDS = 27.3e-6
-"""Between the kernels of a layer, with the copies of ids. From two steps."""
+"""Gaps between the kernels of a layer, and copies of ids. From two steps."""
 SUM_SECONDS, SUM_LINK_SHARE = 6.5e-6, 0.71
-"""A sum over ranks with the norm after it, through shared memory: what it takes at least, and its share of the link.
-By hand, two H200, from 256 rows on (``h200x2-collectives-*.json``); of more ranks it is assumed, and of products in
-other precisions or with a scale per row, which NCCL sums."""
+"""A sum over ranks with the norm after it, through shared memory: its least time, and its share of the link. By hand,
+from two H200 and 256 tokens on (``h200x2-collectives-*.json``); assumed for more ranks and for schemes without the
+fused all-reduce, which NCCL sums."""
 GATHER_SECONDS, GATHER_LINK_SHARE = 19e-6, 0.787
-"""The same of NCCL: its sums of 16 KB and 1 GB over four H200, which move twice as many bytes."""
+"""The same for gathers by NCCL, from its sums of 16 KB and 1 GB over four H200, which move twice as many bytes."""
 
 IDLE_WATTS = 100.0
 """Assumed: an H200 that computes nothing at a high clock. Between 80 and 150 no rate changes by more than 0.3 %."""
@@ -81,15 +80,15 @@ LIMIT_SHARE = 0.989
 PUBLISHED_DEPTH = 16_384
 
 SECONDS_PER_SEQUENCE = {"megatoken": 0.0, "published": 10.5e-6}
-"""What serving software adds to a step for each of its sequences. Of this engine nothing was seen. Published: fitted to
-the verified fp4 result of GB200 (MLPerf v5.1 5.1-0008, 52,061.6 tokens/s of four), which this model without it
-overestimates by 16 %; the H200 of 5.1-0026 would need 5.6 us, a B200 (5.1-0061) 6 us."""
+"""Time that serving software adds to a step for each sequence; none was seen of this engine. "published" is fitted to
+the verified fp4 result of GB200 (MLPerf v5.1 5.1-0008, 52,061.6 tokens/s of four), which the model overestimates by 16 %
+without it; the H200 of 5.1-0026 would need 5.6 us, a B200 (5.1-0061) 6 us."""
 
 
 class StepCost(NamedTuple):
-    """One step: seconds of it and of its parts. Clock and power are NaN where no law of them is known.
+    """Seconds of a step and of its parts. Clock and power are NaN where no law for them is known.
 
-    ``transfers``: sums and gathers over ranks, with the norms that are a part of a sum.
+    ``transfers``: sums and gathers over ranks, with the norms fused into sums.
     """
 
     seconds: float
@@ -106,10 +105,10 @@ class StepCost(NamedTuple):
 
 
 class CostModel:
-    """Prices steps of one model on one kind of GPU.
+    """Predicts the duration of steps of one model on one kind of GPU.
 
     Attributes:
-        basis: where the rate of products is from, in a few words.
+        basis: source of the rate of products, in a few words.
     """
 
     def __init__(
@@ -122,19 +121,18 @@ class CostModel:
         seconds_per_sequence: float = 0.0,
         cuda_graphs: bool = True,
     ) -> None:
-        """Derives what does not change from step to step.
+        """Derive everything that is the same for all steps.
 
         Args:
-            model: whole, however many ``ranks`` share it.
-            scheme: of the layers' linears.
-            gpu: what it runs on.
+            model: the whole model, even if ``ranks`` share it.
+            scheme: number format of the layers' linears.
+            gpu: the GPU.
             ranks: GPUs that share each layer.
-            seconds_per_sequence: what the serving software adds to a step for each of its sequences. None of this
-                engine's was seen: the GPU never waits for it.
+            seconds_per_sequence: time that the serving software adds to a step for each sequence.
             cuda_graphs: whether the engine records short steps.
 
         Raises:
-            ConfigError: the GPU has no such products, or no link to other ranks is known.
+            ConfigError: the GPU has no such products, or its link to other ranks is unknown.
             CapacityError: ``ranks`` cannot share the model.
         """
         if not {scheme.precision, BF16.precision} <= gpu.operations_per_second.keys():
@@ -147,12 +145,12 @@ class CostModel:
         D, F, V, L = m.hidden_size, m.intermediate_size, m.vocabulary_size, m.layers
         queries, keys = m.heads * m.head_dim, m.kv_heads * m.head_dim
         item, cache_item = scheme.weight_bytes, scheme.cache_item_bytes("cuda")
-        # A row has a part in every product but for the last layer's after qkv, which only rows that sample have.
-        qkv, others = [(D, queries + 2 * keys)], [(queries, D), (D, 2 * F), (F, D)]
-        in_every_row = [(depth, width, L) for depth, width in qkv] + [(depth, width, L - 1) for depth, width in others]
+        # In the last layer, only tokens that sample go through the products after qkv.
+        others = [(queries, D), (D, 2 * F), (F, D)]
+        in_every_token = [(D, queries + 2 * keys, L), *((depth, width, L - 1) for depth, width in others)]
         in_samples = [(depth, width, 1) for depth, width in others]
         rate, head_rate, self.basis = _product_rates(gpu, scheme)
-        self._row, self._sample = _Rows(in_every_row, rate, item), _Rows(in_samples, rate, item)
+        self._token, self._sample = _Products(in_every_token, rate, item), _Products(in_samples, rate, item)
         self._weights_bytes = m.linear_parameters * item
         self._weights_seconds = self._weights_bytes / (WEIGHTS_SHARE * gpu.memory_bytes_per_second)
 
@@ -167,31 +165,31 @@ class CostModel:
         self._chunk_rate, self._gathered_rate = (
             share * gpu.operations_per_second[BF16.precision] for share in (CHUNK_SHARE, GATHERED_SHARE)
         )
-        # Of several ranks norms are a part of the sums.
+        # With several ranks the norms are fused into the sums.
         norms, activation = 2 * L * D * (6 + item) if ranks == 1 else 0, F * (4 + item)
         rotation = L * (2.0 * (queries + 2 * keys) + 2 * queries + 2 * keys * cache_item)
-        self._row_bytes = norms + (L - 1) * activation + rotation
+        self._token_bytes = norms + (L - 1) * activation + rotation
         self._sample_bytes = activation + 8 * D
         self._elementwise_rate = ELEMENTWISE_SHARE * bandwidth
         head_depth, head_width = D + DEPTH_OVERHEAD, V // m.vocabulary_ranks
         self._head_operations, self._head_seconds = 2.0 * D * head_width, 2.0 * head_depth * head_width / head_rate
         self._head_bytes = BF16.weight_bytes * float(D * head_width)
         self._head_bytes_seconds = self._head_bytes / (WEIGHTS_SHARE * bandwidth)
-        self._transfer_seconds, self._row_transfer_seconds, self._sample_transfer_seconds = 0.0, 0.0, 0.0
+        self._transfer_seconds, self._token_transfer_seconds, self._sample_transfer_seconds = 0.0, 0.0, 0.0
         if ranks > 1 and gpu.link_bytes_per_second is not None:
             link, from_others = gpu.link_bytes_per_second, (ranks - 1) / ranks
             products_and_inputs = from_others * (scheme.activation_bytes + item) * D
             self._transfer_seconds = 2 * L * SUM_SECONDS
             sum_seconds = products_and_inputs / (SUM_LINK_SHARE * link)
-            # In the last layer they are of the rows that sample alone.
-            self._row_transfer_seconds, self._sample_transfer_seconds = (2 * L - 2) * sum_seconds, 2 * sum_seconds
+            # In the last layer only tokens that sample are summed.
+            self._token_transfer_seconds, self._sample_transfer_seconds = (2 * L - 2) * sum_seconds, 2 * sum_seconds
             if m.vocabulary_ranks > 1:
                 element_seconds = from_others * scheme.activation_bytes / (GATHER_LINK_SHARE * link)
                 self._transfer_seconds += 2 * GATHER_SECONDS
-                self._row_transfer_seconds += D * element_seconds
+                self._token_transfer_seconds += D * element_seconds
                 self._sample_transfer_seconds += V * element_seconds
-                # What arrives is read and written once more, into the order of columns.
-                self._row_bytes += 2 * scheme.activation_bytes * D
+                # Gathered columns are read and written once more, to reorder them.
+                self._token_bytes += 2 * scheme.activation_bytes * D
                 self._sample_bytes += 2 * scheme.activation_bytes * V
         self._limit_watts = LIMIT_SHARE * gpu.power_limit_watts if gpu.name in CLOCK_LIMITED else None
         self._watts_per_operation = scheme.watts_per_operation
@@ -201,7 +199,7 @@ class CostModel:
         decodes, start = plan.decodes, plan.start
         chunks = zip(start[decodes:].tolist(), plan.count[decodes:].tolist(), strict=True)
         cached_tokens = int(np.add.reduce(start[:decodes])) + decodes
-        samples = len(plan.sample) - (not plan.sample[-1])  # at most the newest has a part of its prompt left
+        samples = len(plan.sample) - (not plan.sample[-1])  # at most the newest sequence has prompt left
         return self.step_of(decodes, cached_tokens, chunks, samples)
 
     def step_of(
@@ -210,35 +208,37 @@ class CostModel:
         """The cost of a step.
 
         Args:
-            decodes: sequences with one row each.
+            decodes: sequences that decode one token each.
             cached_tokens: keys that they see, summed.
-            chunks: first position and rows of each piece of a prompt.
-            samples: rows that yield a token.
+            chunks: first position and length of each prompt chunk.
+            samples: tokens that are sampled.
         """
-        rows, pairs, sequences = float(decodes), 0.0, decodes
-        longest_rows = longest_context = 0
+        tokens, pairs, sequences = float(decodes), 0.0, decodes
+        longest_chunk = longest_context = 0
         for start, count in chunks:
             tiles = -(-count // CHUNK_TILE)
-            rows += count
+            tokens += count
             sequences += 1
             pairs += CHUNK_TILE * tiles * (start + CHUNK_TILE * (tiles + 1) / 2)
-            longest_rows, longest_context = max(longest_rows, count), max(longest_context, start + count)
-        operations = rows * self._row.operations + samples * self._sample.operations
-        product_seconds = rows * self._row.seconds + samples * self._sample.seconds
+            longest_chunk, longest_context = max(longest_chunk, count), max(longest_context, start + count)
+        operations = tokens * self._token.operations + samples * self._sample.operations
+        product_seconds = tokens * self._token.seconds + samples * self._sample.seconds
         decode_bytes = cached_tokens * self._cached_token_bytes + decodes * self._decode_bytes
         decode_seconds = decode_bytes / self._decode_rate
         tail_seconds = self._layers * DECODE_TAIL_SECONDS if decodes else 0.0
         chunk_operations = pairs * self._pair_operations
         prompts = sequences - decodes
-        recorded = records_step(decodes, prompts, rows, self._most_recorded_tokens)
-        if self._gathers and not recorded and gathers_contexts(self._group, prompts, longest_rows, longest_context):
+        recorded = records_step(decodes, prompts, tokens, self._most_recorded_tokens)
+        if self._gathers and not recorded and gathers_contexts(self._group, prompts, longest_chunk, longest_context):
             chunk_seconds = chunk_operations / self._gathered_rate + self._layers * GATHERED_SECONDS
         else:
             chunk_seconds = chunk_operations / self._chunk_rate
-        elementwise_bytes = rows * self._row_bytes + samples * self._sample_bytes
+        elementwise_bytes = tokens * self._token_bytes + samples * self._sample_bytes
         elementwise = elementwise_bytes / self._elementwise_rate
         gaps = self._layers * GAP_SECONDS
-        transfers = self._transfer_seconds + rows * self._row_transfer_seconds + samples * self._sample_transfer_seconds
+        transfers = (
+            self._transfer_seconds + tokens * self._token_transfer_seconds + samples * self._sample_transfer_seconds
+        )
         stack = sequences * self._seconds_per_sequence
         head_seconds = samples * self._head_seconds
 
@@ -246,7 +246,7 @@ class CostModel:
         if self._limit_watts is not None:
             moved = (
                 self._weights_bytes
-                + rows * self._row.bytes
+                + tokens * self._token.bytes
                 + samples * self._sample.bytes
                 + decode_bytes
                 + elementwise_bytes
@@ -289,10 +289,10 @@ class CostModel:
     def _clock(
         self, products: float, by_clock: float, head: float, fixed: float, energy_of_bytes: float, at_full_clock: float
     ) -> float:
-        """The highest clock, as a share, at which the step stays within the power limit: by Newton's method.
+        """The highest clock, as a share, at which the step stays within the power limit, by Newton's method.
 
-        Time falls with the clock and the energy of operations grows with its square, so the margin falls all the way
-        and has one root; two steps from the clock of most runs find it to 0.1 %.
+        Time falls with the clock and the energy of operations grows with its square, so the margin is monotonous and
+        has one root; two iterations from the clock of most runs find it to 0.1 %.
         """
         assert self._limit_watts is not None
         spare_watts = self._limit_watts - IDLE_WATTS
@@ -308,13 +308,13 @@ class CostModel:
         return clock
 
 
-class _Rows:
-    """What one row costs in linears given as (depth, width, how often)."""
+class _Products:
+    """Cost of one token in linears given as (depth, width, number)."""
 
     def __init__(self, linears: list[tuple[int, int, int]], rate: float, item: float) -> None:
-        self.operations = sum(2.0 * depth * width * often for depth, width, often in linears)
-        self.seconds = sum(2.0 * (depth + DEPTH_OVERHEAD) * width * often for depth, width, often in linears) / rate
-        self.bytes = sum((depth * item + 2.0 * width) * often for depth, width, often in linears)
+        self.operations = sum(2.0 * depth * width * number for depth, width, number in linears)
+        self.seconds = sum(2.0 * (depth + DEPTH_OVERHEAD) * width * number for depth, width, number in linears) / rate
+        self.bytes = sum((depth * item + 2.0 * width) * number for depth, width, number in linears)
 
 
 def _product_rates(gpu: Gpu, scheme: LinearScheme) -> tuple[float, float, str]:

@@ -1,4 +1,4 @@
-"""Where a model runs: a GPU when one is there that can, otherwise the CPU; each with its operations and its memory."""
+"""The device a model runs on: a GPU if there is one that can, otherwise the CPU; its back end and its free memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from megatoken.engine.ops import Ops
 from megatoken.engine.schemes import LinearScheme, scheme_of, unknown_precision
 from megatoken.errors import CapacityError, ConfigError, how_to_install
 
-# Loading leaves holes between tensors of different sizes, 3.5 GB of them in a 70B model; segments that can grow have
-# none. PyTorch reads this when it first allocates.
+# Loading leaves holes between tensors of different sizes, 3.5 GB in a 70B model; expandable segments leave none.
+# PyTorch reads this when it first allocates.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 DEVICES = ("auto", "cpu", "cuda")
 
 
 def choose_device(config: EngineConfig) -> tuple[torch.device, str | None]:
-    """The device of ``config``, and why a GPU that is there is not used.
+    """The device of ``config``, and the reason if a present GPU is not used.
 
     Raises:
-        ConfigError: there is no such device.
-        CapacityError: ``cuda`` is asked for and cannot be had; says what is missing.
+        ConfigError: no such device.
+        CapacityError: ``cuda`` was asked for and is not available; the message says what is missing.
     """
     if config.device not in DEVICES:
         raise ConfigError(f"device is {config.device}; take one of {', '.join(DEVICES)}")
@@ -68,7 +68,7 @@ def operations(device: torch.device) -> Ops:
 
 
 def available_memory_bytes(device: torch.device) -> int:
-    """Memory this process may still take: the GPU's, the system's, or the container's limit when that is lower."""
+    """Free memory of the GPU, or of the system or its container, whichever is less."""
     if device.type == "cuda":
         held_and_free = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + held_and_free
@@ -79,7 +79,7 @@ def available_memory_bytes(device: torch.device) -> int:
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no control group, or no limit ("max")
         return available
-    # File pages that nobody uses count as used until the kernel wants them back, which it then takes.
+    # Inactive file pages count as used, but the kernel reclaims them when memory is needed.
     return min(available, limit - used + int(statistics.get("inactive_file", 0)))
 
 
@@ -87,8 +87,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
     """Derive every size of an engine on this machine.
 
     Raises:
-        ConfigError: an unknown precision, scales that it has not, or a size below 1.
-        CapacityError: model, context and cache cannot fit, with the numbers.
+        ConfigError: an unknown precision, scales that the precision does not have, or a size below 1.
+        CapacityError: model, context and cache do not fit; the message has the numbers.
     """
     if scheme_of(config).simulated_only:
         raise unknown_precision(config.precision)
@@ -97,6 +97,6 @@ def plan_memory(model: ModelConfig, config: EngineConfig) -> MemoryPlan:
     device, _ = choose_device(config)
     if device.type == "cuda" and config.tensor_parallel > torch.cuda.device_count():
         raise CapacityError(
-            f"tensor_parallel {config.tensor_parallel} needs as many GPUs, and {torch.cuda.device_count()} are here"
+            f"tensor_parallel {config.tensor_parallel} needs as many GPUs; this machine has {torch.cuda.device_count()}"
         )
     return plan_memory_of(model, config, device.type, available_memory_bytes(device))

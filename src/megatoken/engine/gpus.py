@@ -15,7 +15,7 @@ from megatoken.errors import ConfigError
 
 _TABLE = Path(__file__).parents[1] / "data" / "gpu_specs.csv"
 _BYTES_PER_NOMINAL_GB = 150_754_820_096 / 141e9
-"""Data sheets count memory in powers of two, less what the driver keeps: an H200 of "141 GB" reports so much."""
+"""An H200 of "141 GB" reports this many bytes: data sheets count in powers of two, less what the driver keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +39,17 @@ class Gpu:
 
 @cache
 def gpus() -> dict[str, Gpu]:
-    """All of the table, by name."""
+    """The table, by name."""
     with _TABLE.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(line for line in file if not line.startswith("#"))
         return {row["gpu"]: _gpu(row) for row in rows}
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of that name, upper or lower case.
+    """The GPU of that name, in any case.
 
     Raises:
-        ConfigError: there is none; names the nearest.
+        ConfigError: unknown; the message has the nearest name.
     """
     known = {one.lower(): gpu for one, gpu in gpus().items()}
     if name.lower() in known:

@@ -1,4 +1,4 @@
-"""The memory plan: computed from shapes before anything is allocated, printed, and obeyed."""
+"""The memory plan: every size of an engine, computed from shapes before anything is allocated."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from megatoken.engine.schemes import LinearScheme, scheme_of
 from megatoken.errors import CapacityError, ConfigError
 
 PARTIAL_RESULTS = 8192
-"""Sequences times pieces that a GPU's decode attention may cut them into: bounds its scratch memory."""
+"""Most sequences times pieces of each in a GPU's decode attention; bounds its scratch memory."""
 PAGED_CONTEXT, GATHERED_QUERIES = 512, 512
-"""Prompts whose contexts are all this short are read page by page on a GPU; longer ones are gathered first if a key has
-so many queries (rows times query heads). Measured on one H200 (``h200-attention.json``), where 500 would gain too; but
-steps that are recorded stand for contexts that vary, and are recorded with ``batch.USUAL_TOKENS``."""
+"""A GPU reads prompts page by page if no context is longer than this, or if a key has fewer queries (tokens times query
+heads); otherwise it gathers them first. Measured on one H200 (``h200-attention.json``). Gathering would pay from 500
+tokens on, but recorded steps, whose contexts vary, are recorded with ``batch.USUAL_TOKENS``."""
 GATHERED_HEAD_SIZES = (64, 128)
 BLOCK_SAMPLES = 16
-"""Rows whose next token is drawn at a time, which bounds the copies of their logits."""
+"""Tokens drawn at a time, which bounds the copies of their logits."""
 
 PROCESS_BYTES = 300_000_000
-"""Python, PyTorch and the command's other libraries, measured 224 to 260 MB, before the first weight."""
+"""Python, PyTorch and other libraries before the first weight; measured 224 to 260 MB."""
 GPU_LIBRARY_BYTES = 2_000_000_000
-"""Of GPU memory, beyond what is in use when the plan is made: kernels, cuBLAS workspaces, gaps between blocks."""
+"""GPU memory for kernels, cuBLAS workspaces and gaps between blocks, beyond what is in use when the plan is made."""
 GRAPH_TOKENS: tuple[int, ...] = (1, 2, 4, 8, *range(16, 513, 16))
 GRAPH_CHUNKS = 8
-"""Rows that steps recorded as CUDA graphs are padded to, and most prompts in one."""
+"""Sizes that steps recorded as CUDA graphs are padded to, and most prompts in one."""
 LAUNCH_SECONDS_PER_LAYER = 4e-4
-"""Of the host, one after the other: some eleven launches."""
+"""Time of the host for about eleven launches."""
 GRAPH_LAYER_BYTES = 8_000_000
-"""Of GPU memory for each layer: what the driver keeps of all recorded graphs, of which 4.9 MB were measured."""
+"""GPU memory that the driver keeps of all recorded graphs, for each layer; 4.9 MB were measured."""
 GPU_COLLECTIVES_BYTES = 2_000_000_000
-"""Of each GPU's memory where several share a model: NCCL takes it at the first sum, and 405B on four H200 left none.
-What the ranks share takes the place of tensors that a step would have."""
+"""Memory of each GPU of a group, which NCCL takes at the first sum; without it 405B on four H200 ran out of memory. The
+memory that ranks share replaces tensors of a step."""
 DEFAULT_MAX_LENGTH = 8192
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
-LARGE_WEIGHTS_TOKENS_ON_CPU = 1024  # where weights are read from memory in every step, fewer steps are less to read
-DEFAULT_MAX_SEQUENCES_ON_CPU = 128  # on a GPU three quarters of the rows: the others read prompts
+LARGE_WEIGHTS_TOKENS_ON_CPU = 1024  # large weights are read from memory in every step, so fewer steps read less
+DEFAULT_MAX_SEQUENCES_ON_CPU = 128  # on a GPU three quarters of the tokens; the others are for prompts
 DEFAULT_PAGE_SIZE = 32
 GPU_PAGE_SIZES = (16, 32, 64, 128)
 LARGE_MODEL_PARAMETERS = 30e9
-LARGE_MODEL_TOKENS_ON_GPU = 1536  # on one, to which a smaller step leaves more cache; sweep in docs/performance.md
+LARGE_MODEL_TOKENS_ON_GPU = 1536  # on one GPU, where a smaller step leaves more cache; see docs/performance.md
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Every derived size of an engine; bytes unless the name says tokens, rows, pages or sequences."""
+    """Every derived size of an engine; bytes unless the name says tokens, pages or sequences."""
 
     device: str  # "cpu" or "cuda"
     weights_bytes: int
@@ -63,7 +63,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """The most this engine's process will hold."""
+        """Most memory that the engine's process will hold."""
         return self.weights_bytes + self.cache_bytes + self.workspace_bytes + self.process_bytes
 
     @property
@@ -72,7 +72,7 @@ class MemoryPlan:
         return self.pages * self.page_size
 
     def scheduler(self) -> Scheduler:
-        """A new one of these sizes."""
+        """A new scheduler of these sizes."""
         return Scheduler(
             max_batched_tokens=self.max_batched_tokens,
             max_sequences=self.max_sequences,
@@ -82,7 +82,7 @@ class MemoryPlan:
         )
 
     def lines(self) -> list[str]:
-        """The plan for a person, one fact a line."""
+        """The plan as text, one fact a line."""
         libraries = "GPU libraries" if self.device == "cuda" else "Python and libraries"
         return [
             f"device     {self.device}",
@@ -90,7 +90,7 @@ class MemoryPlan:
             f"KV cache   {_gigabytes(self.cache_bytes)}  {self.cache_tokens:,} tokens in {self.pages:,} "
             f"page{'s' * (self.pages != 1)} of {self.page_size}; filled as requests need it",
             f"workspace  {_gigabytes(self.workspace_bytes)}  steps of "
-            f"{self.max_batched_tokens:,} row{'s' * (self.max_batched_tokens != 1)}",
+            f"{self.max_batched_tokens:,} token{'s' * (self.max_batched_tokens != 1)}",
             f"process    {_gigabytes(self.process_bytes)}  {libraries}",
             f"total      {_gigabytes(self.total_bytes)}  of {_gigabytes(self.available_bytes)} available",
             f"limits     {self.max_sequences:,} sequence{'s' * (self.max_sequences != 1)} at a time, "
@@ -117,11 +117,11 @@ def bytes_per_token(model: ModelConfig, scheme: LinearScheme, device: str) -> in
 
 
 def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, available: int) -> MemoryPlan:
-    """Derive every size of an engine on a device, "cpu" or "cuda", that has ``available`` bytes left: a GPU for a rank.
+    """Derive every size of an engine on a device, "cpu" or "cuda", that has ``available`` bytes left.
 
     Raises:
-        ConfigError: a size below 1, or scales that the precision has not.
-        CapacityError: model, context and cache cannot fit, with the numbers.
+        ConfigError: a size below 1, or scales that the precision does not have.
+        CapacityError: model, context and cache do not fit; the message has the numbers.
     """
     check_sizes(config)
     scheme = scheme_of(config)
@@ -153,12 +153,12 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
         default_rows = LARGE_WEIGHTS_TOKENS_ON_CPU
     max_batched_tokens = config.max_batched_tokens or default_rows
     max_sequences = config.max_sequences or (max_batched_tokens * 3 // 4 if on_gpu else DEFAULT_MAX_SEQUENCES_ON_CPU)
-    max_sequences = min(max_sequences, max_batched_tokens)  # every resident has a row in every step
+    max_sequences = min(max_sequences, max_batched_tokens)  # every running sequence has a token in every step
     page = page_size * bytes_per_token(model, scheme, device)
     step_bytes = _gpu_step_bytes if on_gpu else _cpu_step_bytes
     step, step_page = step_bytes(model, config, page_size, max_batched_tokens, max_sequences, max_length)
-    # While loading, when the cache is not there yet: the largest matrix, its parts, and its fp32 copy. A rank
-    # reads embedding and head whole before it cuts them.
+    # While loading, before the cache is allocated: the largest matrix, its parts, and its fp32 copy. A rank reads the
+    # whole embedding and head before it cuts them.
     loading = max(model.vocabulary_size, 2 * model.intermediate_size) * model.hidden_size * (10 if on_gpu else 4)
     process = GPU_LIBRARY_BYTES if on_gpu else PROCESS_BYTES
     if on_gpu and config.tensor_parallel > 1:
@@ -166,7 +166,7 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     if on_gpu and config.cuda_graphs:
         rows = graph_tokens(max_batched_tokens)[-1]
         graph_step, _ = _gpu_step_bytes(model, config, page_size, rows, rows + GRAPH_CHUNKS, max_length)
-        # They share memory of their own, and are run outside it before.
+        # Recorded steps share a memory pool, and run outside it first.
         process += model.layers * GRAPH_LAYER_BYTES + 2 * graph_step
 
     if config.memory_bytes is not None:
@@ -176,8 +176,8 @@ def plan_memory_of(model: ModelConfig, config: EngineConfig, device: str, availa
     if pages is None:
         left = available - weights - step - process
         sequence_pages = -(-max_length // page_size)
-        fitting = left // (page + step_page) - 1  # the dump page
-        # Half of a CPU's memory is left to other processes; one longest sequence comes first.
+        fitting = left // (page + step_page) - 1  # less the dump page
+        # Half of a CPU's memory is left to other processes, but one longest sequence always fits.
         taken = fitting if on_gpu else fitting // 2
         pages = max(min(max_sequences * sequence_pages, taken), min(sequence_pages, fitting), 1)
     workspace = max(step + pages * step_page, loading - (pages + 1) * page)
@@ -223,37 +223,34 @@ def most_tokens(max_batched_tokens: int) -> int:
 
 
 def most_recorded_tokens(model: ModelConfig, scheme: LinearScheme) -> float:
-    """Of a step that a GPU takes no longer for than the host for its launches. ``model``: a rank's part of it."""
+    """Tokens of a step that takes a GPU as long as its launches take the host. ``model``: a rank's part."""
     launch_seconds = LAUNCH_SECONDS_PER_LAYER * model.layers
-    row_seconds = 2 * model.linear_parameters / scheme.product_operations_per_second
-    return min(GRAPH_TOKENS[-1], launch_seconds / row_seconds)
+    token_seconds = 2 * model.linear_parameters / scheme.product_operations_per_second
+    return min(GRAPH_TOKENS[-1], launch_seconds / token_seconds)
 
 
-def records_step(decodes: int, chunks: int, rows: float, longest: float) -> bool:
-    """Whether a step is short enough to be recorded as a CUDA graph, of ``longest`` rows, and delays somebody.
-
-    A step of prompts alone has nobody waiting for a token.
-    """
-    return decodes > 0 and chunks <= GRAPH_CHUNKS and rows <= longest
+def records_step(decodes: int, chunks: int, tokens: float, most_tokens: float) -> bool:
+    """Whether a step is recorded as a CUDA graph: it is short, and it decodes, so that requests wait for tokens."""
+    return decodes > 0 and chunks <= GRAPH_CHUNKS and tokens <= most_tokens
 
 
-def gathers_contexts(group: int, chunks: int, longest_rows: int, longest_context: int) -> bool:
+def gathers_contexts(group: int, chunks: int, longest_chunk: int, longest_context: int) -> bool:
     """Whether a step's prompt attention gathers keys and values on a GPU that can (``ops.prompt_attention``).
 
-    It then takes no more memory than the partial results of decode attention, which are gone by that time.
+    Gathering takes no more memory than the partial results of decode attention, which are freed before.
 
     Args:
         group: query heads of a key head.
         chunks: prompts in the step.
-        longest_rows: of any chunk.
-        longest_context: tokens that any chunk's last row sees.
+        longest_chunk: tokens of the longest prompt chunk.
+        longest_context: most keys that a chunk's last token sees.
     """
     fits = chunks * gathered_tokens(longest_context) <= PARTIAL_RESULTS * group
-    return fits and longest_context > PAGED_CONTEXT and longest_rows * group >= GATHERED_QUERIES
+    return fits and longest_context > PAGED_CONTEXT and longest_chunk * group >= GATHERED_QUERIES
 
 
 def gathered_tokens(longest_context: int) -> int:
-    """Room for each gathered context: whole tiles of 128 keys, and so of any fewer that a launch may take."""
+    """Room for each gathered context: whole tiles of 128 keys, a multiple of every tile that a launch may take."""
     return -(-longest_context // 128) * 128
 
 
@@ -265,22 +262,22 @@ def _cpu_step_bytes(
     max_sequences: int,
     max_length: int,
 ) -> tuple[int, int]:
-    """What the tensors of one step take at most: bytes in any case, and bytes for each page of the cache."""
+    """Most memory of the tensors of one step: fixed bytes, and bytes for each page of the cache."""
     scheme = scheme_of(config)
     item = scheme.activation_bytes
     heads, queries, keys = model.heads, model.heads * model.head_dim, model.kv_heads * model.head_dim
     sampled = min(max_sequences, max_batched_tokens)
-    row = item * (4 * model.hidden_size + 3 * (queries + 2 * keys) + 2 * model.intermediate_size)
-    row += scheme.cpu_input_bytes * (model.hidden_size + model.intermediate_size)
+    token = item * (4 * model.hidden_size + 3 * (queries + 2 * keys) + 2 * model.intermediate_size)
+    token += scheme.cpu_input_bytes * (model.hidden_size + model.intermediate_size)
     logits = sampled * _logit_elements(model) * item + BLOCK_SAMPLES * model.vocabulary_size * 96
-    # A prompt's later chunk: the sequence's keys and values gathered, and the mask.
+    # A later chunk of a prompt: the sequence's keys and values gathered, and the mask.
     chunk = max_length * (4 * keys * item + max_batched_tokens * 5)
-    # Decode: scores and weights by sequence, queries and partial sums by page, and the page itself where it is copied.
+    # Decode: scores and weights by sequence, queries and partial sums by page, and copied pages.
     sequence_page = item * (2 * heads * page_size + queries) + 4 * heads
     by_sequence = sampled * -(-max_length // page_size) * sequence_page
     rotary = 2 * max_length * model.head_dim * item
     by_page = item * (2 * heads * page_size + 2 * queries + 2 * keys * page_size) + 4 * heads
-    return max_batched_tokens * row + logits + max(chunk, by_sequence) + rotary, by_page
+    return max_batched_tokens * token + logits + max(chunk, by_sequence) + rotary, by_page
 
 
 def _gpu_step_bytes(
@@ -291,27 +288,27 @@ def _gpu_step_bytes(
     max_sequences: int,
     max_length: int,
 ) -> tuple[int, int]:
-    """The same on a GPU, where nothing grows with the pages of the cache and two steps are on their way at a time."""
+    """The same on a GPU, where nothing grows with the pages of the cache and two steps are in flight."""
     hidden, feed_forward = model.hidden_size, model.intermediate_size
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     sampled = max_sequences
-    row = 2 * (4 * hidden + 2 * (queries + 2 * keys) + 2 * queries + 3 * feed_forward)
-    row += scheme_of(config).gpu_input_bytes * max(feed_forward, queries, hidden)
+    token = 2 * (4 * hidden + 2 * (queries + 2 * keys) + 2 * queries + 3 * feed_forward)
+    token += scheme_of(config).gpu_input_bytes * max(feed_forward, queries, hidden)
     logits = sampled * _logit_elements(model) * 2 + BLOCK_SAMPLES * model.vocabulary_size * 96
     partial = max(PARTIAL_RESULTS, sampled) * model.heads * (model.head_dim + 2) * 4
     indices = 2 * 4 * (2 * sampled * -(-max_length // page_size) + 8 * max_batched_tokens)
     rotary = 2 * max_length * model.head_dim * 2
-    return max_batched_tokens * row + logits + partial + indices + rotary, 0
+    return max_batched_tokens * token + logits + partial + indices + rotary, 0
 
 
 def _logit_elements(model: ModelConfig) -> int:
-    """Of one row: its logits; where ranks share the head also this rank's, and all as they arrive, rank by rank."""
+    """Logits of one token; if ranks share the head, also this rank's and all ranks' before they are reordered."""
     vocabulary, ranks = model.vocabulary_size, model.vocabulary_ranks
     return vocabulary if ranks == 1 else 2 * vocabulary + vocabulary // ranks
 
 
 def _check_gpu_shapes(model: ModelConfig, page_size: int) -> None:
-    """Refuse what the attention kernels were not written for."""
+    """Refuse shapes that the attention kernels do not support."""
     if page_size not in GPU_PAGE_SIZES:
         raise CapacityError(
             f"page_size {page_size}: on a GPU it must be one of {', '.join(map(str, GPU_PAGE_SIZES))}; "
@@ -326,7 +323,7 @@ def _check_gpu_shapes(model: ModelConfig, page_size: int) -> None:
 
 
 def check_sizes(config: EngineConfig) -> None:
-    """Refuses a size below 1."""
+    """Refuse a size below 1."""
     for name in (
         *("max_batched_tokens", "max_sequences", "max_length", "page_size", "cache_tokens", "memory_bytes", "threads"),
         "tensor_parallel",

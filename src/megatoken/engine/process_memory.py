@@ -1,4 +1,4 @@
-"""What the operating system is told about this process's memory: what it may take back, what to keep in large pages."""
+"""Advice to the operating system on this process's memory: what it may reclaim, what to keep in large pages."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import NamedTuple
 
 HUGE_PAGE_BYTES = 2 << 20
 HUGE_PAGES_FROM_BYTES = 1_000_000_000
-"""Smaller weights gain nothing that was measured, and what huge pages round up would break their memory bound."""
+"""Smaller weights gain nothing measurable, and rounding up to huge pages would break their memory bound."""
 MADV_DONTNEED, MADV_COLLAPSE = 4, 25  # linux/mman.h
 CODE_FROM_BYTES = 1 << 20
 
 
 def return_freed_memory() -> None:
-    """Give freed heap back to the system.
+    """Give freed heap back to the system, which the C library would keep.
 
-    The C library keeps it for the process. Loading alternates plain and packed matrices, and the holes between them
-    add up to a third of the weights, more or less by the order of reading.
+    Loading alternates plain and packed matrices; the holes between them add up to about a third of the weights.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
@@ -25,7 +24,7 @@ def return_freed_memory() -> None:
 
 
 def return_idle_code() -> None:
-    """Unmap the code that this process has touched until now; what is called again comes back from the file cache.
+    """Unmap the code that this process has touched; code that is called again comes back from the file cache.
 
     Importing PyTorch touches 60 MB of code that no step runs.
     """
@@ -35,15 +34,15 @@ def return_idle_code() -> None:
 
 
 def use_huge_pages() -> None:
-    """Move what the process holds now to pages of 2 MB, where Linux offers that (6.1 and later).
+    """Move this process's memory to pages of 2 MB, on Linux 6.1 and later.
 
-    A product over packed weights walks them once; with pages of 4 KB it waits for address translation at every one.
+    A product reads the packed weights once; with pages of 4 KB it waits for address translation at each page.
     """
     for mapping in _mappings():
         start = -(-mapping.start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         end = mapping.end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         if mapping.access == "rw-p" and mapping.path in ("", "[heap]") and end - start >= 2 * HUGE_PAGE_BYTES:
-            for page in range(start, end, HUGE_PAGE_BYTES):  # asked for all at once, Linux stops at the first hole
+            for page in range(start, end, HUGE_PAGE_BYTES):  # given one range, Linux stops at the first hole
                 _advise(page, page + HUGE_PAGE_BYTES, MADV_COLLAPSE)
 
 
@@ -55,7 +54,7 @@ class _Mapping(NamedTuple):
 
 
 def _mappings() -> list[_Mapping]:
-    """This process's memory by /proc; empty where there is none."""
+    """This process's mappings; empty on a system without /proc."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -69,5 +68,5 @@ def _mappings() -> list[_Mapping]:
 
 
 def _advise(start: int, end: int, advice: int) -> None:
-    """Advise the kernel; that it refuses is as good as that it cannot."""
+    """Advise the kernel, which may refuse."""
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)

@@ -1,7 +1,7 @@
-"""Checkpoints whose linears are e4m3, as ModelOpt and compressed-tensors write them: what they declare and hold.
+"""Checkpoints whose linears are e4m3, as written by ModelOpt and compressed-tensors.
 
-Both put scales beside each ``X.weight``: ``X.weight_scale``, which its values are multiplied by, and ``X.input_scale``
-where that of the input was measured. They differ in how they declare this, and in the names of the cache's scales.
+Both store scales with each ``X.weight``: ``X.weight_scale``, which multiplies its values, and ``X.input_scale`` if the
+scale of the input was measured. They differ in how they declare this, and in the names of the cache's scales.
 """
 
 from __future__ import annotations
@@ -16,44 +16,43 @@ from megatoken.engine.schemes.fp8 import FP8
 from megatoken.engine.tensor_files import FETCH, StoredTensor, one_line_errors, read_json
 from megatoken.errors import CheckpointError
 
-if TYPE_CHECKING:  # who only looks at a checkpoint needs no PyTorch
+if TYPE_CHECKING:  # looking at a checkpoint needs no PyTorch
     import torch
     from torch import Tensor
 
     from megatoken.engine.schemes.fp8_weight import Fp8Weight
 
-WHAT_IS_READ = (
-    "read are bf16, fp16 and fp32, and fp8 of ModelOpt and compressed-tensors with a scale for each tensor or row; "
-    "take such an edition of the model"
+SUPPORTED = (
+    "supported are bf16, fp16 and fp32, and fp8 of ModelOpt and compressed-tensors with a scale for each tensor or "
+    "row; take such an edition of the model"
 )
 PLAIN = ("BF16", "F16", "F32")
 
 _MODELOPT_ALGORITHMS = {"FP8": (False, True), "FP8_PER_CHANNEL_PER_TOKEN": (True, False)}
-"""Whether rows have scales of their own, whether inputs have scales."""
+"""Whether each row has a scale, whether inputs have scales."""
 _MODELOPT_CACHE = ("k_proj.k_scale", "v_proj.v_scale")
 _COMPRESSED_TENSORS_CACHE = ("k_scale", "v_scale")
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """One of these shapes and dtypes is what ``source`` implies of a tensor."""
+    """The shapes and dtypes of a tensor that ``source`` allows."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...] = PLAIN
     source: str = "config.json"
-    if_other_dtype: str = WHAT_IS_READ
+    if_other_dtype: str = SUPPORTED
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Layout:
-    """What a checkpoint declares of its e4m3 linears.
+    """A checkpoint's declaration of its e4m3 linears.
 
     Attributes:
-        source: the file that declares it.
+        source: the file with the declaration.
         row_scales: each row of a weight has its own scale; otherwise each weight has one.
         input_scales: each linear has a scale for its input.
-        cache_scales: names that scales of keys and of values would have in a layer's attention; None for an unscaled
-            cache.
+        cache_scales: names of the scales of keys and of values in a layer's attention; None for an unscaled cache.
     """
 
     source: Path
@@ -62,9 +61,9 @@ class Fp8Layout:
     cache_scales: tuple[str, str] | None
 
     def expected(self, config: ModelConfig, present: Container[str]) -> dict[str, Expected]:
-        """The linears and every scale; those of the cache only if one is ``present``, since without any they are 1."""
+        """The linears and every scale; the cache's only if one is ``present``, since without any they are 1."""
         file = self.source.name
-        mixed = f"{file} says e4m3, and leaving some linears of the layers unquantized is not supported; {WHAT_IS_READ}"
+        mixed = f"{file} says e4m3, and leaving some linears of the layers unquantized is not supported; {SUPPORTED}"
         one = Expected(((), (1,)), source=file)
         expected = {}
         for name, (rows, columns) in linear_shapes(config).items():
@@ -81,7 +80,7 @@ class Fp8Layout:
 
 
 class Fp8Tensors:
-    """The e4m3 linears of a checkpoint and their scales, which are read and checked at once.
+    """The e4m3 linears of a checkpoint. Their scales are read and checked immediately.
 
     Raises:
         CheckpointError: a scale is not positive and finite.
@@ -100,7 +99,7 @@ class Fp8Tensors:
         return name in self._weights
 
     def read(self, name: str, device: torch.device) -> Fp8Weight:
-        """One weight, as it is stored.
+        """One weight, as stored.
 
         Raises:
             CheckpointError: it holds NaN, or the file changed.
@@ -124,26 +123,26 @@ class Fp8Tensors:
         )
 
     def scale(self, name: str) -> Tensor:
-        """fp32 [N, 1] that the values of a weight [N, D] are to be multiplied by."""
+        """fp32 [N, 1], the factors of the rows of a weight [N, D]."""
         return self._scales[f"{name}_scale"].expand(self._weights[name].shape[0], 1)
 
     def cache_scales(self, layer: int) -> tuple[float, float]:
-        """Those of the layer's keys and values in an fp8 cache."""
+        """Scales of the layer's keys and values in an fp8 cache."""
         scales = [self._scales[name].item() for name in self._cache_names[layer] if name in self._scales]
         k_scale, v_scale = scales or (1.0, 1.0)
         return k_scale, v_scale
 
 
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Weights of the layers' linears."""
+    """Shapes of the layers' linears."""
     return {name: shape for name, shape in config.tensor_shapes().items() if name.endswith("proj.weight")}
 
 
 def declared_layout(directory: Path) -> Fp8Layout | None:
-    """What ``config.json`` and ModelOpt's ``hf_quant_config.json`` say; None if neither speaks of quantization.
+    """The layout in ``config.json`` and ModelOpt's ``hf_quant_config.json``; None if neither mentions quantization.
 
     Raises:
-        CheckpointError: they ask for a format that is not read, or contradict each other.
+        CheckpointError: the format is not supported, or the files contradict each other.
     """
     layouts = []
     path = directory / "config.json"
@@ -154,11 +153,11 @@ def declared_layout(directory: Path) -> Fp8Layout | None:
     if path.is_file():
         keys = Keys(read_json(path), path)
         if keys.get("quantization") is None:
-            raise CheckpointError(f"{path}: quantized, but the object quantization that says how is missing; {FETCH}")
+            raise CheckpointError(f"{path}: the object quantization, which describes the format, is missing; {FETCH}")
         layouts.append(_of_modelopt(keys.section("quantization"), path, "kv_cache_quant_algo"))
     if len({(layout.row_scales, layout.input_scales) for layout in layouts}) > 1:
         raise CheckpointError(f"{path}: contradicts quantization_config in config.json; remove the one that is wrong")
-    # Some versions of ModelOpt speak of the cache in one of their files only.
+    # Some versions of ModelOpt mention the cache in one of their files only.
     return next((layout for layout in layouts if layout.cache_scales), layouts[0]) if layouts else None
 
 
@@ -168,31 +167,31 @@ def _of_config(keys: Keys, path: Path) -> Fp8Layout:
             return _of_modelopt(keys, path, "kv_cache_scheme")
         case "compressed-tensors":
             return _of_compressed_tensors(keys, path)
-    raise keys.refuse("quant_method", WHAT_IS_READ)
+    raise keys.refuse("quant_method", SUPPORTED)
 
 
 def _of_modelopt(keys: Keys, path: Path, cache_key: str) -> Fp8Layout:
     algorithm = keys.get("quant_algo")
     if not isinstance(algorithm, str) or algorithm not in _MODELOPT_ALGORITHMS:
-        raise keys.refuse("quant_algo", WHAT_IS_READ)
+        raise keys.refuse("quant_algo", SUPPORTED)
     row_scales, input_scales = _MODELOPT_ALGORITHMS[algorithm]
     return Fp8Layout(path, row_scales, input_scales, _MODELOPT_CACHE if _has_cache_scales(keys, cache_key) else None)
 
 
 def _of_compressed_tensors(keys: Keys, path: Path) -> Fp8Layout:
     if keys.get("format") != "float-quantized":
-        raise keys.refuse("format", WHAT_IS_READ)
+        raise keys.refuse("format", SUPPORTED)
     sparsity = keys.section("sparsity_config")
     if sparsity.get("format", "dense") != "dense":
-        raise sparsity.refuse("format", f"sparse weights are not read; {WHAT_IS_READ}")
+        raise sparsity.refuse("format", f"sparse weights are not supported; {SUPPORTED}")
     if keys.get("transform_config") not in (None, {}, {"config_groups": {}}):
-        raise keys.refuse("transform_config", f"transforms are not computed; {WHAT_IS_READ}")
+        raise keys.refuse("transform_config", f"transforms are not supported; {SUPPORTED}")
     groups = keys.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1 or not all(name.isprintable() for name in groups):
-        raise keys.refuse("config_groups", f"expected one group, for all linears; {WHAT_IS_READ}")
+        raise keys.refuse("config_groups", f"expected one group, for all linears; {SUPPORTED}")
     group = keys.section("config_groups").section(*groups)
     if group.get("output_activations") is not None:
-        raise group.refuse("output_activations", f"outputs are not quantized; {WHAT_IS_READ}")
+        raise group.refuse("output_activations", f"outputs are not quantized; {SUPPORTED}")
     row_scales = _static_strategy(group.section("weights"), "tensor", "channel") == "channel"
     cache = _COMPRESSED_TENSORS_CACHE if _has_cache_scales(keys, "kv_cache_scheme") else None
     return Fp8Layout(path, row_scales, _has_input_scales(group), cache)
@@ -212,29 +211,29 @@ def _has_cache_scales(keys: Keys, key: str) -> bool:
     if isinstance(scheme, dict):
         _static_strategy(keys.section(key), "tensor")
     elif scheme not in (None, "FP8"):
-        raise keys.refuse(key, f"keys and values can be e4m3 with one scale for each layer; {WHAT_IS_READ}")
+        raise keys.refuse(key, f"keys and values can be e4m3 with one scale for each layer; {SUPPORTED}")
     return scheme is not None
 
 
 def _static_strategy(arguments: Keys, *supported: str) -> str:
     if arguments.boolean("dynamic"):
-        raise arguments.refuse("dynamic", f"expected scales in the files; {WHAT_IS_READ}")
+        raise arguments.refuse("dynamic", f"expected scales in the files; {SUPPORTED}")
     return _e4m3_strategy(arguments, *supported)
 
 
 def _e4m3_strategy(arguments: Keys, *supported: str) -> str:
-    """What has a scale of its own, by compressed-tensors' arguments of a quantization, which must be to e4m3."""
+    """What shares one scale, from compressed-tensors' arguments of a quantization, which must be to e4m3."""
     if arguments.get("num_bits", 8) != 8:
-        raise arguments.refuse("num_bits", WHAT_IS_READ)
+        raise arguments.refuse("num_bits", SUPPORTED)
     if arguments.get("type") != "float":
-        raise arguments.refuse("type", WHAT_IS_READ)
+        raise arguments.refuse("type", SUPPORTED)
     if arguments.get("symmetric", True) is not True:
-        raise arguments.refuse("symmetric", WHAT_IS_READ)
+        raise arguments.refuse("symmetric", SUPPORTED)
     strategy = arguments.get("strategy")
     if strategy is None and arguments.get("group_size") is None:
         strategy = "tensor"
     if not isinstance(strategy, str) or strategy not in supported:
-        raise arguments.refuse("strategy", WHAT_IS_READ)
+        raise arguments.refuse("strategy", SUPPORTED)
     return strategy
 
 
@@ -254,5 +253,5 @@ def _read_scale(name: str, stored: StoredTensor) -> Tensor:
     good_N1 = (scale_N1 >= torch.finfo(torch.float32).tiny) & (scale_N1 * E4M3_MAX).isfinite()
     if not good_N1.all():
         value = scale_N1[~good_N1][0].item()
-        raise CheckpointError(f"{stored.path}: tensor {name!r} holds {value}, which is no positive scale; {FETCH}")
+        raise CheckpointError(f"{stored.path}: tensor {name!r} holds {value}; expected a positive scale; {FETCH}")
     return scale_N1

@@ -1,4 +1,4 @@
-"""Tensors in the safetensors files of a directory: found, checked, and read piece by piece."""
+"""The tensors in a directory's safetensors files: find them, check them, read them in pieces."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from megatoken.errors import CheckpointError
 
-if TYPE_CHECKING:  # who only looks at a checkpoint needs no PyTorch
+if TYPE_CHECKING:  # looking at a checkpoint needs no PyTorch
     import torch
 
 DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4), "F8_E4M3": ("float8_e4m3fn", 1)}
-"""What is read, by safetensors' names: PyTorch's name and bytes of a value."""
+"""Supported types by safetensors' names: PyTorch's name and bytes of a value."""
 FETCH = "fetch the file again"
 
 _CONFIGURATION_FILES = ("config.json", "generation_config.json", "hf_quant_config.json")
@@ -29,7 +29,7 @@ _CHUNK_ELEMENTS = 1 << 20  # small enough to stay in cache while it is read, con
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies. ``dtype`` is safetensors' name, ``offset_bytes`` counts from the start of the file."""
+    """A tensor in a file. ``dtype`` is safetensors' name, ``offset_bytes`` counts from the start of the file."""
 
     path: Path
     dtype: str
@@ -37,10 +37,10 @@ class StoredTensor:
     offset_bytes: int
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Some rows at a time in stored dtype, [rows, last side], and the number of the first of them.
+        """Pairs of a first row's number and some rows, [rows, last side], in stored dtype.
 
-        Each chunk overwrites the one before. Plain reads instead of a mapping: pages of a mapped file count as this
-        process's memory.
+        Each chunk overwrites the one before. The file is read, not mapped: mapped pages would count as this process's
+        memory.
 
         Raises:
             CheckpointError: the file became shorter.
@@ -72,7 +72,7 @@ class StoredTensor:
 
 @contextmanager
 def one_line_errors(place: Path) -> Iterator[None]:
-    """Turn what the operating system says about a file into the one line a user sees."""
+    """Turn an error of the operating system about a file into one line for the user."""
     try:
         yield
     except OSError as error:
@@ -82,10 +82,10 @@ def one_line_errors(place: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """The object in a file.
+    """The JSON object in a file.
 
     Raises:
-        CheckpointError: it is no JSON object.
+        CheckpointError: the file holds something else.
     """
     return _parse_json(path, path.read_bytes())
 
@@ -120,12 +120,12 @@ def _parse_json(path: Path, content: bytes) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged JSON ({error}); {FETCH}") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(values).__name__}; {FETCH}")
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}; {FETCH}")
     return values
 
 
 def _placement(directory: Path) -> dict[str, set[str]]:
-    """Files that hold the weights, each with the tensors that the index, if there is one, says it holds."""
+    """Files with weights, each with the tensors that the index, if there is one, places in it."""
     if (directory / "model.safetensors").is_file():
         return {"model.safetensors": set()}
     index = directory / "model.safetensors.index.json"
@@ -160,7 +160,7 @@ def _read_header(path: Path) -> bytes:
 
 
 def _parse_header(path: Path, header: bytes) -> dict[str, StoredTensor]:
-    """Tensors of one file, checked to fill it without gap or overlap, as the format demands."""
+    """Tensors of one file, which must fill it without gap or overlap."""
     data_start = 8 + len(header)
     tensors: dict[str, StoredTensor] = {}
     ranges: list[tuple[int, int, str]] = []

@@ -1,11 +1,10 @@
 """The operations a model is made of, one module for each back end.
 
-``cpu`` and ``cuda`` are modules with the functions of ``Ops``;
-the model calls them by name and never asks whose they are. ``fused``, ``paged_attention``, ``prompt_attention``,
-``fused_all_reduce`` and ``tokens`` are Triton kernels for ``cuda``; ``native`` calls compiled ones for ``cpu``.
-``reference`` writes the operations out in plain torch: the definitions, and the oracle of the tests.
+``cpu`` and ``cuda`` are modules with the functions of ``Ops``, so the model does not know on which device it runs.
+``fused``, ``paged_attention``, ``prompt_attention``, ``fused_all_reduce`` and ``tokens`` are Triton kernels for
+``cuda``; ``native`` calls compiled ones for ``cpu``. ``reference`` defines the operations in plain torch, for tests.
 
-Shape letters: T rows in the step, S rows that sample, D hidden size, N output features, F feed-forward size, H query
+Shape letters: T tokens in the step, S tokens that sample, D hidden size, N output features, F feed-forward size, H query
 heads, K key/value heads, G = H / K, E head dimension, V vocabulary, R sequences in the step, P pages, L positions.
 """
 
@@ -24,11 +23,11 @@ if TYPE_CHECKING:
     from megatoken.engine.ops.fused_all_reduce import FusedAllReduce
 
 NO_TOKEN = -1
-"""The id of a row whose logits are no numbers."""
+"""The id sampled from logits that are not finite."""
 
 
 class Batch(Protocol):
-    """One step on the device. A back end adds what its attention needs."""
+    """One step on the device. A back end adds the indices of its attention."""
 
     token_ids: Tensor
     samples: int
@@ -37,38 +36,38 @@ class Batch(Protocol):
 
 
 class Ranks(Protocol):
-    """The ranks that a model is cut over, as one of them calls the others: all call the same, in the same order."""
+    """The ranks that share a model, seen by one of them. All make the same calls in the same order."""
 
     @property
     def shared(self) -> FusedAllReduce | None:
-        """Memory in which the ranks' GPUs add up; None where they have none: then each keeps all rows, and ``add``s."""
+        """Sums in memory that the ranks' GPUs share; None if they have none: then each keeps all tokens and calls ``add``."""
 
     def add(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over all ranks, in place."""
 
     def all_columns(self, x_TN: Tensor) -> Tensor:
-        """The columns of all ranks, each of which has N -> [T, N x ranks], in the order of the ranks."""
+        """The columns of all ranks, N from each -> [T, N x ranks], in the order of the ranks."""
 
 
 class Ops(Protocol):
-    """What a back end provides.
+    """The functions of a back end.
 
-    An activation on its way into a linear may be held in that linear's own number format, a tensor or not, which is why
-    operations that make one are told its ``consumer``.
+    The input of a linear may be in that linear's own number format, a tensor or not, so an operation that makes one gets
+    the linear as its ``consumer``.
     """
 
     def kernels(self) -> dict[str, Any]:
-        """What computes, for the record of a run.
+        """The libraries that compute, for the record of a run.
 
-        ``kernels`` is a description, ``why_no_kernels`` says why there are no compiled ones (None: there are), and
-        ``bf16_widened`` is True where the processor has no instruction for products of bf16.
+        ``kernels`` is a description, ``why_no_kernels`` the reason why there are no compiled ones (None: there are),
+        ``bf16_widened`` whether the processor lacks an instruction for products of bf16.
         """
 
-    def padded_tokens(self, rows: int, weights_bytes: int) -> int:
-        """Rows to run instead of ``rows``, where every new number of rows would cost the back end time and memory."""
+    def padded_tokens(self, tokens: int, weights_bytes: int) -> int:
+        """Tokens to run instead of ``tokens``, where every new number would cost the back end time and memory."""
 
     def prepare(self, arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: ModelConfig) -> Any:
-        """Bring one step to the device, with what ``attention`` needs for all layers.
+        """Bring one step to the device, with the indices that ``attention`` needs in all layers.
 
         ``last_tokens``: int64 [slots], the newest token of each slot.
         """
@@ -102,7 +101,7 @@ class Ops(Protocol):
         """``r = residual + x W^T + b`` -> (r, rms_norm(r)), both [T, N]; ``residual`` may be overwritten.
 
         With ``ranks``, which have parts of ``x`` and ``W``, the product is summed over them. If they have shared
-        memory, the residual and ``r`` have only this rank's rows; the norms come from all.
+        memory, the residual and ``r`` have only this rank's tokens, the norms those of all ranks.
         """
 
     def gated(self, x_TD: Any, gate_up: Any, consumer: Any) -> Any:
@@ -123,13 +122,13 @@ class Ops(Protocol):
         """
 
     def attention(self, q_THE: Tensor, cache: LayerCache, batch: Any, consumer: Any) -> Any:
-        """Causal attention of every row over its sequence's cached keys -> [T, H * E]."""
+        """Causal attention of every token over its sequence's cached keys -> [T, H * E]."""
 
     def sample_attention(self, q_SHE: Tensor, cache: LayerCache, batch: Any, consumer: Any) -> Any:
-        """The same for the rows that sample alone, each the last of its sequence -> [S, H * E]."""
+        """The same for the tokens that sample, each the last of its sequence -> [S, H * E]."""
 
     def greedy(self, logits_SV: Tensor) -> Tensor:
-        """Highest logit of each row, the lowest id among equals -> int64 [S].
+        """Id of the highest logit of each row, the lowest among equals -> int64 [S].
 
-        ``NO_TOKEN`` where the highest is infinite or a logit is NaN.
+        ``NO_TOKEN`` if the highest is infinite or a logit is NaN.
         """

@@ -1,7 +1,7 @@
-"""Compiles a model's Triton kernels side by side while its weights load: one after the other they take eleven seconds.
+"""Compile a model's Triton kernels in parallel while its weights load; one after the other they take eleven seconds.
 
-What is compiled is decided by dtypes, by the sizes of the model and by which arguments are absent, so every kernel is
-launched once on a few rows of zeros. One that is forgotten here is compiled in the first step: slower, never wrong.
+Dtypes, sizes of the model and absent arguments decide what is compiled, so every kernel is launched once on a few
+tokens of zeros. A kernel that is missing here is compiled in the first step: slower, but correct.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megatoken.engine.ops.fused_all_reduce import FusedAllReduce
 from megatoken.engine.ops.prompt_attention import ChunkConfig
 from megatoken.engine.schemes import LinearScheme, scheme_of
 
-ROWS = 16
+TOKENS = 16
 
 
 def start_compiling(
     config: ModelConfig, engine: EngineConfig, page_size: int, device: torch.device
 ) -> list[Future[None]]:
-    """Begins; each future is one kernel's, done when the kernel can run."""
+    """Begin; each future is done when its kernel can run."""
     kernels = launches(config, scheme_of(engine), page_size, device, engine.tensor_parallel)
     pool = ThreadPoolExecutor(max_workers=len(kernels), thread_name_prefix="compile")
 
@@ -47,7 +47,7 @@ def launches(
     device: torch.device,
     ranks: int = 1,
 ) -> list[Callable[[], object]]:
-    """Every kernel that steps of this model launch, in every form. Longest to compile first.
+    """Every kernel that steps of a model launch, in every form. Longest to compile first.
 
     ``config``: of one of the ``ranks``.
     """
@@ -60,28 +60,28 @@ def launches(
     def int32(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    x_TD, norm_D = zeros(ROWS, config.hidden_size), zeros(config.hidden_size)
-    gate_up_T2F, logits_TV = zeros(ROWS, 2 * config.intermediate_size), zeros(ROWS, config.vocabulary_size)
-    qkv_TN, q_THE = zeros(ROWS, (heads + 2 * kv_heads) * head_dim), zeros(ROWS, heads, head_dim)
-    cos_LE = zeros(ROWS, head_dim)
+    x_TD, norm_D = zeros(TOKENS, config.hidden_size), zeros(config.hidden_size)
+    gate_up_T2F, logits_TV = zeros(TOKENS, 2 * config.intermediate_size), zeros(TOKENS, config.vocabulary_size)
+    qkv_TN, q_THE = zeros(TOKENS, (heads + 2 * kv_heads) * head_dim), zeros(TOKENS, heads, head_dim)
+    cos_LE = zeros(TOKENS, head_dim)
     head_norm_E = zeros(head_dim) if config.qk_norm else None
     split = DECODE.block_tokens
-    pages_TW = torch.zeros(ROWS, -(-2 * split // page_size), dtype=torch.int32, device=device)
-    lengths_T = int32(*[2 * split] * ROWS)
-    indices_T = int32(*[0] * ROWS)
+    pages_TW = torch.zeros(TOKENS, -(-2 * split // page_size), dtype=torch.int32, device=device)
+    lengths_T = int32(*[2 * split] * TOKENS)
+    indices_T = int32(*[0] * TOKENS)
     cache = zeros(1, kv_heads, page_size, head_dim, dtype=scheme.cache_dtype(device))
 
     def decode(out_THE: Tensor, out_scale: float | None) -> None:
         paged_attention.decode_attention(
             q_THE, cache, cache, pages_TW, lengths_T, out_THE,
-            softmax_scale=1.0, max_length=2 * split, total_tokens=2 * split * ROWS, out_scale=out_scale,
+            softmax_scale=1.0, max_length=2 * split, total_tokens=2 * split * TOKENS, out_scale=out_scale,
             config=replace(DECODE, split_tokens=split),
         )  # fmt: skip
 
     def chunk(way: ChunkConfig, out_THE: Tensor, out_scale: float | None) -> None:
         prompt_attention.chunk_attention(
-            q_THE, cache, cache, pages_TW[:1], int32(0, ROWS), int32(ROWS), out_THE,
-            softmax_scale=1.0, max_rows=ROWS, max_context=ROWS, out_scale=out_scale, config=way,
+            q_THE, cache, cache, pages_TW[:1], int32(0, TOKENS), int32(TOKENS), out_THE,
+            softmax_scale=1.0, max_rows=TOKENS, max_context=TOKENS, out_scale=out_scale, config=way,
         )  # fmt: skip
 
     def of_input(consumer: Linear) -> list[Callable[[], object]]:
@@ -89,7 +89,7 @@ def launches(
             lambda: consumer.normed(None, x_TD, norm_D, epsilon),
             lambda: consumer.normed(x_TD, x_TD.clone(), norm_D, epsilon),
             lambda: consumer.activated(gate_up_T2F),
-            lambda: consumer.attended(q_THE.view(ROWS, -1)),
+            lambda: consumer.attended(q_THE.view(TOKENS, -1)),
         ]
 
     ways = prompt_attention.ways(head_dim, device)
@@ -104,7 +104,7 @@ def launches(
     return [
         *(lambda way=way, output=output: chunk(way, *output) for way in ways for output in outputs),
         *(lambda output=output: decode(*output) for output in outputs),
-        lambda: tokens.gather_tokens(indices_T, indices_T, zeros(ROWS, dtype=torch.int64)),
+        lambda: tokens.gather_tokens(indices_T, indices_T, zeros(TOKENS, dtype=torch.int64)),
         *inputs,
         lambda: fused.rotate_and_write(
             qkv_TN, cos_LE, cos_LE, indices_T, indices_T, cache, cache,
@@ -118,15 +118,15 @@ def launches(
 def shared_launches(
     config: ModelConfig, consumers: Sequence[Linear], device: torch.device, ranks: int
 ) -> list[Callable[[], object]]:
-    """Kernels in shared memory, of a rank alone that all others have come to meet."""
+    """Kernels of the fused all-reduce, launched by one rank that waits for no other."""
     hidden = config.hidden_size
     norm_D = torch.zeros(hidden, dtype=torch.bfloat16, device=device)
-    rows_S = torch.zeros(ROWS, dtype=torch.int32, device=device)
+    tokens_S = torch.zeros(TOKENS, dtype=torch.int32, device=device)
 
     def add_rms_norm(scale: Tensor | None) -> Callable[[], object]:
-        shared = FusedAllReduce.alone(ranks, ROWS, hidden, device)
-        return lambda: shared.add_rms_norm(ROWS, shared.products(ROWS), norm_D, config.rms_norm_epsilon, scale)
+        shared = FusedAllReduce.alone(ranks, TOKENS, hidden, device)
+        return lambda: shared.add_rms_norm(TOKENS, shared.products(TOKENS), norm_D, config.rms_norm_epsilon, scale)
 
     scales = [consumer.device_scale for consumer in consumers]
-    shared = FusedAllReduce.alone(ranks, ROWS, hidden, device)
-    return [*map(add_rms_norm, scales), lambda: shared.select(rows_S, ROWS)]
+    shared = FusedAllReduce.alone(ranks, TOKENS, hidden, device)
+    return [*map(add_rms_norm, scales), lambda: shared.select(tokens_S, TOKENS)]

@@ -1,8 +1,8 @@
 """The CPU back end: weights packed once for oneDNN, elementwise work fused into the products, paged attention by page.
 
-Decode attention never gathers keys. It multiplies every page in use with the query of its owner in one batched product,
-brings the small score rows into sequence order for the softmax, and goes back to page order for the values: the pages
-are read in place, once, whatever order they are in.
+Decode attention without compiled kernels never gathers keys. It multiplies every page in use with the query of its
+owner in one batched product, brings the small score rows into sequence order for the softmax, and returns to page order
+for the values: pages are read in place, once, in any order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatoken.engine.schemes.fp8_weight import Fp8Weight, quantise_rows
 
 MASKED = -1e30
 IN_PLACE_SHARE = 0.6
-"""Share of live pages in the used range of the pool below which copying them out is cheaper than passing over all."""
+"""Below this share of live pages in the used range of the pool, copying them out is cheaper than reading the range."""
 
 EXACT_TOKENS_FROM_BYTES = 1_000_000_000
 
@@ -61,7 +61,7 @@ class AttentionIndex:
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """What the compiled attention needs of each sequence, see ``native.attention``; int32."""
+    """Sequences for the compiled attention, see ``native.attention``; int32."""
 
     pages_RP: Tensor
     lengths_R: Tensor
@@ -70,9 +70,9 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive prompt rows of one sequence, which see its first ``context`` keys."""
+    """Consecutive prompt tokens of one sequence, which see its first ``context`` keys."""
 
-    rows: slice
+    tokens: slice
     pages: Tensor
     context: int
 
@@ -81,7 +81,8 @@ class Chunk:
 class Batch:
     """One step's tensors, see ``StepArrays``.
 
-    The first ``decodes`` rows attend through ``decode_index``, the others by ``chunks``; compiled attention takes all.
+    The first ``decodes`` tokens attend through ``decode_index``, the others through ``chunks``; compiled attention takes all
+    through ``decode_index``.
     """
 
     token_ids: Tensor
@@ -97,7 +98,7 @@ class Batch:
 
 
 def kernels() -> dict[str, Any]:
-    """Compiled ones, or why there are none."""
+    """Whether kernels were compiled, and why if not."""
     return native.status()
 
 
@@ -125,7 +126,7 @@ def pack_linear(weight: Tensor | Fp8Weight, bias_N: Tensor | None, scheme: Linea
 
 
 def pack_gated(gate_up: list[tuple[Tensor | Fp8Weight, Tensor | None]], scheme: LinearScheme) -> tuple[Linear, Linear]:
-    """Apart, so that each product can do its share of the elementwise work."""
+    """Two matrices, so that each product can fuse its part of the elementwise work."""
     gate, up = (pack_linear(weight, bias, scheme) for weight, bias in gate_up)
     return gate, up
 
@@ -151,7 +152,7 @@ def _product_and(x_TD: Tensor, other_TN: Tensor, linear: Linear, operation: str)
 
 
 def _linear_fp8(x_TD: Tensor, linear: Linear, scale: Tensor, activation: str) -> Tensor:
-    # Every e4m3 value is exact in bf16 and oneDNN accumulates in fp32: this is the fp8 product, not a likeness of it.
+    # e4m3 values are exact in bf16 and oneDNN accumulates in fp32, so this is the fp8 product, not an approximation.
     values, scale_T1 = quantise_rows(x_TD)
     x = values.to(torch.bfloat16)
     y = _product(x, linear.packed, None, "none") if linear.packed.is_mkldnn else plain_linear(x, linear.packed)
@@ -177,7 +178,7 @@ def linear_add_norm(
     consumer: Linear,
     ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream, and what the next linear reads of it."""
+    """The product and the sum in one pass, then the norm."""
     if ranks is None:
         residual_TN = linear_add(x_TD, linear_, residual_TN)
         return residual_TN, rms_norm(residual_TN, weight_N, epsilon)
@@ -195,7 +196,7 @@ def gated(x_TD: Tensor, gate_up: tuple[Linear, Linear], consumer: Linear | None 
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, consumer: Linear | None = None) -> Tensor:
-    """One pass where kernels were compiled, otherwise torch's several."""
+    """One pass if kernels were compiled, otherwise torch's."""
     h_TD = native.rms_norm(x_TD, weight_D, epsilon)
     return fused_rms_norm(x_TD, weight_D.shape, weight_D, epsilon) if h_TD is None else h_TD
 
@@ -208,27 +209,27 @@ def rotate(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
 
 
 def greedy(logits_SV: Tensor) -> Tensor:
-    """Argmax in three vectorised passes; torch's own walks bf16 rows one value at a time, eight times slower."""
+    """Argmax in three vectorised passes; torch's own is scalar for bf16 and eight times slower."""
     highest_S1 = logits_SV.amax(-1, keepdim=True)
     ids_S = torch.from_numpy((logits_SV == highest_S1).numpy().argmax(-1))
     return torch.where(highest_S1[:, 0].isfinite(), ids_S, NO_TOKEN)
 
 
-def padded_tokens(rows: int, weights_bytes: int) -> int:
+def padded_tokens(tokens: int, weights_bytes: int) -> int:
     """The next of 1, 2, 4, 8, 16, ... 64, 96, 128, ...: oneDNN compiles kernels of some MB for each new number.
 
-    Decodes of large weights run as they are: there padding costs more time, and the kernels are small beside them.
+    Decodes of large weights are not padded: padding would cost more time, and the kernels are small in comparison.
     """
-    if weights_bytes >= EXACT_TOKENS_FROM_BYTES and rows <= 64:
-        return rows
-    if rows <= 8:
-        return 1 << (rows - 1).bit_length()
-    step = 8 if rows <= 64 else 32
-    return -(-rows // step) * step
+    if weights_bytes >= EXACT_TOKENS_FROM_BYTES and tokens <= 64:
+        return tokens
+    if tokens <= 8:
+        return 1 << (tokens - 1).bit_length()
+    step = 8 if tokens <= 64 else 32
+    return -(-tokens // step) * step
 
 
 def _padded_pages(pages: int) -> int:
-    # The batched products compile for each number of pages too: at most a quarter more, in a dozen sizes.
+    # The batched products compile for each number of pages too: at most a quarter is padding, in a dozen sizes.
     step = max(16, 1 << max(pages.bit_length() - 3, 0))
     return -(-pages // step) * step
 
@@ -264,25 +265,25 @@ def prepare(arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: 
 
 
 def page_tables(arrays: StepArrays) -> tuple[PageTable, PageTable]:
-    """Of all rows, and of those that sample alone."""
+    """Of all tokens, and of those that sample."""
 
     def table(pages_RP: NDArray[np.int32], lengths_R: NDArray[np.int32], starts: NDArray[np.int64]) -> PageTable:
         return PageTable(*map(torch.from_numpy, (pages_RP, lengths_R, starts.astype(np.int32))))
 
-    # A row of padding is a sequence of one key in the dump page.
-    rows, sampled = int(arrays.chunk_starts[-1]), arrays.sampled
-    padding = len(arrays.positions) - rows
+    # A token of padding is a sequence of one key in the dump page.
+    tokens, sampled = int(arrays.chunk_starts[-1]), arrays.sampled
+    padding = len(arrays.positions) - tokens
     dump_pages = np.full((padding, arrays.pages.shape[1]), DUMP_PAGE, dtype=np.int32)
     every = table(
         np.concatenate((arrays.pages, dump_pages)),
         np.concatenate((arrays.lengths, np.ones(padding, dtype=np.int32))),
-        np.concatenate((np.arange(arrays.decodes), arrays.chunk_starts, rows + 1 + np.arange(padding))),
+        np.concatenate((np.arange(arrays.decodes), arrays.chunk_starts, tokens + 1 + np.arange(padding))),
     )
     return every, table(arrays.pages[sampled], arrays.lengths[sampled], np.arange(arrays.samples + 1))
 
 
 def prompt_chunks(arrays: StepArrays, page_size: int) -> list[Chunk]:
-    """The rows after the decodes, sequence by sequence."""
+    """The tokens after the decodes, sequence by sequence."""
     contexts = arrays.lengths[arrays.decodes :].tolist()
     pages = torch.from_numpy(arrays.pages[arrays.decodes :])
     return [
@@ -294,7 +295,7 @@ def prompt_chunks(arrays: StepArrays, page_size: int) -> list[Chunk]:
 def attention_index(
     pages_BP: NDArray[np.int32], lengths_B: NDArray[np.int32], cache: LayerCache, heads: int
 ) -> AttentionIndex | None:
-    """Build the maps once per step; they serve every layer. None for no sequences."""
+    """Build the maps once per step, for every layer. None for no sequences."""
     if not len(lengths_B):
         return None
     page_size, kv_heads = cache.page_size, cache.k.shape[1]
@@ -314,7 +315,7 @@ def attention_index(
         ids[place] = page
         pool = torch.from_numpy(ids)
 
-    # Of each place in the pool: the sequence that owns it, its number in that sequence, and how many keys are visible.
+    # For each place in the pool: the sequence that owns it, its number in that sequence, and its visible keys.
     owner_P, order_P, visible_P = np.zeros((3, pool_pages), dtype=np.int32)
     owner_P[place], order_P[place] = sequence, order
     visible_P[place] = lengths_B[sequence] - order * page_size
@@ -325,7 +326,7 @@ def attention_index(
     score_rows = table_BP[:, None, :] * np.int32(heads) + head[:, None]
     weight_rows = (owner_P[:, None] * np.int32(heads) + head) * np.int32(width) + order_P[:, None]
     if not live_BP.all():
-        # The dump page takes its weights from a padded place: zeros, so that it adds nothing where tables are padded.
+        # The dump page takes the weights of a padded place, which are zero, so it adds nothing where tables are padded.
         at, padded = np.unravel_index(int(live_BP.argmin()), live_BP.shape)
         weight_rows[DUMP_PAGE] = (at * heads + head) * width + padded
     bias_PS = torch.from_numpy(np.where(np.arange(page_size) < visible_P[:, None], np.float32(0), np.float32(MASKED)))
@@ -347,7 +348,7 @@ def rotate_and_write(
     batch: Batch,
     config: ModelConfig,
 ) -> Tensor:
-    """One pass where kernels were compiled and keys are stored as they are, otherwise torch's several."""
+    """One pass if kernels were compiled and keys are not rounded, otherwise several of torch."""
     if norms is None and not cache.round_to_fp8:
         q = native.rotate_and_write(
             qkv_TN, *tables_LE, batch.positions, batch.cache_slots, cache.k, cache.v, config.heads
@@ -369,27 +370,27 @@ def rotate_and_write(
 
 
 def attention(q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) -> Tensor:
-    """All rows together, or, without kernels, decode rows together and prompt chunks one by one."""
-    rows = len(q_THE)
-    if batch.decodes == rows and batch.decode_index is not None:
-        return decode_attention(q_THE, cache, batch.decode_index).view(rows, -1)
+    """All tokens together or, without kernels, decodes together and prompt chunks one by one."""
+    tokens = len(q_THE)
+    if batch.decodes == tokens and batch.decode_index is not None:
+        return decode_attention(q_THE, cache, batch.decode_index).view(tokens, -1)
     a_THE = torch.zeros_like(q_THE, memory_format=torch.contiguous_format)
     if batch.decode_index is not None:
         a_THE[: batch.decodes] = decode_attention(q_THE[: batch.decodes], cache, batch.decode_index)
     for chunk in batch.chunks:
-        a_THE[chunk.rows] = chunk_attention(q_THE[chunk.rows], *cache.read(chunk.pages, chunk.context))
-    return a_THE.view(rows, -1)
+        a_THE[chunk.tokens] = chunk_attention(q_THE[chunk.tokens], *cache.read(chunk.pages, chunk.context))
+    return a_THE.view(tokens, -1)
 
 
 def sample_attention(q_SHE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) -> Tensor:
-    """Each sees its whole sequence, so all are decodes."""
-    rows = len(q_SHE)
+    """Each token sees its whole sequence, so all are decodes."""
+    tokens = len(q_SHE)
     assert batch.sample_index is not None
-    if batch.samples == rows:
-        return decode_attention(q_SHE, cache, batch.sample_index).view(rows, -1)
+    if batch.samples == tokens:
+        return decode_attention(q_SHE, cache, batch.sample_index).view(tokens, -1)
     a_SHE = torch.zeros_like(q_SHE)
     a_SHE[: batch.samples] = decode_attention(q_SHE[: batch.samples], cache, batch.sample_index)
-    return a_SHE.view(rows, -1)
+    return a_SHE.view(tokens, -1)
 
 
 def decode_attention(q_BHE: Tensor, cache: LayerCache, index: AttentionIndex | PageTable) -> Tensor:
@@ -416,16 +417,16 @@ def decode_attention(q_BHE: Tensor, cache: LayerCache, index: AttentionIndex | P
 
 
 def chunk_attention(q_THE: Tensor, k_CKE: Tensor, v_CKE: Tensor) -> Tensor:
-    """Torch's flash attention with the query group folded into the heads of one key/value head."""
-    rows, heads, head_dim = q_THE.shape
+    """Torch's flash attention, with the queries of a group as heads of their key/value head."""
+    tokens, heads, head_dim = q_THE.shape
     keys, kv_heads, _ = k_CKE.shape
     group = heads // kv_heads
-    q = q_THE.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    q = q_THE.view(tokens, kv_heads, group, head_dim).permute(1, 2, 0, 3)
     k = k_CKE.transpose(0, 1)[:, None].expand(kv_heads, group, keys, head_dim)
     v = v_CKE.transpose(0, 1)[:, None].expand(kv_heads, group, keys, head_dim)
-    if rows == keys:
+    if tokens == keys:
         out = scaled_dot_product_attention(q, k, v, is_causal=True)
     else:
-        visible_TC = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+        visible_TC = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)
         out = scaled_dot_product_attention(q, k, v, attn_mask=visible_TC)
-    return out.permute(2, 0, 1, 3).reshape(rows, heads, head_dim)
+    return out.permute(2, 0, 1, 3).reshape(tokens, heads, head_dim)

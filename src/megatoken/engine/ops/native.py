@@ -1,4 +1,4 @@
-"""Builds ``kernels.cpp`` on first use and calls it; where that fails there are no kernels, and cpu.py does without."""
+"""Build ``kernels.cpp`` on first use and call it; if that fails, cpu.py uses PyTorch only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIGNATURES = {
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None. The first call looks for a file built before, or builds for some ten seconds."""
+    """The compiled kernels, or None. The first call looks for an earlier build, or builds for about ten seconds."""
     return _library_or_reason()[0]
 
 
@@ -58,7 +58,7 @@ def _library_or_reason() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def must_build() -> bool:
-    """Whether the first call of ``library`` or ``status`` will build, which takes some ten seconds."""
+    """Whether the first call of ``library`` or ``status`` will build, which takes about ten seconds."""
     try:
         return not _place()[1].exists()
     except (OSError, RuntimeError):
@@ -66,7 +66,7 @@ def must_build() -> bool:
 
 
 def _place() -> tuple[str, Path, str]:
-    """The compiler, the file in the user's cache folder that the kernels have or get, and their key in its name."""
+    """The compiler, the kernels' file in the user's cache folder, and the key in its name."""
     if platform.system() != "Linux":
         raise RuntimeError(f"kernels are for Linux, this is {platform.system()}")
     name = os.environ.get("CXX", "g++")
@@ -80,7 +80,7 @@ def _place() -> tuple[str, Path, str]:
 
 
 def _open() -> ctypes.CDLL:
-    """The kernels from the user's cache folder, built if they are not there or damaged; RuntimeError says why not."""
+    """The kernels from the user's cache folder, built if missing or damaged; RuntimeError if that fails."""
     compiler, file, key = _place()
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _refuse_foreign(file.parent)
@@ -88,14 +88,14 @@ def _open() -> ctypes.CDLL:
         _refuse_foreign(file)
         content = file.read_bytes()
         if content.endswith(_seal(key, content[: -hashlib.sha256().digest_size])):
-            with suppress(OSError, AttributeError):  # built for another system that shares this folder
+            with suppress(OSError, AttributeError):  # built by another system that shares this folder
                 return _load(file)
     _build(compiler, file, key)
     return _load(file)
 
 
 def _processor() -> str:
-    # -march=native binds the file to the instructions of this processor, and a home folder may be shared by several.
+    # -march=native binds the file to this processor's instructions, and several machines may share a home folder.
     for line in PROCESSOR.read_text(errors="replace").splitlines():
         if line.startswith(("flags", "Features")):
             return line
@@ -105,11 +105,11 @@ def _processor() -> str:
 def _refuse_foreign(path: Path) -> None:
     facts = path.stat()
     if facts.st_uid != os.geteuid() or facts.st_mode & stat.S_IWOTH:
-        raise RuntimeError(f"{path} is not this user's alone")
+        raise RuntimeError(f"{path} belongs to or can be written by another user")
 
 
 def _seal(key: str, code: bytes) -> bytes:
-    """Ends every file: loading a damaged one can kill the process."""
+    """The end of every file: loading a damaged one can kill the process."""
     return hashlib.sha256(key.encode() + code).digest()
 
 
@@ -138,7 +138,7 @@ def _compile(command: list[str]) -> None:
             raise RuntimeError(f"{command[0]} took over {BUILD_SECONDS} s") from None
         finally:
             if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)  # g++ leaves the work to children, which would outlive it
+                os.killpg(process.pid, signal.SIGKILL)  # including the children of g++, which do the work
     if process.returncode:
         errors = (line.partition("error: ")[2] for line in messages.splitlines())
         raise RuntimeError(f"{command[0]} failed: {next(filter(None, errors), f'exit status {process.returncode}')}")
@@ -154,7 +154,7 @@ def _load(file: Path) -> ctypes.CDLL:
 
 
 def _pointer(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Where a kernel finds an operand; a kernel cannot tell a wrong one."""
+    """Address of an operand, checked here because a kernel cannot check it."""
     if tensor.dtype != dtype or tensor.shape != shape or not (tensor.is_contiguous() and tensor.is_cpu):
         found = f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()} on {tensor.device}"
         raise TypeError(f"internal error: a kernel expects contiguous {dtype} {shape} on the CPU, not {found}")
@@ -162,7 +162,7 @@ def _pointer(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def has_attention(heads: int, k_cache: Tensor) -> bool:
-    """Whether there is an ``attention`` for these shapes and this dtype."""
+    """Whether ``attention`` supports these shapes and this dtype."""
     _, kv_heads, page_size, head_dim = k_cache.shape
     fits = head_dim in (32, 64, 96, 128) and heads // kv_heads <= 16 and page_size % 16 == 0 and page_size <= 256
     return fits and k_cache.dtype in SUFFIX and library() is not None
@@ -171,25 +171,25 @@ def has_attention(heads: int, k_cache: Tensor) -> bool:
 def attention(
     q_THE: Tensor, k_cache: Tensor, v_cache: Tensor, pages_RP: Tensor, lengths_R: Tensor, starts: Tensor
 ) -> Tensor:
-    """Causal attention of the newest rows of each sequence over its paged keys -> [T, H, E]; only if ``has_attention``.
+    """Causal attention of the newest tokens of each sequence over its paged keys -> [T, H, E]; needs ``has_attention``.
 
     Args:
-        q_THE: fp32 or bf16; heads of a row contiguous.
+        q_THE: fp32 or bf16; heads of a token contiguous.
         k_cache: [pages, kv_heads, page_size, head_dim], like ``v_cache``; dtype of the queries.
         v_cache: values.
         pages_RP: int32 page ids in order.
-        lengths_R: int32 keys that the last row of each sequence sees; each row before it sees one fewer than the next.
-        starts: int32 [R + 1] first row of each sequence, from 0, and T.
+        lengths_R: int32 keys that the last token of each sequence sees; each earlier token sees one fewer.
+        starts: int32 [R + 1] first token of each sequence, from 0, and T.
 
     Raises:
         TypeError: an operand has another dtype, shape or layout.
     """
-    rows, heads, head_dim = q_THE.shape
+    tokens, heads, head_dim = q_THE.shape
     kv_heads, page_size = k_cache.shape[1:3]
     dtype, (sequences, width) = q_THE.dtype, pages_RP.shape
     if q_THE.stride()[1:] != (head_dim, 1):
-        raise TypeError(f"internal error: strides {q_THE.stride()} of queries whose rows must be contiguous")
-    out_THE = torch.empty(rows, heads, head_dim, dtype=dtype)
+        raise TypeError(f"internal error: strides {q_THE.stride()} of queries whose tokens must be contiguous")
+    out_THE = torch.empty(tokens, heads, head_dim, dtype=dtype)
     getattr(library(), f"attention_{SUFFIX[dtype]}")(
         out_THE.data_ptr(),
         q_THE.data_ptr(),
@@ -206,7 +206,7 @@ def attention(
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor | None:
-    """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension; None where no kernel fits.
+    """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension; None if no kernel fits.
 
     Raises:
         TypeError: ``weight`` has another dtype, shape or layout than ``x``'s last dimension.
@@ -238,7 +238,7 @@ def rotate_and_write(
     v_cache: Tensor,
     heads: int,
 ) -> Tensor | None:
-    """Rotate queries and keys, store keys and values -> queries [T, H, E]; None where no kernel fits.
+    """Rotate queries and keys, store keys and values -> queries [T, H, E]; None if no kernel fits.
 
     Args:
         qkv_TN: contiguous [T, (H + 2K) * E].
@@ -255,20 +255,20 @@ def rotate_and_write(
     """
     compiled = library()
     pages, kv_heads, page_size, head_dim = k_cache.shape
-    dtype, rows = qkv_TN.dtype, len(qkv_TN)
+    dtype, tokens = qkv_TN.dtype, len(qkv_TN)
     if compiled is None or dtype not in SUFFIX or head_dim % 32:
         return None
-    q_THE = torch.empty(rows, heads, head_dim, dtype=dtype)
+    q_THE = torch.empty(tokens, heads, head_dim, dtype=dtype)
     getattr(compiled, f"rotate_and_write_{SUFFIX[dtype]}")(
         q_THE.data_ptr(),
         _pointer(k_cache, dtype, (pages, kv_heads, page_size, head_dim)),
         _pointer(v_cache, dtype, k_cache.shape),
-        _pointer(qkv_TN, dtype, (rows, (heads + 2 * kv_heads) * head_dim)),
+        _pointer(qkv_TN, dtype, (tokens, (heads + 2 * kv_heads) * head_dim)),
         _pointer(cos_LE, dtype, (len(cos_LE), head_dim)),
         _pointer(sin_LE, dtype, cos_LE.shape),
-        _pointer(positions_T, torch.int32, (rows,)),
-        _pointer(cache_slots_T, torch.int32, (rows,)),
-        *(rows, heads, kv_heads, head_dim, page_size),
+        _pointer(positions_T, torch.int32, (tokens,)),
+        _pointer(cache_slots_T, torch.int32, (tokens,)),
+        *(tokens, heads, kv_heads, head_dim, page_size),
         torch.get_num_threads(),
     )
     return q_THE

@@ -1,4 +1,4 @@
-"""Every operation written out in plain torch: what the fast back ends must agree with."""
+"""Every operation in plain torch: the definition that the back ends must agree with."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pack_linear(weight_ND: Tensor, bias_N: Tensor | None, scheme: LinearScheme) 
 
 
 def linear(x_TD: Tensor, linear: Linear) -> Tensor:
-    """``x W^T + b``; with an e4m3 weight the rows of x are quantised too and products accumulate in fp32."""
+    """``x W^T + b``; with an e4m3 weight the rows of x are quantised too, and products accumulate in fp32."""
     if linear.scale is None:
         return torch.nn.functional.linear(x_TD, linear.weight, linear.bias)
     values, scale_T1 = quantise_rows(x_TD)
@@ -63,13 +63,13 @@ def rotate(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
 
 
 def greedy(logits_SV: Tensor) -> Tensor:
-    """Argmax; ``NO_TOKEN`` where the highest is not finite."""
+    """Argmax; ``NO_TOKEN`` if the highest is not finite."""
     highest_S, ids_S = logits_SV.max(-1)
     return torch.where(highest_S.isfinite(), ids_S, NO_TOKEN)
 
 
 def decode_attention(q_RHE: Tensor, cache: LayerCache, pages_RP: Tensor, lengths_R: Tensor) -> Tensor:
-    """One query a sequence, which sees its first ``lengths`` keys; page by page in ``pages``."""
+    """One query a sequence, which sees its first ``lengths`` keys, in ``pages``."""
     rows = []
     for q_HE, pages, length in zip(q_RHE, pages_RP, lengths_R.tolist(), strict=True):
         k_LKE, v_LKE = cache.read(pages[: -(-length // cache.page_size)], length)
