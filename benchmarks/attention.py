@@ -344,7 +344,7 @@ class Bench:
                 batch.lengths_B,
                 out,
                 softmax_scale=SCALE,
-                max_rows=max(rows),
+                longest_chunk=max(rows),
                 max_context=int(contexts.max()),
                 config=config,
             )

@@ -46,10 +46,10 @@ DEPTH_OVERHEAD = 607.0
 """Elements: a product over depth K takes as long as one over K plus this at full rate. Fitted to bursts of products of
 depth 8,192 and 28,672."""
 WEIGHTS_SHARE, WEIGHTS_EXPONENT = 0.83, 3.25
-"""Share of the bandwidth of products that only read their weights; and p in (a^p + b^p)^(1/p), which combines the times
-of reading and of operations. Fitted to bursts at 64, 256 and 512 tokens."""
+"""Share of the bandwidth of products that only read their weights; and p in (a^p + b^p)^(1/p), which combines that time
+and the time of operations. Fitted to bursts at 64, 256 and 512 tokens."""
 DECODE_SHARE, DECODE_TAIL_SECONDS = 0.716, 17.1e-6
-"""Share of the bandwidth of decode attention; and its constant time in a layer, at the highest clock. From two steps."""
+"""Share of the bandwidth of decode attention; and its constant time in a layer at the highest clock. From two steps."""
 CHUNK_SHARE, CHUNK_TILE = 0.226, 128
 """Share of bf16 operations at the highest clock of prompt attention, which computes whole tiles of this many tokens."""
 GATHERED_SHARE, GATHERED_SECONDS = 0.527, 14.8e-6
@@ -81,8 +81,8 @@ PUBLISHED_DEPTH = 16_384
 
 SECONDS_PER_SEQUENCE = {"megatoken": 0.0, "published": 10.5e-6}
 """Time that serving software adds to a step for each sequence; none was seen of this engine. "published" is fitted to
-the verified fp4 result of GB200 (MLPerf v5.1 5.1-0008, 52,061.6 tokens/s of four), which the model overestimates by 16 %
-without it; the H200 of 5.1-0026 would need 5.6 us, a B200 (5.1-0061) 6 us."""
+the verified fp4 result of GB200 (MLPerf v5.1 5.1-0008, 52,061.6 tokens/s of four), which the model overestimates by
+16 % without it; the H200 of 5.1-0026 would need 5.6 us, a B200 (5.1-0061) 6 us."""
 
 
 class StepCost(NamedTuple):

@@ -1,6 +1,6 @@
-"""The Llama family, once. Everything arrives as an argument; shape letters as in ``ops``.
+"""The Llama family. Everything arrives as an argument; shape letters as in ``ops``.
 
-Llama 1 to 3.3, Mistral, Qwen2 and Qwen3 differ here only by which of the optional tensors are present.
+Llama 1 to 3.3, Mistral, Qwen2 and Qwen3 differ here only in their optional tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class QuantizedSource(Protocol):
 
 
 class WeightSource(Protocol):
-    """Where tensors come from: a checkpoint or a random generator. Names are Hugging Face's."""
+    """A source of tensors: a checkpoint or a random generator. Names are Hugging Face's."""
 
     config: ModelConfig
 
@@ -50,7 +50,7 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer; the linears in the back end's packed form. ``cache_scales``: of fp8 keys and of values."""
+    """One decoder layer; the linears are in the back end's packed form. ``cache_scales``: of fp8 keys and of values."""
 
     input_norm_D: Tensor
     qkv: Any
@@ -66,7 +66,7 @@ class LayerWeights:
 class Weights:
     """The whole model. ``rotary_LE``: cosine and sine for every position.
 
-    Of a rank that shares them, the embedding has columns alone, [V, D / ranks], and the head rows, [V / ranks, D].
+    A rank that shares them has columns of the embedding, [V, D / ranks], and rows of the head, [V / ranks, D].
     """
 
     embedding_VD: Tensor
@@ -145,7 +145,7 @@ def load_weights(
 
 
 def rotary_tables(rope: RopeConfig, head_dim: int, max_length: int) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine, fp32 [max_length, head_dim], by Hugging Face's half-split layout.
+    """Cosine and signed sine, fp32 [max_length, head_dim], in Hugging Face's half-split layout.
 
     ``llama3`` scaling keeps short wavelengths, divides long ones by ``factor`` and blends between (Llama 3.1 release).
     """
@@ -172,9 +172,9 @@ def forward(
     batch: Batch,
     ranks: Ranks | None = None,
 ) -> Tensor:
-    """One step: logits [S, V] of the rows that sample, in the activations' dtype. Writes the cache.
+    """One step: logits [S, V] of the tokens that sample, in the activations' dtype. Writes the cache.
 
-    ``ranks``: that the model is cut over. With shared memory each keeps its own rows of the residual stream alone.
+    ``ranks``: the ranks that share the model. With shared memory each keeps its part of the residual stream's tokens.
     """
     epsilon, shared = config.rms_norm_epsilon, None if ranks is None else ranks.shared
 
@@ -192,7 +192,7 @@ def forward(
         if consumer is not weights.head:
             a_TD = ops.attention(q_THE, layer_cache, batch, layer.output)
         elif batch.samples:
-            # Beyond its keys, the last layer matters only to rows that sample.
+            # After its keys and values, the last layer matters only for tokens that sample.
             if shared is not None:
                 x_TD = shared.select(batch.sample_indices, len(batch.token_ids))
             else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import FileStore, PrefixStore
 
 from megatoken.engine.ops import reference
-from megatoken.engine.ops.fused_all_reduce import FusedAllReduce, _Places, _RendezvousStore, own_rows
+from megatoken.engine.ops.fused_all_reduce import FusedAllReduce, _Places, _RendezvousStore, own_tokens
 from megatoken.errors import MegatokenError
 
 pytestmark = MARKS
@@ -33,7 +33,7 @@ def all_ranks(ranks: int, max_rows: int, hidden: int, *, wait: bool = False) -> 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_row_is_kept_once(ranks: int, rows: int) -> None:
-    kept = [row for rank in range(ranks) for row in range(rows)[own_rows(rows, rank, ranks)]]
+    kept = [row for rank in range(ranks) for row in range(rows)[own_tokens(rows, rank, ranks)]]
     assert kept == list(range(rows))
 
 

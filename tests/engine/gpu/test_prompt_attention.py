@@ -50,7 +50,7 @@ def chunk(
         case.lengths_B,
         out,
         softmax_scale=case.shape.head_dim**-0.5,
-        max_rows=max(after - before for before, after in pairwise(starts)),
+        longest_chunk=max(after - before for before, after in pairwise(starts)),
         max_context=max(case.lengths),
         k_scale=k_scale,
         v_scale=v_scale,

@@ -4,8 +4,8 @@
 ``fused``, ``paged_attention``, ``prompt_attention``, ``fused_all_reduce`` and ``tokens`` are Triton kernels for
 ``cuda``; ``native`` calls compiled ones for ``cpu``. ``reference`` defines the operations in plain torch, for tests.
 
-Shape letters: T tokens in the step, S tokens that sample, D hidden size, N output features, F feed-forward size, H query
-heads, K key/value heads, G = H / K, E head dimension, V vocabulary, R sequences in the step, P pages, L positions.
+Shape letters: T tokens in the step, S tokens that sample, D hidden size, N output features, F feed-forward size, H
+query heads, K key/value heads, G = H / K, E head dimension, V vocabulary, R sequences, P pages, L positions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Ranks(Protocol):
 
     @property
     def shared(self) -> FusedAllReduce | None:
-        """Sums in memory that the ranks' GPUs share; None if they have none: then each keeps all tokens and calls ``add``."""
+        """Sums in memory that the GPUs share; None without it: then each rank keeps all tokens and calls ``add``."""
 
     def add(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over all ranks, in place."""
@@ -52,8 +52,8 @@ class Ranks(Protocol):
 class Ops(Protocol):
     """The functions of a back end.
 
-    The input of a linear may be in that linear's own number format, a tensor or not, so an operation that makes one gets
-    the linear as its ``consumer``.
+    The input of a linear may be in that linear's own number format, a tensor or not, so an operation that makes one
+    gets the linear as its ``consumer``.
     """
 
     def kernels(self) -> dict[str, Any]:

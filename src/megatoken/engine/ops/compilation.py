@@ -81,7 +81,7 @@ def launches(
     def chunk(way: ChunkConfig, out_THE: Tensor, out_scale: float | None) -> None:
         prompt_attention.chunk_attention(
             q_THE, cache, cache, pages_TW[:1], int32(0, TOKENS), int32(TOKENS), out_THE,
-            softmax_scale=1.0, max_rows=TOKENS, max_context=TOKENS, out_scale=out_scale, config=way,
+            softmax_scale=1.0, longest_chunk=TOKENS, max_context=TOKENS, out_scale=out_scale, config=way,
         )  # fmt: skip
 
     def of_input(consumer: Linear) -> list[Callable[[], object]]:

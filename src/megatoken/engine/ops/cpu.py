@@ -81,8 +81,8 @@ class Chunk:
 class Batch:
     """One step's tensors, see ``StepArrays``.
 
-    The first ``decodes`` tokens attend through ``decode_index``, the others through ``chunks``; compiled attention takes all
-    through ``decode_index``.
+    The first ``decodes`` tokens attend through ``decode_index``, the others through ``chunks``; with compiled attention
+    all count as decodes.
     """
 
     token_ids: Tensor

@@ -1,7 +1,7 @@
 """The GPU back end: products through cuBLASLt, everything between them in Triton kernels.
 
-A linear's number format is its own business (``cuda_linear``, ``cuda_fp8``). Whatever computes the input of a linear
-gets that linear as its consumer and writes the format that it takes, so no pass over memory only quantises.
+Linears know their number formats (``cuda_linear``, ``cuda_fp8``). An operation that computes the input of a linear gets
+that linear as its consumer and writes the format that it takes, so that quantising needs no pass of its own.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megatoken.engine.schemes import LinearScheme
 
 DECODE = paged_attention.DecodeConfig(e4m3_scores=True)
 _ALIGNMENT = 4
-"""int32 elements: every part of the step's buffer starts at a multiple of 16 bytes."""
+"""In int32 elements: every part of the step's buffer starts at a multiple of 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step's tensors, see ``StepArrays``; int32 on the device unless said otherwise.
 
-    ``lengths`` are of all sequences; the host keeps a copy, because launches depend on the longest and on the sum.
+    ``lengths`` are of all sequences; the host keeps a copy, because launches depend on their maximum and sum.
     """
 
     token_ids: Tensor  # int64 [T]
@@ -60,9 +60,9 @@ def kernels() -> dict[str, Any]:
     return {"kernels": versions, "why_no_kernels": None, "bf16_widened": False}
 
 
-def padded_tokens(rows: int, weights_bytes: int) -> int:
-    """As many: no kernel here is compiled for a number of rows, and ``attention`` leaves padding unwritten."""
-    return rows
+def padded_tokens(tokens: int, weights_bytes: int) -> int:
+    """No padding: no kernel is compiled for a number of tokens."""
+    return tokens
 
 
 def pack_linear(weight: Any, bias_N: Tensor | None, scheme: LinearScheme) -> Linear:
@@ -87,13 +87,13 @@ def fix_input_scales(linears: Iterable[Linear]) -> int:
 
 
 def prepare(arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: ModelConfig) -> Batch:
-    """All indices through one pinned buffer and one copy that nobody waits for."""
+    """All indices through one pinned buffer and one asynchronous copy."""
     parts = index_parts(arrays)
     return unpack(arrays, parts, pack(parts).to(last_tokens.device, non_blocking=True), last_tokens)
 
 
 def index_parts(arrays: StepArrays) -> list[NDArray[np.int32]]:
-    """What of a step the device needs."""
+    """The arrays of a step that the device needs."""
     sampled = arrays.sampled
     return [
         arrays.token_ids,
@@ -121,7 +121,7 @@ def pack(parts: Sequence[NDArray[np.int32]]) -> Tensor:
 
 
 def unpack(arrays: StepArrays, parts: Sequence[NDArray[np.int32]], indices: Tensor, last_tokens: Tensor) -> Batch:
-    """The step whose ``parts`` lie packed in ``indices`` on the device."""
+    """The step whose ``parts`` are packed in ``indices`` on the device."""
     (
         host_ids,
         table_slots,
@@ -159,7 +159,7 @@ def unpack(arrays: StepArrays, parts: Sequence[NDArray[np.int32]], indices: Tens
 
 
 def part_starts(parts: Sequence[NDArray[np.int32]]) -> list[int]:
-    """Of each part in the packed step, in elements, and the end of the last."""
+    """Offset of each part in the packed step, in elements, and the end of the last."""
     return list(accumulate((-(-part.size // _ALIGNMENT) * _ALIGNMENT for part in parts), initial=0))
 
 
@@ -206,7 +206,7 @@ def rotate_and_write(
     batch: Batch,
     config: ModelConfig,
 ) -> Tensor:
-    """One pass."""
+    """Rotation, norms and cache writes in one pass."""
     q_norm_E, k_norm_E = norms or (None, None)
     return fused.rotate_and_write(
         qkv_TN,
@@ -247,7 +247,7 @@ def attention(q_THE: Tensor, cache: LayerCache, batch: Batch, consumer: Linear) 
             batch.lengths[decodes:],
             out_THE,
             softmax_scale=q_THE.shape[2] ** -0.5,
-            max_rows=batch.longest_chunk,
+            longest_chunk=batch.longest_chunk,
             max_context=batch.longest_context,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
@@ -291,6 +291,6 @@ def _decode(
 
 
 def greedy(logits_SV: Tensor) -> Tensor:
-    """Where a logit is NaN, ``argmax_rows`` finds that one."""
+    """A NaN counts as the highest logit in ``argmax_rows``, so it is found too."""
     ids_S = tokens.argmax_rows(logits_SV)
     return torch.where(logits_SV.gather(1, ids_S[:, None])[:, 0].isfinite(), ids_S, NO_TOKEN)

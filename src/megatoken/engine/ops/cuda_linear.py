@@ -1,4 +1,4 @@
-"""A linear on a GPU. It says what its input looks like: whatever computes that input asks its consumer to make it."""
+"""A linear on a GPU, with the operations that make its input, so that they write the format that it takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatoken.engine.ops import fused
 
 @dataclass(frozen=True, slots=True)
 class InputScale:
-    """Input of a linear is e4m3 of ``x / scale``: on the device for products, on the host for attention's launches."""
+    """The input of a linear is e4m3 of ``x / scale``: on the device for products, on the host for attention."""
 
     device: Tensor  # fp32, one element
     value: float
@@ -41,7 +41,7 @@ class Linear:
         return self.input_scale is None
 
     def product(self, x: Any, out_TN: Tensor | None = None) -> Tensor:
-        """``x W^T + b``, bf16 [T, N], in ``out`` if there is one; ``x`` is what the methods below made."""
+        """``x W^T + b``, bf16 [T, N], in ``out`` if there is one; ``x`` was made by the methods below."""
         weight_DN = self.weight.t()
         if self.bias is None:
             return torch.mm(x, weight_DN, out=out_TN)
@@ -56,13 +56,13 @@ class Linear:
         return fused.silu_mul(gate_up_T2F, self.device_scale)
 
     def attention_output(self, q_THE: Tensor) -> tuple[Tensor, float | None]:
-        """Where attention writes for the queries ``q``, and the scale that it divides by."""
+        """An output for attention over the queries ``q``, and the scale to divide it by."""
         scale = self.input_scale
         dtype = q_THE.dtype if scale is None else torch.float8_e4m3fn
         return torch.empty(q_THE.shape, dtype=dtype, device=q_THE.device), None if scale is None else scale.value
 
     def attended(self, a_TD: Tensor) -> Any:
-        """The input from what attention wrote."""
+        """The input, from attention's output."""
         return a_TD
 
     def fix_input_scale(self) -> bool:

@@ -1,12 +1,11 @@
-"""Triton kernels for everything between the products and attention, each one pass over memory.
+"""Triton kernels for the operations between products and attention, each one pass over memory.
 
 Kernels compute in fp32 and round once, when they store. Scaled e4m3 means ``value / scale``, saturated at 448, computed
 as ``value * (1 / scale)``; NaN stays NaN. Tensors are contiguous; shape letters as in ``ops``, with L positions, F
 feed-forward size and S, in cache shapes, tokens per page.
 
-Pointers into a step's packed buffer and numbers that change from step to step are not specialised on: a new step must
-not mean a new compilation. Keyword arguments after ``*`` tune a launch and change a result by no more than rounding.
-``*_reference`` functions define in torch what ``ops.reference`` does not.
+Kernels are not specialised on pointers into a step's packed buffer or on numbers that change from step to step, so that
+no step compiles. Keyword arguments after ``*`` tune a launch and change results by rounding only.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -19,22 +18,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatoken.engine.ops import reference
 from megatoken.engine.schemes.fp8_weight import E4M3_MAX
 
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _SMALLEST_SCALE = tl.constexpr(1e-12)
 _MINUS_LOG2_E = tl.constexpr(-math.log2(math.e))
 RUN = tl.constexpr(8)
-"""Elements in a row that a thread owns, whatever the type: 16 bytes of bf16, 8 of e4m3. Wider runs for e4m3 alone would
-send each tile through shared memory on its way from the loads' layout to the stores'."""
+"""Consecutive elements of a thread, for every type: 16 bytes of bf16, 8 of e4m3. A wider run for e4m3 only would move
+each tile through shared memory, from the layout of the loads to that of the stores."""
 
 
 def require_contiguous(*tensors: Tensor | None) -> None:
-    """Raise ValueError if a tensor has gaps; None stands for one that is absent."""
+    """Raise ValueError if a tensor is not contiguous; None is allowed."""
     for tensor in tensors:
         if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"tensor of shape {tuple(tensor.shape)} has strides {tensor.stride()}: make it contiguous")
+            raise ValueError(f"expected contiguous tensors, got shape {tuple(tensor.shape)}, strides {tensor.stride()}")
 
 
 # Residual add, RMSNorm, quantise ----------------------------------------------------------------------------------
@@ -63,7 +61,7 @@ def _add_rms_norm_kernel(delta, residual, weight, scale, out, out_scale, epsilon
         tl.store(residual + at, x, mask=inside)
     x = x.to(tl.float32)
     factor = tl.rsqrt(tl.sum(x * x) / D + epsilon)
-    # The weight is loaded late: held across the reduction it would cost half of the occupancy in registers.
+    # The weight is loaded late: held during the reduction, its registers would halve the occupancy.
     y = x * factor * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if scale is not None:
         y = saturate(y * (1.0 / tl.load(scale)))
@@ -88,17 +86,9 @@ def _launch_add_rms_norm(
     rows, hidden = residual_TD.shape
     block = triton.next_power_of_2(hidden)
     _add_rms_norm_kernel[(rows,)](
-        delta_TD,
-        residual_TD,
-        weight_D,
-        scale,
-        out,
-        out_scale,
-        float(epsilon),
-        hidden,
-        block,
+        delta_TD, residual_TD, weight_D, scale, out, out_scale, float(epsilon), hidden, block,
         num_warps=warps or min(max(block // 1024, 1), 16),
-    )
+    )  # fmt: skip
 
 
 def add_rms_norm(
@@ -114,7 +104,7 @@ def add_rms_norm(
     """``residual += delta`` in place, then RMSNorm of the sum.
 
     Args:
-        delta_TD: bf16 [T, D], or None to leave the residual as it is.
+        delta_TD: bf16 [T, D], or None to leave the residual unchanged.
         residual_TD: bf16 [T, D]; the sum is rounded to bf16 before it is normalised.
         weight_D: bf16 or fp32 [D], D up to 16,384.
         epsilon: added to the mean square.
@@ -132,21 +122,21 @@ def add_rms_norm(
     return out
 
 
+def _empty_rows(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """e4m3 values and a scale for each row."""
+    values = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=device)
+    return values, torch.empty((rows, 1), dtype=torch.float32, device=device)
+
+
 def add_rms_norm_rows(
-    delta_TD: Tensor | None,
-    residual_TD: Tensor,
-    weight_D: Tensor,
-    epsilon: float,
-    *,
-    warps: int | None = None,
+    delta_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, epsilon: float, *, warps: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As ``add_rms_norm``, with one scale per row, which takes the row's largest magnitude to 448.
+    """Like ``add_rms_norm``, with one scale per token, which takes the token's largest magnitude to 448.
 
     Returns:
         e4m3 [T, D] and fp32 scales [T, 1].
     """
-    values = torch.empty(residual_TD.shape, dtype=torch.float8_e4m3fn, device=residual_TD.device)
-    scale_T1 = torch.empty((len(residual_TD), 1), dtype=torch.float32, device=residual_TD.device)
+    values, scale_T1 = _empty_rows(len(residual_TD), residual_TD.shape[1], residual_TD.device)
     _launch_add_rms_norm(delta_TD, residual_TD, weight_D, epsilon, None, values, scale_T1, warps)
     return values, scale_T1
 
@@ -216,7 +206,7 @@ def silu_mul(
 
 
 def silu_mul_rows(gate_up_T2F: Tensor, *, block: int = 4096, warps: int = 8) -> tuple[Tensor, Tensor]:
-    """As ``silu_mul``, with one scale per row, which takes the row's largest magnitude to 448.
+    """Like ``silu_mul``, with one scale per token, which takes the token's largest magnitude to 448.
 
     Reads each row twice, the second time from the cache.
 
@@ -225,16 +215,9 @@ def silu_mul_rows(gate_up_T2F: Tensor, *, block: int = 4096, warps: int = 8) -> 
     """
     rows, width = gate_up_T2F.shape
     require_contiguous(gate_up_T2F)
-    values = torch.empty((rows, width // 2), dtype=torch.float8_e4m3fn, device=gate_up_T2F.device)
-    scale_T1 = torch.empty((rows, 1), dtype=torch.float32, device=gate_up_T2F.device)
+    values, scale_T1 = _empty_rows(rows, width // 2, gate_up_T2F.device)
     _silu_mul_rows_kernel[(rows,)](gate_up_T2F, values, scale_T1, width // 2, block, num_warps=warps)
     return values, scale_T1
-
-
-def silu_mul_reference(gate_up_T2F: Tensor) -> Tensor:
-    """fp32 [T, F] before rounding."""
-    gate, up = gate_up_T2F.float().chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
 
 
 # Quantise ---------------------------------------------------------------------------------------------------------
@@ -252,7 +235,7 @@ def _quantise_rows_kernel(x, out, out_scale, D: tl.constexpr, BLOCK: tl.constexp
 
 
 def quantise_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """One scale per row, which takes the row's largest magnitude to 448: for what no kernel here computed.
+    """One scale per token, which takes the token's largest magnitude to 448, for tensors of other kernels.
 
     Args:
         x_TD: bf16 [T, D], D up to 16,384.
@@ -263,8 +246,7 @@ def quantise_rows(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     require_contiguous(x_TD)
     rows, width = x_TD.shape
     block = triton.next_power_of_2(width)
-    values = torch.empty(x_TD.shape, dtype=torch.float8_e4m3fn, device=x_TD.device)
-    scale_T1 = torch.empty((rows, 1), dtype=torch.float32, device=x_TD.device)
+    values, scale_T1 = _empty_rows(rows, width, x_TD.device)
     _quantise_rows_kernel[(rows,)](x_TD, values, scale_T1, width, block, num_warps=min(max(block // 1024, 1), 16))
     return values, scale_T1
 
@@ -288,7 +270,7 @@ def _load_halves(head_row, inside, norm, epsilon, E: tl.constexpr, BLOCK_HALF: t
 
 @triton.jit
 def _rotate(first, second, cos, sin, position, E: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    # In the second half of a table's row both functions have their plain sign.
+    # In the second half of a table's row neither function has a changed sign.
     pair = tl.arange(0, BLOCK_HALF)
     at = position * E + E // 2 + pair
     cos_row = tl.load(cos + at, mask=pair < E // 2, other=0.0).to(tl.float32)[None, :]
@@ -307,26 +289,10 @@ def _store_halves(head_row, first, second, inside, E: tl.constexpr):
 
 @triton.jit(do_not_specialize=["positions", "cache_slots"])
 def _rotate_and_write_kernel(
-    qkv,
-    cos,
-    sin,
-    positions,
-    cache_slots,
-    k_cache,
-    v_cache,
-    k_factor,
-    v_factor,
-    q_norm,
-    k_norm,
-    epsilon,
-    q_out,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    S: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
+    qkv, cos, sin, positions, cache_slots, k_cache, v_cache, k_factor, v_factor, q_norm, k_norm, epsilon, q_out,
+    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-):
+):  # fmt: skip
     q_parts: tl.constexpr = (H + BLOCK_HEADS - 1) // BLOCK_HEADS
     kv_parts: tl.constexpr = (K + BLOCK_HEADS - 1) // BLOCK_HEADS
     parts: tl.constexpr = q_parts + 2 * kv_parts
@@ -374,16 +340,16 @@ def rotate_and_write(
     block_heads: int = 16,
     warps: int = 4,
 ) -> Tensor:
-    """Normalise queries and keys if asked, rotate them, and write keys and values into their pages.
+    """Normalise queries and keys if there are norms, rotate them, and write keys and values into their pages.
 
     Args:
         qkv_TN: bf16 [T, (H + 2 K) E]: query heads, key heads, value heads.
-        cos_LE: fp32 [L, E] as ``model.rotary_tables`` makes it; the second half of each row is read.
+        cos_LE: fp32 [L, E] from ``model.rotary_tables``; the second half of each row is read.
         sin_LE: the same for the signed sine.
         positions_T: int32 [T], below L.
-        cache_slots_T: int32 [T], page * S + place in the page; rows without a sequence go to the dump page.
+        cache_slots_T: int32 [T], page * S + offset in the page; tokens without a sequence go to the dump page.
         k_cache: e4m3 or bf16 [P, K, S, E], written in place.
-        v_cache: as ``k_cache``.
+        v_cache: like ``k_cache``.
         k_scale: stored keys are ``k / k_scale``, saturated if the cache is e4m3.
         v_scale: the same for values.
         q_norm_E: RMSNorm weight of each query head before the rotation (Qwen3).
@@ -391,7 +357,7 @@ def rotate_and_write(
         epsilon: of these norms.
         q_out: [T, H, E] to write to.
         block_heads: heads per program, a power of two.
-        warps: per program; fewer than 4 send the tables' rows through shared memory.
+        warps: per program; with fewer than 4 the tables go through shared memory.
 
     Returns:
         Rotated queries, bf16 [T, H, E].
@@ -404,47 +370,8 @@ def rotate_and_write(
     require_contiguous(qkv_TN, cos_LE, sin_LE, k_cache, v_cache, q_out)
     parts = triton.cdiv(heads, block_heads) + 2 * triton.cdiv(kv_heads, block_heads)
     _rotate_and_write_kernel[(rows * parts,)](
-        qkv_TN,
-        cos_LE,
-        sin_LE,
-        positions_T,
-        cache_slots_T,
-        k_cache,
-        v_cache,
-        1.0 / k_scale,
-        1.0 / v_scale,
-        q_norm_E,
-        k_norm_E,
-        float(epsilon),
-        q_out,
-        heads,
-        kv_heads,
-        page_size,
-        head_dim,
-        block_heads,
-        triton.next_power_of_2(head_dim // 2),
-        num_warps=warps,
-    )
+        qkv_TN, cos_LE, sin_LE, positions_T, cache_slots_T, k_cache, v_cache, 1.0 / k_scale, 1.0 / v_scale,
+        q_norm_E, k_norm_E, float(epsilon), q_out, heads, kv_heads, page_size, head_dim, block_heads,
+        triton.next_power_of_2(head_dim // 2), num_warps=warps,
+    )  # fmt: skip
     return q_out
-
-
-def rotate_reference(
-    qkv_TN: Tensor,
-    cos_LE: Tensor,
-    sin_LE: Tensor,
-    positions_T: Tensor,
-    kv_heads: int,
-    q_norm_E: Tensor | None = None,
-    k_norm_E: Tensor | None = None,
-    epsilon: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [T, H, E], keys and values [T, K, E] before rounding, all fp32."""
-    head_dim = cos_LE.shape[1]
-    qkv = qkv_TN.float().view(len(qkv_TN), -1, head_dim)
-    q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    if q_norm_E is not None:
-        q = reference.rms_norm(q, q_norm_E.float(), epsilon)
-    if k_norm_E is not None:
-        k = reference.rms_norm(k, k_norm_E.float(), epsilon)
-    cos_TE, sin_TE = (table[positions_T.long()].float() for table in (cos_LE, sin_LE))
-    return reference.rotate(q, cos_TE, sin_TE), reference.rotate(k, cos_TE, sin_TE), v

@@ -1,12 +1,12 @@
-"""Sums over ranks through memory that every rank's GPU reads and writes: one kernel from product to next product.
+"""Sums over ranks through memory that every rank's GPU reads and writes, fused with the norm: one kernel.
 
-Each rank keeps and norms its own rows of the residual stream alone (Korthikanti et al., 2022: sequence parallelism).
-The kernel reads its rows of every rank's product, adds them up, adds the residual, norms, quantises and writes the
-result to every rank: what a reduce-scatter, a norm and an all-gather would do with three times the launches. The
-ranks meet in it twice: before it reads what others computed, and before anybody computes with what others wrote.
+Each rank keeps and norms a part of the residual stream's tokens (Korthikanti et al., 2022: sequence parallelism). The
+kernel reads its tokens of every rank's product, adds them and the residual, norms, quantises and writes the result to
+every rank. A reduce-scatter, a norm and an all-gather would do the same in three times the launches. The ranks
+synchronise twice in it: before it reads other ranks' products, and before other kernels read its results.
 
-Kernels meet by counting: each has a number, and a rank's flag holds the number of the newest kernel that it has come
-to. Numbers wrap around; shape letters as in ``ops``, T being the rows of all ranks.
+To synchronise, each kernel has a number, and a rank's flags hold the number of the newest kernel that each rank has
+reached. Numbers wrap around. Shape letters as in ``ops``; T counts the tokens of all ranks.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -33,49 +33,50 @@ from megatoken.errors import MegatokenError
 
 _ALIGNMENT = 256  # bytes
 _REGISTERS = 32
-"""Of a thread: with 16 columns each, that many let threads fill a multiprocessor, and rows hide each other's waits."""
+"""Registers of a thread. With 16 columns a thread, this many let threads fill a multiprocessor and hide latencies."""
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, cuda.h
 _CHECK_SECONDS = 0.01
-_NEVER = 1 << 30
-"""Kernels ahead of a flag that says that a rank will not come any more."""
+_RELEASED = 1 << 30
+"""Added to a flag so that no kernel waits for it."""
 
 
-def rows_each(rows: int, ranks: int) -> int:
-    """Rows that a rank keeps; the last ranks may have fewer."""
-    return -(-rows // ranks)
+def tokens_each(tokens: int, ranks: int) -> int:
+    """Tokens that a rank keeps; the last ranks may have fewer."""
+    return -(-tokens // ranks)
 
 
-def own_rows(rows: int, rank: int, ranks: int) -> slice:
-    """Which of a step's rows a rank keeps."""
-    each = rows_each(rows, ranks)
-    return slice(min(rank * each, rows), min((rank + 1) * each, rows))
+def own_tokens(tokens: int, rank: int, ranks: int) -> slice:
+    """The tokens of a step that a rank keeps."""
+    each = tokens_each(tokens, ranks)
+    return slice(min(rank * each, tokens), min((rank + 1) * each, tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where in each rank's memory what is, in bytes."""
+    """Offsets in each rank's memory, in bytes."""
 
     products: int  # bf16 [T, D], this rank's part of a sum
     inputs: int  # [T, D] of the next linear
     residual: int  # bf16 [T / ranks, D]
-    flags: int  # int32 [2, ranks]: kernels that each rank has begun, and ended
+    flags: int  # int32 [2, ranks]: newest kernels that each rank has begun, and ended
     end: int
 
     @classmethod
-    def of(cls, max_rows: int, hidden: int, ranks: int) -> Self:
-        row = 2 * hidden
-        sizes = (max_rows * row, max_rows * row, rows_each(max_rows, ranks) * row, 8 * ranks)
+    def of(cls, max_tokens: int, hidden: int, ranks: int) -> Self:
+        token = 2 * hidden
+        sizes = (max_tokens * token, max_tokens * token, tokens_each(max_tokens, ranks) * token, 8 * ranks)
         return cls(*accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
 
 
 class _RendezvousStore(Store):
-    """A store for one meeting of processes, of which one may have met others before, and one may end meanwhile.
+    """A store for one rendezvous of processes that may have taken part in others, and may end meanwhile.
 
-    PyTorch's ``StoreExchange`` asks for PREFIX/NUMBER/RANK and counts from a process's start; here, from the first.
+    PyTorch's ``StoreExchange`` uses keys PREFIX/NUMBER/RANK and counts from a process's start; here the first key has
+    number 0.
     """
 
     def __init__(self, store: Store, check: Callable[[], None]) -> None:
-        """``check`` is called while others are waited for, as long as it takes, and raises if they will not come."""
+        """``check`` is called while waiting for other ranks; it raises if one has ended."""
         super().__init__()
         self._store = store
         self._check = check
@@ -100,26 +101,26 @@ class _RendezvousStore(Store):
 
 
 class FusedAllReduce:
-    """The memory of one rank, and the addresses of all."""
+    """One rank's memory, and the addresses of all ranks'."""
 
     def __init__(
-        self, memory: Tensor, addresses: list[int], rank: int, max_rows: int, hidden: int, mapped: Any = None
+        self, memory: Tensor, addresses: list[int], rank: int, max_tokens: int, hidden: int, mapped: Any = None
     ) -> None:
-        """Of memory that is there; ``rendezvous`` makes it.
+        """Use memory that exists; ``rendezvous`` allocates it.
 
         Args:
             memory: zeros, uint8 [bytes], on this rank's device.
-            addresses: of every rank's memory, as this rank's device sees it.
-            rank: of them.
-            max_rows: of a step.
+            addresses: of every rank's memory, as seen by this rank's device.
+            rank: this one.
+            max_tokens: of a step.
             hidden: D.
-            mapped: what keeps the others' memory within reach.
+            mapped: object that keeps the other ranks' memory mapped.
         """
         self.rank, self.ranks = rank, len(addresses)
-        self._places = places = _Places.of(max_rows, hidden, self.ranks)
+        self._places = places = _Places.of(max_tokens, hidden, self.ranks)
         self._hidden = hidden
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
-        self._products_TD = memory[: max_rows * hidden * 2].view(torch.bfloat16).view(max_rows, hidden)
+        self._products_TD = memory[: max_tokens * hidden * 2].view(torch.bfloat16).view(max_tokens, hidden)
         self._inputs = memory[places.inputs : places.residual]
         residual = memory[places.residual : places.flags].view(torch.bfloat16)
         self._residual_TD = residual[: len(residual) // hidden * hidden].view(-1, hidden)
@@ -130,31 +131,32 @@ class FusedAllReduce:
 
     @classmethod
     def rendezvous(
-        cls, name: str, store: Any, rank: int, ranks: int, max_rows: int, hidden: int, check: Callable[[], None]
+        cls, name: str, store: Any, rank: int, ranks: int, max_tokens: int, hidden: int, check: Callable[[], None]
     ) -> Self:
-        """With every rank's, each on the CUDA device of its number; all wait for each other.
+        """Allocate and exchange the memory of all ranks, rank N on CUDA device N; waits for every rank.
 
         Args:
-            name: of the group, the same on every rank and of no other group.
-            store: that the ranks have together.
+            name: of the group, the same on every rank and unique.
+            store: shared by the ranks.
             rank: this one.
-            ranks: how many.
-            max_rows: of a step.
+            ranks: their number.
+            max_tokens: of a step.
             hidden: D.
             check: raises if a rank has ended.
 
         Raises:
-            MegatokenError: the GPUs or the system do not let them.
+            MegatokenError: the GPUs or the system do not support it.
         """
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        c10d: Any = import_module("torch._C._distributed_c10d")  # what is public is of global groups alone
+        c10d: Any = import_module("torch._C._distributed_c10d")  # the public functions take global groups only
         symmetric = c10d._SymmetricMemory
-        meeting = _RendezvousStore(store, check)  # held here: what has only its C++ part calls no method of ours
-        group = c10d.ProcessGroup(meeting, rank, ranks)  # held here: the register keeps nothing alive
+        # Local variables keep both alive: C++ keeps no Python part of a store, and the registry keeps no group.
+        exchange = _RendezvousStore(store, check)
+        group = c10d.ProcessGroup(exchange, rank, ranks)
         c10d._register_process_group(name, group)
         try:
-            symmetric.set_group_info(name, rank, ranks, meeting)  # before PyTorch 2.11
-            size = _Places.of(max_rows, hidden, ranks).end
+            symmetric.set_group_info(name, rank, ranks, exchange)  # before PyTorch 2.11
+            size = _Places.of(max_tokens, hidden, ranks).end
             memory = symmetric.empty_strided_p2p((size,), (1,), torch.uint8, torch.device("cuda", rank), name)
             memory.zero_()
             torch.cuda.synchronize()
@@ -163,19 +165,19 @@ class FusedAllReduce:
             raise MegatokenError(f"the ranks' GPUs cannot share memory: {str(error).splitlines()[0]}") from error
         finally:
             c10d._unregister_process_group(name)
-        return cls(memory, mapped.buffer_ptrs, rank, max_rows, hidden, mapped)
+        return cls(memory, mapped.buffer_ptrs, rank, max_tokens, hidden, mapped)
 
     @classmethod
-    def alone(cls, ranks: int, max_rows: int, hidden: int, device: torch.device) -> Self:
-        """Of rank 0, whose memory stands for that of all ranks, and to whom they all have come: waits for nobody."""
-        memory = torch.zeros(_Places.of(max_rows, hidden, ranks).end, dtype=torch.uint8, device=device)
-        shared = cls(memory, [memory.data_ptr()] * ranks, 0, max_rows, hidden)
-        shared._flags.fill_(_NEVER)
+    def alone(cls, ranks: int, max_tokens: int, hidden: int, device: torch.device) -> Self:
+        """Rank 0 with its memory in place of all ranks', released, so that kernels run without other ranks."""
+        memory = torch.zeros(_Places.of(max_tokens, hidden, ranks).end, dtype=torch.uint8, device=device)
+        shared = cls(memory, [memory.data_ptr()] * ranks, 0, max_tokens, hidden)
+        shared._flags.fill_(_RELEASED)
         return shared
 
     @staticmethod
     def reachable(ranks: int) -> bool:
-        """Whether the GPUs of so many ranks reach each other's memory, atomic operations included: over NVLink."""
+        """Whether the GPUs of that many ranks can use each other's memory, with atomic operations: over NVLink."""
         driver, whether = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
         for one, other in permutations(range(ranks), 2):
             status = driver.cuDeviceGetP2PAttribute(ctypes.byref(whether), _NATIVE_ATOMICS, one, other)
@@ -183,40 +185,40 @@ class FusedAllReduce:
                 return False
         return True
 
-    def products(self, rows: int) -> Tensor:
-        """bf16 [T, D], where this rank's part of the next sum belongs."""
-        if rows > len(self._products_TD):
-            raise ValueError(f"a step of {rows} rows; the ranks share memory for {len(self._products_TD)}")
-        return self._products_TD[:rows]
+    def products(self, tokens: int) -> Tensor:
+        """bf16 [T, D]: write this rank's part of the next sum here."""
+        if tokens > len(self._products_TD):
+            raise ValueError(f"expected at most {len(self._products_TD)} tokens in a step, got {tokens}")
+        return self._products_TD[:tokens]
 
     def keep(self, x_TD: Tensor) -> Tensor:
-        """This rank's rows of a residual stream, bf16 [T / ranks, D], in memory that ``select`` of all ranks reads."""
-        own = x_TD[own_rows(len(x_TD), self.rank, self.ranks)]
+        """This rank's tokens of a residual stream, bf16 [T / ranks, D], in memory that all ranks' ``select`` reads."""
+        own = x_TD[own_tokens(len(x_TD), self.rank, self.ranks)]
         return self._residual_TD[: len(own)].copy_(own)
 
-    def select(self, rows_S: Tensor, rows: int) -> Tensor:
-        """This rank's part, [S / ranks, D], of those ``rows_S`` (int32) of a residual stream that all ranks kept.
+    def select(self, indices_S: Tensor, tokens: int) -> Tensor:
+        """This rank's part, [S / ranks, D], of tokens ``indices_S`` (int32) of a residual stream that all ranks kept.
 
-        ``rows``: T. A sum must follow: until it begins on all ranks, others may read what this one ``keep``s.
+        ``tokens``: T. A sum must follow: until it begins on all ranks, others may read what this rank kept.
         """
-        samples = len(rows_S)
-        own = own_rows(samples, self.rank, self.ranks)
+        samples = len(indices_S)
+        own = own_tokens(samples, self.rank, self.ranks)
         own_SD = torch.empty((own.stop - own.start, self._hidden), dtype=torch.bfloat16, device=self._state.device)
-        each_S, each_T = (rows_each(count, self.ranks) for count in (samples, rows))
+        each_S, each_T = (tokens_each(count, self.ranks) for count in (samples, tokens))
         _select_kernel[(each_S,)](
-            self._addresses, self._state, rows_S, own_SD, samples, each_S, each_T, self.rank,
+            self._addresses, self._state, indices_S, own_SD, samples, each_S, each_T, self.rank,
             self._places.residual, self._places.flags, D=self._hidden,
             BLOCK=triton.next_power_of_2(self._hidden), RANKS=self.ranks, num_warps=4,
         )  # fmt: skip
         return own_SD
 
     def add_rms_norm(
-        self, rows: int, residual_TD: Tensor, weight_D: Tensor, epsilon: float, scale: Tensor | None
+        self, tokens: int, residual_TD: Tensor, weight_D: Tensor, epsilon: float, scale: Tensor | None
     ) -> Tensor:
-        """``residual +=`` the sum of all ranks' ``products`` in place, then RMSNorm of all ranks' rows.
+        """``residual +=`` the sum of all ranks' ``products`` in place, then RMSNorm of all tokens.
 
         Args:
-            rows: T.
+            tokens: T.
             residual_TD: bf16 [T / ranks, D], this rank's.
             weight_D: bf16 or fp32 [D].
             epsilon: added to the mean square.
@@ -228,25 +230,25 @@ class FusedAllReduce:
         require_contiguous(residual_TD, weight_D)
         dtype = torch.bfloat16 if scale is None else torch.float8_e4m3fn
         block = triton.next_power_of_2(self._hidden)
-        each = rows_each(rows, self.ranks)
+        each = tokens_each(tokens, self.ranks)
         _add_rms_norm_kernel[(each,)](
-            self._addresses, self._state, residual_TD, weight_D, scale, rows, each, self.rank, float(epsilon),
+            self._addresses, self._state, residual_TD, weight_D, scale, tokens, each, self.rank, float(epsilon),
             self._places.inputs, self._places.flags,
             INPUTS=tl.bfloat16 if scale is None else tl.float8e4nv, D=self._hidden, BLOCK=block, RANKS=self.ranks,
             num_warps=min(max(block // 512, 1), 32), maxnreg=_REGISTERS,
         )  # fmt: skip
-        return self._inputs[: rows * self._hidden * dtype.itemsize].view(dtype).view(rows, self._hidden)
+        return self._inputs[: tokens * self._hidden * dtype.itemsize].view(dtype).view(tokens, self._hidden)
 
     def release(self) -> None:
-        """Ends kernels that wait for ranks that are gone: all have come, to this one.
+        """End this rank's kernels that wait for ranks that have ended.
 
-        By copies alone: kernels that wait may leave no other room to run.
+        Uses copies only: waiting kernels may leave no room for another kernel.
         """
         with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(self._flags.device)):
             self._on_host.copy_(self._state, non_blocking=True)
             torch.cuda.current_stream().synchronize()
-            never = (self._on_host[:1] + _NEVER).repeat(2 * self.ranks)
-            self._flags.copy_(never, non_blocking=True)
+            released = (self._on_host[:1] + _RELEASED).repeat(2 * self.ranks)
+            self._flags.copy_(released, non_blocking=True)
             torch.cuda.current_stream().synchronize()
 
 
@@ -256,8 +258,8 @@ def _rows_at(addresses, rank, place, dtype: tl.constexpr):
 
 
 @triton.jit
-def _tell(addresses, place, rank, number, mark: tl.constexpr, RANKS: tl.constexpr):
-    """All ranks: this one has begun (mark 0) or ended (1) kernel ``number``."""
+def _announce(addresses, place, rank, number, mark: tl.constexpr, RANKS: tl.constexpr):
+    """Set this rank's flag on all ranks: it has begun (mark 0) or ended (1) kernel ``number``."""
     other = tl.arange(0, triton.next_power_of_2(RANKS))
     flags = (tl.load(addresses + other, mask=other < RANKS, other=0) + place).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(flags + mark * RANKS + rank, number, mask=other < RANKS, sem="release", scope="sys")
@@ -265,7 +267,7 @@ def _tell(addresses, place, rank, number, mark: tl.constexpr, RANKS: tl.constexp
 
 @triton.jit
 def _wait(addresses, place, rank, number, mark: tl.constexpr, RANKS: tl.constexpr):
-    """Until all ranks have begun or ended kernel ``number``."""
+    """Wait until all ranks have begun or ended kernel ``number``."""
     flags = (tl.load(addresses + rank) + place).to(tl.pointer_type(tl.int32)) + mark * RANKS
     for other in tl.static_range(RANKS):
         while tl.atomic_add(flags + other, 0, sem="acquire", scope="sys") - number < 0:
@@ -274,18 +276,18 @@ def _wait(addresses, place, rank, number, mark: tl.constexpr, RANKS: tl.constexp
 
 @triton.jit
 def _begin(addresses, state, place, rank, RANKS: tl.constexpr):
-    """The number of this kernel, once every rank has come to it."""
+    """Wait until every rank has begun this kernel, and return its number."""
     number = tl.load(state) + 1
     if tl.program_id(0) == 0:
-        _tell(addresses, place, rank, number, 0, RANKS)
+        _announce(addresses, place, rank, number, 0, RANKS)
     _wait(addresses, place, rank, number, 0, RANKS)
     return number
 
 
 @triton.jit
 def _is_last(state, number):
-    """Whether all other programs of this kernel have come here."""
-    tl.debug_barrier()  # before one thread speaks for all
+    """Whether all other programs of this kernel have reached this point."""
+    tl.debug_barrier()  # all threads before the one that counts
     last = tl.atomic_add(state + 1, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
     if last:
         tl.store(state + 1, 0)
@@ -321,7 +323,7 @@ def _add_rms_norm_kernel(
         for other in tl.static_range(RANKS):
             tl.store(_rows_at(addresses, other, inputs_place, INPUTS) + at, y, mask=inside)
     if _is_last(state, number):
-        _tell(addresses, flags_place, rank, number, 1, RANKS)
+        _announce(addresses, flags_place, rank, number, 1, RANKS)
         _wait(addresses, flags_place, rank, number, 1, RANKS)
 
 

@@ -1,11 +1,11 @@
-// Three operations of the CPU back end that PyTorch can only compose from many passes over memory: paged attention, RMS
-// norm, and rotary embedding with the write into the paged cache. Compiled on first use by native.py, which also says
-// what each argument is; where no compiler is found the PyTorch versions in cpu.py run instead.
+// Three operations of the CPU back end that take PyTorch many passes over memory: paged attention, RMS norm, and rotary
+// embedding with the write into the paged cache. native.py compiles them on first use and documents their arguments;
+// without a compiler the PyTorch versions in cpu.py run instead.
 //
-// Any target compiles: only the bf16 dot product has a variant for one instruction set, and attention in bf16 a kernel for
-// processors with AMX (kernels_amx.h).
+// Any target compiles. The bf16 dot product has a variant for AVX-512 BF16, attention in bf16 a kernel for AMX
+// (kernels_amx.h).
 
-#if !defined(__GNUC__) || defined(__clang__)  // whose OpenMP library would run beside PyTorch's, with threads of its own
+#if !defined(__GNUC__) || defined(__clang__)  // Clang's OpenMP library would start threads in addition to PyTorch's
 #error "the kernels need GCC"
 #endif
 
@@ -42,7 +42,7 @@ inline Floats exponential(Floats x) {
     return x < -87.0f ? Floats{} : result;
 }
 
-// Sums of 16 vectors, one a lane: each level of the tree halves their number, three operations a pair.
+// Sums of 16 vectors, one per lane: each level of the tree halves their number with three operations a pair.
 template <int Width> inline void fold(Floats *sums) {
     constexpr int half = Width / 2;
     Ints low, high;
@@ -126,7 +126,7 @@ void attend(T *out, const T *q, int64_t out_stride, int64_t q_stride, const T *k
         int tokens = length - first < page_size ? length - first : page_size;
         int64_t place = ((int64_t)pages[first / page_size] * kv_heads + kv_head) * page_size * E;
         const T *keys = k_cache + place, *values = v_cache + place;
-        // Pages lie anywhere, so the processor cannot guess the next one: fetch each side while the other is computed.
+        // The processor cannot predict the next page, so keys are fetched while values are computed, and the reverse.
         bool more = first + page_size < length;
         const T *next = more ? k_cache + ((int64_t)pages[first / page_size + 1] * kv_heads + kv_head) * page_size * E : keys;
         for (int tile = 0; tile < tokens; tile += kLanes) {

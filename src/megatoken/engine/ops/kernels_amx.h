@@ -1,9 +1,9 @@
 // Paged attention of bf16 in AMX tiles, for kernels.cpp, whose vector helpers it uses. A tile register holds 16 rows of 64
 // bytes; one instruction multiplies 16 x 32 values by 32 x 16 and adds to 16 x 16 in fp32.
 //
-// Scores are computed transposed, keys x queries: keys are tiles as they lie in their page, and each lane of a vector is one
-// query, so that maxima and sums over keys need no horizontal operations. Every query's arithmetic is independent of those
-// beside it: what shares a tile or a step with a request never changes its tokens.
+// Scores are computed transposed, keys x queries: tiles of keys are loaded directly from their page, and each lane of a
+// vector is one query, so that maxima and sums over keys need no horizontal operations. The arithmetic of a query does not
+// depend on other queries, so the rest of a batch never changes a request's tokens.
 
 #ifndef MEGATOKEN_KERNELS_AMX_H
 #define MEGATOKEN_KERNELS_AMX_H
@@ -35,20 +35,20 @@ struct Item {  // these rows with the queries of one key/value head
 namespace {
 namespace amx {
 
-constexpr int kBlockKeys = 64;    // scored between two looks at the maximum
-constexpr int kMostQueries = 64;  // that share one walk over the pages, in tiles of 16: values are rearranged once for all
-// Of a sequence and key/value head: 64 decodes of 150 tokens on two cores ran 0.86 times as fast as without tiles for one
+constexpr int kBlockKeys = 64;    // scored between two updates of the maximum
+constexpr int kMostQueries = 64;  // that share one pass over the pages, in tiles of 16
+// Fewest queries of a sequence and key/value head for tiles: 64 decodes of 150 tokens on two cores ran 0.86 times as fast as without tiles for one
 // query, 0.93 for two, 1.05 for three, 1.16 for four, 1.61 for eight.
 constexpr int kFewestQueries = 3;
 
-// Linux hands out the tile registers on request, to the whole process; asking again is harmless.
+// Linux grants the tile registers to the whole process on request; repeated requests are harmless.
 inline bool allowed() {
     constexpr int request_permission = 0x1023, tile_data = 18;
     static const bool granted = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
     return granted;
 }
 
-// Configures this thread's tiles while it lives. PyTorch's own products configure theirs at every call.
+// Configures this thread's tiles during its lifetime. PyTorch's products configure theirs at every call.
 struct Tiles {
     const bool on;
     explicit Tiles(bool on) : on(on) {
@@ -187,8 +187,8 @@ template <int E> struct Attention {  // the operands of one call
         _tile_stored(3, scores + 48, 64);
     }
 
-    // Pairs of tokens beside each other; zeros beyond the last, whose places may hold anything. Meanwhile the tiles `ahead`
-    // are fetched: pages lie anywhere, so the processor cannot guess them.
+    // Interleaves pairs of tokens, with zeros after the last. Prefetches the tiles `ahead`, whose pages the processor cannot
+    // predict.
     void take_values(Scratch &scratch, const Block &block, const bf16 *const *ahead) const {
         for (int tile = 0; tile * kLanes < block.tokens || tile % 2; ++tile)
             for (int pair = 0; pair < kLanes / 2; ++pair) {
@@ -205,8 +205,7 @@ template <int E> struct Attention {  // the operands of one call
             }
     }
 
-    // Scores to weights in bf16. Their sum is of the rounded ones, so that outputs stay averages of values: what rounding
-    // does to all alike cancels.
+    // Scores to weights in bf16. Sums the rounded weights, so that outputs stay weighted averages of values.
     void weigh(Scratch &scratch, Sums &sums, const Floats *scores, int steps, bool started,
                const bf16 *const *ahead) const {
         const float factor = 1.44269504088896341f / std::sqrt((float)E);  // exponentials are powers of two
@@ -271,14 +270,14 @@ template <int E> struct Attention {  // the operands of one call
         if constexpr (First + 4 < kColumns) accumulate<First + 4>(scratch, sums, steps, started);
     }
 
-    // Online softmax block by block (Milakov and Gimelshein, 2018). `next` is what this thread computes afterwards: its first
-    // block is fetched during the last of this.
+    // Online softmax block by block (Milakov and Gimelshein, 2018). Prefetches the first block of `next`, the thread's next
+    // item, during the last block of this item.
     void attend(const Item &item, const Item &next) const {
         Scratch scratch;
         Rows rows = item.rows;
         int tiles = take_queries(scratch, item);
         Block now, ahead = block(item, 0);
-        // Weights are multiplied a stage late: fresh from the vector units, a tile could not load them before all was written.
+        // Weights are multiplied one stage late, because a tile load would wait for the stores of the vector units.
         int waiting = -1, waiting_steps = 0;
         bool waiting_started = false;
         auto multiply_waiting = [&] {
@@ -328,7 +327,7 @@ template <int E> struct Attention {  // the operands of one call
 
     void finish(const Scratch &scratch, const Item &item) const {
         int group = heads / kv_heads;
-        alignas(64) int16_t columns[32];  // back from what unpacking made of them
+        alignas(64) int16_t columns[32];  // undoes the interleaving of columns
         for (int e = 0; e < 32; ++e) columns[e] = e / 8 * 4 + e % 4 + (e & 4 ? kLanes : 0);
         bf16 *row = out + ((int64_t)item.rows.first * heads + item.kv_head * group) * E;
         for (int count = 0, query = 0; count < item.rows.count; ++count, row += heads * E)

@@ -1,14 +1,14 @@
-"""Paged attention on the GPU in Triton, one query row a sequence (decode). ``prompt_attention`` has that of prompts.
+"""Paged attention on the GPU in Triton, one query token a sequence (decode). For prompts see ``prompt_attention``.
 
 Keys and values lie in pages, k_cache and v_cache [P, K, S, E], e4m3 or bf16; stored values are ``k / k_scale`` and
-``v / v_scale``. Slots of a page that no sequence has reached are never read, whatever they hold.
+``v / v_scale``. Slots that no sequence has reached are never read.
 Softmax is computed in fp32 in powers of two. e4m3 keys and values enter the products as fp16, in which they are exact;
-queries too become fp16 (exact within its range) and softmax weights fp16, or bf16 beside a bf16 cache. e4m3 outputs are
+queries too become fp16 (exact within its range) and softmax weights fp16, or bf16 with a bf16 cache. e4m3 outputs are
 ``out / out_scale``, saturated at 448.
 
-Shape letters as in ``ops``: T rows, H query heads, K key/value heads, G = H / K <= 16, E head size, B sequences,
-P pages, S tokens per page, W pages per table row. Numbers that change from step to step are not specialised on, or a
-new step could mean a new compilation.
+Shape letters as in ``ops``: T tokens, H query heads, K key/value heads, G = H / K <= 16, E head size, B sequences,
+P pages, S tokens per page, W pages per table row. Kernels are not specialised on numbers that change from
+step to step, so that no step compiles.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -26,11 +26,11 @@ from megatoken.engine.memory import PARTIAL_RESULTS
 from megatoken.engine.schemes.fp8_weight import E4M3_MAX
 
 MAX_SPLITS = 32
-"""Most pieces one sequence is cut into."""
+"""Most pieces of one sequence."""
 SHORTEST_SPLIT = 128
-"""Fewest tokens worth a program of their own: its partial sums move a quarter of the bytes of its keys and values."""
-RESIDENT_PROGRAMS = 660
-"""Decode programs that one H200 holds at once: 132 multiprocessors x 5."""
+"""Fewest tokens for a program: its partial sums then move a quarter of the bytes of its keys and values."""
+RUNNING_PROGRAMS = 660
+"""Decode programs that one H200 runs at once: 132 multiprocessors x 5."""
 _NEVER_SPLIT = 2**31 - 1
 
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
@@ -47,7 +47,7 @@ class DecodeConfig:
         warps: warps per program.
         stages: tiles in flight per program.
         e4m3_scores: with an e4m3 cache, multiply keys as e4m3 by a query split into two e4m3 terms (8 significant bits,
-            what bf16 has), instead of converting keys to fp16. Wanted for G > 8, where the conversion is slow.
+            what bf16 has), instead of converting keys to fp16. Meant for G > 8, where the conversion is slow.
         split_tokens: tokens per program, a multiple of ``block_tokens``; None to choose from the lengths.
     """
 
@@ -63,7 +63,7 @@ class DecodeConfig:
 
 @triton.jit
 def cache_rows(table, tokens, live, kv_head, K: tl.constexpr, S: tl.constexpr):
-    """Where the tokens' keys and values are, in rows of E elements; 64 bits, as a cache may hold more than 2^31."""
+    """Index of the tokens' keys and values, in rows of E elements; 64 bits, as a cache may hold more than 2^31."""
     page = tl.load(table + tokens // S, mask=live, other=0)
     return page.to(tl.int64) * (K * S) + (kv_head * S + tokens % S)
 
@@ -72,8 +72,8 @@ def cache_rows(table, tokens, live, kv_head, K: tl.constexpr, S: tl.constexpr):
 def _e4m3_pairs(pairs, INTERPRETED: tl.constexpr):
     """16-bit words of two e4m3 values -> the even (low) and the odd (high) values as fp16.
 
-    A V tile must enter the product transposed, and the tensor cores' transposing load moves 16-bit words. So V travels
-    as words and is taken apart in registers: one byte shuffle and two conversions for four values.
+    A V tile enters the product transposed, and the tensor cores' transposing load moves 16-bit words. So V is loaded as
+    words and split in registers: one byte shuffle and two conversions for four values.
     """
     if INTERPRETED:
         words = pairs.to(tl.uint16, bitcast=True)
@@ -119,7 +119,7 @@ def _decode_kernel(
     H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, E4M3_SCORES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    # Operands are swapped: tokens lie on the long side of every product and the few grouped queries on the short one,
+    # Operands are swapped: tokens are on the long side of every product, the few grouped queries on the short side,
     # keys [N, E] x queries [E, G], values^T [E, N] x weights [N, G].
     E4M3: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
     FLOAT: tl.constexpr = tl.float16 if E4M3 else (tl.float32 if INTERPRETED else tl.bfloat16)
@@ -128,7 +128,7 @@ def _decode_kernel(
     sequence, kv_head = program // K, program % K
     length = tl.load(lengths + sequence)
     begin = split * split_tokens
-    if begin >= tl.maximum(length, 1):  # the first program of an empty sequence stays to write zeros
+    if begin >= tl.maximum(length, 1):  # the first program of an empty sequence goes on, to write zeros
         return
     end = tl.minimum(length, begin + split_tokens)
 
@@ -140,8 +140,8 @@ def _decode_kernel(
         q + (program * G + head)[None, :] * E + e[:, None], mask=(head < G)[None, :] & (e < E)[:, None], other=0.0
     )
     if E4M3_SCORES:
-        # A power of two brings the largest query to 224..448 and changes no digit; what the first term's 4 bits leave
-        # over, times 16, is the second term.
+        # A power of two brings the largest query to 224..448 without rounding; the remainder after the first term's
+        # 4 bits, times 16, is the second term.
         q_EG = q_EG.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(q_EG)), 1e-30)
         q_scale = tl.exp2(tl.ceil(tl.log2(largest / _E4M3_MAX)))
@@ -240,7 +240,7 @@ def _merge_kernel(
 
 
 def check(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, out_scale: float | None, *int32s: Tensor) -> None:
-    """Raise ValueError if queries, caches, output, page table and lengths are not what the kernels were written for."""
+    """Raise ValueError if the kernels do not support these queries, caches, output, page table and lengths."""
     _, kv_heads, page_size, head_dim = k_cache.shape
     heads = q.shape[1]
     fits = (
@@ -264,24 +264,24 @@ def check(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, out_scale: f
         named |= {f"index {number}": tensor for number, tensor in enumerate(int32s)}
         seen = ", ".join(f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in named.items())
         raise ValueError(
-            "attention wants contiguous bf16 queries [T, H, E] and e4m3 or bf16 caches [P, K, S, E] with S 16, 32, 64 "
-            "or 128, E a multiple of 16 up to 256, H / K up to 16, an output like the queries (e4m3 with out_scale), "
-            f"int32 indices; got {seen}, out_scale {out_scale}"
+            "attention expects contiguous bf16 queries [T, H, E] and e4m3 or bf16 caches [P, K, S, E] with S 16, "
+            "32, 64 or 128, E a multiple of 16 up to 256, H / K up to 16, an output like the queries (e4m3 with "
+            f"out_scale), int32 indices; got {seen}, out_scale {out_scale}"
         )
 
 
 def split_tokens(
     kv_heads: int, max_length: int, total_tokens: int, block_tokens: int = 64, *, sequences: int = 1
 ) -> int:
-    """Tokens per decode program: short enough that no program outlasts the others by much, long enough to pay.
+    """Tokens per decode program: few enough that all programs end at about the same time, enough to be efficient.
 
-    A piece is at most half of what one of the resident programs has to read in all. Sequences that fit into one piece
-    are finished by their program; the pieces of the others are merged by a second kernel.
+    A piece is about half of the work of one running program. A program finishes a sequence that fits into one piece; a
+    second kernel merges the pieces of the others.
 
     Returns:
-        A multiple of ``block_tokens``, or a number above any length where no sequence needs splitting.
+        A multiple of ``block_tokens``, or a number above any length if no sequence needs splitting.
     """
-    share = total_tokens * kv_heads // RESIDENT_PROGRAMS
+    share = total_tokens * kv_heads // RUNNING_PROGRAMS
     splits = min(MAX_SPLITS, PARTIAL_RESULTS // max(sequences, 1) or 1)
     piece = max(share // 2, SHORTEST_SPLIT, -(-max_length // splits))
     piece = -(-piece // block_tokens) * block_tokens
@@ -310,14 +310,14 @@ def decode_attention(
 
     Args:
         q_BHE: bf16 [B, H, E].
-        k_cache: e4m3 or bf16 [P, K, S, E]; so v_cache.
-        v_cache: as k_cache.
+        k_cache: e4m3 or bf16 [P, K, S, E], like v_cache.
+        v_cache: like k_cache.
         page_table_BW: int32 [B, W]; entries past a sequence's last page are not read. Rows may be strided.
-        lengths_B: int32 [B], visible keys; 0 gives a row of zeros.
+        lengths_B: int32 [B], visible keys; 0 gives zeros.
         out_BHE: written: bf16 [B, H, E], or e4m3 with ``out_scale``.
         softmax_scale: positive; usually E ** -0.5.
-        max_length: at least the largest length; the host knows it, so that nobody waits for the device.
-        total_tokens: about the sum of lengths; steers the splitting only.
+        max_length: at least the largest length, known to the host, which need not wait for the device.
+        total_tokens: about the sum of lengths, for the splitting.
         k_scale: positive.
         v_scale: any.
         out_scale: None for a bf16 output.
@@ -327,7 +327,7 @@ def decode_attention(
         out_BHE.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above.
+        ValueError: another shape, dtype or layout.
     """
     check(q_BHE, k_cache, v_cache, out_BHE, out_scale, page_table_BW, lengths_B)
     sequences, heads, head_dim = q_BHE.shape

@@ -2,9 +2,9 @@
 
 Caches, dtypes, precision and shape letters are those of ``paged_attention``; C is chunks.
 
-Two ways lead to a tile of keys. Through the page table: every program finds the pages and turns e4m3 into fp16 again,
-though all rows of a prompt read the same keys. Or gathered: one pass lays the pages of each sequence side by side in
-16 bits, and tiles of that come by the bulk copy engine, three in flight. The pass costs little beside a long context.
+A tile of keys is read in one of two ways. Paged: every program looks up the pages and converts e4m3 to fp16, although
+all tokens of a prompt read the same keys. Gathered: one pass copies the pages of each sequence into a contiguous 16-bit
+buffer, whose tiles the bulk copy engine loads, three in flight. For a long context that pass is cheap.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -29,11 +29,11 @@ class ChunkConfig:
     """How ``chunk_attention`` runs. Changes the result by rounding only.
 
     Attributes:
-        block_rows: query rows x heads per program.
+        block_rows: query tokens x heads per program.
         block_tokens: keys per tile.
         warps: warps per program.
         stages: tiles in flight per program.
-        gathered: read keys and values gathered, see above; the head size is then 64 or 128.
+        gathered: gather keys and values first, see above; the head size must be 64 or 128.
     """
 
     block_rows: int = 128
@@ -52,7 +52,7 @@ def _gather_kernel(
     k_cache, v_cache, table, contexts, k_out, v_out, table_stride, capacity,
     K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # What is left of the last tile becomes zeros: a weight of zero times whatever was there may be NaN.
+    # The rest of the last tile becomes zeros: a weight of zero times an unwritten value may be NaN.
     tile, kv_head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts + chunk)
     if tile * BLOCK_N >= context:
@@ -108,11 +108,11 @@ def _chunk_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, E4M3: tl.constexpr, GATHERED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    # One program serves all G query heads of a key/value head for BLOCK_M // G rows, so a key is read once for all.
+    # One program serves all G query heads of a key/value head for BLOCK_M // G tokens, so a key is read once for all.
     G: tl.constexpr = H // K
     ROWS: tl.constexpr = BLOCK_M // G
     kv_head, chunk = tl.program_id(0), tl.program_id(1)
-    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * ROWS  # the last rows see most keys: they start first
+    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * ROWS  # the last tokens see most keys, so they start first
     begin = tl.load(starts + chunk)
     rows = tl.load(starts + chunk + 1) - begin
     if first >= rows:
@@ -158,7 +158,7 @@ def chunk_attention(
     out_THE: Tensor,
     *,
     softmax_scale: float,
-    max_rows: int,
+    longest_chunk: int,
     max_context: int,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -167,20 +167,19 @@ def chunk_attention(
 ) -> Tensor:
     """Causal attention of prompt chunks whose keys and values are already in the cache.
 
-    Row t of chunk c's R rows sees keys 0 .. contexts[c] - R + t.
+    Token t of the N tokens of chunk c sees keys 0 .. contexts[c] - N + t.
 
     Args:
-        q_THE: bf16 [T, H, E]; chunk c's rows are chunk_starts[c] .. chunk_starts[c + 1] - 1.
-        k_cache: e4m3 or bf16 [P, K, S, E]; so v_cache.
-        v_cache: as k_cache.
+        q_THE: bf16 [T, H, E]; chunk c has tokens chunk_starts[c] .. chunk_starts[c + 1] - 1.
+        k_cache: e4m3 or bf16 [P, K, S, E], like v_cache.
+        v_cache: like k_cache.
         page_table_CW: int32 [C, W]. Rows may be strided.
-        chunk_starts_C1: int32 [C + 1], not falling.
-        contexts_C: int32 [C], keys visible to the chunk's last row, at least the chunk's rows.
-        out_THE: written at the chunks' rows: bf16 [T, H, E], or e4m3 with ``out_scale``.
+        chunk_starts_C1: int32 [C + 1], not decreasing.
+        contexts_C: int32 [C], keys visible to the chunk's last token, at least the chunk's tokens.
+        out_THE: written for the chunks' tokens: bf16 [T, H, E], or e4m3 with ``out_scale``.
         softmax_scale: positive; usually E ** -0.5.
-        max_rows: at least the rows of the longest chunk.
-        max_context: the largest of ``contexts_C``. In a step that is recorded, whose contexts vary: no more than
-            ``PAGED_CONTEXT``.
+        longest_chunk: at least the tokens of the longest chunk.
+        max_context: the largest of ``contexts_C``; at most ``PAGED_CONTEXT`` in a recorded step, whose contexts vary.
         k_scale: positive.
         v_scale: any.
         out_scale: None for a bf16 output.
@@ -190,14 +189,14 @@ def chunk_attention(
         out_THE.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above.
+        ValueError: another shape, dtype or layout.
     """
     check(q_THE, k_cache, v_cache, out_THE, out_scale, page_table_CW, chunk_starts_C1, contexts_C)
     _, heads, head_dim = q_THE.shape
     _, kv_heads, page_size, _ = k_cache.shape
     chunks, e4m3 = len(contexts_C), k_cache.itemsize == 1
     if config is None:
-        gathers = gathers_contexts(heads // kv_heads, chunks, max_rows, max_context)
+        gathers = gathers_contexts(heads // kv_heads, chunks, longest_chunk, max_context)
         config = ways(head_dim, q_THE.device)[-1 if gathers else 0]
     keys, values, capacity = k_cache, v_cache, 0
     if config.gathered:
@@ -209,7 +208,7 @@ def chunk_attention(
             K=kv_heads, S=page_size, E=head_dim, BLOCK_N=config.block_tokens,
         )  # fmt: skip
         keys, values = (TensorDescriptor.from_tensor(side, [config.block_tokens, head_dim]) for side in (keys, values))
-    tiles = -(-max_rows // (config.block_rows // (heads // kv_heads)))
+    tiles = -(-longest_chunk // (config.block_rows // (heads // kv_heads)))
     _chunk_kernel[(kv_heads, chunks, tiles)](
         q_THE, keys, values, page_table_CW, chunk_starts_C1, contexts_C, out_THE,
         softmax_scale * k_scale * math.log2(math.e), v_scale / (out_scale or 1.0), page_table_CW.stride(0), capacity,
@@ -221,7 +220,7 @@ def chunk_attention(
 
 
 def ways(head_dim: int, device: torch.device) -> list[ChunkConfig]:
-    """What ``chunk_attention`` chooses from. Gathering was seen to work, and to pay, on Hopper alone."""
+    """Configurations that ``chunk_attention`` chooses from. Gathering was tested, and is faster, on Hopper only."""
     gathers = head_dim in GATHERED_HEAD_SIZES and device.type == "cuda" and _is_hopper(device)
     return [PAGED_CHUNKS, GATHERED_CHUNKS] if gathers else [PAGED_CHUNKS]
 

@@ -1,7 +1,7 @@
-"""Triton kernels for token ids: into the model, from host or device, and out of it as the highest logit.
+"""Triton kernels for token ids: model inputs from host or device, and the ids of the highest logits.
 
-Pointers into a step's packed buffer and numbers that change from step to step are not specialised on: a new step must
-not mean a new compilation. Keyword arguments after ``*`` tune a launch and never change a result.
+Kernels are not specialised on pointers into a step's packed buffer or on numbers that change from step to step, so that
+no step compiles. Keyword arguments after ``*`` tune a launch and never change a result.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -28,7 +28,7 @@ def _gather_tokens_kernel(host_ids, table_slots, last_tokens, out, rows, BLOCK: 
 
 
 def gather_tokens(host_ids_T: Tensor, table_slots_T: Tensor, last_tokens: Tensor) -> Tensor:
-    """Each row's token id, from the host or from the table where the sampler left it.
+    """The id of each token of a step, from the host or from the table of the newest sampled ids.
 
     Args:
         host_ids_T: int32 [T].
@@ -42,11 +42,6 @@ def gather_tokens(host_ids_T: Tensor, table_slots_T: Tensor, last_tokens: Tensor
     out = torch.empty(rows, dtype=last_tokens.dtype, device=last_tokens.device)
     _gather_tokens_kernel[(triton.cdiv(rows, 256),)](host_ids_T, table_slots_T, last_tokens, out, rows, 256)
     return out
-
-
-def gather_tokens_reference(host_ids_T: Tensor, table_slots_T: Tensor, last_tokens: Tensor) -> Tensor:
-    """The same in torch."""
-    return torch.where(table_slots_T >= 0, last_tokens[table_slots_T.clamp_min(0).long()], host_ids_T)
 
 
 @triton.jit
@@ -89,7 +84,7 @@ def argmax_rows(logits_SV: Tensor, *, block: int = 2048, warps: int = 4, program
         logits_SV: bf16 or fp32 [S, V].
         block: columns a program holds at a time.
         warps: per program.
-        programs: rows are split over columns until there are about so many.
+        programs: columns are split until there are about this many.
 
     Returns:
         int64 [S].
