@@ -1,7 +1,7 @@
-"""A LoadGen of its own for every node, all started at the same moment, added up by the three stated rules.
+"""One LoadGen per node, all started at the same moment; their results are added up by the three stated rules.
 
-On each node a process drives the replicas there as a rack of one node. The driver of the whole only measures clocks,
-names the moment and puts together what comes back.
+On each node a process drives that node's replicas as a rack of one node. The main driver only measures clocks, sets the
+start time and joins the results.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from megatoken.targets.rack_backend import RackBackend
 from megatoken.text import count_of
 
 CLOCK_ROUNDS = 32
-HEAD_START_SECONDS = 3.0  # for LoadGen's processes to be there when the moment comes
-START_SECONDS = 120.0  # for a node's driver to be there
-WARM_UP_PATIENCE = 20.0  # times the time that a warm-up should take
+HEAD_START_SECONDS = 3.0  # for LoadGen's processes to start before the common start time
+START_SECONDS = 120.0  # for a node's driver to start
+WARM_UP_PATIENCE = 20.0  # timeout of a warm-up, in units of its planned duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +82,16 @@ class _NodeBackend:
 
 
 class NodeDriver:
-    """What runs on a node: the harness for the replicas there. ``stop`` may be called while ``run`` runs."""
+    """The harness of one node, for the replicas there. ``stop`` may be called while ``run`` runs."""
 
     def __init__(self, config: str, node: str) -> None:
-        """Keeps the configuration, which is JSON, and the name of the node."""
+        """Stores the configuration, which is JSON, and the name of the node."""
         self._config = RunConfig.model_validate_json(config)
         self._node = node
         self.received: str | None = None
 
     def listen(self, host: str, key: bytes, workers: Mapping[int, Sequence[int]]) -> tuple[str, int]:
-        """Waits for the processes with these numbers, which have these replicas; the address to reach it at."""
+        """Listens for the processes with these numbers, which have these replicas; returns its address."""
         rack, streams = self._config.rack, self._config.scenario != "offline"
         limits = {"dead_after_seconds": rack.dead_after_seconds, "wait_seconds": rack.wait_seconds}
         self._hub = Hub(host, key, streams=streams, **limits)
@@ -101,11 +101,11 @@ class NodeDriver:
         return self._hub.address
 
     def clocks(self) -> tuple[int, int]:
-        """Monotonic time and wall clock, both in ns."""
+        """Monotonic clock and wall clock, both in ns."""
         return time.monotonic_ns(), time.time_ns()
 
     def warm_up(self, facts: str, memory: str) -> str:
-        """Loads the data set, warms up and plans; what is planned, as JSON, or an error."""
+        """Loads the data set, warms up and plans; returns the expected rate, or an error, as JSON."""
         try:
             deadline = time.monotonic() + self._config.rack.wait_seconds
             while self._workers - self._hub.connected():
@@ -128,9 +128,9 @@ class NodeDriver:
         return json.dumps({"samples_per_second": self._session.facts["estimated_samples_per_second"]})
 
     def run(self, start_wall_ns: int) -> bytes:
-        """Runs the test from that moment of this node's wall clock; the run folder as a tar file."""
+        """Runs the test from that moment of this node's wall clock; returns the run folder as a tar file."""
         with tempfile.TemporaryDirectory(prefix="megatoken-node-") as out:
-            config = self._session.config  # with all that was left open
+            config = self._session.config  # resolved
             folder = self._session.create_folder(config, self._settings, Path(out))
             self._session.run(config, self._settings, folder, self, start_wall_ns=start_wall_ns)
             packed = io.BytesIO()
@@ -146,7 +146,7 @@ class NodeDriver:
 
 @dataclass(slots=True)
 class _Node:
-    """A node on its way."""
+    """A node of the run and its result."""
 
     name: str
     driver: Any
@@ -157,10 +157,10 @@ class _Node:
 
 
 def run_per_node(rack: RackBackend, prepared: Prepared, progress: Progress) -> Path:
-    """Measures every node with a LoadGen of its own.
+    """Measures every node with its own LoadGen.
 
     Returns:
-        The run folder; ``nodes/<node>/`` is each node's own.
+        The run folder; ``nodes/<node>/`` is the run folder of each node.
 
     Raises:
         MegatokenError: a node failed before the start.
@@ -182,7 +182,7 @@ def run_per_node(rack: RackBackend, prepared: Prepared, progress: Progress) -> P
             start_ns = time.time_ns() + round(HEAD_START_SECONDS * 1e9)
             asked = rack.config.samples
             own = "" if asked is None else f" and {count_of(asked, 'sample')}"
-            progress.stage(f"measuring {count_of(len(nodes), 'node')}, each with a LoadGen of its own{own}")
+            progress.stage(f"measuring {count_of(len(nodes), 'node')}, each with its own LoadGen{own}")
             for node in nodes:
                 offset = node.clock.offset()
                 ahead_ns = round(offset.wall_seconds * 1e9) if offset else 0
@@ -238,7 +238,7 @@ def _measure_clocks(rack: RackBackend, nodes: Sequence[_Node]) -> None:
 
 
 def _answer(rack: RackBackend, node: str, reference: Any, seconds: float) -> Any:
-    """What a node's driver answers. Raises MegatokenError when nothing comes in time, or it is gone."""
+    """The answer of a node's driver. Raises MegatokenError if none comes in time, or the driver is lost."""
     try:
         return rack.cluster.ask(reference, seconds)
     except TimeoutError:
@@ -246,12 +246,12 @@ def _answer(rack: RackBackend, node: str, reference: Any, seconds: float) -> Any
 
 
 def _collect(rack: RackBackend, nodes: Sequence[_Node], folder: RunFolder, stop: StopSignals) -> None:
-    """Waits for every node that lives; one that no longer answers is lost, its replicas and its samples with it."""
+    """Waits for the results of all nodes; a node that no longer answers is lost, with its replicas and samples."""
     waiting = list(nodes)
-    told = False
+    stopping = False
     while waiting:
-        if stop.received and not told:
-            told = True
+        if stop.received and not stopping:
+            stopping = True
             for node in waiting:
                 node.driver.stop.remote(stop.received)
         for node in list(waiting):

@@ -179,12 +179,16 @@ def _check_backend(config: RunConfig, model: ServedModel) -> None:
 
 
 def check_benchmark(config: RunConfig) -> None:
-    """Refuses a scenario that the benchmark has no limits for, or rules of a round without it. Raises UsageError."""
+    """Refuses a scenario without limits in the benchmark, or rules of a round without the benchmark.
+
+    Raises:
+        UsageError: names the rounds or scenarios to choose from.
+    """
     benchmark = run_benchmark(config)
     if config.scenario in OFFERED_SHARES and benchmark.limits_of(config.scenario) is None:
         raise UsageError(
-            f"--scenario {config.scenario}: {benchmark.name} has no limits for it; take singlestream or offline, or "
-            "name the --benchmark whose limits are meant"
+            f"--scenario {config.scenario}: {benchmark.name} has no limits for it; use singlestream or offline, or "
+            "give the --benchmark whose limits apply"
         )
     if config.rules is not None and config.rules not in benchmark.rounds:
         known = ", ".join(name for name in get_args(RoundName) if name in benchmark.rounds)
@@ -216,7 +220,7 @@ def resolve(config: RunConfig, memory: MemoryPlan | None) -> RunConfig:
 
 
 def _threads(config: RunConfig) -> int | None:
-    """PyTorch's; None where nothing is computed."""
+    """PyTorch's number of threads; None on simulated GPUs."""
     if config.rack.simulated_gpu is not None:
         return None
     import torch
@@ -227,10 +231,10 @@ def _threads(config: RunConfig) -> int | None:
 def check_writable(folder: Path) -> None:
     """Refuses an output folder now rather than after minutes of loading.
 
-    A folder of another name is made, in the nearest parent that exists, and removed: permissions alone do not tell.
+    Makes and removes a folder in the nearest parent that exists, because permissions alone are not enough to know.
 
     Raises:
-        StorageError: says what the system said.
+        StorageError: with the system's reason.
     """
     for nearest in (folder, *folder.absolute().parents):
         try:
@@ -248,7 +252,7 @@ def check_writable(folder: Path) -> None:
 def _loadgen_version() -> str:
     try:
         return version("mlcommons-loadgen")
-    except PackageNotFoundError:  # built by hand
+    except PackageNotFoundError:  # built from source
         return "of unknown version"
 
 
@@ -267,18 +271,18 @@ def _is_reference(config: RunConfig) -> bool:
 
 
 def _prompts(config: RunConfig) -> Path | None:
-    """The file of prompts; of the reference model its held-out set, where nothing is given. None: lengths alone."""
+    """The file of prompts: by default the reference model's held-out set. None: the data set is a table of lengths."""
     if config.prompts is None and config.lengths is None and _is_reference(config):
         return HELD_OUT
     return config.prompts
 
 
 def _check_max_tokens(config: RunConfig, data_set: Dataset) -> None:
-    """Refuses an answer length that no row takes. Raises UsageError."""
+    """Refuses an answer length that no row uses. Raises UsageError."""
     if config.max_tokens != KEYS["max_tokens"].default and not data_set.default_used:
         raise UsageError(
-            f"--max-tokens {config.max_tokens}: it is for JSON lines that state no max_tokens, and every row of "
-            f"{data_set.name} has a length of its own; leave it out"
+            f"--max-tokens {config.max_tokens}: applies to JSON lines that state no max_tokens, and every row of "
+            f"{data_set.name} has its own length; leave it out"
         )
 
 
@@ -312,7 +316,7 @@ def _load_data_set(config: RunConfig, model: ServedModel, tokenizer: Tokenizer |
 
 
 def _check_context(needed: int, config: RunConfig, memory: MemoryPlan) -> None:
-    """Refuses a context shorter than the ``needed`` tokens of the data set that ships, with what makes it longer."""
+    """Refuses a context shorter than the ``needed`` tokens of the packaged data set, and says how to extend it."""
     if needed <= memory.max_length:
         return
     in_pages = -(-needed // memory.page_size) * memory.page_size
@@ -326,12 +330,12 @@ def _check_context(needed: int, config: RunConfig, memory: MemoryPlan) -> None:
     ]
     if too_small:
         them = "it" if len(too_small) == 1 else "them"
-        mend = f"raise {' and '.join(too_small)} or more, or leave {them} out"
+        fix = f"raise {' and '.join(too_small)} or more, or leave {them} out"
     elif config.engine.memory_bytes is not None:
-        mend = "raise engine.memory_bytes, or leave it out"
+        fix = "raise engine.memory_bytes, or leave it out"
     else:
-        mend = "free memory"
+        fix = "free memory"
     raise CapacityError(
-        f"the prompts that ship with {REFERENCE} need a context of {needed:,} tokens with their answers, and here it "
-        f"is {memory.max_length:,}; {mend}, or give --prompts of your own"
+        f"the prompts that ship with {REFERENCE} need a context of {needed:,} tokens with their answers, but it is "
+        f"{memory.max_length:,}; {fix}, or give your own --prompts"
     )

@@ -1,6 +1,6 @@
 """Fields of ``result.json`` that follow from other fields, LoadGen's log and the tables of a run.
 
-Pure functions: the harness calls them when a test ends, and an audit calls them again on what the run folder holds.
+Pure functions: the harness calls them when a test ends, and an audit calls them again on the run folder's contents.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from megatoken.runs.run import Verdict
 if TYPE_CHECKING:
     import pyarrow as pa
 
-CORE_WAIT_SHARE = 0.05  # beyond it a reader of the speed is told
+CORE_WAIT_SHARE = 0.05  # of the time; more is noted
 _OUTPUT_RATES = {"offline": "result_tokens_per_second"}
 _SAMPLE_RATES = {"offline": "result_samples_per_second", "singlestream": "result_qps_with_loadgen_overhead"}
 
 
 def asked_facts(config: RunConfig, settings: TestSettings) -> dict[str, Any]:
-    """What a test is held against and what LoadGen was asked for; known before it starts."""
+    """The benchmark, the limits and the rate of a test; known before it starts."""
     limits = run_limits(config)
     offers = config.scenario in ("server", "interactive")
     return {
@@ -168,7 +168,7 @@ def loadgen_facts(scenario: str, log: DetailLog) -> dict[str, Any]:
 
 
 def latency_facts(own: Latencies, limits: LatencyLimits, log: DetailLog) -> dict[str, Any]:
-    """Our own judgement of the latencies beside LoadGen's: both of the same limits, which may be the user's."""
+    """Our own check of the latencies and LoadGen's, both with the same limits, which may be the user's."""
     return {
         **asdict(own),
         "met": own.met(limits),

@@ -1,4 +1,4 @@
-"""What a harness can drive. A target takes samples, reports tokens with the time they were seen, and counts."""
+"""What the harness can drive: a target takes requests and reports their tokens with the times they were seen."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatoken.hardware.telemetry import Telemetry
 class SampleEvent:
     """New tokens of one sample; ``time_ns`` is ``time.monotonic_ns()`` when they were seen.
 
-    ``finish_reason`` is set on the last event of a sample and only there. ``started_ns`` is when the target began to
-    compute the sample, on its first event; None from a target that cannot tell.
+    ``finish_reason`` is set on the last event of a sample and only there. ``started_ns``, on the first event, is when
+    the target began to compute the sample; None if the target does not know.
 
-    A target that tells of a sample only at its end, or of its first token and its end, sets ``output_tokens`` on the
-    last event: all tokens of the sample. ``token_ids`` are then all of them, or none if nobody wants them, and
-    ``first_ns`` is when the first was seen, if no event said so. ``node`` and ``replica`` say where it was computed;
-    None is this machine. ``error`` is set on the last event of a sample that failed, in place of ``finish_reason``.
+    A target that reports a sample only at its end, or its first token and its end, sets ``output_tokens`` on the last
+    event: the number of all tokens of the sample. ``token_ids`` are then all of them, or none if the run does not need
+    them, and ``first_ns`` is when the first was seen, unless an earlier event reported it. ``node`` and ``replica`` are
+    where the sample was computed; None is this machine. ``error``, on the last event, says why the sample failed.
 
     A target that answers in text sets ``text``, the new text, and leaves ``token_ids`` empty. It sets ``first_ns`` on
     the first event, and ``output_tokens`` on the last. ``input_tokens``, on the last event, is the length of a prompt
@@ -64,23 +64,24 @@ class Target(Protocol):
     def poll(self, timeout_seconds: float) -> list[SampleEvent]:
         """Waits for tokens, at most about this long; an in-process engine runs one step instead.
 
-        Raises MegatokenError when nothing is left that could serve.
+        Raises MegatokenError when the target can serve no more.
         """
 
     def state(self) -> ReplicaState:
-        """All replicas together after the last poll.
+        """The sum over all replicas after the last poll.
 
-        A target that does not count steps, whose events then come as the work is done, leaves ``steps`` at 0.
+        ``waiting`` must be the samples that no replica runs: the harness submits more only when it falls. A target that
+        does not count steps leaves ``steps`` at 0; its events then have to come as the work is done.
         """
 
     def replicas(self) -> list[ReplicaReading]:
-        """Each replica on its own, with power since the last call; asked about once a second."""
+        """Each replica, with mean power since the last call; called about once a second. Empty if unknown."""
 
     def outcome(self, since_ns: int) -> Mapping[str, Any]:
-        """Fields of ``result.json``: what became of the target since that moment (``time.monotonic_ns()``)."""
+        """Fields of ``result.json`` about losses and joins since that moment (``time.monotonic_ns()``)."""
 
     def withdraw(self) -> list[int]:
-        """Drops every sample that no engine has been given to begin with; their ids, of which no event follows."""
+        """Drops every sample that no replica has begun and returns their ids; no event follows for them."""
 
     def cancel_all(self) -> None:
         """Drops every sample in flight; no event follows for any of them."""

@@ -1,4 +1,4 @@
-"""A rack as a target: samples go to one queue, replicas on all nodes pull from it."""
+"""A rack as a target: samples go to one queue, from which the replicas of all nodes pull."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RackTarget:
         """Takes a hub whose replicas are connected.
 
         Args:
-            hub: nobody else may submit to it meanwhile.
+            hub: takes samples from this target only.
             facts: fields of ``result.json`` that stay the same.
             streams: whether first tokens come as events of their own.
         """
@@ -35,7 +35,7 @@ class RackTarget:
         self._planned = len(hub.live())
 
     def facts(self) -> Mapping[str, Any]:
-        """What the replicas run with and on."""
+        """The facts about the replicas and their nodes."""
         return self._facts
 
     def submit(self, sample_id: int, request: Request) -> None:
@@ -43,7 +43,7 @@ class RackTarget:
         self._hub.submit(sample_id, pack_request(request))
 
     def poll(self, timeout_seconds: float) -> list[SampleEvent]:
-        """Hands out what is queued, then waits for news. Raises MegatokenError when no replica is left for too long."""
+        """Gives queued samples to replicas and waits for events. Raises MegatokenError without replicas for too long."""
         self._hub.dispatch()
         events = [self._event(event) for event in self._hub.take(timeout_seconds)]
         for sample_id, why in self._hub.take_failures():
@@ -52,7 +52,7 @@ class RackTarget:
 
     def state(self) -> ReplicaState:
         """All replicas together; ``waiting`` counts what is in the shared queue."""
-        # One array: asked after every report, of which a large rack sends hundreds a second.
+        # One array, because this runs after every report, of which a large rack sends hundreds a second.
         states = np.frombuffer(b"".join(state.tobytes() for _, state in self._hub.states()), STATE)
         own = {
             "in_flight": self._hub.unended,
@@ -62,19 +62,19 @@ class RackTarget:
         return ReplicaState(**{name: states[name].sum().item() for name in STATE_FIELDS} | own)
 
     def replicas(self) -> list[ReplicaReading]:
-        """Every replica as it last reported."""
+        """The last report of every replica."""
         return [
             ReplicaReading(
                 place.node,
                 place.replica,
                 ReplicaState(**{name: state[name].item() for name in STATE_FIELDS}),
-                Telemetry(*(_told(state[name]) for name in ("power_watts", "clock_mhz", "temperature_celsius"))),
+                Telemetry(*(_known(state[name]) for name in ("power_watts", "clock_mhz", "temperature_celsius"))),
             )
             for place, state in self._hub.states()
         ]
 
     def outcome(self, since_ns: int) -> dict[str, Any]:
-        """What was lost and what joined since then, and how far every node's clocks are from ours."""
+        """Losses and joins since then, and the clock offsets of all nodes."""
         hub = self._hub
         losses = [loss for loss in hub.losses if loss.time_ns >= since_ns]
         joins = [(place, time_ns) for place, time_ns in hub.joins if time_ns >= since_ns]
@@ -102,7 +102,7 @@ class RackTarget:
         return {"rack": facts}
 
     def withdraw(self) -> list[int]:
-        """Drops what no replica holds; the ids of those samples."""
+        """Drops the samples that no replica holds; returns their ids."""
         return self._hub.withdraw()
 
     def cancel_all(self) -> None:
@@ -128,6 +128,6 @@ class RackTarget:
         )
 
 
-def _told(value: Any) -> float | None:
+def _known(value: Any) -> float | None:
     number = float(value)
     return None if math.isnan(number) else number

@@ -62,7 +62,7 @@ class RackBackend:
         return {"rack_nodes": self.nodes()}
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Every node: name, address, replicas, and what its machine is."""
+        """Every node: name, address, replicas, machine."""
         nodes: dict[str, dict[str, Any]] = {}
         for slot, facts in zip(self.slots, self.found, strict=True):
             for place in slot.places:
@@ -120,18 +120,18 @@ class RackBackend:
 
 @contextmanager
 def open_rack(config: RunConfig, reporter: Reporter) -> Iterator[RackBackend]:
-    """Takes a cluster, places the processes and has them open the model.
+    """Connects to a cluster, places the processes and opens the model in them.
 
     Raises:
-        CheckpointError, ConfigError, CapacityError: of what is simulated, before anything is started.
-        UsageError: what does not fit together, with the numbers.
+        CheckpointError, ConfigError, CapacityError: the model, or a simulated GPU, cannot be used.
+        UsageError: cluster, nodes or checkpoints do not fit; the message has the numbers.
     """
     source = open_model(config.model, random_weights=config.random_weights, seed=config.seed)
     sharded(source.config, config.engine.tensor_parallel)
     if config.rack.simulated_gpu is not None:
         _check_simulated(config, config.rack.simulated_gpu)
     reporter.stage("looking for the rack's nodes")
-    # Ray prints messages of its daemons on standard output, which belongs to the command's result.
+    # Ray prints messages of its daemons on standard output, which is for the command's result.
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
         yield from _hold(config, source, reporter)
 
@@ -162,7 +162,7 @@ def _hold(config: RunConfig, source: Checkpoint | RandomWeights, reporter: Repor
 
 
 def _check_simulated(config: RunConfig, gpu: str) -> None:
-    """Says now what each simulated node would say after Ray and all of them have started."""
+    """Checks before Ray starts what each simulated node would refuse."""
     spec, ranks, per_node = _spec(config), config.engine.tensor_parallel, config.rack.simulated_gpus
     plan_simulation(spec.model, EngineConfig(**spec.engine), gpu)
     if per_node % ranks:
