@@ -62,12 +62,12 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     for path in hostile_paths(tmp_path).values():
         assert str(path) in refused("compare", path, "GB200")
     for references, why in (
-        (("GB200",), "two results or more"),
+        (("GB200",), "at least two results"),
         (("GB200", "GB200"), "given twice"),
-        (("GB200", "ZX81"), "ZX81: neither a folder nor a published id nor an accelerator"),
+        (("GB200", "ZX81"), "ZX81: not a folder, a published id or an accelerator"),
         (
             ("GB200", "H100", "--benchmark", "llama2-70b"),
-            "--benchmark llama2-70b: no published result is of it",
+            "--benchmark llama2-70b: no published result has it",
         ),
         (("GB200", "H100", "--scenario", "Sever"), "did you mean Server?"),
         (

@@ -53,7 +53,7 @@ def test_the_page_of_a_document_lies_beside_it_wherever_the_command_is_called(tm
     (tmp_path / "plan_energy.json").rename(tmp_path / "ours.json")
     assert call_here("report", tmp_path / "ours.json")[:2] == (0, f"{tmp_path / 'ours.html'}\n")
     (tmp_path / "ours.html").write_text("my own notes")
-    assert "ours.html: is there and is no page of megatoken" in refused("report", tmp_path / "ours.json")
+    assert "ours.html: this file is not a megatoken page of megatoken" in refused("report", tmp_path / "ours.json")
     assert (tmp_path / "ours.html").read_text() == "my own notes"
     assert not Path("report.html").exists()
 

@@ -350,7 +350,7 @@ def test_a_switch_takes_a_value_or_none(
             "tiny",
             "tiny: cannot be read: No such file or directory; give a YAML file of settings; a model is given with",
         ),
-        ("--prompts {tmp}/pipe", "pipe: cannot be read: nobody writes into this pipe"),
+        ("--prompts {tmp}/pipe", "pipe: cannot be read: no process writes into this pipe"),
         ("--prompts /dev/zero", "/dev/zero: cannot be read: it is a device, not a file"),
         ("--engine.memory_bytes 1000", "does not fit"),
         ("--engine.max_length 1000000", "max_length 1,000,000"),

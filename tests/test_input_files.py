@@ -35,17 +35,17 @@ def pipe(tmp_path: Path) -> Path:
 
 def test_a_pipe_without_a_writer_is_refused_not_waited_for(pipe: Path) -> None:
     for read in (load, lambda path: load_lengths(path, vocabulary_size=10, max_length=20)):
-        with pytest.raises(DatasetError, match="pipe: cannot be read: nobody writes into this pipe; give the path"):
+        with pytest.raises(DatasetError, match="pipe: cannot be read: no process writes into this pipe; give the path"):
             read(pipe)
     for suffix, words in (
-        (".pkl", "nobody writes"),
-        (".json", "nobody writes"),
+        (".pkl", "no process writes"),
+        (".json", "no process writes"),
         (".parquet", "cannot be read as parquet"),
     ):
         with pytest.raises(DatasetError, match=words):
             read_table(pipe.rename(pipe.with_suffix(suffix)), ["tokens"])
         pipe.with_suffix(suffix).rename(pipe)
-    with pytest.raises(ConfigError, match="pipe: cannot be read: nobody writes into this pipe; give a"):
+    with pytest.raises(ConfigError, match="pipe: cannot be read: no process writes into this pipe; give a"):
         load_run_config(pipe, {})
 
 

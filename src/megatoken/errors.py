@@ -1,4 +1,4 @@
-"""Every error megatoken raises on purpose: what was wrong, where, how to mend it, and the exit code it maps to."""
+"""Every error megatoken raises on purpose: what was wrong, where, how to fix it, and the exit code it maps to."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ SECRET_KEY = re.compile(r"(^|_)(password|passwd|secret|api_?key|authorization|cr
 URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 REDACTED = "***"
 OTHER_FOLDER = "choose another folder with --out"
-MENDS = {
+FIXES = {
     ENOSPC: "make room",
     EDQUOT: "make room",
     EFBIG: "raise the limit on the size of files (ulimit -f)",
@@ -35,14 +35,14 @@ MENDS = {
 def write_atomically(path: Path, write: Callable[[Path], object], *, movable: bool = True) -> None:
     """Let ``write`` fill a hidden neighbour of ``path``, flush it to the disk, then rename it over ``path``.
 
-    A link stays one; what it names is replaced. ``movable`` as for ``storage_error``.
+    A link stays a link; its target is replaced. ``movable`` as for ``storage_error``.
 
     Raises:
-        StorageError: ``path`` is a folder, a device or a pipe, or the disk refuses; ``path`` is as it was.
+        StorageError: ``path`` is a folder, a device or a pipe, or the disk refuses; ``path`` is unchanged.
     """
     real = Path(os.path.realpath(path))
-    with suppress(OSError):  # there is none yet, or writing will tell
-        if not S_ISREG(real.stat().st_mode):  # a device such as /dev/null would be renamed over, for all who use it
+    with suppress(OSError):  # it does not exist yet, or writing will raise
+        if not S_ISREG(real.stat().st_mode):  # renaming over /dev/null would break it for every process
             raise StorageError(f"{path}: not a regular file; name another")
     temporary = real.with_name(f".{real.name}.tmp")
     try:
@@ -67,7 +67,7 @@ def write_text(path: Path, text: str, *, movable: bool = True) -> None:
 
 
 def storage_error(path: Path, error: OSError, *, movable: bool = True) -> StorageError:
-    """One line for the user out of what the operating system said, with the mend that fits it.
+    """The error of the operating system as one line for the user, with the fix.
 
     Args:
         path: what could not be written.
@@ -75,12 +75,12 @@ def storage_error(path: Path, error: OSError, *, movable: bool = True) -> Storag
         movable: whether the command has a flag ``--out`` that could name another place for it.
     """
     cause = os.strerror(error.errno) if error.errno else str(error)
-    mend = MENDS.get(error.errno or 0)
-    if mend is None:
-        mend = OTHER_FOLDER if movable else "see to it that it can be"
+    fix = FIXES.get(error.errno or 0)
+    if fix is None:
+        fix = OTHER_FOLDER if movable else "make it writable"
     elif movable and error.errno != EFBIG:
-        mend = f"{mend} or {OTHER_FOLDER}"
-    return StorageError(f"{path}: cannot be written ({cause}); {mend}")
+        fix = f"{fix} or {OTHER_FOLDER}"
+    return StorageError(f"{path}: cannot be written ({cause}); {fix}")
 
 
 def to_json(value: Mapping[str, Any]) -> str:
@@ -91,8 +91,7 @@ def to_json(value: Mapping[str, Any]) -> str:
 def plain(value: Any) -> Any:
     """The same value in the types JSON knows: NaN and infinity as None, paths as text, NumPy scalars as Python's.
 
-    Half of a surrogate pair, as Python makes of a path that is not UTF-8 and somebody's JSON may hold, is written as an
-    escape: UTF-8 has no code for it.
+    A lone surrogate, from a path that is not UTF-8 or from JSON, is written as an escape, because UTF-8 cannot hold it.
     """
     if isinstance(value, Mapping):
         return {_text(str(key)): plain(item) for key, item in value.items()}
@@ -131,10 +130,10 @@ _REFUSED = {stat.S_IFDIR: "a directory", stat.S_IFCHR: "a device", stat.S_IFBLK:
 
 
 def open_input(path: Path) -> io.BufferedReader:
-    """Opens ``path`` for reading, without waiting for somebody who may never come.
+    """Open ``path`` for reading, without waiting for the writer of a pipe.
 
-    With O_NONBLOCK a pipe can be opened before anybody writes into it (fifo(7)). Its first read tells: if it brings
-    nothing, it raises OSError.
+    With O_NONBLOCK a pipe can be opened before it has a writer (fifo(7)). If the first read returns nothing, it raises
+    OSError.
 
     Raises:
         OSError: the system's; or ``strerror`` says what it is that cannot be read.
@@ -164,7 +163,7 @@ class _Pipe(io.RawIOBase):
         """Reads into ``buffer``; 0 at the end, OSError if that is where it begins."""
         count = self._file.readinto(buffer)
         if not count and self._empty:
-            raise OSError(EINVAL, "nobody writes into this pipe")
+            raise OSError(EINVAL, "no process writes into this pipe")
         self._empty = False
         return count
 
@@ -175,7 +174,7 @@ class _Pipe(io.RawIOBase):
 
 
 def _is_terminal_of_standard_input(status: os.stat_result) -> bool:
-    """Whether somebody may be typing there, as into ``/dev/stdin``."""
+    """Whether it is the terminal of standard input, such as ``/dev/stdin``."""
     return stat.S_ISCHR(status.st_mode) and os.isatty(0) and status.st_rdev == os.fstat(0).st_rdev
 
 
@@ -203,7 +202,7 @@ def open_regular(path: Path) -> BinaryIO:
         raise UnreadableError(_cause(error)) from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise UnreadableError("is no regular file")
+            raise UnreadableError("is not a regular file")
         return os.fdopen(descriptor, "rb", buffering=2**18)
     except BaseException:
         os.close(descriptor)
@@ -244,7 +243,7 @@ def encoding_problem(head: bytes) -> str | None:
 
 
 def parse_json(text: str) -> tuple[Any, list[str]]:
-    """A JSON value, the first of keys that stand twice, and those keys; UnreadableError if it is none."""
+    """A JSON value, the first of keys that stand twice, and those keys; UnreadableError if it is not JSON."""
     twice: list[str] = []
 
     def first_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -261,7 +260,7 @@ def parse_json(text: str) -> tuple[Any, list[str]]:
     except RecursionError:
         raise UnreadableError("is nested too deeply") from None
     except ValueError as error:
-        raise UnreadableError(f"is no JSON ({error})") from None
+        raise UnreadableError(f"is not JSON ({error})") from None
 
 
 def read_json_object(path: Path) -> tuple[Mapping[str, Any], dict[str, int], list[Damage]]:
@@ -269,7 +268,7 @@ def read_json_object(path: Path) -> tuple[Mapping[str, Any], dict[str, int], lis
     text, damages = read_text(path)
     value, twice = parse_json(text)
     if not isinstance(value, dict):
-        raise UnreadableError("is no JSON object")
+        raise UnreadableError("is not a JSON object")
     if _deeper_than(value, DEEPEST):
         raise UnreadableError(f"is nested more than {DEEPEST} deep")
     lines = key_lines(text)
@@ -277,7 +276,7 @@ def read_json_object(path: Path) -> tuple[Mapping[str, Any], dict[str, int], lis
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """A part of a document, empty where something else stands in its place."""
+    """``value`` if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -290,7 +289,7 @@ def _deeper_than(value: Any, levels: int) -> bool:
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """The first line on which each ``"key":`` of a JSON text stands."""
+    """The first line of each ``"key":`` in a JSON text."""
     lines: dict[str, int] = {}
     for number, line in enumerate(text.split("\n"), 1):
         for key in re.findall(r'"([^"\\]{1,200})"\s*:', line):
@@ -307,7 +306,7 @@ def display(path: str) -> str:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _cause(error: OSError | ValueError) -> str:

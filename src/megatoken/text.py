@@ -1,4 +1,4 @@
-"""Numbers as people read them: thousands apart, no exponent, as many digits as mean something, 9 before 10."""
+"""Numbers as text: thousands separators, no exponent, significant digits only; and natural sorting."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TypeGuard
 
 ABSENT = "-"
 LARGEST = 1e300
-SMALLEST = 1e-12  # below it nobody counts zeros
+SMALLEST = 1e-12  # below it, the exponent is easier to read than the zeros
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether ``value`` is a number that arithmetic can hold; True and False are none."""
+    """Whether ``value`` is a number within float range; booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
@@ -30,7 +30,7 @@ def number(value: object) -> str:
 
 
 def precise(value: object) -> str:
-    """One decimal from a thousand on, four significant digits below: figures that are compared with published ones."""
+    """One decimal from a thousand on, four significant digits below: for comparisons with published figures."""
     if not is_number(value):
         return ABSENT
     if isinstance(value, int):
@@ -41,7 +41,7 @@ def precise(value: object) -> str:
 
 
 def exact(value: object) -> str:
-    """All digits of a number, as somebody wrote it."""
+    """All digits of a number, as it was written."""
     if not is_number(value):
         return ABSENT
     if value and not SMALLEST <= abs(value) < 1e21:
@@ -63,7 +63,7 @@ def _trimmed(value: float) -> str:
 
 def natural(text: str) -> list[tuple[int, int | str]]:
     """A sorting key that puts node 9 before node 10."""
-    parts = (part for part in re.split(r"(\d{1,18})", text) if part)  # longer ones are no numbers that people count by
+    parts = (part for part in re.split(r"(\d{1,18})", text) if part)  # longer ones are not numbers to sort by
     return [(0, int(part)) if part.isascii() and part.isdigit() else (1, part) for part in parts]
 
 

@@ -61,7 +61,7 @@ def test_the_sum_is_a_makespan_rate_of_1_030_087_if_simultaneous():
     assert round(result.makespan.output_tokens / 1e9, 3) == 5.154
     assert round(result.makespan.output_tokens_per_second / result.sum_of_rates_tokens_per_second, 3) == 0.936
     assert result.common_window.output_tokens_per_second is None
-    assert "do not say when" in result.common_window.reason
+    assert "have no completion times" in result.common_window.reason
     assert result.overlap_share is None
     assert round(result.overlap_share_at_most, 3) == 0.897
     assert not result.evidence_of_simultaneity.shown
@@ -119,7 +119,7 @@ def test_three_rates_of_two_nodes_that_overlap_by_half():
 def test_nodes_in_turn_have_no_common_window():
     result = aggregate([node("a", 0.0), node("b", 100.0)])
     assert result.common_window.output_tokens_per_second is None
-    assert result.common_window.reason == "at no moment were all nodes running"
+    assert result.common_window.reason == "the nodes never all ran at once"
     assert result.overlap_share == 0
     assert result.sum_label == "sum of 2 rates of runs that took turns: no two ran at the same time"
     assert "their rates do not add up" in result.notes[0]
@@ -135,13 +135,15 @@ def test_shown_to_be_simultaneous():
     result = aggregate([node("a", 0.0), node("b", 2.0)], observations=["one job started both"])
     assert result.evidence_of_simultaneity.shown
     assert result.evidence_of_simultaneity.observations[-1] == "one job started both"
-    assert result.evidence_of_simultaneity.statement.startswith("by the nodes' own clocks, whose offsets are not known")
+    assert result.evidence_of_simultaneity.statement.startswith("by the clocks of the nodes, whose offsets are unknown")
     assert "1970-01-01T00:00:02.000Z" in result.evidence_of_simultaneity.observations[1]
 
 
 def test_one_log_under_two_names_is_named():
-    (note,) = [note for note in aggregate([node("a"), node("b"), node("c", rate=9.0)]).notes if "last digit" in note]
-    assert note.startswith("a, b have the same")
+    (note,) = [
+        note for note in aggregate([node("a"), node("b"), node("c", rate=9.0)]).notes if "exactly the same" in note
+    ]
+    assert note.startswith("a, b have exactly the same")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_one_log_under_two_names_is_named():
         ([node("a", rate=0.0)], "no output tokens"),
         ([node("a", seconds=math.inf)], "no output tokens"),
         ([node("a"), node("a", 200.0, source="second")], "2 runs of node a did not all run at the same time"),
-        ([node("a", source="one"), node("a", source="one")], "node a comes twice from one"),
+        ([node("a", source="one"), node("a", source="one")], "node a is given twice .one."),
         ([node("a", None), node("a", None, source="second")], "are not shown to have run at the same time"),
         ([node("a", scenario="Offline"), node("b", scenario="Server")], "differ in scenario: Offline"),
     ],
@@ -255,12 +257,12 @@ def test_nodes_of_one_folder_share_its_clock(tmp_path):
         rows = run_node_rows(replace(run, result={**result, "rack": rack}))
         return aggregate([*rows, *others]).evidence_of_simultaneity.statement
 
-    assert statement({"clock_offsets": []}).startswith("by the one driver's clock, all 2")
+    assert statement({"clock_offsets": []}).startswith("by the clock of the one driver, all 2")
     offsets = [{"node": "a", "uncertainty_seconds": 2e-4}, {"node": "b", "uncertainty_seconds": 5e-4}]
     each = statement({"clock_offsets": offsets, "start_spread_seconds": 0.1})
-    assert each.startswith("by the driver's clock, from which the nodes' offsets are known within 0.5 ms, all 2")
+    assert each.startswith("by the driver's clock (offsets of the nodes known within 0.5 ms), all 2")
     [other] = run_node_rows(run_folder(tmp_path, "two", "c", "2026-11-20T09:12:33+00:00"))
-    assert statement({}, other).startswith("by the nodes' own clocks, whose offsets are not known, all 3")
+    assert statement({}, other).startswith("by the clocks of the nodes, whose offsets are unknown, all 3")
 
 
 def test_an_unfinished_node_is_noted(tmp_path):

@@ -42,40 +42,40 @@ def test_what_a_run_wrote_is_let_pass(path: Path) -> None:
     [
         (
             {"output_tokens_per_second": 22.0},
-            "output_tokens_per_second is 22, by output_tokens / rated_seconds it is 11;",
+            "output_tokens_per_second is 22, but output_tokens / rated_seconds gives 11;",
         ),
-        ({"output_tokens_per_second": 11.1}, "output_tokens_per_second is 11.1, by"),
-        ({"output_tokens": 220}, "output_tokens_per_second is 11, by output_tokens / rated_seconds it is 22;"),
-        ({"processed_tokens_per_second": 99.0}, "processed_tokens_per_second is 99, by"),
-        ({"whole_run_output_tokens_per_second": 99.0}, "output_tokens / duration_seconds it is 11;"),
-        ({"rated_seconds": 0.0}, "output_tokens_per_second is 11, by"),
+        ({"output_tokens_per_second": 11.1}, "output_tokens_per_second is 11.1, but"),
+        ({"output_tokens": 220}, "output_tokens_per_second is 11, but output_tokens / rated_seconds gives 22;"),
+        ({"processed_tokens_per_second": 99.0}, "processed_tokens_per_second is 99, but"),
+        ({"whole_run_output_tokens_per_second": 99.0}, "output_tokens / duration_seconds gives 11;"),
+        ({"rated_seconds": 0.0}, "output_tokens_per_second is 11, but"),
     ],
 )
 def test_a_rate_that_is_not_its_tokens_over_its_seconds(path: Path, values: dict[str, float], words: str) -> None:
     with pytest.raises(UsageError) as caught:
         read_consistent_run(say(path, **values))
     assert words in str(caught.value)
-    assert f"megatoken audit {path} says" in str(caught.value)
+    assert f"megatoken audit {path} lists" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_rate_of_a_node(path: Path) -> None:
     (node,) = read_consistent_run(path).result["nodes"]
     say(path, nodes=[{**node, "output_tokens_per_second": 12.0}])
-    with pytest.raises(UsageError, match="of node here is 12, by its output_tokens / duration_seconds it is 11;"):
+    with pytest.raises(UsageError, match="of node here is 12, but its output_tokens / duration_seconds gives 11;"):
         read_consistent_run(path)
 
 
 def test_figures_that_agree_with_each_other_and_not_with_loadgen(path: Path) -> None:
     thrice = {"output_tokens_per_second": 33.0, "processed_tokens_per_second": 48.0, "rated_seconds": 10 / 3}
-    with pytest.raises(UsageError, match=r"is 33, by mlperf/mlperf_log_summary.txt it is 11"):
+    with pytest.raises(UsageError, match=r"is 33, but mlperf/mlperf_log_summary.txt gives 11"):
         read_consistent_run(say(path, **thrice))
     say(path, wall_clock_step_seconds=-60.0)  # LoadGen times by a clock that was set meanwhile
     assert read_consistent_run(path).result["output_tokens_per_second"] == 33.0
 
 
 def test_loadgens_rate_as_result_json_repeats_it(path: Path) -> None:
-    with pytest.raises(UsageError, match=r"loadgen_output_tokens_per_second is 12, by mlperf/mlperf_log_summary.txt"):
+    with pytest.raises(UsageError, match=r"loadgen_output_tokens_per_second is 12, but mlperf/mlperf_log_summary.txt"):
         read_consistent_run(say(path, loadgen_output_tokens_per_second=12.0))
 
 
@@ -83,7 +83,7 @@ def test_answers_of_one_token_are_none_to_loadgen(path: Path) -> None:
     (path / "mlperf" / "mlperf_log_summary.txt").write_text(SUMMARY.format("2.0"))
     say(path, loadgen_output_tokens_per_second=2.0, samples_without_tpot=90)
     assert read_consistent_run(path).result["output_tokens_per_second"] == 11.0
-    with pytest.raises(UsageError, match=r"is 11, by mlperf/mlperf_log_summary.txt it is 2"):
+    with pytest.raises(UsageError, match=r"is 11, but mlperf/mlperf_log_summary.txt gives 2"):
         read_consistent_run(say(path, samples_without_tpot=20))
 
 
@@ -113,7 +113,7 @@ def test_a_soak_is_held_against_its_series(tmp_path: Path) -> None:
     run = soak(tmp_path)
     assert run.result["output_tokens_per_second"] == pytest.approx(10.0)
     say(run.path, output_tokens_per_second=12.0)
-    with pytest.raises(UsageError, match=r"is 12, by what series.parquet counts until rated_seconds it is 10;"):
+    with pytest.raises(UsageError, match=r"is 12, but series.parquet until rated_seconds gives 10;"):
         read_consistent_run(run.path)
 
 

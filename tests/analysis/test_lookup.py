@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_read_is_named(runs, monkeypatch):
         return real(path)
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
-    told = f"{runs / 'notes'}: cannot be read (Permission denied); name the folders of runs themselves"
+    told = f"{runs / 'notes'}: cannot be read (Permission denied); name the run folders directly"
     with pytest.raises(UsageError, match=f"^{re.escape(told)}$"):
         run_folders(runs)
 
@@ -84,7 +84,7 @@ def test_paths_without_runs_are_named(runs):
 
 def test_only_repeats_stand_for_one_result(runs):
     assert [run.path.name for run in read_repeats_in(runs / "x-repeats")] == ["000", "001"]
-    with pytest.raises(UsageError, match="runs: y is no repeat of 000: model is 125m, not tiny; give one of them"):
+    with pytest.raises(UsageError, match="runs: y is not a repeat of 000: model is 125m, not tiny; give one of them"):
         read_repeats_in(runs)
 
 
@@ -93,7 +93,7 @@ def test_repeats_of_another_machine_or_rate_are_none(tmp_path):
         folder = tmp_path / name
         run_folder(folder, "a", "host", HOUR.format(10))
         run_folder(folder, "b", "host", HOUR.format(11), **facts)
-        with pytest.raises(UsageError, match=f"b is no repeat of a: {name}"):
+        with pytest.raises(UsageError, match=f"b is not a repeat of a: {name}"):
             read_repeats_in(folder)
     run_folder(tmp_path / "hosts", "a", "one", HOUR.format(10))
     run_folder(tmp_path / "hosts", "b", "two", HOUR.format(10))

@@ -148,10 +148,10 @@ def test_nothing_but_the_three_tables_can_be_reached_or_changed(runs, tmp_path, 
 @pytest.mark.parametrize(
     ("sql", "complaint"),
     [
-        ("", "query: is empty; ask one SELECT of requests, runs, series"),
+        ("", "query: is empty; give one SELECT over requests, runs, series"),
         ("-- nothing", "query: is empty;"),
         ("select 1; select 2", "query: holds 2 statements; ask one SELECT"),
-        ("select '\udcff'", "query: must be UTF-8 text, and some of its bytes are not"),
+        ("select '\udcff'", "query: not UTF-8 text"),
         ("selec 1", 'query: syntax error at or near "selec"'),
         ("select * from nope", "Table with name nope does not exist; the tables are requests, runs, series"),
         ("select verdit from runs", 'Referenced column "verdit" not found'),
@@ -174,7 +174,7 @@ def test_folders_without_runs_and_damaged_runs_are_named(tmp_path):
     with pytest.raises(UsageError, match="absent: no such folder"):
         query([tmp_path / "absent"], "select 1")
     (make_run(tmp_path, "b") / "series.parquet").write_bytes(b"junk")
-    with pytest.raises(UsageError, match=r"b is not a whole run folder: series\.parquet is damaged"):
+    with pytest.raises(UsageError, match=r"b is not a complete run folder: series\.parquet is damaged"):
         query([tmp_path], "select 1")
 
 

@@ -93,7 +93,7 @@ def test_a_run_that_was_cut_off_is_listed_and_not_in_the_mean(runs):
     assert (document["verdict"], document["runs"]) == ("INTERRUPTED", ["001", "002", "003"])
     assert document["runs_in_the_mean"] == ["001", "002"]
     assert len(document["metrics"]["output_tokens_per_second"]["values"]) == 2
-    assert document["notes"][-1] == "not in the mean, for they did not come to their end: 003"
+    assert document["notes"][-1] == "not in the mean, because they did not finish: 003"
 
 
 def test_runs_that_were_in_each_others_way_are_said_to_be(runs, tmp_path):

@@ -87,7 +87,7 @@ def test_a_folder_of_runs_is_repeats(tmp_path):
     ("reference", "words"),
     [
         ("runs/typo", "no such folder"),
-        ("Gb9000", "neither a folder nor a published id"),
+        ("Gb9000", "not a folder, a published id"),
         ("5.1-9999", "not among the language model results"),
         (f"{EXAMPLES / 'vendor-blog.yaml'}#totl", "has no claim totl; it has system, memory"),
         (f"{EXAMPLES / 'vendor-blog.yaml'}#memory", "only a claim in tokens/s"),

@@ -61,7 +61,8 @@ def test_a_folder_of_repeats_is_planned_with_by_every_command(repeats, tmp_path)
 def test_runs_that_are_no_repeats_are_not_averaged(make_run, tmp_path):
     make_run(name="001")
     make_run(name="002", scenario="offline")
-    with pytest.raises(UsageError, match="002 is no repeat of 001: scenario is offline, not server; give one of them"):
+    match = "002 is not a repeat of 001: scenario is offline, not server; give one of them"
+    with pytest.raises(UsageError, match=match):
         commands.capacity(commands.Rate(run=tmp_path), commands.Common())
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no run folder and none below it"):
@@ -69,6 +70,6 @@ def test_runs_that_are_no_repeats_are_not_averaged(make_run, tmp_path):
 
 
 def test_a_server_run_says_that_its_rate_was_offered(make_run, assumptions):
-    assert any("takes --find-rate" in note for note in from_runs([make_run()], assumptions).notes)
+    assert any("--find-rate finds" in note for note in from_runs([make_run()], assumptions).notes)
     offline = from_runs([make_run(name="offline", scenario="offline")], assumptions)
     assert not any("--find-rate" in note for note in offline.notes)

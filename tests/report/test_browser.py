@@ -112,7 +112,7 @@ def test_many_results_side_by_side_fit(visit, tmp_path):
     _, page = save_document(compare([*entries, claimed]).to_document(), tmp_path)
     tab = visit(page.as_uri())
     assert wider_than_the_window(tab) == []
-    frame = tab.locator(".scroll", has=tab.locator("caption", has_text="What is compared"))
+    frame = tab.locator(".scroll", has=tab.locator("caption", has_text="Compared results"))
     tab.set_viewport_size({"width": 1280, "height": 900})
     frame.focus()
     assert tab.evaluate("document.activeElement.getAttribute('role')") == "region"

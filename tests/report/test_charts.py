@@ -166,7 +166,7 @@ def test_a_tornado_has_the_widest_swing_first_and_both_ends_in_words():
     figure = tornado("t", "$", 10.0, swings)
     assert [row[0] for row in figure.data.rows] == ["price", "pue"]
     words = re.findall(r">([^<]+)</text>", figure.drawing)
-    assert words == ["price", "3 … 4", "5", "15", "pue", "1 … 2", "9", "11", "10 as planned"]
+    assert words == ["price", "3 … 4", "5", "15", "pue", "1 … 2", "9", "11", "10 at the planned inputs"]
 
 
 @settings(deadline=None)

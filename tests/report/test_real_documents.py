@@ -54,7 +54,7 @@ def test_efficiency_is_recomputed_and_nameplate_looks_unlike_measured():
 def test_cost_has_waterfall_tornado_and_only_sourced_assumptions():
     root = page_of(commands.cost(RACK, commands.Common(), commands.PowerFlags()))
     assert captions(root)[0].startswith("Cost of a million output tokens")
-    assert captions(root)[1].startswith("What moves it: Cost per million output tokens")
+    assert captions(root)[1].startswith("Sensitivity: Cost per million output tokens")
     inputs = table_rows(root, "Inputs")
     assumed = [name for name, cells in inputs.items() if cells and cells[3] == "! assumed"]
     shipped = {f"{name}{' '.join(one.source.split())}" for name, one in load_assumptions().entries.items()}
@@ -66,7 +66,7 @@ def test_cost_has_waterfall_tornado_and_only_sourced_assumptions():
 def test_a_fleet_for_a_curve_of_demand_is_drawn():
     flags = commands.FleetFlags(demand=5000, curve="office_day", accelerators_per_node=4, nodes_per_rack=18)
     root = page_of(commands.fleet(RACK, commands.Common(profile=["agent"]), flags))
-    assert captions(root) == ["Nodes that the demand takes nodes"]
+    assert captions(root) == ["Nodes needed for the demand nodes"]
 
 
 def test_generations_side_by_side_are_verified_and_divisions_kept_apart():
@@ -76,7 +76,7 @@ def test_generations_side_by_side_are_verified_and_divisions_kept_apart():
     names = [words(text) for text in chart.iter("text") if text.get("class") == "name"]
     assert all(generation in name for generation, name in zip(generations, names, strict=True))
     (pair, cells), *_ = [row for row in table_rows(root, "Ratios").items() if row[0].startswith("5.1-0098")]
-    assert "✕ not like for like" in cells[0] and "division: open against closed" in pair
+    assert "✕ not like for like" in cells[0] and "division: open vs closed" in pair
 
 
 def test_the_audit_of_the_published_logs_fits_a_page_with_its_acceptance_values():

@@ -45,7 +45,7 @@ def test_a_folder_of_repeats_has_a_page_on_all_and_one_on_each(runs, tmp_path):
     ]  # fmt: skip
     root = parsed(pages[-1].read_text())
     text = words(root)
-    for told in ("9.209", "mean of 3 runs, with 95 % confidence between", "of 5 that were wanted", "MEASURED"):
+    for told in ("9.209", "mean of 3 runs, with 95 % confidence between", "of 5 requested", "MEASURED"):
         assert told in text
     assert table_rows(root, "What each run had")["002"] == ["MEASURED", "9.167", "0.8333", "1.5"]
     units = {name: cells[0] for name, cells in table_rows(root, "Mean of the runs").items() if cells}
@@ -61,7 +61,9 @@ def test_a_folder_of_repeats_has_a_page_on_all_and_one_on_each(runs, tmp_path):
 def test_a_repeat_that_was_deleted_is_told_by_page_comparison_and_plan(runs, tmp_path, lost):
     folder = tmp_path / "x-repeats"
     write_text(folder / REPEATS, to_json(summarise_repeats(runs, 3)))
-    words_on_it = f"missing: 002 (its {lost} is gone), of which repeats.json tells, so all numbers are of the others"
+    words_on_it = (
+        f"missing although repeats.json lists them: 002 (its {lost} is gone); all numbers cover the other runs"
+    )
     rate = Rate(run=folder, accelerators=1)
     assert words_on_it not in words(parsed(write_report(folder).read_text()))
     assert words_on_it not in (comparison_entry(str(folder), read_evidence, **PUBLISHED).note or "")
@@ -83,14 +85,14 @@ def test_reasons_and_simulated_gpus_of_repeats_are_told(runs, tmp_path):
     document = summarise_repeats([runs[0], invalid, runs[2]], 3)
     assert document["reasons"] == [{"run": "002", **reason}]
     text = words(parsed(page(document_view(checked(plain(document))))))
-    assert "INVALID the worst of 3 runs: something that it had to meet is not met" in text
+    assert "INVALID the worst of 3 runs: a required condition was not met" in text
     assert "FAILED_SAMPLES 002: 1 of 10 samples failed" in text
     assert "simulated H200" not in text
 
     for one in runs:
         one.config["rack"] = {"simulated_gpu": "H200"}
     text = words(parsed(page(document_view(checked(plain(summarise_repeats(runs, 3)))))))
-    assert "MEASURED simulated H200, its rates and times are a cost model's; the worst of 3 runs" in text
+    assert "MEASURED simulated H200: rates and times come from a cost model; the worst of 3 runs" in text
 
 
 def test_runs_of_one_setting_are_repeats_without_being_told(runs, tmp_path):

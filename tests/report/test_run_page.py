@@ -37,7 +37,7 @@ def test_the_page_says_what_the_folder_says(make_run, unmet):
 
 
 def test_the_page_has_loadgens_own_word_as_the_terminal_has(make_run):
-    assert "LoadGen's own word: INVALID" in words(page_of(make_run(loadgen_validity="INVALID")))
+    assert "LoadGen result: INVALID" in words(page_of(make_run(loadgen_validity="INVALID")))
     assert "own word" not in words(page_of(make_run(scenario="server", loadgen_validity=None)))
 
 
@@ -63,7 +63,7 @@ def test_the_page_says_what_ran_on_what_and_what_to_know_about_it(make_run):
     )
     root = page_of(path)
     assert "random weights: the speed is real & the text is not" in words(root.find(".//header"))
-    assert table_rows(root, "What ran, and on what") == {
+    assert table_rows(root, "Model and environment") == {
         "Model": ["tiny"],
         "Weights": ["random, seed 0"],
         "Data set": ["lengths.csv · 24,576 rows"],
@@ -88,7 +88,7 @@ def test_one_node_without_telemetry_has_seven_charts(make_run):
         "Goodput by limit output tokens/s",
     ]
     rows = table_rows(root, "Work within limits")  # 20.0 to 23.2 ms a token; Offline counts no first token
-    assert rows["MLPerf Interactive, llama2-70b"] == ["not counted", "40 ms", "100", "4.034", "104.9"]
+    assert rows["MLPerf Interactive, llama2-70b"] == ["does not apply", "40 ms", "100", "4.034", "104.9"]
 
 
 def test_in_server_the_first_token_counts_for_goodput(make_run):

@@ -1,6 +1,6 @@
-"""Many nodes to one result: the three rates that "together" can mean, how the nodes differ, what one lost domain costs.
+"""Many nodes as one result: three rates, how the nodes differ, what the loss of one fault domain costs.
 
-Pure functions of plain node rows, whatever log they were read from.
+Pure functions of node rows from any kind of log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 STRAGGLER_THRESHOLD = 0.03
 ONE_NODE = "one node"
 SIMULTANEOUS_SHARE = 0.95
-OWN_CLOCKS = "the nodes' own clocks, whose offsets are not known"
+OWN_CLOCKS = "the clocks of the nodes, whose offsets are unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Simultaneity:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What is left when one fault domain is lost and the others go on as before."""
+    """What remains when one fault domain is lost and the others continue as before."""
 
     fault_domain: str
     nodes_lost: tuple[str, ...]
@@ -136,14 +136,14 @@ def aggregate(
     straggler_threshold: float = STRAGGLER_THRESHOLD,
     baseline_tokens_per_second: float | None = None,
 ) -> Aggregate:
-    """Nodes to one result.
+    """Nodes as one result.
 
     Args:
         rows: one per node; of one scenario, model and precision.
         title: what the result is called.
         inputs: where the rows came from.
-        observations: sentences about simultaneity that the caller knows from elsewhere.
-        clocks: by which the rows' starts are told; None: as the rows say, where they come from one source.
+        observations: further sentences about simultaneity.
+        clocks: text on the clock of the rows' starts; None: that of the rows, if they are from one source.
         straggler_threshold: share below the median from which a node counts as straggler.
         baseline_tokens_per_second: rate of one node alone, for the scaling efficiency.
 
@@ -237,9 +237,9 @@ def _common_window(rows: Sequence[NodeRow], timed: bool) -> Window:
     if not timed:
         basis += ", if all nodes had started together"
     if seconds <= 0:
-        return Window(None, None, 0.0, not timed, basis, reason="at no moment were all nodes running")
+        return Window(None, None, 0.0, not timed, basis, reason="the nodes never all ran at once")
     if not all(row.progress for row in rows):
-        reason = "the logs of some nodes do not say when their samples completed"
+        reason = "the logs of some nodes have no completion times"
         return Window(None, None, seconds if timed else None, not timed, basis, reason)
     tokens = sum(
         _tokens_done(row, end - own_start) - _tokens_done(row, start - own_start)
@@ -333,8 +333,8 @@ def _notes(rows: Sequence[NodeRow]) -> list[str]:
     notes = []
     if took_turns(rows):
         notes.append(
-            "no two nodes ran at the same time: nothing shows what they give together, and repeats on one machine under"
-            " several names look the same; their rates do not add up (megatoken compare takes repeats)"
+            "no two nodes ran at the same time, so their rates do not add up; repeats on one machine under several"
+            " names look the same (megatoken compare takes repeats)"
         )
     verdicts = Counter(row.verdict for row in rows if row.verdict)
     if set(verdicts) - {"VALID", "MEASURED"}:
@@ -343,7 +343,7 @@ def _notes(rows: Sequence[NodeRow]) -> list[str]:
     for row in rows:
         figures.setdefault((row.output_tokens_per_second, row.duration_seconds), []).append(row.node)
     notes += [
-        f"{', '.join(names)} have the same rate and duration to the last digit: one log under several names?"
+        f"{', '.join(names)} have exactly the same rate and duration; check for one log under several names"
         for names in figures.values()
         if len(names) > 1
     ]

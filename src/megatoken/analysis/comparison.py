@@ -1,4 +1,4 @@
-"""Results side by side: per GPU, per node, per rack, and which ratios compare like with like."""
+"""Results side by side: per GPU, node and rack, and which ratios compare like with like."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MATCHED = ("division", "state", "verdict", "scenario", "mode", "model", "accurac
 MATCHED_WHERE_KNOWN = ("weights", "ttft_limit_seconds", "tpot_limit_seconds")
 LENGTHS = ("input_tokens_per_sample", "output_tokens_per_sample")
 LENGTHS_TOLERANCE = 0.05  # of the shorter
-UNUSABLE = ("INTERRUPTED", "INVALID", "DEGRADED")  # a rate that is none, whatever it is set beside
+UNUSABLE = ("INTERRUPTED", "INVALID", "DEGRADED")  # not comparable
 LONGER = 2.0
 UNSTATED = "not stated"
 HASH = re.compile("[0-9a-f]{64}")
@@ -58,7 +58,7 @@ class Entry:
     accelerator: str | None = None
     accelerators: int | None = None
     nodes: int | None = None
-    racks: int | None = None  # where nothing else says of how many a rate is
+    racks: int | None = None  # where no accelerator count gives it
     verdict: str | None = None
     mode: str | None = None  # performance or accuracy
     weights: str | None = None
@@ -78,7 +78,7 @@ class Entry:
     note: str | None = None
 
     def data_set_differs_from(self, other: Entry) -> bool:
-        """By content where both tell it, else by name."""
+        """By content if both hashes are known, else by name."""
         if self.data_set_sha256 and other.data_set_sha256:
             return self.data_set_sha256 != other.data_set_sha256
         return self.data_set != other.data_set
@@ -191,18 +191,18 @@ class Comparison:
 
 
 def compare(entries: Sequence[Entry], *, title: str = "Comparison") -> Comparison:
-    """Set ``entries`` side by side; the first is what the others are compared to.
+    """Compare entries to the first of them.
 
     Raises:
         UsageError: fewer than two entries, or two of one name.
     """
     if len(entries) < 2:
-        raise UsageError("compare needs two results or more: run folders, folders of logs, published ids or claims")
+        raise UsageError("compare needs at least two results: run folders, folders of logs, published ids or claims")
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names):
         twice = max(names, key=names.count)
         raise UsageError(
-            f"the same result is given twice: {twice}; an accelerator stands for its fastest published row"
+            f"the same result is given twice: {twice} (an accelerator stands for its fastest published row)"
         )
     entries = _contended(_named_shortly(entries))
     baseline, *others = entries
@@ -229,7 +229,7 @@ def ratios(of: Entry, to: Entry) -> list[Ratio]:
 
 
 def differences(of: Entry, to: Entry, basis: str) -> list[Difference]:
-    """What keeps a ratio on ``basis`` from comparing like with like; the hardware generation and software do not."""
+    """Why a ratio on ``basis`` does not compare like with like; hardware generation and software may differ."""
     pairs = {name: (getattr(of, name), getattr(to, name)) for name in (*MATCHED, *MATCHED_WHERE_KNOWN, *LENGTHS)}
     unlike = [name for name in MATCHED if _comparable(pairs[name][0]) != _comparable(pairs[name][1])]
     if "verdict" not in unlike and of.verdict in UNUSABLE:
@@ -239,16 +239,16 @@ def differences(of: Entry, to: Entry, basis: str) -> list[Difference]:
         unlike.append("data_set")
     known = {name: pair for name, pair in pairs.items() if None not in pair}
     if "model" in unlike:
-        known.pop("weights", None)  # of course
+        known.pop("weights", None)  # they differ with the model
     unlike += [name for name in MATCHED_WHERE_KNOWN if name in known and known[name][0] != known[name][1]]
     unlike += [name for name in LENGTHS if name in known and _lengths_differ(*known[name])]
     found = [Difference(name.replace("_", " "), *map(_shown, pairs[name])) for name in unlike]
     if of.shared_with or to.shared_with:
-        machines = [f"shared with {one.shared_with}" if one.shared_with else "to itself" for one in (of, to)]
+        machines = [f"shared with {one.shared_with}" if one.shared_with else "not shared" for one in (of, to)]
         found.append(Difference("machine", *machines))
     sizes: dict[str, Callable[[Entry], Any]] = {
         "total": lambda entry: (
-            entry.accelerators or (f"none, {count_of(entry.nodes, 'node')}" if entry.nodes else None)
+            entry.accelerators or (f"unknown ({count_of(entry.nodes, 'node')})" if entry.nodes else None)
         ),
         "per_node": lambda entry: entry.accelerators_per_node,
         "per_rack": lambda entry: "whole rack" if entry.rack_is_measured else "projection",
@@ -307,7 +307,7 @@ def _lengths_differ(one: float, other: float) -> bool:
 
 
 def _named_shortly(entries: Sequence[Entry]) -> list[Entry]:
-    """Run folders under as much of their paths as tells each from the others."""
+    """The entries, those of run folders under short unique names."""
     measured = [entry.name for entry in entries if entry.paths]
     short = dict(zip(measured, names_of([Path(name) for name in measured]), strict=True))
     taken = {entry.name for entry in entries if not entry.paths}
@@ -318,7 +318,7 @@ def _named_shortly(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _contended(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries, each with what else its machine was busy with."""
+    """The entries, each with the runs that shared its machine."""
     everything = [occupation for entry in entries for occupation in entry.occupations]
     found = []
     for entry in entries:
@@ -328,9 +328,9 @@ def _contended(entries: Sequence[Entry]) -> list[Entry]:
             for other in everything
             if (seconds := one.seconds_shared_with(other))
         }
-        told = [f"{name_of(run)} for {precise(seconds)} s" for run, seconds in shared.items()]
-        more = f" and {len(told) - 1} more" if len(told) > 1 else ""
-        found.append(replace(entry, shared_with=f"{told[0]}{more}") if told else entry)
+        shares = [f"{name_of(run)} for {precise(seconds)} s" for run, seconds in shared.items()]
+        more = f" and {len(shares) - 1} more" if len(shares) > 1 else ""
+        found.append(replace(entry, shared_with=f"{shares[0]}{more}") if shares else entry)
     return found
 
 
@@ -346,24 +346,23 @@ def _interval(of: Entry, to: Entry, basis: str) -> tuple[float, float] | None:
 def _notes(entries: Sequence[Entry]) -> list[str]:
     notes = [f"{entry.name}: {entry.note}" for entry in entries if entry.note]
     notes += [
-        f"{entry.name}: runs at the same time on one machine each had what the other left, so measure them one after"
-        f" the other (shared with {entry.shared_with})"
+        f"{entry.name}: shared the machine with {entry.shared_with}; measure runs one after the other"
         for entry in entries
         if entry.shared_with
     ]
     notes += [
-        f"{entry.name}: {entry.verdict}, so its rate is no result" for entry in entries if entry.verdict in UNUSABLE
+        f"{entry.name}: {entry.verdict}, so its rate is not a result" for entry in entries if entry.verdict in UNUSABLE
     ]
     timed = {entry.duration_seconds: entry for entry in entries if entry.duration_seconds}
     if timed and max(timed) > LONGER * min(timed):
         ends = [f"{timed[end].name} {precise(end)} s" for end in (min(timed), max(timed))]
-        notes.append(f"durations: {' against '.join(ends)}; start and end of a run weigh more the shorter it is")
+        notes.append(f"durations: {' vs '.join(ends)}; ramp and drain weigh more in shorter runs")
     sizes = {entry.accelerators for entry in entries if entry.accelerators}
     if len(sizes) > 1:
         shown = ", ".join(f"{size:,}" for size in sorted(sizes))
         notes.append(f"systems of {shown} accelerators: rates per accelerator of small systems do not project linearly")
     if any(entry.state != "verified" for entry in entries):
-        notes.append("only results in state verified were reviewed by MLCommons")
+        notes.append("MLCommons reviewed only results in state verified")
     return notes
 
 

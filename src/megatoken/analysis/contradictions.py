@@ -1,7 +1,7 @@
-"""Whether the rates of a run folder follow from what stands beside them; cheap, for everyone who passes them on.
+"""Checks that the rates of a run folder follow from the fields next to them; cheap, for every reader of rates.
 
-An audit computes every number again from the raw rows. This only keeps a rate that somebody wrote over by hand from
-becoming a ratio, a plan or a page.
+An audit recomputes every number from the raw rows. This check only keeps a rate that was edited by hand out of ratios,
+plans and pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SUMMARY = ("mlperf", "mlperf_log_summary.txt")
 SAME = 1e-6  # relative: the same division of the same numbers
 PRINTED = 1e-4  # relative: a summary has six digits
-LATE_SECONDS = 5.0  # by which LoadGen may hear of the last sample later, on a machine that is busy
+LATE_SECONDS = 5.0  # LoadGen may hear of the last sample that much later on a busy machine
 LATE_SHARE = 0.1
 _MOST_SUMMARY_BYTES = 2**20
 _LOGGED_RATE = re.compile(r"^(?:Completed tokens|Tokens) per second *: *([0-9.e+]+)$", re.MULTILINE)
@@ -32,16 +32,16 @@ def check_arithmetic(run: Run) -> None:
     """Refuse rates that are not their tokens over their seconds.
 
     Raises:
-        UsageError: names the first rate, what it says and what follows.
+        UsageError: names the first such rate and both values.
     """
     _refuse(run, _unlike_its_own_figures(run))
 
 
 def check_rates(run: Run) -> None:
-    """The same, and rates that LoadGen's summary contradicts, where it is in the folder.
+    """Also refuse rates that LoadGen's summary contradicts, if it is in the folder.
 
     Raises:
-        UsageError: names the first rate, what it says and what follows.
+        UsageError: names the first such rate and both values.
     """
     check_arithmetic(run)
     _refuse(run, _unlike_loadgen(run))
@@ -50,8 +50,8 @@ def check_rates(run: Run) -> None:
 def _refuse(run: Run, contradictions: Iterator[str]) -> None:
     if (found := next(contradictions, None)) is not None:
         raise UsageError(
-            f"{run.path}: result.json contradicts itself or its logs: {found}; megatoken audit {run.path} says what"
-            " else; copy the folder again or repeat the run"
+            f"{run.path}: result.json contradicts itself or its logs: {found}; copy the folder again or repeat the"
+            f" run (megatoken audit {run.path} lists every contradiction)"
         )
 
 
@@ -71,7 +71,7 @@ def _unlike_its_own_figures(run: Run) -> Iterator[str]:
             # A soak that completed no sample before its end has no rate under load.
             alike = _same(rate, counted) or _same(rate, (tokens or 0) / rated)
             if not alike:
-                yield _told("output_tokens_per_second", rate, "what series.parquet counts until rated_seconds", counted)
+                yield _contradiction("output_tokens_per_second", rate, "series.parquet until rated_seconds", counted)
         rates = {name: rates[name] for name in ("whole_run_output_tokens_per_second",)}
     for name, (formula, count, seconds) in rates.items():
         yield from _unlike(name, result.get(name), formula, count, seconds)
@@ -85,11 +85,11 @@ def _unlike(name: str, rate: object, formula: str, count: object, seconds: objec
     if is_number(rate) and is_number(count) and is_number(seconds):
         follows = count / seconds if seconds > 0 else math.inf
         if not _same(rate, follows):
-            yield _told(name, rate, formula, follows)
+            yield _contradiction(name, rate, formula, follows)
 
 
 def _unlike_loadgen(run: Run) -> Iterator[str]:
-    """LoadGen counts to where it hears of the last sample, on the wall clock; failed samples count otherwise."""
+    """LoadGen rates by the time it hears of the last sample, on the wall clock; it counts failed samples otherwise."""
     result = run.result
     rate, tokens = result.get("output_tokens_per_second"), result.get("output_tokens")
     single = result.get("samples_without_tpot")
@@ -101,18 +101,18 @@ def _unlike_loadgen(run: Run) -> Iterator[str]:
     summary = "/".join(SUMMARY)
     repeated = result.get("loadgen_output_tokens_per_second")
     if is_number(repeated) and not math.isclose(repeated, logged, rel_tol=PRINTED):
-        yield _told("loadgen_output_tokens_per_second", repeated, summary, logged)
+        yield _contradiction("loadgen_output_tokens_per_second", repeated, summary, logged)
     step = result.get("wall_clock_step_seconds")
-    heard_of = tokens - (single if is_number(single) else 0)  # LoadGen takes an answer of one token for none
+    heard_of = tokens - (single if is_number(single) else 0)  # LoadGen counts no token for an answer of one
     slack = LATE_SECONDS + LATE_SHARE * heard_of / logged + (abs(step) if is_number(step) else 0.0)
     if abs(heard_of / logged - tokens / rate) > slack:
-        yield _told("output_tokens_per_second", rate, summary, logged)
+        yield _contradiction("output_tokens_per_second", rate, summary, logged)
 
 
 def _logged_rate(run: Run) -> float | None:
     """Output tokens per second of the whole test, as the summary states them; SingleStream's states none."""
     path = run.path.joinpath(*SUMMARY)
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # reading a pipe could wait forever
         return None
     with suppress(OSError, ValueError):
         with path.open("rb") as file:
@@ -126,5 +126,5 @@ def _same(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=SAME)
 
 
-def _told(name: str, says: float, by: str, follows: float) -> str:
-    return f"{name} is {exact(says)}, by {by} it is {precise(follows)}"
+def _contradiction(name: str, says: float, by: str, follows: float) -> str:
+    return f"{name} is {exact(says)}, but {by} gives {precise(follows)}"

@@ -1,8 +1,8 @@
 """Energy of a run and the output tokens of the same stretch of time: the one rule, from ``series.parquet``.
 
 ``power_watts`` of a row is the mean since the row of its replica before it, or since the start, so power x time between
-rows is the energy. The tokens are those that the same rows count, samples in flight included: what a run that was
-interrupted had answered took energy too.
+rows is the energy. The tokens are those in the same rows, samples in flight included, because an interrupted run spent
+energy on them too.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megatoken.analysis.series import numbers, replicas
 if TYPE_CHECKING:
     import pyarrow as pa
 
-LONGEST_GAP_SECONDS = 3.0  # a card without an energy counter tells the mean of its last second only
+LONGEST_GAP_SECONDS = 3.0  # a card without an energy counter reports only the mean of its last second
 BASIS = "power x time between the rows of series.parquet, over the output tokens of the same rows"
 
 
 @dataclass(frozen=True, slots=True)
 class RunEnergy:
-    """What the accelerators took, from the start to the last row; ``joules`` None with ``why`` where it is not known.
+    """Energy of the accelerators from the start to the last row; if unknown, ``joules`` is None and ``why`` says why.
 
     ``seconds`` is the longest stretch of a replica.
     """
@@ -60,7 +60,7 @@ def run_energy(series: pa.Table) -> RunEnergy:
             why = "the run recorded no power"
         elif spans.max() > LONGEST_GAP_SECONDS:
             gap = f"the power of replica {replica} of {node} was not read for {spans.max():.1f} s"
-            why = f"{gap}; {LONGEST_GAP_SECONDS:g} s is the most that counts"
+            why = f"{gap}; {LONGEST_GAP_SECONDS:g} s is the longest allowed gap"
         joules += float((power[rows] * spans).sum())
         seconds = max(seconds, float(elapsed[rows[-1]]))
         output_tokens += int(tokens[rows[-1]])
@@ -70,7 +70,7 @@ def run_energy(series: pa.Table) -> RunEnergy:
 
 
 def energy_together(energies: Sequence[RunEnergy]) -> RunEnergy:
-    """The energy of runs one after the other; not known where that of one is not."""
+    """The energy of consecutive runs; unknown if that of one is."""
     unknown = next((energy for energy in energies if energy.joules is None), None)
     return RunEnergy(
         None if unknown else sum(energy.joules or 0.0 for energy in energies),

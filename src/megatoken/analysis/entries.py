@@ -1,4 +1,4 @@
-"""What can be compared, as entries: own runs with their repeats, aggregated nodes, rows of the published table."""
+"""Entries to compare: own runs with their repeats, aggregated nodes, rows of the published table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatoken.runs.run import Run
 
 ACCURACY_TARGET = re.compile(r"-(99(?:\.9)?)$")
-LOCAL_KEYS = {"out"}  # of a configuration: they say where, not how
+LOCAL_KEYS = {"out"}  # of a configuration: places, not settings
 
 
 def published_entry(row: PublishedResult, note: str | None = None) -> Entry:
@@ -46,7 +46,7 @@ def published_entry(row: PublishedResult, note: str | None = None) -> Entry:
         accelerator=row.accelerator,
         accelerators=row.accelerators,
         nodes=row.nodes,
-        verdict="VALID",  # nothing else is published
+        verdict="VALID",  # only valid results are published
         mode="performance",
         data_set=mlperf_data_set(row.benchmark),
         measured_watts=row.measured_watts,
@@ -68,8 +68,8 @@ def accelerator_entry(accelerator: str, benchmark: str, scenario: str) -> Entry:
         same = [row for row in rows if row.division == rows[0].division]
         low, high = (row.output_tokens_per_second / (row.accelerators or 1) for row in (same[-1], same[0]))
         note = (
-            f"fastest per accelerator of {len(same)} {same[0].division} rows with {accelerator},"
-            f" which range from {precise(low)} to {precise(high)} tokens/s per accelerator"
+            f"fastest per accelerator of {len(same)} {same[0].division} rows with {accelerator};"
+            f" they range from {precise(low)} to {precise(high)} tokens/s per accelerator"
         )
         return published_entry(rows[0], note if len(same) > 1 else None)
     elsewhere = [row for row in published_results() if results_of(accelerator, row.benchmark, row.scenario)]
@@ -80,7 +80,7 @@ def accelerator_entry(accelerator: str, benchmark: str, scenario: str) -> Entry:
             if any(results_of(name, row.benchmark, row.scenario) for row in published_results())
         ]
         raise UsageError(
-            f"{accelerator}: neither a folder nor a published id nor an accelerator; published are, among others,"
+            f"{accelerator}: not a folder, a published id or an accelerator; published are, among others,"
             f" {', '.join(known)}"
         )
     return Entry(
@@ -88,25 +88,25 @@ def accelerator_entry(accelerator: str, benchmark: str, scenario: str) -> Entry:
         source="MLPerf Inference v5.1",
         state="no data",
         output_tokens_per_second=None,
-        note=f"no published {benchmark} {scenario} result of {accelerator}: no data, which is no sign of being worse",
+        note=f"no published {benchmark} {scenario} result of {accelerator}: no data does not mean slower",
     )
 
 
 def _check_published(flag: str, name: str, known: Collection[str]) -> None:
     if name.lower() not in {one.lower() for one in known}:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        mend = f"did you mean {close[0]}?" if close else f"published are {', '.join(sorted(known))}"
-        raise UsageError(f"{flag} {name}: no published result is of it; {mend}")
+        hint = f"did you mean {close[0]}?" if close else f"published are {', '.join(sorted(known))}"
+        raise UsageError(f"{flag} {name}: no published result has it; {hint}")
 
 
 def run_entry(runs: Sequence[Run], name: str) -> Entry:
     """Run folders of one setting as one entry: the geometric mean of their rates, and each rate as a repeat.
 
-    Runs that were interrupted are left out of the mean where others came to their end.
+    Interrupted runs are left out of the mean if others finished.
 
     Raises:
-        UsageError: no run, a run without a rate or with one that contradicts what stands beside it, or runs that are
-            no repeats of each other.
+        UsageError: no run, a run without a rate or with a contradictory one, or runs that are not repeats of each
+            other.
     """
     if not runs:
         raise UsageError(f"{name}: no run folder in it")
@@ -152,14 +152,14 @@ def run_entry(runs: Sequence[Run], name: str) -> Entry:
 def _run_notes(runs: Sequence[Run], whole: Sequence[Run]) -> Iterator[str]:
     left_out = [run.path.name for run in runs if run not in whole]
     if left_out:
-        yield f"without {', '.join(left_out)}, which did not come to an end"
+        yield f"without {', '.join(left_out)}, which did not finish"
     result = whole[0].result
     if gpu := simulated_gpu(whole[0]):
-        yield f"simulated {gpu}: its rate is a cost model's, not a measurement"
+        yield f"simulated {gpu}: its rate comes from a cost model, not from a measurement"
     if result.get("scenario") in ("server", "interactive") and "rate_search" not in result:
         yield (
-            f"a {result['scenario']} run's rate is the load that it was offered, as long as it keeps up; the highest"
-            " that it can serve takes --find-rate"
+            f"the rate of a {result['scenario']} run is the offered load while it keeps up; --find-rate finds the"
+            " highest load that it can serve"
         )
 
 
@@ -186,7 +186,7 @@ def aggregate_entry(result: Aggregate, name: str, *, state: str, accelerator: st
 
 
 def _verdict(result: Aggregate) -> str | None:
-    """That of all nodes; INVALID if any is."""
+    """The verdict that all nodes share; INVALID if one is."""
     verdicts = {node["verdict"] for node in result.nodes}
     return "INVALID" if "INVALID" in verdicts else verdicts.pop() if len(verdicts) == 1 else None
 
@@ -197,7 +197,7 @@ def _tokens_per_sample(result: Aggregate) -> float | None:
 
 
 def run_software(run: Run) -> dict[str, str]:
-    """Versions and settings of a run, by dotted name: whatever may explain a difference on the same hardware."""
+    """Versions and settings of a run, by dotted name: anything that may explain a difference on the same hardware."""
     environment = run.environment
     gpus = environment.get("gpus") or [{}]
     facts: dict[str, Any] = {

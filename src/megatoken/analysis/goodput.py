@@ -12,7 +12,7 @@ from megatoken.analysis.statistics import Samples
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """What is left of a run under limits; the share is of all scheduled samples."""
+    """Work of a run within limits; the share is of all scheduled samples."""
 
     share: float
     samples_per_second: float
@@ -24,8 +24,8 @@ def goodput(samples: Samples, *, ttft_seconds: float | None, tpot_seconds: float
 
     Args:
         samples: all of the run, failed ones too.
-        ttft_seconds: limit on the time to first token; None where all samples were due at once (Offline), so that no
-            user's wait for it is in them.
+        ttft_seconds: limit on the time to first token; None in Offline, where all samples are due at once and
+            it does not apply.
         tpot_seconds: limit on the time per output token.
         duration_seconds: of the run, above zero.
     """

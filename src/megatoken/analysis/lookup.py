@@ -1,4 +1,4 @@
-"""Which runs a path means: a run folder, repeats of one test, or a folder that holds several."""
+"""The runs that a path stands for: a run folder, repeats of one test, or a folder with several."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_folders(path: Path) -> list[Path]:
             found.setdefault(folder.resolve(), folder)
     except OSError as error:
         where = error.filename or path
-        raise UsageError(f"{where}: cannot be read ({error.strerror}); name the folders of runs themselves") from error
+        raise UsageError(f"{where}: cannot be read ({error.strerror}); name the run folders directly") from error
     return list(found.values())
 
 
@@ -45,10 +45,10 @@ def read_runs(path: Path) -> list[Run]:
 
 
 def read_consistent_run(folder: Path) -> Run:
-    """A run folder, for those who pass its rates on.
+    """A run folder whose rates are consistent.
 
     Raises:
-        UsageError: it is damaged, or its rates contradict what stands beside them.
+        UsageError: it is damaged, or its rates contradict its other fields.
     """
     run = read_run(folder)
     check_rates(run)
@@ -56,7 +56,7 @@ def read_consistent_run(folder: Path) -> Run:
 
 
 def _below(path: Path, depth: int) -> Iterator[Path]:
-    # Right where somebody points, result.json alone is a run, though a damaged one; further down it may be anybody's.
+    # Near the given path, result.json alone is a run, though a damaged one; deeper it may be another tool's file.
     if (path / RESULT).is_file() and (depth < 2 or (path / CONFIG).is_file()):
         yield path
     elif depth < DEEPEST and path.is_dir() and not (depth and path.is_symlink()):
@@ -66,7 +66,7 @@ def _below(path: Path, depth: int) -> Iterator[Path]:
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """What to call run folders: as many of the last parts of their paths as tell each from all others."""
+    """Short unique names of run folders: as many of the last parts of their paths as needed."""
     parts = [path.absolute().parts for path in runs]
     for count in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(path[-count:]) for path in parts]

@@ -1,4 +1,4 @@
-"""What a run had of its machine: GPUs, when, and with whom it shared it."""
+"""The machine of a run: its GPUs, when the run used it, and which other runs shared it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Occupation:
 
     @classmethod
     def of(cls, run: Run) -> Occupation | None:
-        """That of a run folder; None where it does not say when or on which machine it ran."""
+        """That of a run folder; None if its time or machine is unknown."""
         host, began = run.environment.get("hostname"), unix_seconds(run.result.get("started_at"))
         if not host or began is None:
             return None
@@ -47,7 +47,7 @@ class Occupation:
 
 
 def name_of(run: Path) -> str:
-    """The last two parts of a run folder's path: one repeat is called as another is."""
+    """The last two parts of a run folder's path, because repeats have the same last part."""
     return "/".join(run.absolute().parts[-2:])
 
 
@@ -58,8 +58,8 @@ def contentions(runs: Sequence[Run]) -> Iterator[str]:
         if shared := one.seconds_shared_with(other):
             both = f"{name_of(one.run)} and {name_of(other.run)}"
             yield (
-                f"{both} ran at the same time on {one.host} for {precise(shared)} s, so each had what the other left of"
-                " it: measure them one after the other"
+                f"{both} ran at the same time on {one.host} for {precise(shared)} s and shared it; measure them one"
+                " after the other"
             )
 
 
@@ -73,7 +73,7 @@ def unix_seconds(text: Any) -> float | None:
 
 
 def utc_text(moment: datetime) -> str:
-    """A moment as result.json has it: ISO 8601 in UTC with a Z, which ``unix_seconds`` reads as it reads an offset."""
+    """A moment as result.json has it: ISO 8601 in UTC with a Z."""
     return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -87,7 +87,7 @@ def simulated_gpu(run: Run) -> str | None:
 
 
 def rate_state(run: Run) -> Literal["measured", "estimate"]:
-    """How sure a run's rates and times are: those of simulated GPUs are a cost model's."""
+    """The state of the rates and times of a run: those of simulated GPUs come from a cost model."""
     return "estimate" if simulated_gpu(run) else "measured"
 
 
@@ -109,7 +109,7 @@ def run_accelerators(run: Run, node: str | None = None) -> int | None:
 
 
 def accelerator_name(run: Run) -> str | None:
-    """What the GPUs of the run are called, simulated ones too; None where nothing says so."""
+    """Name of the GPUs of the run, simulated ones too; None if unknown."""
     gpus = run.environment.get("gpus") or []
     return simulated_gpu(run) or (gpus[0].get("name") if gpus and isinstance(gpus[0], dict) else None)
 

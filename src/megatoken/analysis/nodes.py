@@ -1,4 +1,4 @@
-"""Plain node rows: what one node of a result did, whatever log it was read from, and those of run folders."""
+"""Node rows: what one node of a result did, from any kind of log; and the rows of run folders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NodeRow:
 
     ``started_seconds`` is Unix time of that start, None where nothing recorded it. ``progress`` are (seconds since that
     start, output tokens done by then), rising; empty where completion times are unknown. ``accelerators`` is None where
-    the node computes on its CPUs or nobody says how many there are. ``fault_domain`` is the node itself if None.
+    the node computes on its CPUs or the number is unknown. ``fault_domain`` is the node itself if None.
     """
 
     node: str
@@ -52,7 +52,7 @@ class NodeRow:
     source: str = ""
     mode: str | None = None  # performance or accuracy
     data_set: str | None = None  # name and hash of its content
-    clock: str | None = None  # that tells the starts of all rows of ``source``, in words; None: the node's own
+    clock: str | None = None  # of the starts of all rows from ``source``, as text; None: the clock of the node
 
     @property
     def tokens(self) -> float:
@@ -71,12 +71,13 @@ def run_node_rows(run: Run) -> list[NodeRow]:
     """The nodes of one run folder; they share its clock.
 
     Raises:
-        UsageError: rates of the run contradict what stands beside them.
+        UsageError: rates of the run contradict its other fields.
     """
     check_arithmetic(run)
     result = run.result
     rack = result.get("rack") or {}
-    told_by = offsets_words(rack["clock_offsets"]) if "start_spread_seconds" in rack else "the one driver's clock"
+    measured = "start_spread_seconds" in rack
+    clock_text = offsets_words(rack["clock_offsets"]) if measured else "the clock of the one driver"
     started = unix_seconds(result.get("started_at"))
     samples = Samples.of(run.requests)
     done = samples.completed
@@ -102,16 +103,16 @@ def run_node_rows(run: Run) -> list[NodeRow]:
                 source=str(run.path),
                 mode=result.get("mode"),
                 data_set=data_set_of(result.get("data_set"), result.get("data_set_sha256")),
-                clock=told_by,
+                clock=clock_text,
             )
         )
     return rows
 
 
 def offsets_words(offsets: Sequence[Mapping[str, Any]]) -> str:
-    """The driver's clock, where the nodes' own were measured against it: ``rack.clock_offsets``."""
+    """Text on the driver's clock, with the worst uncertainty in ``rack.clock_offsets``."""
     worst = max((offset["uncertainty_seconds"] for offset in offsets), default=0.0)
-    return f"the driver's clock, from which the nodes' offsets are known within {worst * 1e3:.3g} ms"
+    return f"the driver's clock (offsets of the nodes known within {worst * 1e3:.3g} ms)"
 
 
 def data_set_of(name: str | None, digest: str | None) -> str | None:
@@ -163,21 +164,21 @@ def check_rows(rows: Sequence[NodeRow]) -> None:
         found = {value.lower(): row for row in rows if (value := getattr(row, name)) is not None}
         if len(found) > 1:
             shown = ", ".join(f"{getattr(row, name)} ({row.source or row.node})" for row in found.values())
-            raise UsageError(f"nodes of one result do the same work, these differ in {name}: {shown}")
+            raise UsageError(f"nodes of one result must do the same work; these differ in {name}: {shown}")
 
 
 def distinct(rows: Sequence[NodeRow]) -> list[NodeRow]:
-    """The rows under names of their own, in natural order: two on one node are two replicas if they ran at once.
+    """The rows under unique names, in natural order: two on one node are two replicas if they ran at once.
 
     Raises:
-        UsageError: a node comes twice and did not do both at the same time: those are repeats, or one result twice.
+        UsageError: a node is given twice and did not run both at once: those are repeats, or one result twice.
     """
     named = []
     for row in rows:
         twins = [other for other in rows if other is not row and other.node == row.node]
         for twin in twins:
             if row.source == twin.source:
-                raise UsageError(f"node {row.node} comes twice from {row.source or 'nowhere'}; give it once")
+                raise UsageError(f"node {row.node} is given twice ({row.source or 'unknown source'}); give it once")
             if not _overlap(row, twin):
                 raise _repeats([row, *twins])
         named.append(replace(row, node=f"{row.node} ({row.source})", fault_domain=row.domain) if twins else row)
@@ -185,7 +186,7 @@ def distinct(rows: Sequence[NodeRow]) -> list[NodeRow]:
 
 
 def took_turns(rows: Sequence[NodeRow]) -> bool:
-    """Whether the clocks say of all rows, two or more, that no two of them ran at the same time."""
+    """Whether there are two rows or more and the clocks show that no two ran at the same time."""
     timed = all(row.started_seconds is not None for row in rows)
     return len(rows) > 1 and timed and not any(_overlap(one, other) for one, other in combinations(rows, 2))
 
@@ -203,14 +204,14 @@ def _repeats(rows: Sequence[NodeRow]) -> UsageError:
     shown += ", ..." if len(rows) > 3 else ""
     return UsageError(
         f"{len(rows)} runs of node {rows[0].node} {verb} at the same time ({shown}): they are repeats, whose rates do"
-        " not add up. Their mean and interval: megatoken report FOLDER; against others: megatoken compare"
-        " FOLDER OTHER; of each node give one run here"
+        " not add up. Give one run of each node, use megatoken report FOLDER for their mean, or megatoken compare"
+        " FOLDER OTHER"
     )
 
 
 def _when(row: NodeRow) -> str:
     if row.started_seconds is None:
-        return "at a time that nothing tells"
+        return "at an unknown time"
     return f"from {clock(row.started_seconds)} for {precise(row.duration_seconds)} s"
 
 

@@ -45,12 +45,12 @@ class PublishedResult:
 
     @property
     def name(self) -> str:
-        """What tells this row from all others."""
+        """Unique name of the row."""
         return f"{self.id}:{self.benchmark}:{self.scenario}"
 
     @property
     def source(self) -> str:
-        """Where the row stands."""
+        """Where the row is from."""
         return f"MLPerf Inference v5.1, {self.submitter}, {self.id} (data/{RESULTS}, line {self.line})"
 
 
@@ -93,8 +93,8 @@ def published_result(submission: str, benchmark: str, scenario: str) -> Publishe
         has = ", ".join(f"{row.benchmark}:{row.scenario}" for row in of_submission)
         raise UsageError(f"{submission} has no published {benchmark} {scenario} result; it has {has}")
     raise UsageError(
-        f"{submission} is not among the language model results of MLPerf Inference v5.1, the only round shipped here;"
-        " absence from the table says nothing about the system"
+        f"{submission} is not among the language model results of MLPerf Inference v5.1, the only round in the shipped"
+        " table; that says nothing about the system"
     )
 
 

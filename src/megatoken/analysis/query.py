@@ -1,4 +1,4 @@
-"""Questions in SQL across many run folders: DuckDB on tables in memory, without any access to files."""
+"""SQL queries over many run folders: DuckDB on tables in memory, without access to files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 TABLES = ("requests", "runs", "series")
-# In this order: what has been read stays readable, then nothing outside is, then nobody can change that.
+# In this order: registered tables stay readable, external access ends, then the settings are locked.
 LOCKS = (
     "SET temp_directory = ''",
     "SET python_enable_replacements = false",
@@ -31,7 +31,7 @@ LOCKS = (
 
 
 def query(paths: Sequence[Path], sql: str) -> pa.Table:
-    """Answer one SELECT over run folders; it can read three tables and nothing else, and change nothing.
+    """Run one SELECT over run folders; it can read three tables and change nothing.
 
     ``runs`` has a row for each folder: ``run``, ``path``, ``repeats`` (the folder of the repeats it is one of), every
     field of ``result.json``, and ``environment`` and ``config`` as structs. ``requests`` and ``series`` are the Parquet
@@ -50,8 +50,8 @@ def query(paths: Sequence[Path], sql: str) -> pa.Table:
         raise UsageError(f"queries need DuckDB, which is not installed; {how_to_install('report')}") from error
     try:
         sql.encode()
-    except UnicodeEncodeError:  # what Python makes of other bytes on a command line
-        raise UsageError("query: must be UTF-8 text, and some of its bytes are not") from None
+    except UnicodeEncodeError:  # surrogates stand for other bytes of a command line
+        raise UsageError("query: not UTF-8 text") from None
     runs = {run.path: run for path in paths for run in read_runs(path)}
     tables = _tables(list(runs.values()))
     with duckdb.connect(":memory:") as connection:
@@ -73,8 +73,8 @@ def _answer(connection: duckdb.DuckDBPyConnection, sql: str) -> pa.Table:
     statements = connection.extract_statements(sql)
     if [statement.type for statement in statements] != [StatementType.SELECT]:
         several = f"holds {count_of(len(statements), 'statement')}" if statements else "is empty"
-        wrong = "is no SELECT" if len(statements) == 1 else several
-        raise UsageError(f"query: {wrong}; ask one SELECT of {', '.join(TABLES)}")
+        wrong = "is not a SELECT" if len(statements) == 1 else several
+        raise UsageError(f"query: {wrong}; give one SELECT over {', '.join(TABLES)}")
     return connection.sql(sql).to_arrow_table()
 
 
@@ -102,14 +102,14 @@ def _tables(runs: Sequence[Run]) -> dict[str, pa.Table]:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """A run's folder, a repeat's behind that of all of them; the whole path where that is not enough."""
+    """Names of the run folders, after that of their repeats; the whole path where names are not unique."""
     names = [f"{folder}/{run.path.name}" if (folder := _repeats(run)) else run.path.name for run in runs]
     uses = Counter(names)
     return [name if uses[name] == 1 else str(run.path) for name, run in zip(names, runs, strict=True)]
 
 
 def _repeats(run: Run) -> str | None:
-    """The folder of the repeats that a run is one of."""
+    """Name of the folder of repeats that the run belongs to; None without one."""
     parent = run.path.absolute().parent
     return parent.name if (parent / REPEATS).is_file() else None
 
@@ -143,5 +143,5 @@ def _explained(message: str) -> str:
     """DuckDB's message on one line, without its echo of the query and guesses at its own catalogue."""
     lines = re.sub(r"^\w+ Error: ", "", message.split("\nLINE ")[0]).splitlines()
     kept = [line.strip().removesuffix("!") for line in lines if line.strip() and 'Did you mean "pg_' not in line]
-    told = "; ".join(kept)[:400]
-    return f"{told}; the tables are {', '.join(TABLES)}" if "Table with name" in told else told
+    text = "; ".join(kept)[:400]
+    return f"{text}; the tables are {', '.join(TABLES)}" if "Table with name" in text else text

@@ -1,4 +1,4 @@
-"""Equal runs together: whether they are, their verdicts, and the interval that each metric's geometric mean lies in."""
+"""Repeats of one test: checking that they are, their verdicts, and the interval of each metric's geometric mean."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ REPEATS = "repeats.json"
 SCHEMA_VERSION = 1
 INTERVAL_FORMULA = (
     "exp(m ± t(1 - (1 - confidence) / 2; n - 1) · s / √n), m and s the mean and the standard deviation (with n - 1) of"
-    " the logarithms, exp(m) the geometric mean: a rate differs by factors, and no end of the interval is below zero"
+    " the logarithms, exp(m) the geometric mean, because rates differ by factors"
 )
 SEEDS_NOTE = (
     "Every repeat has the same seeds: LoadGen issues the same samples in the same order at the same times, random"
-    " weights and prompts are the same, and draws of tokens differ only where a sample has no seed of its own. So the"
-    " interval says what the machine makes of equal work; it does not hold what other seeds would change."
+    " weights and prompts are the same, and sampled tokens differ only where a sample has no seed. So the interval"
+    " covers how the machine varies on equal work, not what other seeds would change."
 )
 _METRICS = (
     "output_tokens_per_second",
@@ -69,8 +69,8 @@ def check_repeats(runs: Sequence[Run], name: str) -> None:
         for key, value in _setting(run).items():
             if value != first[key]:
                 raise UsageError(
-                    f"{name}: {run.path.name} is no repeat of {runs[0].path.name}: {key} is {value}, not {first[key]};"
-                    " give one of them, or a folder of repeats alone"
+                    f"{name}: {run.path.name} is not a repeat of {runs[0].path.name}: {key} is {value}, not"
+                    f" {first[key]}; give one of them, or a folder of repeats alone"
                 )
 
 
@@ -90,7 +90,7 @@ def _setting(run: Run) -> dict[str, Any]:
 
 
 def whole_runs(runs: Sequence[Run]) -> list[Run]:
-    """The runs that came to their end; all of them if none did."""
+    """The runs that finished; all of them if none did."""
     return [run for run in runs if run.verdict is not Verdict.INTERRUPTED] or list(runs)
 
 
@@ -138,7 +138,7 @@ def _notes(runs: Sequence[Run], whole: Sequence[Run]) -> list[str]:
     left_out = [run.path.name for run in runs if run not in whole]
     return [
         *shared_notes(runs),
-        *([f"not in the mean, for they did not come to their end: {', '.join(left_out)}"] if left_out else []),
+        *([f"not in the mean, because they did not finish: {', '.join(left_out)}"] if left_out else []),
         *contentions(runs),
     ]
 
@@ -174,28 +174,28 @@ def _values(runs: Sequence[Run], name: str) -> list[float]:
 def interval(values: Sequence[float]) -> dict[str, Any]:
     """Mean and geometric mean of ``values``, and by ``INTERVAL_FORMULA`` where the latter lies.
 
-    None for what cannot be told: the interval of one value, logarithms of what is not above zero.
+    None for what is undefined: the interval of one value, logarithms of values that are not above zero.
     """
-    told: dict[str, Any] = {"values": list(values), "mean": statistics.fmean(values)}
+    found: dict[str, Any] = {"values": list(values), "mean": statistics.fmean(values)}
     if min(values) <= 0:
-        return {**told, "geometric_mean": None, "low": None, "high": None}
+        return {**found, "geometric_mean": None, "low": None, "high": None}
     logarithms = [math.log(value) for value in values]
     centre = statistics.fmean(logarithms)
-    told["geometric_mean"] = math.exp(centre)
+    found["geometric_mean"] = math.exp(centre)
     if len(values) < 2:
-        return {**told, "low": None, "high": None}
+        return {**found, "low": None, "high": None}
     deviation = statistics.stdev(logarithms)
     margin = student_t(0.5 + CONFIDENCE / 2, len(values) - 1) * deviation / math.sqrt(len(values))
-    return {**told, "low": math.exp(centre - margin), "high": math.exp(centre + margin)}
+    return {**found, "low": math.exp(centre - margin), "high": math.exp(centre + margin)}
 
 
 def worst_verdict(runs: Sequence[Run]) -> Verdict:
-    """The verdict that says least in favour of the runs together."""
+    """The worst verdict of the runs."""
     return min((run.verdict for run in runs), key=_WORST.index)
 
 
 def missing_notes(path: Path, runs: Sequence[Run]) -> list[str]:
-    """What a reader of ``runs``, all that lie below ``path``, must know where ``repeats.json`` names others too.
+    """Notes on runs that ``repeats.json`` lists and that are not among ``runs``, all runs below ``path``.
 
     Raises:
         UsageError: a ``repeats.json`` cannot be read.
@@ -207,14 +207,14 @@ def missing_notes(path: Path, runs: Sequence[Run]) -> list[str]:
     missing = [one for folder, there in below.items() for one in _missing(folder, there)]
     if not missing:
         return []
-    return [f"missing: {', '.join(missing)}, of which {REPEATS} tells, so all numbers are of the others"]
+    return [f"missing although {REPEATS} lists them: {', '.join(missing)}; all numbers cover the other runs"]
 
 
 def _missing(folder: Path, there: Container[str]) -> Iterator[str]:
-    told = (read_repeats(folder) or {}).get("runs")
-    for name in map(str, told) if isinstance(told, list) else ():
+    listed = (read_repeats(folder) or {}).get("runs")
+    for name in map(str, listed) if isinstance(listed, list) else ():
         if name not in there:
-            lost = RESULT if os.path.isdir(folder / name) else "folder"  # noqa: PTH112 - the name is anybody's
+            lost = RESULT if os.path.isdir(folder / name) else "folder"  # noqa: PTH112 - the name may hold anything
             yield f"{name} (its {lost} is gone)"
 
 

@@ -56,7 +56,7 @@ def totals_over_time(series: pa.Table, columns: list[str]) -> list[Floats]:
 
 
 def masks(column: pa.ChunkedArray) -> dict[str, NDArray[np.bool_]]:
-    """For each distinct text of ``column`` [N], in order, where it stands."""
+    """A mask [N] for each distinct text of ``column`` [N], in order."""
     import pyarrow.compute as pc
 
     names = sorted(name for name in column.unique().to_pylist() if name is not None)

@@ -1,10 +1,10 @@
 """Whether a soak held its rate: windows of the time series, their trend and spread, and a verdict with its reasons.
 
 The trend is the Theil-Sen slope with Sen's interval (Sen, "Estimates of the regression coefficient based on Kendall's
-tau", JASA 63, 1968). That interval takes the windows for independent. They are not: a machine that is slow now is still
+tau", JASA 63, 1968). That interval assumes independent windows. They are not: a machine that is slow now is still
 slow in the next window. So the variance of Kendall's score is multiplied by n over the effective number of independent
 values of a first-order autoregressive series, as Yue and Wang do for the Mann-Kendall test (Water Resources Management
-18, 2004), with the lag-one autocorrelation of what the trend leaves, corrected for its bias (Kendall, Biometrika 41,
+18, 2004), with the lag-one autocorrelation of the residuals, corrected for its bias (Kendall, Biometrika 41,
 1954).
 """
 
@@ -52,7 +52,7 @@ BELOW_POWER_LIMIT_SHARE = 0.95
 
 
 class Stability(StrEnum):
-    """What a soak showed."""
+    """The result of a soak."""
 
     STABLE = "STABLE"
     UNSTABLE = "UNSTABLE"
@@ -61,7 +61,7 @@ class Stability(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GpuLimits:
-    """What the GPUs of a replica may do, power together; None where it is unknown or those of the node differ."""
+    """Limits of the GPUs of a replica, power summed; None if unknown or if the GPUs of the node differ."""
 
     power_limit_watts: float | None
     max_clock_mhz: float | None
@@ -194,11 +194,11 @@ def judge_soak(
     soak = result["soak"]
     begins = [segment["begins_seconds"] for segment in soak["segments"]]
     times = numbers(series["elapsed_seconds"])
-    # Up to its last row: the next begins with the last token that was written, which may be later.
+    # Up to its last row: the next segment begins with the last token that was written, which may be later.
     reached = [float(times[times < following].max(initial=begin)) for begin, following in pairwise(begins)]
     ends = [min(end, soak["duration_seconds"]) for end in (*reached, soak["duration_seconds"])]
     machines = {node["node"]: node["machine"] for node in result.get("rack_nodes") or ()}
-    if not machines:  # a soak goes on only on a machine like the first, which may have another name
+    if not machines:  # a soak resumes only on a machine like the first, which may have another name
         machines = dict.fromkeys(set(series["node"].to_pylist()), environment)
     ranks = (result.get("target") or {}).get("tensor_parallel") or 1
     gpus = {}
@@ -282,7 +282,7 @@ def _changes(windows: Windows) -> dict[str, Any]:
     tenth = max(2, math.floor(TENTH * count))
     ends = (rates[:tenth], rates[-tenth:])
     first, last = (float(end.mean()) for end in ends)
-    # By how the windows of each end vary: what lies between, a step for one, is no noise of theirs.
+    # From the windows of each end only: a step between them is not noise.
     variance = float(np.mean([end.var(ddof=1) for end in ends]))
     inflation = _inflation(trend.autocorrelation, tenth)
     reach = student_t(0.5 + CONFIDENCE / 2, 2 * (tenth - 1)) * math.sqrt(2 * inflation * variance / tenth)
@@ -319,10 +319,10 @@ def _gaps(series: pa.Table, spans: Sequence[tuple[float, float]]) -> Iterator[di
 
 
 def _throttling(series: pa.Table, settled: NDArray[np.bool_], gpus: Mapping[str, GpuLimits]) -> dict[str, Any] | None:
-    """What clocks, power and temperatures say of the settled time; None without telemetry.
+    """Throttling by clocks, power and temperatures of the settled time; None without telemetry.
 
-    A GPU whose power is at its limit lowers its clock: that is how it is built, and what it costs is in the rate. A
-    clock well below the highest of this very soak while power is not at its limit has another cause, most often heat.
+    A GPU at its power limit lowers its clock by design, and the rate includes that cost. A clock well below the highest
+    of the soak while power is below its limit has another cause, most often heat.
     """
     clock, power, heat = (numbers(series[name]) for name in ("clock_mhz", "power_watts", "temperature_celsius"))
     found = []

@@ -1,4 +1,4 @@
-"""From the two tables of a run to the numbers of ``result.json``: pure functions, exact percentiles, units in names."""
+"""The metrics of ``result.json`` from the two tables of a run: pure functions, exact percentiles."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ STEADY_SHARE = 0.9
 SHORTEST_STEADY_SECONDS = 2.0
 SHORTEST_STEADY_LIVES = 3.0
 
-ARRIVING = ("server", "interactive")  # scenarios whose samples are due at times that no answer decides
-SOAK = "soak"  # no scenario of MLPerf's: the target is kept full for as long as asked
+ARRIVING = ("server", "interactive")  # scenarios whose samples are due at times that do not depend on answers
+SOAK = "soak"  # not an MLPerf scenario: keeps the target full for a given time
 STAGES = ("tokenise", "queue", "prefill", "decode", "detokenise")
 
 
@@ -112,7 +112,7 @@ def _under_load(samples: Samples, series: pa.Table, load_seconds: float | None) 
     Input counts once it has been read, which is when its answer begins.
     """
     if load_seconds is None or not len(series) or not samples.completed.any():
-        return None  # a rate beside no sample would be a riddle
+        return None  # no rate without a completed sample
     until = min(load_seconds, float(numbers(series["elapsed_seconds"]).max()))
     output = tokens_per_second_within(series, 0.0, until) if until > 0 else None
     if output is None:
@@ -133,11 +133,11 @@ def seconds_under_load(result: Mapping[str, Any]) -> float | None:
 
 
 def latency_origin(scenario: str) -> str:
-    """What latencies and times to first token count from; Offline ones are no user's waiting time."""
+    """The start of latencies and times to first token."""
     if scenario == "offline":
-        return "start of the one offline query: the wait in the queue is included, no user waits like this"
+        return "start of the one Offline query, so the time in the queue is included; no user waits like this"
     if scenario == SOAK:
-        return "issue of each sample, when another has ended: the wait in a queue that is never empty is included"
+        return "issue of each sample, when another has ended, so the time in a queue that is never empty is included"
     if scenario == "singlestream":
         return "issue of each sample, when the one before it has ended"
     return "scheduled time of each sample"
@@ -152,7 +152,7 @@ def stages(samples: Samples) -> dict[str, Any]:
     - decode: from its first token to its last.
     - detokenise: ids of the answer to text; None where no text is asked for.
 
-    A target that does not tell when it starts has ``queue`` None, and that time is part of ``prefill``.
+    If the target does not report when it starts, ``queue`` is None and that time is part of ``prefill``.
     """
     done = samples.only(samples.completed)
     tokenise = np.nan_to_num(done.tokenise)

@@ -1,4 +1,4 @@
-"""The verdict of a rack whose nodes had a LoadGen each, from theirs."""
+"""The verdict of a rack whose nodes each had a LoadGen, from the verdicts of the nodes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from megatoken.runs.run import Run, Verdict
 
 
 def replicas_left(runs: Mapping[str, Run]) -> int:
-    """The fewest replicas that there were at any time, by what each node says; one that was lost has none."""
+    """The lowest number of replicas, summed over the nodes; a lost node has none."""
     return sum(run.result["rack"]["replicas_least"] for run in runs.values())
 
 
 def verdict_of_nodes(
     runs: Mapping[str, Run], planned: int, lost: Sequence[Mapping[str, Any]]
 ) -> tuple[Verdict, list[Reason]]:
-    """The verdict of all, and why it is no better.
+    """The verdict of all nodes, and its reasons.
 
     Args:
-        runs: of the nodes that came to their end, by name.
+        runs: of the nodes that finished, by name.
         planned: replicas that all nodes should have.
         lost: ``rack.lost``; an entry without a replica is a whole node.
     """
@@ -39,5 +39,5 @@ def verdict_of_nodes(
 
 
 def shortfalls_of_nodes(found: Mapping[str, Sequence[Reason]]) -> list[Reason]:
-    """What was found on single nodes, with their names."""
+    """The reasons of single nodes, with their names."""
     return [on_node(one, name) for name, ones in found.items() for one in ones]

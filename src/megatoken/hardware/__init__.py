@@ -1,1 +1,1 @@
-"""What the machine is."""
+"""The machine: inventory, telemetry, waiting for cores."""

@@ -1,4 +1,4 @@
-"""How long this process had to wait for a core: what a busy machine takes from a measurement."""
+"""How long this process waited for a core: what a busy machine takes from a measurement."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ TASKS = Path("/proc/self/task")
 
 
 class CoreWait:
-    """Watches the process's threads from now on.
+    """Watch the threads of the process from now on.
 
     The kernel counts for each thread how long it ran and how long it could have run but had no core (``schedstat`` in
     Documentation/scheduler/sched-stats.rst of Linux). A thread that ends takes its count with it.
     """
 
     def __init__(self) -> None:
-        """Takes the counts that later ones are held against."""
+        """Store the counts to compare later ones with."""
         self._before = _counts()
 
     def share(self) -> float | None:
-        """Of the time that the threads wanted a core since the start, the share in which they had none, 0 to 1.
+        """Share of the time since the start in which threads were ready to run and had no core, 0 to 1.
 
-        None where the kernel does not tell.
+        None where the kernel does not report it.
         """
         ran = waited = 0
         for thread, (ran_ns, waited_ns) in _counts().items():
@@ -33,7 +33,7 @@ class CoreWait:
 
 
 def _counts() -> dict[str, tuple[int, int]]:
-    """Nanoseconds that each thread ran and waited; empty where the kernel does not tell."""
+    """Nanoseconds that each thread ran and waited; empty where the kernel does not report them."""
     counts = {}
     for file in TASKS.glob("*/schedstat"):
         with suppress(OSError):  # a thread that ended just now

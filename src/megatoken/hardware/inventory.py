@@ -1,7 +1,7 @@
-"""What a run ran on: the facts of ``environment.json``.
+"""The machine of a run: the contents of ``environment.json``.
 
-Facts that a machine does not tell are None. Nothing is taken from the environment variables but the few that
-govern threads and visible GPUs, so no secret can slip in.
+Unknown facts are None. Of the environment variables only the few that control threads and visible GPUs are recorded, so
+no secret can slip in.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def take_inventory() -> dict[str, Any]:
 
 
 def peak_memory_bytes() -> int | None:
-    """Largest resident size that this process has had; None where the kernel does not tell."""
+    """Largest resident size that this process has had; None where the kernel does not report it."""
     value = _fields(Path("/proc/self/status")).get("VmHWM")
     return int(value.split()[0]) * 1024 if value else None
 
 
 def cpu() -> dict[str, Any]:
-    """Model, cores, those this process may use, and the instruction sets that matrix products profit from."""
+    """Model, cores, those this process may use, and the instruction sets that speed up matrix products."""
     fields = _fields(Path("/proc/cpuinfo"))
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

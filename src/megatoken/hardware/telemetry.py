@@ -11,7 +11,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """``power_watts`` is the mean since the reading before; the others are of the moment. None: not told."""
+    """``power_watts`` is the mean since the reading before; the others are current values. None: unknown."""
 
     power_watts: float | None = None
     clock_mhz: float | None = None
@@ -44,7 +44,7 @@ class GpuTelemetry:
     def read(self) -> Telemetry:
         """The power of all together, the clock of the slowest and the temperature of the hottest.
 
-        Power is from the cards' energy counters, or the driver's own average where one has none.
+        Power is from the cards' energy counters, or the driver's average where one has none.
         """
         nvml = self._nvml
         joules, seconds = self._joules(), time.monotonic()
@@ -66,7 +66,7 @@ class GpuTelemetry:
         return None if millijoules is None else millijoules / 1e3
 
     def _ask(self, together: Any, question: Any, *arguments: Any) -> Any:
-        """What all GPUs answer; None where one does not."""
+        """The combined answer of all GPUs; None if one does not answer."""
         try:
             return together(question(handle, *arguments) for handle in self._handles)
         except self._nvml.NVMLError:

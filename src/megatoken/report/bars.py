@@ -1,7 +1,7 @@
 """Charts of named values, one row each: bars, a waterfall, a tornado, dots. Inline SVG as in ``curves``.
 
-Every row has its name and its number in words above or beside what is drawn, so that no colour, length or pattern has
-to be read alone.
+Every row has its name and number as text above or next to the drawing, so that no reader depends on a colour, length or
+pattern.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Swing:
-    """What a result becomes when one input goes from ``low`` to ``high``, all in words but the results."""
+    """The results at the ``low`` and ``high`` value of one input; the values are texts."""
 
     name: str
     low: str
@@ -58,7 +58,7 @@ class Dot:
 
 
 def bar_chart(title: str, unit: str, bars: Sequence[Bar]) -> Figure:
-    """Values from zero up, told apart by state: solid, hatched or outlined, and in words."""
+    """Values from zero up; solid, hatched or outlined bars and text show the state."""
     top = max(0.0, *(bar.value for bar in bars)) or 1.0
     parts = []
     for row, bar in enumerate(bars):
@@ -109,7 +109,7 @@ def waterfall(title: str, unit: str, steps: Sequence[Bar], total: str) -> Figure
 
 
 def tornado(title: str, unit: str, base: float, swings: Sequence[Swing]) -> Figure:
-    """What moves a result most, widest first: from the ``base`` to the result at each input's low and high value.
+    """The inputs that move a result most, widest first: the result at the low and high value of each, from ``base``.
 
     The widest ten are drawn; the numbers behind the chart have all.
     """
@@ -132,7 +132,7 @@ def tornado(title: str, unit: str, base: float, swings: Sequence[Swing]) -> Figu
         parts.append(text(x_at(max(most, base)) + 5, ROW * row + 28, precise(most)))
         parts.append(rule(x_at(base), ROW * row + 15, x_at(base), ROW * row + 33, "mark"))
     height = ROW * len(drawn) + 20
-    parts.append(text(x_at(base), height - 3, f"{precise(base)} as planned", "tick middle"))
+    parts.append(text(x_at(base), height - 3, f"{precise(base)} at the planned inputs", "tick middle"))
     rows = tuple(
         (swing.name, swing.low, swing.high, precise(swing.result_low), precise(swing.result_high)) for swing in swings
     )
@@ -143,11 +143,11 @@ def tornado(title: str, unit: str, base: float, swings: Sequence[Swing]) -> Figu
         unit=unit,
         drawing="".join(parts),
         height=height,
-        description=f"{precise(base)} {unit} as planned; "
+        description=f"{precise(base)} {unit} at the planned inputs; "
         + "; ".join(f"{s.name}: {precise(s.result_low)} to {precise(s.result_high)} {unit}" for s in swings),
         data=Table(f"{title}, {unit}", (*columns, *results), rows),
         legend=(("keyhatched", "input at its low value"), ("keybar", "input at its high value")),
-        told=True,
+        on_terminal=True,
     )
 
 

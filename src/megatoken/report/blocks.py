@@ -1,4 +1,4 @@
-"""What a report is made of, before anyone decides whether a page or a terminal shows it."""
+"""The parts of a report, the same for a page and a terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Further lines of a cell that are shown when asked for; on a terminal and on paper only the ``title``."""
+    """Further lines of a cell, shown on demand; a terminal and paper show only the ``title``."""
 
     title: str
     words: tuple[Words, ...]
@@ -55,7 +55,7 @@ class Table:
 
     ``kinds``, one word per row, lets a reader of the page choose which rows are shown; those in ``hidden`` are not at
     first. ``stacked`` makes each row a block of lines where the page is narrow: for cells that hold sentences.
-    ``beside`` lets it stand beside a figure or another such table where the page is wide: for a few short columns.
+    ``narrow`` tables, with a few short columns, share a line with a figure or another such table on a wide page.
     """
 
     caption: str
@@ -64,7 +64,7 @@ class Table:
     kinds: tuple[Badge, ...] = ()
     hidden: frozenset[str] = frozenset()
     stacked: bool = False
-    beside: bool = False
+    narrow: bool = False
     note: str = ""
 
 
@@ -72,7 +72,7 @@ class Table:
 class Figure:
     """A chart: SVG elements on a canvas of 400 x ``height``, what they say in words, and the numbers behind them.
 
-    A terminal prints those numbers where no other table has them: ``told``.
+    ``on_terminal``: a terminal prints these numbers, because no other table has them.
     """
 
     title: str
@@ -82,12 +82,12 @@ class Figure:
     description: str
     data: Table
     legend: tuple[tuple[str, str], ...] = ()  # class of the key, name
-    told: bool = False
+    on_terminal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """The number that the report is about, and below it a quiet line that says of what."""
+    """The number that the report is about, with a quiet line on what it covers."""
 
     value: str
     unit: str
@@ -104,7 +104,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """A list of sentences, each behind its code, if it has one; a terminal shows the first ``most``, 0: all."""
+    """A list of sentences, each after its code if it has one; a terminal shows the first ``most``, 0: all."""
 
     title: str
     points: tuple[tuple[str, str], ...]
@@ -113,14 +113,14 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Words and what they mean here; for the page only."""
+    """Terms and their definitions; on the page only."""
 
     terms: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Names and values, nested as they come; behind a fold on the page, and not on a terminal, when ``folded``."""
+    """Names and values, possibly nested; when ``folded``, behind a fold on the page and not on a terminal."""
 
     title: str
     facts: Mapping[str, Any]
@@ -132,7 +132,7 @@ Block: TypeAlias = Headline | Verdict | Points | Table | Figure | Terms | Facts
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Blocks under one heading. Figures that follow each other stand side by side where there is room."""
+    """Blocks under one heading. Consecutive figures stand side by side where there is room."""
 
     title: str
     blocks: tuple[Block, ...]
@@ -140,7 +140,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A whole report: its title, what must be seen first, then the sections that are not empty."""
+    """A report: its title, a summary, then the sections that are not empty."""
 
     title: str
     subject: str  # one word for the window's title, such as the verdict
@@ -150,7 +150,7 @@ class View:
 
 
 def text_of(cell: Cell) -> str:
-    """A cell in plain words, its lines apart by line feeds."""
+    """A cell as plain text with line feeds between its lines."""
     if isinstance(cell, str):
         return clean(cell)
     if isinstance(cell, Badge):
@@ -159,7 +159,7 @@ def text_of(cell: Cell) -> str:
 
 
 def part_text(part: Words | Badge | Fold) -> str:
-    """What a part of a cell says on one line."""
+    """A part of a cell as one line."""
     if isinstance(part, Badge):
         return part.word
     return part.title if isinstance(part, Fold) else part.text

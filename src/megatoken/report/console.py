@@ -29,7 +29,7 @@ from megatoken.report.metrics import (
     MetricRow,
     has_rouge_2,
     has_unreliable,
-    loadgens_word,
+    loadgen_result,
     meaning,
     metric_rows,
 )
@@ -75,7 +75,7 @@ def show_table(table: Table, console: Console | None = None) -> None:
 
 
 def _print_line(line: Text, indent: int, console: Console) -> None:
-    """Wrapped below its own start on a terminal; one line, which can be searched for, where the output is a file."""
+    """Wrapped and indented on a terminal; one searchable line where the output is a file."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -93,7 +93,9 @@ def _standard_output() -> Console:
 
 def _show_run(run: Run, console: Console) -> None:
     rows = metric_rows(run)
-    notes = [note for note, told in ((UNRELIABLE_NOTE, has_unreliable), (ROUGE_2_NOTE, has_rouge_2)) if told(rows)]
+    notes = [
+        note for note, applies in ((UNRELIABLE_NOTE, has_unreliable), (ROUGE_2_NOTE, has_rouge_2)) if applies(rows)
+    ]
     if console.width < WIDTH_OF_FULL_TABLE:
         rows = list(_one_value_each(rows))
     if console.width < _least_metrics_width(rows):
@@ -106,23 +108,22 @@ def _show_run(run: Run, console: Console) -> None:
 
 
 def lines(run: Run, notes: Sequence[str]) -> Iterator[Text]:
-    """What stands below the table; ``notes`` are on numbers in it."""
+    """The lines below the table; ``notes`` explain marks in it."""
     from rich.text import Text
 
     yield from (Text(note, style="dim") for note in notes)
     yield Text.assemble((run.verdict, STYLES.get(run.verdict, "bold yellow")), f": {meaning(run)}")
-    if word := loadgens_word(run):
-        yield Text(word)
+    if result := loadgen_result(run):
+        yield Text(result)
     for reason in run.reasons:
         yield Text.assemble("  ", (reason["code"], "bold"), f" {reason['message']}")
-    for title, shortfalls in (
-        ("MLPerf rules not met:", run.rules_unmet),
-        ("Doubts about the measurement:", run.doubts),
-    ):
-        if shortfalls:
-            yield Text(title)
-        for shortfall in shortfalls:
-            yield Text.assemble("  ", (shortfall["code"], "bold"), f" {shortfall['message']}")
+    if run.rules_unmet:  # none were claimed
+        codes = dict.fromkeys(unmet["code"] for unmet in run.rules_unmet)
+        yield Text(f"MLPerf rules not met (none claimed): {', '.join(codes)}")
+    if run.doubts:
+        yield Text("Doubts about the measurement:")
+    for doubt in run.doubts:
+        yield Text.assemble("  ", (doubt["code"], "bold"), f" {doubt['message']}")
     for note in run.result.get("notes") or ():
         yield Text(f"Note: {note['message']}")
     yield Text(f"Run folder: {run.path}")
@@ -153,7 +154,7 @@ def _one_value_each(rows: list[MetricRow]) -> Iterator[MetricRow]:
 
 
 def _least_metrics_width(rows: list[MetricRow]) -> int:
-    """Letters below which a table of rows with one value each would squeeze out their names."""
+    """Characters below which a table of rows with one value each has no room for their names."""
     return NARROWEST_TEXT + 6 + max(len(row.unit) for row in rows) + max(len(row.value) for row in rows)
 
 
@@ -170,7 +171,7 @@ def _show_view(view: View, console: Console) -> None:
 def _show_section(section: Section, console: Console) -> None:
     from rich.text import Text
 
-    blocks = (block.data if isinstance(block, Figure) and block.told else block for block in section.blocks)
+    blocks = (block.data if isinstance(block, Figure) and block.on_terminal else block for block in section.blocks)
     shown = [block for block in blocks if isinstance(block, Table | Points)]
     if shown:
         console.print()
@@ -206,7 +207,7 @@ def _show_block(block: object, console: Console) -> None:
 
 
 def _chosen(table: Table) -> Table:
-    """Without the rows that are hidden at first, whose number is told instead."""
+    """Without the rows that are hidden at first; the note gives their number."""
     if not table.hidden:
         return table
     kept = [index for index, kind in enumerate(table.kinds) if kind.word not in table.hidden]
@@ -220,7 +221,7 @@ def _chosen(table: Table) -> Table:
 
 
 def _shortened(table: Table) -> Table:
-    """Its first rows, and how many more the page has."""
+    """The first rows of the table, with a note on how many more the page has."""
     more = len(table.rows) - MOST_ROWS
     if more <= 0:
         return table
@@ -272,7 +273,7 @@ def _rich(cell: Cell) -> Text:
 
 
 def _records(table: Table, width: int) -> Iterator[tuple[int, Text]]:
-    """Each row as indented lines: its first cell, beside it the title in the second where rows have kinds, the rest.
+    """Each row as indented lines: its first cell, next to it the title in the second where rows have kinds, the rest.
 
     Where rows have no kinds, short cells of the rest share a line as far as the ``width`` reaches.
     """
@@ -292,16 +293,16 @@ def _records(table: Table, width: int) -> Iterator[tuple[int, Text]]:
             title, *lines = head.split()
             yield 0, title
             yield from ((2, line) for line in lines)
-        told = []
+        labelled_cells = []
         for column, cell in zip(table.columns[len(row) - len(others) :], others, strict=True):
             words = " · ".join(filter(None, text_of(cell).splitlines()))
             if words:
-                told.append(f"{clean(column.name)}: {words}{_unit(column.unit)}")
-        yield from ((2, Text(line)) for line in (told if table.kinds else _packed(told, width - 2)))
+                labelled_cells.append(f"{clean(column.name)}: {words}{_unit(column.unit)}")
+        yield from ((2, Text(line)) for line in (labelled_cells if table.kinds else _packed(labelled_cells, width - 2)))
 
 
 def _packed(texts: list[str], width: int) -> Iterator[str]:
-    """Texts on as few lines of ``width`` letters as hold them in their order; a longer one has a line of its own."""
+    """Texts in order, as many on a line of ``width`` characters as fit; a longer text gets its own line."""
     line = ""
     for text in texts:
         if line and len(line) + len(text) + 2 > width:
@@ -317,7 +318,7 @@ def _unit(unit: str) -> str:
 
 
 def _fits(table: Table, width: int) -> bool:
-    """Whether a grid of ``width`` letters can be read: its columns fit, and no cell becomes a tower of short lines."""
+    """Whether a grid of ``width`` characters is readable: columns fit, and no cell becomes a tower of short lines."""
     if _least_width(table) > width:
         return False
     texts = [index for index, column in enumerate(table.columns) if not column.numeric]
@@ -328,7 +329,7 @@ def _fits(table: Table, width: int) -> bool:
 
 
 def _least_width(table: Table) -> int:
-    """Letters that the table takes with its texts folded as narrowly as can still be read."""
+    """Characters that the table needs with its texts folded as narrowly as is readable."""
     widths = (_column_width(table, index) for index in range(len(table.columns)))
     return sum(widths) + 3 * (len(table.columns) - 1)
 
@@ -341,14 +342,14 @@ def _column_width(table: Table, index: int) -> int:
 
 
 def _natural_width(table: Table, index: int) -> int:
-    """Letters of a column's longest line, its head's among them."""
+    """Characters of the longest line of a column, its head included."""
     column = table.columns[index]
     longest = max((_longest_line(row[index]) for row in table.rows), default=0)
     return max(longest, len(column.name), len(column.unit))
 
 
 def _longest_name(table: Table) -> int:
-    """Letters of the longest word in the first column, as far as it is given room for names."""
+    """Characters of the longest word in the first column, at most ``WIDEST_NAME``."""
     words = (len(word) for row in table.rows for word in text_of(row[0]).split())
     return min(max(words, default=0), WIDEST_NAME)
 

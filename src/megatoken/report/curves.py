@@ -149,7 +149,7 @@ def line_chart(
     window: tuple[float, float] | None = None,
     marks: Sequence[Mark] = (),
 ) -> Figure:
-    """Curves of ``unit`` over ``x_label``, with the areas and references named; ``data`` is the table behind them."""
+    """Curves of ``unit`` over ``x_label``, with labelled areas and references; ``data`` is the table behind them."""
     x_ticks = ticks(*x_range)
     x_low, x_top = (0.0, x_range[1]) if x_range[0] == 0 else (x_ticks[0], x_ticks[-1])
     heights = [*(line.y for line in lines), *([between.high] if between else [])]

@@ -23,7 +23,7 @@ DEEPEST = 40
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """An object of a document; ``where`` says in which file and under which key it stands."""
+    """An object of a document; ``where`` names its file and key."""
 
     values: Mapping[str, Any]
     where: str
@@ -85,7 +85,7 @@ class Document:
         return [clean(str(item)) for item in listed if item is not None]
 
     def without(self, keys: Iterable[str]) -> dict[str, Any]:
-        """What stands under all other keys."""
+        """The values under all other keys."""
         left = frozenset(keys)
         return {key: value for key, value in self.values.items() if key not in left}
 
@@ -99,7 +99,7 @@ class Document:
             yield Document(item, f"{self.where}: {key}[{index}]")
 
     def _wrong(self, key: str, wanted: str) -> UsageError:
-        return UsageError(f"{self.where}: {key} is not {wanted}; make the file anew with the command that wrote it")
+        return UsageError(f"{self.where}: {key} is not {wanted}; rebuild the file with the command that wrote it")
 
 
 def read_document(path: Path) -> Document:
@@ -110,8 +110,8 @@ def read_document(path: Path) -> Document:
     """
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe would wait for ever
-            raise UsageError(f"{path}: is no regular file; give a run folder or a saved document")
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe could wait forever
+            raise UsageError(f"{path}: not a regular file; give a run folder or a saved document")
         if status.st_size > LARGEST_BYTES:
             raise UsageError(f"{path}: larger than {LARGEST_BYTES // 2**20} MiB; no command writes such a document")
         value = json.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""From a path to reports: what lies there, and where its pages go."""
+"""From a path to reports: what the path holds, and where its pages go."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ HEAD_BYTES = 8192
 
 
 def read_subject(path: Path) -> Run | Document:
-    """What the report on ``path`` is about: a run folder, a saved document, a folder with one, or repeats together.
+    """The subject of the report on ``path``: a run folder, a saved document, a folder with one, or repeats together.
 
     Raises:
-        UsageError: none of them is there, or it cannot be read.
+        UsageError: ``path`` holds none of them, or it cannot be read.
     """
     return next(subject for subject, _ in reversed(list(_subjects(path))))
 
 
 def write_report(path: Path, out: Path | None = None) -> Path:
-    """Make the page on ``path`` anew, after those of the runs below it, and return where it is.
+    """Rebuild the page on ``path``, after those of the runs below it, and return its path.
 
     Args:
         path: as for ``write_reports``.
@@ -43,17 +43,17 @@ def write_report(path: Path, out: Path | None = None) -> Path:
 
 
 def write_reports(path: Path, out: Path | None = None, *, movable: bool = True) -> Iterator[Path]:
-    """Make the pages on ``path`` anew and say where each is.
+    """Rebuild the pages on ``path`` and yield the path of each.
 
     Args:
         path: a run folder, whose page is ``report.html`` in it; a saved document or a folder with one, whose page lies
-            beside it under its name; or a folder with run folders below it: the page of each, and in each folder of
+            next to it under its name; or a folder with run folders below it: the page of each, and in each folder of
             repeats one on them together, ``repeats.html``.
         out: file to write; for the one page that ``path`` has, or the one on its repeats together.
         movable: whether the command has a flag ``--out`` that could name another place.
 
     Raises:
-        UsageError: ``path`` cannot be read, or a file that is no page of ours is in the way.
+        UsageError: ``path`` cannot be read, or another file has the name of the page.
         StorageError: a page cannot be written.
     """
     subjects = list(_subjects(path))
@@ -81,7 +81,7 @@ def save_document(document: Mapping[str, Any], folder: Path) -> tuple[Path, Path
         Both paths.
 
     Raises:
-        UsageError: it is no document of a kind known here, or a file that is no such document or page is in the way.
+        UsageError: its kind is unknown, or another file has the name of the document or page.
         StorageError: the disk refuses.
     """
     view = document_view(checked(document))
@@ -99,7 +99,7 @@ def save_document(document: Mapping[str, Any], folder: Path) -> tuple[Path, Path
 
 
 def _subjects(path: Path) -> Iterator[tuple[Run | Document, Path]]:
-    """What ``path`` stands for, and where the page of each belongs."""
+    """The runs and documents on ``path``, each with the path of its page."""
     folders = run_folders(path)
     if folders == [path]:
         yield read_consistent_run(path), path / REPORT
@@ -123,7 +123,7 @@ def _subjects(path: Path) -> Iterator[tuple[Run | Document, Path]]:
 
 
 def _check_replaceable(place: Path) -> None:
-    """Refuses a place where somebody else's file is."""
+    """Refuses to overwrite a file that is not a page of megatoken."""
     if not place.is_file():
         return
     try:
@@ -132,7 +132,7 @@ def _check_replaceable(place: Path) -> None:
     except OSError as error:
         raise storage_error(place, error) from error
     if not ours:
-        raise UsageError(f"{place}: is there and is no page of megatoken; move it away, or name another with --out")
+        raise UsageError(f"{place}: this file is not a megatoken page; move it, or name another with --out")
 
 
 def _check_same_kind(saved: Path, kind: str) -> None:
@@ -141,4 +141,4 @@ def _check_same_kind(saved: Path, kind: str) -> None:
     except UsageError:
         there = ""
     if there != kind:
-        raise UsageError(f"{saved}: is there and is no document of megatoken; move it away, or name another --out")
+        raise UsageError(f"{saved}: this file is not a megatoken document; move it, or name another with --out")

@@ -1,4 +1,4 @@
-"""Which numbers of a run are shown, under which words and units: the rows that console and page have in common."""
+"""The metrics of a run with their labels and units: the rows that console and page share."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from megatoken.text import ABSENT, is_number, number, precise
 PERCENTILES = ("p50", "p90", "p95", "p99")
 SCORES = {"exact_match": "Exact match", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 UNRELIABLE_NOTE = "* too few samples to state this percentile with 99 % confidence"
-ROUGE_2_NOTE = "ROUGE-2 counts pairs of words: an answer of one word has none and counts 0, right or wrong"
+ROUGE_2_NOTE = "ROUGE-2 counts pairs of words, so an answer of one word scores 0, right or wrong"
 TONES: dict[str, str] = {Verdict.VALID: "good", Verdict.INVALID: "bad", Verdict.MEASURED: "plain"}
 MEANING = {
-    Verdict.MEASURED: "a healthy run that claims no MLPerf rules",
-    Verdict.VALID: "meets the MLPerf rules it claims",
-    Verdict.INVALID: "something that it had to meet is not met",
-    Verdict.DEGRADED: "replicas of the rack were lost during the run, even if others took their place",
-    Verdict.INTERRUPTED: "ended early; the numbers cover what was done until then",
+    Verdict.MEASURED: "run completed; no MLPerf compliance claimed",
+    Verdict.VALID: "meets the MLPerf rules that it claims",
+    Verdict.INVALID: "a required condition was not met",
+    Verdict.DEGRADED: "replicas were lost during the run, even if others replaced them",
+    Verdict.INTERRUPTED: "ended early; the numbers cover the work done until then",
 }
 
 
 SHORTFALLS = {
     "FAILED_SAMPLES": "samples failed",
-    "ACCURACY": "its answers are not accurate enough",
-    "COMPLIANCE": "its compliance test is not passed",
-    "NO_VALID_RATE": "its search found no valid rate",
+    "ACCURACY": "the answers are not accurate enough",
+    "COMPLIANCE": "the compliance test did not pass",
+    "NO_VALID_RATE": "the search found no valid rate",
 }
 
 
@@ -45,34 +45,32 @@ class MetricRow:
 
 
 def meaning(run: Run) -> str:
-    """What the verdict says of this run, first of all whether anything was measured."""
+    """What the verdict means for this run; a simulated run says so first."""
     words = MEANING[run.verdict]
     if run.verdict is Verdict.INVALID and run.reasons:
-        other = (
-            "its rate is not shown to be steady" if "soak" in run.result else "an MLPerf rule that it claims is not met"
-        )
+        other = "the rate is not shown to be steady" if "soak" in run.result else "a claimed MLPerf rule is not met"
         words = "; ".join(dict.fromkeys(SHORTFALLS.get(reason["code"], other) for reason in run.reasons))
     return f"{of_simulated(gpu)}; {words}" if (gpu := simulated_gpu(run)) else words
 
 
 def of_simulated(gpu: str) -> str:
-    """What is to be said before anything else of a run that computed nothing."""
-    return f"simulated {gpu}, its rates and times are a cost model's"
+    """What comes first on a run that computed nothing."""
+    return f"simulated {gpu}: rates and times come from a cost model"
 
 
-def loadgens_word(run: Run) -> str:
-    """What LoadGen itself calls the run; empty where it says nothing."""
-    word = run.result.get("loadgen_validity")
-    return f"LoadGen's own word: {word}" if word in ("VALID", "INVALID") else ""
+def loadgen_result(run: Run) -> str:
+    """LoadGen's own verdict; empty without one."""
+    verdict = run.result.get("loadgen_validity")
+    return f"LoadGen result: {verdict}" if verdict in ("VALID", "INVALID") else ""
 
 
 def verdict_badge(verdict: str) -> Badge:
-    """A verdict's badge; what is neither good nor bad nor usual warns."""
+    """A verdict's badge; any that is not good, bad or usual is a warning."""
     return Badge(verdict, TONES.get(verdict, "warn"))
 
 
 def metric_rows(run: Run) -> list[MetricRow]:
-    """Every metric to be shown, headline first; what is zero or unknown without being worth a word is left out."""
+    """Every metric to show, headline first; unremarkable ones that are zero or unknown are left out."""
     result = run.result
     offline = result.get("scenario") == "offline"
     arrives, soak = result.get("scenario") in ARRIVING, result.get("scenario") == SOAK
@@ -112,12 +110,12 @@ def metric_rows(run: Run) -> list[MetricRow]:
 
 
 def has_unreliable(rows: list[MetricRow]) -> bool:
-    """Whether a percentile among ``rows`` carries the star that ``UNRELIABLE_NOTE`` explains."""
+    """Whether a percentile in ``rows`` has the star that ``UNRELIABLE_NOTE`` explains."""
     return any(value.endswith("*") for row in rows for value in row.percentiles)
 
 
 def has_rouge_2(rows: list[MetricRow]) -> bool:
-    """Whether there is a score among ``rows`` that ``ROUGE_2_NOTE`` explains."""
+    """Whether ``rows`` have the score that ``ROUGE_2_NOTE`` explains."""
     return any(row.label == SCORES["rouge2"] for row in rows)
 
 
@@ -129,7 +127,7 @@ def _single(result: dict[str, Any], label: str, unit: str, name: str, factor: fl
 
 
 def _together(aggregate: Any) -> list[MetricRow]:
-    """The other two rates of several nodes; the first is that over the time from the first start to the last end."""
+    """The other two rates of several nodes; the first covers the time from the first start to the last end."""
     if not isinstance(aggregate, Mapping):
         return []
     window = aggregate.get("common_window")
@@ -172,7 +170,7 @@ def _compliance(compliance: Mapping[str, Any]) -> list[MetricRow]:
 
 
 def _stability(stability: Mapping[str, Any], soak: Mapping[str, Any]) -> list[MetricRow]:
-    """Whether a soak held its rate, and by which figures; shares as percent."""
+    """Whether a soak held its rate, with the figures; shares as percent."""
     if not stability:
         return []
 

@@ -84,7 +84,7 @@ class _Pen:
         yield from self.blocks(section.blocks)
 
     def blocks(self, blocks: Iterable[Block]) -> Iterator[str]:
-        """Neighbouring figures, and tables that may stand beside them, share a grid."""
+        """Consecutive figures and narrow tables share a grid."""
         for shared, group in groupby(blocks, key=_stands_beside):
             parts = "".join(self.block(block) for block in group)
             yield f'<div class="shelf">{parts}</div>' if shared else parts
@@ -163,7 +163,7 @@ class _Pen:
 
 
 def _stands_beside(block: Block) -> bool:
-    return isinstance(block, Figure) or (isinstance(block, Table) and block.beside)
+    return isinstance(block, Figure) or (isinstance(block, Table) and block.narrow)
 
 
 def _row(table: Table, index: int) -> str:

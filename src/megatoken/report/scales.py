@@ -1,4 +1,4 @@
-"""Where numbers lie on a chart and how its axes are labelled.
+"""Positions and axis labels of charts.
 
 A chart is drawn on a canvas 400 wide, so that its letters stay readable when a phone shows it at 320 pixels.
 """
@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 def ticks(low: float, top: float) -> list[float]:
     """Four to seven round values that enclose ``low`` to ``top``, in steps of 1, 2, 2.5 or 5 times a power of ten."""
     span, size = top - low, max(abs(low), abs(top))
-    if span <= SMALLEST_SHARE * size:  # what rounding leaves of equal values is no span
+    if span <= SMALLEST_SHARE * size:  # equal values but for rounding
         span = size
     span = span if span > SMALLEST_SPAN else 1.0
     magnitude = 10.0 ** math.floor(math.log10(span / 4))
@@ -59,12 +59,12 @@ def rule(x1: float, y1: float, x2: float, y2: float, style: str = "grid") -> str
 
 
 def box(x: float, y: float, width: float, height: float, style: str) -> str:
-    """SVG rectangle; at least a hair wide, so that a small value is not an absent one."""
+    """SVG rectangle, at least 0.8 wide, so that a small value stays visible."""
     return f'<rect class="{style}" x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.8):.1f}" height="{height:.1f}"/>'
 
 
 def shortened(words: str, letters: int, *, keep_end: bool = False) -> str:
-    """``words`` cut to fit a place of so many letters; names of nodes differ at their end."""
+    """``words`` cut to fit a place of so many letters; the names of nodes differ at their ends."""
     if len(words) <= letters:
         return words
     return f"…{words[1 - letters :]}" if keep_end else f"{words[: letters - 1].rstrip()}…"

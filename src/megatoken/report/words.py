@@ -1,4 +1,4 @@
-"""How keys and values are written: labels and units out of names, numbers, text that can do no harm."""
+"""Keys and values as text: labels and units from key names, numbers, harmless characters."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ UNITS = {
 }
 PER_UNITS = UNITS | {noun: noun for noun in ("interactions", "queries", "requests", "samples", "tokens")}
 DIVISORS = {"second": "s", "hour": "h", "watt": "W", "joule": "J", "kilowatt": "kW", "gpu": "GPU", "kwh": "kWh"}
-NAMES = ("_id", "seed", "line", "port")  # numbers that name something: nobody counts in them
-COUNTS = ("_requests", "users")  # nobody counts tenths of them where they are thousands
+NAMES = ("_id", "seed", "line", "port")  # numbers that are names, not amounts
+COUNTS = ("_requests", "users")  # thousands of them have no decimals
 SHARES = ("share", "coefficient_of_variation", "utilisation")
 
-# What a terminal would obey, XML cannot hold, or turns the reading direction of what follows.
+# Characters that control a terminal, that XML cannot hold, or that change the reading direction.
 _HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 
 def clean(text: str) -> str:
-    """``text`` with control characters and lone surrogates replaced, cut off where nobody reads on."""
+    """``text`` with control characters and lone surrogates replaced, and cut after ``LONGEST_TEXT`` characters."""
     shown = text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}… ({len(text):,} characters)"
     return _HARMFUL.sub("�", shown.replace("\r\n", "\n"))
 
 
 def label(key: str) -> tuple[str, str]:
-    """What to call a key, and the unit at its end: ``duration_seconds`` is Duration in s."""
+    """The label of a key, and its unit: ``duration_seconds`` is Duration in s."""
     head, *divisors = key.replace("watt_hours", "watthours").split("_per_")
     name, _, last = head.rpartition("_")
     units = PER_UNITS if divisors else UNITS

@@ -1,1 +1,1 @@
-"""The run folder: its layout, its tables, writing it while a run lasts, reading it years later, SQL over many."""
+"""The run folder: its layout, its tables, writing it during a run, reading it, also one of an older version."""

@@ -1,4 +1,4 @@
-"""A run folder as it is read: its files, its verdict, its numbers."""
+"""Reading a run folder: its files, verdict and numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCHEMA_VERSION = 2
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 MLPERF = "mlperf"
-NODES = "nodes"  # of a rack, where each had a LoadGen of its own: a run folder of each
+NODES = "nodes"  # of a rack whose nodes each had a LoadGen: their run folders
 REQUESTS = "requests.parquet"
 SERIES = "series.parquet"
 RESULT = "result.json"
@@ -42,7 +42,7 @@ class Verdict(StrEnum):
 
     @property
     def exit_code(self) -> ExitCode:
-        """What the process returns for this verdict."""
+        """Exit code of the process for this verdict."""
         return {
             Verdict.INVALID: ExitCode.INVALID,
             Verdict.DEGRADED: ExitCode.DEGRADED,
@@ -52,7 +52,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run folder as read: enough to rebuild every number and every page about it."""
+    """The contents of a run folder, enough to rebuild every number and page."""
 
     path: Path
     verdict: Verdict
@@ -70,7 +70,7 @@ def read_run(path: Path) -> Run:
     """Read a run folder, finished or not.
 
     Raises:
-        UsageError: the folder or files of it are missing or damaged; one line names every one of them.
+        UsageError: the folder or some of its files are missing or damaged; one line names them all.
     """
     if not path.is_dir():
         raise UsageError(f"{path}: no such folder; give a run folder, such as runs/20261120T091233Z-offline-tiny")
@@ -84,16 +84,16 @@ def read_run(path: Path) -> Run:
     contents, problems = {}, []
     for name, read in readers.items():
         if (path / name).exists() and not (path / name).is_file():
-            problems.append(f"{name} is no file")  # a pipe would be waited for
+            problems.append(f"{name} is not a file")  # reading a pipe could wait forever
             continue
         try:
             contents[name] = read(path / name)
         except FileNotFoundError:
             problems.append(f"{name} is missing")
         except (OSError, ValueError, TypeError, KeyError, NotImplementedError, RecursionError, yaml.YAMLError) as error:
-            problems.append(f"{name} is damaged ({_in_words(error)[:120]})")
+            problems.append(f"{name} is damaged ({_one_line(error)[:120]})")
     if problems:
-        raise UsageError(f"{path} is not a whole run folder: {'; '.join(problems)}; copy it again or repeat the run")
+        raise UsageError(f"{path} is not a complete run folder: {'; '.join(problems)}; copy it again or repeat the run")
     result = contents[RESULT]
     return Run(
         path=path,
@@ -109,8 +109,8 @@ def read_run(path: Path) -> Run:
     )
 
 
-def _in_words(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)  # of YAML, whose own words quote the file
+def _one_line(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)  # of YAML, whose messages quote the file
     return " ".join((f"line {mark.line + 1}: {getattr(error, 'problem', None)}" if mark else str(error)).split())
 
 

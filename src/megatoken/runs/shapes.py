@@ -1,4 +1,4 @@
-"""Whether result.json and environment.json are what their readers take them for; a folder may come from anybody."""
+"""Checks that the fields of result.json and environment.json have the types that readers expect."""
 
 from __future__ import annotations
 
@@ -21,72 +21,72 @@ NUMBERS = (  # how their names end
     *("samples_completed", "samples_failed", "samples_cancelled", "preemptions"),
     *("duration_seconds", "rated_seconds", "limit_seconds", "step_seconds", "p90_seconds", "p99_seconds"),
 )
-BESIDE_A_RATE = ("samples_completed", "input_tokens", "output_tokens", "duration_seconds")
+WITH_A_RATE = ("samples_completed", "input_tokens", "output_tokens", "duration_seconds")
 OF_A_STABILITY = ("trend", "drift", "worst_window", "throttling")
 OF_A_NODE = ("samples_completed", "output_tokens", "duration_seconds", "output_tokens_per_second")
 
 
 def check_result(result: Mapping[str, Any]) -> None:
-    """Refuses fields of another kind than their name promises. Absent and null ones are left to who needs them.
+    """Refuse fields whose type does not fit their name. Absent and null fields pass.
 
     Raises:
-        ValueError, TypeError: names the field.
+        ValueError, TypeError: the message names the field.
     """
     for name, value in result.items():
         _check(name, value)
     for name in MAPPINGS:
         for key, value in (result.get(name) or {}).items():
             if name.endswith("_seconds") and key.startswith("p") and value is not None and not is_number(value):
-                raise ValueError(f"{name}.{key} is no number")
+                raise ValueError(f"{name}.{key} is not a number")
     for stage in (result.get("stages") or {}).values():
         if stage is not None and not (isinstance(stage, dict) and all(map(_number_or_none, stage.values()))):
-            raise ValueError("stages holds what is no number")
+            raise ValueError("stages has a value that is not a number")
     if not all(_is_reason(note) for note in result.get("notes") or ()):
         raise ValueError("notes is not a list of notes with code and message")
     window = result.get("steady_window_seconds")
     if window is not None and not (len(window) == 2 and all(map(is_number, window))):
-        raise ValueError("steady_window_seconds is no pair of numbers")
+        raise ValueError("steady_window_seconds is not a pair of numbers")
     if (soak := result.get("soak")) is not None:
         _check_soak(soak)
     for name in OF_A_STABILITY:
         if not isinstance((result.get("stability") or {}).get(name) or {}, dict):
-            raise TypeError(f"stability.{name} is no mapping")
+            raise TypeError(f"stability.{name} is not a mapping")
     if (rack := result.get("rack")) is not None:
         _check_rack(rack)
     if "node_verdicts" in result and not is_number((rack or {}).get("start_spread_seconds")):
-        raise ValueError("rack.start_spread_seconds is no number")
+        raise ValueError("rack.start_spread_seconds is not a number")
     for node in result.get("rack_nodes") or ():
         if not _is_of_node(node, "replicas", "gpus"):
-            raise ValueError("rack_nodes holds what is no node with its replicas and GPUs")
+            raise ValueError("rack_nodes has an entry that is not a node with its replicas and GPUs")
         if not isinstance(node.get("machine"), dict):
-            raise TypeError(f"machine of node {node['node'][:50]} is no mapping")
+            raise TypeError(f"machine of node {node['node'][:50]} is not a mapping")
         check_environment(node["machine"])
     for node in result.get("nodes", ()):
         if not isinstance(node, dict) or not isinstance(node.get("node"), str):
-            raise TypeError("nodes holds what is no node")
+            raise TypeError("nodes has an entry that is not a node")
         for name in OF_A_NODE:
             if name not in node or not _number_or_none(node[name]):
-                raise ValueError(f"{name} of node {node['node'][:50]} is no number")
+                raise ValueError(f"{name} of node {node['node'][:50]} is not a number")
     if result.get("output_tokens_per_second"):
-        for name in ("output_tokens_per_second", *BESIDE_A_RATE):
+        for name in ("output_tokens_per_second", *WITH_A_RATE):
             if not (is_number(result.get(name)) and result[name] > 0):
                 raise ValueError(f"{name} of a run with a rate is not above zero")
 
 
 def check_environment(environment: Mapping[str, Any]) -> None:
-    """The same for the parts of environment.json that are read.
+    """The same for environment.json.
 
     Raises:
-        TypeError: names the field.
+        TypeError: the message names the field.
     """
     for name in ("cpu", "packages"):
         if not isinstance(environment.get(name) or {}, dict):
-            raise TypeError(f"{name} is no mapping")
+            raise TypeError(f"{name} is not a mapping")
     gpus = environment.get("gpus") or []
     if not isinstance(gpus, list) or not all(
         isinstance(gpu, dict) and isinstance(gpu.get("name"), str) for gpu in gpus
     ):
-        raise TypeError("gpus is no list of GPUs with their names")
+        raise TypeError("gpus is not a list of GPUs with their names")
 
 
 def _check(name: str, value: Any) -> None:
@@ -95,16 +95,16 @@ def _check(name: str, value: Any) -> None:
     for names, kind, called in ((TEXTS, str, "text"), (MAPPINGS, dict, "mapping"), (LISTS, list, "list")):
         if name in names:
             if not isinstance(value, kind):
-                raise ValueError(f"{name} is no {called}")
+                raise ValueError(f"{name} is not a {called}")
             return
     if name.endswith(NUMBERS) and not is_number(value):
-        raise ValueError(f"{name} is no number")
+        raise ValueError(f"{name} is not a number")
 
 
 def _check_rack(rack: Mapping[str, Any]) -> None:
     for name in ("replicas", "replicas_least", "replicas_at_end", "share_left"):
         if not is_number(rack.get(name)):
-            raise ValueError(f"rack.{name} is no number")
+            raise ValueError(f"rack.{name} is not a number")
     for name, numbers in (
         ("lost", ()),
         ("joined", ("at_seconds",)),
@@ -112,10 +112,10 @@ def _check_rack(rack: Mapping[str, Any]) -> None:
     ):
         entries = rack.get(name)
         if not isinstance(entries, list) or not all(_is_of_node(entry, *numbers) for entry in entries):
-            raise ValueError(f"rack.{name} is no list of nodes with {' and '.join(('their names', *numbers))}")
+            raise ValueError(f"rack.{name} is not a list of nodes with {' and '.join(('their names', *numbers))}")
     for loss in rack["lost"]:
         if not _number_or_none(loss.get("replica", ...)) or not isinstance(loss.get("cause"), str):
-            raise ValueError("rack.lost holds a loss without its replica or its cause")
+            raise ValueError("rack.lost has a loss without its replica or cause")
 
 
 def _is_reason(value: Any) -> bool:
@@ -129,13 +129,13 @@ def _is_of_node(entry: Any, *numbers: str) -> bool:
 
 def _check_soak(soak: Mapping[str, Any]) -> None:
     if not is_number(soak.get("duration_seconds")):
-        raise ValueError("soak.duration_seconds is no number")
+        raise ValueError("soak.duration_seconds is not a number")
     if "settings" in soak and not isinstance(soak["settings"], Mapping):
-        raise ValueError("soak.settings is no mapping")
+        raise ValueError("soak.settings is not a mapping")
     for name, moment in (("segments", "begins_seconds"), ("interruptions", "at_seconds")):
         parts = soak.get(name)
         if not isinstance(parts, list) or not all(_has_moment(one, moment) for one in parts):
-            raise ValueError(f"soak.{name} is no list of mappings with {moment}")
+            raise ValueError(f"soak.{name} is not a list of mappings with {moment}")
     if not soak["segments"] or not all(isinstance(one.get("started_at"), str) for one in soak["segments"]):
         raise ValueError("soak.segments has no started_at")
 

@@ -1,8 +1,8 @@
-"""The run folder as it is written; ``run`` reads it. No other code knows its layout.
+"""Writing the run folder; ``run`` reads it. No other code knows its layout.
 
-A folder appears under its name by one rename, already complete and saying INTERRUPTED. While the run lasts a thread
-replaces its tables about once a second, each by one rename. So a process that dies at any moment leaves a folder that
-can be read as it is, with every sample that ended up to the last second.
+A folder appears under its name by one rename, complete and with the verdict INTERRUPTED. During the run a thread
+replaces its tables about once a second, each by one rename. So a process that dies at any moment leaves a readable
+folder with every sample that ended before the last write.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def run_name(started: datetime, scenario: str, model: str) -> str:
 
 
 class RunFolder:
-    """A run being recorded. ``finish`` or ``interrupt`` ends it; without either it says INTERRUPTED by itself.
+    """A run being recorded. ``finish`` or ``interrupt`` ends it; without either its verdict stays INTERRUPTED.
 
-    ``add_samples`` and ``add_series`` only append to lists, for they are called between two steps of the engine. A
-    thread writes what came in once a second, or less often so that it never takes more than 5 % of one core: from about
+    ``add_samples`` and ``add_series`` only append to lists, because they are called between two steps of the engine. A
+    thread writes the new rows once a second, or less often so that it never takes more than 5 % of one core: from about
     150,000 samples on, where one write takes 50 ms (a million take 0.3 s, which leaves 6 s between writes).
 
-    The first write that fails ends the recording: what is on the disk stays as it was, and the next call, whichever it
-    is, raises the StorageError.
+    The first write that fails ends the recording: the files on the disk stay unchanged, and the next call of any method
+    raises the StorageError.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class RunFolder:
             summarise: metrics from the known fields of ``result.json`` and the two tables, at every write.
 
         Raises:
-            StorageError: the folder cannot be made; nothing of it is left.
+            StorageError: the folder cannot be made; no part of it is left.
         """
         draft = out / f".{name}.{getpid()}.tmp"
         missing: list[Path] = []
@@ -139,10 +139,10 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, run: Run, facts: Mapping[str, Any], summarise: Summarise) -> Self:
-        """Go on recording in the folder of a run that was interrupted.
+        """Resume recording in the folder of an interrupted run.
 
         Args:
-            run: as its folder is now, which nobody else writes.
+            run: as its folder is now; no other process writes it.
             facts: fields of ``result.json`` to replace or add.
             summarise: as for ``create``.
         """
@@ -160,7 +160,7 @@ class RunFolder:
         return self.path / MLPERF
 
     def write_seconds(self) -> float:
-        """How long the longest write of everything took so far."""
+        """Duration of the longest write so far."""
         return self._write_seconds
 
     @property
@@ -170,7 +170,7 @@ class RunFolder:
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
         """Add or replace fields of ``result.json`` that become known during the run; written with the next rows."""
-        self._facts = {**self._facts, **plain(facts)}  # a new one: the thread may be reading the old
+        self._facts = {**self._facts, **plain(facts)}  # a new mapping, because the thread may be reading the old one
 
     def add_samples(self, rows: Sequence[SampleRow]) -> None:
         """Record samples that have ended, each once."""
@@ -179,19 +179,19 @@ class RunFolder:
             self._new_samples.extend(rows)
 
     def add_series(self, row: SeriesRow) -> None:
-        """Record where one replica stands now."""
+        """Record the state of one replica."""
         self._raise_failure()
         with self._handover:
             self._new_series.append(row)
 
     def add_tables(self, requests: pa.Table, series: pa.Table) -> None:
-        """Record what others have recorded: tables of ``SampleRow`` and of ``SeriesRow``."""
+        """Record the tables of other runs: of ``SampleRow`` and of ``SeriesRow``."""
         self._raise_failure()
         self._stop_thread()
         self._requests, self._series = append(self._requests, requests), append(self._series, series)
 
     def end_recording(self) -> tuple[pa.Table, pa.Table]:
-        """Record nothing more; all samples and the time series, from which a verdict can be reached.
+        """Stop recording and return all samples and the time series.
 
         Raises:
             StorageError: an earlier write failed.
@@ -205,10 +205,10 @@ class RunFolder:
         """Write the last rows, then the final ``result.json``.
 
         Args:
-            result: ``verdict``, ``reasons``, and any field that is to stand beside or replace what ``summarise`` gives.
+            result: ``verdict``, ``reasons``, and any field to add to or replace in what ``summarise`` returns.
 
         Raises:
-            StorageError: this or an earlier write failed; the folder still says INTERRUPTED.
+            StorageError: this or an earlier write failed; the verdict stays INTERRUPTED.
         """
         verdict, reasons = Verdict(result["verdict"]), result["reasons"]
         self._stop_thread()
@@ -226,10 +226,10 @@ class RunFolder:
             self._write_last(Verdict.INTERRUPTED, [why], {})
 
     def finish_as(self, other: Path, more: Mapping[str, Any]) -> None:
-        """End the run with everything that the run folder ``other`` holds, and ``more`` in ``result.json``.
+        """End the run with the contents of the run folder ``other``, and ``more`` in ``result.json``.
 
         Raises:
-            StorageError: a write failed; the folder still says INTERRUPTED.
+            StorageError: a write failed; the verdict stays INTERRUPTED.
         """
         self._stop_thread()
         self._raise_failure()
@@ -257,8 +257,8 @@ class RunFolder:
             except Exception as error:
                 self._error = error
                 return
-            # A row waits for the pause and for the write that follows: both together are to stay within the period.
-            # The share counts processor time: waiting for a disk takes nothing from the engine.
+            # A row waits for the pause and the next write: both together must stay within the period.
+            # The share counts processor time, because waiting for a disk takes none from the engine.
             taken, busy = time.monotonic() - started, time.thread_time() - busy
             self._write_seconds = max(self._write_seconds, taken)
             pause = max(PERIOD_SECONDS - 2 * taken, busy * (1 / BUSY_SHARE - 1))
@@ -281,7 +281,7 @@ class RunFolder:
             self._series = append(self._series, to_table(SeriesRow, series))
 
     def _write_tables(self) -> bool:
-        """Replace the tables that have grown; whether one has."""
+        """Replace the tables that have grown; returns whether one has."""
         self._take_new_rows()
         rows = (len(self._requests), len(self._series))
         if rows[0] != self._written_rows[0]:

@@ -1,4 +1,4 @@
-"""Many nodes as one result: the three rates, how the nodes differ, what is left without one of them."""
+"""Many nodes as one result: three rates, how the nodes differ, what remains without one of them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def aggregate_sections(document: Document) -> Iterator[Section]:
     losses = document.parts("without_fault_domain")
     if losses:
         own = all(loss.texts("nodes_lost") == [loss.text("fault_domain")] for loss in losses)
-        caption = "What is left when one is lost and the others go on"
+        caption = "Remaining when one is lost and the others continue"
         table = records_table(caption, [loss.values for loss in losses], without=("nodes_lost",) if own else ())
         yield Section("Without one fault domain", (table,))
 
@@ -90,7 +90,7 @@ def _rates(document: Document) -> Iterator[Block]:
         Column("Rule"),
         Column("Output", "tokens/s", numeric=True),
         Column("Of the sum", "%", numeric=True),
-        Column("What it means"),
+        Column("Meaning"),
     )
     if rows:
         yield Table("The same nodes by three rules", columns, tuple(rows), stacked=True)
@@ -102,7 +102,12 @@ def _rates(document: Document) -> Iterator[Block]:
     if overlap is not None:
         points.append(("", f"All nodes ran at once for {precise(100 * overlap)} % of the time."))
     elif most is not None:
-        points.append(("", f"Even started together they could share no more than {precise(100 * most)} % of the time."))
+        points.append(
+            (
+                "",
+                f"Started together, they would have shared at most {precise(100 * most)} % of the time.",
+            )
+        )
     points += [("", observation) for observation in evidence.texts("observations")]
     if points:
         yield Points("Did they run at the same time?", tuple(points))
@@ -115,7 +120,7 @@ def _of_sum(rate: float | None, total: float | None) -> str:
 def _basis(window: Document) -> str:
     seconds = window.number("seconds")
     over = f"over {precise(seconds)} s" if seconds is not None else ""
-    conditional = "conditional: no evidence that they did" if window.flag("conditional") else ""
+    conditional = "conditional: not shown that they did" if window.flag("conditional") else ""
     return "; ".join(filter(None, (window.text("basis"), over, conditional, window.text("reason"))))
 
 
@@ -138,12 +143,12 @@ def _spread(document: Document) -> Iterator[Table]:
         rows.append((f"Coefficient of variation, {formula}", _percent(variation)))
     rows += _stragglers(document.part("stragglers"))
     if rows:
-        yield Table("How the nodes differ", (Column("What"), Column("Value")), tuple(rows), beside=True)
+        yield Table("How the nodes differ", (Column("Name"), Column("Value")), tuple(rows), narrow=True)
     more = ("accelerators", "output_tokens", "output_tokens_per_second_per_accelerator", "baseline_tokens_per_second")
     facts = {key: document.values[key] for key in (*more, "scaling_efficiency") if key in document}
     facts |= {key: value for key, value in document.part("workload").values.items() if value is not None}
     if facts:
-        yield facts_table("The whole", facts)
+        yield facts_table("All nodes", facts)
 
 
 def _stragglers(stragglers: Document) -> Iterator[tuple[str, str]]:
@@ -152,7 +157,7 @@ def _stragglers(stragglers: Document) -> Iterator[tuple[str, str]]:
         yield f"Stragglers, {stragglers.text('formula')}", names or "none"
     if names and stragglers.flag("separate"):
         gap = precise(stragglers.number("gap_tokens_per_second"))
-        yield "A group of its own", f"yes: {gap} tokens/s below all others"
+        yield "Separate group", f"yes: {gap} tokens/s below all others"
 
 
 def _percent(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""What an audit found: answers to claims, findings to choose from by severity, the nodes, the artefacts."""
+"""The report on an audit: answers to claims, findings by severity, nodes, artefacts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def audit_view(document: Document) -> View:
 
 
 def severity_badge(severity: str) -> Badge:
-    """A severity's badge; an unknown word is shown as it is."""
+    """A severity's badge; an unknown one is shown unchanged."""
     return SEVERITIES.get(severity, Badge(severity, "quiet"))
 
 
@@ -72,16 +72,16 @@ def _counts(findings: Sequence[Document]) -> Iterator[Badge]:
 
 
 def _meaning(findings: Sequence[Document]) -> str:
-    told = any(one.text("id") == "run_folder.healthy" for one in findings)
-    but = ", which tell of a run that says something against itself" if told else ""
+    unhealthy = any(one.text("id") == "run_folder.healthy" for one in findings)
+    but = ", but the run itself reports a problem" if unhealthy else ""
     severities = {finding.text("severity") for finding in findings}
     if "fail" in severities:
-        return "the artefacts break rules, or contradict each other or the facts"
+        return "the artefacts break rules, or contradict each other or known facts"
     if "warn" in severities:
-        return "nothing fails; something needs an explanation"
+        return "no check fails; some findings need an explanation"
     if "unknown" in severities:
-        return f"nothing speaks against the artefacts{but}; some questions they cannot answer"
-    return f"nothing speaks against the artefacts{but}" if findings else "nothing was found to check"
+        return f"the checks found no problem{but}; the artefacts cannot answer some questions"
+    return f"the checks found no problem{but}" if findings else "nothing to check"
 
 
 def _findings(findings: Sequence[Document]) -> Iterator[Table]:
@@ -101,12 +101,12 @@ def _findings(findings: Sequence[Document]) -> Iterator[Table]:
         kinds=tuple(severity_badge(finding.text("severity")) for finding, _ in shown),
         hidden=frozenset({"pass"}) if len(findings) > 1 else frozenset(),
         stacked=True,
-        note=f"{more:,} more of the same or lesser severity are in the JSON document." if more else "",
+        note=f"{more:,} more of the same or lower severity are in the JSON document." if more else "",
     )
 
 
 def _merged(findings: Sequence[Document]) -> list[tuple[Document, list[Document]]]:
-    """Findings that say the same word for word, with all their places."""
+    """Identical findings as one, with all their places."""
     merged: dict[tuple[str, ...], tuple[Document, list[Document]]] = {}
     for finding in findings:
         sameness = [plain_text(finding.values.get(key)) for key in ("severity", "id", "title", "why")]
@@ -197,7 +197,7 @@ def _reasons(claim: Document) -> Iterator[Words | Fold]:
         yield Words(f"{error[:1].upper()}{error[1:]} error" if " " not in error else error, "strong")
     yield Words(claim.text("why"))
     for evidence in claim.texts("evidence_that_would_settle"):
-        yield Words(f"would settle it: {evidence}", "quiet")
+        yield Words(f"evidence that would decide: {evidence}", "quiet")
     yield from _places(claim.parts("where"))
 
 
@@ -210,4 +210,4 @@ def _artefacts(artefacts: Sequence[Document]) -> Iterator[Table]:
     """The runs that were read; what else the document says of each is left to it."""
     if artefacts:
         rows = [{key: artefact.values.get(key) for key in ARTEFACT_KEYS} for artefact in artefacts]
-        yield records_table("What was found and read", rows)
+        yield records_table("Artefacts read", rows)

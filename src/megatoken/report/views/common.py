@@ -1,4 +1,4 @@
-"""What the views of all documents share: tables out of lists of objects, states, inputs, notes, what is left over."""
+"""Parts that the views of all documents share: tables from lists of objects, states, inputs, notes, other values."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megatoken.text import ABSENT, is_number, precise
 COMMON_KEYS = ("kind", "schema_version", "created_at", "title", "inputs", "notes")
 INPUT_KEYS = {"name", "value", "unit", "state", "source", "low", "high"}
 TONES = {"verified": "good", "measured": "good"}
-FOOTER = "Made by megatoken from the JSON document beside this page; the page can be made anew from it."
+FOOTER = "Made by megatoken from the JSON document next to this page; megatoken report rebuilds the page from it."
 LEGIBLE_ROWS = 500
-WIDE = 6  # columns; beyond them, what is the same in every row is said once
-LONG_TEXT = 60  # letters that need a line of their own on a phone
-FEW = 5  # objects; with more than WIDE columns they stand side by side; of a plain list a terminal shows no more
+WIDE = 6  # columns; a wider table moves values that all rows share into its note
+LONG_TEXT = 60  # characters, which need their own line on a phone
+FEW = 5  # objects; with more than WIDE keys they become columns; a terminal shows as many lines of a plain list
 
 
 def view(
     document: Document, subject: str, summary: Iterable[Block], sections: Iterable[Section], known: Iterable[str]
 ) -> View:
-    """A document's view; what stands under keys not ``known`` is shown as it is, so that nothing is lost."""
+    """A document's view; values under other keys than ``known`` are shown too, so that nothing is lost."""
     notes = document.texts("notes")
     points = (Points("Notes:", tuple(("", note) for note in notes)),) if notes else ()
     rest = document.without([*COMMON_KEYS, *known])
@@ -38,7 +38,7 @@ def view(
 
 
 def state_badge(state: str) -> Badge:
-    """How sure a figure is; what nobody reviewed or measured warns."""
+    """The state of a figure; one that is neither reviewed nor measured is a warning."""
     return Badge(state, TONES.get(state, "warn"))
 
 
@@ -50,7 +50,7 @@ def state_cell(state: str) -> Cell:
 def records_table(
     caption: str, records: Sequence[Mapping[str, Any]], *, without: Iterable[str] = (), note: str = ""
 ) -> Table:
-    """A row for each object and a column for each key that any of them has; few objects of many keys stand upright."""
+    """A row for each object and a column for each key; a few objects with many keys become columns instead."""
     left_out = frozenset(without)
     keys = [
         key
@@ -107,16 +107,16 @@ def given_tables(document: Document) -> Iterator[Table]:
 
 
 def facts_table(caption: str, values: Mapping[str, Any], note: str = "") -> Table:
-    """Two columns: what, and its value with unit."""
+    """Two columns: a name, and its value with unit."""
     rows = []
     for key, value in values.items():
         name, unit, text = labelled(key, value)
         rows.append((name, f"{text} {unit}".rstrip() if text != ABSENT else ABSENT))
-    return Table(caption, (Column("What"), Column("Value")), tuple(rows), beside=True, note=note)
+    return Table(caption, (Column("Name"), Column("Value")), tuple(rows), narrow=True, note=note)
 
 
 def _inputs(document: Document) -> Iterator[Block]:
-    """What went in: names of files, or figures with their states and sources."""
+    """The inputs: names of files, or figures with their states and sources."""
     inputs = document.values.get("inputs")
     if isinstance(inputs, list) and any(isinstance(item, dict) for item in inputs):
         parts = document.parts("inputs")
@@ -129,7 +129,7 @@ def _inputs(document: Document) -> Iterator[Block]:
 
 
 def _figures(inputs: list[Document]) -> Table:
-    """Numbers of many kinds below each other, each with its range, how sure it is, and where it is from."""
+    """The input figures, each with its range, state and source."""
     rows = tuple(
         (
             (Words(one.text("name"), "strong"), Words(one.text("source"), "quiet")),
@@ -151,7 +151,7 @@ def _range(one: Document) -> str:
 
 def _made_at(document: Document) -> str:
     created = document.text("created_at")
-    return f"The document was made {created.replace('T', ' ').replace('Z', ' UTC')}." if created else ""
+    return f"The document was written {created.replace('T', ' ').replace('Z', ' UTC')}." if created else ""
 
 
 def _head(key: str, records: Sequence[Mapping[str, Any]]) -> tuple[str, str]:

@@ -21,7 +21,7 @@ BASES = {
 }
 POWER = ("measured_watts", "nameplate_watts", "measured_over_nameplate")
 EFFICIENCY = {"tokens_per_joule_measured": "measured", "tokens_per_joule_nameplate": "nameplate"}
-LONG = ("weights", "data_set_sha256", "shared_with")  # beside every ratio where they matter
+LONG = ("weights", "data_set_sha256", "shared_with")  # with every ratio where they matter
 TWICE = (
     *(key for _, key in BASES.values()),
     "per_rack_state",
@@ -58,7 +58,7 @@ def _figures(rows: list[Document]) -> Iterator[Figure]:
         if (value := row.number(key)) is not None
     ]
     if efficiency:
-        yield bar_chart("Per joule, by measured power or by nameplate of the GPUs alone", "tokens/J", efficiency)
+        yield bar_chart("Tokens per joule, by measured power or by GPU nameplate power", "tokens/J", efficiency)
 
 
 def _label(row: Document) -> str:
@@ -75,7 +75,7 @@ def _state(row: Document, basis: str) -> str:
 
 def _tables(rows: list[Document]) -> Iterator[Table]:
     if rows:
-        yield records_table("What is compared", [row.values for row in rows], without=TWICE)
+        yield records_table("Compared results", [row.values for row in rows], without=TWICE)
     keys = [key for _, key in BASES.values() if any(key in row for row in rows)]
     if keys:
         heads = (Column(title, "tokens/s", numeric=True) for title, key in BASES.values() if key in keys)
@@ -104,28 +104,32 @@ def _ratios(document: Document) -> Iterator[Table]:
 
 
 def _pair(of: str, to: str, ratios: list[Document | None]) -> tuple[Cell, ...]:
-    """What differs on every basis stands once, beside the names; what differs on one stands below its ratio."""
+    """Differences on every basis are next to the names; those on one basis are below its ratio."""
     differing = [_differences(ratio) for ratio in ratios if ratio is not None]
     everywhere = [one for one in differing[0] if all(one in others for others in differing)]
-    first = (Words(of), Words(f"over {to}", "quiet"), *(Words(line, "quiet") for line in _told(of, to, everywhere)))
+    first = (
+        Words(of),
+        Words(f"over {to}", "quiet"),
+        *(Words(line, "quiet") for line in _difference_lines(of, to, everywhere)),
+    )
     return (first, *(_ratio(ratio, of, to, everywhere) for ratio in ratios))
 
 
-def _ratio(ratio: Document | None, of: str, to: str, told: list[Difference]) -> Cell:
+def _ratio(ratio: Document | None, of: str, to: str, shared: list[Difference]) -> Cell:
     if ratio is None:
         return ""
     alike = Badge("like for like", "good") if ratio.flag("like_for_like") else Badge("not like for like", "bad")
     interval = _interval(ratio)
     value = Words(f"{precise(ratio.number('value'))}×{f' ({interval})' if interval else ''}", "strong")
-    rest = [one for one in _differences(ratio) if one not in told]
-    return (value, alike, *(Words(line, "quiet") for line in _told(of, to, rest)))
+    rest = [one for one in _differences(ratio) if one not in shared]
+    return (value, alike, *(Words(line, "quiet") for line in _difference_lines(of, to, rest)))
 
 
-def _told(of: str, to: str, differences: list[Difference]) -> Iterator[str]:
-    """A line for each difference; what only one side states, in one."""
+def _difference_lines(of: str, to: str, differences: list[Difference]) -> Iterator[str]:
+    """A line for each difference; one line for all that only one side states."""
     for one in differences:
         if UNSTATED not in (one.of, one.to):
-            yield f"{one.field}: {one.of} against {one.to}"
+            yield f"{one.field}: {one.of} vs {one.to}"
     for name, fields in (
         (of, [one.field for one in differences if one.of == UNSTATED]),
         (to, [one.field for one in differences if one.to == UNSTATED]),
@@ -142,7 +146,7 @@ def _interval(ratio: Document) -> str:
 def _method(document: Document) -> str:
     if any("interval" in ratio for ratio in document.parts("ratios")):
         return f"Intervals: {document.text('interval_method', 'method not stated')}."
-    return "No intervals: that takes two repeats or more of both."
+    return "No intervals: they need at least two repeats of both."
 
 
 def _differences(ratio: Document) -> list[Difference]:
@@ -154,6 +158,6 @@ def _software(document: Document, rows: list[Document]) -> Iterator[Table]:
     differing = dict.fromkeys(difference.text("key") for difference in document.parts("software_differences"))
     stated = [row for row in rows if row.part("software").values]
     if differing and stated:
-        columns = (Column("What"), *(Column(row.text("name")) for row in stated))
+        columns = (Column("Key"), *(Column(row.text("name")) for row in stated))
         cells = tuple((key, *(plain_text(row.part("software").values.get(key)) for row in stated)) for key in differing)
         yield Table("Software and settings that differ", columns, cells)

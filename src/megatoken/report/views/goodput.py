@@ -1,4 +1,4 @@
-"""Goodput of a run: what is left of it under the limits that a user is promised."""
+"""Goodput of a run: the work within the latency limits that users are promised."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Limits:
     tpot_seconds: float
 
 
-# 99th-percentile limits of MLPerf Inference for llama2-70b (loadgen/mlperf.conf); here a yardstick for any model.
+# 99th-percentile limits of MLPerf Inference for llama2-70b (loadgen/mlperf.conf); here a reference for any model.
 YARDSTICKS = (
     Limits("MLPerf Server, llama2-70b", 2.0, 0.2),
     Limits("MLPerf Interactive, llama2-70b", 0.45, 0.04),
@@ -45,7 +45,7 @@ def goodput_blocks(run: Run, samples: Samples) -> Iterator[Block]:
             tpot_seconds=limits.tpot_seconds,
             duration_seconds=duration,
         )
-        first = "not counted" if offline else f"{limits.ttft_seconds:g} s"
+        first = "does not apply" if offline else f"{limits.ttft_seconds:g} s"
         rows.append(
             (
                 limits.name,
@@ -64,14 +64,14 @@ def goodput_blocks(run: Run, samples: Samples) -> Iterator[Block]:
         Column("Goodput", "samples/s", numeric=True),
         Column("Output", "tokens/s", numeric=True),
     )
-    note = "Offline: all samples are due at once, so the wait for the first token is no user's and is left out."
+    note = "Time to first token does not apply to Offline, where all samples are due at once."
     yield Table("Work within limits", columns, tuple(rows), stacked=True, note=note if offline else "")
     yield from _goodput_figure(samples, duration, offline=offline)
 
 
 def _goodput_figure(samples: Samples, duration: float, *, offline: bool) -> Iterator[Figure]:
     """How much work is within a limit on the time per output token, for every limit."""
-    waits: list[tuple[str, float | None]] = [("any wait for the first token", None)]
+    waits: list[tuple[str, float | None]] = [("any time to first token", None)]
     if not offline:
         waits += [(f"first token within {limits.ttft_seconds:g} s", limits.ttft_seconds) for limits in YARDSTICKS]
     lines = [goodput_curve(name, samples, duration, wait) for name, wait in waits]

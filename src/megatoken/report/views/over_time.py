@@ -1,4 +1,4 @@
-"""A run over time: rates in all and per node, samples, use of the engine, power and clocks."""
+"""A run over time: total and per-node rates, samples, engine utilisation, power and clocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def time_figures(run: Run) -> Iterator[Figure]:
     )
     yield from _nodes(run.series)
     yield time_chart("Samples being computed", "samples", [level("samples", times, in_flight - waiting)])
-    if np.isfinite(pages).any():  # else an endpoint, which shows nothing of its replicas
+    if np.isfinite(pages).any():  # an endpoint does not report its replicas
         yield time_chart(
             "Engine utilisation",
             "%",
@@ -53,7 +53,7 @@ def time_figures(run: Run) -> Iterator[Figure]:
 
 
 def _nodes(series: pa.Table) -> Iterator[Figure]:
-    """The rate of every node: a curve each, or from the slowest to the fastest where they are many."""
+    """The rate of every node: a curve each, or the range from slowest to fastest where they are many."""
     by_node = _by_node(series)
     if len(by_node) < 2:
         return
@@ -81,7 +81,7 @@ def _nodes(series: pa.Table) -> Iterator[Figure]:
 
 
 def _telemetry(series: pa.Table) -> Iterator[Figure]:
-    """Power of all replicas together; of clocks and temperatures the extremes, since one slow GPU holds up the rest."""
+    """Power of all replicas; the extremes of clocks and temperatures, because one slow GPU delays the others."""
     power = _known(series, "power_watts")
     if len(power) > 1:
         yield time_chart("Power", "W, all replicas", [level("power", *totals_over_time(power, ["power_watts"]))])

@@ -1,4 +1,4 @@
-"""Plans: what follows for users, machines, watts and money, with every input and how sure it is."""
+"""Plans: users, machines, watts and money, with every input and its state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatoken.report.words import label, plain_text, sentence
 from megatoken.text import is_number, precise
 
 KNOWN = ("profiles", "results", "tables", "sensitivities", "waterfall")
-# Tables that are also drawn: what names a bar, its length, how sure it is.
+# Tables that are also drawn: the columns with the name, the length and the state of a bar.
 BARS = {
     "efficiency": ("system", "output_tokens_per_joule", "power_state"),
     "derating": ("step", "output_tokens_per_second", "state"),
@@ -121,7 +121,7 @@ def _tornado(document: Document, results: Sequence[Document]) -> Iterator[Figure
     ]
     base = _first_number(results)
     if swings and base:
-        title = f"What moves it: {base.text('name')}"
+        title = f"Sensitivity: {base.text('name')}"
         yield tornado(title, base.text("unit"), base.number("value") or 0.0, swings)
 
 
@@ -133,7 +133,7 @@ def _bars(title: str, name: str, key: str, state: str, rows: Sequence[Document])
 
 
 def _cycle(rows: Sequence[Document]) -> Iterator[Figure]:
-    """The nodes that a curve of demand takes, hour by hour, or by the parts of an older document."""
+    """The nodes that a curve of demand needs, hour by hour, or by the parts of an older document."""
     known = [(row.number("hour"), nodes) for row in rows if (nodes := row.number("nodes")) is not None]
     if known:
         hours = [float(part if hour is None else hour) for part, (hour, _) in enumerate(known)]
@@ -143,7 +143,7 @@ def _cycle(rows: Sequence[Document]) -> Iterator[Figure]:
         cells = tuple((precise(hour), precise(nodes)) for hour, (_, nodes) in zip(hours, known, strict=True))
         data = Table("Nodes for each hour of the cycle", (Column("Hour"), Column("Nodes", numeric=True)), cells)
         x_range = (float(edges[0]), float(edges[-1]))
-        yield line_chart("Nodes that the demand takes", "nodes", "hour", [line], data, x_range=x_range)
+        yield line_chart("Nodes needed for the demand", "nodes", "hour", [line], data, x_range=x_range)
 
 
 def _profiles(document: Document) -> Iterator[Table]:

@@ -1,4 +1,4 @@
-"""Repeats of one test together: the mean of each metric, where it lies, and what each run had."""
+"""Repeats of one test: the mean of each metric with its interval, and the value of each run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def repeats_view(document: Document) -> View:
     """The report on ``megatoken run --repeat``, or on runs of one setting in one folder."""
     verdict = document.text("verdict")
     count, wanted = len(document.texts("runs")), document.number("runs_wanted")
-    of_wanted = f" of {precise(wanted)} that were wanted" if wanted and wanted != count else ""
+    of_wanted = f" of {precise(wanted)} requested" if wanted and wanted != count else ""
     meaning = next((words for known, words in MEANING.items() if known == verdict), "nothing known here")
     simulated = f"{of_simulated(gpu)}; " if (gpu := document.text("simulated_gpu")) else ""
     reasons = [
@@ -106,7 +106,7 @@ def _runs(document: Document) -> Iterator[Table]:
 
 
 def _names_in_the_mean(document: Document) -> list[str]:
-    """Of the runs that the values are of; older documents do not tell them apart."""
+    """The runs behind the values; older documents do not name them."""
     return document.texts("runs_in_the_mean") or document.texts("runs")
 
 

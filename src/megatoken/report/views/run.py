@@ -1,4 +1,4 @@
-"""A run: its number with its verdict, every metric, what ran on what, and the charts of its two tables."""
+"""The report on a run: its rate with its verdict, every metric, model and environment, and charts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from megatoken.report.metrics import (
     UNRELIABLE_NOTE,
     has_rouge_2,
     has_unreliable,
-    loadgens_word,
+    loadgen_result,
     meaning,
     metric_rows,
     verdict_badge,
@@ -53,19 +53,19 @@ from megatoken.text import count_of, natural, number
 DEFINITIONS = {
     "Output rate": "Output tokens of the completed samples over the time from the start of the run to the"
     " last completion; in Server and Interactive, as LoadGen rates them, to the completion of the sample issued last."
-    " Of a soak, under load: the output tokens of its time series until the load ends, over that time. With drain:"
-    " those of completed samples, to the last completion. Samples that failed or were cancelled count nothing.",
+    " In a soak, under load: the output tokens of its time series until the load ends, over that time. With drain:"
+    " those of completed samples, to the last completion. Failed and cancelled samples do not count.",
     "Steady window": f"From the first to the last moment at which at least {STEADY_SHARE * 100:g} % of the peak"
     " number of samples were generating; a sample generates from its first token to its last. It ends at the latest"
-    " when no sample waits any more. Ramp and tail are left out. Not stated when shorter than"
+    " when the queue is empty. It leaves out ramp and tail. Not stated when shorter than"
     f" {SHORTEST_STEADY_SECONDS:g} s, when shorter than {SHORTEST_STEADY_LIVES:g} times as long as the median sample"
     " generates, or when the run was interrupted.",
     "Time per output token": "(last token − first token) / (output tokens − 1) of each sample with two tokens or more;"
     " one value per sample.",
-    "Percentiles": f"{PERCENTILE_METHOD[0].upper()}{PERCENTILE_METHOD[1:]}. A star marks those that too few samples"
-    " support with 99 % confidence.",
+    "Percentiles": f"{PERCENTILE_METHOD[0].upper()}{PERCENTILE_METHOD[1:]}. A star marks a percentile that has too few"
+    " samples for 99 % confidence.",
     "Goodput": "Work of the completed samples that met both limits, over the duration of the run; the share is of all"
-    " scheduled samples, failed ones included. The limits are those that MLPerf sets for llama2-70b, a yardstick only.",
+    " scheduled samples, failed ones included. The limits are MLPerf's for llama2-70b, as a reference only.",
 }
 FILES = {
     "result.json": "verdict, reasons and every metric, its unit in its name",
@@ -73,9 +73,9 @@ FILES = {
     "series.parquet": "one row per second and replica",
     "environment.json": "machine, versions, source revision",
     "config.yaml": "the resolved configuration",
-    "mlperf/": "LoadGen's own logs, untouched; no result where ABANDONED.txt stands beside them",
+    "mlperf/": "LoadGen's own logs, unchanged; they are not a result if the folder has ABANDONED.txt",
 }
-FOOTER = "Made by megatoken from the files beside this page; the page can be made anew from them."
+FOOTER = "Made by megatoken from the files in this folder; megatoken report rebuilds the page from them."
 
 
 def run_view(run: Run) -> View:
@@ -84,18 +84,18 @@ def run_view(run: Run) -> View:
     terms = DEFINITIONS | {"First and last token": f"Counted from: {run.result.get('latency_origin', 'unknown')}."}
     sections = (
         Section("Numbers", tuple(_metrics(run))),
-        Section("What ran, and on what", (Facts("What ran, and on what", subject, folded=False),) if subject else ()),
+        Section("Model and environment", (Facts("Model and environment", subject, folded=False),) if subject else ()),
         Section("Over time", tuple(time_figures(run))),
         Section("Over samples", tuple(_sample_figures(run, samples))),
         Section("Goodput", tuple(goodput_blocks(run, samples))),
         Section("Nodes", tuple(_nodes(run))),
-        Section("What the words mean", (Terms(terms),)),
+        Section("Definitions", (Terms(terms),)),
         Section(
             "Evidence",
             (
                 Facts("Machine and versions", run.environment),
                 Facts("Configuration", run.config),
-                Facts("Files beside this page", FILES),
+                Facts("Files in this folder", FILES),
             ),
         ),
     )
@@ -116,12 +116,12 @@ def _summary(run: Run) -> Iterator[Block]:
     rate = number(result.get("output_tokens_per_second"))
     yield Headline(rate, "output tokens/s", " · ".join(fact for fact in facts if fact))
     yield VerdictBlock((verdict_badge(run.verdict),), meaning(run))
-    if word := loadgens_word(run):
-        yield Points("", (("", word),))
+    if verdict := loadgen_result(run):
+        yield Points("", (("", verdict),))
     if run.reasons:
         yield _points("", run.reasons)
     if run.rules_unmet:
-        yield _points("MLPerf rules not met:", run.rules_unmet)
+        yield _points("MLPerf rules not met (none claimed):", run.rules_unmet)
     if run.doubts:
         yield _points("Doubts about the measurement:", run.doubts)
     if notes := result.get("notes"):
@@ -129,7 +129,7 @@ def _summary(run: Run) -> Iterator[Block]:
 
 
 def _time_under_load(result: Mapping[str, Any]) -> list[str]:
-    """Which part of a soak's time its rate is of."""
+    """The part of a soak that its rate covers."""
     return [f"rated over {number(result.get('rated_seconds'))} s under load"] if result.get("scenario") == SOAK else []
 
 
@@ -138,7 +138,7 @@ def _points(title: str, reasons: list[Reason]) -> Points:
 
 
 def _subject(run: Run) -> dict[str, Any]:
-    """What a reader must know to hold the number against another; what the folder does not tell is left out."""
+    """Facts that a reader needs to compare the result; unknown ones are left out."""
     result, environment = run.result, run.environment
     packages = environment.get("packages") or {}
     gpus = Counter(gpu["name"] for gpu in environment.get("gpus") or ())
@@ -165,11 +165,11 @@ def _metrics(run: Run) -> Iterator[Table]:
     rows = metric_rows(run)
     values = tuple((row.label, row.unit, row.value) for row in rows if not row.percentiles)
     heads = (Column("Metric"), Column("Unit"), Column("Value", numeric=True))
-    yield Table("Rates and counts", heads, values, beside=True, note=ROUGE_2_NOTE if has_rouge_2(rows) else "")
+    yield Table("Rates and counts", heads, values, narrow=True, note=ROUGE_2_NOTE if has_rouge_2(rows) else "")
     latencies = tuple((row.label, row.unit, *row.percentiles) for row in rows if row.percentiles)
     columns = (Column("Latency"), Column("Unit"), *(Column(name, numeric=True) for name in PERCENTILES))
     note = UNRELIABLE_NOTE if has_unreliable(rows) else ""
-    yield Table("Percentiles", columns, latencies, beside=True, note=note)
+    yield Table("Percentiles", columns, latencies, narrow=True, note=note)
 
 
 def _sample_figures(run: Run, samples: Samples) -> Iterator[Figure]:
