@@ -43,7 +43,7 @@ class RackTarget:
         self._hub.submit(sample_id, pack_request(request))
 
     def poll(self, timeout_seconds: float) -> list[SampleEvent]:
-        """Gives queued samples to replicas and waits for events. Raises MegatokenError without replicas for too long."""
+        """Gives queued samples to replicas, waits for events. Raises MegatokenError without replicas for too long."""
         self._hub.dispatch()
         events = [self._event(event) for event in self._hub.take(timeout_seconds)]
         for sample_id, why in self._hub.take_failures():
