@@ -273,8 +273,8 @@ def run_load() -> Load:
     names = ("max_sequences", "page_size", "max_length")
     sizes = {"max_batched_tokens": memory["max_rows"]} | {name: memory[name] for name in names}
     scheduler = Scheduler(num_pages=memory["pages"], **sizes)
-    for ticket in range(run["samples"]):
-        scheduler.add(ticket, 500, 2000)
+    for request_id in range(run["samples"]):
+        scheduler.add(request_id, 500, 2000)
     products = others = moved = 0.0
     while (plan := scheduler.plan()) is not None:
         rows, samples, decodes = int(plan.count.sum()), int(plan.sample.sum()), plan.decodes

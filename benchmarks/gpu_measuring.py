@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
 from megatoken.engine import Engine
 from megatoken.engine.device import gpu_obstacle
+from megatoken.engine.runner import ModelRunner
 from megatoken.engine.schemes import find_scheme
 from megatoken.engine.schemes.fp8_weight import E4M3_MAX
 from megatoken.errors import CapacityError
@@ -284,7 +285,8 @@ def gemm_bound_teraflops(engine: Engine, rows: int, seconds: float) -> float:
     from megatoken.engine.ops.cuda_fp8 import RowScaledLinear, ScaledTokens, TensorScaledLinear
     from megatoken.engine.ops.cuda_linear import Linear
 
-    layers = engine._runner._weights.layers
+    runner = cast(ModelRunner, engine._runner)
+    layers = runner._weights.layers
     products: list[Linear] = [
         product for layer in layers for product in (layer.qkv, layer.output, layer.gate_up, layer.down)
     ]
@@ -302,7 +304,7 @@ def gemm_bound_teraflops(engine: Engine, rows: int, seconds: float) -> float:
     @torch.inference_mode()
     def once() -> None:
         for product in products:
-            engine._ops.linear(inputs[product.weight.shape[1]], product)
+            runner._ops.linear(inputs[product.weight.shape[1]], product)
 
     passes, elapsed = repeat_for(seconds, once)
     return operations_per_row(engine) * rows * passes / elapsed / 1e12

@@ -39,7 +39,8 @@ from gpu_trace import traced
 from megatoken.datasets.lengths import load_lengths
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.config import SHAPES, Precision
-from megatoken.engine.runner import SampledIds
+from megatoken.engine.loop import LaunchedStep
+from megatoken.engine.runner import ModelRunner
 from megatoken.engine.scheduler import StepPlan
 from megatoken.errors import CapacityError, MegatokenError
 from step_anatomy import Ceilings, PartOfStep, anatomy, costliest, split_steps
@@ -92,7 +93,7 @@ class Recorder:
         self.steps: list[Launched] = []
         self.check_logits = False
         self.logits_finite: list[Tensor] = []
-        runner = engine._runner
+        runner = cast(ModelRunner, engine._runner)
         self._ops, self._launch = runner._ops, runner.launch
         marked = SimpleNamespace(**{**vars(self._ops), "prepare": self._prepare, "greedy": self._greedy})
         runner._ops = cast(Any, marked)
@@ -109,12 +110,12 @@ class Recorder:
             self.logits_finite.append(torch.isfinite(logits_SV).all())
         return self._ops.greedy(logits_SV)
 
-    def _marked_launch(self, plan: StepPlan, *arguments: Any) -> SampledIds:
-        ids = self._launch(plan, *arguments)
+    def _marked_launch(self, plan: StepPlan, *arguments: Any, **options: Any) -> LaunchedStep:
+        step = self._launch(plan, *arguments, **options)
         end = timing_event()
         end.record()
         self.steps.append(Launched(plan, time.monotonic(), self._begin, end))
-        return ids
+        return step
 
 
 def parse(arguments: Sequence[str]) -> Options:

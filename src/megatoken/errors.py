@@ -52,7 +52,11 @@ class CapacityError(UsageError):
 
 
 class NumericsError(MegatokenError):
-    """What the model computes is no number any more."""
+    """What the model computes for a request is not finite."""
+
+
+class ThreadError(MegatokenError):
+    """Two threads call one engine at the same time."""
 
 
 class StorageError(MegatokenError):

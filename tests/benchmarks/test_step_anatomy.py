@@ -87,11 +87,11 @@ def model(layers: int = 2) -> ModelConfig:
 def mixed_plan() -> StepPlan:
     """Two decodes, then a whole prompt, then a prompt cut by the budget."""
     scheduler = Scheduler(max_batched_tokens=32, max_sequences=8, page_size=16, num_pages=64, max_length=256)
-    for ticket, prompt in enumerate((7, 9)):
-        scheduler.add(ticket, prompt, 50)
+    for request_id, prompt in enumerate((7, 9)):
+        scheduler.add(request_id, prompt, 50)
     scheduler.plan()
-    for ticket, prompt in enumerate((10, 100), start=2):
-        scheduler.add(ticket, prompt, 50)
+    for request_id, prompt in enumerate((10, 100), start=2):
+        scheduler.add(request_id, prompt, 50)
     plan = scheduler.plan()
     assert plan is not None
     assert (plan.count.tolist(), plan.decodes, plan.sample.tolist()) == ([1, 1, 10, 20], 2, [True] * 3 + [False])

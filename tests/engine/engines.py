@@ -56,16 +56,16 @@ def drain(engine: Engine) -> list[TokenEvent]:
 
 
 def answers(events: Iterable[TokenEvent]) -> dict[int, tuple[list[int], FinishReason]]:
-    """Tokens and finish reason of each ticket, checking that a reason comes exactly once, and last."""
+    """Tokens and finish reason of each request_id, checking that a reason comes exactly once, and last."""
     tokens: dict[int, list[int]] = defaultdict(list)
     reasons: dict[int, FinishReason] = {}
     for event in events:
-        assert event.ticket not in reasons
-        tokens[event.ticket] += event.token_ids
+        assert event.request_id not in reasons
+        tokens[event.request_id] += event.token_ids
         if event.finish_reason is not None:
-            reasons[event.ticket] = event.finish_reason
+            reasons[event.request_id] = event.finish_reason
     assert tokens.keys() == reasons.keys()
-    return {ticket: (tokens[ticket], reasons[ticket]) for ticket in reasons}
+    return {request_id: (tokens[request_id], reasons[request_id]) for request_id in reasons}
 
 
 def assert_idle(engine: Engine) -> None:

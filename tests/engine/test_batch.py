@@ -19,14 +19,18 @@ def mixed_step(decodes: list[int], prompts: list[int], spare_rows: int) -> StepA
     scheduler = Scheduler(
         max_batched_tokens=max(rows, sum(decodes)), max_sequences=32, page_size=PAGE_SIZE, num_pages=200, max_length=512
     )
-    for ticket, length in enumerate(decodes):
-        scheduler.add(ticket, length, 3)
+    for request_id, length in enumerate(decodes):
+        scheduler.add(request_id, length, 3)
     scheduler.plan()
     for number, length in enumerate(prompts):
         scheduler.add(len(decodes) + number, length, 3)
-    plan = scheduler.plan(prompt_rows=rows - len(decodes))
+    plan = scheduler.plan(prompt_tokens=rows - len(decodes))
     return step_arrays(
-        plan, scheduler.page_table, PAGE_SIZE, lambda ticket, start, count: [ticket + 1] * count, lambda rows: rows
+        plan,
+        scheduler.page_table,
+        PAGE_SIZE,
+        lambda one, start, count: [one + 1] * count,
+        lambda rows: rows,
     )
 
 

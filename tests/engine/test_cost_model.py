@@ -70,8 +70,8 @@ def test_whole_runs_of_an_h200(name: str) -> None:
     simulation = simulate(run)
     scheduler, costs = simulation.memory.scheduler(), simulation.costs
     lengths = lengths_of(run)
-    for ticket, (prompt, answer) in enumerate(lengths.tolist()):
-        scheduler.add(ticket, prompt, answer)
+    for request_id, (prompt, answer) in enumerate(lengths.tolist()):
+        scheduler.add(request_id, prompt, answer)
     seconds = clock = residents = 0.0
     while (plan := scheduler.plan()) is not None:
         cost = costs.step(plan)
@@ -98,8 +98,8 @@ def test_long_prompts_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     simulation = plan_simulation("half", config, "H200")
     assert simulation.memory.pages == run["memory_plan"]["pages"]
     scheduler, seconds, rows = simulation.memory.scheduler(), [0.0], [0]
-    for ticket in range(run["samples_completed"]):
-        scheduler.add(ticket, 9428, 684)
+    for request_id in range(run["samples_completed"]):
+        scheduler.add(request_id, 9428, 684)
     while (plan := scheduler.plan()) is not None:
         seconds.append(seconds[-1] + simulation.costs.step(plan).seconds)
         rows.append(rows[-1] + int(plan.count.sum()))

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from checkpoints import make_checkpoint
 from engines import answer_alone, answers, assert_idle, drain, make_engine, request
 from over_admission import expect_short_answers
 from safetensors.torch import load_file, save_file
 
 from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling, TokenEvent
-from megatoken.errors import CapacityError, CheckpointError, ConfigError, MegatokenError, NumericsError, RequestError
+from megatoken.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    MegatokenError,
+    NumericsError,
+    RequestError,
+    ThreadError,
+)
 
 CANCELLED, LENGTH, STOP = FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.STOP
 BOTH = pytest.mark.parametrize("overlap", [False, True])
@@ -27,13 +38,13 @@ BOTH = pytest.mark.parametrize("overlap", [False, True])
 def test_every_request_streams_its_tokens_and_ends_once(directory: Path, overlap: bool) -> None:
     engine = make_engine(directory, overlap=overlap)
     requests = [request(seed, tokens, prompt) for seed, (tokens, prompt) in enumerate([(1, 1), (12, 40), (30, 9)] * 4)]
-    tickets = [engine.submit(one) for one in requests]
-    assert tickets == list(range(12))
+    request_ids = [engine.submit(one) for one in requests]
+    assert request_ids == list(range(12))
     events = drain(engine)
     assert all(len(event.token_ids) == 1 for event in events)
     told = answers(events)
-    for ticket, one in zip(tickets, requests, strict=True):
-        assert told[ticket] == (answer_alone(directory, one).token_ids, LENGTH)
+    for request_id, one in zip(request_ids, requests, strict=True):
+        assert told[request_id] == (answer_alone(directory, one).token_ids, LENGTH)
     assert_idle(engine)
     state = engine.state()
     assert state.processed_tokens >= sum(len(one.prompt) + one.max_tokens - 1 for one in requests)
@@ -83,15 +94,15 @@ def test_cancel_frees_pages_at_once(directory: Path, overlap: bool, steps: int) 
     """From waiting (no step yet) over half a prompt and tokens in flight to just before the last token."""
     engine = make_engine(directory, overlap=overlap, max_batched_tokens=4)
     one = request(tokens=4, prompt_tokens=7)
-    ticket = engine.submit(one)
+    request_id = engine.submit(one)
     events = [event for _ in range(steps) for event in engine.step()]
     ended = any(event.finish_reason for event in events)
-    engine.cancel(ticket)
+    engine.cancel(request_id)
     state = engine.state()
     assert (state.in_flight, state.waiting, state.running) == (0, 0, 0)
     assert state.pages_free == state.pages
-    engine.cancel(ticket)
-    tokens, reason = answers(events + drain(engine))[ticket]
+    engine.cancel(request_id)
+    tokens, reason = answers(events + drain(engine))[request_id]
     assert reason == (LENGTH if ended else CANCELLED)
     assert tokens == answer_alone(directory, one).token_ids[: len(tokens)]
     assert_idle(engine)
@@ -101,15 +112,15 @@ def test_cancel_frees_pages_at_once(directory: Path, overlap: bool, steps: int) 
 def test_cancel_spares_the_others(directory: Path, overlap: bool) -> None:
     engine = make_engine(directory, overlap=overlap)
     requests = [request(seed, 25) for seed in range(8)]
-    tickets = [engine.submit(one) for one in requests]
+    request_ids = [engine.submit(one) for one in requests]
     events = [event for _ in range(9) for event in engine.step()]
-    for ticket in tickets[::2]:
-        engine.cancel(ticket)
+    for request_id in request_ids[::2]:
+        engine.cancel(request_id)
     told = answers(events + drain(engine))
-    for ticket, one in zip(tickets, requests, strict=True):
+    for request_id, one in zip(request_ids, requests, strict=True):
         full = answer_alone(directory, one).token_ids
-        tokens, reason = told[ticket]
-        assert reason == (LENGTH if ticket % 2 else CANCELLED)
+        tokens, reason = told[request_id]
+        assert reason == (LENGTH if request_id % 2 else CANCELLED)
         assert tokens == full if reason == LENGTH else tokens == full[: len(tokens)]
     assert_idle(engine)
 
@@ -118,17 +129,17 @@ def test_cancel_spares_the_others(directory: Path, overlap: bool) -> None:
 def test_cancel_of_preempted_and_unknown_tickets(directory: Path, overlap: bool) -> None:
     engine = make_engine(directory, overlap=overlap)
     expect_short_answers(engine._scheduler)
-    tickets = [engine.submit(request(seed, 40)) for seed in range(4)]
+    request_ids = [engine.submit(request(seed, 40)) for seed in range(4)]
     events = []
     while not engine.state().preemptions:
         events += engine.step()
     waiting = engine.state().waiting
-    engine.cancel(tickets[-1])  # the newest is the one preempted
+    engine.cancel(request_ids[-1])  # the newest is the one preempted
     engine.cancel(99)
     engine.cancel(-1)
     assert engine.state().waiting == waiting - 1
     told = answers(events + drain(engine))
-    assert [told[ticket][1] for ticket in tickets] == [LENGTH, LENGTH, LENGTH, CANCELLED]
+    assert [told[request_id][1] for request_id in request_ids] == [LENGTH, LENGTH, LENGTH, CANCELLED]
     assert_idle(engine)
 
 
@@ -139,12 +150,13 @@ def test_cancel_of_preempted_and_unknown_tickets(directory: Path, overlap: bool)
 def test_generate_leaves_the_others_events_to_step(directory: Path, overlap: bool) -> None:
     engine = make_engine(directory, overlap=overlap)
     others = [request(seed, tokens) for seed, tokens in ((1, 30), (2, 3))]
-    tickets = [engine.submit(one) for one in others]
+    request_ids = [engine.submit(one) for one in others]
     mine = [request(3, 10), request(4, 1)]
     assert engine.generate(mine) == [answer_alone(directory, one) for one in mine]
     told = answers(drain(engine))
     assert told == {
-        ticket: (answer_alone(directory, one).token_ids, LENGTH) for ticket, one in zip(tickets, others, strict=True)
+        request_id: (answer_alone(directory, one).token_ids, LENGTH)
+        for request_id, one in zip(request_ids, others, strict=True)
     }
     assert engine.generate([]) == []
     assert_idle(engine)
@@ -173,15 +185,16 @@ def test_stream(directory: Path, overlap: bool) -> None:
 def test_a_stream_left_early_is_cancelled_and_loses_nothing_of_the_others(directory: Path, overlap: bool) -> None:
     engine = make_engine(directory, overlap=overlap)
     others = [request(seed, 15) for seed in range(1, 4)]
-    tickets = [engine.submit(one) for one in others]
+    request_ids = [engine.submit(one) for one in others]
     stream = engine.stream(request(9, 30))
-    assert [next(stream).ticket for _ in range(5)] == [3] * 5
+    assert [next(stream).request_id for _ in range(5)] == [3] * 5
     assert engine.state().in_flight == 4
     stream.close()
     assert engine.state().in_flight == 3
     told = answers(drain(engine))
     assert told == {
-        ticket: (answer_alone(directory, one).token_ids, LENGTH) for ticket, one in zip(tickets, others, strict=True)
+        request_id: (answer_alone(directory, one).token_ids, LENGTH)
+        for request_id, one in zip(request_ids, others, strict=True)
     }
     assert_idle(engine)
 
@@ -192,7 +205,7 @@ def test_streams_side_by_side(directory: Path, overlap: bool) -> None:
     requests = [request(seed, 10 + seed) for seed in range(4)]
     events = [event for turn in itertools.zip_longest(*map(engine.stream, requests)) for event in turn if event]
     assert answers(events) == {
-        ticket: (answer_alone(directory, one).token_ids, LENGTH) for ticket, one in enumerate(requests)
+        request_id: (answer_alone(directory, one).token_ids, LENGTH) for request_id, one in enumerate(requests)
     }
     drain(engine)
     assert_idle(engine)
@@ -201,9 +214,9 @@ def test_streams_side_by_side(directory: Path, overlap: bool) -> None:
 def test_a_stream_that_is_cancelled_says_so(directory: Path) -> None:
     engine = make_engine(directory)
     stream = engine.stream(request(5, 9))
-    ticket = next(stream).ticket
-    engine.cancel(ticket)
-    assert list(stream) == [TokenEvent(ticket, (), CANCELLED)]
+    request_id = next(stream).request_id
+    engine.cancel(request_id)
+    assert list(stream) == [TokenEvent(request_id, (), CANCELLED)]
     assert_idle(engine)
 
 
@@ -236,6 +249,16 @@ UNACCEPTABLE = [
     (Request([1], sampling=Sampling(1.0, seed=1.5)), RequestError, "seed is 1.5; it must be a whole number"),
     (Request([1], stop_token_ids=5), RequestError, "stop_token_ids is 5; it must be a tuple of token ids"),
     (Request([1], stop_token_ids=("a",)), RequestError, "stop_token_ids is ('a',)"),
+    (Request([10**5000]), RequestError, "token id an integer of thousands of digits is outside the vocabulary"),
+    (Request([1], 10**5000), RequestError, "max_tokens is an integer of thousands of digits"),
+    (Request([1], True), RequestError, "max_tokens is True; it must be a whole number"),
+    (Request([1], sampling=Sampling(10**400)), RequestError, "temperature is 1000"),
+    (Request([1], sampling=Sampling(-(10**400))), RequestError, "it must be finite and not negative"),
+    (Request([1], sampling=Sampling(True)), RequestError, "temperature is True; it must be a number"),
+    (Request([1], sampling=Sampling(1.0, top_k=10**400)), RequestError, "it must be at most 2,147,483,647"),
+    (Request([1], sampling=Sampling(1.0, top_k=False)), RequestError, "top_k is False; it must be a whole number"),
+    (Request([1], sampling=Sampling(1.0, top_p=10**400)), RequestError, "it must be above 0 and at most 1"),
+    (Request([1], sampling=Sampling(1.0, seed=10**400)), RequestError, "it must be at most 9,223,372,036,854,775,807"),
     (Request([1] * 70, 11), CapacityError, "80 tokens; lower max_tokens to 10, or raise"),
     (Request([1], 2**70), CapacityError, "a prompt of 1 token and 1"),
     (Request([1] * 80, 1), CapacityError, "80 tokens; shorten the prompt, or raise"),
@@ -285,20 +308,118 @@ def test_models_that_cannot_be_opened(tmp_path: Path) -> None:
 # What goes wrong inside a step
 
 
+@pytest.fixture(scope="module", params=["torch", "compiled"])
+def own(request: pytest.FixtureRequest, directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose attention the compiled kernels do not take, and one whose attention they do."""
+    if request.param == "torch":
+        return directory
+    path = tmp_path_factory.mktemp("wide")
+    make_checkpoint(path, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    return path
+
+
+def poisoned_engine(directory: Path, token: int, **sizes: object) -> Engine:
+    """With one token whose embedding is not finite: no token that attends to it is finite either."""
+    engine = make_engine(directory, **sizes)
+    engine._runner._weights.embedding_VD[token] = math.nan
+    return engine
+
+
 @BOTH
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_are_an_error_not_tokens(
-    directory: Path, overlap: bool, temperature: float, tmp_path: Path
+@pytest.mark.parametrize("prompt_tokens", [6, 40])  # in one step, and in chunks
+def test_logits_that_are_not_finite_end_their_request_alone(
+    own: Path, overlap: bool, temperature: float, prompt_tokens: int
 ) -> None:
+    """Neighbours get the tokens that they get without it, one a step; and so do those that get its pages."""
+    sizes = {"overlap": overlap, "max_batched_tokens": 12, "cache_tokens": 400, "page_size": 16}
+    sampling = Sampling(temperature, seed=3)
+    others = [request(seed, tokens=20, sampling=sampling) for seed in range(1, 9)]
+    expected = [one.token_ids for one in make_engine(own, **sizes).generate(others)]
+    unseen = set(range(301)).difference(*expected, *(one.prompt for one in others))
+    prompt = [7, 8, max(unseen), *range(100)][:prompt_tokens]
+    engine = poisoned_engine(own, max(unseen), **sizes)
+    request_ids = [engine.submit(one) for one in others[:3]]
+    failed = engine.submit(Request(prompt, 9, sampling, ignore_end_token=True))
+    request_ids += [engine.submit(one) for one in others[3:]]
+    tokens: dict[int, list[int]] = {one: [] for one in request_ids}
+    last_step: dict[int, int] = {}
+    steps = 0
+    while engine.busy:
+        steps += 1
+        for event in engine.step():
+            if event.request_id == failed:
+                assert (event.token_ids, event.finish_reason) == ((), FinishReason.ERROR)
+                assert isinstance(event.error, NumericsError)
+                assert f"logits after {prompt_tokens} tokens of a request are not finite" in str(event.error)
+                continue
+            assert event.error is None
+            assert last_step.get(event.request_id, steps - 1) == steps - 1, "no gap"
+            last_step[event.request_id] = steps
+            tokens[event.request_id] += event.token_ids
+    assert list(tokens.values()) == expected
+    assert_idle(engine)
+
+
+@BOTH
+def test_generate_raises_the_error_of_a_request_and_leaves_none(directory: Path, overlap: bool) -> None:
+    engine = poisoned_engine(directory, 300, overlap=overlap)
+    other = engine.submit(request(tokens=3))
+    with pytest.raises(NumericsError, match="logits after 6 tokens of a request are not finite: the weights of"):
+        engine.generate([request(seed=1), Request([7, 300, 9, 10, 11, 12], 3), request(seed=2)])
+    with pytest.raises(NumericsError, match="not finite"):
+        list(engine.stream(Request([7, 300, 9, 10, 11, 12], 3)))
+    assert {event.request_id for event in drain(engine)} <= {other}
+    assert_idle(engine)
+
+
+def test_a_row_that_cannot_be_sampled_ends_its_request_alone(directory: Path) -> None:
+    """What ``submit`` let through nonetheless: here a value that changed behind its back."""
+    engine = make_engine(directory)
+    others = [request(seed, sampling=Sampling(0.8, seed=5)) for seed in range(3)]
+    request_ids = [engine.submit(one) for one in others]
+    bad = engine.submit(request(seed=9, sampling=(broken := Sampling(0.8, seed=5))))
+    object.__setattr__(broken, "temperature", 10**400)
+    events = drain(engine)
+    (event,) = [one for one in events if one.request_id == bad]
+    assert event.finish_reason is FinishReason.ERROR and "no token could be drawn after 6 tokens" in str(event.error)
+    found = answers([one for one in events if one.request_id != bad])
+    assert [found[one][0] for one in request_ids] == [answer_alone(directory, one).token_ids for one in others]
+
+
+def test_a_second_thread_is_refused_and_nothing_is_lost(directory: Path) -> None:
+    engine = make_engine(directory)
+    wanted = [request(seed) for seed in range(6)]
+    expected = engine.generate(wanted)
+    refused = []
+
+    def generate() -> None:
+        try:
+            assert engine.generate(wanted) == expected
+        except ThreadError as error:
+            refused.append(str(error))
+
+    for _ in range(5):
+        threads = [threading.Thread(target=generate) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert refused and set(refused) == {
+        "two threads call one Engine at the same time; share it through an EngineThread"
+    }
+    assert engine.generate(wanted) == expected
+    assert_idle(engine)
+
+
+def test_a_model_whose_logits_are_never_finite_names_its_weights(directory: Path, tmp_path: Path) -> None:
     model = shutil.copytree(directory, tmp_path / "model")
     for file in model.glob("*.safetensors"):
         tensors = load_file(file)
         if "model.norm.weight" in tensors:
             save_file({**tensors, "model.norm.weight": torch.full_like(tensors["model.norm.weight"], 3e38)}, file)
-    engine = make_engine(model, overlap=overlap)
-    engine.submit(request(tokens=1, prompt_tokens=9, sampling=Sampling(temperature)))
-    with pytest.raises(NumericsError, match="logits after 9 tokens of a request are no numbers: the weights of"):
-        drain(engine)
+    with pytest.raises(NumericsError, match="overflow in fp32; check the checkpoint or use another precision"):
+        make_engine(model).generate([request(tokens=1, prompt_tokens=9)])
 
 
 def test_a_step_that_runs_out_of_gpu_memory_says_what_to_lower(
@@ -308,9 +429,11 @@ def test_a_step_that_runs_out_of_gpu_memory_says_what_to_lower(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
 
     engine = make_engine(directory)
-    monkeypatch.setattr(engine._runner, "launch", exhausted)
+    monkeypatch.setattr(engine._runner, "_step", exhausted)
     engine.submit(request(prompt_tokens=9))
-    with pytest.raises(CapacityError, match=r"in a step of 9 rows: CUDA out of memory. Tried .* GiB; .*lower memory_"):
+    with pytest.raises(
+        CapacityError, match=r"in a step of 9 tokens: CUDA out of memory. Tried .* GiB; .*lower memory_"
+    ):
         engine.step()
 
 

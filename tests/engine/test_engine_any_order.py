@@ -36,18 +36,18 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(kind=st.integers(0, 7))
     def submit(self, kind: int) -> None:
-        ticket = self.engine.submit(request_of_kind(kind))
-        assert ticket == len(self.requests)
-        self.requests[ticket] = kind
-        self.open.add(ticket)
+        request_id = self.engine.submit(request_of_kind(kind))
+        assert request_id == len(self.requests)
+        self.requests[request_id] = kind
+        self.open.add(request_id)
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.integers(-1, len(self.requests)))
-        self.engine.cancel(ticket)
-        if ticket in self.open:
-            self.cancelled.add(ticket)
-            self.open.discard(ticket)
+        request_id = data.draw(st.integers(-1, len(self.requests)))
+        self.engine.cancel(request_id)
+        if request_id in self.open:
+            self.cancelled.add(request_id)
+            self.open.discard(request_id)
 
     @rule(steps=st.integers(1, 8))
     def step(self, steps: int) -> None:
@@ -60,13 +60,13 @@ class AnyOrder(RuleBasedStateMachine):
         tokens = [token for event in itertools.islice(stream, leave_after) for token in event.token_ids]
         stream.close()
         if leave_after:
-            self.requests[len(self.requests)] = kind  # its ticket is used up
+            self.requests[len(self.requests)] = kind  # its request_id is used up
         assert tokens == self.alone[kind][:leave_after]
         self.all_told = False  # what it brought for the others waits for the next step
 
     def take(self, events: list[TokenEvent]) -> None:
         self.events += events
-        self.open -= {event.ticket for event in events if event.finish_reason}
+        self.open -= {event.request_id for event in events if event.finish_reason}
         self.all_told = True
 
     @invariant()
@@ -83,10 +83,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.take(drain(self.engine))
         assert not self.open
         assert_idle(self.engine)
-        for ticket, (tokens, reason) in answers(self.events).items():
-            expected = self.alone[self.requests[ticket]]
+        for request_id, (tokens, reason) in answers(self.events).items():
+            expected = self.alone[self.requests[request_id]]
             if reason == FinishReason.CANCELLED:
-                assert ticket in self.cancelled
+                assert request_id in self.cancelled
                 assert tokens == expected[: len(tokens)]
             else:
                 assert tokens == expected

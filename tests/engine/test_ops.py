@@ -512,7 +512,7 @@ def test_attention_of_a_whole_step(
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
             patch.setattr(native, "library", lambda: None)
-        arrays = step_arrays(plan, pool.pages - 1, 16, lambda ticket, start, count: [0] * count, padded_tokens)
+        arrays = step_arrays(plan, pool.pages - 1, 16, lambda one, start, count: [0] * count, padded_tokens)
         batch = cpu.prepare(arrays, torch.zeros(len(slots), dtype=torch.int64), pool.cache, config)
         query = normal(seed, len(arrays.positions), 2 * group, head_dim).to(dtype)
         actual = cpu.attention(query, pool.cache, batch, None)

@@ -266,23 +266,23 @@ def recorded_logits(
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Answers of ``requests`` and the logits [tokens, vocabulary] that each was chosen from."""
     rows: dict[int, list[torch.Tensor]] = defaultdict(list)
-    tickets: list[int] = []
+    request_ids: list[int] = []
     launch, forward = Runner.launch, runner.forward
 
     def recording_launch(self, plan, *arguments):
-        tickets[:] = plan.ticket[plan.sample].tolist()
+        request_ids[:] = plan.request_id[plan.sample].tolist()
         return launch(self, plan, *arguments)
 
     def recording_forward(*arguments):
         logits = forward(*arguments)
-        for ticket, row in zip(tickets, logits, strict=True):
-            rows[ticket].append(row.float())
+        for request_id, row in zip(request_ids, logits, strict=True):
+            rows[request_id].append(row.float())
         return logits
 
     monkeypatch.setattr(Runner, "launch", recording_launch)
     monkeypatch.setattr(runner, "forward", recording_forward)
     answers = [completion.token_ids for completion in engine.generate(requests)]
-    return answers, [torch.stack(rows[ticket]) for ticket in sorted(rows)]
+    return answers, [torch.stack(rows[request_id]) for request_id in sorted(rows)]
 
 
 @pytest.mark.parametrize("architecture", ["Llama", "Qwen3"])

@@ -22,8 +22,8 @@ from megatoken.engine.scheduler import PRIOR_TOKENS, Scheduler, StepPlan
 from megatoken.errors import CapacityError
 
 
-def prompt_of(ticket: int, prompt_tokens: int) -> list[int]:
-    return [hash((ticket, position)) % 997 for position in range(prompt_tokens)]
+def prompt_of(request_id: int, prompt_tokens: int) -> list[int]:
+    return [hash((request_id, position)) % 997 for position in range(prompt_tokens)]
 
 
 def next_token(tokens: list[int]) -> int:
@@ -62,8 +62,8 @@ class SimulatedEngine:
         self.lookahead = lookahead
         self.all: dict[int, Sequence] = {}
         self.live: dict[int, Sequence] = {}  # in the scheduler: neither done by length nor ended; oldest first
-        self.owner: dict[int, int] = {}  # page -> ticket
-        self.cache: dict[tuple[int, int], tuple[int, int, int]] = {}  # page, offset -> ticket, position, token
+        self.owner: dict[int, int] = {}  # page -> request_id
+        self.cache: dict[tuple[int, int], tuple[int, int, int]] = {}  # page, offset -> request_id, position, token
         self.token_table: dict[int, int] = {}
         self.in_flight: deque[list[tuple[int, int]]] = deque()
         self.steps = self.preemptions = self.recomputed = 0
@@ -71,13 +71,13 @@ class SimulatedEngine:
         if hopeful:
             self.answer_limits = expect_short_answers(self.scheduler)
 
-    def peak_pages(self, tickets: list[int], residents: list[int]) -> int:
-        """The most pages that ``tickets`` are expected to hold at any step to come, step by step."""
+    def peak_pages(self, request_ids: list[int], residents: list[int]) -> int:
+        """The most pages that ``request_ids`` are expected to hold at any step to come, step by step."""
         taken = self.answered_tokens + sum(
-            self.live[ticket].known - len(self.live[ticket].prompt) for ticket in residents
+            self.live[request_id].known - len(self.live[request_id].prompt) for request_id in residents
         )
         sequences = []
-        for s in (self.live[ticket] for ticket in tickets):
+        for s in (self.live[request_id] for request_id in request_ids):
             expected = len(s.prompt) + s.max_tokens * min(taken, self.answer_limits) // self.answer_limits - 1
             end = max(s.known, expected)
             empty = math.ceil(end / self.page_size) * self.page_size - end
@@ -87,15 +87,17 @@ class SimulatedEngine:
         return math.ceil(max(held) / self.page_size)
 
     def add(self, prompt_tokens: int, max_tokens: int, stop_one_in: int = 0) -> None:
-        ticket = len(self.all)
+        request_id = len(self.all)
         length = prompt_tokens + max_tokens
         if length > self.max_length or length - 1 > self.num_pages * self.page_size:
             with pytest.raises(CapacityError):
-                self.scheduler.add(ticket, prompt_tokens, max_tokens)
+                self.scheduler.add(request_id, prompt_tokens, max_tokens)
             return
-        self.scheduler.add(ticket, prompt_tokens, max_tokens)
-        prompt = prompt_of(ticket, prompt_tokens)
-        self.all[ticket] = self.live[ticket] = Sequence(prompt, max_tokens, stop_one_in, list(prompt), prompt_tokens)
+        self.scheduler.add(request_id, prompt_tokens, max_tokens)
+        prompt = prompt_of(request_id, prompt_tokens)
+        self.all[request_id] = self.live[request_id] = Sequence(
+            prompt, max_tokens, stop_one_in, list(prompt), prompt_tokens
+        )
 
     def step(self) -> StepPlan | None:
         plan = self.scheduler.plan()
@@ -125,22 +127,22 @@ class SimulatedEngine:
     def check(self, plan: StepPlan) -> None:
         """The rules of a plan, and its pages applied."""
         assert plan.step == self.steps
-        residents = [ticket for ticket, s in self.live.items() if s.slot is not None]
+        residents = [request_id for request_id, s in self.live.items() if s.slot is not None]
         self.check_preemption(plan, residents)
         residents = residents[: len(residents) - len(plan.preempted)]
-        tickets = plan.ticket.tolist()
-        admitted = tickets[len(residents) :]
-        queue = [ticket for ticket, s in self.live.items() if s.slot is None]
-        assert tickets[: len(residents)] == residents, "every resident has rows, oldest first"
+        request_ids = plan.request_id.tolist()
+        admitted = request_ids[len(residents) :]
+        queue = [request_id for request_id, s in self.live.items() if s.slot is None]
+        assert request_ids[: len(residents)] == residents, "every resident has rows, oldest first"
         assert admitted == queue[: len(admitted)], "first come, first served"
         assert not (plan.preempted and admitted)
         if admitted:
-            assert self.peak_pages(tickets, residents) <= self.num_pages
-        one_more = tickets + queue[len(admitted) :][:1]
+            assert self.peak_pages(request_ids, residents) <= self.num_pages
+        one_more = request_ids + queue[len(admitted) :][:1]
         crowded = self.peak_pages(one_more, residents) > self.num_pages
-        for ticket, slot in zip(tickets, plan.slot.tolist(), strict=True):
-            sequence = self.live[ticket]
-            if ticket in admitted:
+        for request_id, slot in zip(request_ids, plan.slot.tolist(), strict=True):
+            sequence = self.live[request_id]
+            if request_id in admitted:
                 assert slot in range(self.max_sequences)
                 assert slot not in [s.slot for s in self.live.values()]
                 sequence.slot, sequence.from_host = slot, sequence.known
@@ -148,11 +150,11 @@ class SimulatedEngine:
         self.check_pages(plan)
         rows = int(plan.count.sum())
         assert 0 < rows <= self.max_batched_tokens
-        for i, ticket in enumerate(tickets):
-            sequence = self.live[ticket]
+        for i, request_id in enumerate(request_ids):
+            sequence = self.live[request_id]
             start, end = int(plan.start[i]), int(plan.start[i] + plan.count[i])
             assert start == sequence.computed < end <= sequence.known
-            assert end == sequence.known or (i == len(tickets) - 1 and rows == self.max_batched_tokens), (
+            assert end == sequence.known or (i == len(request_ids) - 1 and rows == self.max_batched_tokens), (
                 "cut for no reason"
             )
             assert plan.sample[i] == (end == sequence.known)
@@ -161,7 +163,7 @@ class SimulatedEngine:
         if (
             rows < self.max_batched_tokens
             and not plan.preempted
-            and len(tickets) < self.max_sequences
+            and len(request_ids) < self.max_sequences
             and queue[len(admitted) :]
         ):
             head = self.live[queue[len(admitted)]]
@@ -173,32 +175,32 @@ class SimulatedEngine:
         assert preempted == residents[::-1][: len(preempted)], "newest first"
         assert preempted != residents[::-1] or not residents, "the oldest stays"
         if preempted:
-            free = self.num_pages - len(self.owner) + sum(len(self.live[ticket].pages) for ticket in preempted[:-1])
-            kept = [self.live[ticket] for ticket in residents[: len(residents) - len(preempted) + 1]]
+            free = self.num_pages - len(self.owner) + sum(len(self.live[one].pages) for one in preempted[:-1])
+            kept = [self.live[request_id] for request_id in residents[: len(residents) - len(preempted) + 1]]
             lacking = sum(math.ceil(s.known / self.page_size) - len(s.pages) for s in kept)
             assert lacking > free, "preempted for no reason"
-        for ticket in preempted:
+        for request_id in preempted:
             self.preemptions += 1
-            self.recomputed += self.live[ticket].computed
-            self.release(ticket)
+            self.recomputed += self.live[request_id].computed
+            self.release(request_id)
 
     def check_pages(self, plan: StepPlan) -> None:
-        ticket_of_slot = dict(zip(plan.slot.tolist(), plan.ticket.tolist(), strict=True))
+        ticket_of_slot = dict(zip(plan.slot.tolist(), plan.request_id.tolist(), strict=True))
         for slot, index, page in zip(plan.page_slot, plan.page_index, plan.page, strict=True):
-            ticket = ticket_of_slot[int(slot)]
+            request_id = ticket_of_slot[int(slot)]
             assert page in range(self.num_pages)
             assert int(page) not in self.owner, "one owner per page"
-            assert index == len(self.live[ticket].pages)
-            self.owner[int(page)] = ticket
-            self.live[ticket].pages.append(int(page))
-        for ticket in plan.ticket.tolist():
-            sequence = self.live[ticket]
+            assert index == len(self.live[request_id].pages)
+            self.owner[int(page)] = request_id
+            self.live[request_id].pages.append(int(page))
+        for request_id in plan.request_id.tolist():
+            sequence = self.live[request_id]
             assert len(sequence.pages) == math.ceil(sequence.known / self.page_size)
             assert self.scheduler.page_table[sequence.slot, : len(sequence.pages)].tolist() == sequence.pages
 
     def check_counters(self) -> None:
         assert self.scheduler.waiting == sum(s.slot is None for s in self.live.values())
-        assert self.scheduler.resident == len(self.live) - self.scheduler.waiting
+        assert self.scheduler.running == len(self.live) - self.scheduler.waiting
         assert self.scheduler.free_pages == self.num_pages - len(self.owner)
         assert self.scheduler.preemptions == self.preemptions
         assert self.scheduler.recomputed_tokens == self.recomputed
@@ -206,61 +208,61 @@ class SimulatedEngine:
     def execute(self, plan: StepPlan) -> list[tuple[int, int]]:
         """Writes all rows to the cache, then samples from what the cache holds."""
         self.steps += 1
-        sequences = [self.live[ticket] for ticket in plan.ticket.tolist()]
-        for i, (ticket, s) in enumerate(zip(plan.ticket.tolist(), sequences, strict=True)):
+        sequences = [self.live[request_id] for request_id in plan.request_id.tolist()]
+        for i, (request_id, s) in enumerate(zip(plan.request_id.tolist(), sequences, strict=True)):
             for position in range(s.computed, s.computed + int(plan.count[i])):
                 token = self.token_table[s.slot] if i < plan.decodes else s.host[position]
-                self.cache[self.place(s, position)] = (ticket, position, token)
+                self.cache[self.place(s, position)] = (request_id, position, token)
             s.computed += int(plan.count[i])
         sampled = []
-        for i, (ticket, s) in enumerate(zip(plan.ticket.tolist(), sequences, strict=True)):
+        for i, (request_id, s) in enumerate(zip(plan.request_id.tolist(), sequences, strict=True)):
             if not plan.sample[i]:
                 continue
             seen = [self.cache[self.place(s, position)] for position in range(s.computed)]
-            assert [entry[:2] for entry in seen] == [(ticket, position) for position in range(s.computed)]
+            assert [entry[:2] for entry in seen] == [(request_id, position) for position in range(s.computed)]
             self.token_table[s.slot] = next_token([entry[2] for entry in seen])
-            sampled.append((ticket, self.token_table[s.slot]))
+            sampled.append((request_id, self.token_table[s.slot]))
             s.known += 1
             if s.known == len(s.prompt) + s.max_tokens:
                 self.learn(s)
-                self.release(ticket)
-                del self.live[ticket]
+                self.release(request_id)
+                del self.live[request_id]
         return sampled
 
     def place(self, sequence: Sequence, position: int) -> tuple[int, int]:
         return sequence.pages[position // self.page_size], position % self.page_size
 
     def read(self, sampled: list[tuple[int, int]]) -> None:
-        for ticket, token in sampled:
-            s = self.all[ticket]
+        for request_id, token in sampled:
+            s = self.all[request_id]
             if s.reason is not None:
                 continue
             s.host.append(token)
             if s.stop_one_in and token % s.stop_one_in == 0:
-                self.end(ticket, FinishReason.STOP)
+                self.end(request_id, FinishReason.STOP)
             elif len(s.host) == len(s.prompt) + s.max_tokens:
                 s.reason = FinishReason.LENGTH
 
-    def end(self, ticket: int, reason: FinishReason) -> None:
-        self.all[ticket].reason = reason
-        if ticket in self.live:
-            s = self.live[ticket]
+    def end(self, request_id: int, reason: FinishReason) -> None:
+        self.all[request_id].reason = reason
+        if request_id in self.live:
+            s = self.live[request_id]
             answered = reason is FinishReason.STOP
             if answered and s.slot is not None:
                 self.learn(s)
-            self.scheduler.end(ticket, answered=answered)
-            self.release(ticket)
-            del self.live[ticket]
+            self.scheduler.end(request_id, answered=answered)
+            self.release(request_id)
+            del self.live[request_id]
             self.check_counters()
 
     def learn(self, sequence: Sequence) -> None:
         self.answered_tokens += sequence.known - len(sequence.prompt)
         self.answer_limits += sequence.max_tokens
 
-    def release(self, ticket: int) -> None:
-        sequence = self.live[ticket]
+    def release(self, request_id: int) -> None:
+        sequence = self.live[request_id]
         for page in sequence.pages:
-            assert self.owner.pop(page) == ticket
+            assert self.owner.pop(page) == request_id
         sequence.pages, sequence.slot, sequence.computed = [], None, 0
 
 
@@ -284,7 +286,7 @@ ACTION = st.one_of(st.none(), st.none(), REQUEST, REQUEST, REQUEST, st.integers(
 def test_every_request_gets_its_tokens_whatever_happens(sizes: dict, actions: list):
     engine = SimulatedEngine(**sizes)
     for action in actions:
-        unfinished = [ticket for ticket, s in engine.all.items() if s.reason is None]
+        unfinished = [request_id for request_id, s in engine.all.items() if s.reason is None]
         if action is None:
             engine.step()
         elif isinstance(action, tuple):

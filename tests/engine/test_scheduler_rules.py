@@ -24,7 +24,7 @@ def new_scheduler(**changes: float) -> Scheduler:
 
 def rows_of(plan: StepPlan | None) -> list[tuple[int, int, int]]:
     assert plan is not None
-    return list(zip(plan.ticket.tolist(), plan.start.tolist(), plan.count.tolist(), strict=True))
+    return list(zip(plan.request_id.tolist(), plan.start.tolist(), plan.count.tolist(), strict=True))
 
 
 def test_decodes_then_the_half_done_prompt_then_arrivals():
@@ -42,7 +42,7 @@ def test_decodes_then_the_half_done_prompt_then_arrivals():
     plan = scheduler.plan()
     assert rows_of(plan) == [(0, 4, 1), (5, 9, 1), (6, 2, 1), (7, 1, 5)]
     assert plan.decodes == 3
-    assert [array.dtype for array in (plan.slot, plan.ticket, plan.start, plan.count, plan.sample)] == [
+    assert [array.dtype for array in (plan.slot, plan.request_id, plan.start, plan.count, plan.sample)] == [
         np.int32, np.int64, np.int32, np.int32, np.bool_
     ]  # fmt: skip
     assert {array.dtype for array in (plan.page_slot, plan.page_index, plan.page)} == {np.dtype(np.int32)}
@@ -50,11 +50,11 @@ def test_decodes_then_the_half_done_prompt_then_arrivals():
 
 def test_rows_stay_in_arrival_order_when_slots_are_recycled():
     scheduler = new_scheduler(max_sequences=2)
-    for ticket, max_tokens in enumerate([1, 9, 9]):
-        scheduler.add(ticket, 1, max_tokens)
+    for request_id, max_tokens in enumerate([1, 9, 9]):
+        scheduler.add(request_id, 1, max_tokens)
     first = scheduler.plan()
     second = scheduler.plan()
-    assert second.ticket.tolist() == [1, 2]
+    assert second.request_id.tolist() == [1, 2]
     assert second.slot.tolist() == [first.slot[1], first.slot[0]]
 
 
@@ -83,8 +83,8 @@ def test_a_preempted_sequence_comes_back_as_one_prompt_in_chunks():
 def test_preempted_requests_wait_ahead_of_those_that_never_ran():
     scheduler = new_scheduler(num_pages=18, page_size=1, max_batched_tokens=20, max_sequences=3)
     expect_short_answers(scheduler)
-    for ticket in range(3):
-        scheduler.add(ticket, 1, 10)
+    for request_id in range(3):
+        scheduler.add(request_id, 1, 10)
     assert rows_of(scheduler.plan()) == [(0, 0, 1), (1, 0, 1), (2, 0, 1)]
     scheduler.add(3, 1, 10)
     preempted = [scheduler.plan().preempted for _ in range(9)]
@@ -93,7 +93,7 @@ def test_preempted_requests_wait_ahead_of_those_that_never_ran():
     plans = [scheduler.plan() for _ in range(6)]
     assert rows_of(plans[0]) == [(1, 0, 10), (2, 0, 7), (3, 0, 1)], "with the tokens they had generated"
     assert (plans[0].decodes, plans[0].sample.tolist()) == (0, [True] * 3)
-    assert list(dict.fromkeys(ticket for plan in plans for ticket in plan.ticket.tolist())) == [1, 2, 3]
+    assert list(dict.fromkeys(request_id for plan in plans for request_id in plan.request_id.tolist())) == [1, 2, 3]
 
 
 def test_a_prompt_that_fills_its_pages_takes_another_only_to_go_on():
@@ -109,8 +109,8 @@ def test_a_prompt_that_fills_its_pages_takes_another_only_to_go_on():
 def test_who_is_admitted_finds_the_pages_of_all_it_knows_free_at_once():
     """The forecast counts tokens, 24 at the end of the third, which fit; the pages of all prompts are 7 of 6."""
     scheduler = new_scheduler(max_batched_tokens=32, page_size=4, num_pages=6)
-    for ticket, (prompt_tokens, max_tokens) in enumerate([(5, 4), (5, 4), (9, 2)]):
-        scheduler.add(ticket, prompt_tokens, max_tokens)
+    for request_id, (prompt_tokens, max_tokens) in enumerate([(5, 4), (5, 4), (9, 2)]):
+        scheduler.add(request_id, prompt_tokens, max_tokens)
     assert rows_of(scheduler.plan()) == [(0, 0, 5), (1, 0, 5)]
     assert scheduler.free_pages == 2
 
@@ -125,12 +125,12 @@ def test_what_can_never_fit_is_refused_with_the_numbers():
     assert scheduler.waiting == 1
 
 
-@pytest.mark.parametrize(("ticket", "prompt_tokens", "max_tokens"), [(3, 1, 1), (4, 0, 1), (4, 1, 0)])
-def test_wrong_use_of_add_is_told(ticket: int, prompt_tokens: int, max_tokens: int):
+@pytest.mark.parametrize(("request_id", "prompt_tokens", "max_tokens"), [(3, 1, 1), (4, 0, 1), (4, 1, 0)])
+def test_wrong_use_of_add_is_told(request_id: int, prompt_tokens: int, max_tokens: int):
     scheduler = new_scheduler()
     scheduler.add(3, 1, 1)
     with pytest.raises(ValueError, match="must be above 3"):
-        scheduler.add(ticket, prompt_tokens, max_tokens)
+        scheduler.add(request_id, prompt_tokens, max_tokens)
 
 
 def test_ending_what_is_not_there_is_told():
@@ -139,7 +139,7 @@ def test_ending_what_is_not_there_is_told():
     scheduler.add(1, 1, 2)
     scheduler.plan()
     assert scheduler.end(1, answered=False)
-    assert not any(scheduler.end(ticket, answered=False) for ticket in (0, 1, 2))
+    assert not any(scheduler.end(request_id, answered=False) for request_id in (0, 1, 2))
     assert scheduler.free_pages == 100
     assert scheduler.free_pages == 100
 
@@ -207,24 +207,24 @@ def test_admission_learns_how_much_of_its_limit_an_answer_takes():
     for answered in (True, False):
         scheduler = new_scheduler(num_pages=33, max_batched_tokens=64, max_length=100, max_sequences=9)
         answers = PRIOR_TOKENS // 4
-        for ticket in range(answers):
-            scheduler.add(ticket, 4, 40)
+        for request_id in range(answers):
+            scheduler.add(request_id, 4, 40)
             scheduler.plan()
-            scheduler.end(ticket, answered=answered)
-        for ticket in range(answers, answers + 9):
-            scheduler.add(ticket, 4, 40)
+            scheduler.end(request_id, answered=answered)
+        for request_id in range(answers, answers + 9):
+            scheduler.add(request_id, 4, 40)
         admitted.append(len(scheduler.plan().slot))
     assert admitted == [9, 3], "a cancelled answer says nothing"
 
 
 def test_a_short_answer_that_ends_first_does_not_stand_for_those_still_running():
     scheduler = new_scheduler(num_pages=25_300, max_batched_tokens=4096, max_length=2048, max_sequences=4096)
-    for ticket in range(100):
-        scheduler.add(ticket, 1, 1000)
+    for request_id in range(100):
+        scheduler.add(request_id, 1, 1000)
     for _ in range(50):
         scheduler.plan()
-    for ticket in range(20):
-        scheduler.end(ticket, answered=True)  # 50 of 1,000 tokens, but 80 others have as many and go on
-    for ticket in range(100, 600):
-        scheduler.add(ticket, 1, 1000)
+    for request_id in range(20):
+        scheduler.end(request_id, answered=True)  # 50 of 1,000 tokens, but 80 others have as many and go on
+    for request_id in range(100, 600):
+        scheduler.add(request_id, 1, 1000)
     assert 150 < len(scheduler.plan().slot) - 80 < 300, "all 500 if only what has ended counted"

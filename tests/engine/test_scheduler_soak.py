@@ -52,10 +52,12 @@ class Soak:
     def run(self) -> None:
         in_flight: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         while True:
-            for ticket in range(self.added, min(self.added + 1024, len(self.state))):
+            for request_id in range(self.added, min(self.added + 1024, len(self.state))):
                 if self.scheduler.waiting > 4096:
                     break
-                self.scheduler.add(ticket, int(self.prompt[ticket]), int(self.length[ticket] - self.prompt[ticket]))
+                self.scheduler.add(
+                    request_id, int(self.prompt[request_id]), int(self.length[request_id] - self.prompt[request_id])
+                )
                 self.added += 1
             plan = self.scheduler.plan()
             if plan is not None:
@@ -63,7 +65,7 @@ class Soak:
             self.read(in_flight)
             if plan is None:
                 break
-            in_flight = plan.ticket[plan.sample]
+            in_flight = plan.request_id[plan.sample]
         assert self.added == len(self.state)
         assert np.isin(self.state, (self.DONE, self.ENDED)).all()
         done = self.state == self.DONE
@@ -73,43 +75,45 @@ class Soak:
         assert self.scheduler.free_pages == self.num_pages
 
     def follow(self, plan: StepPlan) -> None:
-        ticket, end = plan.ticket, plan.start + plan.count
+        request_id, end = plan.request_id, plan.start + plan.count
         if plan.preempted:
-            assert min(plan.preempted) > ticket.max()
+            assert min(plan.preempted) > request_id.max()
             self.leave(np.array(plan.preempted), self.WAITING)
             self.computed[list(plan.preempted)] = 0
-        admitted = ticket[self.state[ticket] == self.WAITING]
+        admitted = request_id[self.state[request_id] == self.WAITING]
         self.from_host[admitted] = self.known[admitted]
         self.state[admitted] = self.RESIDENT
         self.resident += len(admitted)
-        assert (np.diff(ticket) > 0).all()
-        assert (self.state[ticket] == self.RESIDENT).all() and self.resident == len(ticket) <= self.max_sequences
+        assert (np.diff(request_id) > 0).all()
+        assert (self.state[request_id] == self.RESIDENT).all() and self.resident == len(
+            request_id
+        ) <= self.max_sequences
 
         ticket_of_slot = np.full(self.max_sequences, -1)
-        ticket_of_slot[plan.slot] = ticket
+        ticket_of_slot[plan.slot] = request_id
         assert (self.owner[plan.page] == -1).all() and len(np.unique(plan.page)) == len(plan.page)
         self.owner[plan.page] = ticket_of_slot[plan.page_slot]
         self.table[plan.page_slot, plan.page_index] = plan.page
         for index in range(self.table.shape[1]):
             used = end > index * self.page_size
-            assert (self.owner[self.table[plan.slot[used], index]] == ticket[used]).all()
+            assert (self.owner[self.table[plan.slot[used], index]] == request_id[used]).all()
 
         rows = plan.count.sum()
         assert rows <= self.max_batched_tokens
-        assert (plan.start == self.computed[ticket]).all()
-        assert (end == self.known[ticket])[:-1].all()
-        assert end[-1] == self.known[ticket[-1]] or rows == self.max_batched_tokens
-        assert (plan.sample == (end == self.known[ticket])).all()
-        assert ((plan.start >= self.from_host[ticket]) == (np.arange(len(ticket)) < plan.decodes)).all()
-        if self.scheduler.waiting and not plan.preempted and len(ticket) < self.max_sequences:
+        assert (plan.start == self.computed[request_id]).all()
+        assert (end == self.known[request_id])[:-1].all()
+        assert end[-1] == self.known[request_id[-1]] or rows == self.max_batched_tokens
+        assert (plan.sample == (end == self.known[request_id])).all()
+        assert ((plan.start >= self.from_host[request_id]) == (np.arange(len(request_id)) < plan.decodes)).all()
+        if self.scheduler.waiting and not plan.preempted and len(request_id) < self.max_sequences:
             longest = self.LONGEST // self.page_size
             spare = (self.owner == -1).sum() - longest
-            grown = self.length[ticket] if self.expected_share else self.known[ticket]
+            grown = self.length[request_id] if self.expected_share else self.known[request_id]
             crowded = (-(-grown // self.page_size)).sum() + longest > self.num_pages
             assert rows == self.max_batched_tokens or spare < 0 or crowded
-        self.computed[ticket] = end
-        self.known[ticket] += plan.sample
-        self.leave(ticket[self.known[ticket] == self.length[ticket]], self.DONE)
+        self.computed[request_id] = end
+        self.known[request_id] += plan.sample
+        self.leave(request_id[self.known[request_id] == self.length[request_id]], self.DONE)
 
     def read(self, sampled: NDArray[np.int64]) -> None:
         """The results of the step before: some requests stop, some are cancelled, wherever they are by now."""
@@ -119,11 +123,11 @@ class Soak:
         cancelled = self.random.integers(0, max(self.added, 1), 2)
         ended = np.unique(np.concatenate((stopped, cancelled)))
         ended = ended[(self.state[ended] == self.WAITING) | (self.state[ended] == self.RESIDENT)]
-        for ticket in ended.tolist():
-            self.scheduler.end(ticket, answered=False)
+        for request_id in ended.tolist():
+            self.scheduler.end(request_id, answered=False)
         self.leave(ended, self.ENDED)
 
-    def leave(self, tickets: NDArray[np.int64], state: int) -> None:
-        self.resident -= int((self.state[tickets] == self.RESIDENT).sum())
-        self.state[tickets] = state
+    def leave(self, request_ids: NDArray[np.int64], state: int) -> None:
+        self.resident -= int((self.state[request_ids] == self.RESIDENT).sum())
+        self.state[request_ids] = state
         self.owner[(self.owner >= 0) & (self.state[self.owner] != self.RESIDENT)] = -1

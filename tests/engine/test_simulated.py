@@ -14,7 +14,7 @@ import pytest
 
 from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling
 from megatoken.engine.config import SHAPES
-from megatoken.engine.simulated import SimulatedEngine, VirtualClock, WallClock
+from megatoken.engine.simulated import VirtualClock, WallClock
 from megatoken.errors import CapacityError, CheckpointError, ConfigError, RequestError
 from megatoken.targets.in_process import InProcessTarget
 
@@ -42,29 +42,29 @@ def requests(count: int, *, forced: bool = True, longest: int = 60, seed: int = 
     ]
 
 
-def serve(engine: SimulatedEngine, wanted: list[Request]) -> Answers:
-    tickets = [engine.submit(request) for request in wanted]
+def serve(engine: Engine, wanted: list[Request]) -> Answers:
+    request_ids = [engine.submit(request) for request in wanted]
     tokens: dict[int, list[int]] = defaultdict(list)
     reasons = {}
     while engine.busy:
         for event in engine.step():
-            assert event.ticket not in reasons
-            tokens[event.ticket] += event.token_ids
+            assert event.request_id not in reasons
+            tokens[event.request_id] += event.token_ids
             if event.finish_reason is not None:
-                reasons[event.ticket] = event.finish_reason
-    assert sorted(reasons) == tickets
-    return {number: (tokens[ticket], reasons[ticket]) for number, ticket in enumerate(tickets)}
+                reasons[event.request_id] = event.finish_reason
+    assert sorted(reasons) == request_ids
+    return {number: (tokens[request_id], reasons[request_id]) for number, request_id in enumerate(request_ids)}
 
 
-def simulated(config: EngineConfig = SMALL, **options: object) -> SimulatedEngine:
-    return SimulatedEngine("tiny", config, "H200", VirtualClock(), **options)
+def simulated(config: EngineConfig = SMALL, **options: object) -> Engine:
+    return Engine.simulated("tiny", config, "H200", VirtualClock(), **options)
 
 
 def test_it_imports_no_pytorch() -> None:
     program = (
-        "import sys; from megatoken.engine.simulated import SimulatedEngine; "
+        "import sys; from megatoken import Engine; "
         "import megatoken.planning.rack_simulation, megatoken.targets.in_process, megatoken.harness.run; "
-        "engine = SimulatedEngine('llama2-70b'); "
+        "engine = Engine.simulated('llama2-70b'); "
         "assert 'torch' not in sys.modules and 'triton' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
@@ -79,8 +79,8 @@ def test_its_steps_are_those_of_the_real_engine(cache_tokens: int) -> None:
     for request in requests(40):
         assert real.submit(request) == other.submit(request)
     while real.busy:
-        told = {event.ticket: event.finish_reason for event in real.step()}
-        assert {event.ticket: event.finish_reason for event in other.step()} == told
+        told = {event.request_id: event.finish_reason for event in real.step()}
+        assert {event.request_id: event.finish_reason for event in other.step()} == told
         assert replace(other.state(), computed_seconds=0.0) == replace(real.state(), computed_seconds=0.0)
     assert not other.busy
 
@@ -101,7 +101,7 @@ def test_an_answer_depends_on_the_request_alone() -> None:
     for config in (replace(SMALL, max_batched_tokens=17, max_sequences=3), replace(SMALL, overlap=True)):
         assert serve(simulated(config), wanted) == expected
     assert serve(simulated(stream=False), wanted) == expected
-    backwards = serve(SimulatedEngine("tiny", SMALL, "GB300", VirtualClock()), wanted[::-1])
+    backwards = serve(Engine.simulated("tiny", SMALL, "GB300", VirtualClock()), wanted[::-1])
     assert [backwards[49 - number] for number in range(50)] == list(expected.values())
     alike = serve(simulated(), [replace(wanted[0], max_tokens=50)] * 3)
     assert alike[0] == alike[1] == alike[2]
@@ -145,8 +145,8 @@ def test_stop_tokens_end_answers_and_never_stand_inside() -> None:
 
 def test_time_is_the_sum_of_the_steps() -> None:
     clock = VirtualClock(17.0)
-    engine = SimulatedEngine("llama3.1-8b", EngineConfig(precision="fp8"), "H200", clock)
-    costs, step, priced = engine._costs, engine._costs.step, []
+    engine = Engine.simulated("llama3.1-8b", EngineConfig(precision="fp8"), "H200", clock)
+    costs, step, priced = engine._runner.costs, engine._runner.costs.step, []
 
     def noted(plan: object) -> object:
         priced.append(step(plan))
@@ -176,24 +176,26 @@ def test_it_runs_one_step_ahead_as_the_real_loop_does() -> None:
 def test_without_streaming_a_request_has_two_events() -> None:
     engine = simulated(stream=False)
     wanted = requests(40, longest=50)
-    tickets = [engine.submit(request) for request in wanted]
+    request_ids = [engine.submit(request) for request in wanted]
     events = defaultdict(list)
     while engine.busy:
         for event in engine.step():
-            events[event.ticket].append(len(event.token_ids))
-    for ticket, request in zip(tickets, wanted, strict=True):
-        assert events[ticket] == ([1, request.max_tokens - 1] if request.max_tokens > 1 else [1])
+            events[event.request_id].append(len(event.token_ids))
+    for request_id, request in zip(request_ids, wanted, strict=True):
+        assert events[request_id] == ([1, request.max_tokens - 1] if request.max_tokens > 1 else [1])
 
 
 def test_cancelling_frees_and_is_told_once() -> None:
     engine = simulated(replace(SMALL, overlap=True))
-    tickets = [engine.submit(Request([1] * 20, 100, ignore_end_token=True)) for _ in range(20)]
+    request_ids = [engine.submit(Request([1] * 20, 100, ignore_end_token=True)) for _ in range(20)]
     for _ in range(5):
         engine.step()
-    for ticket in [*tickets, 999]:
-        engine.cancel(ticket)
+    for request_id in [*request_ids, 999]:
+        engine.cancel(request_id)
     events = [event for _ in range(4) for event in engine.step()]
-    assert {event.ticket: event.finish_reason for event in events} == dict.fromkeys(tickets, FinishReason.CANCELLED)
+    assert {event.request_id: event.finish_reason for event in events} == dict.fromkeys(
+        request_ids, FinishReason.CANCELLED
+    )
     assert not engine.busy
     assert engine.state().pages_free == engine.state().pages
     assert engine.step() == []
@@ -205,7 +207,7 @@ def test_a_target_step_time_is_kept() -> None:
     def longest(target: float | None) -> float:
         clock = VirtualClock()
         config = EngineConfig(precision="fp8", overlap=False, target_step_seconds=target)
-        engine = SimulatedEngine("llama2-70b", config, "H200", clock)
+        engine = Engine.simulated("llama2-70b", config, "H200", clock)
         for request in requests(400, longest=400):
             engine.submit(replace(request, prompt=[5] * 900, max_tokens=300))
         steps = []
@@ -223,19 +225,19 @@ def test_real_time_does_not_drift() -> None:
     """Steps of 5 ms: each may end late, their sum may not. Three tries, for a machine that is busy."""
     drifts = []
     for _ in range(3):
-        engine = SimulatedEngine("llama3.1-8b", EngineConfig(precision="fp8"), "H200", WallClock())
+        engine = Engine.simulated("llama3.1-8b", EngineConfig(precision="fp8"), "H200", WallClock())
         for _ in range(8):
             engine.submit(Request([1] * 16, 400, ignore_end_token=True))
         began = time.monotonic()
         while engine.busy:
             engine.step()
         elapsed = time.monotonic() - began
-        simulated_seconds = engine._free_at - began
+        simulated_seconds = engine._runner.free_at - began
         assert simulated_seconds > 0.5
         drifts.append(elapsed / simulated_seconds - 1)
         assert drifts[-1] > -1e-6
         virtual = VirtualClock()
-        twin = SimulatedEngine("llama3.1-8b", EngineConfig(precision="fp8"), "H200", virtual)
+        twin = Engine.simulated("llama3.1-8b", EngineConfig(precision="fp8"), "H200", virtual)
         serve(twin, [Request([1] * 16, 400, ignore_end_token=True)] * 8)
         drifts[-1] = max(drifts[-1], elapsed / virtual.now() - 1)
         if drifts[-1] < 0.01:
@@ -249,7 +251,7 @@ def test_a_late_machine_does_not_make_the_engine_late(pause: float, lost: float)
     ends = []
     for paused in (0.0, pause):
         clock = VirtualClock()
-        engine = SimulatedEngine("llama2-70b", EngineConfig(precision="fp8"), "H200", clock)
+        engine = Engine.simulated("llama2-70b", EngineConfig(precision="fp8"), "H200", clock)
         for request in requests(50, longest=300):
             engine.submit(replace(request, max_tokens=300))
         for _ in range(20):
@@ -263,7 +265,7 @@ def test_a_late_machine_does_not_make_the_engine_late(pause: float, lost: float)
 
 
 def test_waiting_costs_no_processor_time() -> None:
-    engine = SimulatedEngine("llama2-70b", EngineConfig(precision="fp8"), "H200")
+    engine = Engine.simulated("llama2-70b", EngineConfig(precision="fp8"), "H200")
     for _ in range(4):
         engine.submit(Request([1] * 1000, 20, ignore_end_token=True))
     began, used = time.monotonic(), time.process_time()
@@ -274,7 +276,7 @@ def test_waiting_costs_no_processor_time() -> None:
 
 
 def test_the_in_process_target_drives_it() -> None:
-    target = InProcessTarget(SimulatedEngine("tiny", SMALL, "H200", WallClock()))
+    target = InProcessTarget(Engine.simulated("tiny", SMALL, "H200", WallClock()))
     for number, request in enumerate(requests(10, longest=10)):
         target.submit(100 + number, request)
     events = []
@@ -283,7 +285,7 @@ def test_the_in_process_target_drives_it() -> None:
     assert sorted(event.sample_id for event in events if event.finish_reason) == list(range(100, 110))
     assert all(event.started_ns for event in events if event.started_ns is not None)
     facts = target.facts()
-    assert facts["target"]["device"] == "simulated H200"
+    assert (facts["target"]["device"], facts["target"]["simulated_gpu"]) == ("simulated H200", "H200")
     assert facts["memory_plan"]["device"] == "cuda"
     assert [one.telemetry.power_watts for one in target.replicas()] == [None]
     target.close()
@@ -291,29 +293,29 @@ def test_the_in_process_target_drives_it() -> None:
 
 def test_one_model_has_one_hash() -> None:
     assert simulated().content_hash == simulated(replace(SMALL, max_batched_tokens=17)).content_hash
-    other = SimulatedEngine(replace(SHAPES["tiny"], layers=7), SMALL, "H200", VirtualClock())
+    other = Engine.simulated(replace(SHAPES["tiny"], layers=7), SMALL, "H200", VirtualClock())
     assert other.content_hash != simulated().content_hash
 
 
 def test_tensor_parallel_serves_what_one_gpu_cannot_hold() -> None:
     config = EngineConfig(precision="fp8", tensor_parallel=4)
-    engine = SimulatedEngine("llama3.1-405b", config, "H200", VirtualClock())
+    engine = Engine.simulated("llama3.1-405b", config, "H200", VirtualClock())
     assert engine.memory_plan.weights_bytes < 120e9
     assert engine.describe()["tensor_parallel"] == 4
     with pytest.raises(CapacityError, match="does not fit"):
-        SimulatedEngine("llama3.1-405b", EngineConfig(precision="fp8"), "H200")
-    assert SimulatedEngine("llama2-70b", EngineConfig(precision="fp4"), "GB300").memory_plan.weights_bytes < 41e9
+        Engine.simulated("llama3.1-405b", EngineConfig(precision="fp8"), "H200")
+    assert Engine.simulated("llama2-70b", EngineConfig(precision="fp4"), "GB300").memory_plan.weights_bytes < 41e9
 
 
 def test_what_cannot_be_simulated() -> None:
     with pytest.raises(ConfigError, match="did you mean GB300"):
-        SimulatedEngine("tiny", SMALL, "GB3000")
+        Engine.simulated("tiny", SMALL, "GB3000")
     with pytest.raises(CheckpointError, match="named shapes"):
-        SimulatedEngine("llama", SMALL)
+        Engine.simulated("llama", SMALL)
     with pytest.raises(ConfigError, match="bf16, fp8"):
-        SimulatedEngine("tiny", EngineConfig(precision="fp4"), "H200")
+        Engine.simulated("tiny", EngineConfig(precision="fp4"), "H200")
     with pytest.raises(ConfigError, match="max_batched_tokens is 0"):
-        SimulatedEngine("tiny", EngineConfig(precision="bf16", max_batched_tokens=0))
+        Engine.simulated("tiny", EngineConfig(precision="bf16", max_batched_tokens=0))
     engine = simulated()
     for wrong, why in (
         (Request("text", 3), "no tokenizer"),

@@ -21,16 +21,16 @@ def test_limited_steps_serve_everything_in_order(
     wanted: list[tuple[int, int]], limited: list[tuple[int | None, int | None]], pages: int
 ) -> None:
     scheduler = Scheduler(max_batched_tokens=32, max_sequences=16, page_size=8, num_pages=pages, max_length=60)
-    for ticket, (prompt, answer) in enumerate(wanted):
-        scheduler.add(ticket, prompt, answer)
-    left = {ticket: answer for ticket, (_, answer) in enumerate(wanted)}
+    for request_id, (prompt, answer) in enumerate(wanted):
+        scheduler.add(request_id, prompt, answer)
+    left = {request_id: answer for request_id, (_, answer) in enumerate(wanted)}
     begun: list[int] = []
     step = 0
     while left:
         prompt_rows, most = limited[step % len(limited)]
-        if not scheduler.resident:
+        if not scheduler.running:
             most = None  # as a budget does that would hold everybody up
-        decodes, resident, waiting = scheduler.decodes, scheduler.resident, scheduler.waiting
+        decodes, resident, waiting = scheduler.decodes, scheduler.running, scheduler.waiting
         plan = scheduler.plan(prompt_rows, most)
         assert plan is not None
         if not plan.preempted:
@@ -41,13 +41,13 @@ def test_limited_steps_serve_everything_in_order(
         prompts = int(plan.count[plan.decodes :].sum())
         assert prompts <= (32 - plan.decodes if prompt_rows is None else max(prompt_rows, 1))
         assert int(plan.count.sum()) <= 32
-        for ticket in plan.ticket.tolist():
-            if ticket not in begun:
-                begun.append(ticket)
-        for ticket in plan.ticket[plan.sample].tolist():
-            left[ticket] -= 1
-            if not left[ticket]:
-                del left[ticket]
+        for request_id in plan.request_id.tolist():
+            if request_id not in begun:
+                begun.append(request_id)
+        for request_id in plan.request_id[plan.sample].tolist():
+            left[request_id] -= 1
+            if not left[request_id]:
+                del left[request_id]
         step += 1
         assert step < 5000
     assert begun == sorted(begun)  # first come, first served
@@ -56,8 +56,8 @@ def test_limited_steps_serve_everything_in_order(
 
 def test_no_limit_is_the_whole_budget() -> None:
     scheduler = Scheduler(max_batched_tokens=32, max_sequences=16, page_size=8, num_pages=100, max_length=60)
-    for ticket in range(4):
-        scheduler.add(ticket, 20, 5)
+    for request_id in range(4):
+        scheduler.add(request_id, 20, 5)
     plan = scheduler.plan()
     assert plan is not None and plan.count.sum() == 32
     assert scheduler.decodes == 1
@@ -66,13 +66,13 @@ def test_no_limit_is_the_whole_budget() -> None:
 
 def test_a_step_without_rows_for_prompts_begins_one_where_nothing_else_is_to_do() -> None:
     scheduler = Scheduler(max_batched_tokens=32, max_sequences=16, page_size=8, num_pages=100, max_length=60)
-    for ticket in range(2):
-        scheduler.add(ticket, 20, 5)
+    for request_id in range(2):
+        scheduler.add(request_id, 20, 5)
     for _ in range(20):
-        plan = scheduler.plan(prompt_rows=0)
+        plan = scheduler.plan(prompt_tokens=0)
         assert plan is not None and plan.count.tolist() == [1]
     assert (scheduler.decodes, scheduler.waiting) == (1, 1)
-    plan = scheduler.plan(prompt_rows=0)
+    plan = scheduler.plan(prompt_tokens=0)
     assert plan is not None and (plan.decodes, plan.count.tolist()) == (1, [1])
 
 
@@ -101,13 +101,13 @@ def test_prompts_that_arrive_do_not_hold_up_those_who_decode(engines: tuple[Engi
         torch.set_num_threads(1)
         for _ in range(3):  # what is compiled or touched once
             engine.generate([Request([7] * 200, max_tokens=8, ignore_end_token=True)])
-        ticket = engine.submit(Request([9] * 8, max_tokens=160, ignore_end_token=True))
+        request_id = engine.submit(Request([9] * 8, max_tokens=160, ignore_end_token=True))
         waits, last = [], time.monotonic()
         for step in range(160):
             if step >= 30 and step % 10 == 0:
                 engine.submit(Request([11 + step] * 230, max_tokens=2, ignore_end_token=True))
             for event in engine.step():
-                if event.ticket == ticket:
+                if event.request_id == request_id:
                     waits.append(time.monotonic() - last)
                     last = time.monotonic()
         while engine.busy:

@@ -44,7 +44,7 @@ def test_a_full_step_takes_the_target_and_not_longer(prices: tuple[float, float,
         learnt = taught(prices, target)
         for decodes in (10, 100, 300, 700):
             cached = decodes * 400
-            rows = learnt.prompt_rows(decodes, cached)
+            rows = learnt.prompt_tokens(decodes, cached)
             assert 0 < rows <= 1536 - decodes
             least = round(LEAST_PROMPT_SHARE * 1536)
             if rows > least:
@@ -56,17 +56,17 @@ def test_a_full_step_takes_the_target_and_not_longer(prices: tuple[float, float,
 def test_what_steps_save_a_prompt_gets_and_debts_it_does_not_pay() -> None:
     """Fifty decodes take 24 of 40 ms; twenty such steps leave room for a step of all rows, but not for three."""
     learnt = taught(PRICES[0], 0.04)
-    before = learnt.prompt_rows(50, 20_000)
+    before = learnt.prompt_tokens(50, 20_000)
     assert before < 200
     for _ in range(20):
         learnt.note(50, 20_000, cost(PRICES[0], 50, 20_000), decodes=True)
     assert learnt.saved_seconds == pytest.approx(20 * (0.04 - cost(PRICES[0], 50, 20_000)))
-    rows = learnt.prompt_rows(50, 20_000)
+    rows = learnt.prompt_tokens(50, 20_000)
     assert rows == 1486
     for _ in range(3):
         learnt.note(50 + rows, 20_000 + rows * 700, cost(PRICES[0], 50 + rows, 20_000 + rows * 700), decodes=True)
     assert learnt.saved_seconds < 0
-    assert learnt.prompt_rows(50, 20_000) == pytest.approx(before, abs=2)
+    assert learnt.prompt_tokens(50, 20_000) == pytest.approx(before, abs=2)
 
 
 @pytest.mark.parametrize("in_flight", [0, 1, 2])
@@ -74,12 +74,12 @@ def test_what_was_saved_is_spent_once_however_many_steps_are_on_their_way(in_fli
     """Prompts without end behind fifty decodes that saved all that can be saved."""
     learnt = taught(PRICES[0], 0.04)
     scheduler = Scheduler(max_batched_tokens=1536, max_sequences=64, page_size=16, num_pages=20_000, max_length=4096)
-    for ticket in range(50):
-        scheduler.add(ticket, 1, 4000)
+    for request_id in range(50):
+        scheduler.add(request_id, 1, 4000)
     scheduler.plan()
     learnt.saved_seconds = MOST_SAVED * 0.04
-    for ticket in range(50, 60):
-        scheduler.add(ticket, 4000, 1)
+    for request_id in range(50, 60):
+        scheduler.add(request_id, 4000, 1)
     on_the_way: deque[tuple[int, int]] = deque()
     seconds = []
     for _ in range(12):
@@ -106,26 +106,26 @@ def test_savings_and_debts_have_an_end() -> None:
 def test_a_step_of_prompts_alone_delays_nobody() -> None:
     """A prompt that comes to an idle machine leaves no debt to the next."""
     learnt = taught(PRICES[0], 0.04)
-    before = learnt.prompt_rows(50, 20_000)
+    before = learnt.prompt_tokens(50, 20_000)
     learnt.note(1536, 1_000_000, 0.25, decodes=False)
     assert learnt.saved_seconds == 0.0
-    assert learnt.prompt_rows(50, 20_000) == pytest.approx(before, rel=0.05)
+    assert learnt.prompt_tokens(50, 20_000) == pytest.approx(before, rel=0.05)
     learnt.note(1536, 1_000_000, 0.25, decodes=True)
     assert learnt.saved_seconds == pytest.approx(0.04 - 0.25)
 
 
 def test_prompts_alone_get_every_row_and_beside_too_many_decodes_the_least_share() -> None:
     learnt = taught(PRICES[0], 0.03)
-    assert learnt.prompt_rows(0, 0) == 1536
-    assert learnt.prompt_rows(1000, 600_000) == 96
-    assert learnt.prompt_rows(1500, 600_000) == 36
-    assert learnt.prompt_rows(1536, 600_000) == 0
+    assert learnt.prompt_tokens(0, 0) == 1536
+    assert learnt.prompt_tokens(1000, 600_000) == 96
+    assert learnt.prompt_tokens(1500, 600_000) == 36
+    assert learnt.prompt_tokens(1536, 600_000) == 0
 
 
 def test_before_anything_is_known_prompts_are_fed_in_small_shares() -> None:
     fresh = StepTime(0.1, 1536)
-    assert fresh.prompt_rows(0, 0) == 1536
-    assert fresh.prompt_rows(5, 100) == 96
+    assert fresh.prompt_tokens(0, 0) == 1536
+    assert fresh.prompt_tokens(5, 100) == 96
     assert fresh.most_sequences(5, 100) is None
     assert fresh.expected_seconds(1, 1) is None
 
@@ -142,15 +142,15 @@ def test_no_more_sequences_than_decode_within_the_target(prices: tuple[float, fl
 def test_a_target_that_one_alone_misses_holds_nobody_up() -> None:
     learnt = taught(PRICES[0], 0.01)
     assert learnt.most_sequences(100, 40_000) is None
-    assert learnt.prompt_rows(100, 40_000) == 96
+    assert learnt.prompt_tokens(100, 40_000) == 96
 
 
 def test_one_step_that_waited_for_a_compiler_changes_little() -> None:
     learnt = taught(PRICES[0], 0.1)
-    before = learnt.prompt_rows(300, 120_000)
+    before = learnt.prompt_tokens(300, 120_000)
     learnt.note(700, 280_000, 60.0, decodes=True)
     learnt.saved_seconds = 0.0
-    assert learnt.prompt_rows(300, 120_000) == pytest.approx(before, rel=0.05)
+    assert learnt.prompt_tokens(300, 120_000) == pytest.approx(before, rel=0.05)
 
 
 def test_prices_follow_a_machine_that_slows_down() -> None:
@@ -167,7 +167,7 @@ def test_steps_that_are_all_alike_still_tell_their_own_time() -> None:
     for _ in range(50):
         learnt.note(20, 4_000, 0.03, decodes=True)
     assert learnt.expected_seconds(20, 4_000) == pytest.approx(0.03, rel=0.01)
-    assert 0 < learnt.prompt_rows(20, 4_000) <= 44
+    assert 0 < learnt.prompt_tokens(20, 4_000) <= 44
 
 
 @settings(deadline=None)
@@ -182,7 +182,7 @@ def test_whatever_was_seen_the_budget_is_within_bounds(
     learnt = StepTime(0.1, 1024)
     for rows, tokens, seconds in steps:
         learnt.note(rows, tokens, seconds, decodes=True)
-    rows = learnt.prompt_rows(decodes, cached)
+    rows = learnt.prompt_tokens(decodes, cached)
     assert min(1024 - decodes, 64) <= rows <= 1024 or (decodes >= 1024 and rows == 0)
     most = learnt.most_sequences(decodes, cached)
     assert most is None or 1 <= most <= 1024
@@ -210,7 +210,7 @@ def test_a_queue_is_served_in_order_and_decodes_stay_within_the_target() -> None
             now = due
             continue
         cached = sum(300 + done for done in decoding)
-        budget = learnt.prompt_rows(len(decoding), cached)
+        budget = learnt.prompt_tokens(len(decoding), cached)
         most = learnt.most_sequences(len(decoding), cached)
         rows, begun = len(decoding), 0
         while budget and queue and (most is None or len(decoding) + begun < most):

@@ -23,7 +23,7 @@ from megatoken.engine import EngineConfig, Sampling
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import SHAPES
 from megatoken.engine.device import plan_memory
-from megatoken.engine.parallel import Followers, Order, RankGroup, RankWeights
+from megatoken.engine.parallel import Order, RankGroup, RankWeights, TPWorkers
 from megatoken.engine.quantized_checkpoint import linear_shapes
 from megatoken.errors import CapacityError, ConfigError, MegatokenError
 
@@ -50,8 +50,8 @@ def wide_checkpoint(
     return directory
 
 
-def followers() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children() if "megatoken.engine.follower" in one.cmdline()]
+def workers() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "megatoken.engine.tensor_parallel_worker" in one.cmdline()]
 
 
 @pytest.mark.parametrize(
@@ -159,31 +159,31 @@ def test_a_rank_that_dies_is_an_error_with_its_name(tmp_path: Path) -> None:
     engine.submit(request(tokens=40))
     for _ in range(3):
         engine.step()
-    (follower,) = followers()
-    follower.kill()
+    (worker,) = workers()
+    worker.kill()
     with pytest.raises(MegatokenError, match="rank 1 ended with SIGKILL: it said nothing"):
         drain(engine)
-    assert followers() == []
+    assert workers() == []
 
 
 def test_what_fails_because_a_rank_has_ended_is_said_of_the_rank(tmp_path: Path) -> None:
     engine = make_engine(wide_checkpoint(tmp_path / "model"), tensor_parallel=2)
-    followers()[0].kill()
-    with pytest.raises(MegatokenError, match="rank 1 ended with SIGKILL"), engine._runner._followers.blamed():
+    workers()[0].kill()
+    with pytest.raises(MegatokenError, match="rank 1 ended with SIGKILL"), engine._runner._workers.blamed():
         raise MegatokenError("the ranks' GPUs cannot share memory")
 
 
 def test_a_rank_that_ends_once_it_is_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatoken.engine.parallel._MEETING_TIME", timedelta(seconds=1))
-    ranks = Followers(2, b'{"parent": 0}')  # of another process: it ends at once
+    monkeypatch.setattr("megatoken.engine.parallel._RENDEZVOUS_TIMEOUT", timedelta(seconds=1))
+    ranks = TPWorkers(2, b'{"parent": 0}')  # of another process: it ends at once
     ranks._processes[0].wait()
     (ranks.folder / "rank1.loaded").touch()
     with pytest.raises(MegatokenError, match="rank 1 ended with code 0"), ranks.blamed():
-        ranks.meet(torch.device("cpu"))
+        ranks.init_group(torch.device("cpu"))
 
 
 def test_ranks_may_be_idle_for_longer_than_they_take_to_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatoken.engine.parallel._MEETING_TIME", timedelta(seconds=2))
+    monkeypatch.setattr("megatoken.engine.parallel._RENDEZVOUS_TIMEOUT", timedelta(seconds=2))
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda rank: RankGroup(tmp_path, rank, 2, torch.device("cpu")), range(2))
         received = pool.submit(second.receive)
@@ -194,20 +194,20 @@ def test_ranks_may_be_idle_for_longer_than_they_take_to_meet(tmp_path: Path, mon
 
 def test_a_rank_that_cannot_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = wide_checkpoint(tmp_path / "model")
-    monkeypatch.setattr("megatoken.engine.loop.specification", lambda *_: b'{"parent": %d}' % os.getpid())
+    monkeypatch.setattr("megatoken.engine.runner.worker_specification", lambda *_: b'{"parent": %d}' % os.getpid())
     with pytest.raises(MegatokenError, match="rank 1 ended with code 1: KeyError: 'threads'"):
         make_engine(directory, tensor_parallel=2)
-    assert followers() == []
+    assert workers() == []
 
 
 def test_ranks_end_with_their_engine(tmp_path: Path) -> None:
     engine = make_engine(wide_checkpoint(tmp_path / "model"), tensor_parallel=2)
-    (follower,) = followers()
-    folder = engine._runner._followers.folder
+    (worker,) = workers()
+    folder = engine._runner._workers.folder
     assert folder.is_dir()
     del engine
     gc.collect()
-    assert not follower.is_running()
+    assert not worker.is_running()
     assert not folder.exists()
 
 

@@ -16,9 +16,9 @@ from megatoken.config import RunConfig
 from megatoken.datasets.lengths import load_lengths
 from megatoken.datasets.prompts import load_prompts
 from megatoken.datasets.requests import Dataset
-from megatoken.engine import EngineConfig
+from megatoken.engine import Engine, EngineConfig
 from megatoken.engine.request import Request
-from megatoken.engine.simulated import SimulatedEngine, VirtualClock
+from megatoken.engine.simulated import VirtualClock
 from megatoken.engine.state import ReplicaState
 from megatoken.hardware.telemetry import Telemetry
 from megatoken.harness import sizing
@@ -272,8 +272,8 @@ def random_lengths(path: Path, input_tokens: int, output_tokens: int) -> Dataset
     return load_lengths(path, vocabulary_size=32_000, max_length=4096)
 
 
-def simulated(model: str, clock: VirtualClock, *, stream: bool = False) -> SimulatedEngine:
-    return SimulatedEngine(model, EngineConfig("fp8", max_sequences=384), "H200", clock, stream=stream)
+def simulated(model: str, clock: VirtualClock, *, stream: bool = False) -> Engine:
+    return Engine.simulated(model, EngineConfig("fp8", max_sequences=384), "H200", clock, stream=stream)
 
 
 def samples_per_second_when_full(model: str, data_set: Dataset) -> float:

@@ -55,7 +55,7 @@ def step_arrays(
         plan: what to run.
         page_table: the scheduler's [slots, pages], the plan's new pages included.
         page_size: tokens per page.
-        host_tokens: ``(ticket, start, count) -> ids`` of prompt rows.
+        host_tokens: ``(request_id, start, count) -> ids`` of prompt rows.
         padded_tokens: rows to run instead of so many.
     """
     count, decodes = plan.count, plan.decodes
@@ -71,7 +71,7 @@ def step_arrays(
     table_slots[:decodes] = plan.slot[:decodes]
     prompts: list[int] = []
     for row in range(decodes, len(count)):
-        prompts += host_tokens(int(plan.ticket[row]), int(plan.start[row]), int(count[row]))
+        prompts += host_tokens(int(plan.request_id[row]), int(plan.start[row]), int(count[row]))
     token_ids[decodes:rows] = prompts
 
     lengths = plan.start + count

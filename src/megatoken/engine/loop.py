@@ -3,62 +3,125 @@
 from __future__ import annotations
 
 import reprlib
-import time
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from megatoken.engine.checkpoint import open_model
-from megatoken.engine.config import EngineConfig, ModelConfig, model_folder
-from megatoken.engine.device import choose_device, operations, plan_memory
-from megatoken.engine.follower import specification
+from megatoken.engine.config import EngineConfig, ModelConfig
 from megatoken.engine.memory import MemoryPlan
-from megatoken.engine.ops import NO_TOKEN
-from megatoken.engine.parallel import Followers, RankWeights
 from megatoken.engine.request import (
+    ActiveRequest,
     Completion,
     FinishReason,
     Request,
-    Sampling,
     TokenEvent,
     check_request,
     token_ids,
 )
-from megatoken.engine.runner import Runner, SampledIds
 from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
 from megatoken.engine.state import ReplicaState
 from megatoken.engine.step_time import StepTime, plan_within
-from megatoken.engine.tokenizer import Tokenizer
-from megatoken.errors import CapacityError, NumericsError, RequestError
+from megatoken.errors import MegatokenError, RequestError, ThreadError
+
+if TYPE_CHECKING:
+    from megatoken.engine.simulated import Clock
+    from megatoken.engine.tokenizer import Tokenizer
 
 
-@dataclass(slots=True)
-class _Active:
-    """A request between submission and its last token."""
+class LaunchedStep(Protocol):
+    """A step on its way."""
 
-    prompt: list[int]
-    generated: list[int]
-    max_tokens: int
-    stop_ids: frozenset[int]
-    sampling: Sampling
+    @property
+    def seconds(self) -> float:
+        """How long it took on its own, once ``wait`` has returned."""
+
+    @property
+    def errors(self) -> Mapping[int, MegatokenError]:
+        """By id of the request, why it got no token, once ``wait`` has returned."""
+
+    def wait(self) -> Iterable[tuple[int, tuple[int, ...]]]:
+        """Wait for the step to end: ids of requests, and the tokens to report of each."""
+
+
+class Runner(Protocol):
+    """What computes, or pretends to compute, the steps that an engine plans.
+
+    Attributes:
+        content_hash: of the weights.
+        gpu_uuids: of the GPUs of all ranks, as their driver names them.
+        overlaps: whether it runs a step while the host collects the one before.
+    """
+
+    model_config: ModelConfig
+    memory_plan: MemoryPlan
+    content_hash: str
+    tokenizer: Tokenizer | None
+    gpu_uuids: list[str]
+    overlaps: bool
+
+    def launch(
+        self,
+        plan: StepPlan,
+        page_table: NDArray[np.int32],
+        requests: Mapping[int, ActiveRequest],
+        *,
+        draws: bool,
+        after_idle: bool,
+    ) -> LaunchedStep:
+        """Start a step.
+
+        Args:
+            plan: what to run.
+            page_table: the scheduler's, with the plan's new pages.
+            requests: by id; all of the plan's are among them.
+            draws: whether any request draws its tokens.
+            after_idle: whether there was no request at some moment since the step before.
+        """
+
+    def now(self) -> float:
+        """Seconds on the clock by which steps are timed."""
+
+    def describe(self) -> dict[str, Any]:
+        """What it runs on and with, ready for JSON."""
+
+    def close(self) -> None:
+        """Ends the processes of other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Launched:
-    plan: StepPlan
-    rows: int
-    cached_tokens: int  # keys that its sequences see; 0 where no step has a time to keep to
-    began: float  # time.monotonic()
-    ids: SampledIds = field(repr=False)
+class _InFlight:
+    decodes: int
+    tokens: int
+    cached_tokens: int  # keys that its sequences see; 0 without a target for the time of steps
+    step: LaunchedStep
+
+
+class _OneThread:
+    """Refuses a thread while another one is inside. The same thread may enter again; threads may take turns."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise ThreadError("two threads call one Engine at the same time; share it through an EngineThread")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Engine:
     """A model that continues prompts, many at a time.
+
+    One thread at a time may call it: a second one gets a ``ThreadError``. ``EngineThread`` shares an engine; a thread
+    that holds ``exclusive`` (a context manager) keeps all others out.
 
     Args:
         model: a Hugging Face checkpoint directory; ``reference``, the trained model that ships with the package; or a
@@ -66,7 +129,7 @@ class Engine:
         config: precision and sizes; what is left out is derived, see ``memory_plan``.
         random_weights: take only the directory's configuration.
         seed: of random weights.
-        tokenizer: the model's, where it has been read already.
+        tokenizer: the model's, if it has been read already.
 
     Raises:
         CheckpointError: the directory cannot be loaded.
@@ -82,86 +145,121 @@ class Engine:
         seed: int = 0,
         tokenizer: Tokenizer | None = None,
     ) -> None:
+        from megatoken.engine.runner import open_runner  # loads PyTorch, which simulation does without
+
         config = config or EngineConfig()
-        source = open_model(model, random_weights=random_weights, seed=seed)
-        self.model_config: ModelConfig = source.config
+        self._start(open_runner(model, config, random_weights=random_weights, seed=seed, tokenizer=tokenizer), config)
+
+    @classmethod
+    def simulated(
+        cls,
+        model: ModelConfig | str,
+        config: EngineConfig | None = None,
+        gpu: str = "H200",
+        clock: Clock | None = None,
+        *,
+        stream: bool = True,
+        seconds_per_sequence: float = 0.0,
+    ) -> Self:
+        """An engine on a GPU that is not here: real plans, steps as long as a cost model says, made-up tokens.
+
+        Args: as for ``SimulatedRunner``. ``config.device`` and ``config.threads`` have no effect; precision may be fp4.
+
+        Raises:
+            As ``plan_simulation``.
+        """
+        from megatoken.engine.simulated import SimulatedRunner
+
+        config = config or EngineConfig(precision="fp8")
+        engine = cls.__new__(cls)
+        runner = SimulatedRunner(model, config, gpu, clock, stream=stream, seconds_per_sequence=seconds_per_sequence)
+        engine._start(runner, config)
+        return engine
+
+    def _start(self, runner: Runner, config: EngineConfig) -> None:
         self.config = config
-        self.content_hash = source.content_hash
-        self.memory_plan: MemoryPlan = plan_memory(source.config, config)
-        tokenizer_file = model_folder(model) / "tokenizer.json"
-        if tokenizer is None and tokenizer_file.is_file():
-            tokenizer = Tokenizer(tokenizer_file)
-        self.tokenizer = tokenizer
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        self.device, self._why_no_gpu = choose_device(config)
-        self._ops = operations(self.device)
-        memory = self.memory_plan
-        try:
-            followers = None
-            if config.tensor_parallel > 1:
-                threads = max(1, torch.get_num_threads() // config.tensor_parallel)
-                told = specification(model, random_weights, seed, config, memory, threads)
-                followers = Followers(config.tensor_parallel, told)
-                if self.device.type == "cpu":
-                    torch.set_num_threads(threads)
-            weights = source if followers is None else RankWeights(source, 0, config.tensor_parallel)
-            self._runner = Runner(weights, config, memory, self._ops, self.device, followers)
-        except torch.OutOfMemoryError as error:
-            raise CapacityError(f"the GPU ran out of memory while loading: {str(error).splitlines()[0]}") from error
-        self._scheduler = memory.scheduler()
+        self.model_config, self.memory_plan = runner.model_config, runner.memory_plan
+        self.content_hash, self.tokenizer, self.gpu_uuids = runner.content_hash, runner.tokenizer, runner.gpu_uuids
+        self._runner = runner
+        self._scheduler = self.memory_plan.scheduler()
         self._step_time = None
         if config.target_step_seconds is not None:
-            self._step_time = StepTime(config.target_step_seconds, memory.max_batched_tokens)
-        self._ended = 0.0  # when the last step was collected
-        overlap = self.device.type == "cuda" if config.overlap is None else config.overlap
-        self._lookahead = 1 if overlap else 0
-        self._active: dict[int, _Active] = {}
-        self._drawing = 0
-        self._launched: deque[_Launched] = deque()
-        self._held: list[TokenEvent] = []
-        self._next_ticket = 0
-        self._batched_tokens = self._steps = 0
+            self._step_time = StepTime(config.target_step_seconds, self.memory_plan.max_batched_tokens)
+        self._lookahead = int(runner.overlaps if config.overlap is None else config.overlap)
+        self._active: dict[int, ActiveRequest] = {}
+        self._drawing = 0  # active requests that draw their tokens
+        self._in_flight: deque[_InFlight] = deque()
+        self._held: list[TokenEvent] = []  # for the next step to report
+        self._was_idle = True  # since the last step was launched
+        self._next_id = 0
+        self.exclusive = _OneThread()
+        self._steps = self._batched_tokens = self._processed_tokens = 0
+        self._output_tokens = self._decoded_tokens = self._context_tokens = 0
         self._computed_seconds = 0.0
-        self._processed_tokens = self._output_tokens = self._decoded_tokens = self._context_tokens = 0
+
+    def __repr__(self) -> str:
+        model, device = self.model_config.name, self._runner.describe()["device"]
+        return f"<Engine {model} {self.config.precision} on {device}, {len(self._active)} in flight>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel every request, and end the processes of other ranks; the engine cannot be used afterwards."""
+        with self.exclusive:
+            self._abandon(list(self._active))
+            self._in_flight.clear()
+            self._runner.close()
+
+    @property
+    def next_id(self) -> int:
+        """Id of the next request."""
+        return self._next_id
 
     def submit(self, request: Request) -> int:
-        """Queue a request; its ticket names it in every ``TokenEvent``.
+        """Queue a request; its id stands in every ``TokenEvent`` of it. Ids ascend.
 
         Raises:
             RequestError: empty or unreadable prompt, id outside the vocabulary, bad limit or sampling.
             CapacityError: it can never fit context or cache.
         """
+        checked = self.check(request)
+        with self.exclusive:
+            return self.enqueue(checked)
+
+    def check(self, request: Request) -> ActiveRequest:
+        """``request`` ready for ``enqueue``. Any thread may call it at any time. Raises as ``submit``."""
         if not isinstance(request, Request):
             raise RequestError(f"expected a Request, got {reprlib.repr(request)}; write Request(prompt, max_tokens)")
         prompt = self.encode(request.prompt) if isinstance(request.prompt, str) else token_ids(request.prompt)
         check_request(prompt, request, self.model_config.vocabulary_size)
+        self._scheduler.check(len(prompt), request.max_tokens)
         stop_ids = frozenset(request.stop_token_ids)
         if not request.ignore_end_token:
             stop_ids |= frozenset(self.model_config.end_token_ids)
-        ticket = self._next_ticket
-        self._scheduler.add(ticket, len(prompt), request.max_tokens)
-        self._next_ticket += 1
-        sampling = request.sampling
-        if sampling.seed is None:
-            sampling = replace(sampling, seed=ticket)
-        self._active[ticket] = _Active(prompt, [], request.max_tokens, stop_ids, sampling)
-        self._drawing += request.sampling.temperature > 0
-        return ticket
+        return ActiveRequest(request, prompt, stop_ids, request.sampling, [])
 
-    @property
-    def gpu_uuids(self) -> list[str]:
-        """Of the GPUs of all ranks, as their driver names them."""
-        if self.device.type != "cuda":
-            return []
-        ranks = range(self.config.tensor_parallel)  # rank N is on device N
-        return [f"GPU-{torch.cuda.get_device_properties(rank).uuid}" for rank in ranks]
+    def enqueue(self, checked: ActiveRequest) -> int:
+        """Queue what ``check`` returned, once; the request's id."""
+        request_id = self._next_id
+        self._next_id += 1
+        self._scheduler.add(request_id, len(checked.prompt), checked.request.max_tokens)
+        self._was_idle |= not self._active
+        if checked.sampling.temperature > 0:
+            self._drawing += 1
+            if checked.sampling.seed is None:
+                checked = replace(checked, sampling=replace(checked.sampling, seed=request_id))
+        self._active[request_id] = checked
+        return request_id
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``.
 
         Raises:
-            RequestError: the model has no tokenizer, or ``text`` is no Unicode text.
+            RequestError: the model has no tokenizer, or ``text`` is not Unicode text.
         """
         if self.tokenizer is None:
             raise RequestError(f"{self.model_config.name} has no tokenizer.json, so prompts must be token ids")
@@ -169,55 +267,60 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether ``step`` still has something to do or to tell."""
-        return bool(self._active or self._launched or self._held)
+        """Whether ``step`` still has something to do or to report."""
+        return bool(self._active or self._in_flight or self._held)
 
     def step(self) -> list[TokenEvent]:
-        """Plan and launch one step, collect the oldest that is due, tell what it brought."""
-        began = time.monotonic()
-        events, self._held = self._held, []
-        on_the_way = [(step.rows, step.cached_tokens) for step in self._launched if step.plan.decodes]
-        plan = plan_within(self._step_time, self._scheduler, on_the_way)
-        if plan is not None:
-            rows = int(plan.count.sum())
-            cached_tokens = int((plan.start + plan.count).sum()) if self._step_time is not None else 0
-            self._launched.append(_Launched(plan, rows, cached_tokens, time.monotonic(), self._launch(plan, rows)))
-        if self._launched and (plan is None or len(self._launched) > self._lookahead):
-            events += self._collect(self._launched.popleft())
-        self._computed_seconds += time.monotonic() - began
-        return events
+        """Plan and launch one step, collect the oldest that is due, and return its events.
 
-    def cancel(self, ticket: int) -> None:
-        """End a request now; its pages are free at once and ``step`` reports it as cancelled. Unknown tickets pass."""
-        request = self._active.get(ticket)
-        if request is None:
-            return
-        self._scheduler.end(ticket, answered=False)
-        self._forget(ticket)
-        self._held.append(TokenEvent(ticket, (), FinishReason.CANCELLED))
+        Raises:
+            CapacityError: the GPU ran out of memory.
+            MegatokenError: a rank ended, or the device failed. The engine cannot go on.
+        """
+        with self.exclusive:
+            began = self._runner.now()
+            events, self._held = self._held, []
+            on_the_way = ((step.tokens, step.cached_tokens) for step in self._in_flight if step.decodes)
+            plan = plan_within(self._step_time, self._scheduler, on_the_way)
+            if plan is not None:
+                self._launch(plan)
+            if self._in_flight and (plan is None or len(self._in_flight) > self._lookahead):
+                self._collect(self._in_flight.popleft(), events)
+            self._computed_seconds += self._runner.now() - began
+            return events
+
+    def cancel(self, request_id: int) -> None:
+        """End a request now; its pages are free at once and ``step`` reports it as cancelled. Unknown ids pass."""
+        with self.exclusive:
+            if request_id in self._active:
+                self._end(request_id)
+                self._held.append(TokenEvent(request_id, (), FinishReason.CANCELLED))
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Run ``requests`` to their ends; completions in the order of the requests.
 
-        Events of other requests wait for the next ``step``. An error leaves none of ``requests`` behind.
+        Events of other requests wait for the next ``step``. After an error none of ``requests`` is left.
 
         Raises:
             RequestError, CapacityError: as ``submit``.
+            NumericsError: the logits of one of ``requests`` are not finite.
         """
         if isinstance(requests, Request):
             raise RequestError("generate takes a list of requests; write generate([request])")
-        running: dict[int, _Active] = {}
-        reasons: dict[int, FinishReason] = {}
-        try:
-            for request in requests:
-                ticket = self.submit(request)
-                running[ticket] = self._active[ticket]
-            for event in self._events(running):
-                if event.finish_reason is not None:
-                    reasons[event.ticket] = event.finish_reason
-        finally:
-            self._abandon(running)
-        return [Completion(one.generated, reasons[ticket], len(one.prompt)) for ticket, one in running.items()]
+        with self.exclusive:
+            running: dict[int, ActiveRequest] = {}
+            reasons: dict[int, FinishReason] = {}
+            try:
+                for request in requests:
+                    request_id = self.submit(request)
+                    running[request_id] = self._active[request_id]
+                while len(reasons) < len(running):
+                    for event in self._step_for(running):
+                        if event.finish_reason is not None:
+                            reasons[event.request_id] = event.finish_reason
+            finally:
+                self._abandon(running)
+            return [Completion(one.generated, reasons[key], len(one.prompt)) for key, one in running.items()]
 
     def stream(self, request: Request) -> Iterator[TokenEvent]:
         """Run one request, event by event; leaving the loop early cancels it.
@@ -226,36 +329,32 @@ class Engine:
 
         Raises:
             RequestError, CapacityError: as ``submit``, when the iteration begins.
+            NumericsError: its logits are not finite.
         """
-        ticket = self.submit(request)
+        request_id = self.submit(request)
         try:
-            yield from self._events([ticket])
+            while request_id in self._active or any(event.request_id == request_id for event in self._held):
+                yield from self._step_for([request_id])
         finally:
-            self._abandon([ticket])
+            self._abandon([request_id])
 
     def describe(self) -> dict[str, Any]:
         """What this engine runs on and with, ready for JSON."""
-        on_gpu = self.device.type == "cuda"
         return {
-            "device": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
-            "simulated_gpu": None,
-            **self._ops.kernels(),
-            "threads": torch.get_num_threads(),
+            **self._runner.describe(),
             "tensor_parallel": self.config.tensor_parallel,
             "steps_in_flight": 1 + self._lookahead,
             "target_step_seconds": self.config.target_step_seconds,
             "fp8_scales": scheme_of(self.config).fp8_scales,
-            "measured_input_scales": self._runner.measured_input_scales,
-            "why_no_gpu": self._why_no_gpu,
         }
 
     def state(self) -> ReplicaState:
-        """What the engine holds and has done."""
+        """What the engine holds and has done. Any thread may call it; during a step it may mix two moments."""
         scheduler, memory = self._scheduler, self.memory_plan
         return ReplicaState(
             in_flight=len(self._active),
             waiting=scheduler.waiting,
-            running=scheduler.resident,
+            running=scheduler.running,
             batched_tokens=self._batched_tokens,
             max_batched_tokens=memory.max_batched_tokens,
             pages_free=scheduler.free_pages,
@@ -270,82 +369,69 @@ class Engine:
             computed_seconds=self._computed_seconds,
         )
 
-    def _events(self, tickets: Iterable[int]) -> Iterator[TokenEvent]:
-        open_tickets = set(tickets)
-        while open_tickets:
+    def _step_for(self, request_ids: Iterable[int]) -> list[TokenEvent]:
+        """One step; returns the events of these requests and holds back the others. Raises the error of one."""
+        with self.exclusive:
             events = self.step()
-            # Set aside before the first yield: whoever gets control there may step, or never come back.
-            self._held += [event for event in events if event.ticket not in open_tickets]
-            for event in events:
-                if event.ticket in open_tickets:
-                    if event.finish_reason is not None:
-                        open_tickets.discard(event.ticket)
-                    yield event
+            self._held += [event for event in events if event.request_id not in request_ids]
+            own = [event for event in events if event.request_id in request_ids]
+        for event in own:
+            if event.error is not None:
+                raise event.error
+        return own
 
-    def _abandon(self, tickets: Iterable[int]) -> None:
-        """Cancel what is left of ``tickets``, and report nothing more of them."""
-        gone = set(tickets)
-        for ticket in gone:
-            self.cancel(ticket)
-        self._held = [event for event in self._held if event.ticket not in gone]
+    def _abandon(self, request_ids: Iterable[int]) -> None:
+        """Cancel what is left of these requests, and report nothing more of them."""
+        with self.exclusive:
+            gone = set(request_ids)
+            for request_id in gone & self._active.keys():
+                self._end(request_id)
+            self._held = [event for event in self._held if event.request_id not in gone]
 
-    def _launch(self, plan: StepPlan, rows: int) -> SampledIds:
-        self._batched_tokens = rows
-        self._processed_tokens += rows
-        self._decoded_tokens += plan.decodes
-        self._context_tokens += int(plan.start[: plan.decodes].sum())
+    def _launch(self, plan: StepPlan) -> None:
+        decodes, tokens = plan.decodes, plan.batched_tokens
         self._steps += 1
-        samplings = None
-        if self._drawing:
-            samplings = [self._active[ticket].sampling for ticket in plan.ticket[plan.sample].tolist()]
-        try:
-            return self._runner.launch(plan, self._scheduler, self._host_tokens, samplings)
-        except torch.OutOfMemoryError as error:
-            raise CapacityError(
-                f"the GPU ran out of memory in a step of {rows:,} row{'s' * (rows != 1)}: "
-                f"{str(error).splitlines()[0]}; something else uses it too, or lower memory_bytes or max_batched_tokens"
-            ) from error
+        self._batched_tokens = tokens
+        self._processed_tokens += tokens
+        self._decoded_tokens += decodes
+        self._context_tokens += int(plan.start[:decodes].sum())
+        cached_tokens = int((plan.start + plan.count).sum()) if self._step_time is not None else 0
+        step = self._runner.launch(
+            plan, self._scheduler.page_table, self._active, draws=self._drawing > 0, after_idle=self._was_idle
+        )
+        self._was_idle = False
+        self._in_flight.append(_InFlight(decodes, tokens, cached_tokens, step))
 
-    def _host_tokens(self, ticket: int, start: int, count: int) -> list[int]:
-        active = self._active[ticket]
-        prompt = len(active.prompt)
-        if start + count <= prompt:
-            return active.prompt[start : start + count]
-        return active.prompt[start:] + active.generated[max(start - prompt, 0) : start + count - prompt]
-
-    def _collect(self, launched: _Launched) -> list[TokenEvent]:
-        plan, ids = launched.plan, launched.ids.wait()
+    def _collect(self, launched: _InFlight, events: list[TokenEvent]) -> None:
+        """Wait for a step, and add what it brought to ``events``."""
+        outputs = launched.step.wait()
         if self._step_time is not None:
-            now = time.monotonic()
-            seconds = now - max(launched.began, self._ended)
-            self._step_time.note(launched.rows, launched.cached_tokens, seconds, decodes=plan.decodes > 0)
-            self._ended = now
-        events = []
-        for ticket, token in zip(plan.ticket[plan.sample].tolist(), ids, strict=True):
-            active = self._active.get(ticket)
-            if active is None:  # it stopped or was cancelled while this step was on its way
+            decodes = launched.decodes > 0
+            self._step_time.note(launched.tokens, launched.cached_tokens, launched.step.seconds, decodes=decodes)
+        for request_id, error in launched.step.errors.items():
+            if request_id in self._active:
+                self._end(request_id)
+                events.append(TokenEvent(request_id, (), FinishReason.ERROR, error))
+        active = self._active
+        for request_id, tokens in outputs:
+            request = active.get(request_id)
+            if request is None:  # it stopped, failed or was cancelled while this step was on its way
                 continue
-            if token == NO_TOKEN:
-                known = len(active.prompt) + len(active.generated)
-                raise NumericsError(
-                    f"logits after {known:,} token{'s' * (known != 1)} of a request are no numbers: "
-                    f"the weights of {self.model_config.name} or their scales overflow in {self.config.precision}; "
-                    "check the checkpoint or take another precision"
-                )
-            active.generated.append(token)
+            request.generated.extend(tokens)
+            self._output_tokens += len(tokens)
             reason = None
-            if len(active.generated) == active.max_tokens:
-                reason = FinishReason.STOP if token in active.stop_ids else FinishReason.LENGTH
-                self._forget(ticket)
-            elif token in active.stop_ids:
+            if tokens[-1] in request.stop_ids:
                 reason = FinishReason.STOP
-                self._scheduler.end(
-                    ticket, answered=True
-                )  # unless the step that brings its last token has been planned
-                self._forget(ticket)
-            events.append(TokenEvent(ticket, (token,), reason))
-        self._output_tokens += len(events)
-        return events
+                self._end(request_id, answered=True)
+            elif len(request.generated) == request.request.max_tokens:
+                reason = FinishReason.LENGTH
+                self._remove(request_id)
+            events.append(TokenEvent(request_id, tokens, reason))
 
-    def _forget(self, ticket: int) -> None:
-        self._drawing -= self._active.pop(ticket).sampling.temperature > 0
+    def _end(self, request_id: int, *, answered: bool = False) -> None:
+        """Take a request out before its limit; a no-op for the scheduler if its last token has been planned."""
+        self._scheduler.end(request_id, answered=answered)
+        self._remove(request_id)
+
+    def _remove(self, request_id: int) -> None:
+        self._drawing -= self._active.pop(request_id).sampling.temperature > 0

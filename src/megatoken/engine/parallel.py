@@ -3,15 +3,16 @@
 Query, key, value, gate and up projections are cut by rows, output and down projections by columns, and what these two
 add to the residual stream is summed over the ranks: two all-reduces a layer (Shoeybi et al., Megatron-LM, 2019).
 Where GPUs reach each other's memory over NVLink, each rank keeps and norms its own rows (``ops.fused_all_reduce``).
-Where the ranks divide hidden size and vocabulary, the embedding is cut by columns and the head by rows, and what they
-give is gathered; otherwise both are on every rank, as norms are.
-Rank 0 lives in the engine's process and plans; the others follow it.
+Where the ranks divide hidden size and vocabulary, the embedding is cut by columns and the head by rows, and their
+outputs are gathered; otherwise every rank has both, as it has the norms.
+Rank 0 is in the engine's process and plans; the others run its commands (``tensor_parallel_worker``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import math
 import os
 import shutil
@@ -34,7 +35,8 @@ import torch.distributed
 from torch import Tensor
 
 from megatoken.engine.batch import StepArrays
-from megatoken.engine.config import sharded
+from megatoken.engine.config import EngineConfig, model_folder, sharded
+from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.model import QuantizedSource, WeightSource
 from megatoken.engine.schemes.fp8_weight import share
 from megatoken.errors import MegatokenError
@@ -44,15 +46,17 @@ if TYPE_CHECKING:
 
 _c10d: Any = torch.distributed  # groups made by hand: the module's own are global
 
+WORKER_MODULE = "megatoken.engine.tensor_parallel_worker"
+
 _EMBEDDING, _HEAD = "embed_tokens", "lm_head"
 _CUT_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", _HEAD)
 _CUT_BY_COLUMNS = ("o_proj", "down_proj", _EMBEDDING)
 _FIELDS = [field.name for field in dataclasses.fields(StepArrays) if field.name != "decodes"]
 _LAST_WORDS_SECONDS = 1.0  # between the end of a rank's sockets and that of its process
-_ABORT_SECONDS = 10.0  # that NCCL may take to give up; a process that ends does not need it to
-_RUNNING_SUMS_SECONDS = 0.3  # of them, for what runs on the GPU to end; microseconds are enough
-_MEETING_TIME = datetime.timedelta(seconds=60)  # of ranks that are all loaded; one may have ended since
-_AS_LONG_AS_IT_TAKES = datetime.timedelta(days=30)  # an idle engine sends no steps; a rank that dies closes its sockets
+_ABORT_SECONDS = 10.0  # most that NCCL may take to give up
+_RUNNING_SUMS_SECONDS = 0.3  # of these, for what runs on the GPU to end; microseconds are enough
+_RENDEZVOUS_TIMEOUT = datetime.timedelta(seconds=60)  # of ranks that are all loaded; one may have ended since
+_NO_TIMEOUT = datetime.timedelta(days=30)  # an idle engine sends no steps; a rank that dies closes its sockets
 
 
 class RankWeights:
@@ -66,7 +70,7 @@ class RankWeights:
         self._ranks = ranks
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A fresh tensor on ``device``; for a moment the whole one is there too."""
+        """A new tensor on ``device``, which for a moment holds the whole one too."""
         part, kind = name.split(".")[-2:]
         if part == _HEAD and self._source.config.tied_embeddings:
             name = f"model.{_EMBEDDING}.weight"
@@ -106,7 +110,7 @@ def _cut_side(part: str) -> int | None:
 
 
 class Order(IntEnum):
-    """What rank 0 tells the others to do."""
+    """What rank 0 commands the others to do."""
 
     STEP = 0
     FIX_INPUT_SCALES = 1
@@ -114,13 +118,13 @@ class Order(IntEnum):
 
 
 class RankGroup:
-    """The ranks of one model as one of them sees them: sums and gathers over all, and orders from rank 0.
+    """The ranks of one model as one of them sees them: sums and gathers over all, and commands from rank 0.
 
-    Orders travel over sockets of the loopback device; what GPUs send goes through NCCL, with NVLink multicast left off.
+    Commands travel over sockets of the loopback device; what GPUs send goes through NCCL, without NVLink multicast.
     """
 
     def __init__(self, folder: Path, rank: int, ranks: int, device: torch.device) -> None:
-        """Meets the others through a file in ``folder``; waits until all are there."""
+        """Connects to the others through a file in ``folder``; waits for all of them."""
         self.rank = rank
         self.ranks = ranks
         self.shared: FusedAllReduce | None = None
@@ -128,10 +132,10 @@ class RankGroup:
         self._store = _c10d.FileStore(str(folder / "store"), ranks)
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [_c10d.ProcessGroupGloo.create_device(interface="lo")]
-        options._timeout = _MEETING_TIME
+        options._timeout = _RENDEZVOUS_TIMEOUT
         host = _c10d.PrefixStore("host", self._store)
         self._host: Any = _c10d.ProcessGroupGloo(host, rank, ranks, options)
-        self._host._set_default_timeout(_AS_LONG_AS_IT_TAKES)
+        self._host._set_default_timeout(_NO_TIMEOUT)
         self._device: Any = self._host
         if device.type == "cuda":
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -142,15 +146,15 @@ class RankGroup:
         self._from_rank_0.rootRank = 0
         self.recordings: MutableMapping[Any, Any] = {}
         """CUDA graphs that have sums of this group in them."""
-        self._gives_up = Event()
+        self._aborted = Event()
         self._aborting: Thread | None = None
         if rank == 0 and self._device is not self._host:
-            # It waits from the beginning: Python starts no thread in a process that is about to end.
-            self._aborting = Thread(target=_abort_when, args=(self._gives_up, self._device), daemon=True)
+            # Started now, since Python starts no thread in a process that is about to end.
+            self._aborting = Thread(target=_abort_when, args=(self._aborted, self._device), daemon=True)
             self._aborting.start()
 
     def share_rows(self, max_rows: int, hidden: int, check: Callable[[], None]) -> None:
-        """Gives steps of up to so many rows, bf16 [T, ``hidden``], ``shared`` memory, if the GPUs can have it.
+        """Give steps of up to so many rows, bf16 [T, ``hidden``], ``shared`` memory, if the GPUs support it.
 
         ``check`` raises if a rank has ended; it is called while this one waits for the others.
         """
@@ -173,12 +177,12 @@ class RankGroup:
         return by_rank_TN.view(self.ranks, rows, columns).transpose(0, 1).reshape(rows, -1)
 
     def share(self, x: Tensor) -> None:
-        """Gives every rank what rank 0 has in ``x``."""
+        """Broadcast what rank 0 has in ``x``."""
         if x.numel():
             self._device.broadcast([x], self._from_rank_0).wait()
 
     def send(self, order: Order, arrays: StepArrays | None = None) -> None:
-        """Tells the other ranks what to do; of rank 0."""
+        """Command the other ranks; on rank 0."""
         header = np.full(2 + 2 * len(_FIELDS), -1, dtype=np.int64)
         header[0] = order
         parts = [] if arrays is None else [getattr(arrays, name) for name in _FIELDS]
@@ -186,65 +190,83 @@ class RankGroup:
             header[2 + 2 * number : 2 + 2 * number + part.ndim] = part.shape
         if arrays is not None:
             header[1] = arrays.decodes
-        self._tell(header)
+        self._broadcast(header)
         if parts:
-            self._tell(np.concatenate([part.reshape(-1).astype(np.int32) for part in parts]))
+            self._broadcast(np.concatenate([part.reshape(-1).astype(np.int32) for part in parts]))
 
     def receive(self) -> tuple[Order, StepArrays | None]:
-        """Waits for an order of rank 0."""
-        header = self._tell(np.empty(2 + 2 * len(_FIELDS), dtype=np.int64))
+        """Wait for a command of rank 0."""
+        header = self._broadcast(np.empty(2 + 2 * len(_FIELDS), dtype=np.int64))
         order = Order(header[0])
         if order is not Order.STEP:
             return order, None
         shapes = [[int(side) for side in shape if side >= 0] for shape in header[2:].reshape(-1, 2)]
         sizes = [math.prod(shape) for shape in shapes]
-        values = self._tell(np.empty(sum(sizes), dtype=np.int32))
+        values = self._broadcast(np.empty(sum(sizes), dtype=np.int32))
         parts = np.split(values, np.cumsum(sizes)[:-1])
         fields = {name: part.reshape(shape) for name, part, shape in zip(_FIELDS, parts, shapes, strict=True)}
         fields["sampled"] = fields["sampled"].astype(np.int64)
         return order, StepArrays(decodes=int(header[1]), **fields)
 
     def abort(self) -> None:
-        """Gives up; of rank 0. A sum on the GPU that waits for a rank that is gone would hold this process for ever.
+        """Abort the group; on rank 0. A sum on the GPU that waits for an ended rank would block this process for ever.
 
-        NCCL first ends what runs, then waits until no graph has a sum of it. A graph must not be taken away before what
-        runs has ended: that can wait for it, and keeps the lock without which Python lets no other thread begin.
+        NCCL first ends what runs, then waits until no graph has one of its sums. A graph must not be destroyed before
+        what runs has ended: that can wait for it, and holds the lock without which Python starts no other thread.
         """
         if self.shared is not None:
             self.shared.release()
         if self._aborting is not None:
-            self._gives_up.set()
+            self._aborted.set()
             self._aborting.join(_RUNNING_SUMS_SECONDS)
             self.recordings.clear()
             self._aborting.join(_ABORT_SECONDS)
 
-    def _tell(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _broadcast(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         self._host.broadcast([torch.from_numpy(values)], self._from_rank_0).wait()
         return values
 
 
-def _abort_when(gives_up: Event, device: Any) -> None:
-    gives_up.wait()
+def _abort_when(aborted: Event, device: Any) -> None:
+    aborted.wait()
     device.abort()
 
 
-class Followers:
-    """Ranks 1 and up as processes of their own, which end with this one or when the engine is forgotten."""
+def worker_specification(
+    model: str | Path, random_weights: bool, seed: int, config: EngineConfig, memory: MemoryPlan, threads: int
+) -> bytes:
+    """What a worker reads from its standard input: the model, the engine's configuration, and rank 0's sizes."""
+    folder = model_folder(model)
+    return json.dumps(
+        {
+            "model": str(folder.resolve()) if folder.is_dir() else str(model),
+            "random_weights": random_weights,
+            "seed": seed,
+            "config": dataclasses.asdict(config),
+            "memory": dataclasses.asdict(memory),
+            "threads": threads,
+            "parent": os.getpid(),
+        }
+    ).encode()
+
+
+class TPWorkers:
+    """Ranks 1 and up, each in a process of its own, which end with this process or with the engine."""
 
     def __init__(self, ranks: int, specification: bytes) -> None:
         """Starts them.
 
         Args:
             ranks: rank 0 included.
-            specification: what ``follower`` reads from its standard input.
+            specification: see ``worker_specification``.
         """
         self.folder = Path(tempfile.mkdtemp(prefix="megatoken-ranks-"))
-        self._groups: list[RankGroup] = []  # one, once the ranks have met
+        self._groups: list[RankGroup] = []  # one, once the ranks are connected
         self._processes = []
         for rank in range(1, ranks):
             with (self.folder / f"rank{rank}.log").open("wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "megatoken.engine.follower", str(self.folder), str(rank)],
+                    [sys.executable, "-P", "-m", WORKER_MODULE, str(self.folder), str(rank)],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
@@ -255,7 +277,7 @@ class Followers:
             self._processes.append(process)
         self.end = weakref.finalize(self, _end, self._groups, self._processes, self.folder)
 
-    def meet(self, device: torch.device) -> RankGroup:
+    def init_group(self, device: torch.device) -> RankGroup:
         """The group, once every rank has its weights. Raises MegatokenError if one has ended instead."""
         while not all(_loaded(self.folder, rank).exists() for rank in range(1, len(self._processes) + 1)):
             self.check()
@@ -264,22 +286,22 @@ class Followers:
         return self._groups[0]
 
     def check(self) -> None:
-        """Raises MegatokenError if a rank has ended, with its last words, and ends the others."""
+        """Raises MegatokenError with the last line of its output if a rank has ended, and ends the others."""
         if not self.end.alive:
             raise MegatokenError("the engine's ranks have ended after an error; make a new engine")
         for rank, process in enumerate(self._processes, 1):
             if process.poll() is not None:
-                words = (self.folder / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()
+                lines = (self.folder / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()
                 code = process.returncode
                 ended = signal.Signals(-code).name if code < 0 else f"code {code}"
                 self.end()
-                raise MegatokenError(f"rank {rank} ended with {ended}: {words[-1] if words else 'it said nothing'}")
+                raise MegatokenError(f"rank {rank} ended with {ended}: {lines[-1] if lines else 'it said nothing'}")
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """Where a sum or an order fails because a rank has ended: says so instead. Raises MegatokenError.
+        """Reports an ended rank as the cause where a sum or a command fails. Raises MegatokenError.
 
-        After any other error the ranks are not at the same place of a step any more, and end.
+        After any other error the ranks are no longer at the same place of a step, so they are ended.
         """
         try:
             yield
@@ -301,8 +323,8 @@ def _loaded(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.loaded"
 
 
-def join(folder: Path, rank: int, ranks: int, device: torch.device) -> RankGroup:
-    """The group as a rank that has its weights sees it."""
+def join_group(folder: Path, rank: int, ranks: int, device: torch.device) -> RankGroup:
+    """The group as seen by a rank that has its weights."""
     _loaded(folder, rank).touch()
     return RankGroup(folder, rank, ranks, device)
 
@@ -312,6 +334,6 @@ def _end(groups: Sequence[RankGroup], processes: Sequence[subprocess.Popen[bytes
         process.kill()
     for process in processes:
         process.wait()
-    for group in groups:  # afterwards: a rank that lives could take back what lets this one go
+    for group in groups:  # afterwards: a living rank could undo what releases this one
         group.abort()
     shutil.rmtree(folder, ignore_errors=True)

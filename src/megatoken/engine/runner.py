@@ -1,44 +1,78 @@
-"""Owns weights, cache and the token table; runs one batch."""
+"""The runner that computes: owns weights, cache and the token table, and runs one step at a time."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatoken.engine.batch import StepArrays, step_arrays
 from megatoken.engine.cache import allocate_cache
-from megatoken.engine.config import EngineConfig
+from megatoken.engine.checkpoint import open_model
+from megatoken.engine.config import EngineConfig, model_folder
+from megatoken.engine.device import choose_device, operations, plan_memory
 from megatoken.engine.memory import MemoryPlan, most_tokens
 from megatoken.engine.model import WeightSource, forward, load_weights
-from megatoken.engine.ops import Ops
-from megatoken.engine.parallel import Followers, Order, RankGroup
+from megatoken.engine.ops import NO_TOKEN, Ops
+from megatoken.engine.parallel import Order, RankGroup, RankWeights, TPWorkers, worker_specification
 from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES, return_idle_code, use_huge_pages
-from megatoken.engine.request import Sampling
+from megatoken.engine.request import ActiveRequest, Request, Sampling
 from megatoken.engine.sampling import sample
-from megatoken.engine.scheduler import Scheduler, StepPlan
+from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
+from megatoken.engine.tokenizer import Tokenizer
+from megatoken.errors import CapacityError, MegatokenError, NumericsError
 
 if TYPE_CHECKING:
     from megatoken.engine.ops.step_graphs import StepGraphs
 
-FOLLOWERS_CHECK_SECONDS = 0.0002
+WORKERS_CHECK_SECONDS = 0.0002
 WARM_UP_PROMPTS, WARM_UP_PROMPT_TOKENS = 16, 256
+
+
+def open_runner(
+    model: str | Path, config: EngineConfig, *, random_weights: bool, seed: int, tokenizer: Tokenizer | None
+) -> ModelRunner:
+    """A runner of ``model`` on this machine; arguments and errors as of ``Engine``."""
+    source = open_model(model, random_weights=random_weights, seed=seed)
+    memory = plan_memory(source.config, config)
+    tokenizer_file = model_folder(model) / "tokenizer.json"
+    if tokenizer is None and tokenizer_file.is_file():
+        tokenizer = Tokenizer(tokenizer_file)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device, why_no_gpu = choose_device(config)
+    workers, weights = None, cast(WeightSource, source)
+    try:
+        if (ranks := config.tensor_parallel) > 1:
+            threads = max(1, torch.get_num_threads() // ranks)
+            workers = TPWorkers(ranks, worker_specification(model, random_weights, seed, config, memory, threads))
+            weights = RankWeights(source, 0, ranks)
+            if device.type == "cpu":
+                torch.set_num_threads(threads)
+        runner = ModelRunner(weights, config, memory, operations(device), device, workers)
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(f"the GPU ran out of memory while loading: {str(error).splitlines()[0]}") from error
+    runner.model_config, runner.content_hash = source.config, source.content_hash
+    runner.tokenizer, runner.why_no_gpu = tokenizer, why_no_gpu
+    return runner
 
 
 class SampledIds:
     """Ids of one step on their way to the host; made right after the step was launched."""
 
-    def __init__(self, ids_S: Tensor, followers: Followers | None = None) -> None:
+    def __init__(self, ids_S: Tensor, workers: TPWorkers | None = None) -> None:
         self._ids = ids_S
-        self._followers = followers
+        self._workers = workers
         self._arrived: torch.cuda.Event | None = None
         if ids_S.is_cuda:
             self._ids = torch.empty(ids_S.shape, dtype=ids_S.dtype, pin_memory=True)
@@ -47,17 +81,43 @@ class SampledIds:
             self._arrived.record()
 
     def wait(self) -> list[int]:
-        """The ids, once they are there. Raises MegatokenError where a rank that they depend on has ended."""
+        """The ids, once they have arrived. Raises MegatokenError if a rank has ended that they depend on."""
         if self._arrived is not None:
-            while self._followers is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
-                self._followers.check()
-                time.sleep(FOLLOWERS_CHECK_SECONDS)
+            while self._workers is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
+                self._workers.check()
+                time.sleep(WORKERS_CHECK_SECONDS)
             self._arrived.synchronize()
         return self._ids.tolist()
 
 
-class Runner:
-    """One model on one device.
+class _Step:
+    """A launched step, as ``loop.LaunchedStep``."""
+
+    def __init__(
+        self, runner: ModelRunner, plan: StepPlan, began: float, ids: SampledIds, failed: Mapping[int, Exception]
+    ) -> None:
+        self.errors: dict[int, MegatokenError] = {}
+        self.seconds = 0.0
+        self._runner, self._plan, self._ids, self._failed = runner, plan, ids, failed
+        self._began = began
+
+    def wait(self) -> zip[tuple[int, tuple[int]]]:
+        ids = self._ids.wait()
+        runner, plan = self._runner, self._plan
+        now = time.monotonic()
+        self.seconds = now - max(self._began, runner.last_step_end)
+        runner.last_step_end = now
+        request_ids = plan.request_id[plan.sample].tolist()
+        if ids and min(ids) == NO_TOKEN:
+            tokens = (plan.start + plan.count)[plan.sample].tolist()
+            for row, (request_id, token) in enumerate(zip(request_ids, ids, strict=True)):
+                if token == NO_TOKEN:
+                    self.errors[request_id] = runner.no_token(tokens[row], self._failed.get(row))
+        return zip(request_ids, zip(ids, strict=True), strict=True)
+
+
+class ModelRunner:
+    """One model on one device, a rank of it where several share it.
 
     ``last_tokens`` (int64 [slots]) stays on the device: a decode takes its input id from there, so a step can be
     launched before the host has seen what the step before it sampled.
@@ -70,9 +130,23 @@ class Runner:
         memory: MemoryPlan,
         ops: Ops,
         device: torch.device,
-        followers: Followers | None = None,
+        workers: TPWorkers | None = None,
     ) -> None:
-        """Loads. A rank that has no ``followers`` although the model is cut must ``follow`` before it can do more."""
+        """Loads. A rank other than 0 of a model that several ranks share must ``follow`` before it can do more."""
+        self.memory_plan = memory
+        self.model_config = source.config  # ``open_runner`` puts that of the whole model here
+        self.content_hash = ""
+        self.tokenizer: Tokenizer | None = None
+        self.why_no_gpu: str | None = None
+        self.overlaps = device.type == "cuda"
+        self.gpu_uuids: list[str] = []
+        if device.type == "cuda":  # rank N is on device N
+            ranks = range(config.tensor_parallel)
+            self.gpu_uuids = [f"GPU-{torch.cuda.get_device_properties(rank).uuid}" for rank in ranks]
+        self.last_step_end = 0.0
+        self.measured_input_scales = 0
+        """Linears whose fp8 input scale was measured at start, because the checkpoint has none."""
+        self._device = device
         self._config = source.config
         self._ops = ops
         scheme = self._scheme = scheme_of(config)
@@ -86,32 +160,60 @@ class Runner:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         else:
-            ops.kernels()  # builds them now if need be, not within somebody's first step
+            ops.kernels()  # builds them now if need be, not within the first step of a request
             return_idle_code()
             if memory.weights_bytes >= HUGE_PAGES_FROM_BYTES:
                 use_huge_pages()
         scales = [layer.cache_scales for layer in self._weights.layers]
         self._cache = allocate_cache(source.config, scheme, memory.pages, memory.page_size, device, scales)
-        self.measured_input_scales = 0
-        """Linears whose fp8 input scale was measured at start, because the checkpoint has none."""
         self._last_tokens = torch.zeros(memory.max_sequences, dtype=torch.int64, device=device)
-        self._followers = followers
+        self._workers = workers
         for kernel in compiling:
             kernel.result()
-        self._memory = memory
         self._shares_rows = device.type == "cuda" and scheme.fused_all_reduce
         self._group: RankGroup | None = None
         self._cuda_graphs = config.cuda_graphs and device.type == "cuda"
         self._graphs: StepGraphs | None = None
-        with nullcontext() if followers is None else followers.blamed():
-            if followers is not None:
-                self._meet(followers.meet(device), followers.check)
-            if device.type == "cuda" and (followers is not None or config.tensor_parallel == 1):
+        with nullcontext() if workers is None else workers.blamed():
+            if workers is not None:
+                self._join(workers.init_group(device), workers.check)
+            if device.type == "cuda" and (workers is not None or config.tensor_parallel == 1):
                 self._warm_up(record_ahead=config.target_step_seconds is not None)
 
+    def now(self) -> float:
+        """``time.monotonic()``."""
+        return time.monotonic()
+
+    def describe(self) -> dict[str, Any]:
+        """What the model runs on and with, ready for JSON."""
+        on_gpu = self._device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name(self._device) if on_gpu else "cpu",
+            "simulated_gpu": None,
+            **self._ops.kernels(),
+            "threads": torch.get_num_threads(),
+            "measured_input_scales": self.measured_input_scales,
+            "why_no_gpu": self.why_no_gpu,
+        }
+
+    def close(self) -> None:
+        """Ends the processes of the other ranks."""
+        if self._workers is not None:
+            self._workers.end()
+
+    def no_token(self, tokens: int, cause: Exception | None) -> MegatokenError:
+        """Why a request has no next token after so many."""
+        after = f"{tokens:,} token{'s' * (tokens != 1)} of a request"
+        if cause is not None:
+            return MegatokenError(f"no token could be drawn after {after}: {type(cause).__name__}: {cause}")
+        return NumericsError(
+            f"logits after {after} are not finite: the weights of {self.model_config.name} or their scales overflow "
+            f"in {self._scheme.precision}; check the checkpoint or use another precision"
+        )
+
     def follow(self, group: RankGroup) -> NoReturn:
-        """Does what rank 0 says until that is gone, which is an error."""
-        self._meet(group, lambda: None)  # which ends with rank 0
+        """Runs rank 0's commands; raises when rank 0 exits."""
+        self._join(group, lambda: None)
         while True:
             order, arrays = group.receive()
             if arrays is not None:
@@ -121,44 +223,54 @@ class Runner:
             elif order is Order.RECORD_STEPS:
                 self._record_steps()
 
-    def _meet(self, group: RankGroup, check: Callable[[], None]) -> None:
+    def _join(self, group: RankGroup, check: Callable[[], None]) -> None:
         self._group = group
         if self._shares_rows:
-            group.share_rows(most_tokens(self._memory.max_batched_tokens), self._config.hidden_size, check)
+            group.share_rows(most_tokens(self.memory_plan.max_batched_tokens), self._config.hidden_size, check)
 
     @torch.inference_mode()
     def launch(
         self,
         plan: StepPlan,
-        scheduler: Scheduler,
-        host_tokens: Callable[[int, int, int], list[int]],
-        samplings: Sequence[Sampling] | None,
-    ) -> SampledIds:
-        """Run one step.
-
-        Args:
-            plan: what to run.
-            scheduler: for its page table.
-            host_tokens: ids of prompt rows, see ``step_arrays``.
-            samplings: one for each sampled row; None when all are greedy.
-
-        Returns:
-            The sampled ids, in the order of the plan's sampled rows; ``NO_TOKEN`` where logits are no numbers.
-        """
-        page_size = self._cache[0].page_size
-        arrays = step_arrays(plan, scheduler.page_table, page_size, host_tokens, self._padded_tokens)
-        positions = (plan.start + plan.count)[plan.sample].astype(np.int64)
-        draw = None if samplings is None else partial(sample, samplings=samplings, positions=positions)
-        if self._followers is None or self._group is None:
-            return SampledIds(self._step(arrays, draw))
-        with self._followers.blamed():
-            self._followers.check()
-            self._group.send(Order.STEP, arrays)
-            return SampledIds(self._step(arrays, draw), self._followers)
+        page_table: NDArray[np.int32],
+        requests: Mapping[int, ActiveRequest],
+        *,
+        draws: bool,
+        after_idle: bool,
+    ) -> _Step:
+        """Start one step, see ``loop.Runner``. Raises CapacityError if the GPU has too little memory for it."""
+        began = time.monotonic()
+        arrays = step_arrays(
+            plan,
+            page_table,
+            self._cache[0].page_size,
+            lambda request_id, start, count: requests[request_id].tokens(start, count),
+            self._padded_tokens,
+        )
+        failed: dict[int, Exception] = {}
+        draw = None
+        if draws:
+            samplings = [requests[request_id].sampling for request_id in plan.request_id[plan.sample].tolist()]
+            positions = (plan.start + plan.count)[plan.sample].astype(np.int64)
+            draw = partial(sample, samplings=samplings, positions=positions, failed=failed)
+        try:
+            if self._workers is None or self._group is None:
+                return _Step(self, plan, began, SampledIds(self._step(arrays, draw)), failed)
+            with self._workers.blamed():
+                self._workers.check()
+                self._group.send(Order.STEP, arrays)
+                return _Step(self, plan, began, SampledIds(self._step(arrays, draw), self._workers), failed)
+        except torch.OutOfMemoryError as error:
+            tokens = plan.batched_tokens
+            raise CapacityError(
+                f"the GPU ran out of memory in a step of {tokens:,} token{'s' * (tokens != 1)}: "
+                f"{str(error).splitlines()[0]}; another process uses it too, or lower memory_bytes or "
+                "max_batched_tokens"
+            ) from error
 
     @torch.inference_mode()
     def _step(self, arrays: StepArrays, draw: Callable[..., None] | None) -> Tensor:
-        """One step on the device; ``draw`` replaces the greedy ids of rows that are sampled otherwise."""
+        """One step on the device; ``draw`` replaces the greedy ids of the requests that draw theirs."""
         if self._graphs is not None and self._graphs.takes(arrays):
             logits_SV, ids_S, slots_S = self._graphs.run(arrays, self._forward, self._catch_up)
         else:
@@ -169,7 +281,7 @@ class Runner:
             draw(logits_SV, chosen_S=ids_S)
         if self._group is not None:
             self._group.share(ids_S)
-        # A step that is already on its way reads whatever stands here as the id of a token.
+        # A step that is already on its way reads every value here as the id of a token.
         self._last_tokens.index_copy_(0, slots_S.long(), ids_S.clamp(min=0))
         return ids_S
 
@@ -179,22 +291,22 @@ class Runner:
     def _warm_up(self, *, record_ahead: bool) -> None:
         """Fix the scales of fp8 inputs, compile kernels, take the memory of the largest steps: all before a request.
 
-        Prompts are random ids, the same whatever the engine's sizes; what they leave in the cache is never read.
+        Prompts are random ids, the same for engines of any size; what they leave in the cache is never read.
         """
-        prompt_tokens = min(WARM_UP_PROMPT_TOKENS, self._memory.max_length - 2)
+        prompt_tokens = min(WARM_UP_PROMPT_TOKENS, self.memory_plan.max_length - 2)
         self._run(WARM_UP_PROMPTS, prompt_tokens)
         self._order(Order.FIX_INPUT_SCALES)
         self._fix_input_scales()
-        self._run(-(-self._memory.max_batched_tokens // max(prompt_tokens, 1)) + 1, prompt_tokens)
-        self._run(self._memory.max_sequences, 1)
+        self._run(-(-self.memory_plan.max_batched_tokens // max(prompt_tokens, 1)) + 1, prompt_tokens)
+        self._run(self.memory_plan.max_sequences, 1)
         if record_ahead:
             self._order(Order.RECORD_STEPS)
             self._record_steps()
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Waits until the device has done what it was told. Raises MegatokenError where a rank has ended."""
-        SampledIds(self._last_tokens[:1], self._followers).wait()
+        """Wait until the device is idle. Raises MegatokenError if a rank has ended."""
+        SampledIds(self._last_tokens[:1], self._workers).wait()
 
     def _order(self, order: Order) -> None:
         if self._group is not None:
@@ -210,7 +322,7 @@ class Runner:
             from megatoken.engine.ops.step_graphs import StepGraphs
 
             self._graphs = StepGraphs(
-                self._last_tokens, self._cache[0], self._config, self._scheme, self._memory.max_batched_tokens
+                self._last_tokens, self._cache[0], self._config, self._scheme, self.memory_plan.max_batched_tokens
             )
             if self._group is not None:
                 self._group.recordings = self._graphs.recorded
@@ -218,14 +330,19 @@ class Runner:
     @torch.inference_mode()
     def _record_steps(self) -> None:
         if self._graphs is not None:
-            self._graphs.record_ahead(self._forward, self._memory.max_length, self._catch_up)
+            self._graphs.record_ahead(self._forward, self.memory_plan.max_length, self._catch_up)
 
     def _run(self, prompts: int, prompt_tokens: int) -> None:
         """Serve random prompts, two tokens each."""
         prompt_tokens = max(prompt_tokens, 1)
+        new = min(2, self.memory_plan.max_length - prompt_tokens)
         ids = np.random.default_rng(0).integers(0, self._config.vocabulary_size, (prompts, prompt_tokens + 2)).tolist()
-        scheduler = self._memory.scheduler()
-        for ticket in range(prompts):
-            scheduler.add(ticket, prompt_tokens, min(2, self._memory.max_length - prompt_tokens))
+        requests = {
+            number: ActiveRequest(Request(prompt, new), prompt, frozenset(), Sampling(), [])
+            for number, prompt in enumerate(ids)
+        }
+        scheduler = self.memory_plan.scheduler()
+        for number in requests:
+            scheduler.add(number, prompt_tokens, new)
         while (plan := scheduler.plan()) is not None:
-            self.launch(plan, scheduler, lambda ticket, start, count: ids[ticket][start : start + count], None).wait()
+            self.launch(plan, scheduler.page_table, requests, draws=False, after_idle=False).wait()

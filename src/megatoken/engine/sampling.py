@@ -1,13 +1,13 @@
-"""Logits to tokens for the rows that are not greedy: temperature, top-k and top-p.
+"""Logits to tokens for the requests that draw: temperature, top-k and top-p.
 
-A draw needs one uniform number, a hash of the request's seed and the token's position, so it is the same whatever else
-is in the batch and however often the request was preempted.
+A draw needs one uniform number, a hash of the request's seed and the token's position, so it does not depend on what
+else is in the batch or on how often the request was preempted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 from megatoken.engine.memory import BLOCK_SAMPLES
 from megatoken.engine.ops import NO_TOKEN
 from megatoken.engine.request import Sampling
+
+VALUE_ERRORS = (ArithmeticError, TypeError, ValueError)  # of one row's values; any other is the device's
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -33,7 +35,13 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-def sample(logits_SV: Tensor, samplings: Sequence[Sampling], positions: NDArray[np.int64], chosen_S: Tensor) -> None:
+def sample(
+    logits_SV: Tensor,
+    samplings: Sequence[Sampling],
+    positions: NDArray[np.int64],
+    chosen_S: Tensor,
+    failed: MutableMapping[int, Exception] | None = None,
+) -> None:
     """Replace the greedy choice of the rows that draw.
 
     Args:
@@ -41,15 +49,31 @@ def sample(logits_SV: Tensor, samplings: Sequence[Sampling], positions: NDArray[
         samplings: how each row is sampled; a seed is set wherever the temperature is above 0.
         positions: position each new token will take, part of the draw.
         chosen_S: int64 [S], the greedy ids; changed in place, except where they are ``NO_TOKEN``.
+        failed: gets the error of each row whose own sampling cannot be computed, which is then ``NO_TOKEN``; without
+            it such an error is raised.
 
     Nothing here waits for the device.
     """
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
-    for first in range(0, len(drawn), BLOCK_SAMPLES):
-        rows = drawn[first : first + BLOCK_SAMPLES]
+
+    def draw(rows: list[int]) -> None:
         greedy_R = chosen_S[rows]
         drawn_R = _draw(logits_SV[rows].double(), [samplings[row] for row in rows], positions[rows])
         chosen_S[rows] = torch.where(greedy_R == NO_TOKEN, greedy_R, drawn_R)
+
+    for first in range(0, len(drawn), BLOCK_SAMPLES):
+        rows = drawn[first : first + BLOCK_SAMPLES]
+        try:
+            draw(rows)
+        except VALUE_ERRORS:
+            if failed is None:
+                raise
+            for row in rows:
+                try:
+                    draw([row])
+                except VALUE_ERRORS as error:
+                    failed[row] = error
+                    chosen_S[row] = NO_TOKEN
 
 
 def _draw(logits_RV: Tensor, samplings: Sequence[Sampling], positions: NDArray[np.int64]) -> Tensor:
@@ -85,7 +109,7 @@ def _kept(logits_RV: Tensor, temperature_R1: Tensor, samplings: Sequence[Samplin
     weight_RK = (sorted_RK / temperature_R1).exp().masked_fill(beyond_RK, 0.0)
     total_RK = weight_RK.cumsum(-1)
     kept_R1 = (total_RK - weight_RK < top_p_R1 * total_RK[:, -1:]).sum(-1, keepdim=True).minimum(top_k_R1)
-    kept_R1 = kept_R1.clamp(min=1)  # of logits that are no numbers none would be kept
+    kept_R1 = kept_R1.clamp(min=1)  # of logits that are not finite none would be kept
     lowest_R1 = sorted_RK.gather(1, kept_R1 - 1)
     above_RV, equal_RV = logits_RV > lowest_R1, logits_RV == lowest_R1
     return above_RV | (equal_RV & (equal_RV.cumsum(-1) <= kept_R1 - above_RV.sum(-1, keepdim=True)))

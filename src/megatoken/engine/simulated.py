@@ -1,7 +1,6 @@
-"""An engine without a GPU: the real scheduler and pages, steps that take as long as a cost model says, made-up tokens.
+"""The runner without a GPU: steps take as long as a cost model says, tokens are made up. Needs no PyTorch.
 
-It has the face of ``loop.Engine``, runs ahead by one step as that does, and plans the same steps for the same requests.
-Only time and tokens are made up. Needs no PyTorch.
+Plans, pages and events are the engine's own, so a simulated engine plans the same steps for the same requests.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ import hashlib
 import random
 import time
 from array import array
-from collections import deque
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,33 +19,34 @@ from megatoken.engine.config import EngineConfig, ModelConfig, find_shape
 from megatoken.engine.cost_model import CostModel
 from megatoken.engine.gpus import Gpu, find_gpu
 from megatoken.engine.memory import MemoryPlan, plan_memory_of
-from megatoken.engine.request import FinishReason, Request, TokenEvent, check_request, token_ids
+from megatoken.engine.request import ActiveRequest
 from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
-from megatoken.engine.state import ReplicaState
-from megatoken.engine.step_time import StepTime, plan_within
-from megatoken.errors import RequestError
+from megatoken.errors import MegatokenError
+
+if TYPE_CHECKING:
+    from megatoken.engine.tokenizer import Tokenizer
 
 CONTEXT_BYTES = 150_754_820_096 - 149_557_477_376
-"""Of a GPU's memory, that is gone when a process has opened it: an H200's, and what the engine found there."""
+"""What opening a GPU takes of its memory: an H200's size, less what the engine found there."""
 ANSWER_SHAPE, ANSWER_SCALE = 2.565, 114.99 / 1024
 """Natural ends come after a length drawn from this gamma distribution, times the request's limit: what was fitted to
 the answers of MLPerf's llama2-70b reference, whose limit is 1,024 tokens."""
 
 
 MOST_CATCHING_UP_SECONDS = 1.0
-"""A machine that simulates many engines is late at times. The engines are not: what is begun late began when the step
-before it ended, unless that is longer ago."""
+"""A machine that simulates many engines is late at times. The engines are not: a step that is launched late counts from
+the end of the step before it, unless that is longer ago."""
 
 
 class Clock(Protocol):
     """The time that steps take."""
 
     def now(self) -> float:
-        """Seconds since some moment."""
+        """Seconds since a fixed moment."""
 
     def wait_until(self, seconds: float) -> None:
-        """Returns when it is at least so late."""
+        """Returns at that moment, or at once if it has passed."""
 
 
 class WallClock:
@@ -64,17 +64,17 @@ class WallClock:
 
 
 class VirtualClock:
-    """Time that passes only when somebody waits for it."""
+    """Time that passes only in ``wait_until``."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds = seconds
 
     def now(self) -> float:
-        """What has passed."""
+        """Seconds passed."""
         return self._seconds
 
     def wait_until(self, seconds: float) -> None:
-        """Makes it that late, unless it is later."""
+        """Advances to that moment, unless it has passed."""
         self._seconds = max(self._seconds, seconds)
 
 
@@ -90,17 +90,17 @@ class Simulation(NamedTuple):
 def plan_simulation(
     model: ModelConfig | str, config: EngineConfig, gpu: str, *, seconds_per_sequence: float = 0.0
 ) -> Simulation:
-    """Sizes and prices of a model on a GPU, by the same plan as on a real one.
+    """Sizes and prices of a model on a GPU, by the same memory plan as on a real one.
 
     Args:
         model: its shape, or the name of one (``megatoken.engine.config.SHAPES``).
-        config: what is wanted of the engine; ``tensor_parallel`` GPUs serve as one.
+        config: of the engine; ``tensor_parallel`` GPUs serve as one.
         gpu: a name in ``gpu_specs.csv``.
         seconds_per_sequence: see ``CostModel``.
 
     Raises:
         CheckpointError: no such shape.
-        ConfigError: no such GPU, or it does not know the precision.
+        ConfigError: no such GPU, or it does not support the precision.
         CapacityError: the model does not fit, with the numbers.
     """
     if isinstance(model, str):
@@ -119,42 +119,39 @@ def plan_simulation(
     return Simulation(model, memory, costs, kind)
 
 
-class _Active:
-    """A request between submission and its last token."""
+class _Answer:
+    """The made-up answer of a request that holds a slot."""
 
-    __slots__ = ("_answer", "_key", "answer_tokens", "prompt_tokens", "stop_ids", "stops", "told", "vocabulary_size")
+    __slots__ = ("_ids", "_key", "_stop_ids", "_stops", "_vocabulary_size", "length", "prompt_tokens", "request")
 
-    def __init__(self, prompt: list[int], request: Request, model: ModelConfig) -> None:
-        stop_ids = set(request.stop_token_ids)
-        if not request.ignore_end_token:
-            stop_ids |= set(model.end_token_ids)
-        self.stop_ids = sorted(one for one in stop_ids if 0 <= one < model.vocabulary_size)
-        self.vocabulary_size = model.vocabulary_size
-        self._key = _key(prompt, request)
-        self.prompt_tokens = len(prompt)
-        self.answer_tokens, self.stops = request.max_tokens, False
-        if self.stop_ids and not request.ignore_end_token:
-            drawn = random.Random(self._key).gammavariate(ANSWER_SHAPE, ANSWER_SCALE * request.max_tokens)
-            length = max(1, round(drawn))
-            if length < request.max_tokens:
-                self.answer_tokens, self.stops = length, True
-        self.told = 0
-        self._answer: tuple[int, ...] | None = None
+    def __init__(self, request: ActiveRequest, vocabulary_size: int) -> None:
+        self.request = request
+        self.prompt_tokens = len(request.prompt)
+        self.length = limit = request.request.max_tokens
+        self._stop_ids = sorted(one for one in request.stop_ids if 0 <= one < vocabulary_size)
+        self._stops = False
+        self._vocabulary_size = vocabulary_size
+        self._key = _key(request)
+        if self._stop_ids and not request.request.ignore_end_token:
+            drawn = random.Random(self._key).gammavariate(ANSWER_SHAPE, ANSWER_SCALE * limit)
+            self.length = min(limit, max(1, round(drawn)))
+            self._stops = self.length < limit
+        self._ids: tuple[int, ...] | None = None
 
-    @property
-    def answer(self) -> tuple[int, ...]:
-        """All its tokens."""
-        if self._answer is None:
-            answer = _made_up(self._key, self.answer_tokens, self.vocabulary_size, self.stop_ids)
-            self._answer = (*answer[:-1], self.stop_ids[0]) if self.stops else answer
-        return self._answer
+    def until(self, num_tokens: int) -> tuple[int, ...]:
+        """Its tokens that have not been reported, once the sequence has ``num_tokens``."""
+        if self._ids is None:
+            ids = _made_up(self._key, self.length, self._vocabulary_size, self._stop_ids)
+            self._ids = (*ids[:-1], self._stop_ids[0]) if self._stops else ids
+        return self._ids[len(self.request.generated) : num_tokens - self.prompt_tokens]
 
 
-def _key(prompt: list[int], request: Request) -> int:
-    """64 bits of what an answer depends on: the prompt and, where tokens are drawn, a seed that was given."""
-    digest = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8)
-    if request.sampling.temperature > 0 and request.sampling.seed is not None:
-        digest.update(str(request.sampling.seed).encode())
+def _key(request: ActiveRequest) -> int:
+    """64 bits of what an answer depends on: the prompt and, where tokens are drawn, the seed if one was given."""
+    digest = hashlib.blake2b(array("q", request.prompt).tobytes(), digest_size=8)
+    sampling = request.request.sampling
+    if sampling.temperature > 0 and sampling.seed is not None:
+        digest.update(str(sampling.seed).encode())
     return int.from_bytes(digest.digest(), "little")
 
 
@@ -167,37 +164,52 @@ def _made_up(key: int, count: int, vocabulary_size: int, stop_ids: list[int]) ->
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     ids = ((state ^ (state >> np.uint64(31))) % np.uint64(ordinary)).astype(np.int64)
-    for stop_id in stop_ids:  # ascending: each makes room for itself
+    for stop_id in stop_ids:  # ascending: each shifts the ids from its own on
         ids += ids >= stop_id
     return tuple(ids.tolist())
 
 
-class _Launched(NamedTuple):
-    """A step on its way: what there will be to tell, when it ends, and what it costs."""
+class _Step:
+    """A simulated step on its way, as ``loop.LaunchedStep``."""
 
-    tickets: NDArray[np.int64]
-    known: NDArray[np.int32]  # tokens of each with the row that yields the next one
-    decodes: int
-    rows: int
-    cached_tokens: int
-    seconds: float
-    end: float
+    __slots__ = ("_answers", "_clock", "_end", "_num_tokens", "_request_ids", "seconds")
+    errors: Mapping[int, MegatokenError] = {}
+
+    def __init__(
+        self,
+        clock: Clock,
+        end: float,
+        seconds: float,
+        request_ids: list[int],
+        num_tokens: list[int],
+        answers: list[_Answer],
+    ) -> None:
+        self.seconds = seconds
+        self._clock, self._end = clock, end
+        self._request_ids, self._num_tokens, self._answers = request_ids, num_tokens, answers
+
+    def wait(self) -> list[tuple[int, tuple[int, ...]]]:
+        self._clock.wait_until(self._end)
+        return [
+            (request_id, answer.until(num_tokens))
+            for request_id, num_tokens, answer in zip(self._request_ids, self._num_tokens, self._answers, strict=True)
+        ]
 
 
-class SimulatedEngine:
-    """A model on a GPU that is not here.
+class SimulatedRunner:
+    """A model on a GPU that is not here, see ``Engine.simulated``.
 
-    The same request gets the same answer from every simulated engine of that model. It takes its limit, or, where the
+    The same request gets the same answer from every simulated engine of a model. It takes its limit or, where the
     model's end token counts, ends before at a length drawn from the prompt.
 
     Args:
         model: its shape, or the name of one.
-        config: as of an engine on a GPU; ``device`` and ``threads`` say nothing here, and precision may be fp4.
+        config: of the engine.
         gpu: a name in ``gpu_specs.csv``.
-        clock: ``WallClock()``, the default: a step returns when it would have ended, or as soon as this machine can.
-            ``VirtualClock()``: at once.
-        stream: tell every token after its step. Otherwise of a request its first token, and all others with the last:
-            two events instead of one a token, for who drives many engines at once.
+        clock: ``WallClock()``, the default: a step is collected when it would have ended, or as soon as this machine
+            can. ``VirtualClock()``: at once.
+        stream: report every token after its step. Otherwise report the first token of a request, and all others with
+            the last: two events instead of one a token, for driving many engines at once.
         seconds_per_sequence: see ``CostModel``.
 
     Raises:
@@ -207,161 +219,74 @@ class SimulatedEngine:
     def __init__(
         self,
         model: ModelConfig | str,
-        config: EngineConfig | None = None,
-        gpu: str = "H200",
-        clock: Clock | None = None,
+        config: EngineConfig,
+        gpu: str,
+        clock: Clock | None,
         *,
-        stream: bool = True,
-        seconds_per_sequence: float = 0.0,
+        stream: bool,
+        seconds_per_sequence: float,
     ) -> None:
-        self.config = config or EngineConfig(precision="fp8")
-        simulation = plan_simulation(model, self.config, gpu, seconds_per_sequence=seconds_per_sequence)
-        self.model_config, self.memory_plan, self._costs, self._gpu = simulation
+        simulation = plan_simulation(model, config, gpu, seconds_per_sequence=seconds_per_sequence)
+        self.model_config, self.memory_plan, self.costs, self._gpu = simulation
         self.content_hash = hashlib.sha256(f"simulated {self.model_config}".encode()).hexdigest()
-        self.tokenizer = None
+        self.tokenizer: Tokenizer | None = None
         self.gpu_uuids: list[str] = []
+        self.overlaps = True
+        self.free_at = 0.0  # when the last launched step has ended
         self._clock: Clock = clock or WallClock()
         self._stream = stream
-        self._scheduler = self.memory_plan.scheduler()
-        self._last_row = np.zeros(self.memory_plan.max_sequences, dtype=np.int32)  # by slot: yields the last token
-        self._step_time = None
-        if self.config.target_step_seconds is not None:
-            self._step_time = StepTime(self.config.target_step_seconds, self.memory_plan.max_batched_tokens)
-        self._lookahead = 0 if self.config.overlap is False else 1
-        self._active: dict[int, _Active] = {}
-        self._launched: deque[_Launched] = deque()
-        self._held: list[TokenEvent] = []
-        self._free_at = self._clock.now()  # when the last launched step has ended
-        self._idle = True  # since then nobody wanted anything
-        self._next_ticket = 0
-        self._batched_tokens = self._steps = 0
-        self._computed_seconds = 0.0
-        self._processed_tokens = self._output_tokens = self._decoded_tokens = self._context_tokens = 0
+        self._answers: dict[int, _Answer] = {}  # by slot
+        self._whole_at = np.zeros(self.memory_plan.max_sequences, dtype=np.int32)  # by slot: tokens before the last
 
-    def submit(self, request: Request) -> int:
-        """Queue a request of token ids; its ticket names it in every ``TokenEvent``.
-
-        Raises:
-            RequestError: as ``Engine.submit``; text too, since there is no tokenizer.
-            CapacityError: it can never fit context or cache.
-        """
-        if not isinstance(request, Request):
-            raise RequestError("expected a Request; write Request(prompt, max_tokens)")
-        prompt = self.encode(request.prompt) if isinstance(request.prompt, str) else token_ids(request.prompt)
-        check_request(prompt, request, self.model_config.vocabulary_size)
-        ticket = self._next_ticket
-        self._scheduler.add(ticket, len(prompt), request.max_tokens)
-        self._idle |= not self._active
-        self._next_ticket += 1
-        self._active[ticket] = _Active(prompt, request, self.model_config)
-        return ticket
-
-    def encode(self, text: str) -> list[int]:
-        """There is no tokenizer. Raises RequestError."""
-        raise RequestError(f"{self.model_config.name} is simulated and has no tokenizer, so prompts must be token ids")
-
-    @property
-    def busy(self) -> bool:
-        """Whether ``step`` still has something to do or to tell."""
-        return bool(self._active or self._launched or self._held)
-
-    def step(self) -> list[TokenEvent]:
-        """Plan and launch one step, wait for the end of the oldest that is due, tell what it brought."""
-        began = self._clock.now()
-        events, self._held = self._held, []
-        on_the_way = [(step.rows, step.cached_tokens) for step in self._launched if step.decodes]
-        plan = plan_within(self._step_time, self._scheduler, on_the_way)
-        if plan is not None:
-            self._launch(plan)
-        if self._launched and (plan is None or len(self._launched) > self._lookahead):
-            events += self._collect(self._launched.popleft())
-        self._computed_seconds += self._clock.now() - began
-        return events
-
-    def cancel(self, ticket: int) -> None:
-        """End a request now; its pages are free at once and ``step`` reports it as cancelled. Unknown tickets pass."""
-        if self._active.pop(ticket, None) is not None:
-            self._scheduler.end(ticket, answered=False)
-            self._held.append(TokenEvent(ticket, (), FinishReason.CANCELLED))
+    def now(self) -> float:
+        """Seconds on its clock."""
+        return self._clock.now()
 
     def describe(self) -> dict[str, Any]:
-        """What this engine pretends to run on and with, ready for JSON."""
+        """What the model pretends to run on and with, ready for JSON."""
         return {
             "device": f"simulated {self._gpu.name}",
             "simulated_gpu": self._gpu.name,
-            "kernels": f"none: a cost model; products: {self._costs.basis}",
+            "kernels": f"none: a cost model; products: {self.costs.basis}",
             "why_no_kernels": None,
             "bf16_widened": False,
             "threads": 0,
-            "tensor_parallel": self.config.tensor_parallel,
-            "steps_in_flight": 1 + self._lookahead,
-            "target_step_seconds": self.config.target_step_seconds,
-            "fp8_scales": scheme_of(self.config).fp8_scales,
             "measured_input_scales": 0,
             "why_no_gpu": None,
         }
 
-    def state(self) -> ReplicaState:
-        """What the engine holds and has done."""
-        scheduler, memory = self._scheduler, self.memory_plan
-        return ReplicaState(
-            in_flight=len(self._active),
-            waiting=scheduler.waiting,
-            running=scheduler.resident,
-            batched_tokens=self._batched_tokens,
-            max_batched_tokens=memory.max_batched_tokens,
-            pages_free=scheduler.free_pages,
-            pages=memory.pages,
-            steps=self._steps,
-            processed_tokens=self._processed_tokens,
-            output_tokens=self._output_tokens,
-            decoded_tokens=self._decoded_tokens,
-            context_tokens=self._context_tokens,
-            preemptions=scheduler.preemptions,
-            recomputed_tokens=scheduler.recomputed_tokens,
-            computed_seconds=self._computed_seconds,
-        )
+    def close(self) -> None:
+        """Holds nothing."""
 
-    def _launch(self, plan: StepPlan) -> None:
-        seconds = self._costs.step(plan).seconds
-        earliest = self._clock.now() - (0.0 if self._idle else MOST_CATCHING_UP_SECONDS)
-        self._free_at, self._idle = max(self._free_at, earliest) + seconds, False
-        known = plan.start + plan.count
-        rows = plan.decodes + int(plan.count[plan.decodes :].sum())
-        self._batched_tokens = rows
-        self._processed_tokens += rows
-        self._decoded_tokens += plan.decodes
-        self._context_tokens += int(plan.start[: plan.decodes].sum())
-        self._steps += 1
-        for slot, ticket in zip(plan.slot[plan.decodes :].tolist(), plan.ticket[plan.decodes :].tolist(), strict=True):
-            active = self._active[ticket]
-            self._last_row[slot] = active.prompt_tokens + active.answer_tokens - 1
-        tells = plan.sample
+    def launch(
+        self,
+        plan: StepPlan,
+        page_table: NDArray[np.int32],
+        requests: Mapping[int, ActiveRequest],
+        *,
+        draws: bool,
+        after_idle: bool,
+    ) -> _Step:
+        """Start one step, see ``loop.Runner``."""
+        seconds = self.costs.step(plan).seconds
+        earliest = self._clock.now() - (0.0 if after_idle else MOST_CATCHING_UP_SECONDS)
+        self.free_at = max(self.free_at, earliest) + seconds
+        prompts = slice(plan.decodes, None)
+        for slot, request_id in zip(plan.slot[prompts].tolist(), plan.request_id[prompts].tolist(), strict=True):
+            answer, request = self._answers.get(slot), requests[request_id]
+            if answer is None or answer.request is not request:
+                self._answers[slot] = answer = _Answer(request, self.model_config.vocabulary_size)
+                self._whole_at[slot] = answer.prompt_tokens + answer.length - 1
+        num_tokens, reports = plan.start + plan.count, plan.sample
         if not self._stream:
-            tells = known == self._last_row.take(plan.slot)
-            tells[plan.decodes :] = plan.sample[plan.decodes :]
-        cached_tokens = int(known.sum()) if self._step_time is not None else 0
-        self._launched.append(
-            _Launched(plan.ticket[tells], known[tells], plan.decodes, rows, cached_tokens, seconds, self._free_at)
+            reports = num_tokens == self._whole_at.take(plan.slot)
+            reports[prompts] = plan.sample[prompts]
+        answers = [self._answers[slot] for slot in plan.slot[reports].tolist()]
+        return _Step(
+            self._clock,
+            self.free_at,
+            seconds,
+            plan.request_id[reports].tolist(),
+            (num_tokens[reports] + 1).tolist(),
+            answers,
         )
-
-    def _collect(self, launched: _Launched) -> list[TokenEvent]:
-        self._clock.wait_until(launched.end)
-        if self._step_time is not None:
-            decodes = launched.decodes > 0
-            self._step_time.note(launched.rows, launched.cached_tokens, launched.seconds, decodes=decodes)
-        events = []
-        for ticket, known in zip(launched.tickets.tolist(), launched.known.tolist(), strict=True):
-            active = self._active.get(ticket)
-            if active is None:  # it stopped or was cancelled while this step was on its way
-                continue
-            told, active.told = active.told, known - active.prompt_tokens + 1
-            reason = None
-            if active.told == active.answer_tokens:
-                reason = FinishReason.STOP if active.stops else FinishReason.LENGTH
-                del self._active[ticket]
-                if active.stops:
-                    self._scheduler.end(ticket, answered=True)
-            events.append(TokenEvent(ticket, active.answer[told : active.told], reason))
-            self._output_tokens += active.told - told
-        return events

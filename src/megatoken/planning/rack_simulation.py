@@ -235,7 +235,7 @@ class _Replica:
             self.rows += int(plan.count.sum())
         self.times.append(end)
         self.tokens.append(sequences - 1 + int(plan.sample[-1]))
-        self.completed.append(self.samples - scheduler.waiting - scheduler.resident)
+        self.completed.append(self.samples - scheduler.waiting - scheduler.running)
         return end
 
 

@@ -20,7 +20,6 @@ from megatoken.errors import MegatokenError
 
 if TYPE_CHECKING:
     from megatoken.engine import Engine
-    from megatoken.engine.simulated import SimulatedEngine
 
 NICENESS_BESIDE_DRIVER = 5  # added where replicas compute on the driver's own machine: dispatch comes first
 LEAVE_SECONDS = 2.0
@@ -111,9 +110,9 @@ class WorkerActor:
         spec, config = self._spec, EngineConfig(**self._spec.engine)
         facts = {"version": __version__, "process_id": os.getpid(), "inventory": take_inventory()}
         if spec.simulated_gpu is not None:
-            from megatoken.engine.simulated import SimulatedEngine
+            from megatoken.engine import Engine
 
-            engine = SimulatedEngine(spec.model, config, spec.simulated_gpu)
+            engine = Engine.simulated(spec.model, config, spec.simulated_gpu)
             return {**facts, "content_hash": engine.content_hash, "memory_plan": asdict(engine.memory_plan)}
 
         from megatoken.engine.checkpoint import open_model
@@ -128,16 +127,12 @@ class WorkerActor:
         self._gpus = [engine.gpu_uuids for engine in self._engines]
         return {"memory_plan": asdict(self._engines[0].memory_plan), "target": self._engines[0].describe()}
 
-    def _engine(self) -> Engine | SimulatedEngine:
-        from megatoken.engine.config import EngineConfig
+    def _engine(self) -> Engine:
+        from megatoken.engine import Engine, EngineConfig
 
         spec, config = self._spec, EngineConfig(**self._spec.engine)
         if spec.simulated_gpu is not None:
-            from megatoken.engine.simulated import SimulatedEngine
-
-            return SimulatedEngine(spec.model, config, spec.simulated_gpu, stream=spec.streams)
-        from megatoken.engine import Engine
-
+            return Engine.simulated(spec.model, config, spec.simulated_gpu, stream=spec.streams)
         return Engine(spec.model, config, random_weights=spec.random_weights, seed=spec.seed)
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken.engine.request import Request, Sampling
+from megatoken.engine.request import Request, Sampling, check_options
 from megatoken.engine.state import ReplicaState
 from megatoken.errors import MegatokenError, RequestError
 
@@ -190,14 +190,15 @@ def authenticate(connection: socket.socket, key: bytes, timeout_seconds: float, 
 
 
 def pack_request(request: Request) -> bytes:
-    """A request as bytes. Raises RequestError if its prompt is text: the driver has no tokenizer for it."""
+    """A request as bytes. Raises RequestError for text, for which the driver has no tokenizer, or bad options."""
     prompt, sampling = request.prompt, request.sampling
     if isinstance(prompt, str):
         raise RequestError("a rack takes token ids, not text")
+    check_options(request)
     head = _REQUEST.pack(
         len(prompt),
         len(request.stop_token_ids),
-        request.max_tokens,
+        min(request.max_tokens, 2**31 - 1),  # more exceeds every engine
         sampling.temperature,
         sampling.top_k,
         sampling.top_p,

@@ -233,10 +233,10 @@ class Replica(threading.Thread):
         while len(self._unstarted) > waiting:  # the engine admits in order, and after a preemption nobody new
             self._answers[self._unstarted.popleft()].started_ns = began_ns
             self._admitted += 1
-        first, done, ids = [], [], []
+        first, done, ids, failures = [], [], [], []
         output_tokens = ended_tokens = 0
         for event in events:
-            answer = self._answers[event.ticket]
+            answer = self._answers[event.request_id]
             answer.tokens += len(event.token_ids)
             if self._keep_ids:
                 answer.ids += event.token_ids
@@ -244,12 +244,15 @@ class Replica(threading.Thread):
                 answer.first_ns = now_ns
                 first.append((answer.ticket, event.token_ids[0], answer.started_ns))
             if event.finish_reason is not None:
-                reason = FINISH_REASONS.index(event.finish_reason)
-                times = (answer.first_ns, now_ns, answer.started_ns)
-                done.append((answer.ticket, answer.tokens, len(answer.ids), reason, *times))
-                ids += answer.ids
+                if event.error is not None:
+                    failures.append((answer.ticket, str(event.error)))
+                else:
+                    reason = FINISH_REASONS.index(event.finish_reason)
+                    times = (answer.first_ns, now_ns, answer.started_ns)
+                    done.append((answer.ticket, answer.tokens, len(answer.ids), reason, *times))
+                    ids += answer.ids
                 ended_tokens += answer.tokens
-                del self._answers[event.ticket]
+                del self._answers[event.request_id]
             output_tokens += len(event.token_ids)
         with self._lock:
             self._after_step = state
@@ -257,8 +260,9 @@ class Replica(threading.Thread):
             if self._streams:
                 self._first += first
             self._done += done
+            self._failures += failures
             self._ids += ids
-        if (self._streams and (first or done)) or self._missing(waiting) >= self._prefetch // 2:
+        if failures or (self._streams and (first or done)) or self._missing(waiting) >= self._prefetch // 2:
             self._tell()
 
     def _missing(self, waiting: int) -> int:

@@ -22,7 +22,6 @@ from megatoken.targets.backend import Reporter, ServedModel, engine_model, token
 
 if TYPE_CHECKING:
     from megatoken.engine import Engine
-    from megatoken.engine.simulated import SimulatedEngine
 
 THREADS_PER_CORE = 4  # more threads only wait for each other, and a mistyped number hangs the machine
 
@@ -85,14 +84,14 @@ class InProcessBackend:
 
 
 class InProcessTarget:
-    """Drives ``engine``; nobody else may submit to it meanwhile."""
+    """Drives ``engine``, which takes requests from this target only."""
 
-    def __init__(self, engine: Engine | SimulatedEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._sensors = GpuTelemetry.open(engine.gpu_uuids)
-        self._samples: dict[int, int] = {}  # ticket -> sample id
-        self._unstarted: deque[int] = deque()  # tickets that were never in a step, oldest first
-        self._started_ns: dict[int, int] = {}  # ticket -> until its first event
+        self._samples: dict[int, int] = {}  # by request id
+        self._unstarted: deque[int] = deque()  # ids of requests that were never in a step, oldest first
+        self._started_ns: dict[int, int] = {}  # by request id, until its first event
 
     def facts(self) -> dict[str, Any]:
         """The sizes the engine took, and what it runs with."""
@@ -100,9 +99,9 @@ class InProcessTarget:
 
     def submit(self, sample_id: int, request: Request) -> None:
         """Queues a sample. Raises RequestError or CapacityError if it can never be served."""
-        ticket = self.engine.submit(request)
-        self._samples[ticket] = sample_id
-        self._unstarted.append(ticket)
+        request_id = self.engine.submit(request)
+        self._samples[request_id] = sample_id
+        self._unstarted.append(request_id)
 
     def poll(self, timeout_seconds: float) -> list[SampleEvent]:
         """Runs one step, however long it takes, and reports its tokens at the time it ended."""
@@ -112,14 +111,15 @@ class InProcessTarget:
         self._note_started(began_ns)
         return [
             SampleEvent(
-                self._samples[event.ticket] if event.finish_reason is None else self._samples.pop(event.ticket),
+                self._samples[event.request_id] if event.finish_reason is None else self._samples.pop(event.request_id),
                 event.token_ids,
                 event.finish_reason,
                 now_ns,
-                self._started_ns.pop(event.ticket, None),
+                self._started_ns.pop(event.request_id, None),
+                error=None if event.error is None else str(event.error),
             )
             for event in events
-            if event.ticket in self._samples  # not of what was withdrawn
+            if event.request_id in self._samples  # not of what was withdrawn
         ]
 
     def state(self) -> ReplicaState:
@@ -137,16 +137,16 @@ class InProcessTarget:
 
     def withdraw(self) -> list[int]:
         """Drops what was never in a step; the ids of those samples."""
-        tickets = list(self._unstarted)
+        request_ids = list(self._unstarted)
         self._unstarted.clear()
-        for ticket in tickets:
-            self.engine.cancel(ticket)
-        return [self._samples.pop(ticket) for ticket in tickets]
+        for request_id in request_ids:
+            self.engine.cancel(request_id)
+        return [self._samples.pop(request_id) for request_id in request_ids]
 
     def cancel_all(self) -> None:
         """Drops every sample in flight and steps until the engine has nothing left to tell of them."""
-        for ticket in self._samples:
-            self.engine.cancel(ticket)
+        for request_id in self._samples:
+            self.engine.cancel(request_id)
         while self.engine.busy:
             self.engine.step()
         self._samples.clear()

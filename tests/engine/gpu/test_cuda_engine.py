@@ -58,7 +58,7 @@ def test_bf16_agrees_with_transformers(
 ) -> None:
     directory, model = checkpoint
     engine = Engine(directory, EngineConfig(**SIZES))
-    assert engine.device.type == "cuda"
+    assert engine.memory_plan.device == "cuda"
     agreeing = total = 0
     largest = 0.0
     for prompt in some_prompts([1, 31, 32, 33, 200]):
@@ -123,10 +123,10 @@ def test_draws_depend_on_the_seed_alone(llama: Path) -> None:
 def test_cancellation_frees_pages_and_stop_tokens_stop(llama: Path) -> None:
     engine = Engine(llama, EngineConfig(max_batched_tokens=64))
     [prompt] = some_prompts([30])
-    ticket = engine.submit(Request(prompt, 500, ignore_end_token=True))
+    request_id = engine.submit(Request(prompt, 500, ignore_end_token=True))
     for _ in range(5):
         engine.step()
-    engine.cancel(ticket)
+    engine.cancel(request_id)
     assert engine.state().pages_free == engine.state().pages
     while engine.busy:
         engine.step()

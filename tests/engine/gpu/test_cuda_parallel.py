@@ -118,7 +118,7 @@ def test_a_rank_that_dies_is_noticed(llama: Path, steps: int) -> None:
         engine.submit(Request([number], 200, ignore_end_token=True))
     for _ in range(steps):
         engine.step()
-    for process in engine._runner._followers._processes:
+    for process in engine._runner._workers._processes:
         process.kill()
     with pytest.raises(MegatokenError, match="rank 1 ended with SIGKILL"):
         drain(engine)
@@ -135,7 +135,7 @@ def test_a_rank_that_dies_at_the_start_is_noticed(llama: Path, moment: str) -> N
         f"then = {moment}\n"
         "def die(*arguments):\n"
         "    for process in psutil.Process().children():\n"
-        "        if 'megatoken.engine.follower' in process.cmdline():\n"
+        "        if 'megatoken.engine.tensor_parallel_worker' in process.cmdline():\n"
         "            process.kill()\n"
         "    return then(*arguments)\n"
         f"{moment} = die\n"

@@ -42,7 +42,7 @@ def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def logit_error(quantized: Quantized, precision: str, monkeypatch: pytest.MonkeyPatch) -> float:
     engine = Engine(quantized.directory, EngineConfig(precision=precision, **SIZES))
-    assert engine.device.type == "cuda"
+    assert engine.memory_plan.device == "cuda"
     return error_from_transformers(engine, quantized.model, monkeypatch)
 
 
@@ -73,7 +73,7 @@ def test_linears_have_the_scales_of_the_checkpoint(quantized: Quantized) -> None
             assert linear.input_scale.value == linear.input_scale.device.item() == largest
         tensors += [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
     assert sum(tensor.nbytes for tensor in tensors) == weight_bytes(
-        engine.model_config, find_scheme("fp8"), engine.device.type
+        engine.model_config, find_scheme("fp8"), engine.memory_plan.device
     )
 
 

@@ -114,13 +114,13 @@ def test_drawn_tokens_are_the_same(llama: Path) -> None:
 
 def test_preempted_and_cancelled_requests_end_once(llama: Path) -> None:
     engine = Engine(llama, EngineConfig(precision="fp8", max_batched_tokens=64, cache_tokens=1024, max_length=512))
-    tickets = [engine.submit(request) for request in some_requests(80)]
+    request_ids = [engine.submit(request) for request in some_requests(80)]
     ended = []
     while engine.busy:
-        ended += [event.ticket for event in engine.step() if event.finish_reason is not None]
-        if len(ended) == 20 and tickets[-1] not in ended:
-            engine.cancel(tickets[-1])
-    assert sorted(ended) == tickets
+        ended += [event.request_id for event in engine.step() if event.finish_reason is not None]
+        if len(ended) == 20 and request_ids[-1] not in ended:
+            engine.cancel(request_ids[-1])
+    assert sorted(ended) == request_ids
     assert engine.state().pages_free == engine.state().pages
 
 

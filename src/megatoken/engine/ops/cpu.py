@@ -349,6 +349,24 @@ def rotate_and_write(
     config: ModelConfig,
 ) -> Tensor:
     """One pass if kernels were compiled and keys are not rounded, otherwise several of torch."""
+    if isinstance(batch.decode_index, PageTable):
+        return _rotate_and_write(qkv_TN, norms, tables_LE, cache, batch, config)
+    # The batched products pass over whole pages and the dump page; zero times what is not finite would not be zero.
+    fresh = (batch.cache_slots[batch.cache_slots % cache.page_size == 0] // cache.page_size).long()
+    cache.k[fresh], cache.v[fresh] = 0.0, 0.0
+    q_THE = _rotate_and_write(qkv_TN, norms, tables_LE, cache, batch, config)
+    cache.k[DUMP_PAGE], cache.v[DUMP_PAGE] = 0.0, 0.0
+    return q_THE
+
+
+def _rotate_and_write(
+    qkv_TN: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    tables_LE: tuple[Tensor, Tensor],
+    cache: LayerCache,
+    batch: Batch,
+    config: ModelConfig,
+) -> Tensor:
     if norms is None and not cache.round_to_fp8:
         q = native.rotate_and_write(
             qkv_TN, *tables_LE, batch.positions, batch.cache_slots, cache.k, cache.v, config.heads
