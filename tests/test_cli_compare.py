@@ -75,7 +75,7 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
             "given twice: 5.1-0008:llama2-70b-99:Offline; an accelerator stands",
         ),
         (("GB200", "5.1-9999"), "5.1-9999"),
-        (("GB200", "absent.yaml#median"), "absent.yaml: no such file"),
+        (("GB200", "absent.yaml#median"), "absent.yaml: cannot be read: No such file"),
         (("GB200", "H200", "--benchmrak", "x"), "--benchmrak: unknown flag; did you mean --benchmark?"),
     ):
         assert why in refused("compare", *references)

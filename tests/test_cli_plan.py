@@ -114,7 +114,7 @@ def test_what_cannot_be_planned() -> None:
         (("fleet", *RACK, *DEMAND, "--burst-tokens-per-second", "inf"), "--burst-tokens-per-second is inf"),
         (("fleet", *RACK, *DEMAND, "--replace-nodes", 3, "--replace-rate", 5), "--demand beside --replace-nodes"),
         (("cost", *RACK, "--watts", "many"), "--watts: must be a number, got 'many'"),
-        (("fleet", *RACK, "--burst-accelerators-per-node", 8), "give --burst-tokens-per-second too"),
+        (("fleet", *RACK, "--burst-accelerators-per-node", 8), "needs --burst-tokens-per-second"),
         (("capcity", *RACK), "Did you mean 'capacity'?"),
         (("capacity", *RACK, "--out", "/dev/null/out"), "cannot be written"),
     ):
@@ -143,8 +143,8 @@ THROUGHPUT = ("plan", "throughput", "--gpu", "H200")
         (("--minutes", "nan"), "--minutes is nan; "),
         (("--minutes", "inf"), "--minutes is inf; "),
         (("--output-tokens", -3), "--output-tokens is -3; "),
-        (("--engine.device", "cpu"), "--engine.device: nothing is computed on this machine"),
-        (("--engine.threads=7",), "--engine.threads: nothing is computed on this machine"),
+        (("--engine.device", "cpu"), "--engine.device: this machine computes nothing"),
+        (("--engine.threads=7",), "--engine.threads: this machine computes nothing"),
     ],
 )
 def test_a_flag_that_cannot_be_simulated_is_named(flags: tuple[object, ...], said: str) -> None:

@@ -89,8 +89,8 @@ def test_what_has_no_page(tmp_path_factory: pytest.TempPathFactory, tmp_path: Pa
         assert str(path) in refused("report", path)
     for arguments, why in (
         ((), "Missing argument"),
-        ((run, "--json"), "give --query"),
-        ((run, "--csv"), "give --query"),
+        ((run, "--json"), "need --query"),
+        ((run, "--csv"), "need --query"),
         ((run, run, "--out", tmp_path / "page.html"), "give one PATH"),
         ((run, "--query", SQL, "--csv", "--json"), "at most one of --csv and --json"),
         ((run, "--query", SQL, "--out", tmp_path / "page.html"), "no --out"),

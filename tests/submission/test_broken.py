@@ -365,7 +365,7 @@ def test_a_break_is_refused_by_its_rule(
     assert result.exit_code == 3
     if decisions[shape] is False:
         assert not result.mlcommons_refuses, list(result.describe())
-    assert told[0].where and told[0].rule is not None and told[0].rule.mend and told[0].rule.source
+    assert told[0].where and told[0].rule is not None and told[0].rule.fix and told[0].rule.source
     assert told[0].where[0].file.startswith((division, "notes.txt", "LICENSE"))
 
 

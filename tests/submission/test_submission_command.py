@@ -64,7 +64,7 @@ def test_documents(originals: Make, command: Callable[..., tuple[int, str, str]]
     [status] = [item for item in document["refusals"] if item["check"] == "system.values"]
     assert status["where"] == [{"file": "open/Vendor/systems/sys.json", "line": 4}]
     assert (status["rule"], status["refused_by_mlcommons_checker"]) == ("S1", True)
-    assert "check_system_desc_id" in status["source"] and status["mend"]
+    assert "check_system_desc_id" in status["source"] and status["fix"]
 
 
 def test_each_refused_run_has_its_line(

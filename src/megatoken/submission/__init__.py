@@ -1,4 +1,4 @@
-"""MLPerf Inference submissions: a tree built of run folders, and MLCommons' checker's decision on any tree."""
+"""MLPerf Inference submissions: build a tree from run folders, and check any tree by the rules of MLCommons."""
 
 from megatoken.submission.build import Built, build
 from megatoken.submission.check import Check, check

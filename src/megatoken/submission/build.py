@@ -1,4 +1,4 @@
-"""A submission tree out of run folders: everything that is known, nothing that is not, all of it or none."""
+"""Build a submission tree from run folders, completely or not at all; unknown values are marked to be filled in."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Content = bytes | Path  # what a file holds, or the file to copy
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A tree that was written: what a person has to fill in (file below it, line from 1, its text), and to know."""
+    """A written tree, with the fields to fill in (file, line counted from 1, text) and notes."""
 
     path: Path
     benchmark: str
@@ -66,7 +66,7 @@ class Built:
         }
 
     def describe(self) -> Iterator[str]:
-        """Lines for a person."""
+        """Text lines."""
         for file, line, text in self.to_fill:
             yield f"{self.path / file}:{line}: {text}"
         if self.to_fill:
@@ -86,29 +86,29 @@ def build(
     benchmark: str | None = None,
     system: str | None = None,
 ) -> Built:
-    """Writes the submission of one system and one model to ``out``.
+    """Write the submission of one system and one model to ``out``.
 
     Args:
-        paths: run folders: of each scenario a performance run, an accuracy run and, in the closed division, the
-            compliance test.
-        submitter: name of the folder and in the system's description.
+        paths: for each scenario, the run folders of a performance run, an accuracy run and, in the closed
+            division, the compliance test.
+        submitter: name of the submitter's folder, also in the system description.
         division: closed or open.
         round_: v5.1, v6.0 or v6.1.
-        out: folder to make; it must not exist, or be empty.
-        benchmark: as MLPerf names its folder; None: by the model's name and the scores. In the open division another
-            model is measured by the benchmark that its runs claim.
-        system: name of the system's folder and description; None: by the inventory.
+        out: folder to create; must not exist, or be empty.
+        benchmark: MLPerf's folder name. None: from the model name and the scores; in the open division, for another
+            model, the benchmark that its runs claim.
+        system: name of the system. None: from the hardware inventory.
 
     Raises:
-        RefusedRunsError: run folders that cannot be submitted, one line for each; nothing was written.
-        UsageError: names that cannot be folders, another division or round, ``out`` in use; nothing was written.
-        StorageError: ``out`` cannot be written; nothing is left.
+        RefusedRunsError: run folders that cannot be submitted, one line each; nothing is written.
+        UsageError: an invalid name, division or round, or ``out`` is in use; nothing is written.
+        StorageError: ``out`` cannot be written; nothing is left behind.
     """
     round_ = supported_round(round_)
     if division not in DIVISIONS:
-        raise UsageError(f"--division {division}: closed or open")
+        raise UsageError(f"--division {division}: must be closed or open")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out}: is there already; give --out a new folder")
+        raise UsageError(f"{out}: already exists; give a new folder with --out")
     runs = read_runs(paths, round_, division)
     chosen = _benchmark(runs, round_, division, benchmark)
     if lines := list(missing_runs(runs, chosen, division)):
@@ -116,12 +116,12 @@ def build(
     name = system or description.system_name(runs[0].run)
     for flag, text in (("--submitter", submitter), ("--system", name)):
         if not _NAME.fullmatch(text):
-            raise UsageError(f"{flag} {text!r}: letters, digits, dots, dashes and underscores only: it names a folder")
+            raise UsageError(f"{flag} {text!r}: must be a folder name of letters, digits, dots, dashes and underscores")
     files = dict(_files(runs, chosen, submitter, division, layout_of(round_), name))
     _write({f"{division}/{submitter}/{path}": content for path, content in files.items()}, out)
     scenarios = tuple(dict.fromkeys(run.scenario for run in runs))
     notes = tuple(
-        f"scored against {references}, none of MLPerf's data sets: no scores of {chosen.name}"
+        f"scored against {references}, which is not a data set of MLPerf: not scores of {chosen.name}"
         for references in map(other_references, runs)
         if references
     )
@@ -129,7 +129,7 @@ def build(
 
 
 def truncated(path: Path) -> bytes:
-    """An accuracy log as a submission holds it: its two ends if it is longer than the rules allow."""
+    """An accuracy log for a submission: only its two ends if it is longer than the rules allow."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -141,7 +141,7 @@ def truncated(path: Path) -> bytes:
 
 
 def _benchmark(runs: Sequence[SubmittedRun], round_: str, division: str, wanted: str | None) -> Benchmark:
-    """The benchmark that the runs are of, by the name of the model, the data set's rows and the scores."""
+    """The benchmark of the runs, by model name, data set rows and scores."""
     family = family_of(runs[0].model)
     if division == "open":
         family = runs[0].run.result.get("benchmark") or runs[0].run.config.get("benchmark") or family
@@ -152,19 +152,19 @@ def _benchmark(runs: Sequence[SubmittedRun], round_: str, division: str, wanted:
             raise UsageError(f"--benchmark {wanted}: {round_} has {', '.join(known)}")
         if division == "closed" and wanted not in candidates:
             raise UsageError(
-                f"{runs[0].path}: model {runs[0].model} is not that of {wanted}; give the run of that model, "
+                f"{runs[0].path}: model {runs[0].model} is not the model of {wanted}; give runs of that model, "
                 "or --division open"
             )
         if candidates and wanted not in candidates:
             raise UsageError(
-                f"{runs[0].path}: claims the rules of {family}, not those of {wanted}; take {' or '.join(candidates)}, "
+                f"{runs[0].path}: claims the rules of {family}, not of {wanted}; use {' or '.join(candidates)}, "
                 f"or repeat the runs for {wanted}"
             )
         return known[wanted]
     if not candidates:
-        mend = "give --division open and --benchmark" if division == "closed" else "give --benchmark"
+        fix = "give --division open and --benchmark" if division == "closed" else "give --benchmark"
         raise UsageError(
-            f"{runs[0].path}: model {runs[0].model} is that of no benchmark of {round_} ({', '.join(known)}); {mend}"
+            f"{runs[0].path}: model {runs[0].model} belongs to no benchmark of {round_} ({', '.join(known)}); {fix}"
         )
     rows = {name for name in candidates if known[name].rows == runs[0].run.result.get("data_set_rows")}
     reached = [name for name in candidates if (not rows or name in rows) and _reaches(runs, known[name])]
@@ -173,7 +173,7 @@ def _benchmark(runs: Sequence[SubmittedRun], round_: str, division: str, wanted:
 
 
 def _reaches(runs: Sequence[SubmittedRun], benchmark: Benchmark) -> bool:
-    """Whether every accuracy run has the scores, on MLPerf's data set."""
+    """Whether every accuracy run reaches the scores on MLPerf's data set."""
     if any(map(other_references, runs)):
         return False
     files = [run.path / ACCURACY_TXT for run in runs if run.role is Role.ACCURACY]
@@ -206,10 +206,10 @@ def _files(
                 place = f"{layout.compliance(key)}/{test}"
                 yield f"{place}/verify_accuracy.txt", run.verified(test)
                 yield f"{place}/accuracy/{ANSWERS}", run.logs / ANSWERS
-    told = description.system_description(
+    described = description.system_description(
         first, submitter=submitter, division=division, benchmark=benchmark.name, name=system
     )
-    yield f"systems/{system}.json", _json(told)
+    yield f"systems/{system}.json", _json(described)
     yield f"{layout.code(folder)}/README.md", description.code_readme(first).encode()
     if division == "closed":
         yield "documentation/calibration.md", description.calibration(first).encode()
@@ -229,7 +229,7 @@ def _json(value: Mapping[str, object]) -> bytes:
 
 
 def _write(files: Mapping[str, Content], out: Path) -> None:
-    """Writes every file below a hidden neighbour of ``out``, then renames that."""
+    """Write all files to a hidden folder next to ``out``, then rename it."""
     draft = out.parent / f".{out.name}.{os.getpid()}.tmp"
     try:
         for path, content in files.items():

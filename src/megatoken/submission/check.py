@@ -1,4 +1,4 @@
-"""MLCommons' decision on a submission tree, rule by rule, with what to do about each."""
+"""Check a submission tree by the rules of MLCommons, with a fix for each problem."""
 
 from __future__ import annotations
 
@@ -43,41 +43,41 @@ from megatoken.submission.tree_checks import (
 )
 from megatoken.text import count_of
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MOST_WARNINGS_SHOWN = 20
-MOST_LOGS_ASKED = 20  # for the round
+MOST_LOGS_ASKED = 20  # to find the round
 READ = ("performance/run_1", "performance/ranging", "accuracy")
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The decision, what it rests on, and the figures that an accepted submission publishes."""
+    """The decision, its reasons, and the figures that the submission publishes."""
 
     root: str
     round: str
     round_is_given: bool
     problems: tuple[Problem, ...]
     results: tuple[tuple[str, str, Published], ...]  # division, submitter, figure
-    undecided: tuple[str, ...]  # folders of results of MLPerf Endpoints, whose rules are not these
+    undecided: tuple[str, ...]  # folders of MLPerf Endpoints results, which have other rules
 
     @property
     def refusals(self) -> tuple[Problem, ...]:
-        """What the submission is refused for."""
+        """The problems that refuse the submission."""
         return tuple(problem for problem in self.problems if problem.refused)
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
-        """What speaks against it and refuses nothing."""
+        """The other problems."""
         return tuple(problem for problem in self.problems if not problem.refused)
 
     @property
     def mlcommons_refuses(self) -> bool:
-        """Whether MLCommons' checker of the round would."""
+        """Whether MLCommons' checker refuses the submission."""
         return any(problem.by_mlcommons for problem in self.problems)
 
     @property
     def exit_code(self) -> ExitCode:
-        """INVALID when it is refused."""
+        """INVALID if refused."""
         return ExitCode.INVALID if self.refusals else ExitCode.OK
 
     def to_document(self) -> dict[str, Any]:
@@ -109,18 +109,18 @@ class Check:
         return dict(plain(document))
 
     def describe(self) -> Iterator[str]:
-        """Lines for a person: each refusal with its mend, warnings, figures, the decision."""
+        """Text lines: refusals with fixes, warnings, figures, the decision."""
         for problem in self.refusals:
             yield from _lines("refused", problem)
         for problem in self.warnings[:MOST_WARNINGS_SHOWN]:
             yield from _lines("warning", problem)
         if len(self.warnings) > MOST_WARNINGS_SHOWN:
-            yield f"{len(self.warnings) - MOST_WARNINGS_SHOWN} more warnings: --json lists them"
+            yield f"{len(self.warnings) - MOST_WARNINGS_SHOWN} more warnings; use --json to list them"
         for division, submitter, result in self.results:
             yield f"{division}/{submitter} {result.key.path}: {result.value:,.6g} {result.unit}"
         for folder in self.undecided:
-            yield f"not decided: {folder}: a result of MLPerf Endpoints, which megatoken audit examines"
-        chosen = "" if self.round_is_given else ", the round of its seeds; --round names another"
+            yield f"not decided: {folder}: a result of MLPerf Endpoints; use megatoken audit"
+        chosen = "" if self.round_is_given else ", the round of the seeds (change it with --round)"
         if not self.refusals:
             yield f"Accepted by the rules of {self.round}{chosen}"
             return
@@ -128,32 +128,32 @@ class Check:
         yield f"Refused by the rules of {self.round}{chosen}: {count_of(count, 'reason')}"
         theirs = sum(problem.by_mlcommons for problem in self.refusals)
         if not theirs:
-            yield "MLCommons' own checker overlooks all of that and accepts it"
+            yield "MLCommons' checker does not find these and accepts the submission"
         elif theirs < count:
-            yield f"MLCommons' own checker refuses it for {theirs} of them and overlooks the others"
+            yield f"MLCommons' checker finds {theirs} of them and refuses the submission"
 
 
-def _lines(word: str, problem: Problem) -> Iterator[str]:
+def _lines(kind: str, problem: Problem) -> Iterator[str]:
     rule = problem.rule
-    yield f"{word} {rule.id + ' ' + rule.title if rule else problem.check}: {problem.place}"
+    yield f"{kind} {rule.rule + ' ' + rule.title if rule else problem.check}: {problem.place}"
     yield f"  expected  {problem.expected}"
     yield f"  found     {problem.found}"
-    yield f"  mend      {rule.mend if rule else 'megatoken audit explains it'}"
+    yield f"  fix       {rule.fix if rule else 'run megatoken audit for an explanation'}"
 
 
 def check(path: Path, *, round: str | None = None, progress: Progress | None = None) -> Check:
-    """Reads the submissions at ``path`` and decides on them together.
+    """Check all submissions at ``path`` together.
 
     Args:
-        path: the folder that holds closed, open or network, or a folder inside of it down to a submitter's.
-        round: whose rules; None: the round of most seeds found, else v5.1 or v6.1 by the layout.
-        progress: called with (runs read, runs).
+        path: the folder with closed, open or network, or a folder inside it, down to a submitter's folder.
+        round: the round to check against. None: the round of most seeds; without seeds, v5.1 or v6.1 by the layout.
+        progress: called with (runs read, number of runs).
 
     Raises:
-        UsageError: no such folder, no submission in it, or a round whose rules are not known.
+        UsageError: no such folder, no submission in it, or an unsupported round.
     """
     if not path.is_dir():
-        raise UsageError(f"{path}: no such folder; give the one that holds closed or open")
+        raise UsageError(f"{path}: no such folder; give the folder that contains closed or open")
     tree = walk(path)
     submissions = submissions_in(tree)
     if not submissions:
@@ -230,7 +230,7 @@ def _unreadable(tree: Tree) -> Iterator[Observation]:
 
 
 def _is_read(run: RunFiles, known: Mapping[str, Meaning]) -> bool:
-    """Whether a run stands where MLCommons' checker looks for one."""
+    """Whether a run is in a folder that MLCommons' checker reads."""
     place = results_above(run.folder, known)
     inside = "" if place is None else run.folder.removeprefix(f"{place}/")
     return inside in READ or inside.startswith("TEST")
@@ -244,7 +244,7 @@ def _system_of(run: RunFiles, systems: Sequence[System]) -> str | None:
 
 
 def _round_of(tree: Tree, files: Sequence[RunFiles]) -> str:
-    """The round of most seeds among the first runs, else the newest of the layout."""
+    """The round of most seeds in the first runs; without seeds, the newest round of the layout."""
     rounds: Counter[str] = Counter()
     for run in [run for run in files if run.role is Role.PERFORMANCE][:MOST_LOGS_ASKED]:
         try:

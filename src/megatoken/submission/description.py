@@ -1,4 +1,4 @@
-"""What a submission says of system, model and code: from the run folder where it is known, else left to fill in.
+"""Descriptions of system, model and code, from the run folder; unknown values are marked to be filled in.
 
 Keys: SYSTEM_DESC_REQUIRED_FIELDS and SYSTEM_IMP_REQUIRED_FILES of mlcommons/inference, tools/submission.
 """
@@ -15,24 +15,24 @@ from megatoken.mlperf.rounds import rules
 from megatoken.runs.run import Run
 from megatoken.submission.layout import IMPLEMENTATION, TO_FILL
 
-NONE = "N/A"  # of accelerators where none is used
+NONE = "N/A"  # for accelerators, on a CPU
 _HINTS = {
-    "status": "available, preview or rdi: whether and from when the system can be bought or rented",
+    "status": "available, preview or rdi (whether the system can be bought or rented)",
     "system_type": "datacenter or edge",
     "host_processors_per_node": "number of sockets",
     "host_processor_core_count": "cores of one processor",
     "host_memory_configuration": "number, size and kind of modules",
     "host_storage_capacity": "number and size of drives",
     "host_storage_type": "such as NVMe SSD",
-    "host_networking": "such as 400 Gb/s InfiniBand; N/A if there is none",
-    "host_networking_topology": "such as non-blocking fat tree; N/A if there is none",
+    "host_networking": "such as 400 Gb/s InfiniBand; N/A if none",
+    "host_networking_topology": "such as non-blocking fat tree; N/A if none",
     "host_network_card_count": "number and kind",
-    "accelerators_per_node": "how many of them the runs used",
-    "accelerator_model_name": "as its maker calls it",
-    "accelerator_memory_capacity": "of one accelerator",
+    "accelerators_per_node": "number that the runs used",
+    "accelerator_model_name": "name used by the manufacturer",
+    "accelerator_memory_capacity": "memory of one accelerator",
     "accelerator_memory_configuration": "kind of memory, such as HBM3e",
     "accelerator_host_interconnect": "such as PCIe Gen5 x16",
-    "accelerator_interconnect": "such as NVLink 4; N/A if there is one accelerator",
+    "accelerator_interconnect": "such as NVLink 4; N/A with one accelerator",
     "cooling": "such as air, liquid",
 }
 _OF_ACCELERATORS = (
@@ -42,12 +42,12 @@ _OF_ACCELERATORS = (
 
 
 def to_fill(hint: str) -> str:
-    """The text that stands for what is not known."""
+    """The placeholder of an unknown value."""
     return f"{TO_FILL}: {hint}"
 
 
 def system_name(run: Run) -> str:
-    """A folder's name for the machine of a run, of what its inventory says: accelerators, else processor and cores."""
+    """A folder name for the machine of a run: its accelerators, or processor and cores."""
     environment = run.environment
     accelerators = _accelerators(run)
     if accelerators:
@@ -60,7 +60,7 @@ def system_name(run: Run) -> str:
 
 
 def same_system(one: Run, other: Run) -> bool:
-    """Whether two inventories are of machines of the same kind and software."""
+    """Whether two runs have the same hardware and LoadGen version."""
 
     def facts(run: Run) -> tuple[Any, ...]:
         environment = run.environment
@@ -73,9 +73,9 @@ def same_system(one: Run, other: Run) -> bool:
 
 
 def system_description(run: Run, *, submitter: str, division: str, benchmark: str, name: str) -> dict[str, Any]:
-    """systems/<name>.json with every key that MLPerf asks for.
+    """systems/<name>.json with every key that MLPerf requires.
 
-    Keys that may be empty and are not known are empty; others begin with TO_FILL and say what belongs there.
+    Unknown values are empty if the rules allow it, otherwise a placeholder that begins with TO_FILL.
     """
     known = {
         "division": division,
@@ -93,12 +93,12 @@ def system_description(run: Run, *, submitter: str, division: str, benchmark: st
 
 
 def model_description(run: Run) -> dict[str, Any]:
-    """How the model was made: the JSON of the measurements."""
+    """The JSON of the measurements: how the model was prepared."""
     random = is_random(run)
     precision = str(run.result.get("precision"))
     return {
         "input_data_types": "int32",  # token ids, as LoadGen and the engine count them
-        "retraining": "no" if random else to_fill("yes or no: are the weights trained further than the reference's"),
+        "retraining": "no" if random else to_fill("yes or no: were the reference's weights trained further"),
         "starting_weights_filename": f"{run.result.get('model')}, {run.result.get('weights')}",
         "weight_data_types": precision,
         "weight_transformations": f"none: drawn at random in {precision}"
@@ -108,12 +108,12 @@ def model_description(run: Run) -> dict[str, Any]:
 
 
 def is_random(run: Run) -> bool:
-    """Whether the weights are random ones."""
+    """Whether the weights are random."""
     return run.result.get("random_weights") is True
 
 
 def readme(run: Run, benchmark: str, scenario: str) -> str:
-    """README.md beside the measurements: how to repeat the run."""
+    """README.md of the measurements: how to repeat the run."""
     lines = [
         f"# {benchmark}, {scenario}",
         "",
@@ -135,7 +135,7 @@ def readme(run: Run, benchmark: str, scenario: str) -> str:
 
 
 def code_readme(run: Run) -> str:
-    """README.md in the place of the code: where it is."""
+    """README.md in place of the code: where the code is."""
     source = run.environment.get("source") or {}
     revision = source.get("revision")
     lines = ["# Code", "", f"The system under test is {_version(run)}, https://github.com/megatoken/megatoken.", ""]
@@ -147,7 +147,7 @@ def code_readme(run: Run) -> str:
 
 
 def calibration(run: Run) -> str:
-    """documentation/calibration.md: how the numbers of a quantised model were chosen."""
+    """documentation/calibration.md: how the quantization was calibrated."""
     precision = str(run.result.get("precision"))
     if precision in ("bf16", "fp32"):
         text = f"No quantization: weights, activations and KV cache are {precision}, so nothing was calibrated."
@@ -157,7 +157,7 @@ def calibration(run: Run) -> str:
 
 
 def _type(benchmark: str) -> dict[str, str]:
-    """The type of system, where the benchmark has one only."""
+    """The type of system, if the benchmark has only one."""
     kinds = benchmarks()[benchmark].required
     return {"system_type": next(iter(kinds))} if len(kinds) == 1 else {}
 
@@ -173,13 +173,13 @@ def _host(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _accelerators(run: Run) -> list[Mapping[str, Any]]:
-    """The GPUs of the machine, if the run used any."""
+    """The GPUs of the machine, if the run used GPUs."""
     device = (run.result.get("target") or {}).get("device")
     return [] if device == "cpu" else list(run.environment.get("gpus") or [])
 
 
 def _used_accelerators(run: Run) -> dict[str, Any]:
-    """The GPU that served; how many is known only where the machine has one."""
+    """The GPUs of the run; their number is known only if the machine has one."""
     gpus = _accelerators(run)
     if not gpus:
         on_cpu = (run.result.get("target") or {}).get("device") == "cpu"

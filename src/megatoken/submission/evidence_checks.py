@@ -1,4 +1,4 @@
-"""Figures, scores and compliance tests, read as MLCommons' checker reads them."""
+"""Check figures, scores and compliance tests as MLCommons' checker reads them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STREAM = "result_90.00_percentile_latency_ns"
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The figure that a result publishes: tokens/s, or of SingleStream the latency in ms."""
+    """The figure that a result publishes: tokens/s, or the latency in ms for SingleStream."""
 
     key: Key
     value: float
@@ -42,10 +42,10 @@ class Published:
 def published(
     tree: Tree, key: Key, folder: str, benchmark: Benchmark | None, networked: bool
 ) -> tuple[Published | None, list[Observation]]:
-    """The figure of a performance run, and what is wrong with it; of a ``networked`` one also with the SUT's name."""
+    """The figure of a performance run, and the observations on it; for a ``networked`` run also on the SUT name."""
     path = f"{folder}/performance/run_1/mlperf_log_detail.txt"
     if path not in tree.files:
-        return None, []  # said by the check of the files
+        return None, []  # reported by the check of the files
     place = display(path)
     try:
         log = read_detail_log(tree.path(path))
@@ -87,9 +87,9 @@ def _line(log: DetailLog, place: str, key: str | None) -> tuple[Where, ...]:
 
 
 def check_scores(tree: Tree, folder: str, benchmark: Benchmark | None) -> Iterator[Observation]:
-    """accuracy.txt: every score found as ``'name': number`` and high enough, and a line ``hash=...`` of its own.
+    """accuracy.txt: every score as ``'name': number`` and high enough, and a separate line ``hash=...``.
 
-    The scan ends once all are seen, as MLCommons' does, so that what follows does not count.
+    Stops once all are found, as MLCommons' checker does: later lines do not count.
     """
     path = f"{folder}/accuracy/accuracy.txt"
     if path not in tree.files or benchmark is None:
@@ -128,7 +128,7 @@ def check_scores(tree: Tree, folder: str, benchmark: Benchmark | None) -> Iterat
     for name in least.keys() - seen.keys():
         if not any(text.startswith(f"{name} ") for text in low):
             elsewhere = others.scores.get(name)
-            low.append(f"no {name}" if elsewhere is None else f"{name} {elsewhere:g}, not written {_example(name)}")
+            low.append(f"no {name}" if elsewhere is None else f"{name} {elsewhere:g}, not written as {_example(name)}")
     yield observe(
         "check.scores",
         not low,
@@ -140,14 +140,14 @@ def check_scores(tree: Tree, folder: str, benchmark: Benchmark | None) -> Iterat
         "check.score_range",
         not beyond,
         f"scores from 0 to {HIGHEST_SCORE}",
-        shown("; ".join(beyond)) or "they are",
+        shown("; ".join(beyond)) or "all in range",
         place,
     )
-    yield observe("check.hash", digest is not None, "a line hash=... with nothing else", shown(digest or "none"), place)
+    yield observe("check.hash", digest is not None, "a separate line hash=...", shown(digest or "none"), place)
 
 
 def _score(line: str, name: str) -> float | None:
-    """The score of that name on a line of accuracy.txt; of several the last, as the greedy pattern finds it."""
+    """The score ``name`` on a line of accuracy.txt; the last one if there are several, as in MLCommons' checker."""
     blanks = r"\s+'?" if name.startswith("rouge") else r"\s"
     found = re.match(rf".*'{_SPELLING.get(name, name)}':{blanks}([\d.]+)", line)
     try:
@@ -163,13 +163,13 @@ def _example(name: str, value: float | None = None) -> str:
 def check_compliance(
     tree: Tree, one: Submission, key: Key, layout: Layout, benchmark: Benchmark | None
 ) -> Iterator[Observation]:
-    """The compliance tests of the closed division, each with the lines that say that it passed."""
+    """The compliance tests of the closed division, each with the lines that show that it passed."""
     for test in benchmark.compliance if benchmark else ():
         folder = at(one, f"{layout.compliance(key)}/{test}")
         path = f"{folder}/{COMPLIANCE_FILES.get(test, 'verify_accuracy.txt')}"
         where = (Where(display(path)),)
         if path not in tree.files:
-            found = "it is not there" if folder in tree.folders else f"no folder {test}"
+            found = "no such file" if folder in tree.folders else f"no folder {test}"
             yield observe("check.compliance", False, f"{test} with {path.rpartition('/')[2]}", found, where)
         elif test == "TEST06":
             try:
@@ -181,7 +181,7 @@ def check_compliance(
             yield observe(
                 "check.compliance",
                 not failed,
-                "lines that say: " + "; ".join(" or ".join(choices) for choices in TEST06_LINES),
+                "the lines: " + "; ".join(" or ".join(choices) for choices in TEST06_LINES),
                 shown(f"no line {'; '.join(failed)}") if failed else "passed",
                 where,
             )

@@ -1,4 +1,4 @@
-"""From what checks observe to what a submission is refused for."""
+"""Decide which observations of checks refuse a submission."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from megatoken.audit.discovery import Tree
 from megatoken.audit.evidence import Role, Run, Where
 from megatoken.audit.finding import Observation, Severity
 from megatoken.files import display
-from megatoken.mlperf.rounds import rules as facts
-from megatoken.submission.rules import COVERED, RULES, Rule
+from megatoken.mlperf.rounds import rules as round_rules
+from megatoken.submission.rules import COVERED, Rule, rules
 from megatoken.submission.tree_checks import benchmark_named
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One rule that is not met. ``rule`` is None for a contradiction that an audit finds and no rule is about."""
+    """A rule that is not met, or with ``rule`` None a contradiction that an audit finds and no rule covers."""
 
     check: str  # the check that found it
     rule: Rule | None
     refused: bool
-    by_mlcommons: bool  # MLCommons' checker of the round refuses for it too
+    by_mlcommons: bool  # MLCommons' checker refuses too
     expected: str
     found: str
     where: tuple[Where, ...]
@@ -36,7 +36,7 @@ class Problem:
 
     @property
     def place(self) -> str:
-        """The first place, and how many more there are."""
+        """The first place, and the number of further places."""
         file, line = self.first
         more = f" and {len(self.where) - 1} more" if len(self.where) > 1 else ""
         return (f"{file}:{line}" if line else file) + more
@@ -45,14 +45,14 @@ class Problem:
         """Plain JSON."""
         return {
             "check": self.check,
-            "rule": self.rule.id if self.rule else None,
+            "rule": self.rule.rule if self.rule else None,
             "title": self.rule.title if self.rule else None,
             "refused": self.refused,
             "refused_by_mlcommons_checker": self.by_mlcommons,
             "expected": self.expected,
             "found": self.found,
             "where": [place.to_document() for place in self.where],
-            "mend": self.rule.mend if self.rule else None,
+            "fix": self.rule.fix if self.rule else None,
             "source": self.rule.source if self.rule else None,
         }
 
@@ -67,7 +67,7 @@ class Judge:
         self._problems: dict[tuple[str, str, tuple[Where, ...]], Problem] = {}
 
     def take(self, observations: Iterable[Observation], run: Run | None = None) -> None:
-        """Takes in what checks of one run, or of the tree, observed."""
+        """Add the observations of checks, of one run or of the tree."""
         for observation in observations:
             if observation.id in COVERED or observation.severity in (Severity.PASS, Severity.NOTE):
                 continue
@@ -84,12 +84,13 @@ class Judge:
 
     def _problem(self, observation: Observation, run: Run | None) -> Problem | None:
         of_accuracy = run is not None and run.role is Role.ACCURACY
-        id_ = f"{observation.id} of accuracy"
-        rule = RULES.get(id_ if of_accuracy and id_ in RULES else observation.id)
+        rule = rules().get(observation.id)
+        if of_accuracy:
+            rule = rules().get(f"{observation.id} of accuracy", rule)
         if of_accuracy and observation.id == "rules.seeds":
-            rule = None  # of accuracy runs nobody looks at the seeds
+            rule = None  # neither version tests the seeds of accuracy runs
         if run is not None and run.role is Role.RANGING:
-            rule = None  # the power checks look at it
+            rule = None  # covered by the power checks
         if rule is None:
             if observation.severity is Severity.UNKNOWN:
                 return None
@@ -100,13 +101,13 @@ class Judge:
             by_mlcommons = seen and rule.by_mlcommons(division, self.version)
             refused = by_mlcommons or rule.by_us(division)
             if observation.severity is Severity.WARN and observation.id == "submission.performance":
-                refused = by_mlcommons = False  # a second run, which nobody reads
+                refused = by_mlcommons = False  # a second run, which no version reads
         return Problem(
             observation.id, rule, refused, by_mlcommons, observation.expected, observation.found, observation.where
         )
 
     def _division(self, observation: Observation) -> str:
-        """The division of the first place; of a place outside of all, the strictest there is."""
+        """The division of the first place; for a place outside the submissions, the strictest division of the tree."""
         for place in observation.where[:1]:
             for one in self._submissions:
                 if not one.path or f"{place.file}/".startswith(f"{display(one.path)}/"):
@@ -114,7 +115,7 @@ class Judge:
         return "closed" if any(one.division != "open" for one in self._submissions) else "open"
 
     def _overlooked(self, observation: Observation, division: str, run: Run | None) -> bool:
-        """Whether MLCommons' checker does not see this case of a rule that it tests."""
+        """Whether MLCommons' checker misses this case of a rule that it tests."""
         place = observation.where[0].file if observation.where else ""
         if self.version == 6:
             if observation.id == "submission.performance":
@@ -127,7 +128,7 @@ class Judge:
             return set(self._tree.children(place)) == ACCURACY_FILES  # not truncated
         if observation.id == "system.values":
             value = observation.found.strip().lower()
-            return observation.expected.startswith("status") and value in facts()["system_status"]
+            return observation.expected.startswith("status") and value in round_rules()["system_status"]
         return False
 
     @staticmethod

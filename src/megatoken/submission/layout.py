@@ -1,4 +1,4 @@
-"""Where the parts of a submission stand, and what is left in them for a person to fill in.
+"""The folders and files of a submission.
 
 Layouts: submission_structure.md and the paths in constants.py of mlcommons/inference, tools/submission.
 """
@@ -11,13 +11,13 @@ from megatoken.errors import UsageError
 from megatoken.mlperf.rounds import known_round
 
 ROUNDS = ("v5.1", "v6.0", "v6.1")
-TO_FILL = "TO FILL"  # what `build` writes where nothing is known, and `check` refuses
+TO_FILL = "TO FILL"  # `build` writes it for unknown values; `check` refuses it
 IMPLEMENTATION = "megatoken"
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a result is of: names of folders."""
+    """The system, benchmark and scenario of a result, as folder names."""
 
     system: str
     benchmark: str
@@ -25,13 +25,13 @@ class Key:
 
     @property
     def path(self) -> str:
-        """As folders."""
+        """The three as a path."""
         return f"{self.system}/{self.benchmark}/{self.scenario}"
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Paths below ``<division>/<submitter>``; version 5 is that of v5.1, version 6 that of v6.0 and v6.1."""
+    """Paths below ``<division>/<submitter>``; version 5 is for v5.1, version 6 for v6.0 and v6.1."""
 
     version: int
 
@@ -40,11 +40,11 @@ class Layout:
         return f"results/{key.path}"
 
     def description(self, key: Key) -> str:
-        """Folder of user.conf, README.md and the description of how the model was made."""
+        """Folder of user.conf, README.md and the description of the model."""
         return self.results(key) if self.version == 6 else f"measurements/{key.path}"
 
     def description_name(self, key: Key) -> str:
-        """File name of that description; MLCommons' checker of v5.1 finds it by its beginning and its end."""
+        """File name of that description; the checker of v5.1 finds it by prefix and suffix."""
         return "measurements.json" if self.version == 6 else f"{key.system}_{IMPLEMENTATION}_{key.scenario}.json"
 
     def compliance(self, key: Key) -> str:
@@ -52,18 +52,18 @@ class Layout:
         return self.results(key) if self.version == 6 else f"compliance/{key.path}"
 
     def code(self, benchmark: str) -> str:
-        """Folder that leads to the code."""
+        """Folder with the code or a reference to it."""
         return "src" if self.version == 6 else f"code/{benchmark}"
 
 
 def layout_of(round_: str) -> Layout:
-    """The layout of a round that submissions are built and checked for."""
+    """The layout of a supported round."""
     return Layout(6 if round_.startswith("v6") else 5)
 
 
 def supported_round(name: str) -> str:
-    """``name`` as the tables spell it; UsageError if its rules are not known here."""
+    """The normalised name of a supported round; UsageError for others."""
     wanted = known_round(name, ROUNDS)
     if wanted not in ROUNDS:
-        raise UsageError(f"--round {name}: submissions are built and checked for {', '.join(ROUNDS)}")
+        raise UsageError(f"--round {name}: supported rounds are {', '.join(ROUNDS)}")
     return wanted

@@ -1,4 +1,4 @@
-"""Run folders as evidence for a submission: what each is, and why one is refused."""
+"""Read run folders for a submission: the role of each, and why a run is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SUMMARY = "mlperf_log_summary.txt"
 ANSWERS = "mlperf_log_accuracy.json"
 USER_CONF = "user.conf"
 ACCURACY_TXT, ACCURACY_JSON = "accuracy/accuracy.txt", "accuracy/accuracy.json"
-COMPLIANCE_JSON = "compliance.json"  # of a test, beside the file that a submission carries
+COMPLIANCE_JSON = "compliance.json"  # of a test, next to the file for the submission
 ONE_FOR_ALL = {"model": "model", "weights": "weights", "precision": "precision", "data_set_sha256": "data set"}
 LATENCY_CODES = {"TTFT_LIMIT", "TPOT_LIMIT"}
 _FAMILIES = {
@@ -38,7 +38,7 @@ _FAMILIES = {
 
 
 class RefusedRunsError(UsageError):
-    """Run folders that cannot be submitted: one line for each."""
+    """Run folders that cannot be submitted, one line each."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("; ".join(lines))
@@ -47,7 +47,7 @@ class RefusedRunsError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class SubmittedRun:
-    """A run folder and what LoadGen's log says of it."""
+    """A run folder and LoadGen's log of it."""
 
     run: Run
     role: Role
@@ -70,15 +70,15 @@ class SubmittedRun:
         return str(self.run.result.get("model"))
 
     def verified(self, test: str) -> Path:
-        """What ``megatoken verify`` wrote of a compliance test."""
+        """The file that ``megatoken verify`` writes for a compliance test."""
         return self.path / "compliance" / test / "verify_accuracy.txt"
 
 
 def read_runs(paths: Iterable[Path], round_: str, division: str) -> list[SubmittedRun]:
-    """Reads every run folder and holds it against the round and against the others.
+    """Read every run folder and compare it with the round and with the first run.
 
     Raises:
-        RefusedRunsError: with one line for each that cannot be submitted.
+        RefusedRunsError: some run folders cannot be submitted; one line each.
     """
     runs: list[SubmittedRun] = []
     refused: list[str] = []
@@ -95,13 +95,13 @@ def read_runs(paths: Iterable[Path], round_: str, division: str) -> list[Submitt
 
 
 def family_of(model: str) -> str | None:
-    """The MLPerf model that a checkpoint's or shape's name is of: llama2-70b, llama3.1-405b, llama3.1-8b."""
+    """The MLPerf model with this checkpoint or shape name: llama2-70b, llama3.1-405b or llama3.1-8b."""
     name = model.lower().replace("meta-", "")
     return next((family for family, pattern in _FAMILIES.items() if re.search(pattern, name)), None)
 
 
 def other_references(run: SubmittedRun) -> str | None:
-    """What the answers of an accuracy run were scored against, where that is none of MLPerf's data sets."""
+    """The references of an accuracy run, if they are not a data set of MLPerf."""
     path = run.path / ACCURACY_JSON
     if run.role is not Role.ACCURACY or not path.is_file():
         return None
@@ -110,7 +110,7 @@ def other_references(run: SubmittedRun) -> str | None:
 
 
 def missing_runs(runs: Sequence[SubmittedRun], benchmark: Benchmark, division: str) -> Iterator[str]:
-    """One line for each run that a scenario lacks, has twice, or that is not evaluated."""
+    """One line for each run that is missing, duplicate or not evaluated."""
     for scenario in dict.fromkeys(run.scenario for run in runs):
         mine = [run for run in runs if run.scenario == scenario]
         needed = {Role.PERFORMANCE: "performance run", Role.ACCURACY: "accuracy run"}
@@ -120,21 +120,21 @@ def missing_runs(runs: Sequence[SubmittedRun], benchmark: Benchmark, division: s
             found = [run for run in mine if run.role is role]
             if not found:
                 how = {Role.ACCURACY: "--mode accuracy", Role.COMPLIANCE: "--compliance TEST06"}.get(role, "--rules")
-                yield f"{scenario}: no {what} among the run folders; make one (megatoken run {how}) and name it too"
+                yield f"{scenario}: no {what} among the run folders; add one (megatoken run {how})"
             elif len(found) > 1:
-                yield f"{scenario}: {len(found)} times a {what} ({', '.join(str(run.path) for run in found)}); give one"
+                yield f"{scenario}: {len(found)} {what}s ({', '.join(str(run.path) for run in found)}); give one"
     for run in runs:
         yield from _unevaluated(run, benchmark)
         yield from _other_limits(run, benchmark)
         if division == "closed" and (references := other_references(run)):
             yield (
-                f"{run.path}: its answers were scored against {references}, none of MLPerf's data sets; the closed "
-                "division asks for MLPerf's (--prompts, --references)"
+                f"{run.path}: its answers were scored against {references}, not a data set of MLPerf; the closed "
+                "division needs one (--prompts, --references)"
             )
 
 
 def sha256(path: Path) -> str:
-    """Hash of a file of any size."""
+    """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -160,26 +160,26 @@ def _log(path: Path) -> DetailLog:
 
 
 def _role(log: DetailLog) -> Role:
-    """What LoadGen was asked for: compliance tests are performance runs that log some of their answers."""
+    """The role of a run: compliance tests are performance runs that log some of their answers."""
     if log.text("effective_test_mode") == "AccuracyOnly":
         return Role.ACCURACY
     return Role.COMPLIANCE if samples_answers(log) else Role.PERFORMANCE
 
 
 def _unfinished(run: Run, role: Role, round_: str) -> str | None:
-    """Why a run's verdict keeps it out."""
+    """Why the verdict of a run excludes it."""
     codes = ", ".join(reason["code"] for reason in run.reasons)
     if run.verdict is Verdict.INTERRUPTED or (run.path / MLPERF / ABANDONED).exists():
         return f"INTERRUPTED ({codes or ABANDONED}); repeat the run"
     if run.verdict is Verdict.DEGRADED:
-        return "DEGRADED: it finished with fewer nodes than it began with; repeat the run on all of them"
+        return "DEGRADED: replicas were lost during the run; repeat the run"
     if run.result.get("samples_failed"):
         return f"{count_of(run.result['samples_failed'], 'sample')} failed; repeat the run"
     if role is Role.PERFORMANCE and run.verdict is Verdict.MEASURED:
-        return f"MEASURED: it claims no rules; repeat the run with --rules {round_}"
+        return f"MEASURED: no rules claimed; repeat the run with --rules {round_}"
     if run.verdict is Verdict.INVALID:
         test = " --compliance TEST06" if role is Role.COMPLIANCE else ""
-        how = "and nothing that cuts it short"
+        how = "without --samples and --min-duration"
         if codes == "DATA_SET_SIZE":
             how = "on MLPerf's whole data set (--prompts)"
         elif any(reason["code"] in LATENCY_CODES for reason in run.reasons):
@@ -189,7 +189,7 @@ def _unfinished(run: Run, role: Role, round_: str) -> str | None:
 
 
 def _unlike_log(run: Run, log: DetailLog, role: Role, round_: str) -> str | None:
-    """Where LoadGen's log says something else than the folder, or is of another round."""
+    """How LoadGen's log differs from the run folder or from the round; None if it does not."""
     figures = run_figures(log)
     scenario = SCENARIOS.get(str(run.result.get("scenario")).lower())
     logged = "Server" if scenario == "Interactive" else scenario
@@ -198,7 +198,7 @@ def _unlike_log(run: Run, log: DetailLog, role: Role, round_: str) -> str | None
     if (run.result.get("mode") == "accuracy") != (role is Role.ACCURACY):
         return f"result.json says mode {run.result.get('mode')}, LoadGen's log says {figures.mode}"
     if figures.round != round_:
-        of = f"those of {figures.round}" if figures.round else "of no round"
+        of = f"those of {figures.round}" if figures.round else "not those of a known round"
         return f"LoadGen's seeds are {of}, not those of {round_}; repeat the run with --rules {round_}"
     if role is Role.PERFORMANCE and figures.validity != "VALID":
         return f"LoadGen's log says {figures.validity}, result.json says {run.verdict}; repeat the run"
@@ -217,45 +217,45 @@ def _unlike_log(run: Run, log: DetailLog, role: Role, round_: str) -> str | None
 
 
 def _unlike(run: SubmittedRun, first: SubmittedRun, division: str) -> Iterator[str]:
-    """What keeps a run from being part of the submission that the first one belongs to."""
+    """Why a run cannot be in the same submission as the first run."""
     result, other = run.run.result, first.run.result
     for key, what in ONE_FOR_ALL.items():
         if result.get(key) != other.get(key):
-            yield f"other {what}: {result.get(key)}, not {other.get(key)} as {first.path}"
+            yield f"{what} is {result.get(key)}, but {other.get(key)} in {first.path}"
     if not same_system(run.run, first.run):
-        yield f"another machine or LoadGen than that of {first.path}; build a submission of one system"
+        yield f"machine or LoadGen version differs from {first.path}; a submission has one system"
     if division == "closed":
         if is_random(run.run):
-            yield "random weights are no model of the closed division; give --division open"
+            yield "random weights are not allowed in the closed division; give --division open"
         if any(note["code"] == "RANDOM_PROMPTS" for note in result.get("notes") or []):
-            yield "its prompts are random tokens; the closed division asks for MLPerf's data set (--prompts)"
+            yield "its prompts are random tokens; the closed division needs MLPerf's data set (--prompts)"
 
 
 def _unevaluated(run: SubmittedRun, benchmark: Benchmark) -> Iterator[str]:
     if run.role is Role.ACCURACY:
         path = run.path / ACCURACY_TXT
         if not path.is_file():
-            yield f"{run.path}: no {ACCURACY_TXT}; make it: megatoken accuracy {run.path}"
+            yield f"{run.path}: no {ACCURACY_TXT}; create it: megatoken accuracy {run.path}"
             return
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         digest = next((line.removeprefix("hash=") for line in reversed(lines) if line.startswith("hash=")), None)
         if digest != sha256(run.logs / ANSWERS):
-            yield f"{path}: its hash is not that of {ANSWERS}; evaluate the run again: megatoken accuracy {run.path}"
+            yield f"{path}: not the hash of {ANSWERS}; evaluate the run again: megatoken accuracy {run.path}"
     elif run.role is Role.COMPLIANCE:
         for test in benchmark.compliance:
             file = run.verified(test)
             if not file.is_file():
-                yield f"{run.path}: no {file.relative_to(run.path)}; make it: megatoken verify {test} {run.path}"
+                yield f"{run.path}: no {file.relative_to(run.path)}; create it: megatoken verify {test} {run.path}"
             elif not file.read_text(encoding="utf-8", errors="replace").endswith(f"{test} verification complete\n"):
-                yield f"{file}: the test is not passed; megatoken verify {test} {run.path} says why"
+                yield f"{file}: the test did not pass; see megatoken verify {test} {run.path}"
             elif (found := _other_end_tokens(run, file.with_name(COMPLIANCE_JSON))) is not None:
-                yield f"{file}: verified by {found}, not by the run's; repeat megatoken verify {test} {run.path}"
+                yield f"{file}: verified with {found}, not those of the run; repeat megatoken verify {test} {run.path}"
 
 
 def _other_end_tokens(run: SubmittedRun, file: Path) -> str | None:
-    """The end tokens that a test was verified by, where the run has others."""
-    told = run.run.result.get("compliance")
-    mine = told.get("end_token_ids") if isinstance(told, dict) else None
+    """The end tokens with which a test was verified, if they differ from those of the run."""
+    compliance = run.run.result.get("compliance")
+    mine = compliance.get("end_token_ids") if isinstance(compliance, dict) else None
     try:
         theirs = read_json_object(file)[0].get("end_token_ids")
     except UnreadableError:
@@ -266,11 +266,11 @@ def _other_end_tokens(run: SubmittedRun, file: Path) -> str | None:
 
 
 def _other_limits(run: SubmittedRun, benchmark: Benchmark) -> Iterator[str]:
-    """LoadGen's own verdict is about the limits that it was told."""
+    """A line if LoadGen was given other latency limits than the benchmark has: its verdict is for these."""
     limits = benchmark.limits.get(run.scenario)
-    told = run.log.number("requested_server_ttft_latency"), run.log.number("requested_server_tpot_latency")
-    if run.role is Role.PERFORMANCE and limits is not None and told != (limits.ttft_ns, limits.tpot_ns):
+    given = run.log.number("requested_server_ttft_latency"), run.log.number("requested_server_tpot_latency")
+    if run.role is Role.PERFORMANCE and limits is not None and given != (limits.ttft_ns, limits.tpot_ns):
         yield (
-            f"{run.path}: LoadGen was told TTFT and TPOT limits of {told[0]} and {told[1]} ns, those of "
+            f"{run.path}: LoadGen was given TTFT and TPOT limits of {given[0]} and {given[1]} ns, the limits of "
             f"{benchmark.name} {run.scenario} are {limits.ttft_ns} and {limits.tpot_ns}; repeat the run"
         )

@@ -1,4 +1,4 @@
-"""Names, folders and descriptions, as MLCommons' checker looks them up and an audit has no reason to."""
+"""Check names, folders and descriptions as MLCommons' checker looks them up, beyond the checks of an audit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ NETWORK_KEYS = (
     *("net_software_stack_sut", "network_topology"),
 )
 MOST_STRAYS = 50
-# Of any scenario in any round; descriptions, which belong there from v6.0 on, harm nobody in v5.1.
+# Folders of a scenario in any round; descriptions belong there from v6.0 on and are allowed in v5.1.
 _FOLDERS_OF_RESULTS = re.compile(r"performance|accuracy|TEST\d\d|images")
-_BESIDE_RESULTS = re.compile(r"\.(?:md|json|conf|config|ya?ml)$|^\.git")
+_WITH_RESULTS = re.compile(r"\.(?:md|json|conf|config|ya?ml)$|^\.git")
 _FILLED_IN = re.compile(
     r"/(?:README\.md|calibration\.md|measurements\.json|systems/[^/]+\.json|measurements/(?:[^/]+/){3}[^/]+\.json)$"
 )
@@ -37,25 +37,25 @@ def at(one: Submission, path: str) -> str:
 
 
 def check_files(tree: Tree) -> Iterator[Observation]:
-    """What an audit says of names, but for files beside the submissions: .md and .pdf at the root, none below it."""
+    """The audit's check of names, and files outside the submissions: only .md and .pdf, only at the root."""
     papers = {path for path in tree.children("") if path.lower().endswith((".md", ".pdf"))}
     yield from check_names(replace(tree, files={path: size for path, size in tree.files.items() if path not in papers}))
     if not tree.folders.isdisjoint(DIVISIONS):
-        beside = [name for name in tree.children("") if name not in papers]
-        beside += [f"{division}/{name}" for division in DIVISIONS for name in tree.children(division)]
+        outside = [name for name in tree.children("") if name not in papers]
+        outside += [f"{division}/{name}" for division in DIVISIONS for name in tree.children(division)]
         named = tuple(name for name in ROOT_FILES if name != ".git")
-        beside = [path for path in beside if path.rpartition("/")[2].lower().startswith(named)]
+        outside = [path for path in outside if path.rpartition("/")[2].lower().startswith(named)]
         yield observe(
             "check.root",
-            not beside,
-            "no file beside the submissions but .md and .pdf at the root",
-            shown(", ".join(beside)) or "none",
-            tuple(Where(display(path)) for path in beside),
+            not outside,
+            "no file outside the submissions except .md and .pdf at the root",
+            shown(", ".join(outside)) or "none",
+            tuple(Where(display(path)) for path in outside),
         )
 
 
 def check_strays(tree: Tree, one: Submission) -> Iterator[Observation]:
-    """Files, folders and links among the results that belong to none of them and that nobody reads."""
+    """Files, folders and links in the results folder that belong to no result."""
     results = at(one, "results")
     known = {key[:depth] for key in one.results for depth in range(len(key) + 1)}
     undescribed: list[str] = []
@@ -67,18 +67,18 @@ def check_strays(tree: Tree, one: Submission) -> Iterator[Observation]:
                 described = at(one, f"systems/{system}.json") in tree.files
                 (others if described else undescribed).append(folder)
             case (system, _) if levels not in known:
-                if (system,) in known:  # else all of the system is a stray
+                if (system,) in known:  # otherwise the whole system is a stray
                     others.append(folder)
             case (_, _, _, part) if not _FOLDERS_OF_RESULTS.fullmatch(part):
                 others.append(folder)
             case _ if levels in known or levels[3:] == ("performance",):
-                others += [f"{folder}/{name}" for name in tree.children(folder) if not _BESIDE_RESULTS.search(name)]
+                others += [f"{folder}/{name}" for name in tree.children(folder) if not _WITH_RESULTS.search(name)]
     for id_, found in (("check.stray_system", undescribed), ("check.strays", others)):
         yield observe(
             id_,
             not found,
             "results/SYSTEM/BENCHMARK/SCENARIO with performance, accuracy and compliance tests, and nothing else",
-            shown(f"a stray file, folder or link: {', '.join(path.removeprefix(results)[1:] for path in found)}")
+            shown(f"stray files, folders or links: {', '.join(path.removeprefix(results)[1:] for path in found)}")
             if found
             else "nothing else",
             tuple(Where(display(path)) for path in found[:MOST_STRAYS]),
@@ -88,7 +88,7 @@ def check_strays(tree: Tree, one: Submission) -> Iterator[Observation]:
 def check_scenario(
     one: Submission, key: Key, folder: str, benchmark: str, system: System | None, round_: str
 ) -> Iterator[Observation]:
-    """Whether the round has the benchmark, and the benchmark the scenario, for that type of system."""
+    """Whether the benchmark belongs to the round, and has the scenario for this type of system."""
     known = benchmarks().get(benchmark)
     kind = str(system.values.get("system_type", "datacenter")) if system else "datacenter"
     kinds = [part.strip() for part in kind.split(",")]
@@ -118,7 +118,7 @@ def check_scenario(
 
 
 def check_description(tree: Tree, one: Submission, key: Key, layout: Layout) -> Iterator[Observation]:
-    """The name of the description, which begins with the system's, and the folder with the code."""
+    """The name of the description, which begins with the system name, and the folder with the code."""
     place = at(one, layout.description(key))
     if layout.version == 5:
         described = [name for name in tree.children(place) if name.endswith(".json")]
@@ -135,13 +135,13 @@ def check_description(tree: Tree, one: Submission, key: Key, layout: Layout) -> 
             "check.code",
             code in tree.folders or code in tree.files,
             f"a folder {layout.code(key.benchmark)}",
-            "it is there" if code in tree.folders else "none",
+            "present" if code in tree.folders else "none",
             (Where(display(code)),),
         )
 
 
 def check_system_values(system: System) -> Iterator[Observation]:
-    """Values that read as text here and as nothing, or not at all, by a program that takes them as they are."""
+    """Values that MLCommons' checker takes for empty, or cannot read, because they are not text."""
     empty = [key for key in rules()["system_keys_not_empty"] if system.values.get(key, True) in (0, False, [], {})]
     texts = ["submitter", "division", "status", "is_network"]
     odd = [key for key in texts if not isinstance(system.values.get(key, ""), str) and key not in empty]
@@ -149,8 +149,8 @@ def check_system_values(system: System) -> Iterator[Observation]:
     yield observe(
         "check.system_values",
         not found,
-        "values as text: 0 and false count as empty, and is_network and the like must be text",
-        shown(", ".join(found)) or "they are",
+        "text values: 0 and false count as empty; submitter, division, status and is_network must be text",
+        shown(", ".join(found)) or "all text",
         tuple(system.where(key) for key in (*empty, *odd)) or (system.where(),),
     )
     if is_networked(system):
@@ -160,12 +160,12 @@ def check_system_values(system: System) -> Iterator[Observation]:
 
 
 def is_networked(system: System | None) -> bool:
-    """Whether a description says that queries come over a network."""
+    """Whether a description states that queries come over a network."""
     return system is not None and str(system.values.get("is_network", "")).lower() == "true"
 
 
 def check_to_fill(tree: Tree) -> Iterator[Observation]:
-    """What a build left for a person to fill in."""
+    """Fields that a build left to fill in."""
     for path in sorted(path for path in tree.files if _FILLED_IN.search(f"/{path}")):
         try:
             text, _ = read_text(tree.path(path))
@@ -189,5 +189,5 @@ def _field(line: str) -> str:
 
 
 def benchmark_named(names: Mapping[str, str], model: str) -> Benchmark | None:
-    """The facts of the benchmark that a model's folder stands for, if they are known."""
+    """The benchmark of a model's folder, if known."""
     return benchmarks().get(names.get(model, model))
