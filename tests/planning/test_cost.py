@@ -168,7 +168,7 @@ def test_a_plan_by_hand_at_half_use_and_at_full():
     assert plan.result("Output tokens per hour").value == pytest.approx(1.8)
     assert plan.result("Cost per million output tokens").value == pytest.approx(12.7 / 1.8 + 0.032)
     # Full use: power 1 and cooling 0.5, so 13.3 $/h over 3.6 million tokens; egress and storage as before.
-    full = plan.result("The same at the full latency-bound rate").value
+    full = plan.result("Cost per million output tokens at full utilisation").value
     assert full == pytest.approx(13.3 / 3.6 + 0.032)
     assert full == pytest.approx(3.726444, abs=1e-6)
 
@@ -247,7 +247,7 @@ def test_cost_of_a_run_without_accelerators(make_run, assumptions):
     with pytest.raises(UsageError, match="1 for a machine without"):
         plan_cost(System(from_runs([run], assumptions), None), [], assumptions)
     throughput = from_runs([run], assumptions, accelerators=1)
-    with pytest.raises(UsageError, match="power is not known"):
+    with pytest.raises(UsageError, match="power unknown"):
         plan_cost(System(throughput, None), [], assumptions)
     plan = plan_cost(System(throughput, power_given(250, "wall", "measured")), load_profiles(), assumptions)
     assert plan.results[0].value > 0
@@ -258,11 +258,11 @@ def test_the_default_price_is_that_of_one_accelerator(rack, assumptions):
     own = load_assumptions(settings=["system_price_dollars_per_accelerator=30000"])
     for throughput, given_prices, warned in ((rack, assumptions, 0), (other, assumptions, 1), (other, own, 0)):
         plan = plan_cost(System(throughput, power_of(throughput)), [], given_prices)
-        assert sum("price assumed is that of a GB300, not of a H100" in note for note in plan.notes) == warned
+        assert sum("assumed price is that of a GB300, this is a H100" in note for note in plan.notes) == warned
 
 
 def test_a_rent_that_is_no_price(rack, assumptions):
-    with pytest.raises(UsageError, match="the rent"):
+    with pytest.raises(UsageError, match="--rent: expected"):
         plan_cost(System(rack, None, -1.0), [], assumptions)
 
 

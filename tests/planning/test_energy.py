@@ -22,9 +22,9 @@ from megatoken.planning.energy import (
     joules_per_token,
     kwh_per_million_tokens,
     power_at,
+    tdp_watts,
     tokens_per_joule,
 )
-from megatoken.planning.reference_rows import tdp_watts
 
 POSITIVE = st.floats(1e-3, 1e9)
 
@@ -63,7 +63,7 @@ def test_a_measured_run_is_set_against_its_own_tokens(make_run, assumptions):
     assert (power.watts, power.state, power.boundary) == (400.0, "measured", "accelerators")
     assert plan.results[0].value == pytest.approx(500 / 400)  # tokens of the series, not of the whole run
     assert plan.results[0].state == "measured"
-    assert any("found against nameplate" in note for note in plan.notes)
+    assert any("relative to nameplate" in note for note in plan.notes)
 
 
 def test_a_run_without_power_falls_back_to_the_data_sheet_and_says_so(make_run, assumptions):
@@ -117,16 +117,16 @@ def test_pue_moves_the_site_only(rack, assumptions):
 
 def test_power_that_nobody_knows(assumptions):
     for arguments, why in (
-        ({"scope": "node"}, "give watts"),
-        ({"scope": "node", "accelerators": 8}, "give watts"),
-        ({"scope": "node", "accelerators": 8, "accelerator": "TPU"}, "TDP of 'TPU' is not known"),
+        ({"scope": "node"}, "pass --watts"),
+        ({"scope": "node", "accelerators": 8}, "pass --watts"),
+        ({"scope": "node", "accelerators": 8, "accelerator": "TPU"}, "TDP of 'TPU' unknown"),
     ):
         with pytest.raises(UsageError, match=why):
             power_of(from_number(100, assumptions=assumptions, **arguments))
     for watts, boundary, state, why in (
-        (0, "wall", "measured", "power in watts is 0"),
-        (5, "plug", "measured", "boundary of the power is 'plug'"),
-        (5, "wall", "sure", "state of the power is 'sure'"),
+        (0, "wall", "measured", "--watts: expected .*, got 0"),
+        (5, "plug", "measured", "--boundary: .* got 'plug'"),
+        (5, "wall", "sure", "--watts-state: .* got 'sure'"),
     ):
         with pytest.raises(UsageError, match=why):
             power_given(watts, boundary, state)

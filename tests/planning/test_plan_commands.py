@@ -34,7 +34,7 @@ def test_a_rate_of_simulated_gpus_is_an_estimate(make_run):
     plan = capacity(Rate(run=make_run(simulated_gpu="GB300").path), Common())
     assert plan.title.endswith("(estimate)")
     states = {one.name: one.state for one in (*plan.inputs, *plan.results)}
-    assert "Nobody says how many accelerators" in "".join(plan.notes)  # a folder without the nodes
+    assert "The number of accelerators is unknown" in "".join(plan.notes)  # a folder without the nodes
     of_the_run = ("rate", "service_level_kept", "tpot_mean_seconds", "Peak rate", "Goodput")
     assert [states[name] for name in of_the_run] == ["estimate"] * len(of_the_run)
 
@@ -48,7 +48,7 @@ def test_the_gpus_of_a_simulated_rack_are_counted(make_run):
     plan = capacity(Rate(run=run.path), Common())
     assert "8 accelerators" in plan.title
     assert not any("accelerator" in note for note in plan.notes)
-    with pytest.raises(UsageError, match="the run used 8 accelerators, not 4"):
+    with pytest.raises(UsageError, match="expected 4 accelerators, the run used 8"):
         capacity(Rate(run=run.path, accelerators=4), Common())
     watts = {one.name: one.value for one in cost(Rate(run=run.path), Common(), PowerFlags()).inputs}
     assert watts
@@ -57,7 +57,7 @@ def test_the_gpus_of_a_simulated_rack_are_counted(make_run):
 def test_a_run_on_a_cpu(make_run):
     run = make_run().path
     assert capacity(Rate(run=run), Common()).results[0].value > 0
-    with pytest.raises(UsageError, match="give watts"):
+    with pytest.raises(UsageError, match="pass --watts"):
         energy(Rate(run=run), Common(), PowerFlags())
     assert energy(Rate(run=run), Common(), PowerFlags(watts=65)).results[0].state == "given"
     assert cost(Rate(run=run, accelerators=1), Common(), PowerFlags(watts=65)).results[0].value > 0
@@ -80,15 +80,15 @@ def test_two_runs_of_one_system(make_run):
     first = make_run(name="first", input_tokens=2000)
     second = make_run(name="second", output_tokens=201)
     plan = capacity(Rate(run=first.path), Common(), second_run=second.path)
-    assert plan.result("Price of an input token").state == "measured"
+    assert plan.result("System time per input token").state == "measured"
     cost(Rate(run=first.path, accelerators=1), Common(), PowerFlags(watts=65), second_run=second.path)
 
 
 @pytest.mark.parametrize(
     ("rate", "why"),
     [
-        (Rate(), "nothing to plan with"),
-        (Rate(tokens_per_second=5), "a rate without scope means nothing"),
+        (Rate(), "no rate to plan with"),
+        (Rate(tokens_per_second=5), "the scope of the rate is unknown"),
     ],
 )
 def test_nothing_to_plan_with(rate, why):
@@ -99,14 +99,14 @@ def test_nothing_to_plan_with(rate, why):
 def test_what_may_not_stand_together(make_run, tmp_path):
     run = make_run(gpus=("NVIDIA H200",)).path
     for rate, why in (
-        (Rate(run=run, tokens_per_second=5), "a run says its own --tokens-per-second"),
-        (Rate(run=run, input_per_output=5), "a run says its own --input-per-output"),
-        (Rate(run=run, accelerators=8), "the run used 1 accelerators, not 8"),
+        (Rate(run=run, tokens_per_second=5), "--tokens-per-second comes from the run"),
+        (Rate(run=run, input_per_output=5), "--input-per-output comes from the run"),
+        (Rate(run=run, accelerators=8), "expected 8 accelerators, the run used 1"),
         (Rate(run=tmp_path / "absent"), "no such folder"),
     ):
         with pytest.raises(UsageError, match=why):
             capacity(rate, Common())
-    with pytest.raises(UsageError, match="not beside a number"):
+    with pytest.raises(UsageError, match="needs a first run, not a number"):
         capacity(RACK, Common(), second_run=run)
     with pytest.raises(UsageError, match="choose with --profile: simple_qa, rag"):
         fleet(RACK, Common(), FleetFlags(demand=5, accelerators_per_node=4))

@@ -28,7 +28,7 @@ def test_the_rate_is_the_mean_and_its_interval_is_told(repeats, assumptions):
     assert throughput.output_tokens_per_request == pytest.approx((101 + 101 + 111) / 3)
     assert "mean of 3 repeats" in throughput.source and "(MEASURED)" in throughput.source
     (note,) = [note for note in throughput.notes if "95 % confidence" in note]
-    assert f"between {precise(rates['low'])} and {precise(rates['high'])} output tokens/s" in note
+    assert f"{precise(rates['low'])} to {precise(rates['high'])} output tokens/s" in note
     assert sum("random weights" in note for note in throughput.notes) == 1
     plan = plan_capacity(throughput, load_profiles(), assumptions)
     assert plan.result("Peak rate").value == rates["geometric_mean"]
@@ -70,6 +70,6 @@ def test_runs_that_are_no_repeats_are_not_averaged(make_run, tmp_path):
 
 
 def test_a_server_run_says_that_its_rate_was_offered(make_run, assumptions):
-    assert any("--find-rate finds" in note for note in from_runs([make_run()], assumptions).notes)
+    assert any("with --find-rate" in note for note in from_runs([make_run()], assumptions).notes)
     offline = from_runs([make_run(name="offline", scenario="offline")], assumptions)
     assert not any("--find-rate" in note for note in offline.notes)

@@ -16,9 +16,9 @@ from megatoken.planning import (
     power_given,
     power_of,
 )
-from megatoken.planning.capacity import document_interactions_per_second, to_tens
+from megatoken.planning.energy import efficiency_table, uplift_table
 from megatoken.planning.fleet_plan import load_demand
-from megatoken.planning.reference_rows import efficiency_table, uplift_table
+from megatoken.planning.pricing import document_interactions_per_second, to_tens
 
 
 def rows(table):
@@ -141,7 +141,7 @@ def test_twelve_nodes_stay_twelve(assumptions):
     assert plan.result("Nodes saved").value == 0
     assert plan.result("Before rounding up").value == pytest.approx(11.08, abs=0.005)
     assert plan.result("New rate over old").value == pytest.approx(1.0826, abs=0.0001)
-    assert plan.result("Ratio at which 11 would do").value == pytest.approx(12 / 11)
+    assert plan.result("Ratio at which 11 nodes suffice").value == pytest.approx(12 / 11)
     assert plan.results[0].state == "unverified"
 
 

@@ -176,7 +176,7 @@ def test_a_plan_of_it() -> None:
     assert together == pytest.approx(4 * per_gpu)
     assert 3500 < per_gpu < 4700
     assert plan.result("All nodes, makespan").value <= together
-    assert 600 < plan.result("Power of an accelerator").value < 700
+    assert 600 < plan.result("Power per accelerator").value < 700
     assert sum(row["share"] for row in plan.table("step").rows) == pytest.approx(1)
     assert [row["node"] for row in plan.table("nodes").rows] == [1, 2]
     slower = plan_throughput(rack, mlperf_lengths(292.3), seconds=60, software="published")
@@ -188,5 +188,5 @@ def test_a_plan_of_it() -> None:
     blackwell = plan_throughput(
         Rack.of("tiny", EngineConfig(), "B200", nodes=1, gpus_per_node=1), some_lengths(), seconds=0.1
     )
-    assert "Power of an accelerator" not in [result.name for result in blackwell.results]
+    assert "Power per accelerator" not in [result.name for result in blackwell.results]
     assert "nodes" not in [table.name for table in blackwell.tables]

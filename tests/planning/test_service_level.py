@@ -66,7 +66,7 @@ def test_plan_of_a_run_that_broke_it_uses_its_goodput(make_run, assumptions):
     assert plan.result("Goodput").value == pytest.approx(900 / run.result["rated_seconds"])
     assert plan.result("Latency-bound rate").state == "estimate"
     share = next(one for one in plan.inputs if one.name == "goodput_share")
-    assert "no measured bound" in share.source
+    assert "not a measured bound" in share.source
     assert any("must" in note for note in plan.notes)
 
 

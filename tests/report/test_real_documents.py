@@ -37,7 +37,7 @@ def captions(root) -> list[str]:
 
 def test_capacity_prints_the_four_published_rates_beside_what_they_hide():
     root = page_of(commands.capacity(RACK, commands.Common()))
-    rows = table_rows(root, "Interactions per second, at the peak by five ways of counting, and to plan with")
+    rows = table_rows(root, "Interactions per second at the peak rate, counted in five ways, and at the planning rate")
     assert rows["Document rounded, interactions/s"] == ["1,690", "440", "440", "110"]
     assert len(rows) > 5
 

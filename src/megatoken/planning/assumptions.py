@@ -1,4 +1,4 @@
-"""Defaults of the plans with their sources, and the user's own numbers in their place."""
+"""The assumptions of plans: shipped defaults with their sources, which the user can replace."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _ShippedFile(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """One default or what replaces it, inside what it can be at all."""
+    """One assumption, with its range and the smallest and largest value it may have."""
 
     name: str
     value: float
@@ -59,12 +59,12 @@ class Assumption:
     maximum: float | None = None
 
     def to_input(self) -> Input:
-        """As an input of a plan."""
+        """The assumption as an input of a plan."""
         return Input(self.name, self.value, self.unit, self.state, self.source, self.low, self.high)
 
 
 class Assumptions(Mapping[str, float]):
-    """Values by name. ``entries`` tells where each comes from."""
+    """Values by name; ``entries`` has their units, states and sources."""
 
     def __init__(self, entries: Mapping[str, Assumption]) -> None:
         self.entries = dict(entries)
@@ -79,27 +79,27 @@ class Assumptions(Mapping[str, float]):
         return len(self.entries)
 
     def but(self, name: str, value: float) -> Assumptions:
-        """The same with another value of ``name``."""
+        """The same assumptions with another value of ``name``."""
         return Assumptions({**self.entries, name: replace(self.entries[name], value=value)})
 
     def inputs(self, names: Iterable[str]) -> tuple[Input, ...]:
-        """Those of ``names`` as inputs of a plan, in that order."""
+        """The assumptions ``names`` as inputs of a plan, in that order."""
         return tuple(self.entries[name].to_input() for name in names)
 
     def states(self, names: Iterable[str]) -> tuple[State, ...]:
-        """States of ``names``."""
+        """The states of the assumptions ``names``."""
         return tuple(self.entries[name].state for name in names)
 
 
 def load_assumptions(path: Path | None = None, settings: Iterable[str] = ()) -> Assumptions:
-    """The defaults, overridden by a file of the user, overridden by settings.
+    """The defaults, overridden by a file of the user, then by settings.
 
     Args:
         path: YAML file ``assumptions: {name: {value, low, high, source}}``, or None.
         settings: ``name=value`` or ``name=value:low:high`` each, as typed after ``--set``.
 
     Raises:
-        ConfigError: an unknown name (with the nearest right one), no number, or one that the quantity cannot have.
+        ConfigError: a name is unknown, or a value is not a number or outside its bounds.
     """
     entries = dict(_defaults())
     if path is not None:
@@ -137,8 +137,8 @@ def _defaults() -> dict[str, Assumption]:
 def _known(entries: Mapping[str, Assumption], name: str, place: str) -> Assumption:
     if name not in entries:
         meant = nearest(name, entries)
-        mend = f"did you mean {meant}?" if meant else f"known are {', '.join(entries)}"
-        raise ConfigError(f"{place}: " + one_line(f"unknown assumption '{name}'; {mend}"))
+        fix = f"did you mean {meant}?" if meant else f"known are {', '.join(entries)}"
+        raise ConfigError(f"{place}: " + one_line(f"unknown assumption '{name}'; {fix}"))
     return entries[name]
 
 
@@ -148,7 +148,7 @@ def _numbers(text: str, setting: str) -> tuple[float, float | None, float | None
     except ValueError:
         numbers = []
     if len(numbers) not in (1, 3) or not all(map(math.isfinite, numbers)):
-        raise ConfigError(f"--set {setting}: the value must be a number, or VALUE:LOW:HIGH")
+        raise ConfigError(f"--set {setting}: expected a number, or VALUE:LOW:HIGH")
     return (numbers[0], None, None) if len(numbers) == 1 else (numbers[0], numbers[1], numbers[2])
 
 
@@ -157,13 +157,13 @@ def _checked(entry: Assumption, place: str) -> Assumption:
         if number is None:
             continue
         if abs(number) > LARGEST_NUMBER:
-            raise ConfigError(f"{place}: {entry.name} is {exact(number)}, which is no such quantity")
+            raise ConfigError(f"{place}: {entry.name} is {number:g}, which is too large")
         if entry.minimum is not None and number < entry.minimum:
             raise ConfigError(f"{place}: {entry.name} is {exact(number)}; it must be at least {exact(entry.minimum)}")
         if entry.maximum is not None and number > entry.maximum:
             raise ConfigError(f"{place}: {entry.name} is {exact(number)}; it must be at most {exact(entry.maximum)}")
     if (entry.low is None) != (entry.high is None):
-        raise ConfigError(f"{place}: {entry.name} has one end of a range; give low and high, or neither")
+        raise ConfigError(f"{place}: {entry.name} has only one end of a range; give both low and high, or neither")
     if entry.low is not None and entry.high is not None and not entry.low <= entry.value <= entry.high:
         raise ConfigError(
             f"{place}: {entry.name} is {exact(entry.value)}, outside its range"

@@ -1,140 +1,255 @@
-"""Arithmetic of capacity: prices of tokens, interactions per second, requests in flight, users, planning values."""
+"""``megatoken plan capacity``: how many interactions and users a rate of tokens serves."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from megatoken.errors import UsageError
-from megatoken.planning.figures import State
-from megatoken.planning.workloads import Profile
+from megatoken.planning.assumptions import Assumptions
+from megatoken.planning.figures import Input, Plan, Result, State, Table, weakest
+from megatoken.planning.pricing import (
+    Derating,
+    Factor,
+    Priced,
+    derating,
+    document_interactions_per_second,
+    in_flight,
+    price,
+    residence_seconds,
+    service_seconds,
+    to_tens,
+    users,
+)
+from megatoken.planning.service_level import Verdict
+from megatoken.planning.throughput import LIMITS, Throughput
+from megatoken.planning.workloads import Profile, profiles_document
 from megatoken.text import precise
 
-LIKE_MIXES = 1.25
 
+def plan_capacity(
+    throughput: Throughput,
+    profiles: Sequence[Profile],
+    assumptions: Assumptions,
+    *,
+    second: Throughput | None = None,
+    factors: Sequence[Factor] = (),
+) -> Plan:
+    """Interactions per second, requests in flight and users that a throughput serves.
 
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """Seconds of the whole system that one token takes when the system is full."""
-
-    prefill_seconds_per_token: float
-    decode_seconds_per_token: float
-
-    def interaction_seconds(self, profile: Profile, prefix_cache_share: float | None = None) -> float:
-        """Seconds of the whole system that one interaction takes."""
-        read = profile.read_tokens(prefix_cache_share) * self.prefill_seconds_per_token
-        return read + profile.written_tokens * self.decode_seconds_per_token
-
-    def interactions_per_second(self, profile: Profile, prefix_cache_share: float | None = None) -> float:
-        """The rate at which a full system finishes interactions of this kind alone."""
-        return 1 / self.interaction_seconds(profile, prefix_cache_share)
-
-    def scaled(self, factor: float) -> Prices:
-        """Prices of a system ``factor`` times as fast."""
-        return Prices(self.prefill_seconds_per_token / factor, self.decode_seconds_per_token / factor)
-
-
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """One step from a peak to a planning value."""
-
-    name: str
-    factor: float
-    state: State
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A factor and the rate after it."""
-
-    name: str
-    factor: float
-    output_tokens_per_second: float
-    state: State
-    source: str
-
-
-def document_interactions_per_second(tokens_per_second: float, tokens_per_interaction: float) -> float:
-    """The source documents' formula: the benchmark's output rate over all tokens of an interaction."""
-    return tokens_per_second / tokens_per_interaction
-
-
-def to_tens(value: float) -> int:
-    """As the source documents round: 1,693.8 is 1,690."""
-    return round(value / 10) * 10
-
-
-def prices_from_ratio(
-    output_tokens_per_second: float, input_tokens_per_output_token: float, prefill_to_decode_cost: float
-) -> Prices:
-    """Prices from one measured rate, its mix of tokens, and what an input token costs relative to an output token.
-
-    Per output token the system spends ``decode + input_tokens_per_output_token * prefill`` = 1 / rate.
-    """
-    decode = 1 / (output_tokens_per_second * (1 + input_tokens_per_output_token * prefill_to_decode_cost))
-    return Prices(decode * prefill_to_decode_cost, decode)
-
-
-def prices_from_two_rates(
-    first_output_tokens_per_second: float,
-    first_mix: float,
-    second_output_tokens_per_second: float,
-    second_mix: float,
-) -> Prices:
-    """Both prices from two rates of one system under different mixes (input tokens per output token).
+    Args:
+        throughput: from a run or a number.
+        profiles: workloads.
+        assumptions: the defaults with the user's changes.
+        second: the same system with other token lengths, from which input and output tokens are priced.
+        factors: further factors between peak and planning rate.
 
     Raises:
-        UsageError: the mixes are too alike to tell the prices apart, or no two positive prices give both rates.
+        UsageError: ``second`` cannot be the same system with other token lengths.
     """
-    low, high = sorted((first_mix, second_mix))
-    if high <= low * LIKE_MIXES:
-        raise UsageError(
-            f"the two runs read {precise(first_mix)} and {precise(second_mix)} tokens per token written: too alike to"
-            f" price reading and writing apart; make one of them read at least {LIKE_MIXES:g} times as much"
-        )
-    prefill = (1 / second_output_tokens_per_second - 1 / first_output_tokens_per_second) / (second_mix - first_mix)
-    decode = 1 / first_output_tokens_per_second - first_mix * prefill
-    if prefill <= 0 or decode <= 0:
-        raise UsageError(
-            "no positive price of reading and of writing a token explains both runs: they differ in more than their mix"
-        )
-    return Prices(prefill, decode)
-
-
-def service_seconds(profile: Profile, ttft_seconds: float, tpot_seconds: float) -> float:
-    """Seconds that one interaction is in flight: every turn from its arrival to its last token."""
-    return profile.turns * (ttft_seconds + (profile.output_tokens - 1) * tpot_seconds)
-
-
-def residence_seconds(profile: Profile, ttft_seconds: float, tpot_seconds: float) -> float:
-    """Seconds that a user waits for one interaction: in flight, and tools between the turns."""
-    return service_seconds(profile, ttft_seconds, tpot_seconds) + (profile.turns - 1) * profile.tool_seconds
-
-
-def in_flight(interactions_per_second: float, seconds_in_flight: float) -> float:
-    """Little's law: mean number in a system = arrivals per second x mean seconds in it."""
-    return interactions_per_second * seconds_in_flight
-
-
-def users(interactions_per_second: float, waiting_seconds: float, think_seconds: float) -> float:
-    """People who make that many interactions per second, each waiting, then thinking, then asking again."""
-    return interactions_per_second * (waiting_seconds + think_seconds)
-
-
-def interactions_of_users(people: float, waiting_seconds: float, think_seconds: float) -> float:
-    """The reverse of ``users``."""
-    cycle = waiting_seconds + think_seconds
-    if cycle <= 0:
-        raise UsageError("users who neither wait nor think ask without end; give think_seconds in the profile")
-    return people / cycle
-
-
-def derate(peak_output_tokens_per_second: float, factors: Sequence[Factor]) -> tuple[Step, ...]:
-    """The rate after each factor in turn."""
-    products = [math.prod(factor.factor for factor in factors[: at + 1]) for at in range(len(factors))]
-    return tuple(
-        Step(factor.name, factor.factor, peak_output_tokens_per_second * product, factor.state, factor.source)
-        for factor, product in zip(factors, products, strict=True)
+    priced = price(throughput, assumptions, second)
+    derated = derating(throughput, assumptions, factors)
+    waits = _waits(throughput, assumptions)
+    tables = [
+        _interactions(throughput, profiles, priced, derated),
+        _concurrency(profiles, priced, derated, waits),
+        _derating(throughput, derated),
+    ]
+    several = [profile for profile in profiles if profile.repeated_tokens]
+    if several:
+        tables.append(_prefix_cache(several, priced, derated))
+    return Plan(
+        kind="plan_capacity",
+        title=f"Capacity of {throughput.label}",
+        inputs=(*throughput.inputs, *priced.inputs, *derated.inputs, *waits),
+        results=tuple(_results(throughput, profiles, priced, derated)),
+        tables=tuple(tables),
+        profiles=profiles_document(profiles),
+        notes=(*throughput.notes, *_notes(throughput)),
     )
+
+
+def _waits(throughput: Throughput, assumptions: Assumptions) -> tuple[Input, Input]:
+    """Time to first token and per further token: means of the run if known, else the latency limits."""
+    verdict = throughput.service
+    means = (verdict.ttft_mean_seconds, verdict.tpot_mean_seconds) if verdict else (None, None)
+    units, names = ("s", "s/token"), ("ttft_mean_seconds", "tpot_mean_seconds")
+    ttft, tpot = (
+        assumptions.entries[limit].to_input()
+        if value is None
+        else Input(name, value, unit, throughput.state, "the run")
+        for limit, value, unit, name in zip(LIMITS, means, units, names, strict=True)
+    )
+    return ttft, tpot
+
+
+def _interactions(throughput: Throughput, profiles: Sequence[Profile], priced: Priced, derated: Derating) -> Table:
+    output = throughput.output_tokens_per_second
+    rows = []
+    for profile in profiles:
+        document = document_interactions_per_second(output, profile.counted_tokens)
+        at_ends = [prices.interactions_per_second(profile) for prices in priced.range]
+        peak = priced.prices.interactions_per_second(profile)
+        rows.append(
+            {
+                "profile": profile.name,
+                "counted_tokens": profile.counted_tokens,
+                "document_interactions_per_second": document,
+                "document_rounded_interactions_per_second": to_tens(document),
+                "output_only_interactions_per_second": output / profile.written_tokens,
+                "all_tokens_alike_interactions_per_second": throughput.total_tokens_per_second
+                / (profile.read_tokens() + profile.written_tokens),
+                "priced_interactions_per_second": peak,
+                "priced_low_interactions_per_second": min(at_ends),
+                "priced_high_interactions_per_second": max(at_ends),
+                "planning_interactions_per_second": peak * derated.planning_share,
+            }
+        )
+    return Table(
+        "interactions",
+        "Interactions per second at the peak rate, counted in five ways, and at the planning rate",
+        tuple(rows),
+        "document: output rate / (input + output tokens), each token of a conversation once. output only: input tokens"
+        " cost nothing. all alike: input tokens cost as much as output tokens. priced: each at its own price; low and"
+        " high are the ends of the range of their ratio. planning: priced, times the derating",
+    )
+
+
+def _concurrency(profiles: Sequence[Profile], priced: Priced, derated: Derating, waits: tuple[Input, Input]) -> Table:
+    ttft, tpot = (float(one.value or 0.0) for one in waits)
+    rows: list[Mapping[str, Any]] = []
+    for profile in profiles:
+        rate = priced.prices.interactions_per_second(profile) * derated.planning_share
+        service, residence = service_seconds(profile, ttft, tpot), residence_seconds(profile, ttft, tpot)
+        rows.append(
+            {
+                "profile": profile.name,
+                "planning_interactions_per_second": rate,
+                "service_seconds": service,
+                "in_flight_requests": in_flight(rate, service),
+                "wait_seconds": residence,
+                "think_seconds": profile.think_seconds,
+                "users": users(rate, residence, profile.think_seconds),
+                "state": weakest((priced.state, derated.state, profile.state, *(one.state for one in waits))),
+            }
+        )
+    return Table(
+        "concurrency",
+        "Requests in flight and users at the planning rate",
+        tuple(rows),
+        "in flight = rate x service time; users = rate x (wait + think time) (Little's law). The wait includes tools",
+    )
+
+
+def _derating(throughput: Throughput, derated: Derating) -> Table:
+    peak = derated.peak_output_tokens_per_second
+    rows = [
+        {
+            "step": "peak",
+            "factor_share": 1.0,
+            "output_tokens_per_second": peak,
+            "state": throughput.state,
+            "source": throughput.source,
+        }
+    ]
+    rows += [
+        {
+            "step": step.name,
+            "factor_share": step.factor,
+            "output_tokens_per_second": step.output_tokens_per_second,
+            "state": step.state,
+            "source": step.source,
+        }
+        for step in derated.steps
+    ]
+    return Table("derating", "From the peak rate to the planning rate", tuple(rows))
+
+
+def _prefix_cache(profiles: Sequence[Profile], priced: Priced, derated: Derating) -> Table:
+    rows = []
+    for profile in profiles:
+        without, perfect = (
+            priced.prices.interactions_per_second(profile, share) * derated.planning_share for share in (0.0, 1.0)
+        )
+        rows.append(
+            {
+                "profile": profile.name,
+                "turns": profile.turns,
+                "new_input_tokens": profile.read_tokens(1.0),
+                "repeated_input_tokens": profile.repeated_tokens,
+                "without_cache_interactions_per_second": without,
+                "perfect_cache_interactions_per_second": perfect,
+            }
+        )
+    return Table(
+        "prefix_cache",
+        "Prefix cache: every turn of a conversation repeats the turns before it",
+        tuple(rows),
+        "at the planning rate; a perfect prefix cache computes every token once",
+    )
+
+
+def _results(throughput: Throughput, profiles: Sequence[Profile], priced: Priced, derated: Derating) -> list[Result]:
+    peak, unit = throughput.output_tokens_per_second, "output tokens/s"
+    total_state = weakest((throughput.state, throughput.mix_state))
+    planning_state: State = weakest((priced.state, derated.state))
+    results = [
+        Result("Planning rate", derated.planning, unit, _product(derated, None), derated.state),
+        Result("Latency-bound rate", derated.latency_bound, unit, _product(derated, -1), derated.latency_bound_state),
+        Result("Peak rate", peak, unit, "as given or measured", throughput.state),
+        Result(
+            "Peak rate, input and output",
+            throughput.total_tokens_per_second,
+            "input + output tokens/s",
+            "peak rate x (1 + input tokens per output token)",
+            total_state,
+        ),
+    ]
+    if throughput.accelerators:
+        per = derated.planning / throughput.accelerators
+        formula = f"planning rate / {throughput.accelerators}"
+        results.append(Result("Planning rate per accelerator", per, unit, formula, derated.state))
+    for name, seconds in (
+        ("System time per input token", priced.prices.prefill_seconds_per_token),
+        ("System time per output token", priced.prices.decode_seconds_per_token),
+    ):
+        results.append(Result(name, seconds * 1e6, "us", priced.formula, priced.state))
+    if throughput.service is not None:
+        results += _service_level(throughput.service, throughput.state)
+    for profile in profiles:
+        rate = priced.prices.interactions_per_second(profile) * derated.planning_share
+        state = weakest((planning_state, profile.state))
+        formula = "planning share of the peak / (input tokens x input price + output tokens x output price)"
+        results.append(Result(f"{profile.title} ({profile.name})", rate, "interactions/s", formula, state))
+    return results
+
+
+def _product(derated: Derating, end: int | None) -> str:
+    return " x ".join(["peak rate", *(precise(step.factor) for step in derated.steps[:end])])
+
+
+def _service_level(verdict: Verdict, state: State) -> list[Result]:
+    completed = "99th percentile of completed requests"
+    known = [
+        ("Requests within the service level", verdict.good_share, "share", verdict.why),
+        ("Goodput", verdict.good_requests_per_second, "requests/s", "requests that kept every limit"),
+        ("Time to first token, p99", verdict.ttft_p99_seconds, "s", completed),
+        ("Time per output token, p99", verdict.tpot_p99_seconds, "s/token", completed),
+    ]
+    bound = verdict.bound_output_tokens_per_second  # if unknown, shown with the reason
+    return [
+        Result("Rate within the service level", bound, "output tokens/s", verdict.why, state),
+        *(Result(name, value, unit, why, state) for name, value, unit, why in known if value is not None),
+    ]
+
+
+def _notes(throughput: Throughput) -> list[str]:
+    notes = [
+        "The rate counts output tokens. The documents that published 1,100,948 tokens/s for a rack divide it by the"
+        " input and output tokens of an interaction.",
+        "Token prices apply to contexts about as long as the benchmark's; tokens of much longer contexts cost more.",
+    ]
+    if throughput.service is not None and not throughput.service.kept:
+        notes.append(f"Service level: {throughput.service.why}.")
+    if throughput.accelerators is None:
+        notes.append("The number of accelerators is unknown, so there are no results per accelerator.")
+    return notes

@@ -1,12 +1,20 @@
-"""Arithmetic of cost: what an hour of a system costs, line by line, and what its tokens and requests cost then."""
+"""``megatoken plan cost``: dollars per million output tokens, per interaction and per user, and what moves them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from megatoken.planning.energy import power_at
+from megatoken.errors import UsageError
+from megatoken.planning.assumptions import Assumptions
+from megatoken.planning.energy import WALL, Level, Power, levels, power_at
+from megatoken.planning.figures import Input, Plan, Result, Sensitivity, State, Table, by_swing, weakest
+from megatoken.planning.pricing import Derating, Factor, Priced, derating, price
+from megatoken.planning.throughput import LENGTH, MIX, Throughput, check_positive
+from megatoken.planning.workloads import Profile, profiles_document
+from megatoken.text import precise
 
 HOURS_PER_YEAR = 8760.0
 HOURS_PER_MONTH = HOURS_PER_YEAR / 12
@@ -16,11 +24,11 @@ SECONDS_PER_HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class CostInputs:
-    """Everything that decides a cost; the fields after the first six are assumptions of the same name.
+    """All inputs of a cost; the fields after the first six are assumptions of the same name.
 
-    ``output_tokens_per_second`` is the rate while the system is busy, ``full_watts`` its power then, at the wall.
+    ``output_tokens_per_second`` is the rate while the system is busy, ``full_watts`` its wall power at that rate.
     ``input_tokens_per_output_token`` and ``output_tokens_per_request`` describe the requests. With
-    ``rent_dollars_per_accelerator_hour`` the system is rented: price, capital, power and space are the landlord's.
+    ``rent_dollars_per_accelerator_hour`` the system is rented: the rent includes price, capital, power and space.
     """
 
     output_tokens_per_second: float
@@ -50,7 +58,7 @@ class CostInputs:
 
     @classmethod
     def assumption_names(cls) -> tuple[str, ...]:
-        """Fields that are assumptions."""
+        """Names of the fields that are assumptions."""
         names = [field.name for field in fields(cls)]
         return tuple(names[names.index("system_price_dollars_per_accelerator") :])
 
@@ -69,7 +77,7 @@ OWNED_ONLY = (
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """Dollars that one output token or one request adds, whatever the system."""
+    """Dollars that one output token or one request adds on any system."""
 
     egress_dollars_per_output_token: float
     storage_dollars_per_token: float
@@ -77,7 +85,7 @@ class Variable:
 
 
 def hourly_lines(inputs: CostInputs) -> dict[str, float]:
-    """Dollars per hour of the system, used or not, by line."""
+    """Dollars per hour of the system by line, whether it is busy or idle."""
     people = inputs.staff_people_per_thousand_accelerators * inputs.accelerators / 1000
     staff = people * inputs.staff_dollars_per_person_year / HOURS_PER_YEAR
     if inputs.rent_dollars_per_accelerator_hour is not None:
@@ -97,7 +105,7 @@ def hourly_lines(inputs: CostInputs) -> dict[str, float]:
 
 
 def variable(inputs: CostInputs) -> Variable:
-    """What grows with tokens and requests."""
+    """Costs that grow with tokens and requests."""
     months = inputs.storage_months * inputs.storage_dollars_per_gigabyte_month / BYTES_PER_GIGABYTE
     return Variable(
         inputs.egress_bytes_per_output_token * inputs.egress_dollars_per_gigabyte / BYTES_PER_GIGABYTE,
@@ -112,7 +120,7 @@ def output_tokens_per_hour(inputs: CostInputs) -> float:
 
 
 def million_token_lines(inputs: CostInputs) -> dict[str, float]:
-    """Dollars per million output tokens, by line; input tokens have no price of their own here, they are in it."""
+    """Dollars per million output tokens by line; the cost of input tokens is included."""
     millions = output_tokens_per_hour(inputs) / 1e6
     growing = variable(inputs)
     tokens = 1 + inputs.input_tokens_per_output_token
@@ -126,7 +134,7 @@ def million_token_lines(inputs: CostInputs) -> dict[str, float]:
 
 
 def dollars_per_million_output_tokens(inputs: CostInputs) -> float:
-    """All lines together."""
+    """Sum of all lines."""
     return math.fsum(million_token_lines(inputs).values())
 
 
@@ -142,10 +150,10 @@ def interaction_dollars(
 
     Args:
         inputs: of the system.
-        system_seconds: of the whole system, busy, that the interaction takes.
-        read_tokens: input tokens sent, those that a cache spares included.
+        system_seconds: time of the whole busy system that the interaction takes.
+        read_tokens: input tokens sent, including cached ones.
         written_tokens: output tokens.
-        requests: to the model.
+        requests: requests to the model.
     """
     growing = variable(inputs)
     busy_hours = system_seconds / SECONDS_PER_HOUR / inputs.utilisation_share
@@ -158,6 +166,242 @@ def interaction_dollars(
 
 
 def shares(lines: Mapping[str, float]) -> dict[str, float]:
-    """Each line's share of all; zeros where all are zero."""
+    """Each line's share of the sum; 0 if the sum is 0."""
     total = math.fsum(lines.values())
     return {name: value / total if total else 0.0 for name, value in lines.items()}
+
+
+SHORTER_SHARE = 0.3
+PRICE, PRICED = (
+    "system_price_dollars_per_accelerator",
+    "GB300",
+)  # the assumption, and the system that its default is the price of
+NOT_COVERED = (
+    "Not included: the network between racks, maintenance contracts, software licences, taxes, idle spare nodes."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A system to pay for: its rate and power, its rent if rented, and the user's factors that lower the rate."""
+
+    throughput: Throughput
+    power: Power | None
+    rent_dollars_per_accelerator_hour: float | None = None
+    factors: Sequence[Factor] = ()
+
+    @property
+    def rented(self) -> bool:
+        """Whether the system is rented; price, capital, power and space are then part of the rent."""
+        return self.rent_dollars_per_accelerator_hour is not None
+
+
+def plan_cost(
+    system: System, profiles: Sequence[Profile], assumptions: Assumptions, *, second: Throughput | None = None
+) -> Plan:
+    """Cost of tokens, interactions and users.
+
+    Args:
+        system: with a known number of accelerators and, unless it is rented, known power.
+        profiles: workloads.
+        assumptions: prices and utilisation.
+        second: the same system with other token lengths, from which input and output tokens are priced.
+
+    Raises:
+        UsageError: the number of accelerators or the power is unknown, or the rent is out of range.
+    """
+    inputs = _cost_inputs(system, assumptions)
+    throughput = system.throughput
+    derated = derating(throughput, assumptions, system.factors)
+    names = [name for name in CostInputs.assumption_names() if not (system.rented and name in OWNED_ONLY)]
+    wall = _wall(system, assumptions)
+    own_states = (throughput.mix_state, _length(throughput, assumptions).state, *([wall.state] if wall else []))
+    state = weakest((derated.latency_bound_state, *own_states, *assumptions.states(names)))
+    priced = price(throughput, assumptions, second)
+    lines = million_token_lines(inputs)
+    used = [*_own_inputs(system, assumptions), *derated.latency_inputs, *assumptions.inputs(names)]
+    assumed = [one.name for one in (*throughput.inputs, *used) if one == _default(assumptions, one.name)]
+    return Plan(
+        kind="plan_cost",
+        title=f"Cost of {throughput.label}",
+        inputs=(*throughput.inputs, *used, *priced.inputs),
+        results=tuple(_results(inputs, state)),
+        tables=(_lines(inputs, lines, state), _interactions(inputs, profiles, priced, derated, state)),
+        profiles=profiles_document(profiles),
+        sensitivities=_sensitivities(system, assumptions, assumed),
+        notes=(*throughput.notes, *_notes(system, assumptions)),
+        waterfall=_waterfall(lines, state),
+    )
+
+
+def _notes(system: System, assumptions: Assumptions) -> list[str]:
+    notes = [NOT_COVERED]
+    name = system.throughput.accelerator or "unknown accelerator"
+    if not system.rented and assumptions.entries[PRICE].state == "assumed" and PRICED.upper() not in name.upper():
+        notes.append(
+            f"The assumed price is that of a {PRICED}, this is a {name}: give its price with --set {PRICE}=DOLLARS."
+        )
+    return notes
+
+
+def _cost_inputs(system: System, assumptions: Assumptions) -> CostInputs:
+    throughput, rent = system.throughput, system.rent_dollars_per_accelerator_hour
+    if throughput.accelerators is None:
+        raise UsageError("number of accelerators unknown; pass --accelerators (1 for a machine without any)")
+    if rent is not None:
+        check_positive("--rent", rent)
+    wall = _wall(system, assumptions)
+    if wall is None and not system.rented:
+        raise UsageError("power unknown; pass --watts, or --accelerators and --accelerator, or --rent")
+    return CostInputs(
+        output_tokens_per_second=derating(throughput, assumptions, system.factors).latency_bound,
+        accelerators=throughput.accelerators,
+        full_watts=wall.watts if wall else 0.0,
+        input_tokens_per_output_token=throughput.input_tokens_per_output_token,
+        output_tokens_per_request=throughput.output_tokens_per_request,
+        rent_dollars_per_accelerator_hour=rent,
+        **{name: assumptions[name] for name in CostInputs.assumption_names()},
+    )
+
+
+def _wall(system: System, assumptions: Assumptions) -> Level | None:
+    if system.rented or system.power is None:
+        return None
+    return next(one for one in levels(system.throughput, system.power, assumptions) if one.boundary == "wall")
+
+
+def _own_inputs(system: System, assumptions: Assumptions) -> list[Input]:
+    """The inputs that describe the system and its requests."""
+    length = _length(system.throughput, assumptions)
+    if system.rented:
+        return [
+            length,
+            Input("rent", system.rent_dollars_per_accelerator_hour, "$/(accelerator hour)", "given", "given"),
+        ]
+    power = system.power
+    assert power is not None  # else _cost_inputs raises
+    found = [length, Input("power", power.watts, f"W, {power.boundary}", power.state, power.source)]
+    return [*found, *(assumptions.inputs([WALL]) if power.boundary == "accelerators" else ())]
+
+
+def _results(inputs: CostInputs, state: State) -> list[Result]:
+    hourly = math.fsum(hourly_lines(inputs).values())
+    return [
+        Result(
+            "Cost per million output tokens",
+            dollars_per_million_output_tokens(inputs),
+            "$/million output tokens",
+            "system $/h / million output tokens per hour + egress + storage",
+            state,
+        ),
+        Result("Cost of the system", hourly, "$/h", "all lines except egress and storage", state),
+        Result(
+            "Output tokens per hour",
+            output_tokens_per_hour(inputs) / 1e6,
+            "million/h",
+            f"latency-bound rate {precise(inputs.output_tokens_per_second)}/s x 3,600 x utilisation"
+            f" {precise(inputs.utilisation_share)}",
+            state,
+        ),
+        Result(
+            "Cost per million output tokens at full utilisation",
+            dollars_per_million_output_tokens(replace(inputs, utilisation_share=1.0)),
+            "$/million output tokens",
+            "all lines at the latency-bound rate with utilisation 1 and full power",
+            state,
+        ),
+    ]
+
+
+def _lines(inputs: CostInputs, per_million: Mapping[str, float], state: State) -> Table:
+    hourly = hourly_lines(inputs)
+    of_all = shares(per_million)
+    rows = [
+        {
+            "line": name.replace("_", " "),
+            "cost_dollars_per_hour": hourly.get(name, dollars * output_tokens_per_hour(inputs) / 1e6),
+            "cost_dollars_per_million_output_tokens": dollars,
+            "cost_share": of_all[name],
+            "state": state,
+        }
+        for name, dollars in per_million.items()
+    ]
+    return Table("lines", "Cost by line, at mean utilisation", tuple(rows))
+
+
+def _interactions(
+    inputs: CostInputs, profiles: Sequence[Profile], priced: Priced, derated: Derating, state: State
+) -> Table:
+    prices = priced.prices.scaled(derated.latency_bound_share)
+    rows = []
+    for profile in profiles:
+        whole, short = (
+            interaction_dollars(
+                inputs,
+                system_seconds=prices.interaction_seconds(one),
+                read_tokens=one.read_tokens(0.0),
+                written_tokens=one.written_tokens,
+                requests=one.turns,
+            )
+            for one in (profile, profile.shortened(SHORTER_SHARE))
+        )
+        rows.append(
+            {
+                "profile": profile.name,
+                "cost_dollars_per_request": whole / profile.turns,
+                "cost_dollars_per_thousand_interactions": whole * 1000,
+                "cost_dollars_per_million_output_tokens": whole / profile.written_tokens * 1e6,
+                "cost_dollars_per_user_month": whole * profile.interactions_per_user_month,
+                "cost_with_prompts_30_percent_shorter_dollars_per_thousand_interactions": short * 1000,
+                "state": weakest((state, priced.state, profile.state)),
+            }
+        )
+    note = "input and output tokens each at their own price; an interaction may have several requests"
+    return Table("interactions", "Cost of requests, interactions and users", tuple(rows), note)
+
+
+def _sensitivities(system: System, assumptions: Assumptions, names: Sequence[str]) -> tuple[Sensitivity, ...]:
+    """The headline with one input at a time at the ends of its range."""
+    found = []
+    for name in names:
+        entry = assumptions.entries[name]
+        if entry.low is None or entry.high is None:
+            continue
+        low, high = (
+            dollars_per_million_output_tokens(_changed_inputs(system, assumptions, name, value))
+            for value in (entry.low, entry.high)
+        )
+        found.append(Sensitivity(name, entry.unit, entry.low, entry.high, low, high))
+    return by_swing(found)
+
+
+def _changed_inputs(system: System, assumptions: Assumptions, name: str, value: float) -> CostInputs:
+    """The inputs with one assumption at another value, including those that are part of the throughput."""
+    throughput = system.throughput
+    if name == LENGTH:
+        throughput = replace(throughput, output_tokens_per_request=value)
+    elif name == MIX:
+        rate = throughput.output_tokens_per_second
+        if throughput.inputs[0].unit.startswith("total"):
+            rate = throughput.total_tokens_per_second / (1 + value)
+        throughput = replace(throughput, output_tokens_per_second=rate, input_tokens_per_output_token=value)
+    return _cost_inputs(replace(system, throughput=throughput), assumptions.but(name, value))
+
+
+def _default(assumptions: Assumptions, name: str) -> Input | None:
+    """The assumption of that name as an input; None if there is none."""
+    return assumptions.entries[name].to_input() if name in assumptions else None
+
+
+def _length(throughput: Throughput, assumptions: Assumptions) -> Input:
+    """Output tokens per request: of the run, or of the assumed benchmark."""
+    if throughput.service is None:
+        return assumptions.entries[LENGTH].to_input()
+    length = throughput.output_tokens_per_request
+    return Input(LENGTH, length, "output tokens/request", "measured", throughput.source)
+
+
+def _waterfall(lines: Mapping[str, float], state: State) -> dict[str, Any]:
+    steps = [{"name": name.replace("_", " "), "value": value, "state": state} for name, value in lines.items()]
+    unit = "$/million output tokens"
+    return {"title": "Cost of a million output tokens", "unit": unit, "total": "Total", "steps": steps}

@@ -1,22 +1,313 @@
-"""Arithmetic of energy: tokens per joule, nameplate power, carbon."""
+"""``megatoken plan energy``: tokens per joule, at what boundary and how surely, against published rows."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+from megatoken.analysis.energy import RunEnergy, energy_together, run_energy
+from megatoken.engine.gpus import gpus
+from megatoken.errors import UsageError
+from megatoken.planning.assumptions import Assumptions, read_shipped
+from megatoken.planning.figures import STATES, Input, Plan, Result, State, Table, weakest
+from megatoken.planning.pricing import Prices, price
+from megatoken.planning.throughput import Throughput, check_positive, choose
+from megatoken.planning.workloads import Profile, profiles_document
+from megatoken.text import exact, precise
+from megatoken.yaml_files import Strict
+
+if TYPE_CHECKING:
+    from megatoken.runs.run import Run
+
+WALL, PUE, CARBON = "wall_to_nameplate_power", "pue", "carbon_grams_per_kwh"
+
+Boundary = Literal["accelerators", "wall"]
+BOUNDARIES: tuple[Boundary, ...] = ("accelerators", "wall")
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """Power at a rate. The boundary ``accelerators`` counts them only, ``wall`` whole machines at the power supply."""
+
+    watts: float
+    boundary: Boundary
+    state: State
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Power at one boundary."""
+
+    boundary: str
+    watts: float
+    state: State
+
+
+def power_given(watts: float, boundary: str, state: str, source: str = "given on the command line") -> Power:
+    """Power given by the user. Raises UsageError for a number out of range, an unknown boundary or state."""
+    check_positive("--watts", watts)
+    return Power(
+        watts,
+        choose("--boundary", boundary, BOUNDARIES),
+        choose("--watts-state", state, STATES),
+        source,
+    )
+
+
+def power_of(throughput: Throughput, energy: RunEnergy | None = None) -> Power:
+    """Power of a throughput: as its run recorded it, else the TDP of its accelerators.
+
+    Raises:
+        UsageError: no measurement, and the accelerators or their number are unknown.
+    """
+    if energy is not None and energy.mean_watts is not None:
+        return Power(energy.mean_watts, "accelerators", "measured", energy.why)
+    count, name = throughput.accelerators, throughput.accelerator
+    if count is None or name is None:
+        raise UsageError("power unknown; pass --watts, or --accelerators and --accelerator to use their TDP")
+    tdp = find_tdp(name, tdp_watts())
+    if tdp is None:
+        raise UsageError(f"TDP of '{name}' unknown; pass --watts, or one of {', '.join(tdp_watts())}")
+    source = f"{count:,} x {exact(tdp)} W TDP (gpu_specs.csv): accelerators only, not measured"
+    return Power(nameplate_watts(count, tdp), "accelerators", "nameplate", source)
+
+
+def energy_of(runs: Sequence[Run]) -> RunEnergy:
+    """Energy of a run, or of all repeats together, if they recorded power."""
+    return energy_together([run_energy(run.series) for run in runs])
+
+
+def levels(throughput: Throughput, power: Power, assumptions: Assumptions) -> tuple[Level, ...]:
+    """Power at the boundary of ``power`` and at each wider one: accelerators, wall, site."""
+    state = weakest((throughput.state, power.state))
+    found = [Level(power.boundary, power.watts, state)]
+    for boundary, factor in (("wall", WALL), ("site", PUE)):
+        if boundary != power.boundary:
+            state = weakest((state, *assumptions.states([factor])))
+            found.append(Level(boundary, found[-1].watts * assumptions[factor], state))
+    return tuple(found)
+
+
+def plan_energy(
+    throughput: Throughput,
+    power: Power,
+    assumptions: Assumptions,
+    *,
+    profiles: Sequence[Profile] = (),
+    energy: RunEnergy | None = None,
+) -> Plan:
+    """Energy and carbon of tokens.
+
+    Args:
+        throughput: the rate.
+        power: at that rate.
+        assumptions: wall power over nameplate, PUE, carbon.
+        profiles: interactions to express in kWh.
+        energy: of the run; if known, tokens per joule come from its tokens and joules.
+    """
+    rate = throughput.output_tokens_per_second
+    if energy is not None and energy.output_tokens and energy.seconds and power.state == "measured":
+        rate = energy.output_tokens / energy.seconds
+    found = levels(throughput, power, assumptions)
+    site = found[-1]
+    carbon_state = weakest((site.state, *assumptions.states([CARBON])))
+    priced = price(throughput, assumptions)
+    names = ([WALL] if power.boundary == "accelerators" else []) + [PUE, CARBON]
+    tables = [_boundaries(rate, found, assumptions[CARBON]), efficiency_table(), uplift_table()]
+    if profiles:
+        state = weakest((carbon_state, priced.state))
+        tables.insert(1, _interactions(profiles, priced.prices, found, assumptions[CARBON], state))
+    grams = kwh_per_million_tokens(rate, site.watts) * assumptions[CARBON]
+    return Plan(
+        kind="plan_energy",
+        title=f"Energy of {throughput.label}",
+        inputs=(
+            *throughput.inputs,
+            Input("power", power.watts, f"W, {_words(power.boundary)}", power.state, power.source),
+            *assumptions.inputs(names),
+            *(priced.inputs if profiles else ()),
+        ),
+        results=(
+            Result(
+                f"Tokens per joule, {_words(power.boundary)}",
+                tokens_per_joule(rate, power.watts),
+                "output tokens/J",
+                f"{precise(rate)} output tokens/s / {precise(power.watts)} W ({power.state});"
+                " the same as tokens/s per watt",
+                found[0].state,
+            ),
+            Result(
+                "Tokens per joule, site",
+                tokens_per_joule(rate, site.watts),
+                "output tokens/J",
+                f"{precise(rate)} output tokens/s / {precise(site.watts)} W",
+                site.state,
+            ),
+            Result("Power of the site", site.watts / 1e3, "kW", " x ".join(["power", *names[:-1]]), site.state),
+            Result("Carbon per million output tokens", grams, "g CO2", "site energy x carbon factor", carbon_state),
+        ),
+        tables=tuple(tables),
+        profiles=profiles_document(profiles),
+        notes=(*throughput.notes, *_notes(power, energy)),
+    )
+
+
+def _words(boundary: str) -> str:
+    return {"accelerators": "accelerators only", "wall": "whole machines at the wall", "site": "site"}[boundary]
+
+
+def _boundaries(rate: float, found: Sequence[Level], carbon_grams_per_kwh: float) -> Table:
+    rows = [
+        {
+            "boundary": _words(level.boundary),
+            "power_watts": level.watts,
+            "output_tokens_per_joule": tokens_per_joule(rate, level.watts),
+            "energy_joules_per_output_token": joules_per_token(rate, level.watts),
+            "energy_kwh_per_million_output_tokens": kwh_per_million_tokens(rate, level.watts),
+            "co2_grams_per_million_output_tokens": kwh_per_million_tokens(rate, level.watts) * carbon_grams_per_kwh,
+            "state": level.state,
+        }
+        for level in found
+    ]
+    return Table("boundaries", "Energy of output tokens, by boundary", tuple(rows))
+
+
+def _interactions(
+    profiles: Sequence[Profile], prices: Prices, found: Sequence[Level], carbon_grams_per_kwh: float, state: State
+) -> Table:
+    rows = []
+    for profile in profiles:
+        joules = prices.interaction_seconds(profile) * found[-1].watts
+        rows.append(
+            {
+                "profile": profile.name,
+                "site_energy_kwh_per_thousand_interactions": joules / JOULES_PER_KWH * 1000,
+                "co2_grams_per_thousand_interactions": joules / JOULES_PER_KWH * 1000 * carbon_grams_per_kwh,
+                "state": weakest((state, profile.state)),
+            }
+        )
+    note = "for a fully used system; an idle system spends more energy per interaction"
+    return Table("interactions", "Energy of interactions", tuple(rows), note)
+
+
+def _notes(power: Power, energy: RunEnergy | None) -> list[str]:
+    notes = []
+    if power.state == "nameplate":
+        notes.append(
+            "Power is nameplate (from a data sheet), not measured. A measured system of 8 B200 drew 1.30 times its"
+            " nameplate power at the wall."
+        )
+    if power.boundary == "accelerators" and power.state == "measured":
+        notes.append(
+            f"{WALL} was measured relative to nameplate power; relative to measured power, wall power may be higher."
+        )
+    if energy is not None and energy.joules is None:
+        notes.append(f"The energy of the run is unknown: {energy.why}.")
+    return notes
+
+
+class _Row(Strict):
+    title: str
+    output_tokens_per_second: float
+    accelerators: int
+    watts: float | None = None
+    watts_per_accelerator: float = 0.0
+    power_state: State
+    state: State
+    published_tokens_per_second_per_watt: float | None = None
+    source: str
+
+    @property
+    def power_watts(self) -> float:
+        """Measured power, or accelerators x TDP."""
+        return self.watts or nameplate_watts(self.accelerators, self.watts_per_accelerator)
+
+    @property
+    def efficiency(self) -> float:
+        """Output tokens per joule."""
+        return tokens_per_joule(self.output_tokens_per_second, self.power_watts)
+
+
+class _Uplift(Strict):
+    of: str
+    over: str
+    published_share: float | None = None
+
+
+class _RowsFile(Strict):
+    rows: dict[str, _Row]
+    uplifts: list[_Uplift]
+
+
+def efficiency_table() -> Table:
+    """Tokens per joule of every reference row, next to the value that its source states."""
+    rows = [
+        {
+            "name": name,
+            "system": row.title,
+            "output_tokens_per_second": row.output_tokens_per_second,
+            "state": row.state,
+            "power_watts": row.power_watts,
+            "power_state": row.power_state,
+            "output_tokens_per_joule": row.efficiency,
+            "published_output_tokens_per_joule": row.published_tokens_per_second_per_watt,
+            "source": row.source,
+        }
+        for name, row in _file().rows.items()
+    ]
+    note = "nameplate power is accelerators x TDP, without CPUs, network, fans and losses; it is not measured"
+    return Table("efficiency", "Published rates over power, recomputed", tuple(rows), note)
+
+
+def uplift_table() -> Table:
+    """The gain of one reference row over another, next to the gain that the documents state."""
+    known = _file().rows
+    rows = []
+    for pair in _file().uplifts:
+        of, over = known[pair.of], known[pair.over]
+        ratio = uplift(of.efficiency, over.efficiency)
+        rows.append(
+            {
+                "of": of.title,
+                "over": over.title,
+                "ratio": ratio,
+                "gain_share": ratio - 1,
+                "published_gain_share": pair.published_share,
+                "power": of.power_state if of.power_state == over.power_state else "measured vs nameplate",
+                "state": weakest((of.state, over.state, of.power_state, over.power_state)),
+            }
+        )
+    return Table("uplifts", "Gains in tokens per joule", tuple(rows))
+
+
+@cache
+def tdp_watts() -> dict[str, float]:
+    """Watts of every accelerator in ``gpu_specs.csv``, by short name."""
+    return {name: gpu.power_limit_watts for name, gpu in gpus().items()}
+
+
+@cache
+def _file() -> _RowsFile:
+    return read_shipped("efficiency_rows.yaml", _RowsFile)
+
 
 JOULES_PER_KWH = 3.6e6
 
-# Parts that share a name with the one in the table but not its power.
+# Accelerators that have the same name as one in the table, but another power.
 OTHER_FORMS = {"PCIE", "NVL", "MIG"}
 
 
 def tokens_per_joule(tokens_per_second: float, watts: float) -> float:
-    """The same number as tokens per second per watt."""
+    """Tokens per joule, which equals tokens per second per watt."""
     return tokens_per_second / watts
 
 
 def joules_per_token(tokens_per_second: float, watts: float) -> float:
-    """Its inverse."""
+    """Joules per token."""
     return watts / tokens_per_second
 
 
@@ -26,22 +317,22 @@ def kwh_per_million_tokens(tokens_per_second: float, watts: float) -> float:
 
 
 def nameplate_watts(accelerators: int, tdp_watts: float) -> float:
-    """What the accelerators may draw by their data sheet: no CPU, no network, no fan, no loss, and no measurement."""
+    """TDP of the accelerators, without CPUs, network, fans and losses; not measured."""
     return accelerators * tdp_watts
 
 
 def power_at(utilisation_share: float, full_power: float, idle_share: float) -> float:
-    """Mean power of a system busy for ``utilisation_share`` of the time: idle power, and the rest in proportion."""
+    """Mean power of a system that is busy for ``utilisation_share`` of the time and else draws idle power."""
     return full_power * (idle_share + (1 - idle_share) * utilisation_share)
 
 
 def uplift(efficiency: float, over: float) -> float:
-    """How many times as efficient."""
+    """Ratio of two efficiencies."""
     return efficiency / over
 
 
 def find_tdp(accelerator: str, tdp_watts: dict[str, float]) -> float | None:
-    """TDP of an accelerator by any of its usual names, such as "NVIDIA H200-SXM-141GB"; None if it is none of them.
+    """TDP of an accelerator by any of its usual names, such as "NVIDIA H200-SXM-141GB"; None if it is unknown.
 
     Args:
         accelerator: the name.

@@ -1,4 +1,4 @@
-"""Figures with unit, formula and state, and the document that a plan becomes."""
+"""The parts of a plan: inputs, results and tables with units, formulas and states; and the plan as a document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATES: tuple[State, ...] = get_args(State)  # weakest first
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A number that went into a plan; ``low`` and ``high`` where its range is known."""
+    """A number that a plan starts from; ``low`` and ``high`` if its range is known."""
 
     name: str
     value: float | int | str | None
@@ -28,7 +28,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A number that came out; ``value`` None where it cannot be known, and then ``formula`` says why."""
+    """A number that a plan computes; if it is unknown, ``value`` is None and ``formula`` says why."""
 
     name: str
     value: float | int | None
@@ -39,7 +39,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of one shape; units stand in the keys."""
+    """Rows with the same keys; units are part of the keys."""
 
     name: str
     title: str
@@ -49,7 +49,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """What one input, alone at the ends of its range, does to the headline of the plan."""
+    """The headline of a plan with one input at the ends of its range, all others unchanged."""
 
     input: str
     unit: str
@@ -60,15 +60,15 @@ class Sensitivity:
 
     @property
     def swing(self) -> float:
-        """Width of the bar in a tornado."""
+        """Width of the bar in a tornado chart."""
         return abs(self.result_high - self.result_low)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One plan, whatever it is about; ``kind`` is plan_capacity, plan_fleet, plan_energy, plan_cost or plan_throughput.
+    """One plan; ``kind`` is plan_capacity, plan_fleet, plan_energy, plan_cost or plan_throughput.
 
-    The first result is the headline, and what the sensitivities move. A ``waterfall`` has title, unit, total and steps
+    The first result is the headline, to which the sensitivities refer. A ``waterfall`` has title, unit, total and steps
     of name, value and state.
     """
 
@@ -116,10 +116,10 @@ class Plan:
 
 
 def weakest(states: Iterable[State]) -> State:
-    """The state of what was computed from figures in ``states``: no better than the worst of them."""
+    """The state of a result computed from figures with these states: the weakest of them."""
     return min(states, key=STATES.index)
 
 
 def by_swing(sensitivities: Sequence[Sensitivity]) -> tuple[Sensitivity, ...]:
-    """Largest first, as a tornado shows them; those without effect left out."""
+    """Largest first, without those that have no effect."""
     return tuple(sorted((one for one in sensitivities if one.swing), key=lambda one: -one.swing))

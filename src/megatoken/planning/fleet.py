@@ -1,4 +1,4 @@
-"""Arithmetic of fleets: demand to machines with ceilings and spares, mixes of two classes, what a wrong size costs."""
+"""Arithmetic of fleets: nodes for a demand with spares, mixes of two classes, and what a wrong size costs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 from megatoken.errors import UsageError
 from megatoken.text import precise
 
-ROUNDING = 1e-9  # a demand that a fleet meets but for rounding needs no further node
+ROUNDING = 1e-9  # a demand that exceeds the capacity by rounding only needs no further node
 MOST_NODES = 1_000_000
 DOMAINS = ("node", "rack")
 LARGEST_LEVEL = 1e15
-MOST_TRIALS = 20_000_000  # sizes x levels of demand; beyond, the cheapest mix is looked for on a coarser grid of sizes
+MOST_TRIALS = 20_000_000  # sizes x levels of demand; beyond, the cheapest mix is searched on a coarser grid of sizes
 
 
 @dataclass(frozen=True, slots=True)
 class SupplyClass:
-    """Nodes of one kind. ``rate`` is what one of them may be planned with, in the unit of the demand."""
+    """Nodes of one kind. ``rate_per_node`` is the planning rate of one node, in the unit of the demand."""
 
     name: str
     rate_per_node: float
@@ -32,7 +32,7 @@ class SupplyClass:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Demand over a cycle: levels in equal parts of it, in one unit."""
+    """Demand over a cycle: one level for each of its equal parts, in one unit."""
 
     levels: tuple[float, ...]
     unit: str
@@ -44,13 +44,13 @@ class Demand:
 
     @property
     def mean(self) -> float:
-        """Over the cycle."""
+        """The mean level over the cycle."""
         return math.fsum(self.levels) / len(self.levels)
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What serves a demand. ``exact`` is before the ceiling; ``serving`` after it; ``nodes`` with spares."""
+    """The size of a fleet: ``exact_nodes`` before rounding up, ``serving_nodes`` after it, ``nodes`` with spares."""
 
     exact_nodes: float
     serving_nodes: int
@@ -66,7 +66,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """One way to divide a demand between nodes that are always there and nodes taken by the hour."""
+    """One way to divide a demand between permanent nodes (base) and nodes rented by the hour (burst)."""
 
     name: str
     base_nodes: int
@@ -77,13 +77,13 @@ class Policy:
 
     @property
     def dollars_per_hour(self) -> float:
-        """Mean over the cycle."""
+        """Mean price over the cycle."""
         return self.base_dollars_per_hour + self.burst_dollars_per_hour
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A fleet of a given size against a demand."""
+    """How well a fleet of a given size fits a demand."""
 
     nodes: int
     unserved_share: float
@@ -104,39 +104,35 @@ class Replacement:
 
 
 def nodes_for(demand: float, rate_per_node: float) -> int:
-    """Whole nodes that serve ``demand``; both in one unit.
-
-    Raises:
-        UsageError: so many that a number was surely mistyped.
-    """
+    """Whole nodes that serve ``demand``, in the same unit as the rate. Raises UsageError above ``MOST_NODES``."""
     exact = demand / rate_per_node
     if exact > MOST_NODES:
         raise UsageError(
-            f"a demand of {precise(demand)} needs {precise(exact)} nodes of {precise(rate_per_node)} each;"
-            " check the units of both"
+            f"a demand of {precise(demand)} needs {precise(exact)} nodes of {precise(rate_per_node)} each; check the"
+            " units of --demand and of the rate"
         )
     return math.ceil(exact * (1 - ROUNDING))
 
 
 def size(demand: float, supply: SupplyClass, *, spare_domains: int = 0, domain: str = "node") -> Size:
-    """Nodes, racks and accelerators for a demand, so that losing ``spare_domains`` fault domains loses nothing.
+    """Nodes, racks and accelerators that serve a demand even if ``spare_domains`` fault domains fail.
 
     Args:
         demand: in the unit of ``supply.rate_per_node``.
         supply: the class of nodes.
         spare_domains: how many fault domains may fail at once.
-        domain: what fails together: node or rack.
+        domain: what fails as one unit: node or rack.
 
     Raises:
-        UsageError: a negative number of spares, an unknown domain, or racks of unknown size.
+        UsageError: a number of spares out of range, an unknown domain, or racks of unknown size.
     """
     if not 0 <= spare_domains <= MOST_NODES:
-        raise UsageError(f"spare fault domains are {spare_domains}; give a number from 0 to {MOST_NODES:,}")
+        raise UsageError(f"--spare: expected 0 to {MOST_NODES:,}, got {spare_domains}")
     if domain not in DOMAINS:
-        raise UsageError(f"the fault domain is '{domain}'; it must be node or rack")
+        raise UsageError(f"--fault-domain: expected node or rack, got '{domain}'")
     serving = nodes_for(demand, supply.rate_per_node)
     if domain == "rack" and supply.nodes_per_rack is None:
-        raise UsageError("fault domains are racks, but nobody says how many nodes one has; give nodes per rack")
+        raise UsageError("nodes per rack unknown; pass --nodes-per-rack, which --fault-domain rack needs")
     spares = spare_nodes(serving, supply, spare_domains, domain)
     nodes = serving + spares
     whole_racks = math.ceil(nodes / supply.nodes_per_rack) if supply.nodes_per_rack else None
@@ -145,7 +141,7 @@ def size(demand: float, supply: SupplyClass, *, spare_domains: int = 0, domain: 
 
 
 def spare_nodes(serving: int, supply: SupplyClass, spare_domains: int, domain: str) -> int:
-    """Nodes beside ``serving`` ones so that ``spare_domains`` fault domains may fail; racks are taken whole."""
+    """Nodes in addition to ``serving`` ones so that ``spare_domains`` fault domains may fail; racks are whole."""
     if not serving or not spare_domains:
         return 0
     if domain == "rack" and supply.nodes_per_rack is not None:
@@ -154,9 +150,9 @@ def spare_nodes(serving: int, supply: SupplyClass, spare_domains: int, domain: s
 
 
 def replacement(nodes_before: int, rate_before: float, rate_after: float) -> Replacement:
-    """How many nodes of ``rate_after`` do the work of ``nodes_before`` nodes of ``rate_before``."""
+    """How many nodes of ``rate_after`` replace ``nodes_before`` nodes of ``rate_before``."""
     if nodes_before < 1:
-        raise UsageError(f"nodes to replace are {nodes_before}; give 1 or more")
+        raise UsageError(f"--replace-nodes: expected 1 or more, got {nodes_before}")
     nodes = nodes_for(nodes_before * rate_before, rate_after)
     ratio_for_one_less = nodes_before / (nodes - 1) if nodes > 1 else None
     exact = nodes_before * rate_before / rate_after
@@ -164,7 +160,7 @@ def replacement(nodes_before: int, rate_before: float, rate_after: float) -> Rep
 
 
 def fit(demand: Demand, supply: SupplyClass, nodes: int) -> Fit:
-    """How ``nodes`` nodes stand to ``demand``: what they leave unserved, how long they are short, how idle they are."""
+    """How ``nodes`` nodes fit ``demand``: unserved demand, time with too few nodes, and idle capacity."""
     capacity = nodes * supply.rate_per_node
     served = [min(level, capacity) for level in demand.levels]
     total = math.fsum(demand.levels)
@@ -177,14 +173,13 @@ def fit(demand: Demand, supply: SupplyClass, nodes: int) -> Fit:
 def policies(
     demand: Demand, base: SupplyClass, burst: SupplyClass, *, spare_domains: int = 0, domain: str = "node"
 ) -> tuple[Policy, ...]:
-    """Everything on ``base``, everything on ``burst``, the base sized to the mean, and the cheapest mix of all.
+    """All demand on ``base``, all on ``burst``, a base sized for the mean demand, and the cheapest mix.
 
-    Demand goes to the base first; what exceeds it goes to whole burst nodes, taken and paid for each part of the cycle
-    in which they are needed. Spares stand by the base, where there is one, and serve nothing; they are those
-    of ``size``, so of racks they are whole ones, and what fills the last rack.
+    The base serves first; the excess goes to whole burst nodes, rented for each part of the cycle that needs them.
+    A base has spare nodes as in ``size``, which serve nothing.
     """
     most = nodes_for(demand.peak, base.rate_per_node)
-    nodes_for(demand.peak, burst.rate_per_node)  # refuses what is out of all proportion
+    nodes_for(demand.peak, burst.rate_per_node)  # raises if the numbers are out of proportion
     sizes = min(most + 1, max(2, MOST_TRIALS // len(demand.levels)))
     candidates = np.unique(np.linspace(0, most, sizes).round())
     burst_nodes = np.zeros_like(candidates)
@@ -224,15 +219,15 @@ def _policy(name: str, nodes: int, demand: Demand, base: SupplyClass, burst: Sup
 def _burst_nodes(
     excess: np.ndarray[tuple[int], np.dtype[np.float64]], level: object, rate: float
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Whole nodes for what exceeds the base, ``excess``, of a demand of ``level``; rounding alone needs none."""
+    """Whole burst nodes for ``excess``, the demand beyond the base; a rounding error of ``level`` needs none."""
     return np.ceil(np.clip(excess - ROUNDING * np.asarray(level), 0, None) / rate)
 
 
 def parse_curve(rows: Sequence[Sequence[str]], place: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Hours and levels of a demand curve from the rows of a table: time in hours, level; equal steps, rising.
+    """Hours and levels of a demand curve, from rows of hour and demand; hours rise in equal steps.
 
     Raises:
-        UsageError: not such a table; names ``place`` and the row.
+        UsageError: the rows have another form; the message names ``place`` and the row.
     """
     levels, hours = [], []
     for at, row in enumerate(rows, start=1):
@@ -241,14 +236,14 @@ def parse_curve(rows: Sequence[Sequence[str]], place: str) -> tuple[tuple[float,
         except ValueError:
             if at == 1 and len(row) == 2:
                 continue  # a header
-            raise UsageError(f"{place}: row {at}: give two numbers, hour and demand") from None
+            raise UsageError(f"{place}: row {at}: expected two numbers, hour and demand") from None
         if not (math.isfinite(hour) and 0 <= level <= LARGEST_LEVEL):
-            raise UsageError(f"{place}: row {at}: a demand must be a number from 0 on")
+            raise UsageError(f"{place}: row {at}: expected a demand of 0 or more")
         hours.append(hour)
         levels.append(level)
     if not levels or max(levels) <= 0:
-        raise UsageError(f"{place}: no demand in it; give rows of hour and demand")
+        raise UsageError(f"{place}: no demand found; give rows of hour and demand")
     steps = [after - before for before, after in pairwise(hours)]
     if steps and not (min(steps) > 0 and max(steps) - min(steps) <= 1e-6 * max(steps)):
-        raise UsageError(f"{place}: the hours must rise in equal steps")
+        raise UsageError(f"{place}: expected hours that rise in equal steps")
     return tuple(hours), tuple(levels)

@@ -1,4 +1,4 @@
-"""``megatoken plan fleet``: how many machines a demand needs, with spares, and what a second class saves."""
+"""``megatoken plan fleet``: how many nodes a demand needs, with spares, and what a second class saves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions, read_shipped
-from megatoken.planning.capacity import Factor, interactions_of_users, residence_seconds
 from megatoken.planning.figures import Input, Plan, Result, State, Table, weakest
 from megatoken.planning.fleet import (
     MOST_NODES,
@@ -24,8 +23,8 @@ from megatoken.planning.fleet import (
     replacement,
     size,
 )
-from megatoken.planning.pricing import CEILING, derating, price
-from megatoken.planning.throughput import LIMITS, Throughput, check_positive
+from megatoken.planning.pricing import CEILING, Factor, derating, interactions_of_users, price, residence_seconds
+from megatoken.planning.throughput import LIMITS, Throughput, check_positive, choose
 from megatoken.planning.workloads import Profile, profiles_document
 from megatoken.text import count_of, nearest, precise
 from megatoken.yaml_files import LARGEST_FILE_BYTES, Strict
@@ -42,7 +41,7 @@ BURST_PRICE = "burst_dollars_per_accelerator_hour"
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """One class of machines: the rate of some of them, how many accelerators a node has, how many nodes a rack."""
+    """One class of nodes: a rate, the accelerators of a node, and the nodes of a rack."""
 
     throughput: Throughput
     accelerators_per_node: int | None = None
@@ -51,7 +50,7 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Demand over a cycle in equal parts, in one of ``UNITS``; each part begins at its hour."""
+    """Demand over a cycle of equal parts, in one of ``UNITS``; each part begins at its hour."""
 
     hours: tuple[float, ...]
     levels: tuple[float, ...]
@@ -77,24 +76,23 @@ def load_demand(unit: str, level: float | None = None, curve: str | None = None)
     Args:
         unit: output-tokens, interactions or users.
         level: the constant demand, or the peak of the curve.
-        curve: name of a shipped curve, or a CSV file of hour and demand. Shipped ones need ``level``; those of a file
-            are scaled to it if it is given.
+        curve: name of a shipped curve, or a CSV file of hour and demand. A shipped curve needs ``level``; a file is
+            scaled to it if given.
 
     Raises:
-        UsageError: neither level nor curve, or what is none of these.
+        UsageError: neither level nor curve is given, or one of them is invalid.
     """
-    if unit not in UNITS:
-        raise UsageError(f"the unit of the demand is '{unit}'; it must be one of {', '.join(UNITS)}")
+    choose("--unit", unit, tuple(UNITS))
     if level is not None:
-        check_positive("the demand", level)
+        check_positive("--demand", level)
     if curve is None:
         if level is None:
-            raise UsageError("nothing to serve: give a demand, a curve, or nodes to replace")
+            raise UsageError("no demand: pass --demand, --curve or --replace-nodes")
         return Curve((0.0,), (level,), unit, "given", "--demand")
     shipped = read_shipped("demand_curves.yaml", _CurvesFile).curves
     if curve in shipped:
         if level is None:
-            raise UsageError(f"the curve {curve} has no height; give its peak as the demand")
+            raise UsageError(f"--curve {curve} has no absolute level; pass its peak with --demand")
         entry = shipped[curve]
         hours = tuple(map(float, range(len(entry.shares))))
         return Curve(hours, tuple(share * level for share in entry.shares), unit, entry.state, entry.source)
@@ -114,20 +112,20 @@ def plan_fleet(
     burst: Supply | None = None,
     factors: Sequence[Factor] = (),
 ) -> Plan:
-    """Machines for a demand.
+    """Nodes for a demand.
 
     Args:
-        supply: the class of machines that is always there.
+        supply: the permanent nodes.
         demand: constant or over a cycle.
         assumptions: derating, latency limits and prices.
-        profile: what an interaction is; needed unless the demand is in output tokens.
+        profile: the interaction; needed unless the demand is in output tokens.
         spare_domains: fault domains that may fail without loss.
-        domain: what fails together: node or rack.
-        burst: a second class, taken by the hour for what exceeds the first.
-        factors: further shares between peak and planning value, for both classes.
+        domain: what fails as one unit: node or rack.
+        burst: a second class, rented by the hour for demand beyond the first.
+        factors: further factors between peak and planning rate, for both classes.
 
     Raises:
-        UsageError: no profile where one is needed, or nobody says how many accelerators a node has.
+        UsageError: a profile is missing, or the accelerators per node are unknown.
     """
     levels, formula = _in_work(demand, profile, assumptions)
     work_unit = UNITS["output-tokens" if demand.unit == "output-tokens" else "interactions"]
@@ -146,7 +144,7 @@ def plan_fleet(
         tables.append(_policies(need, base, second, spare_domains, domain, burst_state))
         alone = size(need.peak, second).serving_nodes
         formula_alone = f"ceiling(peak demand / {precise(second.rate_per_node)} {work_unit} per node)"
-        results.append(Result("Burst nodes if the base is lost", alone, "nodes", formula_alone, burst_state))
+        results.append(Result("Burst nodes without any base", alone, "nodes", formula_alone, burst_state))
     if 1 < len(need.levels) <= LONGEST_CURVE_SHOWN:
         tables.append(_curve(demand, need, base))
     peak = max(demand.levels)
@@ -171,12 +169,12 @@ def plan_fleet(
 def plan_replacement(
     nodes_before: int, output_tokens_per_second_before: float, supply: Supply, *, state: State = "given"
 ) -> Plan:
-    """How many nodes of ``supply`` do the work of ``nodes_before`` nodes of a known rate, at the same derating.
+    """How many nodes of ``supply`` replace ``nodes_before`` nodes of a known rate, at the same derating.
 
     Raises:
-        UsageError: no such number of nodes, or no positive rate.
+        UsageError: a number is out of range.
     """
-    check_positive("the old rate in output tokens/s per node", output_tokens_per_second_before)
+    check_positive("--replace-rate", output_tokens_per_second_before)
     new = supply.throughput.output_tokens_per_second * _node_share(supply)
     found = replacement(nodes_before, output_tokens_per_second_before, new)
     both = weakest((state, supply.throughput.state))
@@ -184,16 +182,22 @@ def plan_replacement(
     saved = nodes_before - found.nodes
     results = [
         Result(
-            f"Nodes that replace {nodes_before}", found.nodes, "nodes", "ceiling(old nodes x old rate / new rate)", both
+            f"Nodes that replace {nodes_before} old nodes",
+            found.nodes,
+            "nodes",
+            "ceiling(old nodes x old rate / new rate)",
+            both,
         ),
         Result("Before rounding up", found.exact_nodes, "nodes", "old nodes x old rate / new rate", both),
         Result("Nodes saved", saved, "nodes", "old nodes - new nodes", both),
         Result("New rate over old", found.speed_ratio, "ratio", "new rate / old rate", both),
         Result(
-            f"Ratio at which {one_less} would do" if found.ratio_for_one_less else "Ratio at which fewer would do",
+            f"Ratio at which {one_less} nodes suffice"
+            if found.ratio_for_one_less
+            else "Ratio at which fewer nodes suffice",
             found.ratio_for_one_less,
             "ratio",
-            f"{nodes_before} / {one_less}" if found.ratio_for_one_less else "one node cannot become fewer",
+            f"{nodes_before} / {one_less}" if found.ratio_for_one_less else "one node is the minimum",
             both,
         ),
     ]
@@ -211,12 +215,12 @@ def plan_replacement(
 def _curve_file(path: Path, shipped: dict[str, _CurveEntry]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     if not path.exists():
         meant = nearest(str(path), shipped)
-        mend = f"did you mean {meant}?" if meant else f"shipped are {', '.join(shipped)}"
-        raise UsageError(f"{path}: no such curve or file; {mend}")
+        fix = f"did you mean {meant}?" if meant else f"shipped curves are {', '.join(shipped)}"
+        raise UsageError(f"{path}: no such curve or file; {fix}")
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe would wait for ever
-            raise UsageError(f"{path}: cannot be read: it is no regular file")
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe might never end
+            raise UsageError(f"{path}: cannot be read: not a regular file")
         if status.st_size > LARGEST_FILE_BYTES:
             raise UsageError(f"{path}: larger than {LARGEST_FILE_BYTES:,} bytes; give hourly demand")
         text = path.read_text(encoding="utf-8")
@@ -227,27 +231,27 @@ def _curve_file(path: Path, shipped: dict[str, _CurveEntry]) -> tuple[tuple[floa
 
 
 def _in_work(demand: Curve, profile: Profile | None, assumptions: Assumptions) -> tuple[tuple[float, ...], str]:
-    """Levels of work per second, and how they came from users, in words."""
+    """Work per second at each level, and a note on how it follows from a demand in users."""
     if demand.unit == "output-tokens":
         return demand.levels, ""
     if profile is None:
-        raise UsageError(f"a demand in {demand.unit} needs to know what an interaction is; give a workload profile")
+        raise UsageError(f"--unit {demand.unit} needs a workload profile; pass --profile")
     if demand.unit == "interactions":
         return demand.levels, ""
     wait = residence_seconds(profile, *(assumptions[name] for name in LIMITS))
-    words = (
-        f"A user asks once in {precise(wait + profile.think_seconds)} s: {precise(wait)} s of waiting at the latency"
-        f" limits, {precise(profile.think_seconds)} s of thinking."
+    note = (
+        f"Each user starts an interaction every {precise(wait + profile.think_seconds)} s: {precise(wait)} s of waiting"
+        f" at the latency limits and {precise(profile.think_seconds)} s of thinking."
     )
-    return tuple(interactions_of_users(level, wait, profile.think_seconds) for level in demand.levels), words
+    return tuple(interactions_of_users(level, wait, profile.think_seconds) for level in demand.levels), note
 
 
 def _node_share(supply: Supply) -> float:
-    """What one node is of the throughput's scope."""
+    """The share of the throughput that one node produces."""
     throughput, per_node = supply.throughput, supply.accelerators_per_node
-    for name, count in (("accelerators per node", per_node), ("nodes per rack", supply.nodes_per_rack)):
+    for flag, count in (("--accelerators-per-node", per_node), ("--nodes-per-rack", supply.nodes_per_rack)):
         if count is not None and not 1 <= count <= MOST_NODES:
-            raise UsageError(f"{name} are {count}; give a number from 1 to {MOST_NODES:,}")
+            raise UsageError(f"{flag}: expected 1 to {MOST_NODES:,}, got {count}")
     known = throughput.accelerators
     if (
         per_node is not None
@@ -255,13 +259,13 @@ def _node_share(supply: Supply) -> float:
         and ((throughput.scope == "node" and per_node != known) or (throughput.scope == "rack" and per_node > known))
     ):
         raise UsageError(
-            f"the rate is that of a {throughput.scope} of {known} accelerators; a node cannot have {per_node}"
+            f"--accelerators-per-node {per_node}: the rate is of a {throughput.scope} of {known} accelerators"
         )
     if throughput.scope == "node":
         return 1.0
     if per_node is None or known is None:
         raise UsageError(
-            f"the rate is that of one {throughput.scope}; to know a node's, give its accelerators and those of a node"
+            f"the rate is per {throughput.scope}; for one node pass --accelerators and --accelerators-per-node"
         )
     return per_node / known
 
@@ -277,7 +281,7 @@ def _class(
     throughput, share = supply.throughput, _node_share(supply)
     per_node = supply.accelerators_per_node or throughput.accelerators
     if per_node is None:
-        raise UsageError(f"nobody says how many accelerators a node of the {name} class has; give the number")
+        raise UsageError(f"accelerators per node of the {name} class unknown; pass --accelerators-per-node")
     derated = derating(throughput, assumptions, factors)
     own = [replace(one, name=one.name if name == "base" else f"{name}_{one.name}") for one in throughput.inputs]
     states, inputs = [derated.state], [*own, *derated.inputs]
@@ -297,10 +301,10 @@ def _class(
 def _results(need: Demand, base: SupplyClass, sized: Size, domain: str, state: State, ceiling: float) -> list[Result]:
     per_node = f"{precise(base.rate_per_node)} {need.unit} per node"
     results = [
-        Result("Nodes", sized.nodes, "nodes", "nodes that serve + spares", state),
-        Result("Nodes that serve", sized.serving_nodes, "nodes", f"ceiling(peak demand / {per_node})", state),
+        Result("Nodes", sized.nodes, "nodes", "serving nodes + spare nodes", state),
+        Result("Serving nodes", sized.serving_nodes, "nodes", f"ceiling(peak demand / {per_node})", state),
         Result("Before rounding up", sized.exact_nodes, "nodes", f"peak demand / {per_node}", state),
-        Result("Spare nodes", sized.spare_nodes, "nodes", f"{domain}s that may fail without loss (--spare)", state),
+        Result("Spare nodes", sized.spare_nodes, "nodes", f"for {domain}s that may fail without loss (--spare)", state),
         Result("Accelerators", sized.accelerators, "accelerators", "nodes x accelerators per node", state),
     ]
     if sized.racks is not None:
@@ -309,7 +313,7 @@ def _results(need: Demand, base: SupplyClass, sized: Size, domain: str, state: S
     lost = base.nodes_per_rack if domain == "rack" and base.nodes_per_rack else 1
     sustained = sized.serving_nodes * base.rate_per_node / ceiling
     headroom = 1 - need.peak / sustained if sustained else None
-    formula = "1 - peak demand / what the nodes that serve sustain in time: the ceiling of use, and rounding up"
+    formula = "1 - peak demand / rate of the serving nodes within the latency limits"
     results.append(Result("Headroom at the peak", headroom, "share", formula, state))
     left = max(0, sized.nodes - lost) / sized.nodes if sized.nodes else None
     formula = f"(nodes - {lost}) / nodes"
@@ -337,10 +341,10 @@ def _sizes(need: Demand, base: SupplyClass, sized: Size) -> Table:
             }
         )
     note = (
-        "against the planning rate, over the cycle of the demand; unserved: of the demand; short time: of the cycle,"
-        " when some demand is not served; the ceiling of utilisation is headroom beyond it"
+        "at the planning rate, over the cycle of the demand. unserved: share of the demand. short time: share of the"
+        " cycle in which some demand is not served. The utilisation ceiling is additional headroom"
     )
-    return Table("sizes", "Too few, enough, with spares", tuple(rows), note)
+    return Table("sizes", "Fleet sizes: too small, sufficient, with spares", tuple(rows), note)
 
 
 def _policies(
@@ -359,8 +363,8 @@ def _policies(
         }
         for policy in policies(need, base, burst, spare_domains=spare_domains, domain=domain)
     ]
-    note = "means over the cycle; burst nodes are whole, taken for each part of the cycle and paid for that part"
-    return Table("policies", "Base always there, bursts by the hour", tuple(rows), note)
+    note = "means over the cycle; whole burst nodes are rented for each part of the cycle"
+    return Table("policies", "Permanent base, burst nodes by the hour", tuple(rows), note)
 
 
 def _curve(demand: Curve, need: Demand, base: SupplyClass) -> Table:
@@ -372,4 +376,6 @@ def _curve(demand: Curve, need: Demand, base: SupplyClass) -> Table:
         }
         for hour, level, work in zip(demand.hours, demand.levels, need.levels, strict=True)
     ]
-    return Table("curve", f"Demand over the cycle, in {UNITS[demand.unit]}", tuple(rows), "nodes that serve, no spares")
+    return Table(
+        "curve", f"Demand over the cycle, in {UNITS[demand.unit]}", tuple(rows), "serving nodes, without spares"
+    )

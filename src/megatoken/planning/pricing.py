@@ -1,15 +1,146 @@
-"""From a throughput to prices of tokens and to the rate to plan with: what all four plans have in common."""
+"""Prices of tokens, Little's law, and the derating from a peak rate to a planning rate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions
-from megatoken.planning.capacity import Factor, Prices, Step, derate, prices_from_ratio, prices_from_two_rates
 from megatoken.planning.figures import Input, State, weakest
 from megatoken.planning.throughput import MIX, Throughput
+from megatoken.planning.workloads import Profile
+from megatoken.text import precise
+
+LIKE_MIXES = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Prices of tokens: seconds of the whole system per token, when the system is full."""
+
+    prefill_seconds_per_token: float
+    decode_seconds_per_token: float
+
+    def interaction_seconds(self, profile: Profile, prefix_cache_share: float | None = None) -> float:
+        """Seconds of the whole system that one interaction takes."""
+        read = profile.read_tokens(prefix_cache_share) * self.prefill_seconds_per_token
+        return read + profile.written_tokens * self.decode_seconds_per_token
+
+    def interactions_per_second(self, profile: Profile, prefix_cache_share: float | None = None) -> float:
+        """The rate at which a full system completes interactions of this kind only."""
+        return 1 / self.interaction_seconds(profile, prefix_cache_share)
+
+    def scaled(self, factor: float) -> Prices:
+        """Prices on a system that is ``factor`` times as fast."""
+        return Prices(self.prefill_seconds_per_token / factor, self.decode_seconds_per_token / factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One factor between peak rate and planning rate."""
+
+    name: str
+    factor: float
+    state: State
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A factor and the rate after it."""
+
+    name: str
+    factor: float
+    output_tokens_per_second: float
+    state: State
+    source: str
+
+
+def document_interactions_per_second(tokens_per_second: float, tokens_per_interaction: float) -> float:
+    """The source documents' formula: the benchmark's output rate over all tokens of an interaction."""
+    return tokens_per_second / tokens_per_interaction
+
+
+def to_tens(value: float) -> int:
+    """Rounded as in the source documents: 1,693.8 is 1,690."""
+    return round(value / 10) * 10
+
+
+def prices_from_ratio(
+    output_tokens_per_second: float, input_tokens_per_output_token: float, prefill_to_decode_cost: float
+) -> Prices:
+    """Prices from one rate, its input tokens per output token, and the price ratio of input to output tokens.
+
+    Per output token the system spends ``decode + input_tokens_per_output_token * prefill`` = 1 / rate.
+    """
+    decode = 1 / (output_tokens_per_second * (1 + input_tokens_per_output_token * prefill_to_decode_cost))
+    return Prices(decode * prefill_to_decode_cost, decode)
+
+
+def prices_from_two_rates(
+    first_output_tokens_per_second: float,
+    first_mix: float,
+    second_output_tokens_per_second: float,
+    second_mix: float,
+) -> Prices:
+    """Both prices from two rates of one system under different mixes (input tokens per output token).
+
+    Raises:
+        UsageError: the mixes are too similar, or no two positive prices give both rates.
+    """
+    low, high = sorted((first_mix, second_mix))
+    if high <= low * LIKE_MIXES:
+        raise UsageError(
+            f"the two runs have {precise(first_mix)} and {precise(second_mix)} input tokens per output token, too"
+            f" similar to price input and output separately; the ratios must differ by at least {LIKE_MIXES:g} times"
+        )
+    prefill = (1 / second_output_tokens_per_second - 1 / first_output_tokens_per_second) / (second_mix - first_mix)
+    decode = 1 / first_output_tokens_per_second - first_mix * prefill
+    if prefill <= 0 or decode <= 0:
+        raise UsageError(
+            "no positive prices of input and output tokens fit both runs; they differ in more than token lengths"
+        )
+    return Prices(prefill, decode)
+
+
+def service_seconds(profile: Profile, ttft_seconds: float, tpot_seconds: float) -> float:
+    """Seconds that one interaction is in flight: every turn from its arrival to its last token."""
+    return profile.turns * (ttft_seconds + (profile.output_tokens - 1) * tpot_seconds)
+
+
+def residence_seconds(profile: Profile, ttft_seconds: float, tpot_seconds: float) -> float:
+    """Seconds that a user waits for one interaction: in flight, and for tools between the turns."""
+    return service_seconds(profile, ttft_seconds, tpot_seconds) + (profile.turns - 1) * profile.tool_seconds
+
+
+def in_flight(interactions_per_second: float, seconds_in_flight: float) -> float:
+    """Little's law: mean number in a system = arrivals per second x mean seconds in it."""
+    return interactions_per_second * seconds_in_flight
+
+
+def users(interactions_per_second: float, waiting_seconds: float, think_seconds: float) -> float:
+    """Users who make that many interactions per second, if each waits, thinks, then starts the next one."""
+    return interactions_per_second * (waiting_seconds + think_seconds)
+
+
+def interactions_of_users(people: float, waiting_seconds: float, think_seconds: float) -> float:
+    """Interactions per second of so many users: the inverse of ``users``. UsageError if they never pause."""
+    cycle = waiting_seconds + think_seconds
+    if cycle <= 0:
+        raise UsageError("users who neither wait nor think have no finite rate; set think_seconds in the profile")
+    return people / cycle
+
+
+def derate(peak_output_tokens_per_second: float, factors: Sequence[Factor]) -> tuple[Step, ...]:
+    """The rate after each factor in turn."""
+    products = [math.prod(factor.factor for factor in factors[: at + 1]) for at in range(len(factors))]
+    return tuple(
+        Step(factor.name, factor.factor, peak_output_tokens_per_second * product, factor.state, factor.source)
+        for factor, product in zip(factors, products, strict=True)
+    )
+
 
 RATIO = "prefill_to_decode_cost"
 LATENCY = "server_to_offline_share"
@@ -18,7 +149,7 @@ CEILING = "utilisation_ceiling_share"
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """Prices at the peak of a throughput, where they come from, and the prices at the ends of the ratio's range."""
+    """Prices at the peak rate, their formula and inputs, and the prices at the ends of the ratio's range."""
 
     prices: Prices
     range: tuple[Prices, ...]
@@ -28,27 +159,27 @@ class Priced:
 
 
 def price(throughput: Throughput, assumptions: Assumptions, second: Throughput | None = None) -> Priced:
-    """What an input and an output token cost on the system of ``throughput``.
+    """Prices of an input token and an output token on the system of ``throughput``.
 
     Args:
-        throughput: the rate and the mix of tokens it was reached with.
-        assumptions: for the ratio of the two prices, unless ``second`` gives them.
-        second: the same system under another mix.
+        throughput: the rate, and the input tokens per output token at which it was reached.
+        assumptions: for the ratio of the two prices, unless ``second`` determines it.
+        second: the same system with another number of input tokens per output token.
 
     Raises:
-        UsageError: two rates that cannot be of one system under two mixes.
+        UsageError: the two rates cannot be those of one system.
     """
     rate, mix = throughput.output_tokens_per_second, throughput.input_tokens_per_output_token
     if second is not None:
         if throughput.accelerators and second.accelerators not in (None, throughput.accelerators):
             raise UsageError(
-                f"the two runs used {throughput.accelerators} and {second.accelerators} accelerators; prices need one"
-                " system under two mixes"
+                f"the two runs used {throughput.accelerators} and {second.accelerators} accelerators; prices need two"
+                " runs of one system"
             )
         prices = prices_from_two_rates(rate, mix, second.output_tokens_per_second, second.input_tokens_per_output_token)
         inputs = tuple(Input(f"second_{one.name}", one.value, one.unit, one.state, one.source) for one in second.inputs)
         state = weakest((throughput.state, throughput.mix_state, second.state, second.mix_state))
-        return Priced(prices, (prices,), state, "two rates, two mixes, two prices", inputs)
+        return Priced(prices, (prices,), state, "solved from the two runs", inputs)
     entry = assumptions.entries[RATIO]
     ratios = (entry.value,) if entry.low is None or entry.high is None else (entry.low, entry.value, entry.high)
     state = weakest((throughput.state, throughput.mix_state, entry.state))
@@ -59,7 +190,7 @@ def price(throughput: Throughput, assumptions: Assumptions, second: Throughput |
 
 @dataclass(frozen=True, slots=True)
 class Derating:
-    """From a peak to the rate to plan with: the user's own factors, the latency bound, then the ceiling of use."""
+    """From peak rate to planning rate: the user's factors, the latency bound, then the utilisation ceiling."""
 
     peak_output_tokens_per_second: float
     steps: tuple[Step, ...]
@@ -69,41 +200,41 @@ class Derating:
 
     @property
     def latency_bound(self) -> float:
-        """The highest rate at which users are served in time, as far as that is known."""
+        """The estimated highest rate at which users are served within the latency limits."""
         return self.steps[-2].output_tokens_per_second
 
     @property
     def planning(self) -> float:
-        """The rate to plan with."""
+        """The planning rate."""
         return self.steps[-1].output_tokens_per_second
 
     @property
     def latency_bound_share(self) -> float:
-        """Of the peak."""
+        """Latency-bound rate over peak rate."""
         return self.latency_bound / self.peak_output_tokens_per_second
 
     @property
     def planning_share(self) -> float:
-        """Of the peak."""
+        """Planning rate over peak rate."""
         return self.planning / self.peak_output_tokens_per_second
 
     @property
     def state(self) -> State:
-        """Of the rate to plan with."""
+        """State of the planning rate."""
         return weakest((self.latency_bound_state, self.ceiling_input.state))
 
     @property
     def inputs(self) -> tuple[Input, ...]:
-        """Of all steps."""
+        """Inputs of all steps."""
         return (*self.latency_inputs, self.ceiling_input)
 
 
 def derating(throughput: Throughput, assumptions: Assumptions, more: Sequence[Factor] = ()) -> Derating:
-    """What remains of a peak when users must be served in time, with headroom.
+    """The planning rate of a throughput: within the latency limits, and with headroom.
 
     Args:
-        throughput: the peak.
-        assumptions: shares to apply where nothing was measured.
+        throughput: the peak rate.
+        assumptions: factors for what was not measured.
         more: the user's own factors, applied first.
     """
     latency = _latency_input(throughput, assumptions)
@@ -125,38 +256,38 @@ def derating(throughput: Throughput, assumptions: Assumptions, more: Sequence[Fa
 
 
 def parse_factor(text: str) -> Factor:
-    """A factor of the user, ``name=share``.
-
-    Raises:
-        UsageError: not of this form, or no share above 0 and up to 1.
-    """
+    """A factor of the user, ``name=share``. Raises UsageError unless 0 < share <= 1."""
     name, _, value = text.partition("=")
     try:
         factor = float(value)
     except ValueError:
         factor = 0.0
     if not name.strip() or not 0 < factor <= 1:
-        raise UsageError(f"--factor {text}: give NAME=SHARE with a share above 0 and up to 1, such as makespan=0.936")
+        raise UsageError(
+            f"--factor {text}: expected NAME=SHARE with a share above 0 and up to 1, such as makespan=0.936"
+        )
     return Factor(name.strip(), factor, "given", "--factor")
 
 
 def _latency_input(throughput: Throughput, assumptions: Assumptions) -> Input:
-    """What share of the rate serves users in time: by the run itself, by its scenario, else by assumption.
+    """The share of the rate that serves users within the limits: from the run, from its scenario, or assumed.
 
-    Of a run that broke the level no rate is known that keeps it. Its goodput is what it served in time at its own rate:
-    an estimate, and of a queue that grew a poor one.
+    If a run broke the service level, no rate that keeps it is known. Its goodput at its own rate is then an estimate,
+    and a poor one if its queue grew.
     """
     service, assumed = throughput.service, assumptions.entries[LATENCY].to_input()
     if service is None:
         if throughput.scenario in ("server", "interactive"):
-            return Input("latencies_already_kept", 1.0, "share", "given", f"a rate of scenario {throughput.scenario}")
+            return Input(
+                "latencies_already_kept", 1.0, "share", "given", f"the rate is of scenario {throughput.scenario}"
+            )
         return assumed
     if service.kept:
         return Input("service_level_kept", 1.0, "share", throughput.state, service.why)
     if service.kept is False and service.good_output_tokens_per_second is not None:
         share = service.good_output_tokens_per_second / throughput.output_tokens_per_second
         if not share:
-            raise UsageError(f"no request kept the service level, so there is no rate to plan with: {service.why}")
-        why = f"goodput of a run that broke the level, at its own rate; no measured bound: {service.why}"
+            raise UsageError(f"no request kept the service level, so there is no planning rate: {service.why}")
+        why = f"goodput of a run that broke the service level, not a measured bound: {service.why}"
         return Input("goodput_share", share, "share", "estimate", why)
-    return replace(assumed, source=f"{assumed.source}; the run cannot tell: {service.why}")
+    return replace(assumed, source=f"{assumed.source}; the run does not show it: {service.why}")

@@ -20,7 +20,7 @@ from megatoken.planning.workloads import Profile
 HEAD = "# Workload profile "  # first line of every file written here
 OUTPUT_GAMMA_SHAPE = 2.54
 INPUT_LOG_NORMAL_SIGMA = 0.75
-LARGEST_FACTOR = 8.0  # of a mean; 1 in 1,000 prompts would be longer, and next to no answer
+LARGEST_FACTOR = 8.0  # of a mean; 1 in 1,000 prompts would be longer, and almost no answer
 
 
 def write_lengths(profile: Profile, path: Path, rows: int, seed: int) -> Path:

@@ -1,7 +1,7 @@
-"""A rack in virtual time: each node has a queue from which its replicas pull. Real schedulers, priced steps, no tokens.
+"""Simulates a rack in virtual time with real schedulers and computed step times; no tokens are generated.
 
-Offline: everything waits from the start, nobody takes anything from the queue after ``seconds``, and what was taken is
-finished. Nodes know nothing of each other, so they are simulated on all cores.
+Each node has a queue from which its replicas pull. Offline: all requests wait from the start, replicas pull no request
+after ``seconds``, and pulled requests are completed. Nodes are independent, so they are simulated in parallel.
 """
 
 from __future__ import annotations
@@ -27,20 +27,16 @@ from megatoken.engine.simulated import Simulation, plan_simulation
 from megatoken.errors import MegatokenError, UsageError
 
 KEPT_WAITING = 64
-"""Requests that a replica has waiting: more than a step admits of common lengths, so that no step lacks any."""
+"""Requests that a replica keeps waiting: more than one step admits, so that no step lacks requests."""
 PRICED_IN_PARTS = 16
-"""Every so many steps one is kept with its parts, for the mean of them."""
+"""Every so many steps, the parts of the step's time are kept for their mean."""
 
-Progress = Callable[[int, int], None]  # nodes done, of how many
+Progress = Callable[[int, int], None]  # nodes done, all nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Rack:
-    """What is simulated.
-
-    Attributes:
-        seconds_per_sequence: see ``CostModel``.
-    """
+    """A rack to simulate; ``seconds_per_sequence`` as in ``CostModel``."""
 
     model: ModelConfig
     config: EngineConfig
@@ -51,46 +47,46 @@ class Rack:
 
     @classmethod
     def of(cls, model: str, config: EngineConfig, gpu: str, *, nodes: int, gpus_per_node: int) -> Rack:
-        """A rack of a named shape, with as many replicas on a node as its GPUs make.
+        """A rack that runs a named shape, with one replica per group of tensor-parallel GPUs.
 
         Raises:
-            UsageError: its GPUs cannot be shared out so.
-            CheckpointError: no such shape.
+            UsageError: the GPUs of a node do not divide into replicas.
+            CheckpointError: the shape is unknown.
         """
         ranks = config.tensor_parallel
         for flag, number in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
             if number < 1:
-                raise UsageError(f"{flag} is {number}; give 1 or more")
+                raise UsageError(f"{flag}: expected 1 or more, got {number}")
         if gpus_per_node % ranks:
             raise UsageError(
-                f"--gpus-per-node is {gpus_per_node}, which replicas of {ranks} GPUs (engine.tensor_parallel) cannot "
-                f"share; give --gpus-per-node {-(-gpus_per_node // ranks) * ranks}"
+                f"--gpus-per-node: expected a multiple of {ranks} (engine.tensor_parallel), got {gpus_per_node}; give "
+                f"--gpus-per-node {-(-gpus_per_node // ranks) * ranks}"
             )
         return cls(find_shape(model), config, gpu, nodes, gpus_per_node // ranks)
 
     @property
     def gpus_per_node(self) -> int:
-        """A replica has as many GPUs as ranks."""
+        """GPUs of a node: its replicas times the ranks of each."""
         return self.replicas_per_node * self.config.tensor_parallel
 
     def with_software(self, software: str) -> Rack:
-        """The same rack under the software of that name in ``SECONDS_PER_SEQUENCE``."""
+        """The same rack with the overhead of the named software, one of ``SECONDS_PER_SEQUENCE``."""
         return replace(self, seconds_per_sequence=SECONDS_PER_SEQUENCE[software])
 
     def simulation(self) -> Simulation:
-        """Sizes and prices of a replica. Raises as ``plan_simulation``."""
+        """Sizes and step times of a replica. Raises as ``plan_simulation``."""
         return plan_simulation(self.model, self.config, self.gpu, seconds_per_sequence=self.seconds_per_sequence)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRun:
-    """What one node did; times are seconds since its start.
+    """The result of one node; times are seconds since its start.
 
     Attributes:
         seconds: when its last step ended.
-        progress: [N, 2] time and output tokens until then, rising.
+        progress: [N, 2] time, and output tokens until then.
         completion_seconds: [samples] when each sample was complete, sorted.
-        parts: mean step and its parts.
+        parts: the mean step and its parts.
     """
 
     output_tokens: int
@@ -107,7 +103,7 @@ class NodeRun:
 
     @property
     def output_tokens_per_second(self) -> float:
-        """Over all its time, ramp and drain included."""
+        """Over the whole run, including ramp and drain."""
         return self.output_tokens / self.seconds
 
 
@@ -120,29 +116,29 @@ def simulate_rack(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> list[NodeRun]:
-    """Runs every node of a rack.
+    """Simulates every node of a rack.
 
     Args:
-        rack: the hardware and what runs on it.
-        lengths: ``[N, 2]`` prompt and answer tokens of the requests; each node goes through all of them again and
-            again, each time in another order.
-        seconds: of virtual time, after which nothing new is begun.
+        rack: the hardware, the model and the engine's settings.
+        lengths: ``[N, 2]`` prompt and answer tokens of the requests; each node repeats all of them, each time in
+            another order.
+        seconds: virtual time after which no request is started.
         seed: of the orders.
-        workers: processes; by default one for each core this process may use.
-        progress: told after each node.
+        workers: processes; by default one per core that this process may use.
+        progress: called after each node.
 
     Raises:
-        UsageError: a size that is none, or a request that no replica could ever serve.
+        UsageError: a size is out of range, or a request is too long for a replica.
         CheckpointError, ConfigError, CapacityError: as ``plan_simulation``.
     """
     if min(rack.nodes, rack.replicas_per_node) < 1 or not 0 < seconds < math.inf:
-        raise UsageError("a rack has nodes, a node replicas, and a run some seconds: give numbers above 0")
+        raise UsageError("nodes, replicas per node and seconds: expected numbers above 0")
     memory = rack.simulation().memory
     longest = int(lengths.sum(axis=1).max())
     if lengths.min() < 1 or longest > memory.max_length:
         raise UsageError(
-            f"the longest request has {longest:,} tokens; an engine with these settings takes {memory.max_length:,}, "
-            "prompts and answers of at least one; change the lengths or engine.max_length"
+            f"the longest request has {longest:,} tokens; these settings allow {memory.max_length:,}, and every prompt "
+            "and answer needs at least one; change the lengths or engine.max_length"
         )
     tasks = [(rack, lengths, seconds, seed + node) for node in range(rack.nodes)]
     workers = min(workers or _cores(), len(tasks))
@@ -172,8 +168,8 @@ def _in_processes(tasks: Sequence[_Task], workers: int) -> Iterator[NodeRun]:
 
 
 def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever interrupts the command ends its workers at once
-    gc.disable()  # nothing here refers to itself, and a collection walks what waits
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt of the command ends its workers at once
+    gc.disable()  # there are no reference cycles, and a collection would visit all waiting requests
 
 
 def _cores() -> int:
@@ -186,7 +182,7 @@ def _simulate_node(task: _Task) -> NodeRun:
     queue = _endless(lengths, seed)
     replicas = [_Replica(simulation, queue, seconds) for _ in range(rack.replicas_per_node)]
     due = [(0.0, number) for number in range(len(replicas))]
-    while due:  # whose step ends first pulls first
+    while due:  # the replica whose step ends first pulls first
         now, number = due[0]
         ended = replicas[number].step(now)
         if ended is None:
@@ -202,19 +198,19 @@ def _endless(lengths: NDArray[np.int64], seed: int) -> Iterator[list[int]]:
 
 
 class _Replica:
-    """One engine on a time line of its own: what it does by step."""
+    """One engine in virtual time, step by step."""
 
     def __init__(self, simulation: Simulation, queue: Iterator[list[int]], seconds: float) -> None:
         self._scheduler, self._costs = simulation.memory.scheduler(), simulation.costs
         self._queue, self._until = queue, seconds
         self.preemptions = self.samples = self.input_tokens = self.rows = self.sequences = 0
-        self.times: list[float] = []  # by step: its end, tokens it made, samples complete by then
+        self.times: list[float] = []  # for each step: its end, the tokens it made, the samples complete by then
         self.tokens: list[int] = []
         self.completed: list[int] = []
         self.parts: list[StepCost] = []
 
     def step(self, now: float) -> float | None:
-        """Begins a step at ``now``; returns when it ends, None when nothing is left."""
+        """Starts a step at ``now``; returns when it ends, or None if no request is left."""
         scheduler = self._scheduler
         if now < self._until:
             for _ in range(KEPT_WAITING - scheduler.waiting):
@@ -240,7 +236,7 @@ class _Replica:
 
 
 def mean_cost(costs: Sequence[StepCost]) -> StepCost:
-    """The mean step: its clock and power are means over time."""
+    """The mean step; its clock and power are means weighted by time."""
     *parts, clock, watts = (np.array(column) for column in zip(*costs, strict=True))
     seconds = parts[0]
     over_time = (np.average(column, weights=seconds) for column in (clock, watts))

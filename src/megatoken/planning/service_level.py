@@ -1,4 +1,4 @@
-"""Whether a run kept a service level, and at which rate: limits on time to first token and time per output token."""
+"""Service levels: limits on time to first token and time per output token, and whether a run kept them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PERCENT = 99
 
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
-    """Limits that 99 % of the requests must keep."""
+    """Latency limits that 99 % of the requests must keep."""
 
     ttft_seconds: float
     tpot_seconds: float
@@ -28,11 +28,11 @@ class ServiceLevel:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a run stands to a service level.
+    """Whether a run kept a service level.
 
-    ``kept`` is None where the run cannot tell. ``good`` requests kept every limit that could be judged; the share is of
-    all scheduled ones, failures included. ``bound_output_tokens_per_second`` is the rate of the run if it kept the
-    level: a rate that the level allows. If it did not, no rate is known and the field is None.
+    ``kept`` is None if the run does not show it. ``good`` requests kept every limit that applies; their share is of
+    all scheduled requests, failed ones included. ``bound_output_tokens_per_second`` is the rate of a run that kept the
+    level, so a rate that the level allows; otherwise no such rate is known and the field is None.
     """
 
     kept: bool | None
@@ -48,17 +48,17 @@ class Verdict:
 
 
 def judge_run(run: Run, level: ServiceLevel) -> Verdict:
-    """How ``run``, which completed a sample, stands to ``level``."""
+    """Whether ``run``, which completed at least one sample, kept ``level``."""
     result = run.result
     seconds = result["output_tokens"] / result["output_tokens_per_second"]
     return judge(Samples.of(run.requests), level, offline=result.get("scenario") == "offline", seconds=seconds)
 
 
 def judge(samples: Samples, level: ServiceLevel, *, offline: bool, seconds: float) -> Verdict:
-    """How samples stand to ``level``; at least one must be completed. ``seconds``: what rates divide by.
+    """Whether samples kept ``level``; at least one must be completed. Rates are per ``seconds``.
 
-    In Offline all samples are due at once, so their time to first token is a wait in a queue that no user stands in: it
-    is not judged, and a run that keeps the other limit is not said to keep the level.
+    In Offline all samples are due at once, so the time to first token does not apply: it is not judged, and ``kept`` is
+    None if the other limit was kept.
     """
     done = samples.only(samples.completed)
     good = goodput(
@@ -83,7 +83,7 @@ def judge(samples: Samples, level: ServiceLevel, *, offline: bool, seconds: floa
 
 
 def how_well_kept(verdict: Verdict) -> tuple[int, float]:
-    """A sorting key: a level that was broken before one that nobody can tell of before one that was kept."""
+    """A sorting key: broken levels first, then unknown ones, then kept ones."""
     return (0 if verdict.kept is False else 1 if verdict.kept is None else 2, verdict.good_share or 0.0)
 
 
@@ -94,14 +94,14 @@ def _kept(good_share: float, requests: int, offline: bool, level: ServiceLevel) 
     enough = good_share >= PERCENT / 100
     if not enough:
         why = f"only {100 * good_share:.2f} % of {count_of(requests, 'request')} kept {limits}; {PERCENT} % must"
-        return False, f"{why}: at this rate the level is broken, the rate that keeps it is lower and not known"
+        return False, f"{why}: this rate breaks the service level; a lower rate that keeps it is not known"
     if requests < samples_needed(PERCENT):
         few = f"{count_of(requests, 'request')} {'is' if requests == 1 else 'are'} too few"
-        return None, f"{few} for a statement about {PERCENT} %; {samples_needed(PERCENT)} do"
+        return None, f"{few} to judge {PERCENT} % of requests; at least {samples_needed(PERCENT)} are needed"
     if offline:
         return None, (
-            f"{100 * good_share:.2f} % kept {limits}, but in Offline nobody's wait for a first token is measured; run"
-            " the Server scenario"
+            f"{100 * good_share:.2f} % kept {limits}, but time to first token does not apply to Offline; run the Server"
+            " scenario"
         )
     return True, f"{100 * good_share:.2f} % of {count_of(requests, 'request')} kept {limits}"
 

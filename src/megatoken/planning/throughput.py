@@ -1,4 +1,4 @@
-"""What a plan starts from: a rate with its unit, scope and state, out of a run folder or as a bare number."""
+"""The rate that a plan starts from, with unit, scope and state: from a run folder, or as a number."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ LIMITS = ("ttft_limit_seconds", "tpot_limit_seconds")
 MOST_INPUT = 1_000_000
 MOST_ACCELERATORS = 1_000_000_000
 DEFAULT_MIX = (
-    "The mix of input and output tokens at which the rate was reached is taken to be that of MLPerf's llama2-70b; for"
-    " any other benchmark give its own."
+    "Input tokens per output token are assumed to be those of MLPerf's llama2-70b; for another benchmark give"
+    " --input-per-output."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """A rate of output tokens at which all requests were of one mix.
+    """A rate of output tokens, and the requests at which it was reached.
 
-    ``accelerators`` is what produces the rate, None where nobody says. ``input_tokens_per_output_token`` and
-    ``output_tokens_per_request`` describe the requests it was reached with. ``scenario`` is offline, server,
-    interactive or None. ``service`` is how the run stood to the service level, if the rate is of a run.
+    ``accelerators`` is the number that produces the rate, None if unknown. ``input_tokens_per_output_token`` and
+    ``output_tokens_per_request`` describe the requests. ``scenario`` is offline, server, interactive or None.
+    ``service`` says whether the run kept the service level, if the rate is of a run.
     """
 
     output_tokens_per_second: float
@@ -64,7 +64,7 @@ class Throughput:
 
     @property
     def label(self) -> str:
-        """What the rate is of, for titles."""
+        """The rate and its scope, for titles."""
         count = f", {self.accelerators:,} accelerators" if self.accelerators and self.accelerators > 1 else ""
         return f"{precise(self.output_tokens_per_second)} output tokens/s per {self.scope}{count} ({self.state})"
 
@@ -86,31 +86,31 @@ def from_number(
 
     Args:
         tokens_per_second: the number.
-        scope: what it is the rate of: accelerator, node, rack or system.
-        counted: output, or total when input tokens were counted too.
-        accelerators: how many produce it.
+        scope: accelerator, node, rack or system.
+        counted: output, or total if the rate counts input tokens too.
+        accelerators: how many produce the rate.
         accelerator: their name, as in ``gpu_specs.csv``.
         scenario: offline, server or interactive, if known; server and interactive rates already respect latencies.
-        state: how far it can be trusted.
-        source: where it is from.
-        input_tokens_per_output_token: mix of the requests it was reached with; None: the assumption.
-        assumptions: for that mix.
+        state: how far the rate can be trusted.
+        source: where the rate comes from.
+        input_tokens_per_output_token: of the requests at that rate; None: the assumption.
+        assumptions: for that default.
 
     Raises:
-        UsageError: a number, scope, unit or state that is none.
+        UsageError: a number is out of range, or a scope, unit or state is unknown.
     """
     check_positive("the rate", tokens_per_second)
-    checked_scope: Scope = choose("scope", scope, get_args(Scope))
-    checked_counted: Counted = choose("counted tokens", counted, get_args(Counted))
-    checked_state: State = choose("state", state, STATES)
+    checked_scope: Scope = choose("--per", scope, get_args(Scope))
+    checked_counted: Counted = choose("--counted", counted, get_args(Counted))
+    checked_state: State = choose("--state", state, STATES)
     if scenario is not None:
-        choose("scenario", scenario, SCENARIOS)
+        choose("--scenario", scenario, SCENARIOS)
     if accelerators is not None and not 1 <= accelerators <= MOST_ACCELERATORS:
-        raise UsageError(f"accelerators is {accelerators}; give how many produce the rate, 1 to {MOST_ACCELERATORS:,}")
+        raise UsageError(f"accelerators: expected 1 to {MOST_ACCELERATORS:,}, got {accelerators}")
     if checked_scope == "accelerator":
         if accelerators not in (None, 1):
             raise UsageError(
-                f"a rate per accelerator is the rate of 1, not of {accelerators}; or is its scope another?"
+                f"a rate per accelerator is the rate of 1 accelerator, got {accelerators}; or give another --per"
             )
         accelerators = 1
     if input_tokens_per_output_token is None:
@@ -119,9 +119,7 @@ def from_number(
     else:
         mix = input_tokens_per_output_token
         if not 0 <= mix <= MOST_INPUT:
-            raise UsageError(
-                f"the mix is {exact(mix)} input tokens per output token; give a number from 0 to {MOST_INPUT:,}"
-            )
+            raise UsageError(f"input tokens per output token: expected 0 to {MOST_INPUT:,}, got {exact(mix)}")
         mix_input, notes = Input(MIX, mix, "input tokens / output token", "given", source), []
     rate = tokens_per_second / (1 + mix) if checked_counted == "total" else tokens_per_second
     unit = f"{checked_counted} tokens/s per {checked_scope}"
@@ -144,29 +142,29 @@ def from_number(
 def from_runs(
     runs: Sequence[Run], assumptions: Assumptions, *, accelerators: int | None = None, accelerator: str | None = None
 ) -> Throughput:
-    """The rate of a run, as its scenario is rated; of repeats their geometric mean.
+    """The rate of a run by its scenario's definition; for repeats, the geometric mean.
 
     Args:
-        runs: a run folder as read, or the repeats of one test. Those that were interrupted are left out where others
-            came to their end. The service level is that of the run that kept it least.
-        assumptions: for the latency limits that they are held against.
-        accelerators: how many a run used, where its folder does not say (an engine on CPUs).
-        accelerator: their name, where its folder does not say.
+        runs: a run folder as read, or the repeats of one test. Interrupted runs are left out if others finished. The
+            service level is that of the run that kept it least.
+        assumptions: for the latency limits.
+        accelerators: how many a run used, if its folder does not state it (an engine on CPUs).
+        accelerator: their name, if its folder does not state it.
 
     Raises:
-        UsageError: a run completed nothing, or used another number of accelerators.
+        UsageError: a run completed no sample, or used another number of accelerators.
     """
     from megatoken.analysis.repeats import interval, whole_runs
 
     whole = whole_runs(runs)
     for run in whole:
         if not run.result.get("output_tokens_per_second"):
-            raise UsageError(f"{run.path}: no sample was completed, so there is no rate to plan with")
+            raise UsageError(f"{run.path}: no sample was completed, so there is no rate")
     first = whole[0]
     nodes = len(first.result.get("nodes") or [None])
     used = run_accelerators(first) or accelerators
     if accelerators not in (None, used):
-        raise UsageError(f"{first.path}: the run used {used} accelerators, not {accelerators}")
+        raise UsageError(f"{first.path}: expected {accelerators} accelerators, the run used {used}")
     rates = interval([float(run.result["output_tokens_per_second"]) for run in whole])
     tokens_in, tokens_out, samples = (
         sum(run.result[name] for run in whole) for name in ("input_tokens", "output_tokens", "samples_completed")
@@ -206,33 +204,32 @@ def _run_notes(runs: Sequence[Run], whole: Sequence[Run], rates: Mapping[str, An
     yield from (f"{where}: {note}" for note in shared_notes(runs))
     if rates["low"] is not None:
         yield (
-            f"The rate is the geometric mean of {count_of(len(whole), 'repeat')}; with 95 % confidence it lies between"
-            f" {precise(rates['low'])} and {precise(rates['high'])} output tokens/s, and what follows from it is no"
-            " surer."
+            f"The rate is the geometric mean of {count_of(len(whole), 'repeat')}; its 95 % confidence interval is"
+            f" {precise(rates['low'])} to {precise(rates['high'])} output tokens/s, and applies to all results."
         )
     if left_out := [run.path.name for run in runs if run not in whole]:
-        yield f"Not in the mean, for they did not come to their end: {', '.join(left_out)}"
+        yield f"Interrupted runs are not in the mean: {', '.join(left_out)}"
     yield from contentions(whole)
     for run in whole:
         if run.verdict not in ("MEASURED", "VALID"):
-            yield f"{run.path} ended {run.verdict}: the plan is no better than that run"
+            yield f"{run.path} ended {run.verdict}, so the plan rests on an unreliable run."
     result = whole[0].result
     if result.get("scenario") in ("server", "interactive") and "rate_search" not in result:
         yield (
-            f"A {result['scenario']} run's rate is the load that it was offered, as long as it keeps up; the highest"
-            " that it can serve takes --find-rate."
+            f"The rate of a {result['scenario']} run is the offered load, if the system keeps up; for the highest rate,"
+            " run with --find-rate."
         )
 
 
 def check_positive(name: str, value: float) -> None:
-    """Refuse what is no number above 0, or one that no machine can have."""
+    """Refuses a number that is not positive or has an impossible size. Raises UsageError."""
     if not 0 < value <= LARGEST_NUMBER or value < 1 / LARGEST_NUMBER:
-        raise UsageError(f"{name} is {value:g}; give a number above 0 that a machine can have")
+        raise UsageError(f"{name}: expected a number from {1 / LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}, got {value:g}")
 
 
 def choose(name: str, value: str, known: tuple[_Choice, ...]) -> _Choice:
-    """The one of ``known`` that is ``value``; UsageError naming all of them if none is."""
+    """``value`` as one of ``known``; UsageError if it is none of them."""
     for one in known:
         if one == value:
             return one
-    raise UsageError(f"{name} is '{value}'; it must be one of {', '.join(map(str, known))}")
+    raise UsageError(f"{name}: expected one of {', '.join(map(str, known))}, got '{value}'")

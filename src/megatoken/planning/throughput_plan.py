@@ -1,4 +1,4 @@
-"""``megatoken plan throughput``: what hardware that is not here would serve, by simulation."""
+"""``megatoken plan throughput``: simulates the throughput of other hardware."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _PARTS = {
     "head": "head",
     "gaps": "gaps between kernels",
     "transfers": "sums and gathers over ranks",
-    "stack": "software, for each sequence",
+    "stack": "software, per sequence",
 }
 _LIMITS = (
-    "Computed, not measured: steps are priced by a model of the hardware, requests are planned by the real scheduler. "
-    "What it was held against, and what it cannot tell: docs/simulation.md."
+    "Computed, not measured: a hardware model computes the time of each step, and the real scheduler plans the "
+    "requests. docs/simulation.md compares the model with measurements and lists its limits."
 )
 _SOURCES = {
-    "megatoken": "this engine: its GPU was never seen to wait for it",
-    "published": "what MLPerf v5.1 5.1-0008 (4 GB200) needs more than this engine would, carried over",
+    "megatoken": "this engine; in measurements, its GPU never waited for the host",
+    "published": "extra time per step of MLPerf v5.1 result 5.1-0008 (4 GB200) relative to this engine",
 }
 
 
@@ -47,22 +47,22 @@ def plan_throughput(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Plan:
-    """The rate of a rack, Offline.
+    """The Offline rate of a rack.
 
     Args:
         rack: the hardware, the model and the engine's settings.
         lengths: ``[N, 2]`` prompt and answer tokens of the requests.
-        seconds: of virtual time, after which nothing new is begun.
-        software: whose overhead is added to every step, of ``SOFTWARE``.
-        lengths_source: where the lengths are from.
+        seconds: virtual time after which no request is started.
+        software: the software whose overhead is added to every step, one of ``SOFTWARE``.
+        lengths_source: where the lengths come from.
         seed: of the order of the requests.
-        progress: told after each node.
+        progress: called after each node.
 
     Raises:
-        UsageError: as ``simulate_rack``, or software that nobody knows.
+        UsageError: as ``simulate_rack``, or the software is unknown.
         CheckpointError, ConfigError, CapacityError: as ``plan_simulation``.
     """
-    choose("software", software, SOFTWARE)
+    choose("--software", software, SOFTWARE)
     rack = rack.with_software(software)
     simulation = rack.simulation()
     runs = simulate_rack(rack, lengths, seconds=seconds, seed=seed, progress=progress)
@@ -73,18 +73,14 @@ def plan_throughput(
         inputs=_inputs(rack, simulation, lengths, seconds, software, lengths_source),
         results=tuple(_results(rack, runs, parts)),
         tables=(_step_table(parts), *((_nodes_table(runs),) if len(runs) > 1 else ())),
-        notes=(f"Rate of products: {simulation.costs.basis}.", _LIMITS),
+        notes=(f"Rate of matrix products: {simulation.costs.basis}.", _LIMITS),
     )
 
 
 def scaled_answers(lengths: NDArray[np.int64], mean_tokens: float) -> NDArray[np.int64]:
-    """The same requests with answers of another mean length.
-
-    Raises:
-        UsageError: a mean below 1, or of a million or more.
-    """
+    """The same requests with answers scaled to another mean length. Raises UsageError unless 1 <= mean < 1e6."""
     if not 1 <= mean_tokens < 1e6:
-        raise UsageError(f"--output-tokens is {mean_tokens:g}; give a mean of 1 to 999,999")
+        raise UsageError(f"--output-tokens: expected a mean of 1 to 999,999, got {mean_tokens:g}")
     answers = np.maximum(1, np.rint(lengths[:, 1] * (mean_tokens / lengths[:, 1].mean()))).astype(np.int64)
     return np.stack((lengths[:, 0], answers), axis=1)
 
@@ -92,7 +88,7 @@ def scaled_answers(lengths: NDArray[np.int64], mean_tokens: float) -> NDArray[np
 def _hardware(rack: Rack) -> str:
     nodes = f"{rack.nodes} nodes of " if rack.nodes > 1 else ""
     ranks = rack.config.tensor_parallel
-    sharing = f", {ranks} to a replica" if ranks > 1 else ""
+    sharing = f", {ranks} per replica" if ranks > 1 else ""
     return f"{nodes}{rack.gpus_per_node} x {rack.gpu}{sharing}"
 
 
@@ -111,15 +107,15 @@ def _inputs(
     derived = "memory plan of the engine"
     mean_input, mean_output = (float(mean) for mean in lengths.mean(axis=0))
     return (
-        Input("products, data sheet", peak, f"TFLOP/s, {rack.config.precision}", "nameplate", sheet),
+        Input("matrix products, data sheet", peak, f"TFLOP/s, {rack.config.precision}", "nameplate", sheet),
         Input("memory bandwidth", gpu.memory_bytes_per_second / 1e12, "TB/s", "nameplate", sheet),
-        Input("rows in a step", memory.max_batched_tokens, "tokens at most", "given", derived),
+        Input("tokens per step", memory.max_batched_tokens, "tokens at most", "given", derived),
         Input("sequences", memory.max_sequences, "at most", "given", derived),
         Input("cache", memory.cache_tokens, "tokens", "estimate", derived),
         Input("input tokens", mean_input, "tokens/request, mean", "given", lengths_source),
         Input("output tokens", mean_output, "tokens/request, mean", "given", lengths_source),
-        Input("software", per_sequence, "us a step and sequence", _software_state(software), _SOURCES[software]),
-        Input("nothing new after", seconds, "s", "given", "virtual time"),
+        Input("software", per_sequence, "us per step and sequence", _software_state(software), _SOURCES[software]),
+        Input("requests start within", seconds, "s", "given", "virtual time"),
     )
 
 
@@ -139,31 +135,31 @@ def _results(rack: Rack, runs: Sequence[NodeRun], parts: StepCost) -> list[Resul
 
     unit = "output tokens/s"
     results = [
-        Result("Per accelerator", total / gpus, unit, "whole run, ramp and drain included", "estimate"),
+        Result("Per accelerator", total / gpus, unit, "whole run, including ramp and drain", "estimate"),
         Result("All nodes", total, unit, "sum of the rates of the nodes", "estimate"),
-        Result("All nodes, makespan", tokens / longest, unit, "all tokens over the longest node's time", "estimate"),
+        Result("All nodes, makespan", tokens / longest, unit, "all tokens / time of the slowest node", "estimate"),
         Result("Input + output", processed, "tokens/s", "sum of the rates of the nodes", "estimate"),
-        Result("Simulated time", longest, "s", "until the last answer was whole", "given"),
+        Result("Simulated time", longest, "s", "until the last answer was complete", "given"),
         Result("Samples", sum(run.samples for run in runs), "samples", "all nodes", "estimate"),
-        Result("Sequences in a step", mean("mean_sequences"), "sequences", "mean of a replica", "estimate"),
-        Result("Rows in a step", mean("mean_rows"), "tokens", "mean of a replica", "estimate"),
-        Result("Step", parts.seconds * 1e3, "ms", "mean of a replica", "estimate"),
+        Result("Sequences per step", mean("mean_sequences"), "sequences", "mean per replica", "estimate"),
+        Result("Tokens per step", mean("mean_rows"), "tokens", "mean per replica", "estimate"),
+        Result("Step", parts.seconds * 1e3, "ms", "mean per replica", "estimate"),
         Result("Preemptions", sum(run.preemptions for run in runs), "sequences", "all nodes", "estimate"),
     ]
     if not math.isnan(parts.watts):
-        results.append(Result("Power of an accelerator", parts.watts, "W", "by its clock and load", "estimate"))
+        results.append(Result("Power per accelerator", parts.watts, "W", "from its clock and load", "estimate"))
         joules = parts.watts * gpus / total
-        results.append(Result("Energy of an output token", joules, "J", "accelerators only", "estimate"))
+        results.append(Result("Energy per output token", joules, "J", "accelerators only", "estimate"))
     return results
 
 
 def _step_table(parts: StepCost) -> Table:
     rows = [
-        {"part": words, "time_ms": seconds * 1e3, "share": seconds / parts.seconds}
-        for name, words in _PARTS.items()
+        {"part": label, "time_ms": seconds * 1e3, "share": seconds / parts.seconds}
+        for name, label in _PARTS.items()
         if (seconds := getattr(parts, name))
     ]
-    return Table("step", "Where the time of a mean step goes", tuple(rows))
+    return Table("step", "Time of the mean step, by part", tuple(rows))
 
 
 def _nodes_table(runs: Sequence[NodeRun]) -> Table:
@@ -178,5 +174,5 @@ def _nodes_table(runs: Sequence[NodeRun]) -> Table:
         }
         for number, run in enumerate(runs, 1)
     ]
-    note = "alike but for the order of their requests: real nodes differ by more"
+    note = "nodes differ only in the order of their requests; real nodes differ more"
     return Table("nodes", "Nodes", tuple(rows), note)

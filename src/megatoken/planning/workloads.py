@@ -1,4 +1,4 @@
-"""Workload profiles: what one interaction asks of the model, turn by turn, and how its user behaves."""
+"""Workload profiles: the tokens of one interaction, turn by turn, and how its user behaves."""
 
 from __future__ import annotations
 
@@ -39,15 +39,6 @@ class _ProfilesFile(Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One request to the model: tokens to read for the first time, tokens sent again, tokens to write."""
-
-    new_input_tokens: int
-    repeated_input_tokens: int
-    output_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Profile:
     """One kind of interaction; the fields are explained at the head of ``workload_profiles.yaml``."""
 
@@ -67,7 +58,7 @@ class Profile:
 
     @property
     def counted_tokens(self) -> int:
-        """Tokens of an interaction as the source documents count them: in and out of every turn, each once."""
+        """Tokens of an interaction as the source documents count them: input and output of every turn, each once."""
         return self.turns * (self.input_tokens + self.context_tokens + self.output_tokens)
 
     @property
@@ -77,24 +68,18 @@ class Profile:
 
     @property
     def repeated_tokens(self) -> int:
-        """Input tokens that later turns send again: turn k repeats the input and output of the k - 1 before it."""
+        """Input tokens that later turns repeat: turn k repeats the input and output of the k - 1 turns before it."""
         once = self.input_tokens + self.context_tokens + self.output_tokens
         return once * self.turns * (self.turns - 1) // 2 if self.carries_context else 0
 
     def read_tokens(self, prefix_cache_share: float | None = None) -> float:
-        """Input tokens that must be computed in an interaction; by default with the profile's own cache."""
+        """Input tokens to compute in an interaction; by default with the profile's own share of prefix cache hits."""
         share = self.prefix_cache_share if prefix_cache_share is None else prefix_cache_share
         new = self.turns * (self.input_tokens + self.context_tokens)
         return new + self.repeated_tokens * (1 - share)
 
-    def each_turn(self) -> list[Turn]:
-        """The turns in order, for a load generator."""
-        new = self.input_tokens + self.context_tokens
-        once = (new + self.output_tokens) if self.carries_context else 0
-        return [Turn(new, once * earlier, self.output_tokens) for earlier in range(self.turns)]
-
     def shortened(self, share: float) -> Profile:
-        """The same with all input ``share`` shorter, in whole tokens."""
+        """The same profile with inputs shorter by ``share``, in whole tokens."""
         inputs = {name: round(getattr(self, name) * (1 - share)) for name in ("input_tokens", "context_tokens")}
         return Profile(**{**asdict(self), **inputs})
 
@@ -104,31 +89,23 @@ class Profile:
 
 
 def load_profiles(path: Path | None = None, names: Iterable[str] = ()) -> tuple[Profile, ...]:
-    """Shipped profiles and those of the user, whose names win.
+    """Shipped profiles and those of the user, which replace shipped ones of the same name.
 
     Args:
         path: YAML file ``profiles: {name: {input_tokens: ..., output_tokens: ...}}``, or None.
-        names: which to take, in this order; none: those of ``path`` if there is one, else all shipped.
+        names: which to return, in this order; empty: those of ``path`` if given, else all shipped.
 
     Raises:
-        ConfigError: a file that is not of this form, or an unknown name, with the nearest right one.
+        ConfigError: the file has another form, or a name is unknown.
     """
     own = _profiles(read_strict(path, _ProfilesFile), str(path)) if path is not None else {}
     known = {**_shipped(), **own}
     for name in names:
         if name not in known:
             meant = nearest(name, known)
-            mend = f"did you mean {meant}?" if meant else f"known are {', '.join(known)}"
-            raise ConfigError(f"unknown workload profile '{name}'; {mend}")
+            fix = f"did you mean {meant}?" if meant else f"known are {', '.join(known)}"
+            raise ConfigError(f"unknown workload profile '{name}'; {fix}")
     return tuple(known[name] for name in (names or own or known))
-
-
-def lengths_csv(profile: Profile) -> str:
-    """The requests of one interaction as a file for ``megatoken run --lengths``: one row per turn."""
-    rows = (
-        f"{turn.new_input_tokens + turn.repeated_input_tokens},{turn.output_tokens}" for turn in profile.each_turn()
-    )
-    return "\n".join([f"# workload profile {profile.name}", "input_tokens,output_tokens", *rows]) + "\n"
 
 
 @cache
@@ -146,5 +123,5 @@ def _profiles(file: _ProfilesFile, source: str) -> dict[str, Profile]:
 
 
 def profiles_document(profiles: Iterable[Profile]) -> tuple[Mapping[str, Any], ...]:
-    """Profiles as part of a plan."""
+    """Profiles as plain JSON, for a plan."""
     return tuple(profile.to_document() for profile in profiles)
