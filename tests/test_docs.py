@@ -1,26 +1,24 @@
 """docs/: every flag that a command has, and every field that a run writes, is told."""
 
-import ast
 import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import pytest
 from typer.main import get_command
 
-import megatoken
 from cli_support import call_here, make_checkpoint
 from megatoken.cli.application import app
 from megatoken.config import FLAG_ALIASES, KEYS
+from megatoken.runs.reasons import REASONS, TEMPLATES
 from told_fields import fields, untold_fields
 
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.insert(0, str(Path(__file__).parent / "harness"))
-SOURCES = Path(megatoken.__file__).parent
-MAKERS = {"Reason", "Saturation", "_reason", "_shortfall"}  # what makes a reason of a code, and its first argument
 SHARED = {"audit", "aggregate", "compare", "plan"}  # result documents, whose two flags have a section of their own
 
 
@@ -59,42 +57,6 @@ def test_every_key_of_the_configuration_is_told() -> None:
     assert {alias for alias in FLAG_ALIASES if f"`--{alias.replace('_', '-')}`" not in told} == set()
 
 
-def reason_codes(source: str) -> set[str]:
-    """Codes that a module gives: what it hands to those that make a reason.
-
-    Where the code is put together or comes out of a list, any single word in capitals of that function may be it.
-    """
-    found = set()
-    for function in ast.walk(ast.parse(source)):
-        if not isinstance(function, ast.FunctionDef):
-            continue
-        texts = [one.value for one in ast.walk(function) if isinstance(one, ast.Constant) and type(one.value) is str]
-        words = [text for text in texts if re.fullmatch("[A-Z]{2,}", text)]
-        for call in ast.walk(function):
-            if not isinstance(call, ast.Call) or getattr(call.func, "id", "") not in MAKERS:
-                continue
-            code = next((one.value for one in call.keywords if one.arg == "code"), call.args[0] if call.args else None)
-            match code:
-                case ast.Constant():
-                    found.add(code.value)
-                case ast.JoinedStr():
-                    parts = [one.value if isinstance(one, ast.Constant) else "{}" for one in code.values]
-                    found |= {"".join(parts).format(word) for word in words}
-                case ast.Name():
-                    found |= set(words)
-        for entry in ast.walk(function):
-            if isinstance(entry, ast.Dict):
-                pairs = zip(entry.keys, entry.values, strict=True)
-                found |= {
-                    value.value for key, value in pairs if is_text(key, "code") and isinstance(value, ast.Constant)
-                }
-    return found
-
-
-def is_text(node: ast.AST | None, text: str) -> bool:
-    return isinstance(node, ast.Constant) and node.value == text
-
-
 def tables(text: str) -> Iterator[list[list[str]]]:
     """Cells of every table, the head first."""
     for table in re.findall(r"(?:^\|.*\|\n)+", text, flags=re.MULTILINE):
@@ -102,15 +64,24 @@ def tables(text: str) -> Iterator[list[list[str]]]:
 
 
 def test_every_reason_code_is_told_with_what_to_do() -> None:
-    rooms = [SOURCES / room for room in ("harness", "mlperf", "analysis", "runs", "accuracy")]
-    codes = {code for room in rooms for path in room.rglob("*.py") for code in reason_codes(path.read_text())}
-    assert {"LOST_REPLICAS", "TPOT_LIMIT", "DRIFT", "NO_VALID_RATE", "FALLS_SHORT", "INTERRUPTED"} <= codes
     told = set()
     for page in ("commands.md", "scenarios.md"):
         for head, _, *rows in tables((DOCS / page).read_text()):
             if head[0] == "code" and head[-1].rstrip(" |") == "what to do":
                 told |= {code for row in rows if row[-1].rstrip(" |") for code in re.findall("`([A-Z_]+)`", row[0])}
-    assert told == codes
+    assert told == set(REASONS)
+
+
+def test_every_code_is_listed_with_its_fields() -> None:
+    listed = {}
+    for head, _, *rows in tables((DOCS / "run-folder.md").read_text()):
+        if [cell.rstrip(" |") for cell in head] == ["code", "fields"]:
+            listed |= {row[0].strip("`"): set(re.findall("`([a-z_]+)`", row[-1])) for row in rows}
+    formatter = Formatter()
+    assert listed == {
+        code: {name for template in templates for _, name, _, _ in formatter.parse(template) if name}
+        for code, templates in TEMPLATES.items()
+    }
 
 
 def queueing_runs(folder: Path) -> Iterator[dict[str, Any]]:

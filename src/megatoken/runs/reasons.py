@@ -29,7 +29,7 @@ class Shortfall(Reason):
 
 
 # The first template whose fields are all given makes the message. ``_Formatter`` has the formats of fields.
-TEMPLATES: Mapping[str, tuple[str, ...]] = {
+REASONS: Mapping[str, tuple[str, ...]] = {
     # verdicts
     "FAILED_SAMPLES": ("{failed:,} of {samples:count sample} failed",),
     "LOST_REPLICAS": (
@@ -46,44 +46,6 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
         "no {metric}; {source} requires {at_least:.7g} or more",
     ),
     "COMPLIANCE": ("{finding}",),  # from the check of the compliance test, which quotes lines of the log
-    # findings of compliance tests
-    "FIRST_TOKEN_DIFFERS": (
-        "{failed:,} of {answers:count answer} do not begin with the token reported first: {place}",
-    ),
-    "END_TOKEN_REPEATED": ("{failed:,} of {answers:count answer} end with more than one end token: {place}",),
-    "TOKEN_COUNT_DIFFERS": (
-        "{failed:,} of {answers:count answer} have another number of tokens than was reported: {place}",
-    ),
-    "AFTER_END_TOKEN": ("{failed:,} of {answers:count answer} continue after an end token: {place}",),
-    "NO_END_TOKEN": ("{failed:,} of {answers:count answer} have no end token and were not cut: {place}",),
-    "END_TOKENS_UNPROVEN": (
-        "no answer has an end token of the model ({end_token_ids}), so the EOS check proves nothing",
-    ),
-    "ANSWER_COUNT": (
-        "{found:count answer}; {test} needs {required:,}: {logged_by}",
-        "{found:count answer}; {test} needs {required:,}",
-    ),
-    "ROW_COUNT": ("answers to {found:count row}; {test} needs {required:,}",),
-    "EXACT_MATCH": ("exact_match is {found:.7g}; {test} requires {required} or more",),
-    "MEAN_TOKENS": ("the mean answer has {found:.2f} tokens; {test} requires {at_least} to {at_most}",),
-    # notes of an evaluation
-    "OTHER_REFERENCES": ("{references} is another file than the prompts of the run",),
-    "PARTIAL_ANSWERS": ("{answers:,} of {rows:count row} have an answer",),
-    "ONE_WORD_REFERENCES": (
-        "ROUGE-2 counts pairs of words: {found:,} of {references:count expected answer} have fewer than two words and"
-        " score 0, whatever the answer",
-    ),
-    "NO_SENTENCE_DATA": ("no NLTK sentence data: {left_out}",),
-    "UNFAILING_TARGETS": (
-        "the baseline scores 0 in {metrics:list}, so nothing can fall below it; the other metrics decide",
-    ),
-    "EMPTY_ANSWERS": (
-        "{empty:count answer} without text, {right:,} of them right by the reference's rule",
-        "{empty:count answer} without text",
-    ),
-    "IDENTIFIERS_FOUND": (
-        "identifiers found whole: {found:.2f} %; the reference's exact_match gives a wrong identifier about 90",
-    ),
     "NO_VALID_RATE": ("{outcome}",),
     # the end of a run
     "NOT_FINISHED": ("the process ended before the run did; the data here was written by {written_at}",),
@@ -144,7 +106,49 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
         "the trend over the soak, {change:change}, could be more than {required:percent}; run a longer soak",
     ),
     "NOT_FULL": ("samples waited in only {found:percent.1} of the rows, so the load may limit the rate",),
-    # notes
+}
+# Of compliance tests and evaluations; ``COMPLIANCE`` quotes those of a run.
+FINDINGS: Mapping[str, tuple[str, ...]] = {
+    # findings of compliance tests
+    "FIRST_TOKEN_DIFFERS": (
+        "{failed:,} of {answers:count answer} do not begin with the token reported first: {place}",
+    ),
+    "END_TOKEN_REPEATED": ("{failed:,} of {answers:count answer} end with more than one end token: {place}",),
+    "TOKEN_COUNT_DIFFERS": (
+        "{failed:,} of {answers:count answer} have another number of tokens than was reported: {place}",
+    ),
+    "AFTER_END_TOKEN": ("{failed:,} of {answers:count answer} continue after an end token: {place}",),
+    "NO_END_TOKEN": ("{failed:,} of {answers:count answer} have no end token and were not cut: {place}",),
+    "END_TOKENS_UNPROVEN": (
+        "no answer has an end token of the model ({end_token_ids}), so the EOS check proves nothing",
+    ),
+    "ANSWER_COUNT": (
+        "{found:count answer}; {test} needs {required:,}: {logged_by}",
+        "{found:count answer}; {test} needs {required:,}",
+    ),
+    "ROW_COUNT": ("answers to {found:count row}; {test} needs {required:,}",),
+    "EXACT_MATCH": ("exact_match is {found:.7g}; {test} requires {required} or more",),
+    "MEAN_TOKENS": ("the mean answer has {found:.2f} tokens; {test} requires {at_least} to {at_most}",),
+    # notes of an evaluation
+    "OTHER_REFERENCES": ("{references} is another file than the prompts of the run",),
+    "PARTIAL_ANSWERS": ("{answers:,} of {rows:count row} have an answer",),
+    "ONE_WORD_REFERENCES": (
+        "ROUGE-2 counts pairs of words: {found:,} of {references:count expected answer} have fewer than two words and"
+        " score 0, whatever the answer",
+    ),
+    "NO_SENTENCE_DATA": ("no NLTK sentence data: {left_out}",),
+    "UNFAILING_TARGETS": (
+        "the baseline scores 0 in {metrics:list}, so nothing can fall below it; the other metrics decide",
+    ),
+    "EMPTY_ANSWERS": (
+        "{empty:count answer} without text, {right:,} of them right by the reference's rule",
+        "{empty:count answer} without text",
+    ),
+    "IDENTIFIERS_FOUND": (
+        "identifiers found whole: {found:.2f} %; the reference's exact_match gives a wrong identifier about 90",
+    ),
+}
+NOTES: Mapping[str, tuple[str, ...]] = {
     "NOTE": ("{text}",),  # of a data set, or of an older version
     "SLIDING_WINDOW": (
         "the context ends at the sliding_window of {model}, {max_length:,} tokens, because attention differs beyond it",
@@ -191,6 +195,7 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
         " and answer alike: {tokens_before:,} tokens became {tokens:,}",
     ),
 }
+TEMPLATES = {**REASONS, **FINDINGS, **NOTES}
 
 
 def reason(code: str, **fields: Any) -> Reason:
