@@ -542,7 +542,7 @@ def test_the_audit_knows_the_codes_that_the_documentation_tells_of() -> None:
 
 def test_a_run_that_early_stopping_alone_makes_invalid_has_a_reason(served: Path) -> None:
     (found,) = [item for item in audit(served).findings if item.id == "rules.valid"]
-    assert "INVALID: early stopping not satisfied: Run unsuccessful. Processed " in found.found
+    assert "Early Stopping Result: Run unsuccessful. Processed " in found.found
 
 
 def test_a_directory_with_the_name_of_a_shape_has_end_tokens_of_its_own(tested: Path, tmp_path: Path) -> None:

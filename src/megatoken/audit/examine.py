@@ -81,11 +81,7 @@ def _present(job: Job, files: RunFiles) -> Outcome | None:
     return outcome(not missing, "a detail log and a summary", found, (Where(files.folder),), severity)
 
 
-@check(
-    "log.abandoned",
-    "LoadGen's test was completed",
-    "The run was interrupted and LoadGen ended before its samples were answered; its files hold no result.",
-)
+@check("log.abandoned", "LoadGen's test was completed", "An interrupted test has no result.")
 def _abandoned(job: Job, files: RunFiles) -> Outcome | None:
     if ABANDONED not in files.others:
         return None
@@ -140,7 +136,7 @@ def _examine(job: Job) -> Examined:
         user_conf=_user_conf(root, job.user_conf),
         interrupted=job.interrupted,
     )
-    for run_check in RUN_CHECKS:
+    for run_check in RUN_CHECKS if detail.first else (lines.readable, check_accuracy):
         try:
             observations += run_check(view)
         except Exception as error:

@@ -149,7 +149,7 @@ def _unmet(round_: Round, log: DetailLog, observed: Observed) -> Iterator[Shortf
         yield from _equal_issue(log, observed)
         yield from _latencies(log, observed)
         if (validity := log.get("result_validity")) != "VALID":
-            yield shortfall("LOADGEN_INVALID", validity, "VALID", why=_why_invalid(log))
+            yield shortfall("LOADGEN_INVALID", validity, "VALID", why=why_invalid(log))
     elif observed.mode == "compliance":
         yield from _seeds(round_, log)
     rows = min(log.get("qsl_reported_total_count"), observed.data_set_rows)
@@ -211,7 +211,7 @@ def _early_stopping(queries: int, own: Latencies | None) -> Shortfall:
     return shortfall("EARLY_STOPPING", max(own.ttft_over, own.tpot_over), own.allowed_over, queries=queries)
 
 
-def _why_invalid(log: DetailLog) -> str:
+def why_invalid(log: DetailLog) -> str:
     """Why LoadGen calls a run INVALID, as its summary prints it: constraints not met, its reason, its early stopping.
 
     If early stopping alone fails, LoadGen leaves its reason empty and explains it in the text of early stopping.

@@ -66,8 +66,8 @@ def readable(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Outcom
 
 @check(
     "accuracy.performance_log",
-    "The accuracy log of a performance run",
-    "It is an empty list in that mode, which proves nothing either way.",
+    "Accuracy log of a performance run",
+    "LoadGen leaves it empty; it proves nothing either way.",
 )
 def performance_log(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Outcome | None:
     if not run.is_performance or run.files.role is Role.COMPLIANCE:
@@ -77,11 +77,7 @@ def performance_log(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) ->
     return outcome(not log.records or samples_answers(run.detail), expected, found, where)
 
 
-@check(
-    "accuracy.truncated",
-    "The accuracy log is truncated",
-    "A submission holds its first and last bytes only, with the hash of all.",
-)
+@check("accuracy.truncated", "The accuracy log is truncated", "A submission holds its ends only, with the hash of all.")
 def truncated(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Outcome | None:
     if not run.is_accuracy or not log.truncated:
         return None
@@ -107,11 +103,7 @@ def records(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Outcome
     )
 
 
-@check(
-    "accuracy.order",
-    "Answers belong to the rows that the seed selects",
-    "The seed determines the order; other rows were not asked for.",
-)
+@check("accuracy.order", "Answers follow the seed", "The seed determines the order; other rows were not asked for.")
 def order(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Outcome | None:
     """Which row each sequence id asks for follows from the seeds: in accuracy runs, and where a test logs samples."""
     detail = run.detail
@@ -151,11 +143,7 @@ def _agreeing(log: AccuracyLog, issued: Callable[[bool], tuple[int, ...]]) -> in
     return best
 
 
-@check(
-    "accuracy.fields",
-    "All answers are logged alike",
-    "LoadGen logs token counts and first tokens of all answers or of none.",
-)
+@check("accuracy.fields", "All answers are logged alike", "LoadGen logs counts and first tokens of all or none.")
 def fields(log: AccuracyLog, where: tuple[Where, ...]) -> Outcome | None:
     counted = int((log.token_counts >= 0).sum())
     partly = [
@@ -191,22 +179,14 @@ def first_token(log: AccuracyLog, where: tuple[Where, ...]) -> Outcome | None:
     return outcome(False, "data that begins with the first token reported", found, places, Severity.WARN)
 
 
-@check(
-    "compliance.records",
-    "The compliance test logged its samples",
-    "It issues 100 samples and logs them all; others were left out or added.",
-)
+@check("compliance.records", "TEST06 logged its samples", "It issues 100 and logs all; others were left out or added.")
 def test06_records(log: AccuracyLog, where: tuple[Where, ...]) -> Outcome | None:
     expected = f"{TEST06_SAMPLES} records: TEST06 issues so many samples and logs them all"
     found = count_of(log.records, "record")
     return None if log.truncated else outcome(log.records == TEST06_SAMPLES, expected, found, where)
 
 
-@check(
-    "compliance.order",
-    "The compliance test asked for the rows of its seeds",
-    "The seeds determine the rows; answers to other rows were selected.",
-)
+@check("compliance.order", "TEST06 asked for the rows of its seeds", "Answers to other rows were selected.")
 def test06_order(
     log: AccuracyLog, where: tuple[Where, ...], scenario: str, benchmark: Benchmark, round_: str | None
 ) -> Outcome:

@@ -32,7 +32,7 @@ def _version(run: RunView) -> tuple[str, str, Build | None]:
     "build.sources",
     "LoadGen's source files are those of a release",
     "A changed LoadGen can report anything; the log holds the SHA-1 of every source file it was built from.",
-    when=_has_version,
+    _has_version,
 )
 def sources(run: RunView) -> Outcome:
     mine, where = run.detail.get("loadgen_file_sha1"), run.at("loadgen_file_sha1", "loadgen_version")
@@ -63,12 +63,7 @@ def _differing(mine: Mapping[str, object], known: Mapping[str, str]) -> list[str
     return sorted(shown(name) for name in names)
 
 
-@check(
-    "build.clean",
-    "LoadGen was built unmodified",
-    "With uncommitted changes no one else can rebuild this LoadGen.",
-    when=_has_version,
-)
+@check("build.clean", "LoadGen was built unmodified", "With uncommitted changes it cannot be rebuilt.", _has_version)
 def clean(run: RunView) -> Outcome | None:
     status = run.detail.text("loadgen_git_status_message")
     if status is None:
@@ -78,12 +73,7 @@ def clean(run: RunView) -> Outcome | None:
     return outcome(status in ("", "NA"), expected, shown(status) or "unmodified", where, otherwise)
 
 
-@check(
-    "build.commit",
-    "Version, commit and git log agree",
-    "All are taken from one checkout when LoadGen is built.",
-    when=_has_version,
-)
+@check("build.commit", "Version, commit and git log agree", "All come from one checkout.", _has_version)
 def commit(run: RunView) -> Outcome | None:
     log = run.detail
     name, commit, known = _version(run)
@@ -116,7 +106,7 @@ def _same_date(found: str, known: str) -> bool:
     return one == other if (one.tzinfo is None) is (other.tzinfo is None) else False
 
 
-@check("build.dates", "Dates are in order", "A run cannot precede the program that ran it.", when=_has_version)
+@check("build.dates", "Dates are in order", "A run cannot precede the program that ran it.", _has_version)
 def dates(run: RunView) -> Outcome:
     """Committed, then built, then run. The test's date is local time, so a day of slack."""
     log = run.detail

@@ -32,11 +32,7 @@ def check_rounds(evidence: Evidence) -> Outcome | None:
     )
 
 
-@check(
-    "accuracy.evidence",
-    "Evidence of accuracy",
-    "Less accurate answers can be faster; accuracy must be shown, above all for FP4 and FP8.",
-)
+@check("accuracy.evidence", "Evidence of accuracy", "Less accurate answers, as of FP4 or FP8, can be faster.")
 def accuracy_evidence(evidence: Evidence, claimed: bool, scored: Set[str]) -> Outcome | None:
     performance = evidence.performance_runs
     if not performance:
@@ -138,11 +134,7 @@ def scored_hash(result: AccuracyResult, otherwise: Severity) -> Outcome:
     return outcome(result.hash is not None, "a line hash=...", found, (Where(result.path),), otherwise)
 
 
-@check(
-    "accuracy.tokens_agree",
-    "Performance and accuracy runs answer alike",
-    "If answers of the timed run are shorter, another model gave them.",
-)
+@check("accuracy.tokens_agree", "Timed and scored answers are alike", "Shorter answers come from another model.")
 def tokens_agree(timed: float | None, scored: float | None, where: tuple[Where, ...]) -> Outcome | None:
     """Tokens per sample of a performance run and of its accuracy run."""
     if not timed or not scored:
@@ -153,9 +145,7 @@ def tokens_agree(timed: float | None, scored: float | None, where: tuple[Where, 
 
 
 @check(
-    "submission.layout",
-    "What the claimed rules ask for besides the runs",
-    "A round's rules are about a complete submission; a run alone meets a part of them.",
+    "submission.layout", "Other parts that the claimed rules ask for", "A run alone meets a part of a round's rules."
 )
 def check_layout(evidence: Evidence, paths: Iterable[str]) -> Iterator[Outcome]:
     """Where rules are claimed for logs outside a submission.

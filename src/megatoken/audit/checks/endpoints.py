@@ -38,11 +38,7 @@ def check_endpoint(tree: Tree, result: EndpointResult) -> Iterator[Observation]:
     yield from _accuracy(tree, result)
 
 
-@check(
-    "endpoint.readable",
-    "Results of MLPerf Endpoints can be read",
-    "There is no log, so these files are all the evidence.",
-)
+@check("endpoint.readable", "Results of MLPerf Endpoints can be read", "There is no log as further evidence.")
 def readable(path: str, what: str, line: int | None = None) -> Outcome:
     return outcome(False, "a JSON object with each key once", what, (Where(display(path), line),))
 
@@ -59,11 +55,7 @@ def complete(result: EndpointResult) -> Outcome:
     return outcome(not problems, expected, "; ".join(problems) or "such a run", where, Severity.WARN)
 
 
-@check(
-    "endpoint.figures",
-    "Counts, rates and distributions follow from each other",
-    "The summary is computed from one set of samples; a figure that contradicts the others was changed.",
-)
+@check("endpoint.figures", "Figures follow from each other", "All are computed from one set of samples.")
 def figures(result: EndpointResult) -> Outcome:
     """Counts, rates, means and distributions, each computed from the others."""
     problems = list(_problems(result.summary))

@@ -70,10 +70,6 @@ def _written_by_release(log: DetailLog, key: str) -> bool | None:
     return None if lines is None else key in lines
 
 
-def _has_entries(run: RunView) -> bool:
-    return bool(run.detail.first)
-
-
 def _last_key(log: DetailLog) -> str:
     return log.order[-1].key if log.order else ""
 
@@ -98,9 +94,7 @@ def readable(run: RunView) -> Outcome:
     return outcome(not log.damage_count, "nothing but LoadGen's entries", found, where, otherwise)
 
 
-@check(
-    "log.whole", "The log is complete", "A log that was cut off is no evidence of a completed run.", when=_has_entries
-)
+@check("log.whole", "The log is complete", "A log that was cut off is no evidence of a completed run.")
 def complete(run: RunView) -> Outcome | None:
     log, keys, optional, last = run.detail, _expected_keys(run.detail), _optional(run.detail), _last_key(run.detail)
     where = run.lines([log.lines])
@@ -123,12 +117,7 @@ def _end(keys: Sequence[str], optional: set[str]) -> str:
     return keys[-1] if keys[-1] not in optional else keys[-2]
 
 
-@check(
-    "log.lines",
-    "Every kind of line is there",
-    "LoadGen always writes these lines; missing ones were removed after the run.",
-    when=_has_entries,
-)
+@check("log.lines", "Every kind of line is there", "LoadGen always writes them; missing ones were removed.")
 def lines(run: RunView) -> Outcome:
     log, keys, optional = run.detail, _expected_keys(run.detail), _optional(run.detail)
     if not keys:
@@ -147,12 +136,7 @@ def lines(run: RunView) -> Outcome:
     )
 
 
-@check(
-    "log.extra_lines",
-    "No foreign line",
-    "A line that this LoadGen never writes was added after the run.",
-    when=_has_entries,
-)
+@check("log.extra_lines", "No foreign line", "A line that this LoadGen never writes was added after the run.")
 def extra_lines(run: RunView) -> Outcome | None:
     log, keys = run.detail, _expected_keys(run.detail)
     if not keys:
@@ -168,12 +152,7 @@ def extra_lines(run: RunView) -> Outcome | None:
     )
 
 
-@check(
-    "log.order",
-    "Lines are in LoadGen's order",
-    "LoadGen writes them in one order; moved lines were edited.",
-    when=_has_entries,
-)
+@check("log.order", "Lines are in LoadGen's order", "LoadGen writes them in one order; moved lines were edited.")
 def order(run: RunView) -> Outcome | None:
     keys = [key for key in _expected_keys(run.detail) if key in run.detail.first]
     if not keys:
@@ -184,12 +163,7 @@ def order(run: RunView) -> Outcome | None:
     return outcome(not swapped, "lines in the order in which LoadGen writes them", found, run.at(*swapped))
 
 
-@check(
-    "log.repeats",
-    "No line is repeated",
-    "Some tools take the first line of a kind and some the last, so a second one misleads.",
-    when=_has_entries,
-)
+@check("log.repeats", "No line is repeated", "Some tools take the first of two lines and some the last.")
 def repeats(run: RunView) -> Outcome:
     log = run.detail
     parts = ("generated_", "logger_", "power_") if log.counts.get(LIBRARY_SET, 0) > 1 else ()
@@ -198,24 +172,14 @@ def repeats(run: RunView) -> Outcome:
     return outcome(not again, "one line of each kind", found, run.lines(again))
 
 
-@check(
-    "log.spelling",
-    "LoadGen's spelling",
-    "Another spelling shows that another program wrote the line.",
-    when=_has_entries,
-)
+@check("log.spelling", "LoadGen's spelling", "Another spelling shows that another program wrote the line.")
 def spelling(run: RunView) -> Outcome:
     count = run.detail.restyled_count
     found = f"{count_of(count, 'line')} in another spelling" if count else "every line"
     return outcome(not count, "the spelling of LoadGen's own writer", found, run.lines(run.detail.restyled))
 
 
-@check(
-    "log.line_ends",
-    "Line ends",
-    "Converting all line ends is harmless; lines with another end than the rest were added.",
-    when=_has_entries,
-)
+@check("log.line_ends", "Line ends", "Converting all is harmless; single other ones belong to added lines.")
 def line_ends(run: RunView) -> Outcome | None:
     log = run.detail
     if not log.carriage_returns:
@@ -227,12 +191,7 @@ def line_ends(run: RunView) -> Outcome | None:
     return outcome(False, "LF", found, where, Severity.NOTE if converted else Severity.FAIL)
 
 
-@check(
-    "log.messages",
-    "LoadGen's messages fit the run",
-    "LoadGen logs how a test starts and how it ends; other messages were added.",
-    when=_has_entries,
-)
+@check("log.messages", "LoadGen's messages fit the run", "LoadGen logs how a test starts and ends.")
 def messages(run: RunView) -> Outcome | None:
     """The start and, where one thread issues the queries, the natural end; else an error says why."""
     log, scenario, mode = run.detail, run.detail.text("effective_scenario"), run.detail.text("effective_test_mode")
@@ -248,12 +207,7 @@ def messages(run: RunView) -> Outcome | None:
     return outcome(holds, shown("; ".join(expected)), found, run.at("generic_message"))
 
 
-@check(
-    "log.numbers",
-    "Numbers are printed as LoadGen prints them",
-    "A rate with more digits than C++ prints was typed or computed later.",
-    when=_has_entries,
-)
+@check("log.numbers", "Numbers are printed as C++ prints them", "Others were typed or computed later.")
 def numbers(run: RunView) -> Outcome:
     strange = [entry for entry in run.detail.order if entry.text not in _NOT_FINITE and not _printed_by_cpp(entry)]
     return outcome(
@@ -273,12 +227,7 @@ def _printed_by_cpp(entry: Entry) -> bool:
     return not _WHOLE.fullmatch(entry.key) or re.fullmatch(r"-?\d+", entry.text) is not None
 
 
-@check(
-    "log.times",
-    "Time stamps fit together",
-    "LoadGen stamps lines that it writes at once with one time; lines with another time were added later.",
-    when=_has_entries,
-)
+@check("log.times", "Time stamps fit together", "LoadGen writes some lines at once, with one time.")
 def times(run: RunView) -> Outcome:
     drops = run.detail.time_drops
     torn = [entry for group in _written_together(run.detail) for pair in group for entry in pair]
@@ -298,12 +247,7 @@ def _written_together(log: DetailLog) -> Iterator[list[tuple[Entry, Entry]]]:
         yield [(a, b) for a, b in itertools.pairwise(group) if a.time_ms != b.time_ms]
 
 
-@check(
-    "log.one_process",
-    "One process and one thread wrote the log",
-    "Lines of two processes come from two runs, or were added later.",
-    when=_has_entries,
-)
+@check("log.one_process", "One process and one thread", "Lines of another process belong to another run.")
 def one_process(run: RunView) -> Outcome:
     """The thread that began the test writes all lines but errors, warnings and messages."""
     processes = run.detail.process_ids
@@ -317,12 +261,7 @@ def one_process(run: RunView) -> Outcome:
     )
 
 
-@check(
-    "log.source_lines",
-    "Lines come from the right places in LoadGen's code",
-    "Each line names the place in the code that wrote it; another place means another LoadGen or an invented line.",
-    when=_has_entries,
-)
+@check("log.source_lines", "Each line names its place in LoadGen's code", "Another place is another LoadGen.")
 def source_positions(run: RunView) -> Outcome | None:
     sources = run.detail.get("loadgen_file_sha1")
     if not isinstance(sources, dict):

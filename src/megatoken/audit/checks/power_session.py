@@ -78,11 +78,7 @@ def check_session(tree: Tree, performance: str, run: Run) -> Iterator[Observatio
     yield from sources(client, server)
 
 
-@check(
-    "power.session",
-    "Both ends of the power measurement report one session",
-    "Client and server each record what they did; files of two sessions are no measurement.",
-)
+@check("power.session", "Client and server report one power session", "Files of two sessions are no measurement.")
 def session(client: _End, server: _End) -> Outcome:
     problems: list[str] = []
     places: list[Where] = []
@@ -139,9 +135,7 @@ def _inside(moment: datetime, phases: list[float]) -> bool:
 
 
 @check(
-    "power.hashes",
-    "The logs are those of the power session",
-    "Client and server record the SHA-1 of every log; a log that was edited afterwards has another.",
+    "power.hashes", "The logs are those of the power session", "Edited logs have another SHA-1 than the recorded one."
 )
 def hashes(tree: Tree, performance: str, client: _End, server: _End) -> Outcome:
     recorded = [end.part("results") for end in (client, server)]
@@ -178,11 +172,7 @@ def _sha1(tree: Tree, path: str) -> str | None:
         return None
 
 
-@check(
-    "power.sources",
-    "The power measurement was made by a known release",
-    "Changed software can write any power into its files.",
-)
+@check("power.sources", "A known release measured power", "Changed software can write any power.")
 def sources(client: _End, server: _End) -> Outcome:
     other = [end for end in (client, server) if end.part("sources") not in rules()["power_sources"]]
     return outcome(

@@ -26,11 +26,7 @@ _P99 = {
 }
 
 
-@check(
-    "result.error_count",
-    "Errors are counted",
-    "LoadGen counts its own error lines; another count shows that lines were taken out.",
-)
+@check("result.error_count", "Errors are counted", "Another count shows that error lines were removed.")
 def error_count(run: RunView) -> Outcome:
     count, logged = run.detail.error_count, whole(run.detail, "num_errors")
     where = (*(run.lines(run.detail.errors[:10]) if run.detail.errors else ()), *run.at("num_errors"))
@@ -40,12 +36,7 @@ def error_count(run: RunView) -> Outcome:
     return outcome(logged == count, expected, f"num_errors {logged}", where)
 
 
-@check(
-    "result.rate",
-    "The rate follows from samples and time",
-    "Samples divided by time are the definition of the rate; another figure was changed.",
-    when=has_result,
-)
+@check("result.rate", "The rate follows from samples and time", "That is the definition of the rate.", has_result)
 def rate(run: RunView) -> Outcome | None:
     kinds = {"Offline": _offline_rate, "Server": _server_rate, "SingleStream": _stream_rate}
     kind = kinds.get(run.figures.scenario or "")
@@ -109,12 +100,7 @@ def _server_rate(run: RunView) -> Outcome:
     return run.computed(problems, "rates that follow from the queries and the schedule's seed", *keys)
 
 
-@check(
-    "result.tokens",
-    "Token rates agree with each other",
-    "LoadGen divides one count of tokens by three times; all three give the same count.",
-    when=has_result,
-)
+@check("result.tokens", "Token rates agree", "LoadGen divides one count of tokens by three times.", has_result)
 def token_counts(run: RunView) -> Outcome | None:
     log = run.detail
     keys = (
@@ -146,9 +132,9 @@ def token_counts(run: RunView) -> Outcome | None:
 
 @check(
     "result.first_tokens",
-    "First tokens and later tokens add up to the latencies",
-    "A latency is the time to the first token plus the time of each later one; one was changed without the others.",
-    when=has_result,
+    "First and later tokens add up",
+    "A latency is TTFT plus the time of each later token.",
+    has_result,
 )
 def first_tokens(run: RunView) -> Outcome | None:
     """The time after the first tokens is the number of later tokens times what each took, within its bounds."""
@@ -173,12 +159,7 @@ def first_tokens(run: RunView) -> Outcome | None:
     )
 
 
-@check(
-    "result.latencies",
-    "Latencies can belong to one set of samples",
-    "Percentiles rise, and they bound the mean; other values were changed.",
-    when=has_result,
-)
+@check("result.latencies", "Latencies can be of one set", "Percentiles rise, and they bound the mean.", has_result)
 def latencies(run: RunView) -> Outcome | None:
     figures = run.figures
     tables: tuple[tuple[str, Mapping[str, float], str], ...] = (
@@ -240,11 +221,7 @@ def impossible_mean(values: Mapping[str, float], samples: int | None, unit: str 
     return f"a mean of {mean:.9g}{unit}, though its percentiles put it between {low:.9g} and {high:.9g}{unit}"
 
 
-@check(
-    "result.clock",
-    "The log's clock fits the duration",
-    "Time stamps, power window and date are written on their own; they bound how long the run took.",
-)
+@check("result.clock", "The log's clocks fit the duration", "Time stamps, power window and date bound it.")
 def clock(run: RunView) -> Outcome | None:
     if not has_result(run) and not run.is_accuracy:
         return None
@@ -292,10 +269,7 @@ def _clock_problems(run: RunView) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 @check(
-    "result.validity",
-    "The verdict follows from its constraints",
-    "LoadGen prints VALID exactly if every constraint is met, and each can be computed from the figures.",
-    when=has_result,
+    "result.validity", "The verdict follows from its constraints", "Each can be computed from the figures.", has_result
 )
 def validity(run: RunView) -> Outcome | None:
     log = run.detail

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from megatoken.audit.checks.stopping import SUCCESS, TEXTS
 from megatoken.audit.endpoints import EndpointResult
 from megatoken.audit.evidence import Role
 from megatoken.audit.finding import Check, Outcome, Severity, check, outcome, shown
 from megatoken.audit.view import RunView
 from megatoken.mlperf.benchmarks import benchmarks
-from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.rounds import round_seeds, ruled_rounds, rules
+from megatoken.mlperf.rules import why_invalid
 from megatoken.mlperf.run_figures import whole
 from megatoken.text import count_of
 
 Subject = RunView | EndpointResult
-# LoadGen's constraints other than latencies.
-_CONSTRAINTS = {
-    "result_perf_constraints_met": "performance constraints not met",
-    "result_min_duration_met": "minimum duration not reached",
-    "result_min_queries_met": "fewer queries than the minimum",
-}
 
 
 def _any_run(run: Subject) -> bool:
@@ -42,32 +33,17 @@ def _line(run: RunView, holds: bool | None, expected: str, key: str, *others: st
     return outcome(holds, expected, run.text(key), run.at(key, *others), run.unmet)
 
 
-@check("rules.valid", "LoadGen's verdict is VALID", "An INVALID run did not meet its own constraints.", when=_timed)
+@check("rules.valid", "LoadGen's verdict is VALID", "An INVALID run did not meet its own constraints.", _timed)
 def valid(run: RunView) -> Outcome:
     validity = run.detail.get("result_validity")
     found = shown(validity or "no verdict")
     if validity not in ("VALID", None):
-        found = shown(f"{validity}: {'; '.join(loadgens_reasons(run.detail)) or 'no reason given'}")
+        found = shown(f"{validity}: {why_invalid(run.detail)}")
     where = run.at("result_validity", "result_invalid_reason", "early_stopping_met")
     return outcome(validity == "VALID" if validity is not None else None, "VALID", found, where, run.unmet)
 
 
-def loadgens_reasons(log: DetailLog) -> Iterator[str]:
-    """Why LoadGen calls a run INVALID: its reason or constraints, and early stopping, which sets no reason."""
-    if reason := _one_line(log.text("result_invalid_reason")):
-        yield reason
-    else:
-        yield from (words for key, words in _CONSTRAINTS.items() if log.get(key) is False)
-    if log.get("early_stopping_met") is False:
-        texts = [text for key in TEXTS if (text := _one_line(log.text(key))) and text != SUCCESS]
-        yield f"early stopping not satisfied{': ' if texts else ''}{' '.join(texts)}"
-
-
-def _one_line(text: str | None) -> str:
-    return " ".join((text or "").replace("*", " ").split())
-
-
-@check("rules.no_errors", "The run had no errors", "LoadGen may print VALID although it logged errors.", when=_any_run)
+@check("rules.no_errors", "The run had no errors", "LoadGen may print VALID although it logged errors.", _any_run)
 def no_errors(run: RunView) -> Outcome:
     log = run.detail
     first = log.errors[0] if log.errors else None
@@ -79,7 +55,7 @@ def no_errors(run: RunView) -> Outcome:
     )
 
 
-@check("rules.mode", "The mode fits the folder", "A performance run says nothing about accuracy.", when=_any_run)
+@check("rules.mode", "The mode fits the folder", "A performance run says nothing about accuracy.", _any_run)
 def mode(run: RunView) -> Outcome | None:
     accuracy = run.files.folder.endswith("/accuracy")
     if not run.rules_claimed or run.files.role is Role.RANGING or not (accuracy or run.files.folder.endswith("/run_1")):
@@ -88,12 +64,7 @@ def mode(run: RunView) -> Outcome | None:
     return outcome(found == wanted, wanted, shown(found), run.at("effective_test_mode"), run.unmet)
 
 
-@check(
-    "rules.seeds",
-    "Official seeds",
-    "Each round publishes three seeds, so that no submitter can choose easy samples or a favourable order.",
-    when=_any_run,
-)
+@check("rules.seeds", "Official seeds", "No submitter can choose easy samples or a favourable order.", _any_run)
 def seeds(run: Subject) -> Outcome:
     mine, wanted = run.figures.round, run.round
     official = f"{wanted}: {', '.join(map(str, round_seeds()[wanted]))}" if wanted else "a round"
@@ -103,9 +74,7 @@ def seeds(run: Subject) -> Outcome:
     return outcome(mine is not None and wanted in (None, mine), f"the seeds of {official}", found, where, run.unmet)
 
 
-@check(
-    "rules.benchmark", "The round has the benchmark", "Each round has its own list, limits and targets.", when=_any_run
-)
+@check("rules.benchmark", "The round has the benchmark", "Each round has its own list, limits and targets.", _any_run)
 def benchmark(run: RunView) -> Outcome | None:
     """Unknown where the rules of the round or of the benchmark are not known."""
     round_ = run.round or run.figures.round
@@ -121,7 +90,7 @@ def benchmark(run: RunView) -> Outcome | None:
     return outcome(holds, expected, found, run.at("qsl_reported_total_count"), run.unmet)
 
 
-@check("rules.data_set", "The complete data set", "A smaller data set is another benchmark.", when=_any_run)
+@check("rules.data_set", "The complete data set", "A smaller data set is another benchmark.", _any_run)
 def data_set(run: RunView) -> Outcome | None:
     if run.benchmark is None:
         return None
@@ -139,40 +108,25 @@ def data_set(run: RunView) -> Outcome | None:
     )
 
 
-@check("rules.sample_count", "Enough rows in the library", "A smaller library lets caches answer.", when=_of_benchmark)
+@check("rules.sample_count", "Enough rows in the library", "A smaller library lets caches answer.", _of_benchmark)
 def sample_count(run: RunView) -> Outcome:
     rows, key = run.benchmark.rows if run.benchmark else 0, "effective_performance_sample_count"
     return _line(run, (whole(run.detail, key) or 0) >= rows, f"{key} of at least {rows:,}", key)
 
 
-@check(
-    "rules.equal_issue",
-    "Every row equally often",
-    "Answers differ in length; unequal issue changes the work.",
-    when=_of_benchmark,
-)
+@check("rules.equal_issue", "Every row equally often", "Answers differ in length.", _of_benchmark)
 def equal_issue(run: RunView) -> Outcome:
     key = "effective_sample_concatenate_permutation"
     return _line(run, run.detail.get(key) is True, f"every row issued equally often: {key} true", key)
 
 
-@check(
-    "rules.token_latencies",
-    "Token latencies are on",
-    "Without them there is no token rate, TTFT or TPOT.",
-    when=_of_benchmark,
-)
+@check("rules.token_latencies", "Token latencies are on", "They give token rate, TTFT and TPOT.", _of_benchmark)
 def token_latencies(run: RunView) -> Outcome:
     key = "requested_use_token_latencies"
     return _line(run, run.detail.get(key) is True, "token latencies switched on", key)
 
 
-@check(
-    "rules.min_duration",
-    "The required duration was requested",
-    "Short runs show peaks, not the sustained rate.",
-    when=_timed,
-)
+@check("rules.min_duration", "The required duration was requested", "Short runs show peaks.", _timed)
 def min_duration(run: Subject) -> Outcome | None:
     least, asked = rules()["min_duration_ms"] / 1e3, run.figures.min_duration_seconds
     if run.scenario == "MultiStream":
@@ -183,7 +137,7 @@ def min_duration(run: Subject) -> Outcome | None:
     return outcome(holds, f"a minimum duration of at least {least:g} s", found, where, run.unmet)
 
 
-@check("rules.ran_long_enough", "The run lasted long enough", "The setting is one thing, the run another.", when=_timed)
+@check("rules.ran_long_enough", "The run lasted long enough", "The setting is one thing, the run another.", _timed)
 def ran_long_enough(run: Subject) -> Outcome | None:
     least, ran = rules()["min_duration_ms"] / 1e3, run.ran_seconds
     if run.scenario == "MultiStream":
@@ -193,12 +147,7 @@ def ran_long_enough(run: Subject) -> Outcome | None:
     return outcome(holds, f"a run of at least {least:g} s", found, where, run.unmet)
 
 
-@check(
-    "rules.offline_samples",
-    "Offline: enough samples",
-    "The query must hold the data set at least once.",
-    when=_of_benchmark,
-)
+@check("rules.offline_samples", "Offline: enough samples", "The query holds the data set at least once.", _of_benchmark)
 def offline_samples(run: Subject) -> Outcome | None:
     if run.scenario != "Offline" or run.benchmark is None:
         return None
@@ -209,12 +158,7 @@ def offline_samples(run: Subject) -> Outcome | None:
     return outcome(None if samples is None else samples >= rows, f"at least {rows:,} samples", found, where, run.unmet)
 
 
-@check(
-    "rules.whole_passes",
-    "Offline: whole passes over the data set",
-    "A part of a pass favours some rows.",
-    when=_of_benchmark,
-)
+@check("rules.whole_passes", "Offline: whole passes over the data set", "A part favours some rows.", _of_benchmark)
 def whole_passes(run: RunView) -> Outcome | None:
     issued, rows = run.figures.samples_issued, run.benchmark.rows if run.benchmark else 1
     if run.scenario != "Offline":
@@ -224,7 +168,7 @@ def whole_passes(run: RunView) -> Outcome | None:
     return outcome(holds, f"whole passes over {rows:,} rows", found, run.at("generated_samples_per_query"), run.unmet)
 
 
-@check("rules.scenario", "The scenario fits the folder", "Limits are chosen by the folder.", when=_timed)
+@check("rules.scenario", "The scenario fits the folder", "Limits are chosen by the folder.", _timed)
 def scenario(run: Subject) -> Outcome | None:
     folder, ran = run.files.scenario, run.figures.scenario
     if folder is None:
@@ -236,12 +180,7 @@ def scenario(run: Subject) -> Outcome | None:
     return outcome(None if ran is None else ran == wanted, expected, found, where)
 
 
-@check(
-    "rules.latency_limits",
-    "TTFT and TPOT within the limits",
-    "Above the limits the rate serves no user in time.",
-    when=_of_benchmark,
-)
+@check("rules.latency_limits", "TTFT and TPOT within the limits", "Slower answers are of no use.", _of_benchmark)
 def latency_limits(run: Subject) -> Outcome | None:
     """99th percentiles, by the limits of the folder's scenario; without a folder by the limits LoadGen was given."""
     if run.scenario not in ("Server", None) or run.benchmark is None:
@@ -282,12 +221,7 @@ def _limited(run: RunView) -> bool:
     return _limited_scenario(run) in run.benchmark.limits
 
 
-@check(
-    "rules.limits_asked",
-    "LoadGen was given the limits",
-    "Its verdict is about the limits that it was given.",
-    when=_limited,
-)
+@check("rules.limits_asked", "LoadGen was given the limits", "Its verdict is about these limits.", _limited)
 def limits_asked(run: RunView) -> Outcome | None:
     limits, given = run.benchmark.limits[_limited_scenario(run)] if run.benchmark else None, _limits_given(run)
     if limits is None:
@@ -301,25 +235,20 @@ def limits_asked(run: RunView) -> Outcome | None:
     )
 
 
-@check("rules.target_latency", "Target latency within the limit", "The rules bound it.", when=_limited)
+@check("rules.target_latency", "Target latency within the limit", "The rules bound it.", _limited)
 def target_latency(run: RunView) -> Outcome | None:
     key, most = "effective_target_latency_ns", run.benchmark.max_target_latency_ns if run.benchmark else None
     target = run.detail.number(key)
     return None if most is None or target is None else _line(run, target <= most, f"{key} of at most {most}", key)
 
 
-@check("rules.early_stopping", "Early stopping met", "Otherwise the percentile is not shown.", when=_limited)
+@check("rules.early_stopping", "Early stopping met", "Otherwise the percentile is not shown.", _limited)
 def early_stopping(run: RunView) -> Outcome:
     met = run.detail.get("early_stopping_met")
     return outcome(met is True, "early stopping met", shown(met), run.at("early_stopping_met"), run.unmet)
 
 
-@check(
-    "rules.tokens_per_sample",
-    "Tokens per sample as the reference answers",
-    "Shorter answers make a higher request rate, longer ones more tokens.",
-    when=_of_benchmark,
-)
+@check("rules.tokens_per_sample", "Tokens per sample", "Shorter or longer answers change the rates.", _of_benchmark)
 def tokens_per_sample(run: Subject) -> Outcome | None:
     window = run.benchmark.tokens_per_sample if run.benchmark else None
     if window is None or run.benchmark is None:
@@ -335,12 +264,7 @@ def tokens_per_sample(run: Subject) -> Outcome | None:
     )
 
 
-@check(
-    "rules.network",
-    "Network division: the SUT's name says so",
-    "The rules of the network division ask for it.",
-    when=_any_run,
-)
+@check("rules.network", "Network division: name of the SUT", "The division's rules ask for it.", _any_run)
 def network(run: RunView) -> Outcome | None:
     if run.files.division != "network":
         return None

@@ -49,11 +49,7 @@ _BY_SCENARIO: dict[str | None, dict[str, int | str]] = {
 }
 
 
-@check(
-    "settings.effective",
-    "Effective settings follow from the requested ones",
-    "LoadGen computes the effective settings from the requested ones; they cannot disagree.",
-)
+@check("settings.effective", "Effective settings follow from requested ones", "LoadGen computes them.")
 def effective(run: RunView) -> Outcome | None:
     log = run.detail
     if run.figures.scenario is None:
@@ -110,11 +106,7 @@ def _same(found: object, expected: object) -> bool:
     return found == expected
 
 
-@check(
-    "settings.library_order",
-    "The data set was loaded in the order its seed gives",
-    "The seed determines the order; if they disagree, one of them was changed after the run.",
-)
+@check("settings.library_order", "The data set was loaded in the seed's order", "Seed and order cannot disagree.")
 def library(run: RunView) -> Outcome | None:
     log = run.detail
     loaded = log.library_set()
@@ -146,9 +138,7 @@ def library(run: RunView) -> Outcome | None:
 
 
 @check(
-    "settings.samples",
-    "The number of samples follows from rate and duration",
-    "LoadGen sizes an Offline query as 1.1 x target rate x minimum duration; another number contradicts the rate.",
+    "settings.samples", "Samples follow from rate and duration", "LoadGen computes them; others contradict the rate."
 )
 def offline_samples(run: RunView) -> Outcome | None:
     log = run.detail
@@ -170,11 +160,7 @@ def offline_samples(run: RunView) -> Outcome | None:
     )
 
 
-@check(
-    "settings.generated",
-    "The queries follow from the settings",
-    "Count, padding to whole passes and arrival times are computed, not measured.",
-)
+@check("settings.generated", "The queries follow from the settings", "They are computed, not measured.")
 def generated(run: RunView) -> Outcome | None:
     log, scenario = run.detail, run.figures.scenario
     keys = ("generated_query_count", "generated_samples_per_query", "generated_query_duration")

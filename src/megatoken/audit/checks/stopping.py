@@ -22,12 +22,7 @@ _DISCARDED = re.compile(r"Processed at least (\d{1,12}) queries \((\d{1,12})\).*
 _MULTI_STREAM_PERCENTILE = 0.99  # SingleStream estimates it too
 
 
-@check(
-    "result.early_stopping",
-    "Early stopping, recomputed",
-    "Too few queries, or too many slow ones, show no percentile with 99 % confidence.",
-    when=has_result,
-)
+@check("result.early_stopping", "Early stopping, recomputed", "It decides whether a percentile is shown.", has_result)
 def check_early_stopping(run: RunView) -> Outcome | None:
     """Server: whether few enough queries were over the limits. The streams: how many the estimate discards."""
     log, scenario = run.detail, run.figures.scenario

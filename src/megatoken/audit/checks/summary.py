@@ -53,12 +53,7 @@ def _path(run: RunView) -> str:
     return run.files.summary or ""
 
 
-@check(
-    "summary.fields",
-    "Summary and detail log agree",
-    "LoadGen prints both from the same variables; one of them was edited.",
-    when=has_result,
-)
+@check("summary.fields", "Summary and detail log agree", "LoadGen prints both from the same variables.", has_result)
 def fields(run: RunView) -> Outcome | None:
     log, detail = run.summary, run.detail
     if log is None:
@@ -97,12 +92,7 @@ def _as_printed(detail: DetailLog, key: str) -> str:
     return entry.text[:80]
 
 
-@check(
-    "summary.early_stopping",
-    "Summary and detail log agree on early stopping",
-    "LoadGen prints both from the same text.",
-    when=has_result,
-)
+@check("summary.early_stopping", "Both logs agree on early stopping", "LoadGen prints one text twice.", has_result)
 def early_stopping(run: RunView) -> Iterator[Outcome]:
     log = run.summary
     if log is None or run.figures.scenario == "Offline":  # Offline prints no such text
@@ -117,12 +107,7 @@ def early_stopping(run: RunView) -> Iterator[Outcome]:
             yield outcome(text.split() == logged.split(), expected, shown(text) or "no text", where)
 
 
-@check(
-    "summary.reason",
-    "Summary and detail log agree on why the run is INVALID",
-    "LoadGen prints both from the same text.",
-    when=has_result,
-)
+@check("summary.reason", "Both logs agree on why the run is INVALID", "LoadGen prints one text twice.", has_result)
 def reason(run: RunView) -> Outcome | None:
     """Neither log gives a reason where only early stopping failed."""
     log, logged = run.summary, run.detail.text("result_invalid_reason")
@@ -140,12 +125,7 @@ def reason(run: RunView) -> Outcome | None:
     )
 
 
-@check(
-    "summary.lines",
-    "The summary has every line once, in order, and no other",
-    "Lines were removed, added, moved or repeated.",
-    when=has_result,
-)
+@check("summary.lines", "The summary has LoadGen's lines", "Lines were removed, added, moved or repeated.", has_result)
 def lines(run: RunView) -> Outcome | None:
     log = run.summary
     if log is None:

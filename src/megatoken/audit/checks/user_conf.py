@@ -39,11 +39,7 @@ def user_conf_entries(text: str) -> dict[tuple[str, str, str], tuple[str, int]]:
     return entries
 
 
-@check(
-    "configuration.user_conf",
-    "LoadGen was asked for what user.conf says",
-    "Another configuration made this log, or the file was changed since.",
-)
+@check("configuration.user_conf", "LoadGen got what user.conf says", "Another configuration made this log.")
 def check_user_conf(run: RunView) -> Outcome | None:
     """A file in another folder than the logs applies to performance runs only: others may have their own rate.
 
