@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from megatoken.audit.checks.user_conf import user_conf_entries
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import AccuracyResult, Configuration, System
 from megatoken.files import Damage, UnreadableError, display, key_lines, read_json_object, read_text
 from megatoken.mlperf.accuracy_log import read_accuracy_scores
+from megatoken.mlperf.user_conf import user_conf_entries
 from megatoken.text import natural
 
 USER_CONF, USER_CONF_ABOVE = "user.conf", 2

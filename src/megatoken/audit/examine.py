@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TypeVar
 
 from megatoken.audit.checks import build, lines, results, rules, settings, stopping, summary
@@ -22,16 +23,14 @@ from megatoken.mlperf.summary_log import read_summary_log
 
 BEGINNINGS = ("qsl_name", "effective_scenario", LIBRARY_SET, "generated_query_count")
 ABANDONED = "ABANDONED.txt"  # next to the logs of a run of megatoken that was interrupted
-RUN_CHECKS: tuple[Callable[[RunView], Iterable[Observation]], ...] = (
-    *(
-        item
-        for module in (lines, build, settings, results, stopping, summary, rules)
-        for item in vars(module).values()
-        if isinstance(item, Check)
-    ),
-    check_accuracy,
-    check_user_conf,
-)
+
+
+def _checks_of(*modules: ModuleType) -> tuple[Callable[[RunView], Iterable[Observation]], ...]:
+    return tuple(item for module in modules for item in vars(module).values() if isinstance(item, Check))
+
+
+LINE_CHECKS = _checks_of(lines)  # of logs that have entries
+RUN_CHECKS = (*_checks_of(build, settings, results, stopping, summary, rules), check_accuracy, check_user_conf)
 Read = TypeVar("Read")
 
 
@@ -136,7 +135,7 @@ def _examine(job: Job) -> Examined:
         user_conf=_user_conf(root, job.user_conf),
         interrupted=job.interrupted,
     )
-    for run_check in RUN_CHECKS if detail.first else (lines.readable, check_accuracy):
+    for run_check in (*(LINE_CHECKS if detail.first else (lines.readable,)), *RUN_CHECKS):
         try:
             observations += run_check(view)
         except Exception as error:

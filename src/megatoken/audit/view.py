@@ -11,8 +11,9 @@ from megatoken.audit.finding import Observation, Outcome, Severity, listed, outc
 from megatoken.files import display
 from megatoken.mlperf.accuracy_log import AccuracyLog
 from megatoken.mlperf.benchmarks import Benchmark
+from megatoken.mlperf.constraints import ran_seconds
 from megatoken.mlperf.detail_log import DetailLog, Entry
-from megatoken.mlperf.run_figures import RunFigures, in_seconds, whole
+from megatoken.mlperf.run_figures import RunFigures
 from megatoken.mlperf.summary_log import SummaryLog
 
 MOST_LINES = 20
@@ -111,12 +112,7 @@ class RunView:
     @property
     def ran_seconds(self) -> float | None:
         """How long the run took, as LoadGen compares it with the minimum duration."""
-        log, scenario = self.detail, self.figures.scenario
-        if scenario == "Offline":
-            return in_seconds(log.number("result_max_latency_ns"), 1e9)
-        server, queries = scenario == "Server", whole(log, "result_query_count")
-        rate = log.number("result_scheduled_samples_per_sec" if server else "result_qps_with_loadgen_overhead")
-        return (queries - 1) / rate if queries and rate else None
+        return ran_seconds(self.detail)
 
     @property
     def p99_seconds(self) -> tuple[float | None, float | None]:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 
 CONFIDENCE = 0.99
 MOST_QUERIES = 50_000_000
+RANKS = {
+    "p50": 0.5,
+    "p90": 0.9,
+    "p95": 0.95,
+    "p97": 0.97,
+    "p99": 0.99,
+    "p99.9": 0.999,
+}  # of the percentiles that LoadGen logs
 
 
 @lru_cache(maxsize=256)
@@ -58,3 +67,33 @@ def odds(passing: int, over: int, percentile: float) -> float:
         if share < 1e-16 * result:
             break
     return min(1.0, math.exp(log_term + math.log(result)))
+
+
+def places_over(values: Mapping[str, float], limit: float, queries: int) -> tuple[int, int]:
+    """Fewest and most of ``queries`` values that may be above ``limit``, by their percentiles; in the same unit."""
+    at_most, at_least = queries, 0
+    for name, rank in RANKS.items():
+        if name in values:
+            place = math.floor(queries * rank)
+            if values[name] <= limit:
+                at_most = min(at_most, queries - place - 1)
+            else:
+                at_least = max(at_least, queries - place)
+    if "max" in values:
+        at_most, at_least = (0, at_least) if values["max"] <= limit else (at_most, max(at_least, 1))
+    if "min" in values and values["min"] > limit:
+        at_least = queries
+    return at_least, at_most
+
+
+def discarded(queries: int, percentile: float) -> int:
+    """How many of the slowest queries the streams' estimate of a percentile discards."""
+    return max(0, most_over(queries, percentile) - 1)
+
+
+def bounds(values: Mapping[str, float], place: int, queries: int) -> tuple[float, float]:
+    """The nearest percentiles below and above the value at a place of the sorted values."""
+    places = {name: math.floor(queries * rank) for name, rank in RANKS.items()} | {"min": 0, "max": queries - 1}
+    below = [values[name] for name, at in places.items() if name in values and at <= place]
+    above = [values[name] for name, at in places.items() if name in values and at >= place]
+    return max(below, default=0.0), min(above, default=math.inf)

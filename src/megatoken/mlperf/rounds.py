@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -67,3 +68,10 @@ def load_table(name: str) -> dict[str, Any]:
     """A JSON table of ``megatoken/data``."""
     table: dict[str, Any] = json.loads(files("megatoken").joinpath("data", name).read_text(encoding="utf-8"))
     return table
+
+
+@cache
+def load_csv(name: str) -> tuple[Mapping[str, str], ...]:
+    """The rows of a CSV table of ``megatoken/data``, without its comment lines."""
+    text = files("megatoken").joinpath("data", name).read_text(encoding="utf-8")
+    return tuple(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatoken.audit.checks import accuracy, cross, rules
-from megatoken.audit.checks.results import disorder, impossible_mean
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.endpoints import (
     ACCURACY,
@@ -21,6 +20,7 @@ from megatoken.audit.endpoints import (
 from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Observation, Outcome, Severity, check, listed, outcome, shown
 from megatoken.files import UnreadableError, display, mapping, read_json_object
+from megatoken.mlperf.percentiles import disorder, impossible_mean
 from megatoken.text import count_of
 
 EXACT = 1e-9  # relative; the summary prints every digit of its floats

@@ -5,18 +5,16 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache
 
 from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Outcome, Severity, check, outcome, shown
-from megatoken.audit.tables import table
 from megatoken.audit.view import RunView
 from megatoken.mlperf.detail_log import LIBRARY_SET, DetailLog, Entry
 from megatoken.mlperf.loadgen_builds import is_known_version, source_lines
+from megatoken.mlperf.log_keys import log_keys, optional_keys
 from megatoken.text import count_of
 
 _MANY = ("generic_message", LIBRARY_SET)  # keys that LoadGen logs several times
-_BY_RELEASE = ("requested_accuracy_sample_count_override", "effective_accuracy_sample_count", "num_errors")
 _STARTS = {"PerformanceOnly": "Starting performance mode", "AccuracyOnly": "Starting accuracy mode"}
 _ENDED = "Ending naturally: Minimum query count and test duration met."
 _NOT_FINITE = ("nan", "-nan", "inf", "-inf")
@@ -33,41 +31,6 @@ _WRITTEN_TOGETHER = (
     *(("loadgen_",), ("requested_",), ("effective_",), ("generated_",), ("logger_",), ("power_",)),
     *(("sut_", "qsl_", "get_sut_", "test_datetime"), ("result_", "early_stopping_", "num_errors")),
 )
-
-
-@cache
-def _keys(scenario: str, mode: str, token_latencies: str, validity: str) -> tuple[str, ...]:
-    facts = {"scenarios": scenario, "mode": mode, "token_latencies": token_latencies, "validity": validity}
-    rows = table("loadgen_detail_keys.csv")
-    return tuple(
-        row["key"] for row in rows if all(not row[name] or fact in row[name].split() for name, fact in facts.items())
-    )
-
-
-def _expected_keys(log: DetailLog) -> list[str]:
-    """The keys that this LoadGen writes for this scenario and mode, in order; empty for modes of several runs."""
-    tokens = "yes" if log.get("requested_use_token_latencies") is True else "no"
-    validity = "VALID" if log.get("result_validity") == "VALID" else "INVALID"
-    scenario, mode = log.text("effective_scenario"), log.text("effective_test_mode")
-    if scenario not in ("Offline", "Server", "SingleStream", "MultiStream") or mode not in _STARTS:
-        return []
-    return [key for key in _keys(scenario, mode, tokens, validity) if _written_by_release(log, key) is not False]
-
-
-def _optional(log: DetailLog) -> set[str]:
-    """Keys that only some releases write, if the release is not known."""
-    return {key for key in _BY_RELEASE if _written_by_release(log, key) is None}
-
-
-def _written_by_release(log: DetailLog, key: str) -> bool | None:
-    """Whether the LoadGen of this log writes ``key``; None if its source files are not known."""
-    if key not in _BY_RELEASE:
-        return True
-    sources = log.get("loadgen_file_sha1")
-    name = "results.cc" if key == "num_errors" else "test_settings_internal.cc"
-    sha1 = sources.get(f"/{name}") if isinstance(sources, dict) else None
-    lines = source_lines(name, sha1) if isinstance(sha1, str) else None
-    return None if lines is None else key in lines
 
 
 def _last_key(log: DetailLog) -> str:
@@ -96,7 +59,7 @@ def readable(run: RunView) -> Outcome:
 
 @check("log.whole", "The log is complete", "A log that was cut off is no evidence of a completed run.")
 def complete(run: RunView) -> Outcome | None:
-    log, keys, optional, last = run.detail, _expected_keys(run.detail), _optional(run.detail), _last_key(run.detail)
+    log, keys, optional, last = run.detail, log_keys(run.detail), optional_keys(run.detail), _last_key(run.detail)
     where = run.lines([log.lines])
     if not keys:
         if None not in (log.get("effective_scenario"), log.get("effective_test_mode")):
@@ -119,7 +82,7 @@ def _end(keys: Sequence[str], optional: set[str]) -> str:
 
 @check("log.lines", "Every kind of line is there", "LoadGen always writes them; missing ones were removed.")
 def lines(run: RunView) -> Outcome:
-    log, keys, optional = run.detail, _expected_keys(run.detail), _optional(run.detail)
+    log, keys, optional = run.detail, log_keys(run.detail), optional_keys(run.detail)
     if not keys:
         found = f"scenario {shown(log.get('effective_scenario'))}, mode {shown(log.get('effective_test_mode'))}"
         return outcome(None, "a performance or an accuracy run", found, run.at("effective_test_mode"))
@@ -138,10 +101,10 @@ def lines(run: RunView) -> Outcome:
 
 @check("log.extra_lines", "No foreign line", "A line that this LoadGen never writes was added after the run.")
 def extra_lines(run: RunView) -> Outcome | None:
-    log, keys = run.detail, _expected_keys(run.detail)
+    log, keys = run.detail, log_keys(run.detail)
     if not keys:
         return None
-    known = {*keys, *_optional(log)}
+    known = {*keys, *optional_keys(log)}
     extra = [entry.key for entry in log.order if entry.key not in known]
     extra = [key for key in extra if not key.startswith("result_inferred_")]
     return outcome(
@@ -154,7 +117,7 @@ def extra_lines(run: RunView) -> Outcome | None:
 
 @check("log.order", "Lines are in LoadGen's order", "LoadGen writes them in one order; moved lines were edited.")
 def order(run: RunView) -> Outcome | None:
-    keys = [key for key in _expected_keys(run.detail) if key in run.detail.first]
+    keys = [key for key in log_keys(run.detail) if key in run.detail.first]
     if not keys:
         return None
     present = [entry.key for entry in run.detail.order if entry.key in set(keys)]

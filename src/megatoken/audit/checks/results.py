@@ -6,24 +6,18 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 
-from megatoken.audit.checks.stopping import RANKS
 from megatoken.audit.finding import Outcome, Severity, check, listed, outcome, shown
 from megatoken.audit.view import RunView, has_result
+from megatoken.mlperf.constraints import FLAGS, SIX_DIGITS, constraints_met
 from megatoken.mlperf.draws import MOST_ARRIVALS, PoissonSchedule
+from megatoken.mlperf.percentiles import disorder, impossible_mean
 from megatoken.mlperf.run_figures import completion_seconds, elapsed, logged_start, power_times, whole
 from megatoken.text import count_of
 
-DIGITS = 6e-6  # relative error of a number of six digits
 PRODUCT = 3e-5  # and of a product of two or three
 UNLIKE = 4.0  # largest ratio between the mean over samples and the mean over tokens
 LATE_SECONDS = 60.0  # LoadGen may take so long to write what it has measured
 ZONE_SECONDS, WIDEST_ZONE_SECONDS = 900, 14 * 3600
-_ORDERED = ("min", *RANKS, "max")
-_FLAGS = ("result_perf_constraints_met", "result_min_duration_met", "result_min_queries_met", "early_stopping_met")
-_P99 = {
-    "result_first_token_99.00_percentile_latency_ns": "requested_server_ttft_latency",
-    "result_time_per_output_token_99.00_percentile_ns": "requested_server_tpot_latency",
-}
 
 
 @check("result.error_count", "Errors are counted", "Another count shows that error lines were removed.")
@@ -51,7 +45,7 @@ def _offline_rate(run: RunView) -> Outcome:
         return outcome(None, "samples / largest latency", "figures missing", run.at(*keys))
     expected = samples / (latency_ns / 1e9)
     return outcome(
-        _close(found, expected, DIGITS),
+        _close(found, expected, SIX_DIGITS),
         f"{expected:.6g} samples/s: {count_of(samples, 'sample')} in {latency_ns / 1e9:.3f} s",
         f"{found:g} samples/s",
         run.at(*keys),
@@ -67,15 +61,18 @@ def _stream_rate(run: RunView) -> Outcome:
     if not alone or not with_overhead or not mean_ns or not queries or longest_ns is None:
         return outcome(None, "one query per mean latency", "figures missing", run.at(*keys))
     problems = []
-    if not _close(alone, 1e9 / mean_ns, DIGITS):
+    if not _close(alone, 1e9 / mean_ns, SIX_DIGITS):
         problems.append(f"{1e9 / mean_ns:.6g} queries/s without overhead, one per mean latency")
     issued = (queries - 1) / with_overhead  # when the last query was issued, after all others were answered
     least = (queries * mean_ns - longest_ns) / 1e9
-    if issued * (1 + DIGITS) < least:
+    if issued * (1 + SIX_DIGITS) < least:
         problems.append(f"the last query issued after {least:.6g} s, not {issued:.6g}")
     begin, end = power_times(log)
     window = elapsed(begin, end) if begin and end else None
-    if window is not None and not issued * (1 - DIGITS) - 0.01 <= window <= issued + longest_ns / 1e9 + LATE_SECONDS:
+    if (
+        window is not None
+        and not issued * (1 - SIX_DIGITS) - 0.01 <= window <= issued + longest_ns / 1e9 + LATE_SECONDS
+    ):
         problems.append(f"a power window of {window:.3f} s, not {issued:.3f} s")
     return run.computed(problems, "rates that follow from the mean latency and the clocks", *keys)
 
@@ -92,10 +89,10 @@ def _server_rate(run: RunView) -> Outcome:
     if whole(log, "generated_query_count") == queries <= MOST_ARRIVALS and seed is not None and target:
         due_ns = PoissonSchedule(seed, target).due_ns(queries - 1)
         expected = (queries - 1) / due_ns * 1e9 if due_ns else scheduled
-        if not _close(scheduled, expected, 2 * DIGITS):
+        if not _close(scheduled, expected, 2 * SIX_DIGITS):
             problems.append(f"a scheduled rate of {expected:.6g}/s, not {scheduled:g}")
     due = (queries - 1) / scheduled
-    if done < due * (1 - 2 * DIGITS):
+    if done < due * (1 - 2 * SIX_DIGITS):
         problems.append(f"the last query done after it was due at {due:.3f} s, not at {done:.3f} s")
     return run.computed(problems, "rates that follow from the queries and the schedule's seed", *keys)
 
@@ -187,40 +184,6 @@ def latencies(run: RunView) -> Outcome | None:
     )
 
 
-def disorder(values: Mapping[str, float], unit: str = " s") -> str:
-    """The first two of minimum, percentiles and maximum that are in the wrong order; empty if none are."""
-    known = [(name, values[name]) for name in _ORDERED if name in values]
-    for (lower, low), (upper, high) in itertools.pairwise(known):
-        if low > high:
-            return f"{lower} is {low:.9g}{unit}, {upper} is {high:.9g}{unit}"
-    return ""
-
-
-def impossible_mean(values: Mapping[str, float], samples: int | None, unit: str = " s", slack: float = 0.0) -> str:
-    """The mean, if it is outside the bounds that the percentiles set; empty if not, or if some are not known.
-
-    Args:
-        values: Minimum, percentiles, maximum and mean.
-        samples: How many values the percentiles are of.
-        unit: As shown.
-        slack: For percentiles that lie between samples.
-    """
-    if not samples or any(name not in values for name in (*_ORDERED, "mean")):
-        return ""
-    points = [values[name] for name in _ORDERED]
-    ranks = [0, *(math.floor(samples * rank) for rank in RANKS.values()), samples]
-    shares = [(b - a) / samples for a, b in itertools.pairwise(ranks)]
-    low = sum(share * point for share, point in zip(shares, points, strict=False))
-    high = sum(share * point for share, point in zip(shares, points[1:], strict=False))
-    mean = values["mean"]
-    # LoadGen's sum of nanoseconds overflows, or is below zero for answers of one token: then its mean is meaningless.
-    if high * samples * 1e9 >= 2.0**63 or low < 0:
-        return ""
-    if low * (1 - 1e-9) - 1e-8 - slack <= mean <= high * (1 + 1e-9) + 1e-8 + slack:
-        return ""
-    return f"a mean of {mean:.9g}{unit}, though its percentiles put it between {low:.9g} and {high:.9g}{unit}"
-
-
 @check("result.clock", "The log's clocks fit the duration", "Time stamps, power window and date bound it.")
 def clock(run: RunView) -> Outcome | None:
     if not has_result(run) and not run.is_accuracy:
@@ -275,49 +238,21 @@ def validity(run: RunView) -> Outcome | None:
     log = run.detail
     problems: list[str] = []
     keys: list[str] = ["result_validity"]
-    flags = {key: log.get(key) for key in _FLAGS if key in log.first}
+    flags = {key: log.get(key) for key in FLAGS if key in log.first}
     valid = log.get("result_validity")
     if valid != ("VALID" if all(flag is True for flag in flags.values()) else "INVALID"):
         problems.append(f"{shown(valid)} with {', '.join(f'{key} {shown(flag)}' for key, flag in flags.items())}")
         keys += flags
-    unmet = any(flags.get(key) is False for key in _FLAGS if key != "early_stopping_met")
+    unmet = any(flags.get(key) is False for key in FLAGS if key != "early_stopping_met")
     if "result_invalid_reason" in log.first and bool((log.text("result_invalid_reason") or "").strip()) is not unmet:
         problems.append(f"a reason {shown(log.get('result_invalid_reason'))!r} with those constraints")
         keys.append("result_invalid_reason")
-    recomputed = zip(_FLAGS, (_constraints_met(run), _min_duration_met(run), _min_queries_met(run)), strict=False)
-    for key, expected in recomputed:
+    for key, expected in constraints_met(log).items():
         if key in flags and expected is not None and flags[key] is not expected:
             problems.append(f"{key} {shown(flags[key])}, though its figures say {expected}")
             keys.append(key)
     expected_verdict = "a verdict that follows from the figures"
     return outcome(not problems, expected_verdict, listed(problems, shown(valid)), run.at(*keys))
-
-
-def _min_duration_met(run: RunView) -> bool | None:
-    least_ms, ran = run.detail.number("effective_min_duration_ms"), run.ran_seconds
-    if ran is None or least_ms is None or _close(ran, least_ms / 1e3, DIGITS):
-        return None
-    return ran >= least_ms / 1e3
-
-
-def _min_queries_met(run: RunView) -> bool | None:
-    log = run.detail
-    queries, least = whole(log, "result_query_count"), whole(log, "effective_min_query_count")
-    samples, least_samples = run.figures.samples_issued, whole(log, "effective_min_sample_count")
-    if queries is None or least is None or samples is None or least_samples is None:
-        return None
-    return queries >= least and samples >= least_samples
-
-
-def _constraints_met(run: RunView) -> bool | None:
-    log = run.detail
-    if run.figures.scenario != "Server" or log.number("effective_target_latency_percentile") != 0.99:
-        return None
-    with_tokens = log.get("requested_use_token_latencies") is True
-    limits = _P99 if with_tokens else {"result_99.00_percentile_latency_ns": "effective_target_latency_ns"}
-    known = [(log.number(value), log.number(limit)) for value, limit in limits.items()]
-    met = [None if value is None or limit is None else value <= limit for value, limit in known]
-    return None if None in met else all(met)
 
 
 def _close(a: float, b: float, relative: float) -> bool:

@@ -6,47 +6,20 @@ import math
 
 from megatoken.audit.finding import Outcome, Severity, check, outcome, shown
 from megatoken.audit.view import RunView
-from megatoken.mlperf.detail_log import COMMON_SETTINGS, LIBRARY_SET, DetailLog
-from megatoken.mlperf.draws import MOST_ARRIVALS, MOST_ROWS, PoissonSchedule, library_order
+from megatoken.mlperf.constraints import SIX_DIGITS
+from megatoken.mlperf.detail_log import LIBRARY_SET
+from megatoken.mlperf.draws import MOST_ROWS, library_order
+from megatoken.mlperf.effective_settings import (
+    effective_settings,
+    offline_query_samples,
+    queries_due_ns,
+    samples_per_query,
+)
 from megatoken.mlperf.loadgen_builds import version_number
-from megatoken.mlperf.run_figures import LOGS_PADDING, whole
+from megatoken.mlperf.run_figures import whole
 from megatoken.text import count_of, is_number
 
-SIX_DIGITS = 6e-6  # relative error of a number printed with six significant digits
-OFFLINE_SLACK = 1.1
 EVERY_ROW_A_QUERY = (5, 0, 6)  # earlier releases may generate an Offline query for each row; they issue one
-# effective_<name> is requested_<name> in every scenario (test_settings_internal.cc)
-_KEPT = (
-    *("scenario", "test_mode", "min_duration_ms", "max_duration_ms", "max_query_count"),
-    *(*COMMON_SETTINGS, "sample_concatenate_permutation"),
-)
-# Other settings by scenario: a number, or the key of the setting that they equal.
-_BY_SCENARIO: dict[str | None, dict[str, int | str]] = {
-    "Offline": {
-        "min_query_count": 1,
-        "target_duration_ms": 0,
-        "max_async_queries": 1,
-        "min_sample_count": "effective_samples_per_query",
-        "target_qps": "requested_offline_expected_qps",
-    },
-    "Server": {
-        "min_query_count": "requested_min_query_count",
-        "target_duration_ms": "requested_min_duration_ms",
-        "samples_per_query": 1,
-        "target_qps": "requested_server_target_qps",
-        "min_sample_count": "requested_min_query_count",
-        "target_latency_ns": "requested_server_target_latency_ns",
-        "target_latency_percentile": "requested_server_target_latency_percentile",
-        "max_async_queries": "requested_server_max_async_queries",
-    },
-    "SingleStream": {
-        "target_duration_ms": "requested_min_duration_ms",
-        "samples_per_query": 1,
-        "max_async_queries": 1,
-        "target_latency_percentile": "requested_single_stream_target_latency_percentile",
-        "min_sample_count": "effective_min_query_count",
-    },
-}
 
 
 @check("settings.effective", "Effective settings follow from requested ones", "LoadGen computes them.")
@@ -56,7 +29,7 @@ def effective(run: RunView) -> Outcome | None:
         return None
     compared = {
         name: expected
-        for name, expected in _expected_effective(log).items()
+        for name, expected in effective_settings(log).items()
         if expected is not None and log.get(f"effective_{name}") is not None
         if not (is_number(expected) and expected < 0)  # LoadGen logs an error and takes its default
     }
@@ -69,35 +42,6 @@ def effective(run: RunView) -> Outcome | None:
         shown(run.text(*keys)) or f"{len(compared)} settings compared, all do",
         run.at(*keys, *(f"requested_{name}" for name in wrong)),
     )
-
-
-def _expected_effective(log: DetailLog) -> dict[str, object]:
-    expected: dict[str, object] = {name: log.get(f"requested_{name}") for name in _KEPT}
-    rows = whole(log, "qsl_reported_performance_count")
-    expected["performance_sample_count"] = whole(log, "requested_performance_sample_count_override") or rows
-    if (count := whole(log, "requested_accuracy_sample_count_override")) is not None:
-        expected["accuracy_sample_count"] = count or whole(log, "qsl_reported_total_count")
-    scenario = log.text("requested_scenario")
-    for name, value in _BY_SCENARIO.get(scenario, {}).items():
-        expected[name] = log.get(value) if isinstance(value, str) else value
-    if scenario == "SingleStream":
-        expected |= _single_stream(log, rows)
-    return expected
-
-
-def _single_stream(log: DetailLog, rows: int | None) -> dict[str, object]:
-    """The rate that the expected latency gives, and queries for twice the duration, in whole passes if permuted."""
-    least, duration_ms = whole(log, "requested_min_query_count"), log.get("requested_min_duration_ms")
-    latency_ns = log.number("requested_single_stream_expected_latency_ns")
-    if not latency_ns:
-        return {}
-    expected: dict[str, object] = {"target_qps": 1e9 / latency_ns}
-    if not log.get("requested_sample_concatenate_permutation"):
-        expected["min_query_count"] = least
-    elif least is not None and rows and isinstance(duration_ms, int):
-        least = max(least, int(2.0 * (duration_ms / 1e3) * (1e9 / latency_ns)))
-        expected["min_query_count"] = least + rows - least % rows
-    return expected
 
 
 def _same(found: object, expected: object) -> bool:
@@ -149,9 +93,7 @@ def offline_samples(run: RunView) -> Outcome | None:
         return None
     if samples is None or least is None or rate is None or duration_ms is None:
         return outcome(None, "1.1 x rate x duration samples", "figures missing", run.at(*keys))
-    expected = max(least, int(OFFLINE_SLACK * (duration_ms / 1e3) * rate))
-    if log.get("effective_performance_issue_unique") is True:
-        expected = whole(log, "effective_performance_sample_count") or 0
+    expected = offline_query_samples(log, least, rate, duration_ms)
     return outcome(
         abs(samples - expected) <= 1 + SIX_DIGITS * expected,
         f"{count_of(expected, 'sample')}: the larger of {least:,} and 1.1 x {rate:g}/s x {duration_ms / 1e3:g} s",
@@ -174,9 +116,7 @@ def generated(run: RunView) -> Outcome | None:
     rows, release = len(loaded), version_number(log.text("loadgen_version"))
     permuted = log.get("effective_sample_concatenate_permutation") is True and rows > 0
     problems = []
-    expected = samples
-    if permuted and scenario == "Offline" and release >= LOGS_PADDING:
-        expected = math.ceil(samples / rows) * rows
+    expected = samples_per_query(log, samples, rows)
     if each != expected:
         passes = f"{count_of(expected // rows, 'pass', 'passes')} over {count_of(rows, 'row')}" if rows else ""
         passes = f" ({passes})" if expected != samples else ""
@@ -185,17 +125,7 @@ def generated(run: RunView) -> Outcome | None:
         problems.append(f"one query, not {count:,}")
     if permuted and scenario != "Offline" and count % rows:
         problems.append(f"whole passes over {count_of(rows, 'row')}, not {count_of(count, 'query', 'queries')}")
-    due_ns = _due_ns(log, scenario, rate, count)
+    due_ns = queries_due_ns(log, rate, count)
     if due_ns is not None and abs(duration_ns - due_ns) > count + SIX_DIGITS * due_ns:
         problems.append(f"queries over {due_ns:.0f} ns, not {duration_ns}")
     return run.computed(problems, "queries that follow from the settings and seeds", *keys)
-
-
-def _due_ns(log: DetailLog, scenario: str, queries_per_second: float, count: int) -> float | None:
-    """When the query after the last is due."""
-    if scenario != "Server":
-        return count * math.floor(1e9 / queries_per_second)
-    seed = whole(log, "effective_schedule_rng_seed")
-    if seed is None or not 0 < count <= MOST_ARRIVALS:
-        return None
-    return PoissonSchedule(seed, queries_per_second).due_ns(count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -12,7 +11,6 @@ from megatoken.mlperf import early_stopping
 from megatoken.mlperf.run_figures import whole
 from megatoken.text import count_of
 
-RANKS = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p97": 0.97, "p99": 0.99, "p99.9": 0.999}
 # In the order in which LoadGen judges them; it writes the second only if the first is successful.
 TEXTS = ("early_stopping_result", "early_stopping_tpot_result", "early_stopping_ttft_result")
 SUCCESS = "Run successful."
@@ -47,23 +45,6 @@ def check_early_stopping(run: RunView) -> Outcome | None:
     return run.computed(problems, follows, *(key for key in keys if key in log.first))
 
 
-def places_over(values: Mapping[str, float], limit: float, queries: int) -> tuple[int, int]:
-    """Fewest and most of ``queries`` values that may be above ``limit``, by their percentiles; in the same unit."""
-    at_most, at_least = queries, 0
-    for name, rank in RANKS.items():
-        if name in values:
-            place = math.floor(queries * rank)
-            if values[name] <= limit:
-                at_most = min(at_most, queries - place - 1)
-            else:
-                at_least = max(at_least, queries - place)
-    if "max" in values:
-        at_most, at_least = (0, at_least) if values["max"] <= limit else (at_most, max(at_least, 1))
-    if "min" in values and values["min"] > limit:
-        at_least = queries
-    return at_least, at_most
-
-
 def _limits(run: RunView) -> dict[str, tuple[Mapping[str, float], float | None]]:
     """Latencies in seconds and their limit in ns, by the key of LoadGen's text about them."""
     log, figures = run.detail, run.figures
@@ -80,7 +61,9 @@ def _server_stopping(run: RunView, queries: int, percentile: float) -> bool | No
     allowed = early_stopping.most_over(queries, percentile)
     met: list[bool | None] = []
     for values, limit_ns in _limits(run).values():
-        at_least, at_most = (0, queries) if limit_ns is None else places_over(values, limit_ns / 1e9, queries)
+        at_least, at_most = (
+            (0, queries) if limit_ns is None else early_stopping.places_over(values, limit_ns / 1e9, queries)
+        )
         met.append(True if at_most <= allowed else False if at_least > allowed else None)
     return False if False in met else None if None in met else True
 
@@ -98,7 +81,7 @@ def _server_texts(run: RunView, queries: int, percentile: float) -> Iterator[str
         if not failed or limit_ns is None:
             continue
         numbers = _NEEDED.search(text)
-        at_least, at_most = places_over(values, limit_ns / 1e9, queries)
+        at_least, at_most = early_stopping.places_over(values, limit_ns / 1e9, queries)
         fewest, most = (early_stopping.queries_needed(over, percentile) - queries for over in (at_least, at_most))
         if numbers is None:
             yield f"{key} {SUCCESS} or how many queries it would need"
@@ -114,7 +97,7 @@ def _overlatency(run: RunView, queries: int) -> Iterator[str]:
     count = whole(run.detail, "result_overlatency_query_count")
     limit_ns = whole(run.detail, "effective_target_latency_ns")
     if count is not None and limit_ns is not None:
-        at_least, at_most = places_over(run.figures.latency_seconds, limit_ns / 1e9, queries)
+        at_least, at_most = early_stopping.places_over(run.figures.latency_seconds, limit_ns / 1e9, queries)
         if not at_least <= count <= at_most:
             yield f"{at_least} to {at_most} queries over {limit_ns} ns, not {count}"
 
@@ -128,13 +111,17 @@ def _stream_texts(run: RunView, queries: int, percentile: float) -> Iterator[str
         numbers = _DISCARDED.search(text)
         if numbers is None:
             continue
-        expected = (early_stopping.queries_needed(1, percentile), queries, _discarded(queries, percentile))
+        expected = (
+            early_stopping.queries_needed(1, percentile),
+            queries,
+            early_stopping.discarded(queries, percentile),
+        )
         if tuple(int(number) for number in numbers.groups()) != expected:
             yield f"{key} with at least {expected[0]} of {queries} queries, {expected[2]} discarded"
         estimates = []
         for at, (name, number) in zip((percentile, _MULTI_STREAM_PERCENTILE), _ESTIMATE.findall(text), strict=False):
             estimates.append(int(number))
-            low, high = _bounds(values, queries - 1 - _discarded(queries, at), queries)
+            low, high = early_stopping.bounds(values, queries - 1 - early_stopping.discarded(queries, at), queries)
             # MultiStream's text is about queries, whose latencies are not those of samples.
             if scenario == "SingleStream" and not low - 1e-9 <= int(number) / 1e9 <= high + 1e-9:
                 yield f"an estimate of {name} % in {key} between {low:.9g} and {high:.9g} s, not {number} ns"
@@ -142,15 +129,3 @@ def _stream_texts(run: RunView, queries: int, percentile: float) -> Iterator[str
     for key, estimate in zip(kept if scenario == "SingleStream" else kept[1:], estimates, strict=False):
         if whole(log, key) != estimate:  # LoadGen keeps the last: that of the first token
             yield f"{key} {estimate}"
-
-
-def _discarded(queries: int, percentile: float) -> int:
-    return max(0, early_stopping.most_over(queries, percentile) - 1)
-
-
-def _bounds(values: Mapping[str, float], place: int, queries: int) -> tuple[float, float]:
-    """The nearest percentiles below and above the value at a place of the sorted values."""
-    places = {name: math.floor(queries * rank) for name, rank in RANKS.items()} | {"min": 0, "max": queries - 1}
-    below = [values[name] for name, at in places.items() if name in values and at <= place]
-    above = [values[name] for name, at in places.items() if name in values and at >= place]
-    return max(below, default=0.0), min(above, default=math.inf)

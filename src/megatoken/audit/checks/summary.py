@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 
 from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Outcome, Severity, check, listed, outcome, shown
-from megatoken.audit.tables import table
 from megatoken.audit.view import RunView, has_result
 from megatoken.files import Damage
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.loadgen_builds import version_number
+from megatoken.mlperf.log_keys import key_of_label, summary_rows, usual_label
 from megatoken.mlperf.run_figures import LOGS_PADDING
 from megatoken.mlperf.summary_log import HEADINGS, SummaryField, SummaryLog
 from megatoken.text import count_of
@@ -19,28 +19,6 @@ from megatoken.text import count_of
 _PER_NANOSECOND = "TPS w/o loadgen overhead"  # of which the detail log has the value per ns
 _SEE_DETAIL = "See the detailed log for why this may have occurred."
 _RULERS = 2 * len(HEADINGS)
-# Of the one percentile that the scenario's target is about, such as "99th percentile first token latency (ns)".
-_TARGET_PERCENTILE = re.compile(r"(\d+(?:\.\d)?)th (first token )?percentile latency \(ns\)")
-
-
-def _rows(run: RunView) -> list[Mapping[str, str]]:
-    """The labelled lines that LoadGen prints in this scenario, in order."""
-    rows = table("loadgen_summary_labels.csv")
-    return [row for row in rows if not row["scenarios"] or (run.figures.scenario or "") in row["scenarios"].split()]
-
-
-def _usual(label: str) -> str:
-    """Releases before 5.1.1 print "Min Time to Output Token"."""
-    return label.replace("Time to Output Token", "Time per Output Token")
-
-
-def _key(label: str, run: RunView) -> str | None:
-    """The key of the detail log whose value a label shows; None for a label that LoadGen does not print."""
-    if found := _TARGET_PERCENTILE.fullmatch(label):
-        first_token, percent = "first_token_" if found.group(2) else "", f"{float(found.group(1)):.2f}"
-        per_query = "per_query_" if run.figures.scenario == "MultiStream" and not first_token else ""
-        return f"result_{first_token}{percent}_percentile_{per_query}latency_ns"
-    return next((row["key"] for row in _rows(run) if row["label"] == _usual(label)), None)
 
 
 @check("summary.readable", "The summary is plain text", "LoadGen writes plain ASCII.")
@@ -58,7 +36,11 @@ def fields(run: RunView) -> Outcome | None:
     log, detail = run.summary, run.detail
     if log is None:
         return None
-    keyed = [(item, key) for item in log.fields if (key := _key(item.label, run)) in detail.first and key is not None]
+    keyed = [
+        (item, key)
+        for item in log.fields
+        if (key := key_of_label(item.label, run.figures.scenario)) in detail.first and key is not None
+    ]
     wrong = [(item, key) for item, key in keyed if not _agrees(item, detail, key)]
     where = tuple(Where(_path(run), item.line) for item, _ in wrong)
     return outcome(
@@ -130,9 +112,12 @@ def lines(run: RunView) -> Outcome | None:
     log = run.summary
     if log is None:
         return None
-    rows = _rows(run)
-    strange = [*log.strange, *(Damage(item.line, item.label) for item in log.fields if not _key(item.label, run))]
-    labels = [_usual(item.label) for item in log.fields]
+    rows = summary_rows(run.figures.scenario)
+    strange = [
+        *log.strange,
+        *(Damage(item.line, item.label) for item in log.fields if not key_of_label(item.label, run.figures.scenario)),
+    ]
+    labels = [usual_label(item.label) for item in log.fields]
     allowed = [row["label"] for row in rows]
     doubled = sorted({item.label for item in log.fields if _too_often(item.label, labels, allowed)})
     moved = _moved(log, allowed) if run.figures.scenario != "MultiStream" else None  # it prints some latencies twice
@@ -157,14 +142,14 @@ def lines(run: RunView) -> Outcome | None:
 
 
 def _too_often(label: str, labels: list[str], allowed: list[str]) -> bool:
-    return labels.count(_usual(label)) > max(1, allowed.count(_usual(label)))
+    return labels.count(usual_label(label)) > max(1, allowed.count(usual_label(label)))
 
 
 def _moved(log: SummaryLog, order: list[str]) -> SummaryField | None:
     """The first field that stands after one that LoadGen prints later."""
     rank = 0
     for item in log.fields:
-        places = [place for place, label in enumerate(order) if label == _usual(item.label)]
+        places = [place for place, label in enumerate(order) if label == usual_label(item.label)]
         later = [place for place in places if place >= rank]
         if places and not later:
             return item

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatoken.audit.evidence import Configuration, Run, System, Where
 from megatoken.audit.finding import Observation, Outcome, Severity, check, outcome, parts, shown
-from megatoken.audit.tables import table
 from megatoken.files import display
-from megatoken.mlperf.rounds import rules
+from megatoken.mlperf.rounds import load_csv, rules
 from megatoken.text import is_number
 
 GB_PER_UNIT = {"TB": 1000.0, "TIB": 1099.511627776, "GB": 1.0, "GIB": 1.073741824, "MB": 1e-3, "MIB": 1.048576e-3}
@@ -69,7 +68,7 @@ def name(system: System) -> Outcome | None:
 
 def part_named(name: str) -> Mapping[str, str] | None:
     """The row of ``gpu_specs.csv`` that a free text names: the longest model name that occurs in it as a word."""
-    rows = table("gpu_specs.csv")
+    rows = load_csv("gpu_specs.csv")
     found = [row for row in rows if re.search(rf"(?<![A-Za-z0-9]){re.escape(row['gpu'])}(?![0-9])", name)]
     return max(found, key=lambda row: len(row["gpu"]), default=None)
 
@@ -85,7 +84,7 @@ def part_memory(system: System) -> Outcome:
     fits = None
     if memory is not None:
         fits = _near(memory, expected_gb) or f"{memory:g}GB" in (system.accelerator or "")
-        alike = [row["gpu"] for row in table("gpu_specs.csv") if _near(memory, float(row["hbm_gb"]))]
+        alike = [row["gpu"] for row in load_csv("gpu_specs.csv") if _near(memory, float(row["hbm_gb"]))]
         found += f", which {' or '.join(alike)} has" if alike and not fits else ""
     where = (system.where(key), system.where("accelerator_model_name"))
     return outcome(fits, f"{part['gpu']}: {expected_gb:g} GB", found, where, Severity.WARN)

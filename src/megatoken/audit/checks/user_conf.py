@@ -9,10 +9,9 @@ from megatoken.audit.evidence import Role, Where
 from megatoken.audit.finding import Outcome, Severity, check, listed, outcome
 from megatoken.audit.view import RunView
 from megatoken.mlperf.benchmarks import benchmark_of
+from megatoken.mlperf.constraints import SIX_DIGITS
+from megatoken.mlperf.user_conf import user_conf_entries
 
-SIX_DIGITS = 6e-6
-MOST_LINES = 5_000
-_LINE = re.compile(r"\s*([\w-]{1,80}|\*)\.(\w{1,40}|\*)\.(\w{1,80})\s+=\s+(-?\d{1,20}(?:\.\d{1,20})?)(?:\s.*)?")
 # Keys of user.conf and the keys of the log, whose values are the same; durations are in milliseconds.
 _LOGGED = {
     "min_duration": "requested_min_duration_ms",
@@ -27,16 +26,6 @@ _OF_SCENARIO = {
     "Offline": {"target_qps": "requested_offline_expected_qps"},
     "Server": {"target_qps": "requested_server_target_qps", **_LIMITS},
 }
-
-
-def user_conf_entries(text: str) -> dict[tuple[str, str, str], tuple[str, int]]:
-    """Value and line of each ``<model>.<scenario>.<key> = <number>``, as LoadGen reads it: of equal keys the last."""
-    entries: dict[tuple[str, str, str], tuple[str, int]] = {}
-    for number, line in enumerate(text.split("\n")[:MOST_LINES], 1):
-        if found := _LINE.fullmatch(line[:300]):
-            model, scenario, key, value = found.groups()
-            entries[model, scenario, key] = (value, number)
-    return entries
 
 
 @check("configuration.user_conf", "LoadGen got what user.conf says", "Another configuration made this log.")

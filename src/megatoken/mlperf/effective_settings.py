@@ -1,0 +1,99 @@
+"""Settings and queries that LoadGen computes from the requested settings (test_settings_internal.cc, loadgen.cc)."""
+
+from __future__ import annotations
+
+import math
+
+from megatoken.mlperf.detail_log import COMMON_SETTINGS, DetailLog
+from megatoken.mlperf.draws import MOST_ARRIVALS, PoissonSchedule
+from megatoken.mlperf.loadgen_builds import version_number
+from megatoken.mlperf.run_figures import LOGS_PADDING, whole
+
+OFFLINE_SLACK = 1.1
+# effective_<name> is requested_<name> in every scenario
+_KEPT = (
+    *("scenario", "test_mode", "min_duration_ms", "max_duration_ms", "max_query_count"),
+    *(*COMMON_SETTINGS, "sample_concatenate_permutation"),
+)
+# Other settings by scenario: a number, or the key of the setting that they equal.
+_BY_SCENARIO: dict[str | None, dict[str, int | str]] = {
+    "Offline": {
+        "min_query_count": 1,
+        "target_duration_ms": 0,
+        "max_async_queries": 1,
+        "min_sample_count": "effective_samples_per_query",
+        "target_qps": "requested_offline_expected_qps",
+    },
+    "Server": {
+        "min_query_count": "requested_min_query_count",
+        "target_duration_ms": "requested_min_duration_ms",
+        "samples_per_query": 1,
+        "target_qps": "requested_server_target_qps",
+        "min_sample_count": "requested_min_query_count",
+        "target_latency_ns": "requested_server_target_latency_ns",
+        "target_latency_percentile": "requested_server_target_latency_percentile",
+        "max_async_queries": "requested_server_max_async_queries",
+    },
+    "SingleStream": {
+        "target_duration_ms": "requested_min_duration_ms",
+        "samples_per_query": 1,
+        "max_async_queries": 1,
+        "target_latency_percentile": "requested_single_stream_target_latency_percentile",
+        "min_sample_count": "effective_min_query_count",
+    },
+}
+
+
+def effective_settings(log: DetailLog) -> dict[str, object]:
+    """What each ``effective_<name>`` must be by the requested settings; None where they do not say."""
+    expected: dict[str, object] = {name: log.get(f"requested_{name}") for name in _KEPT}
+    rows = whole(log, "qsl_reported_performance_count")
+    expected["performance_sample_count"] = whole(log, "requested_performance_sample_count_override") or rows
+    if (count := whole(log, "requested_accuracy_sample_count_override")) is not None:
+        expected["accuracy_sample_count"] = count or whole(log, "qsl_reported_total_count")
+    scenario = log.text("requested_scenario")
+    for name, value in _BY_SCENARIO.get(scenario, {}).items():
+        expected[name] = log.get(value) if isinstance(value, str) else value
+    if scenario == "SingleStream":
+        expected |= _single_stream(log, rows)
+    return expected
+
+
+def _single_stream(log: DetailLog, rows: int | None) -> dict[str, object]:
+    """The rate that the expected latency gives, and queries for twice the duration, in whole passes if permuted."""
+    least, duration_ms = whole(log, "requested_min_query_count"), log.get("requested_min_duration_ms")
+    latency_ns = log.number("requested_single_stream_expected_latency_ns")
+    if not latency_ns:
+        return {}
+    expected: dict[str, object] = {"target_qps": 1e9 / latency_ns}
+    if not log.get("requested_sample_concatenate_permutation"):
+        expected["min_query_count"] = least
+    elif least is not None and rows and isinstance(duration_ms, int):
+        least = max(least, int(2.0 * (duration_ms / 1e3) * (1e9 / latency_ns)))
+        expected["min_query_count"] = least + rows - least % rows
+    return expected
+
+
+def offline_query_samples(log: DetailLog, least: int, samples_per_second: float, duration_ms: float) -> int:
+    """Samples of an Offline query before padding: the larger of ``least`` and 1.1 x rate x duration."""
+    if log.get("effective_performance_issue_unique") is True:
+        return whole(log, "effective_performance_sample_count") or 0
+    return max(least, int(OFFLINE_SLACK * (duration_ms / 1e3) * samples_per_second))
+
+
+def samples_per_query(log: DetailLog, samples: int, rows: int) -> int:
+    """``generated_samples_per_query``: Offline, ``samples`` padded to whole passes if every row is issued equally."""
+    permuted = log.get("effective_sample_concatenate_permutation") is True and rows > 0
+    logged = version_number(log.text("loadgen_version")) >= LOGS_PADDING
+    padded = permuted and logged and log.text("effective_scenario") == "Offline"
+    return math.ceil(samples / rows) * rows if padded else samples
+
+
+def queries_due_ns(log: DetailLog, queries_per_second: float, count: int) -> float | None:
+    """``generated_query_duration``: when the query after the last is due; None if it cannot be computed."""
+    if log.text("effective_scenario") != "Server":
+        return count * math.floor(1e9 / queries_per_second)
+    seed = whole(log, "effective_schedule_rng_seed")
+    if seed is None or not 0 < count <= MOST_ARRIVALS:
+        return None
+    return PoissonSchedule(seed, queries_per_second).due_ns(count)
