@@ -30,7 +30,11 @@ def _checks_of(*modules: ModuleType) -> tuple[Callable[[RunView], Iterable[Obser
 
 
 LINE_CHECKS = _checks_of(lines)  # of logs that have entries
-RUN_CHECKS = (*_checks_of(build, settings, results, stopping, summary, rules), check_accuracy, check_user_conf)
+RUN_CHECKS: tuple[Callable[[RunView], Iterable[Observation]], ...] = (
+    *_checks_of(build, settings, results, stopping, summary, rules),
+    check_accuracy,
+    check_user_conf,
+)
 Read = TypeVar("Read")
 
 
