@@ -1,4 +1,4 @@
-"""Submissions broken in one place each: refused by the right rule, with words that name place, found and mend."""
+"""Submissions broken in one place each: refused by the right rule, with place, found value and fix."""
 
 import json
 import re
@@ -310,7 +310,7 @@ BREAKS: dict[str, Breaking] = {
         lambda t: (t.root / t.division / "notes.txt").write_text("x"),
     ),
     "stray folder of results": (
-        *("F1", "a stray file, folder or link: stray", (T, F, T)),
+        *("F1", "stray files, folders or links: stray", (T, F, T)),
         lambda t: stray(t.benchmark.parents[1] / "stray/f"),
     ),
     "stray benchmark": ("F1", "sys/other", (F, F, F), lambda t: stray(t.benchmark.parent / "other/f")),

@@ -213,11 +213,11 @@ def test_scores_of_another_data_set(copies: Make, tmp_path: Path) -> None:
     told.write_text(json.dumps({"data_set": None, "references": "own.jsonl"}))
     made = build(runs, submitter="V", division="open", round_="v5.1", out=tmp_path / "open")
     assert made.benchmark == "llama2-70b-99"
-    assert made.notes == ("scored against own.jsonl, none of MLPerf's data sets: no scores of llama2-70b-99",)
+    assert made.notes == ("scored against own.jsonl, which is not a data set of MLPerf: not scores of llama2-70b-99",)
     assert f"Note: {made.notes[0]}" in list(made.describe())
     assert refusals(runs, tmp_path / "closed") == (
-        f"{runs[1]}: its answers were scored against own.jsonl, none of MLPerf's data sets; the closed division asks "
-        "for MLPerf's (--prompts, --references)",
+        f"{runs[1]}: its answers were scored against own.jsonl, not a data set of MLPerf; the closed division needs "
+        "one (--prompts, --references)",
     )
     told.write_text(json.dumps({"data_set": "llama2-70b", "references": "own.jsonl"}))
     made = build(runs, submitter="V", division="closed", round_="v5.1", out=tmp_path / "closed")
@@ -238,13 +238,12 @@ def test_another_model_in_the_open_division(originals: Make, tmp_path: Path) -> 
     (root / "open/Vendor/model_mapping.json").unlink()
     assert {problem.rule.id for problem in check(root).refusals if problem.rule} == {"P17"}
     assert refusals(runs, tmp_path / "closed", benchmark="llama2-70b-99") == tuple(
-        f"{run}: random weights are no model of the closed division; give --division open" for run in runs
+        f"{run}: random weights are not allowed in the closed division; give --division open" for run in runs
     )
     for run in runs:
         rewrite(run, weights="5f3c")
     assert refusals(runs, tmp_path / "closed", benchmark="llama2-70b-99") == tuple(
-        f"{run}: its prompts are random tokens; the closed division asks for MLPerf's data set (--prompts)"
-        for run in runs
+        f"{run}: its prompts are random tokens; the closed division needs MLPerf's data set (--prompts)" for run in runs
     )
 
 
@@ -255,7 +254,7 @@ def test_a_model_of_no_benchmark(originals: Make, tmp_path: Path) -> None:
         with pytest.raises(UsageError) as caught:
             built(runs, tmp_path / "tree", division=division)
         assert str(caught.value).startswith(
-            f"{runs[0]}: model mistral-7b is that of no benchmark of v5.1 (llama2-70b-99,"
+            f"{runs[0]}: model mistral-7b belongs to no benchmark of v5.1 (llama2-70b-99,"
         )
         assert str(caught.value).endswith(mend)
     root = built(runs, tmp_path / "tree", division="open", benchmark="llama2-70b-99")
@@ -305,14 +304,14 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         "INTERRUPTED (NOT_FINISHED); repeat the run",
     ),
     "abandoned": (lambda run: (run / "mlperf/ABANDONED.txt").write_text("x"), "INTERRUPTED (ABANDONED.txt)"),
-    "degraded": (lambda run: rewrite(run, verdict="DEGRADED"), "DEGRADED: it finished with fewer nodes"),
+    "degraded": (lambda run: rewrite(run, verdict="DEGRADED"), "DEGRADED: replicas were lost"),
     "no rules claimed": (
         lambda run: rewrite(run, verdict="MEASURED"),
-        "claims no rules; repeat the run with --rules v5.1",
+        "no rules claimed; repeat the run with --rules v5.1",
     ),
     "invalid": (
         lambda run: rewrite(run, verdict="INVALID", reasons=[{"code": "MIN_DURATION", "message": "short"}]),
-        "INVALID (MIN_DURATION); repeat the run with --rules v5.1 and nothing that cuts it short",
+        "INVALID (MIN_DURATION); repeat the run with --rules v5.1 without --samples and --min-duration",
     ),
     "few rows": (
         lambda run: rewrite(run, verdict="INVALID", reasons=[{"code": "DATA_SET_SIZE", "message": "few"}]),
@@ -323,7 +322,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         "INVALID (TTFT_LIMIT); repeat the run with --rules v5.1 at a lower rate",
     ),
     "failed samples": (lambda run: rewrite(run, samples_failed=3), "3 samples failed"),
-    "other model": (lambda run: pretend(run, model="llama3.1-8b"), "other model: "),
+    "other model": (lambda run: pretend(run, model="llama3.1-8b"), "model is llama3.1-8b, but "),
     "other weights": (lambda run: rewrite(run, weights="0000"), "other weights: "),
     "other precision": (in_fp8, "other precision: "),
     "other data": (lambda run: rewrite(run, data_set_sha256="0000"), "other data set: "),
@@ -344,7 +343,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no result": (lambda run: (run / "result.json").unlink(), "result.json is missing"),
     "another machine": (
         lambda run: (run / "environment.json").write_text(json.dumps(H200)),
-        "another machine or LoadGen than that of",
+        "machine or LoadGen version differs from",
     ),
 }
 
@@ -384,7 +383,7 @@ def test_a_compliance_test_that_was_verified_by_other_end_tokens(copies: Make) -
             line for line in missing_runs([submitted], benchmarks()["llama2-70b-99"], "closed") if "verify" in line
         ]
         file = path / "compliance/TEST06/verify_accuracy.txt"
-        line = f"{file}: verified by end tokens 2, not by the run's; repeat megatoken verify TEST06 {path}"
+        line = f"{file}: verified with end tokens 2, not those of the run; repeat megatoken verify TEST06 {path}"
         assert lines == ([line] if refused else [])
 
 
@@ -413,17 +412,17 @@ def test_limits_of_another_scenario(copies: Make, originals: Make, tmp_path: Pat
 def test_runs_that_are_missing_or_not_evaluated(copies: Make, tmp_path: Path) -> None:
     performance, accuracy, compliance = runs = all_runs(copies, ("offline",))
     assert refusals(runs[:1], tmp_path / "tree") == (
-        "Offline: no accuracy run among the run folders; make one (megatoken run --mode accuracy) and name it too",
-        "Offline: no TEST06 run among the run folders; make one (megatoken run --compliance TEST06) and name it too",
+        "Offline: no accuracy run among the run folders; add one (megatoken run --mode accuracy)",
+        "Offline: no TEST06 run among the run folders; add one (megatoken run --compliance TEST06)",
     )
     assert refusals(runs[1:], tmp_path / "tree")[0].startswith("Offline: no performance run")
     [line] = refusals([performance, *runs], tmp_path / "tree")
-    assert line == f"Offline: 2 times a performance run ({performance}, {performance}); give one"
+    assert line == f"Offline: 2 performance runs ({performance}, {performance}); give one"
     (accuracy / "accuracy/accuracy.txt").unlink()
     (compliance / "compliance/TEST06/verify_accuracy.txt").unlink()
     assert refusals(runs, tmp_path / "tree") == (
-        f"{accuracy}: no accuracy/accuracy.txt; make it: megatoken accuracy {accuracy}",
-        f"{compliance}: no compliance/TEST06/verify_accuracy.txt; make it: megatoken verify TEST06 {compliance}",
+        f"{accuracy}: no accuracy/accuracy.txt; create it: megatoken accuracy {accuracy}",
+        f"{compliance}: no compliance/TEST06/verify_accuracy.txt; create it: megatoken verify TEST06 {compliance}",
     )
     verify(compliance)
     told = compliance / "compliance/TEST06/verify_accuracy.txt"
@@ -436,23 +435,23 @@ def test_runs_that_are_missing_or_not_evaluated(copies: Make, tmp_path: Path) ->
     log = accuracy / "mlperf/mlperf_log_accuracy.json"
     log.write_text(log.read_text().replace("0000", "0001", 1))
     [line] = refusals(runs, tmp_path / "tree")
-    assert "its hash is not that of mlperf_log_accuracy.json" in line and f"megatoken accuracy {accuracy}" in line
+    assert "not the hash of mlperf_log_accuracy.json" in line and f"megatoken accuracy {accuracy}" in line
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"division": "network"}, "--division network: closed or open"),
+        ({"division": "network"}, "--division network: must be closed or open"),
         ({"round_": "v9.9"}, "--round v9.9: not a known MLPerf Inference round"),
         ({"round_": "v5.0"}, "--round v5.0: submissions are built and checked for v5.1, v6.0, v6.1"),
         ({"submitter": "a b"}, "--submitter 'a b': letters, digits"),
         ({"submitter": "../up"}, "--submitter '../up': letters, digits"),
         ({"system": ".hidden"}, "--system '.hidden': letters, digits"),
         ({"benchmark": "bert-99"}, "--benchmark bert-99: v5.1 has llama2-70b-99"),
-        ({"benchmark": "llama3.1-8b"}, "model llama2-70b is not that of llama3.1-8b"),
+        ({"benchmark": "llama3.1-8b"}, "model llama2-70b is not the model of llama3.1-8b"),
         (
             {"benchmark": "llama3.1-405b", "division": "open"},
-            "claims the rules of llama2-70b, not those of llama3.1-405b; take llama2-70b-99 or llama2-70b-99.9",
+            "claims the rules of llama2-70b, not of llama3.1-405b; use llama2-70b-99 or llama2-70b-99.9",
         ),
     ],
 )
@@ -468,7 +467,7 @@ def test_a_folder_in_use_is_left_alone(originals: Make, tmp_path: Path) -> None:
     kept = tmp_path / "kept.txt"
     kept.write_text("x")
     for out in (tmp_path, kept):
-        with pytest.raises(UsageError, match="is there already"):
+        with pytest.raises(UsageError, match="already exists"):
             built(runs, out)
     (tmp_path / "empty").mkdir()
     assert (built(runs, tmp_path / "empty") / "closed").is_dir()

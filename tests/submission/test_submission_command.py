@@ -29,12 +29,12 @@ def test_build_fill_check(originals: Make, command: Callable[..., tuple[int, str
 
     code, out, err = command("check", tree)
     assert (code, err) == (3, "")
-    assert "refused FILL Fields left to fill in: closed/Vendor/systems/sys.json:4 and 9 more\n" in out
+    assert "refused FILL Fields to fill in: closed/Vendor/systems/sys.json:4 and 9 more\n" in out
     assert "  found     10 left: status, host_processors_per_node, " in out
-    assert "  mend      replace each by what is true of the system or the model\n" in out
+    assert "  fix       replace each by the value of your system or model\n" in out
     reasons = sum(line.startswith("refused ") for line in out.splitlines())
     assert reasons >= 4  # one more where the code has changes that no commit holds
-    assert f"Refused by the rules of v5.1, the round of its seeds; --round names another: {reasons} reasons\n" in out
+    assert f"Refused by the rules of v5.1, the round of the seeds (change it with --round): {reasons} reasons\n" in out
 
     code, out, err = command("check", fill(tree), "--round", "v5.1")
     assert (code, err) == (0, "")

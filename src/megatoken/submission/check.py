@@ -135,7 +135,7 @@ class Check:
 
 def _lines(kind: str, problem: Problem) -> Iterator[str]:
     rule = problem.rule
-    yield f"{kind} {rule.rule + ' ' + rule.title if rule else problem.check}: {problem.place}"
+    yield f"{kind} {rule.id + ' ' + rule.title if rule else problem.check}: {problem.place}"
     yield f"  expected  {problem.expected}"
     yield f"  found     {problem.found}"
     yield f"  fix       {rule.fix if rule else 'run megatoken audit for an explanation'}"

@@ -45,7 +45,7 @@ class Problem:
         """Plain JSON."""
         return {
             "check": self.check,
-            "rule": self.rule.rule if self.rule else None,
+            "rule": self.rule.id if self.rule else None,
             "title": self.rule.title if self.rule else None,
             "refused": self.refused,
             "refused_by_mlcommons_checker": self.by_mlcommons,

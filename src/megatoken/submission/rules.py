@@ -21,7 +21,7 @@ COVERED = frozenset(
 class Rule(Strict):
     """One rule; ``submission_rules.yaml`` explains the fields."""
 
-    rule: str
+    id: str
     title: str
     fix: str
     source: str
