@@ -12,7 +12,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megatoken.analysis.machine import utc_text
 from megatoken.datasets.requests import Dataset
-from megatoken.engine.state import ReplicaState
+from megatoken.engine.state import TOTALS, ReplicaState
 from megatoken.errors import CapacityError, RequestError
 from megatoken.hardware.core_wait import CoreWait
 from megatoken.hardware.inventory import peak_memory_bytes
@@ -275,24 +275,16 @@ class Measurement:
         self._progress.running(self._seconds(now_ns), left_seconds, share, rate, state)
 
     def _series_row(self, replica: ReplicaReading, now_ns: int) -> SeriesRow:
-        state, telemetry = replica.state, replica.telemetry
         before = self._before.get((replica.node, replica.replica), ReplicaState())
+        state = asdict(replica.state)
+        state |= {name: state[name] - getattr(before, name) for name in TOTALS}
+        del state["replicas"]  # it is one
         return SeriesRow(
             elapsed_seconds=self._seconds(now_ns),
             node=replica.node or self._node,
             replica=replica.replica,
-            output_tokens=state.output_tokens - before.output_tokens,
-            processed_tokens=state.processed_tokens - before.processed_tokens,
-            batched_tokens=state.batched_tokens,
-            max_batched_tokens=state.max_batched_tokens,
-            pages_free=state.pages_free,
-            pages=state.pages,
-            in_flight=state.in_flight,
-            waiting=state.waiting,
-            preemptions=state.preemptions - before.preemptions,
-            power_watts=telemetry.power_watts,
-            clock_mhz=telemetry.clock_mhz,
-            temperature_celsius=telemetry.temperature_celsius,
+            **state,
+            **asdict(replica.telemetry),
         )
 
     def _outer_row(self, state: ReplicaState, now_ns: int) -> SeriesRow:

@@ -24,6 +24,7 @@ from megatoken.analysis.series import numbers, replicas
 from megatoken.analysis.statistics import SOAK
 from megatoken.analysis.summary import summarise_run
 from megatoken.config import KEYS, RunConfig
+from megatoken.engine.state import TOTALS
 from megatoken.errors import MegatokenError, UsageError
 from megatoken.hardware.inventory import take_inventory
 from megatoken.harness.loadgen import TestSettings
@@ -36,7 +37,7 @@ from megatoken.harness.session import TestSession
 from megatoken.harness.stop import Stop, StopSignals
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import Run, Verdict, read_run
-from megatoken.runs.tables import MOMENTS, TOTALS, SampleRow, SeriesRow
+from megatoken.runs.tables import MOMENTS, SampleRow, SeriesRow
 from megatoken.runs.writer import RunFolder, run_name
 from megatoken.targets import Target
 from megatoken.text import count_of
@@ -147,7 +148,7 @@ class Earlier:
         """The state of every replica after the interruption: its totals, and no sample in flight."""
         at = self.begins_seconds
         return [
-            row._replace(elapsed_seconds=at, batched_tokens=0, pages_free=row.pages, in_flight=0, waiting=0)
+            row._replace(elapsed_seconds=at, batched_tokens=0, pages_free=row.pages, in_flight=0, waiting=0, running=0)
             for row in self.reached
         ]
 

@@ -44,11 +44,10 @@ class SampleRow(NamedTuple):
 
 
 class SeriesRow(NamedTuple):
-    """One replica at one moment. Token and preemption counts are totals since the start, all others are levels now.
+    """One replica at one moment: its engine's ``ReplicaState`` and its GPUs.
 
-    ``batched_tokens`` are those of the last step, of at most ``max_batched_tokens``.
-    ``in_flight`` counts samples given to the target and not ended; ``waiting`` those of them that hold no pages.
-    None: the target does not show it, as an endpoint shows nothing of its replicas.
+    The totals of ``ReplicaState`` count from the start of the measurement, all others are levels.
+    None: the target does not report it, as an endpoint reports nothing of its replicas.
     """
 
     elapsed_seconds: float
@@ -66,11 +65,16 @@ class SeriesRow(NamedTuple):
     power_watts: float | None = None
     clock_mhz: float | None = None
     temperature_celsius: float | None = None
+    running: int | None = None
+    steps: int | None = None
+    decoded_tokens: int | None = None
+    context_tokens: int | None = None
+    recomputed_tokens: int | None = None
+    computed_seconds: float | None = None
 
 
-TOTALS = ("output_tokens", "processed_tokens", "preemptions")  # of the series, from the start on
 TEXT_COLUMNS = ("node", "finish_reason", "error")
-INT32_COLUMNS = ("replica", "input_tokens", "batched_tokens", "max_batched_tokens", "in_flight", "waiting")
+INT32_COLUMNS = ("replica", "input_tokens", "batched_tokens", "max_batched_tokens", "in_flight", "waiting", "running")
 DURATIONS = ("tokenise_seconds", "detokenise_seconds")
 MOMENTS = tuple(name for name in SampleRow._fields if name.endswith("_seconds") and name not in DURATIONS)
 REAL_SUFFIXES = ("_seconds", "_watts", "_mhz", "_celsius")
