@@ -9,10 +9,29 @@ TYPE_CHECKING = False  # from typing, it would take a third of the time until a 
 if TYPE_CHECKING:
     from typing import Any
 
-    from megatoken.engine import Completion, Engine, EngineConfig, FinishReason, Request, Sampling, TokenEvent
+    from megatoken.engine import (
+        Completion,
+        Engine,
+        EngineConfig,
+        EngineThread,
+        FinishReason,
+        Request,
+        Sampling,
+        TokenEvent,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "Engine", "EngineConfig", "FinishReason", "Request", "Sampling", "TokenEvent", "__version__"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "EngineThread",
+    "FinishReason",
+    "Request",
+    "Sampling",
+    "TokenEvent",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,9 +6,9 @@ import reprlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,8 +95,7 @@ class Runner(Protocol):
         """Ends the processes of other ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlight:
+class _InFlight(NamedTuple):
     decodes: int
     tokens: int
     cached_tokens: int  # keys that its sequences see; 0 without a target for the time of steps
@@ -394,7 +393,7 @@ class Engine:
         self._batched_tokens = tokens
         self._processed_tokens += tokens
         self._decoded_tokens += decodes
-        self._context_tokens += int(plan.start[:decodes].sum())
+        self._context_tokens += int(np.add.reduce(plan.start[:decodes]))
         cached_tokens = int((plan.start + plan.count).sum()) if self._step_time is not None else 0
         step = self._runner.launch(
             plan, self._scheduler.page_table, self._active, draws=self._drawing > 0, after_idle=self._was_idle

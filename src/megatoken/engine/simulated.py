@@ -139,11 +139,11 @@ class _Answer:
         self._ids: tuple[int, ...] | None = None
 
     def until(self, num_tokens: int) -> tuple[int, ...]:
-        """Its tokens that have not been reported, once the sequence has ``num_tokens``."""
+        """Its tokens not yet reported, after a step that computed its first ``num_tokens``."""
         if self._ids is None:
             ids = _made_up(self._key, self.length, self._vocabulary_size, self._stop_ids)
             self._ids = (*ids[:-1], self._stop_ids[0]) if self._stops else ids
-        return self._ids[len(self.request.generated) : num_tokens - self.prompt_tokens]
+        return self._ids[len(self.request.generated) : num_tokens - self.prompt_tokens + 1]
 
 
 def _key(request: ActiveRequest) -> int:
@@ -287,6 +287,6 @@ class SimulatedRunner:
             self.free_at,
             seconds,
             plan.request_id[reports].tolist(),
-            (num_tokens[reports] + 1).tolist(),
+            num_tokens[reports].tolist(),
             answers,
         )
