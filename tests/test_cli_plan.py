@@ -74,7 +74,7 @@ def test_all_four_of_a_real_run(tmp_path_factory: pytest.TempPathFactory) -> Non
     }
     for plan in PLANS:
         assert document_of("plan", plan, first, *more[plan])["kind"] == f"plan_{plan}"
-    assert "too alike to price" in refused("plan", "capacity", first, "--second-run", second)
+    assert "too similar to price" in refused("plan", "capacity", first, "--second-run", second)
     both = document_of("plan", "capacity", first.parent)["inputs"][0]
     rates = [json.loads((run / "result.json").read_text())["output_tokens_per_second"] for run in (first, second)]
     assert both["value"] == pytest.approx((rates[0] * rates[1]) ** 0.5)  # the geometric mean
@@ -90,29 +90,41 @@ def test_what_is_no_run(plan: str, tmp_path: Path) -> None:
 def test_what_cannot_be_planned() -> None:
     for arguments, why in (
         (("capacity",), "give a run folder, or --tokens-per-second with --per"),
-        (("capacity", "--tokens-per-second", "nan", "--per", "rack"), "--tokens-per-second is nan"),
+        (
+            ("capacity", "--tokens-per-second", "nan", "--per", "rack"),
+            "--tokens-per-second: expected a number",
+        ),
         (
             ("capacity", "--tokens-per-second", 5, "--per", "rak"),
-            "--per is 'rak'; it must be one of accelerator, node, rack,",
+            "--per: expected one of accelerator, node, rack,",
         ),
         (("capacity", *RACK, "--set", "pu=3"), "did you mean pue?"),
         (("capacity", *RACK, "--profile", "simple"), "did you mean simple_qa?"),
         (("capacity", *RACK, "--demand", 5), "--demand: unknown flag"),
         (("energy", *RACK, "--wats", 5), "--wats: unknown flag; did you mean --watts?"),
-        (("energy", *RACK, "--watts", 5, "--boundary", "wal"), "--boundary is 'wal'"),
-        (("capacity", *RACK, "--counted", "all"), "--counted is 'all'; it must be one of output, total"),
-        (("capacity", *RACK, "--scenario", "offlin"), "--scenario is 'offlin'"),
-        (("capacity", *RACK, "--state", "sure"), "--state is 'sure'"),
-        (("energy", *RACK, "--watts", 5, "--watts-state", "sure"), "--watts-state is 'sure'"),
-        (("energy", *RACK, "--boundary", "wall"), "--boundary wall says nothing alone; give --watts too"),
-        (("energy", *RACK, "--watts", -1), "--watts is -1"),
-        (("cost", *RACK, "--rent", 0), "--rent is 0"),
-        (("cost", *RACK, "--rent", 4, "--watts", 5), "--watts beside --rent"),
-        (("fleet", *RACK, *DEMAND, "--unit", "user"), "--unit is 'user'"),
-        (("fleet", *RACK, *DEMAND, "--fault-domain", "row"), "--fault-domain is 'row'"),
-        (("fleet", *RACK, *DEMAND, "--unit", "output-tokens"), "--profile beside --unit output-tokens"),
-        (("fleet", *RACK, *DEMAND, "--burst-tokens-per-second", "inf"), "--burst-tokens-per-second is inf"),
-        (("fleet", *RACK, *DEMAND, "--replace-nodes", 3, "--replace-rate", 5), "--demand beside --replace-nodes"),
+        (
+            ("energy", *RACK, "--watts", 5, "--boundary", "wal"),
+            "--boundary: expected one of accelerators, wall, got 'wal'",
+        ),
+        (("capacity", *RACK, "--counted", "all"), "--counted: expected one of output, total, got 'all'"),
+        (
+            ("capacity", *RACK, "--scenario", "offlin"),
+            "--scenario: expected one of offline, server, interactive",
+        ),
+        (("capacity", *RACK, "--state", "sure"), "got 'sure'"),
+        (("energy", *RACK, "--watts", 5, "--watts-state", "sure"), "--watts-state: expected one of"),
+        (("energy", *RACK, "--boundary", "wall"), "--boundary wall needs --watts"),
+        (("energy", *RACK, "--watts", -1), "--watts: expected a number"),
+        (("cost", *RACK, "--rent", 0), "--rent: expected a number"),
+        (("cost", *RACK, "--rent", 4, "--watts", 5), "--watts with --rent: the rent includes power"),
+        (
+            ("fleet", *RACK, *DEMAND, "--unit", "user"),
+            "--unit: expected one of output-tokens, interactions,",
+        ),
+        (("fleet", *RACK, *DEMAND, "--fault-domain", "row"), "--fault-domain: expected node or rack, got 'row'"),
+        (("fleet", *RACK, *DEMAND, "--unit", "output-tokens"), "--profile with --unit output-tokens"),
+        (("fleet", *RACK, *DEMAND, "--burst-tokens-per-second", "inf"), "--burst-tokens-per-second: expected a number"),
+        (("fleet", *RACK, *DEMAND, "--replace-nodes", 3, "--replace-rate", 5), "--demand with --replace-nodes"),
         (("cost", *RACK, "--watts", "many"), "--watts: must be a number, got 'many'"),
         (("fleet", *RACK, "--burst-accelerators-per-node", 8), "needs --burst-tokens-per-second"),
         (("capcity", *RACK), "Did you mean 'capacity'?"),
@@ -137,12 +149,12 @@ THROUGHPUT = ("plan", "throughput", "--gpu", "H200")
     ("flags", "said"),
     [
         (("--model", "llama3.1-405b", "--engine.tensor_parallel", 4), "give --gpus-per-node 4"),
-        (("--gpus-per-node", 0), "--gpus-per-node is 0; "),
-        (("--nodes", -1), "--nodes is -1; "),
+        (("--gpus-per-node", 0), "--gpus-per-node: expected 1 or more, got 0"),
+        (("--nodes", -1), "--nodes: expected 1 or more, got -1"),
         (("--minutes", 0), "--minutes is 0; "),
         (("--minutes", "nan"), "--minutes is nan; "),
         (("--minutes", "inf"), "--minutes is inf; "),
-        (("--output-tokens", -3), "--output-tokens is -3; "),
+        (("--output-tokens", -3), "--output-tokens: expected a mean of 1 to 999,999, got -3"),
         (("--engine.device", "cpu"), "--engine.device: this machine computes nothing"),
         (("--engine.threads=7",), "--engine.threads: this machine computes nothing"),
     ],

@@ -168,9 +168,9 @@ def test_two_runs_must_be_of_one_system(assumptions, rack):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ({"tokens_per_second": 0, "scope": "rack"}, "the rate: expected a number .*, got 0"),
-        ({"tokens_per_second": float("nan"), "scope": "rack"}, "the rate: expected .*, got nan"),
-        ({"tokens_per_second": 1e300, "scope": "rack"}, "the rate: expected .*, got 1e"),
+        ({"tokens_per_second": 0, "scope": "rack"}, "--tokens-per-second: expected a number .*, got 0"),
+        ({"tokens_per_second": float("nan"), "scope": "rack"}, "--tokens-per-second: expected .*, got nan"),
+        ({"tokens_per_second": 1e300, "scope": "rack"}, "--tokens-per-second: expected .*, got 1e"),
         ({"tokens_per_second": 5, "scope": "vm"}, "--per: expected one of accelerator, node, rack, system, got 'vm'"),
         ({"tokens_per_second": 5, "scope": "rack", "counted": "input"}, "--counted: .* got 'input'"),
         ({"tokens_per_second": 5, "scope": "rack", "state": "true"}, "--state: .* got 'true'"),

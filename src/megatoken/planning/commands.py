@@ -17,6 +17,7 @@ from megatoken.planning.fleet_plan import Supply, load_demand, plan_fleet, plan_
 from megatoken.planning.pricing import parse_factor
 from megatoken.planning.throughput import (
     Throughput,
+    check_positive,
     from_number,
     from_runs,
 )
@@ -125,6 +126,7 @@ def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
         profile = profiles[0]
     burst = None
     if flags.burst is not None:
+        check_positive("--burst-tokens-per-second", flags.burst.tokens_per_second or 0.0)
         second = _throughput(flags.burst, assumptions)[0]
         burst = Supply(second, flags.burst_accelerators_per_node)
     return plan_fleet(

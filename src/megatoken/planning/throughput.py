@@ -99,7 +99,7 @@ def from_number(
     Raises:
         UsageError: a number is out of range, or a scope, unit or state is unknown.
     """
-    check_positive("the rate", tokens_per_second)
+    check_positive("--tokens-per-second", tokens_per_second)
     checked_scope: Scope = choose("--per", scope, get_args(Scope))
     checked_counted: Counted = choose("--counted", counted, get_args(Counted))
     checked_state: State = choose("--state", state, STATES)
