@@ -85,6 +85,6 @@ def azure_evidence(nodes: int = 18, **figures: Any) -> Evidence:
         kind="nodes" if nodes > 1 else "run",
         round="v5.1",
         runs=tuple(azure_run(row, **figures) for row in rows[:nodes]),
-        systems=(System("systems/ND_GB300_v6.json", "ND_GB300_v6", SYSTEM, lines(SYSTEM)),),
+        systems=(System("systems/ND_GB300_v6.json", SYSTEM, lines(SYSTEM)),),
         configurations=(Configuration("configs/llama2-70b-offline.json", CONFIGURATION, lines(CONFIGURATION)),),
     )

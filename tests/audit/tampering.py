@@ -175,7 +175,7 @@ def counted_error(folder: Path) -> None:
 
 
 def hide_error(folder: Path) -> None:
-    """The error line and its count taken out of the detail log; the summary still tells of it."""
+    """The error line and its count taken out of the detail log; the summary still counts it."""
     counted_error(folder)
     drop(folder, "error_runtime")
     put(folder, "num_errors", "0")

@@ -16,7 +16,7 @@ LOGS = Path(__file__).with_name("logs") / "genuine.tar.xz"
 
 
 def above_note(result: Audit) -> list[str]:
-    """Findings that would alarm somebody; what a LoadGen newer than those examined leaves open alarms nobody."""
+    """Findings graver than a note, without what a LoadGen newer than the known ones leaves open."""
     version = result.evidence.runs[0].figures.loadgen_version
     harmless = {Severity.NOTE, Severity.PASS} | (set() if is_known_version(version) else {Severity.UNKNOWN})
     return [f"{item.severity} {item.id}: {item.found}" for item in result.findings if item.severity not in harmless]

@@ -1,5 +1,4 @@
-"""Run folders of runs that were killed: the audit says so first, and holds against nobody what a kill keeps from being
-written; whoever makes a result of such a folder is found."""
+"""Run folders of runs that were killed: the audit reports that first, and a folder that claims a result fails."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Many runs in processes of their own: what becomes of these when somebody or something ends."""
+"""Many runs in processes of their own: what happens when one of them ends."""
 
 import os
 import signal

@@ -413,6 +413,6 @@ def test_what_mlcommons_checker_lets_be(tree):
     assert "system.values" not in grave(tree[0])
     for division, holds in (("open", True), ("closed", False)):
         one = Submission("", division, "Vendor")
-        system = System("systems/sys.json", "sys", {"is_network": "true"}, {})
+        system = System("systems/sys.json", {"is_network": "true"}, {})
         (found,) = network(one, system)
         assert (found.severity is Severity.PASS) is holds

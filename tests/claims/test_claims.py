@@ -351,7 +351,7 @@ def test_several_results_need_a_choice(tmp_path):
 
 
 def test_contradictory_systems_are_no_fact(tmp_path):
-    other = System("systems/b.json", "b", SYSTEM | {"framework": "vLLM"}, {})
+    other = System("systems/b.json", SYSTEM | {"framework": "vLLM"}, {})
     evidence = azure_evidence()
     runs = (*evidence.runs[:9], *(replace(run, system="systems/b.json") for run in evidence.runs[9:]))
     evidence = replace(evidence, systems=(*evidence.systems, other), runs=runs)

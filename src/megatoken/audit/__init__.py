@@ -1,4 +1,4 @@
-"""Somebody's artefacts -> findings: LoadGen's logs, MLPerf submissions, run folders, and claims about them."""
+"""Published artefacts -> findings: LoadGen's logs, MLPerf submissions, run folders."""
 
 from megatoken.audit.audit import Audit, audit, read_evidence
 from megatoken.audit.evidence import Evidence

@@ -93,15 +93,15 @@ def audit(
     """Reads the artefacts at ``path`` and checks them.
 
     Args:
-        path: a folder of LoadGen's logs (one run, many nodes, a submission), a megatoken run folder, or a zip or tar
+        path: A folder of LoadGen's logs (one run, many nodes, a submission), a megatoken run folder, or a zip or tar
             archive of one of these.
-        round: MLPerf round whose rules are claimed, such as v5.1; None: those of a submission's seeds, and for other
+        round: The MLPerf round whose rules are claimed, such as v5.1; None: that of a submission's seeds, and for other
             folders none, so that unmet rules are notes.
-        progress: called with (entries seen, 0) while the folder is listed, then with (runs done, runs).
-        workers: processes; by default one a core.
+        progress: Called with (entries seen, 0) while the folder is listed, then with (runs done, runs).
+        workers: Processes; by default one a core.
 
     Raises:
-        UsageError: no such folder, no logs in it, an unknown round, or an archive that is refused.
+        UsageError: No such folder, no logs in it, an unknown round, or an archive that is refused.
     """
     claimed = known_round(round) if round else None
     with ExitStack() as stack:
@@ -269,17 +269,17 @@ def _together(evidence: Evidence) -> Aggregate | None:
 
 
 def _system_path(run: RunFiles, systems: Sequence[System]) -> str | None:
-    """The description named like the run's system folder, else the only one, else the one whose name it begins with."""
-    beside = [system for system in systems if run.submitter is None or f"/{run.submitter}/" in f"/{system.path}"]
-    for system in beside:
+    """The description named like the run's system folder, else one whose name it begins with, else the only one."""
+    own = [system for system in systems if run.submitter is None or f"/{run.submitter}/" in f"/{system.path}"]
+    for system in own:
         if run.system == system.name:
             return system.path
     begun = [
-        system for system in beside if run.system and re.match(rf"{re.escape(system.name)}(?![A-Za-z0-9])", run.system)
+        system for system in own if run.system and re.match(rf"{re.escape(system.name)}(?![A-Za-z0-9])", run.system)
     ]
     if begun:
         return max(begun, key=lambda system: len(system.name)).path
-    return beside[0].path if len(beside) == 1 and run.submitter is None else None
+    return own[0].path if len(own) == 1 and run.submitter is None else None
 
 
 def _readmes(tree: Tree) -> dict[str, str]:

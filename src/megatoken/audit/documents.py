@@ -1,4 +1,4 @@
-"""Descriptions beside the logs: systems, configurations, accuracy scores. Read as data; nothing is imported or run."""
+"""Files next to the logs: systems, configurations, accuracy scores. Read as data; nothing is imported or run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ASSIGNMENT = re.compile(rf"""['"]?([A-Za-z_][\w.-]{{0,80}})['"]?\s*[:=]\s*{_LIT
 
 
 def systems_in(tree: Tree) -> tuple[list[System], list[tuple[str, Damage]]]:
-    """Every ``systems/<name>.json``, and what is wrong with those files."""
+    """Every ``systems/<name>.json``, and the defects of those files."""
     systems, damages = [], []
     for path in sorted(tree.files, key=natural):
         parts = path.split("/")
@@ -50,7 +50,7 @@ def systems_in(tree: Tree) -> tuple[list[System], list[tuple[str, Damage]]]:
             damages.append((path, Damage(None, str(error))))
             continue
         damages += [(path, problem) for problem in problems]
-        systems.append(System(display(path), display(parts[-1].removesuffix(".json")), values, lines))
+        systems.append(System(display(path), values, lines))
     return systems, damages
 
 
@@ -79,7 +79,7 @@ def configurations_in(tree: Tree) -> list[Configuration]:
 
 
 def user_conf_of(tree: Tree, folder: str) -> str | None:
-    """The user.conf beside the logs in ``folder``, above them in their scenario's folder, or in the measurements."""
+    """The user.conf next to the logs in ``folder``, above them in their scenario's folder, or in the measurements."""
     above = folder.split("/")
     places = ["/".join(above[: len(above) - up]) for up in range(min(USER_CONF_ABOVE, len(above)) + 1)]
     if "results" in above:
@@ -124,7 +124,7 @@ def _configuration(path: str, name: str, text: str) -> Configuration:
 
 
 def structured(name: str, text: str) -> Any:
-    """What a JSON or YAML text holds; None if it is none, or has anchors."""
+    """The contents of a JSON or YAML text; None if it cannot be parsed, or has anchors."""
     try:
         if name.endswith(".json"):
             return json.loads(text)

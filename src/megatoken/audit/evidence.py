@@ -1,4 +1,4 @@
-"""What an audit found in somebody's artefacts, read and reduced, with the place of every figure; no judgement.
+"""The contents of the audited artefacts, with the place of every figure and without judgement.
 
 Paths are texts relative to ``Evidence.root``. None means that the artefacts do not say.
 """
@@ -42,7 +42,7 @@ class Run:
 
     path: str
     role: Role
-    node: str  # the name that tells this run from its siblings: the system's folder, or the node's
+    node: str  # a name that no other run of its kind has: the system's folder, or the node's
     benchmark: str | None  # by folder, else by data set size
     folder_scenario: str | None  # Offline, Server, Interactive, SingleStream, as the folder is called
     division: str | None
@@ -56,14 +56,14 @@ class Run:
     source_lines: Mapping[str, int] = field(default_factory=dict)  # line of each key in the detail log
     beginnings: tuple[float, ...] = ()  # when the log's first parts were written, in ms: no two runs have the same
     accuracy_sha256: str | None = None  # of the accuracy log; None where its middle was cut out, as in submissions
-    accuracy_bytes: int | None = None  # of all answers; likewise
+    accuracy_bytes: int | None = None  # of all answers; None as for accuracy_sha256
 
     def where(self, key: str | None = None) -> Where:
         """The line of the detail log that holds ``key``; without it, or if there is none, the log or the folder."""
         return Where(self.detail or self.path, self.source_lines.get(key) if key else None)
 
     def to_document(self) -> dict[str, Any]:
-        """Plain JSON: figures flattened beside what the folder says."""
+        """Plain JSON, with the figures on the same level as the other fields."""
         figures = {item.name: getattr(self.figures, item.name) for item in fields(self.figures)}
         for name, value in figures.items():
             if isinstance(value, datetime):
@@ -85,22 +85,43 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class System:
-    """A system description (systems/<name>.json of MLPerf): its keys as they stand, and their lines."""
+class Document:
+    """A file of keys and values, with the line of each key."""
 
     path: str
-    name: str  # of the file, without .json
     values: Mapping[str, Any]
     source_lines: Mapping[str, int]
 
+    def where(self, key: str | None = None) -> Where:
+        """The line of ``key``, or the file."""
+        return Where(self.path, self.source_lines.get(key) if key else None)
+
+
+class Configuration(Document):
+    """A run's configuration as published: values from a JSON, YAML, user.conf or Python file, which is never run.
+
+    ``values`` uses these names for any usual spelling of them: tensor_parallelism, pipeline_parallelism, precision,
+    kv_cache_dtype, gpu_batch_size, offline_expected_qps, server_target_qps, min_duration_ms; other scalar keys keep
+    their own name.
+    """
+
+
+class System(Document):
+    """A system description (systems/<name>.json of MLPerf)."""
+
+    @property
+    def name(self) -> str:
+        """Name of the file, without .json."""
+        return self.path.rpartition("/")[2].removesuffix(".json")
+
     @property
     def accelerators_per_node(self) -> int | None:
-        """As a number, where it is one."""
+        """As a number; None if it is not a number."""
         return _count(self.values.get("accelerators_per_node"))
 
     @property
     def nodes(self) -> int | None:
-        """``number_of_nodes`` as a number, where it is one."""
+        """``number_of_nodes`` as a number; None if it is not a number."""
         return _count(self.values.get("number_of_nodes"))
 
     @property
@@ -108,28 +129,6 @@ class System:
         """``accelerator_model_name``."""
         name = self.values.get("accelerator_model_name")
         return name if isinstance(name, str) and name.strip() else None
-
-    def where(self, key: str | None = None) -> Where:
-        """The line of ``key``, or the file."""
-        return Where(self.path, self.source_lines.get(key) if key else None)
-
-
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    """A run's configuration as published: facts read from a JSON, YAML, user.conf or Python file, which is never run.
-
-    ``values`` uses these names where the file has them under any usual spelling: tensor_parallelism,
-    pipeline_parallelism, precision, kv_cache_dtype, gpu_batch_size, offline_expected_qps, server_target_qps,
-    min_duration_ms; other scalar keys stand under their own name.
-    """
-
-    path: str
-    values: Mapping[str, Any]
-    source_lines: Mapping[str, int]
-
-    def where(self, key: str | None = None) -> Where:
-        """The line of ``key``, or the file."""
-        return Where(self.path, self.source_lines.get(key) if key else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Examining many runs on all cores; few or small ones in this process, where starting others would cost more."""
+"""Examining many runs on all cores; few or small ones in this process, since starting others would take longer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megatoken.files import display
 
 FEW_RUNS = 24
 SMALL_BYTES = 64 * 2**20
-WAITING_JOBS = 2  # of a worker: one in hand, one to go on with
+WAITING_JOBS = 2  # of a worker: the one that it examines, and the next
 MOST_AHEAD = 2_000  # runs examined before one that takes long; they wait for it in memory
 
-Progress = Callable[[int, int], None]  # done, of how many; of 0: how many is not known yet
+Progress = Callable[[int, int], None]  # runs done, of how many; 0: not known yet
 
 
 def examine_all(
@@ -28,9 +28,9 @@ def examine_all(
     """Examines every job, in their order.
 
     Args:
-        jobs: the runs.
-        progress: told after each run.
-        workers: processes; by default one for each core this process may use.
+        jobs: The runs.
+        progress: Called after each run.
+        workers: Processes; by default one for each core this process may use.
     """
     workers = workers or _cores()
     size = sum(job.files.size_bytes for job in jobs)
@@ -45,7 +45,7 @@ def examine_all(
 
 
 class _Worker:
-    """A process that examines what it is sent. It has a session of its own: Ctrl-C is for us, who end it."""
+    """A process that examines what it is sent, in its own session: Ctrl-C reaches this process, which ends it."""
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
@@ -64,14 +64,14 @@ class _Worker:
         theirs.close()
 
     def kill(self) -> None:
-        """Ends it, whatever it does."""
+        """Ends the process at once."""
         self._process.kill()
         self._process.wait()
         self.connection.close()
 
 
 class _Pool:
-    """Jobs, the processes that work on them, and what these have said that nobody has asked for yet."""
+    """Jobs, the processes that work on them, and the results that wait for their turn."""
 
     def __init__(self, jobs: Sequence[Job], progress: Progress | None) -> None:
         self._jobs = jobs
@@ -82,12 +82,12 @@ class _Pool:
         self.workers: list[_Worker] = []
 
     def add_worker(self) -> None:
-        """One more, if the system has room for it."""
+        """Starts one more worker if the system allows it."""
         with suppress(OSError):
             self.workers.append(_Worker())
 
     def in_order(self) -> Iterator[Examined]:
-        """What was seen of each job."""
+        """The result of each job, in their order."""
         while self._given < len(self._jobs):
             while self._given not in self._done:
                 if not self.workers:  # none could start
@@ -95,25 +95,25 @@ class _Pool:
                     continue
                 ready = wait([worker.connection for worker in self.workers])
                 for worker in [worker for worker in self.workers if worker.connection in ready]:
-                    self._hear(worker)
+                    self._receive(worker)
             self._given += 1
             yield self._done.pop(self._given - 1)
             for worker in self.workers:
                 self._send(worker)
 
-    def _hear(self, worker: _Worker) -> None:
+    def _receive(self, worker: _Worker) -> None:
         try:
             examined = worker.connection.recv()
         except (EOFError, OSError):
-            self._bury(worker)
+            self._remove(worker)
             return
         if worker.started:
             self._finish(worker.jobs.popleft(), examined)
         worker.started = True
         self._send(worker)
 
-    def _bury(self, worker: _Worker) -> None:
-        """A worker that dies costs the run that it had in hand, and no other."""
+    def _remove(self, worker: _Worker) -> None:
+        """Removes a worker that died. Only the run that it was examining is lost."""
         self.workers.remove(worker)
         worker.kill()
         if worker.started and worker.jobs:
@@ -136,7 +136,7 @@ class _Pool:
             and self._todo[0] < self._given + MOST_AHEAD
         ):
             worker.jobs.append(self._todo.popleft())
-            with suppress(OSError):  # that it has died is heard next
+            with suppress(OSError):  # a worker that died is noticed next
                 worker.connection.send(self._jobs[worker.jobs[-1]])
 
 

@@ -1,4 +1,4 @@
-"""Which benchmark and system the results of a submission are of: by their folders, and by model_mapping.json."""
+"""The benchmark and the system of a submission's results, by their folders and by model_mapping.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_DEPTH = 5  # of a log below its scenario
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a folder of results, or of compliance tests, is of."""
+    """System and benchmark of a folder of results, or of compliance tests."""
 
     system: str
     benchmark: str
@@ -58,7 +58,7 @@ def results_above(folder: str, known: Mapping[str, Meaning]) -> str | None:
 
 
 def meant(run: RunFiles, known: Mapping[str, Meaning]) -> RunFiles:
-    """The run with the system and the benchmark that its folders stand for; as it is where it belongs to no results."""
+    """The run with the system and the benchmark of its folder; unchanged outside of results."""
     place = results_above(run.folder, known)
     if place is None:
         return run
@@ -68,7 +68,7 @@ def meant(run: RunFiles, known: Mapping[str, Meaning]) -> RunFiles:
 
 
 def scores_meant(results: Iterable[AccuracyResult], known: Mapping[str, Meaning]) -> Iterator[AccuracyResult]:
-    """The scores with the benchmarks that their folders stand for."""
+    """The scores with the benchmarks of their folders."""
     displayed = {display(folder): meaning for folder, meaning in known.items()}
     for result in results:
         place = results_above(result.path.rpartition("/")[0], displayed)

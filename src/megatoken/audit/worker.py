@@ -1,7 +1,7 @@
-"""A process that examines runs: ``python -m megatoken.audit.worker FD`` takes jobs and gives what it saw of each.
+"""A process that examines runs: ``python -m megatoken.audit.worker FD`` takes jobs and returns what it found.
 
-It starts with a message of its own, so that a process that cannot start is told from one that died of a run, and ends
-when nobody listens any more.
+Its first message says that it has started, so that a process that cannot start is not mistaken for one that a run
+killed. It ends when the connection is closed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatoken.audit.examine import examine
 
 
 def serve(connection: Connection) -> None:
-    """Examines what comes until there is nobody to tell."""
+    """Examines jobs until the connection is closed."""
     try:
         connection.send(None)
         while True:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatoken.audit.endpoints import EndpointResult
 from megatoken.audit.evidence import Role
 from megatoken.audit.finding import Check, Outcome, Severity, check, outcome, shown
@@ -26,6 +28,14 @@ def _timed(run: Subject) -> bool:
 
 def _of_benchmark(run: Subject) -> bool:
     return _timed(run) and run.benchmark is not None
+
+
+def _at_least(
+    run: Subject, what: str, found: float | None, least: float, shown_as: Callable[[float], str], *keys: str
+) -> Outcome:
+    """A rule that a figure must reach; UNKNOWN without the figure."""
+    holds, text = (None, "not known") if found is None else (found >= least, shown_as(found))
+    return outcome(holds, f"{what} of at least {shown_as(least)}", text, run.at(*keys), run.unmet)
 
 
 def _line(run: RunView, holds: bool | None, expected: str, key: str, *others: str) -> Outcome:
@@ -110,8 +120,8 @@ def data_set(run: RunView) -> Outcome | None:
 
 @check("rules.sample_count", "Enough rows in the library", "A smaller library lets caches answer.", _of_benchmark)
 def sample_count(run: RunView) -> Outcome:
-    rows, key = run.benchmark.rows if run.benchmark else 0, "effective_performance_sample_count"
-    return _line(run, (whole(run.detail, key) or 0) >= rows, f"{key} of at least {rows:,}", key)
+    key, rows = "effective_performance_sample_count", run.benchmark.rows if run.benchmark else 0
+    return _at_least(run, "a library", whole(run.detail, key) or 0, rows, "{:,} rows".format, key)
 
 
 @check("rules.equal_issue", "Every row equally often", "Answers differ in length.", _of_benchmark)
@@ -129,33 +139,28 @@ def token_latencies(run: RunView) -> Outcome:
 @check("rules.min_duration", "The required duration was requested", "Short runs show peaks.", _timed)
 def min_duration(run: Subject) -> Outcome | None:
     least, asked = rules()["min_duration_ms"] / 1e3, run.figures.min_duration_seconds
+    keys = ("effective_min_duration_ms", "min_duration_ms")
     if run.scenario == "MultiStream":
         return None
-    holds = None if asked is None else asked >= least
-    found = "not said" if asked is None else f"{asked:g} s"
-    where = run.at("effective_min_duration_ms", "min_duration_ms")
-    return outcome(holds, f"a minimum duration of at least {least:g} s", found, where, run.unmet)
+    return _at_least(run, "a minimum duration", asked, least, "{:g} s".format, *keys)
 
 
 @check("rules.ran_long_enough", "The run lasted long enough", "The setting is one thing, the run another.", _timed)
 def ran_long_enough(run: Subject) -> Outcome | None:
-    least, ran = rules()["min_duration_ms"] / 1e3, run.ran_seconds
+    least = rules()["min_duration_ms"] / 1e3
+    keys = ("result_max_latency_ns" if run.scenario == "Offline" else "power_end", "duration_ns")
     if run.scenario == "MultiStream":
         return None
-    holds, found = (None, "not known") if ran is None else (ran >= least, f"{ran:.1f} s")
-    where = run.at("result_max_latency_ns" if run.scenario == "Offline" else "power_end", "duration_ns")
-    return outcome(holds, f"a run of at least {least:g} s", found, where, run.unmet)
+    return _at_least(run, "a run", run.ran_seconds, least, "{:.1f} s".format, *keys)
 
 
 @check("rules.offline_samples", "Offline: enough samples", "The query holds the data set at least once.", _of_benchmark)
 def offline_samples(run: Subject) -> Outcome | None:
+    figures, keys = run.figures, ("effective_samples_per_query", "effective_min_query_count", "n_samples_issued")
     if run.scenario != "Offline" or run.benchmark is None:
         return None
-    rows, figures = run.benchmark.rows, run.figures
     samples = figures.samples_issued if figures.samples_requested is None else figures.samples_requested
-    found = "not said" if samples is None else f"{samples:,}"
-    where = run.at("effective_samples_per_query", "effective_min_query_count", "n_samples_issued")
-    return outcome(None if samples is None else samples >= rows, f"at least {rows:,} samples", found, where, run.unmet)
+    return _at_least(run, "a query", samples, run.benchmark.rows, "{:,} samples".format, *keys)
 
 
 @check("rules.whole_passes", "Offline: whole passes over the data set", "A part favours some rows.", _of_benchmark)
