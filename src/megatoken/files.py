@@ -269,7 +269,7 @@ def read_json_object(path: Path) -> tuple[Mapping[str, Any], dict[str, int], lis
     value, twice = parse_json(text)
     if not isinstance(value, dict):
         raise UnreadableError("is not a JSON object")
-    if _deeper_than(value, DEEPEST):
+    if deeper_than(value, DEEPEST):
         raise UnreadableError(f"is nested more than {DEEPEST} deep")
     lines = key_lines(text)
     return value, lines, [*damages, *(Damage(lines.get(key), f"key {key!r} stands twice") for key in twice)]
@@ -280,12 +280,16 @@ def mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _deeper_than(value: Any, levels: int) -> bool:
+_HOLDERS = (dict, list, tuple)
+
+
+def deeper_than(value: Any, levels: int) -> bool:
+    """Whether JSON data is nested deeper than that."""
     layer = [value]
     for _ in range(levels):
-        held = (item.values() if isinstance(item, dict) else item for item in layer if isinstance(item, dict | list))
+        held = (item.values() if isinstance(item, dict) else item for item in layer if isinstance(item, _HOLDERS))
         layer = [item for items in held for item in items]
-    return any(isinstance(item, dict | list) for item in layer)
+    return any(isinstance(item, _HOLDERS) for item in layer)
 
 
 def key_lines(text: str) -> dict[str, int]:

@@ -6,6 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from decimal import Decimal
 from typing import TypeGuard
 
@@ -53,6 +54,11 @@ def exact(value: object) -> str:
 def count_of(count: int, one: str, many: str | None = None) -> str:
     """A number of things, such as 1 run and 2,048 rows; ``many``: where that is not ``one`` and an s."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def utc_now() -> str:
+    """The current time as documents state it: ISO 8601 in UTC, to the second."""
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def _trimmed(value: float) -> str:

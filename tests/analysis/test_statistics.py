@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatoken.analysis.series import tokens_per_second_within, totals_over_time
 from megatoken.analysis.statistics import (
+    latency_origin,
     percentiles,
     samples_needed,
     steady_window,
@@ -55,7 +56,7 @@ def test_rates_and_latencies_of_a_run_done_by_hand():
     assert result["tpot_seconds"]["samples"] == 2
     assert result["samples_without_tpot"] == 1
     assert result["steady_output_tokens_per_second"] is None
-    assert "no user waits like this" in result["latency_origin"]
+    assert "no user waits like this" in latency_origin("offline")
 
 
 def moment(seconds: float, replica: int, watts: float | None) -> SeriesRow:
@@ -68,7 +69,7 @@ def test_latencies_count_from_the_scheduled_time():
     assert result["ttft_seconds"]["p50"] == 1.5
     assert result["latency_seconds"]["p50"] == 3.5
     assert result["duration_seconds"] == 4.0
-    assert "scheduled" in result["latency_origin"]
+    assert "scheduled" in latency_origin("server")
 
 
 def test_what_arrives_by_itself_is_rated_to_the_completion_of_the_sample_issued_last():

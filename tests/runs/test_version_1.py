@@ -75,3 +75,9 @@ def test_the_target_of_version_1_gets_typed_fields() -> None:
 def test_fields_of_other_types_stay_for_the_checks_of_the_reader() -> None:
     odd = {"notes": "text", "target": [], "weights": 3, "memory_plan": None}
     assert upgrade_result(odd) == odd
+
+
+def test_an_audit_finds_nothing_wrong_with_a_folder_of_version_1() -> None:
+    from megatoken.audit.audit import audit
+
+    assert not [item for item in audit(FOLDER).findings if item.severity == "fail"]

@@ -9,7 +9,6 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 from megatoken.analysis.nodes import WORKLOAD, NodeRow, check_rows, clock, distinct, took_turns
 from megatoken.errors import UsageError
 from megatoken.files import plain
-from megatoken.text import count_of, natural
+from megatoken.text import count_of, natural, utc_now
 
 SCHEMA_VERSION = 1
 STRAGGLER_THRESHOLD = 0.03
@@ -121,7 +120,7 @@ class Aggregate:
     def to_document(self) -> dict[str, Any]:
         """Plain JSON of the kind ``aggregate``."""
         document: dict[str, Any] = plain(
-            {"kind": "aggregate", "schema_version": SCHEMA_VERSION, "created_at": now(), **asdict(self)}
+            {"kind": "aggregate", "schema_version": SCHEMA_VERSION, "created_at": utc_now(), **asdict(self)}
         )
         return document
 
@@ -206,11 +205,6 @@ def spreads(rates: Sequence[float]) -> tuple[Spread, ...]:
     low, high = min(rates), max(rates)
     divisors = {"min": low, "max": high, "mean": statistics.fmean(rates), "median": statistics.median(rates)}
     return tuple(Spread(f"(max - min) / {name}", (high - low) / divisor) for name, divisor in divisors.items())
-
-
-def now() -> str:
-    """The moment, as documents state it."""
-    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def _spans(rows: Sequence[NodeRow], timed: bool) -> list[tuple[float, float]]:

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from megatoken.analysis.aggregation import SCHEMA_VERSION, now
+from megatoken.analysis.aggregation import SCHEMA_VERSION
 from megatoken.analysis.lookup import names_of
 from megatoken.analysis.machine import Occupation, name_of
 from megatoken.analysis.nodes import HASH_SHOWN, data_set_of
 from megatoken.analysis.published import accelerator_facts
 from megatoken.errors import UsageError
 from megatoken.files import plain
-from megatoken.text import count_of, is_number, precise
+from megatoken.text import count_of, is_number, precise, utc_now
 
 BASES = ("total", "per_gpu", "per_node", "per_rack")
 CONFIDENCE = 0.95
@@ -185,7 +185,7 @@ class Comparison:
     def to_document(self) -> dict[str, Any]:
         """Plain JSON of the kind ``comparison``."""
         document: dict[str, Any] = plain(
-            {"kind": "comparison", "schema_version": SCHEMA_VERSION, "created_at": now(), **asdict(self)}
+            {"kind": "comparison", "schema_version": SCHEMA_VERSION, "created_at": utc_now(), **asdict(self)}
         )
         return document
 

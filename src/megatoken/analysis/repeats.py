@@ -10,14 +10,13 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatoken.analysis.aggregation import now
 from megatoken.analysis.comparison import CONFIDENCE, student_t
 from megatoken.analysis.lookup import read_runs
 from megatoken.analysis.machine import contentions, simulated_gpu
 from megatoken.errors import UsageError
 from megatoken.files import plain
 from megatoken.runs.run import RESULT, Run, Verdict
-from megatoken.text import is_number
+from megatoken.text import is_number, utc_now
 
 REPEATS = "repeats.json"
 SCHEMA_VERSION = 1
@@ -114,7 +113,7 @@ def summarise_repeats(runs: Sequence[Run], wanted: int, missing: Sequence[str] =
     return {
         "kind": "repeats",
         "schema_version": SCHEMA_VERSION,
-        "created_at": now(),
+        "created_at": utc_now(),
         "title": f"Repeats of {' '.join(str(part) for part in subject if part)}",
         "inputs": [plain(run.path) for run in runs],
         "notes": [*missing, *_notes(runs, whole)],

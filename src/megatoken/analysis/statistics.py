@@ -76,7 +76,6 @@ def summarise(
         "ttft_seconds": percentiles(done.ttft),
         "tpot_seconds": percentiles(done.tpot),
         "latency_seconds": percentiles(done.last - done.scheduled),
-        "latency_origin": latency_origin(scenario),
         "send_lag_seconds": percentiles(samples.sent - samples.scheduled),
         "handover_seconds": percentiles(samples.submitted - samples.sent),
         "stages": stages(samples),

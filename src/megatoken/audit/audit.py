@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import megatoken.audit.catalog  # noqa: F401
-from megatoken.analysis.aggregation import Aggregate, aggregate, now
+from megatoken.analysis.aggregation import Aggregate, aggregate
 from megatoken.audit.archive import unpacked
 from megatoken.audit.checks import endpoints as endpoint_checks
 from megatoken.audit.checks import systems as system_checks
@@ -34,7 +34,7 @@ from megatoken.errors import ExitCode, UsageError
 from megatoken.files import UnreadableError, display, plain, read_text
 from megatoken.mlperf.rounds import known_round
 from megatoken.runs.run import RESULT, Verdict
-from megatoken.text import count_of
+from megatoken.text import count_of, utc_now
 
 SCHEMA_VERSION = 1
 MOST_README_BYTES = 2**20
@@ -69,7 +69,7 @@ class Audit:
         document = {
             "kind": "audit",
             "schema_version": SCHEMA_VERSION,
-            "created_at": now(),
+            "created_at": utc_now(),
             "title": f"Audit of {Path(self.evidence.root).name}",
             "inputs": [self.evidence.root],
             "notes": list(self.notes),

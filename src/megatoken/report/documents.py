@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.errors import UsageError
-from megatoken.files import plain
+from megatoken.files import deeper_than, plain
 from megatoken.report.words import clean
 from megatoken.text import is_number
 
@@ -134,21 +134,9 @@ def checked(value: Any, where: str = "document") -> Document:
     if value.get("schema_version") != SCHEMA_VERSION:
         version = value.get("schema_version")
         raise UsageError(f"{where}: schema_version {version!r:.80}; this megatoken reads {SCHEMA_VERSION}")
-    if _deeper_than(value, DEEPEST):
+    if deeper_than(value, DEEPEST):
         raise UsageError(f"{where}: nested more than {DEEPEST} deep; no command writes such a document")
     return Document(plain(value), where)
-
-
-def _deeper_than(value: Any, levels: int) -> bool:
-    layer = [value]
-    for _ in range(levels):
-        layer = [
-            item
-            for holder in layer
-            if isinstance(holder, dict | list | tuple)
-            for item in (holder.values() if isinstance(holder, dict) else holder)
-        ]
-    return bool(layer)
 
 
 def document_in(folder: Path) -> Path:

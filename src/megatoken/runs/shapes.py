@@ -9,7 +9,7 @@ from megatoken.text import is_number
 
 TEXTS = (
     *("scenario", "mode", "model", "weights", "precision", "data_set", "data_set_sha256", "rules", "benchmark"),
-    *("created_at", "started_at", "loadgen_version", "loadgen_validity", "latency_origin"),
+    *("created_at", "started_at", "loadgen_version", "loadgen_validity"),
 )
 MAPPINGS = (
     *("ttft_seconds", "tpot_seconds", "latency_seconds", "send_lag_seconds", "handover_seconds", "stages"),

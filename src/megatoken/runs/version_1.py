@@ -32,7 +32,7 @@ _SIMULATED, _NO_KERNELS, _WIDENED = "simulated ", "PyTorch only: ", ", bf16 wide
 
 def upgrade_result(result: Mapping[str, Any]) -> dict[str, Any]:
     """``result.json`` in the form of version 2. Fields of other types than version 1 has stay as they are."""
-    new = dict(result)
+    new = {name: value for name, value in result.items() if name != "latency_origin"}  # text that follows from scenario
     if isinstance(notes := result.get("notes"), list):
         new["notes"] = [_note(note) if isinstance(note, str) else note for note in notes]
     if "client_limit" in new:

@@ -39,6 +39,7 @@ from megatoken.runs.run import (
     read_run,
 )
 from megatoken.runs.tables import SampleRow, SeriesRow, append, to_table, write_parquet
+from megatoken.text import utc_now
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -120,7 +121,7 @@ class RunFolder:
             (draft / MLPERF).mkdir(parents=True)
             write_text(draft / CONFIG, yaml.safe_dump(redact(plain(config)), sort_keys=False, allow_unicode=True))
             write_text(draft / ENVIRONMENT, to_json(environment))
-            more = {"scenario": scenario, **plain(facts), "created_at": _now()}
+            more = {"scenario": scenario, **plain(facts), "created_at": utc_now()}
             folder = cls(draft, plain(environment), more, summarise)
             folder._write_tables()
             folder._write_unfinished()
@@ -292,7 +293,7 @@ class RunFolder:
         return grown
 
     def _write_unfinished(self) -> None:
-        self._write_result(Verdict.INTERRUPTED, [reason("NOT_FINISHED", written_at=_now())], {})
+        self._write_result(Verdict.INTERRUPTED, [reason("NOT_FINISHED", written_at=utc_now())], {})
 
     def _write_result(self, verdict: Verdict, reasons: Sequence[Reason], more: Mapping[str, Any]) -> None:
         head = {"schema_version": SCHEMA_VERSION, "verdict": verdict, "reasons": reasons, "rules_unmet": []}
@@ -311,7 +312,3 @@ def _rename_to_free_name(draft: Path, wanted: Path) -> Path:
             if error.errno not in (ENOTEMPTY, EEXIST):  # another process took the name just now
                 raise
     raise AssertionError("names are endless")
-
-
-def _now() -> str:
-    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"

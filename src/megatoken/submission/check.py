@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatoken.analysis.aggregation import now
 from megatoken.audit.checks.cross import check_accuracy_evidence
 from megatoken.audit.checks.nodes import check_systems_apart
 from megatoken.audit.checks.power import power_of
@@ -41,7 +40,7 @@ from megatoken.submission.tree_checks import (
     check_to_fill,
     is_networked,
 )
-from megatoken.text import count_of
+from megatoken.text import count_of, utc_now
 
 SCHEMA_VERSION = 2
 MOST_WARNINGS_SHOWN = 20
@@ -85,7 +84,7 @@ class Check:
         document = {
             "kind": "submission_check",
             "schema_version": SCHEMA_VERSION,
-            "created_at": now(),
+            "created_at": utc_now(),
             "inputs": [self.root],
             "round": self.round,
             "decision": "refused" if self.refusals else "accepted",

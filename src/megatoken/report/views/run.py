@@ -15,6 +15,7 @@ from megatoken.analysis.statistics import (
     SOAK,
     STEADY_SHARE,
     Samples,
+    latency_origin,
 )
 from megatoken.report.bars import Dot, dot_chart
 from megatoken.report.blocks import (
@@ -81,7 +82,7 @@ FOOTER = "Made by megatoken from the files in this folder; megatoken report rebu
 def run_view(run: Run) -> View:
     """The report on a run folder."""
     samples, subject = Samples.of(run.requests), _subject(run)
-    terms = DEFINITIONS | {"First and last token": f"Counted from: {run.result.get('latency_origin', 'unknown')}."}
+    terms = DEFINITIONS | {"First and last token": f"Counted from: {latency_origin(str(run.result.get('scenario')))}."}
     sections = (
         Section("Numbers", tuple(_metrics(run))),
         Section("Model and environment", (Facts("Model and environment", subject, folded=False),) if subject else ()),
