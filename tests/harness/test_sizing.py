@@ -20,13 +20,13 @@ from megatoken.engine import Engine, EngineConfig
 from megatoken.engine.request import Request
 from megatoken.engine.simulated import VirtualClock
 from megatoken.engine.state import ReplicaState
+from megatoken.engine.thread import Step
 from megatoken.hardware.telemetry import Telemetry
 from megatoken.harness import sizing
 from megatoken.harness.loadgen_plan import library_to_data_set, plan_test, seconds_to_fill
 from megatoken.harness.sizing import estimate_rate
-from megatoken.rack import worker
+from megatoken.rack import replica
 from megatoken.rack.wire import STATE, STATE_FIELDS
-from megatoken.rack.worker import Replica
 from megatoken.targets import ReplicaReading, SampleEvent
 from megatoken.targets.in_process import InProcessTarget
 
@@ -293,16 +293,33 @@ def samples_per_second_when_full(model: str, data_set: Dataset) -> float:
     return float(rows_per_second / (data_set.input_tokens + data_set.output_limits).mean())
 
 
+class SteppedByHand:
+    """Has the methods of an ``EngineThread``; the test steps the engine in virtual time."""
+
+    failure = None
+    step_began_ns = 0
+
+    def __init__(self, engine: Engine, on_step: Callable[[Step], None], *, name: str) -> None:
+        self._engine, self._on_step = engine, on_step
+        self.submit, self.state = engine.submit, engine.state
+
+    def step(self, clock: VirtualClock) -> None:
+        began_ns = int(clock.now() * 1e9)
+        events = self._engine.step()
+        self._on_step(Step(events, began_ns, int(clock.now() * 1e9)))
+
+
 class LateReplicas:
-    """Replicas of simulated engines that take what they want, and tell of it four times a second."""
+    """Replicas of simulated engines that take as many samples as they want, and report four times a second."""
 
     def __init__(self, model: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = VirtualClock()
         self._clocks = [VirtualClock() for _ in range(count)]
         self._engines = [simulated(model, clock) for clock in self._clocks]
-        self._replicas = [Replica(one, "", streams=False, keep_ids=False, gpus=()) for one in self._engines]
+        monkeypatch.setattr(replica, "EngineThread", SteppedByHand)
+        options: dict[str, Any] = {"streams": False, "keep_ids": False, "gpus": (), "notify": lambda: None}
+        self._replicas = [replica.Replica(one, "", **options) for one in self._engines]
         self._queue: deque[tuple[int, Request]] = deque()
-        self._patch = monkeypatch
 
     def facts(self) -> dict[str, Any]:
         return {"memory_plan": asdict(self._engines[0].memory_plan)}
@@ -312,20 +329,16 @@ class LateReplicas:
 
     def poll(self, timeout_seconds: float) -> list[SampleEvent]:
         self.now.wait_until(self.now.now() + 0.25)
-        for replica, engine, clock in zip(self._replicas, self._engines, self._clocks, strict=True):
-            self._patch.setattr(
-                worker, "time", SimpleNamespace(monotonic_ns=lambda clock=clock: int(clock.now() * 1e9))
-            )
-            replica.take([self._queue.popleft() for _ in range(min(replica.wanted(), len(self._queue)))])
-            replica._submit()
+        for one, engine, clock in zip(self._replicas, self._engines, self._clocks, strict=True):
+            one.take([self._queue.popleft() for _ in range(min(one.wanted(), len(self._queue)))])
             while engine.busy and clock.now() < self.now.now():
-                replica._step()
+                one._thread.step(clock)
             clock.wait_until(self.now.now())
-        ended = [done for replica in self._replicas for done in replica.take_news()[1]]
+        ended = [done for one in self._replicas for done in one.take_news()[1]]
         return [SampleEvent(done[0], (), "length", 0, output_tokens=done[1]) for done in ended]
 
     def state(self) -> ReplicaState:
-        states = np.array([replica.state(0) for replica in self._replicas], STATE)
+        states = np.array([one.state(0) for one in self._replicas], STATE)
         total = {name: states[name].sum().item() for name in STATE_FIELDS}
         in_flight, waiting = total["in_flight"] + len(self._queue), len(self._queue)
         return ReplicaState(**total | {"in_flight": in_flight, "waiting": waiting, "replicas": len(states)})

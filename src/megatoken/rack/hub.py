@@ -28,6 +28,7 @@ from megatoken.errors import MegatokenError
 from megatoken.rack.clock import ClockOffset, OffsetEstimate
 from megatoken.rack.records import Event, Loss, Place, ReplicaRecord
 from megatoken.rack.wire import (
+    FINISH_REASONS,
     NUMBER,
     PING,
     PONG,
@@ -39,7 +40,6 @@ from megatoken.rack.wire import (
     pack_submit,
     unpack_report,
 )
-from megatoken.rack.worker import FINISH_REASONS
 
 PING_SECONDS = 1.0
 FIRST_PINGS = 16  # right after a connection is made, one after the other

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken.engine.request import Request, Sampling, check_options
+from megatoken.engine.request import FinishReason, Request, Sampling, check_options
 from megatoken.engine.state import ReplicaState
 from megatoken.errors import MegatokenError, RequestError
 
@@ -33,6 +33,7 @@ _REQUEST = struct.Struct("<iiidIdq?")  # prompt ids, stop ids, max tokens, tempe
 _SUBMIT = struct.Struct("<II")  # replica, samples
 _REPORT = struct.Struct("<IIIII")  # replicas, first tokens, answers, ids of answers, bytes of failures
 _NO_SEED = -1
+FINISH_REASONS = tuple(FinishReason)  # by the number in DONE
 
 
 class Kind(IntEnum):
