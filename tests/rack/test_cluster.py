@@ -151,7 +151,7 @@ def test_a_cluster_that_starts_nothing_is_no_traceback(monkeypatch: pytest.Monke
             assert last.startswith("megatoken: ") and ": no room for " in last, messages
         elif driver.returncode:
             assert driver.returncode == 2, messages
-            assert last.startswith("megatoken: the Ray cluster starts nothing: ")
+            assert last.startswith("megatoken: the Ray cluster starts nothing, so a node seems dead; ")
 
 
 SPEC = WorkerSpec("tiny", True, 0, {"precision": "bf16"}, None, False, False, 1.0, 1.0, "")

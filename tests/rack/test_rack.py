@@ -23,6 +23,7 @@ import pytest
 from rack_drivers import PATIENCE_SECONDS, RayNodes, gone, workers_of
 
 from megatoken.audit import Severity, audit
+from megatoken.runs.reasons import on_node
 from megatoken.runs.run import Run, Verdict, read_run
 
 TINY = ("--model", "tiny", "--engine.max-length", "128", "--rack.dead-after-seconds", str(PATIENCE_SECONDS))
@@ -246,11 +247,11 @@ def test_a_loadgen_on_every_node(drive: Any) -> None:
         assert own.result["samples_completed"] == 30
         assert (own.path / "mlperf" / "mlperf_log_summary.txt").is_file()
         for note in own.result["notes"]:
-            assert note in run.result["notes"] or f"{node}: {note}" in run.result["notes"]
+            assert note in run.result["notes"] or on_node(note, node) in run.result["notes"]
         starts.append(datetime.fromisoformat(own.result["started_at"]).timestamp() - ahead)
     assert run.result["rack"]["start_spread_seconds"] == pytest.approx(max(starts) - min(starts), abs=1e-4)
     together = run.result["aggregate"]
-    assert together["evidence_of_simultaneity"]["statement"].startswith("by the driver's clock, from which")
+    assert together["evidence_of_simultaneity"]["statement"].startswith("by the driver's clock (offsets of the nodes known within")
     rates = [node["output_tokens_per_second"] for node in run.result["nodes"]]
     assert together["sum_of_rates_tokens_per_second"] == pytest.approx(sum(rates), rel=0.05)
     assert together["makespan"]["output_tokens"] == run.result["output_tokens"]

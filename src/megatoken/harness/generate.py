@@ -229,4 +229,4 @@ def answer(target: Target, tokenizer: Tokenizer | None, requests: Sequence[Reque
 
 def _raise_failure(event: SampleEvent) -> None:
     if event.error is not None:
-        raise RequestError(event.error)
+        raise MegatokenError(event.error)
