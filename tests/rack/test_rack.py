@@ -251,7 +251,9 @@ def test_a_loadgen_on_every_node(drive: Any) -> None:
         starts.append(datetime.fromisoformat(own.result["started_at"]).timestamp() - ahead)
     assert run.result["rack"]["start_spread_seconds"] == pytest.approx(max(starts) - min(starts), abs=1e-4)
     together = run.result["aggregate"]
-    assert together["evidence_of_simultaneity"]["statement"].startswith("by the driver's clock (offsets of the nodes known within")
+    assert together["evidence_of_simultaneity"]["statement"].startswith(
+        "by the driver's clock (offsets of the nodes known within"
+    )
     rates = [node["output_tokens_per_second"] for node in run.result["nodes"]]
     assert together["sum_of_rates_tokens_per_second"] == pytest.approx(sum(rates), rel=0.05)
     assert together["makespan"]["output_tokens"] == run.result["output_tokens"]
