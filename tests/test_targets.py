@@ -1,10 +1,12 @@
 import time
 from collections import defaultdict
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from cli_support import make_overflowing_checkpoint
 from megatoken import Engine, EngineConfig, Request
 from megatoken.errors import CapacityError, RequestError
 from megatoken.targets.in_process import InProcessTarget
@@ -95,6 +97,19 @@ def test_a_refused_sample_is_not_in_flight(engine: Engine) -> None:
         target.submit(0, Request([5] * 60, max_tokens=60))
     assert target.state().in_flight == 0
     target.close()
+
+
+def test_a_request_that_fails_is_a_failed_sample_and_the_others_end(tmp_path: Path) -> None:
+    model = make_overflowing_checkpoint(tmp_path / "model", "z")
+    target = InProcessTarget(Engine(model, EngineConfig(precision="bf16", max_length=64, cache_tokens=640, threads=1)))
+    for index, letter in enumerate("azb"):
+        target.submit(index, Request(letter, max_tokens=1))
+    ended = {}
+    while target.state().in_flight:
+        ended |= {event.sample_id: event for event in target.poll(0.1) if event.finish_reason is not None}
+    assert sorted(ended) == [0, 1, 2]
+    assert [ended[index].error is not None for index in range(3)] == [False, True, False]
+    assert "not finite" in str(ended[1].error) and ended[1].token_ids == ()
 
 
 @pytest.mark.parametrize("pages", [640, 96])  # 96: samples are preempted and come back

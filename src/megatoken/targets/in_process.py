@@ -94,7 +94,7 @@ class InProcessTarget:
         self._started_ns: dict[int, int] = {}  # by request id, until its first event
 
     def facts(self) -> dict[str, Any]:
-        """The sizes the engine took, and what it runs with."""
+        """The memory plan and the description of the engine."""
         return {"memory_plan": asdict(self.engine.memory_plan), "target": self.engine.describe()}
 
     def submit(self, sample_id: int, request: Request) -> None:
@@ -119,7 +119,7 @@ class InProcessTarget:
                 error=None if event.error is None else str(event.error),
             )
             for event in events
-            if event.request_id in self._samples  # not of what was withdrawn
+            if event.request_id in self._samples  # else it was withdrawn
         ]
 
     def state(self) -> ReplicaState:
@@ -127,7 +127,7 @@ class InProcessTarget:
         return self.engine.state()
 
     def replicas(self) -> list[ReplicaReading]:
-        """The engine's state now, and its GPU's sensors; of a CPU nothing is known."""
+        """The engine's state and the sensors of its GPUs; a CPU has none."""
         telemetry = self._sensors.read() if self._sensors else Telemetry()
         return [ReplicaReading(None, 0, self.engine.state(), telemetry)]
 
@@ -136,7 +136,7 @@ class InProcessTarget:
         return {}
 
     def withdraw(self) -> list[int]:
-        """Drops what was never in a step; the ids of those samples."""
+        """Drops the samples that were never in a step; returns their ids."""
         request_ids = list(self._unstarted)
         self._unstarted.clear()
         for request_id in request_ids:
@@ -144,7 +144,7 @@ class InProcessTarget:
         return [self._samples.pop(request_id) for request_id in request_ids]
 
     def cancel_all(self) -> None:
-        """Drops every sample in flight and steps until the engine has nothing left to tell of them."""
+        """Drops every sample in flight and steps until the engine has reported their ends."""
         for request_id in self._samples:
             self.engine.cancel(request_id)
         while self.engine.busy:
@@ -154,9 +154,9 @@ class InProcessTarget:
         self._started_ns.clear()
 
     def _note_started(self, began_ns: int) -> None:
-        """Finds out whose first rows the step had: the engine admits in order, and after a preemption nobody new.
+        """Notes which samples the step began: the engine admits in order, and after a preemption no new request.
 
-        So those that wait are the newest, and preempted ones among them are older than all that never ran.
+        So the requests that wait are the newest, and a preempted one is older than all that never ran.
         """
         waiting = self.engine.state().waiting
         while len(self._unstarted) > waiting:
