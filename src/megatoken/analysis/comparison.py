@@ -124,11 +124,7 @@ class Entry:
             "per_gpu_tokens_per_second": self.rate("per_gpu"),
             "per_node_tokens_per_second": self.rate("per_node"),
             "per_rack_tokens_per_second": self.rate("per_rack"),
-            "per_rack_state": None
-            if self.rate("per_rack") is None
-            else "as measured"
-            if self.rack_is_measured
-            else f"projection from {self.accelerators} accelerators",
+            "per_rack_measured": None if self.rate("per_rack") is None else self.rack_is_measured,
             "nameplate_watts": nameplate,
             "measured_over_nameplate": measured / nameplate if measured and nameplate else None,
             "tokens_per_joule_measured": rate / measured if rate and measured else None,

@@ -24,7 +24,7 @@ EFFICIENCY = {"tokens_per_joule_measured": "measured", "tokens_per_joule_namepla
 LONG = ("weights", "data_set_sha256", "shared_with")  # with every ratio where they matter
 TWICE = (
     *(key for _, key in BASES.values()),
-    "per_rack_state",
+    "per_rack_measured",
     *POWER,
     *EFFICIENCY,
     "software",
@@ -69,8 +69,8 @@ def _label(row: Document) -> str:
 
 
 def _state(row: Document, basis: str) -> str:
-    per_rack = row.text("per_rack_state")
-    return "projection" if basis == "per_rack" and per_rack.startswith("projection") else row.text("state")
+    projected = basis == "per_rack" and row.flag("per_rack_measured") is False
+    return "projection" if projected else row.text("state")
 
 
 def _tables(rows: list[Document]) -> Iterator[Table]:
