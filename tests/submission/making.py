@@ -21,7 +21,10 @@ HELD_OUT = Path(megatoken.__file__).parent / "data" / "reference_model" / "held_
 ROWS = 24
 SECONDS = 0.3
 QUERIES = 720  # a multiple of the rows, above the 459 that early stopping wants at least
-MODEL = {"model": "llama2-70b", "weights": "5f3c", "precision": "bf16", "data_set": "rows", "data_set_sha256": "ab12"}
+MODEL = {
+    **{"model": "llama2-70b", "weights": "5f3c", "random_weights": False, "precision": "bf16"},
+    **{"data_set": "rows", "data_set_sha256": "ab12"},
+}
 NOTES = [reason("RULES_SCOPE", not_judged="model and data set"), reason("COMPLIANCE_TEST", test="TEST06")]
 TEST06 = {"accuracy_log_rng_seed": 720381539243781796, "accuracy_log_sampling_target": 100, "min_query_count": 100}
 TIMEOUT_SECONDS = 200

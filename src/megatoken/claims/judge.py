@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 from typing import Any
 
 from megatoken.audit.evidence import Evidence, Where
@@ -86,6 +87,17 @@ class ClaimAnswer:
             "evidence_that_would_settle": list(self.evidence_that_would_settle),
             "where": [where.to_document() for where in self.where[:MOST_PLACES]],
         }
+
+
+def judge_files(files: Mapping[Path, ClaimsFile], evidence: Evidence | None) -> list[ClaimAnswer]:
+    """Answer the claims of several files. Raises as ``judge``, with the name of the file."""
+    answers = []
+    for file, claims in files.items():
+        try:
+            answers += judge(claims, evidence)
+        except UsageError as error:
+            raise UsageError(f"{file}: {error}") from error
+    return answers
 
 
 def judge(claims: ClaimsFile, evidence: Evidence | None) -> list[ClaimAnswer]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from megatoken.cli.output import Json, Out, counted, deliver
-from megatoken.errors import UsageError
 
 
 def audit(
@@ -32,18 +31,13 @@ def audit(
 ) -> int:
     """Check published results and claims. Reports what holds, what does not, and what cannot be determined."""
     from megatoken.audit import audit as audited
-    from megatoken.claims.judge import judge
+    from megatoken.claims.judge import judge_files
     from megatoken.claims.schema import load_claims
 
     files = {file: load_claims(file) for file in claims or ()}
     with counted("reading runs", "listing files") as progress:
         result = audited(path, round=mlperf_round, progress=progress)
-    answers: list[dict[str, Any]] = []
-    for file, claimed in files.items():
-        try:
-            answers += [answer.to_document() for answer in judge(claimed, result.evidence)]
-        except UsageError as error:
-            raise UsageError(f"{file}: {error}") from error
-    result = replace(result, claims=tuple(answers))
+    answers = judge_files(files, result.evidence)
+    result = replace(result, claims=tuple(answer.to_document() for answer in answers))
     deliver(result.to_document(), json_only=json_only, out=out)
     return result.exit_code

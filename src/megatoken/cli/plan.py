@@ -1,6 +1,5 @@
 """``megatoken plan``: capacity, fleet, energy and cost from a rate; throughput simulates the rate itself."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from inspect import Parameter, Signature, signature
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from megatoken.planning.figures import Plan
 
 app = typer.Typer(rich_markup_mode=None, help="Turn a rate into users, machines, watts and money.")
-
-LENGTHS_MODEL = "llama2-70b"  # whose requests the lengths that ship are
 
 Factors = Annotated[
     list[str] | None,
@@ -228,33 +225,25 @@ def throughput(
     json_only: Json = False,
 ) -> int:
     """Simulate throughput on other hardware. Offline scenario, in simulated time."""
-    import numpy as np
-
     from megatoken.config import load_run_config
-    from megatoken.datasets.lengths import load_lengths
-    from megatoken.planning.rack_simulation import Rack
-    from megatoken.planning.throughput_plan import plan_throughput, scaled_answers
+    from megatoken.planning.throughput_plan import throughput as simulated
 
     for key in ("device", "threads"):
         if f"engine.{key}" in ctx.meta[FLAGS]:
             raise UsageError(f"--engine.{key}: this machine computes nothing here; leave it out")
-    if not 0 < minutes < math.inf:
-        raise UsageError(f"--minutes is {minutes:g}; give a number above 0")
     config = load_run_config(None, {"precision": precision, "rack.simulated_gpu": gpu, **ctx.meta[FLAGS]}, rack="auto")
-    rack = Rack.of(model, config.engine_config(), gpu, nodes=nodes, gpus_per_node=gpus_per_node)
-    simulation = rack.simulation()
-    table = load_lengths(
-        lengths, vocabulary_size=simulation.model.vocabulary_size, max_length=simulation.memory.max_length
-    )
-    requests = np.stack((table.input_tokens, table.output_limits), axis=1)
-    if output_tokens is not None:
-        requests = scaled_answers(requests, output_tokens)
     with counted("simulating nodes") as progress:
-        plan = plan_throughput(
-            rack, requests, seconds=minutes * 60, software=software, lengths_source=table.name, progress=progress
+        plan = simulated(
+            model,
+            config.engine_config(),
+            gpu,
+            nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            minutes=minutes,
+            lengths=lengths,
+            output_tokens=output_tokens,
+            software=software,
+            progress=progress,
         )
-    if lengths is None and rack.model.name != LENGTHS_MODEL:
-        note = f"The token lengths are those of MLPerf's {LENGTHS_MODEL}, not of {rack.model.name}; give --lengths."
-        plan = replace(plan, notes=(note, *plan.notes))
     deliver(plan.to_document(), json_only=json_only, out=out)
     return ExitCode.OK

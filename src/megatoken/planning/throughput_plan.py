@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.datasets.lengths import load_lengths
+from megatoken.engine.config import EngineConfig
 from megatoken.engine.cost_model import SECONDS_PER_SEQUENCE, StepCost
 from megatoken.engine.simulated import Simulation
 from megatoken.errors import UsageError
@@ -16,6 +20,7 @@ from megatoken.planning.rack_simulation import NodeRun, Progress, Rack, mean_cos
 from megatoken.planning.throughput import choose
 
 SOFTWARE = tuple(SECONDS_PER_SEQUENCE)
+LENGTHS_MODEL = "llama2-70b"  # whose request lengths ship with the package
 
 _PARTS = {
     "products": "products of the layers",
@@ -35,6 +40,39 @@ _SOURCES = {
     "megatoken": "this engine; in measurements, its GPU never waited for the host",
     "published": "extra time per step of MLPerf v5.1 result 5.1-0008 (4 GB200) relative to this engine",
 }
+
+
+def throughput(
+    model: str,
+    config: EngineConfig,
+    gpu: str,
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    minutes: float,
+    lengths: Path | None = None,
+    output_tokens: float | None = None,
+    software: str = "megatoken",
+    progress: Progress | None = None,
+) -> Plan:
+    """The plan of ``megatoken plan throughput``, by its flags; raises as ``plan_throughput`` and ``load_lengths``."""
+    if not 0 < minutes < math.inf:
+        raise UsageError(f"--minutes is {minutes:g}; give a number above 0")
+    rack = Rack.of(model, config, gpu, nodes=nodes, gpus_per_node=gpus_per_node)
+    simulation = rack.simulation()
+    table = load_lengths(
+        lengths, vocabulary_size=simulation.model.vocabulary_size, max_length=simulation.memory.max_length
+    )
+    requests = np.stack((table.input_tokens, table.output_limits), axis=1)
+    if output_tokens is not None:
+        requests = scaled_answers(requests, output_tokens)
+    plan = plan_throughput(
+        rack, requests, seconds=minutes * 60, software=software, lengths_source=table.name, progress=progress
+    )
+    if lengths is None and rack.model.name != LENGTHS_MODEL:
+        note = f"The token lengths are those of MLPerf's {LENGTHS_MODEL}, not of {rack.model.name}; give --lengths."
+        return replace(plan, notes=(note, *plan.notes))
+    return plan
 
 
 def plan_throughput(
