@@ -72,7 +72,7 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         (("GB200", "H100", "--scenario", "Sever"), "did you mean Server?"),
         (
             ("GB200", "5.1-0008"),
-            "given twice: 5.1-0008:llama2-70b-99:Offline; an accelerator stands",
+            "given twice: 5.1-0008:llama2-70b-99:Offline (an accelerator stands",
         ),
         (("GB200", "5.1-9999"), "5.1-9999"),
         (("GB200", "absent.yaml#median"), "absent.yaml: cannot be read: No such file"),
