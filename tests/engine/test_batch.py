@@ -106,9 +106,9 @@ def test_attention_of_a_padded_step(step: tuple[StepArrays, StepShape], seed: in
 
     def attended(known: StepArrays, arrays: StepArrays, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         parts = cuda.index_parts(arrays)
-        starts = cuda.part_starts(parts)
+        starts = cuda._part_starts(parts)
         packed = torch.zeros(starts[-1], dtype=torch.int32)
-        for part, start in zip(parts, starts, strict=False):
+        for part, start in zip(parts.values(), starts, strict=False):
             packed[start : start + part.size] = torch.from_numpy(part.reshape(-1))
         batch = cuda.unpack(known, cuda.index_parts(known), packed, torch.zeros(32, dtype=torch.int64))
         consumer = cuda.Linear(torch.zeros(1, HEADS * HEAD_DIM), None)

@@ -6,7 +6,7 @@ that linear as its consumer and writes the format that it takes, so that quantis
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -92,75 +92,55 @@ def prepare(arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: 
     return unpack(arrays, parts, pack(parts).to(last_tokens.device, non_blocking=True), last_tokens)
 
 
-def index_parts(arrays: StepArrays) -> list[NDArray[np.int32]]:
-    """The arrays of a step that the device needs."""
+def index_parts(arrays: StepArrays) -> dict[str, NDArray[np.int32]]:
+    """The arrays of a step that the device needs: two for the token ids, the others by their names in ``Batch``."""
     sampled = arrays.sampled
-    return [
-        arrays.token_ids,
-        arrays.table_slots,
-        arrays.positions,
-        arrays.cache_slots,
-        arrays.lengths,
-        arrays.chunk_starts,
-        arrays.lengths[sampled],
-        arrays.sample_indices,
-        arrays.sample_slots,
-        arrays.pages,
-        arrays.pages[sampled],
-    ]
+    return {
+        "host_ids": arrays.token_ids,
+        "table_slots": arrays.table_slots,
+        "positions": arrays.positions,
+        "cache_slots": arrays.cache_slots,
+        "lengths": arrays.lengths,
+        "chunk_starts": arrays.chunk_starts,
+        "sample_lengths": arrays.lengths[sampled],
+        "sample_indices": arrays.sample_indices,
+        "sample_slots": arrays.sample_slots,
+        "pages": arrays.pages,
+        "sample_pages": arrays.pages[sampled],
+    }
 
 
-def pack(parts: Sequence[NDArray[np.int32]]) -> Tensor:
+def pack(parts: Mapping[str, NDArray[np.int32]]) -> Tensor:
     """``index_parts`` in one buffer of pinned memory, int32."""
-    starts = part_starts(parts)
+    starts = _part_starts(parts)
     host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=True)
     view = host.numpy()
-    for part, start in zip(parts, starts, strict=False):
+    for part, start in zip(parts.values(), starts, strict=False):
         view[start : start + part.size] = part.reshape(-1)
     return host
 
 
-def unpack(arrays: StepArrays, parts: Sequence[NDArray[np.int32]], indices: Tensor, last_tokens: Tensor) -> Batch:
+def unpack(arrays: StepArrays, parts: Mapping[str, NDArray[np.int32]], indices: Tensor, last_tokens: Tensor) -> Batch:
     """The step whose ``parts`` are packed in ``indices`` on the device."""
-    (
-        host_ids,
-        table_slots,
-        positions,
-        cache_slots,
-        lengths,
-        chunk_starts,
-        sample_lengths,
-        sample_indices,
-        sample_slots,
-        pages,
-        sample_pages,
-    ) = (
-        indices[start : start + part.size].view(part.shape)
-        for part, start in zip(parts, part_starts(parts), strict=False)
-    )
+    views = {
+        name: indices[start : start + part.size].view(part.shape)
+        for (name, part), start in zip(parts.items(), _part_starts(parts), strict=False)
+    }
     return Batch(
-        token_ids=tokens.gather_tokens(host_ids, table_slots, last_tokens),
-        positions=positions,
-        cache_slots=cache_slots,
+        token_ids=tokens.gather_tokens(views.pop("host_ids"), views.pop("table_slots"), last_tokens),
         decodes=arrays.decodes,
-        pages=pages,
-        lengths=lengths,
         host_lengths=arrays.lengths,
-        chunk_starts=chunk_starts,
         longest_chunk=int(np.diff(arrays.chunk_starts).max(initial=0)),
         longest_context=int(arrays.lengths[arrays.decodes :].max(initial=0)),
         samples=arrays.samples,
-        sample_indices=sample_indices,
-        sample_slots=sample_slots,
-        sample_pages=sample_pages,
-        sample_lengths=sample_lengths,
         sample_host_lengths=arrays.lengths[arrays.sampled],
+        **views,
     )
 
 
-def part_starts(parts: Sequence[NDArray[np.int32]]) -> list[int]:
+def _part_starts(parts: Mapping[str, NDArray[np.int32]]) -> list[int]:
     """Offset of each part in the packed step, in elements, and the end of the last."""
-    return list(accumulate((-(-part.size // _ALIGNMENT) * _ALIGNMENT for part in parts), initial=0))
+    return list(accumulate((-(-part.size // _ALIGNMENT) * _ALIGNMENT for part in parts.values()), initial=0))
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, consumer: Linear) -> Any:
