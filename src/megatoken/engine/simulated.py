@@ -281,12 +281,13 @@ class SimulatedRunner:
         if not self._stream:
             reports = num_tokens == self._whole_at.take(plan.slot)
             reports[prompts] = plan.sample[prompts]
-        answers = [self._answers[slot] for slot in plan.slot[reports].tolist()]
+        reported = reports.nonzero()[0]
+        answers = [self._answers[slot] for slot in plan.slot.take(reported).tolist()]
         return _Step(
             self._clock,
             self.free_at,
             seconds,
-            plan.request_id[reports].tolist(),
-            num_tokens[reports].tolist(),
+            plan.request_id.take(reported).tolist(),
+            num_tokens.take(reported).tolist(),
             answers,
         )
