@@ -48,7 +48,7 @@ def kill_in_segment(number: int, out: Path, *flags: object) -> None:
 
 @pytest.mark.parametrize("kind", ["killed", "ended"])
 def test_segments_that_were_not_edited_fit(kind: str, request: pytest.FixtureRequest) -> None:
-    (found,) = [item for item in audit(request.getfixturevalue(kind)).findings if item.id == "run_folder.segments"]
+    (found,) = [item for item in audit(request.getfixturevalue(kind)).findings if item.id == "run_folder.times"]
     assert (found.severity, found.found) == (
         Severity.PASS,
         "2 segments, all fit" if kind == "killed" else "1 segment, all fit",
@@ -95,13 +95,13 @@ def moved(seconds: float) -> Edit:
 def test_segments_that_were_edited(
     kind: str, edits: list[Edit], found: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    assert found in edited(request.getfixturevalue(kind), tmp_path, *edits)["run_folder.segments"]
+    assert found in edited(request.getfixturevalue(kind), tmp_path, *edits)["run_folder.times"]
 
 
 def test_a_soak_cannot_have_ended_before_its_time_was_over(ended: Path, tmp_path: Path) -> None:
     start = read_run(ended).result["soak"]["segments"][0]["started_at"]
     found = edited(ended, tmp_path, in_result(ended_at=start, created_at=start, started_at=start))
-    assert f"ended_at {start}, " in found["run_folder.segments"]
+    assert f"ended_at {start}, " in found["run_folder.times"]
 
 
 def test_a_soak_without_its_result_is_told_so(ended: Path, tmp_path: Path) -> None:

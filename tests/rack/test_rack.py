@@ -126,19 +126,21 @@ def test_two_nodes_share_one_query(drive: Any) -> None:
         "1 replica of rack_nodes without rows in series.parquet": replicas_told(2, 2, 0),
         "2 replicas of rack_nodes without rows in series.parquet": replicas_told(4, 2, 2),
         "2 replicas served in series.parquet, rack.replicas_at_end 1 and 0 lost": replicas_told(1, 1, 0),
-        "target.steps_in_flight 2, config.yaml overlap False": {"target__steps_in_flight": 2},
+        "target.steps_in_flight 2, config.yaml engine.overlap False": {"target__steps_in_flight": 2},
         "replicas_least 2, replicas_at_end 3 of 2 and 0 that joined": {"rack__replicas_at_end": 3},
         "share_left 0.9, replicas_least 2 of 2": {"rack__share_left": 0.9},
-        "alpha has 4 GPUs, 1 replicas of 1 each": {"rack_nodes__0__gpus": 4},
+        "alpha has 4 GPUs for 1 replica": {"rack_nodes__0__gpus": 4},
         "run_folder.replicas: no rack_nodes": {"rack_nodes": None},
-        "run_folder.replicas: no rack and no rack_nodes": {"rack": None, "rack_nodes": None},
-        "run_folder.aggregate: no aggregate": {"aggregate": {}},
-        "run_folder.aggregate: no spread": {"aggregate__spread": None},
-        "run_folder.aggregate: mean_tokens_per_second 1.0": {"aggregate__mean_tokens_per_second": 1.0},
-        "run_folder.aggregate: common_window {'output_tokens_per_second': 1000000.0": {
+        "run_folder.replicas: no rack; no rack_nodes": {"rack": None, "rack_nodes": None},
+        "run_folder.metrics: aggregate.": {"aggregate": {}},
+        "run_folder.metrics: aggregate.spread none, recomputed": {"aggregate__spread": None},
+        "run_folder.metrics: aggregate.mean_tokens_per_second 1.0, recomputed": {
+            "aggregate__mean_tokens_per_second": 1.0
+        },
+        "run_folder.metrics: aggregate.common_window.output_tokens_per_second 1000000.0": {
             "aggregate__common_window__output_tokens_per_second": 1e6
         },
-        "run_folder.aggregate: accelerators 2": {"aggregate__accelerators": 2},
+        "run_folder.metrics: aggregate.accelerators 2": {"aggregate__accelerators": 2},
     }.items():
         failed = failed_after(run, **values)
         assert any(found in one for one in failed), (found, failed)
@@ -261,7 +263,7 @@ def test_a_loadgen_on_every_node(drive: Any) -> None:
     assert failed_checks(run.path) == []
     for name in ("makespan", "common_window"):
         (failed,) = failed_after(run, **{f"aggregate__{name}__output_tokens_per_second": 1e6})
-        assert failed.startswith(f"run_folder.aggregate: {name} ")
+        assert failed.startswith(f"run_folder.nodes: aggregate.{name}.")
     assert_lies_about_nodes_are_found(run)
     rows = pq.read_table(run.path / "requests.parquet")
     doubled = rows.set_column(
@@ -270,7 +272,9 @@ def test_a_loadgen_on_every_node(drive: Any) -> None:
         pc.multiply(rows["output_tokens"], 2).cast(rows.schema.field("output_tokens").type),
     )
     pq.write_table(doubled, run.path / "requests.parquet")
-    assert "run_folder.node_rows: output_tokens of requests.parquet is not that of the nodes" in failed_checks(run.path)
+    assert "run_folder.nodes: output_tokens of requests.parquet differs from the nodes' tables" in failed_checks(
+        run.path
+    )
 
 
 def test_every_node_offers_a_rate_of_its_own(drive: Any) -> None:
@@ -288,31 +292,29 @@ def test_every_node_offers_a_rate_of_its_own(drive: Any) -> None:
 def assert_lies_about_nodes_are_found(run: Run) -> None:
     offsets = run.result["rack"]["clock_offsets"]
     for found, values in {
-        "run_folder.verdict: verdict VALID": {"verdict": "VALID"},
-        "run_folder.verdict: rules_unmet none; of the nodes MIN_DURATION": {"rules_unmet": []},
-        "run_folder.verdict: node_verdicts.beta VALID, the node says MEASURED": {"node_verdicts__beta": "VALID"},
-        "replicas_least 1, of the nodes 2": {"rack__replicas_least": 1},
-        "run_folder.node_starts: start_spread_seconds 9.0, by the nodes": {"rack__start_spread_seconds": 9.0},
-        "run_folder.node_starts: started_at 2026-01-01T00:00:00Z, its first node": {
-            "started_at": "2026-01-01T00:00:00Z"
-        },
-        "run_folder.node_starts: no clock offset of beta": {"rack__clock_offsets": offsets[:1]},
-        "run_folder.node_rows: scheduled_seconds of requests.parquet": {"rack__clock_offsets__1__wall_seconds": 577.0},
-        "run_folder.aggregate: makespan {}": {"aggregate__makespan": {}},
-        "run_folder.aggregate: sum_label sum": {"aggregate__sum_label": "sum of 9 simultaneous node rates"},
+        "run_folder.nodes: verdict VALID, recomputed MEASURED": {"verdict": "VALID"},
+        "run_folder.nodes: rules_unmet [], recomputed [{'code': 'MIN_DURATION'": {"rules_unmet": []},
+        "run_folder.nodes: node_verdicts.beta VALID, recomputed MEASURED": {"node_verdicts__beta": "VALID"},
+        "rack.replicas_least 1, recomputed 2": {"rack__replicas_least": 1},
+        "run_folder.nodes: rack.start_spread_seconds 9.0, recomputed": {"rack__start_spread_seconds": 9.0},
+        "run_folder.nodes: started_at 2026-01-01T00:00:00Z, recomputed": {"started_at": "2026-01-01T00:00:00Z"},
+        "run_folder.nodes: no clock offset of beta": {"rack__clock_offsets": offsets[:1]},
+        "run_folder.nodes: scheduled_seconds of requests.parquet": {"rack__clock_offsets__1__wall_seconds": 577.0},
+        "run_folder.nodes: aggregate.makespan.": {"aggregate__makespan": {}},
+        "run_folder.nodes: aggregate.sum_label sum": {"aggregate__sum_label": "sum of 9 simultaneous node rates"},
         "run_folder.whole": {"rack__lost": None},
-        "rack_nodes of alpha are others; rack_nodes of beta are others": {"rack_nodes__1__replicas": 2},
-        "no verdict of beta, which rack.lost tells otherwise": {"node_verdicts__beta": NULL},
+        "rack_nodes of alpha differ; rack_nodes of beta differ": {"rack_nodes__1__replicas": 2},
+        "nodes without a verdict are not those in rack.lost: none": {"node_verdicts__beta": NULL},
     }.items():
         failed = failed_after(run, **values)
         assert any(found in one for one in failed), (found, failed)
     warned = failed_after(run, Severity.WARN, rack__clock_offsets__1__wall_seconds=577.0)
-    assert "run_folder.node_starts: beta 577 s" in warned
+    assert "run_folder.nodes: beta 577 s" in warned
     path = run.path / "series.parquet"
     rows = pq.read_table(path)
     place, backwards = rows.column_names.index("elapsed_seconds"), rows["elapsed_seconds"].to_pylist()[::-1]
     pq.write_table(rows.set_column(place, rows.schema.field(place), [backwards]), path)
-    assert any("run_folder.node_rows: " in one and "series.parquet" in one for one in failed_checks(run.path))
+    assert any("run_folder.nodes: " in one and "series.parquet" in one for one in failed_checks(run.path))
     pq.write_table(rows, path)
 
 
@@ -335,6 +337,8 @@ def test_a_node_lost_with_its_loadgen(drive: Any, cluster: RayNodes) -> None:
     assert failed_checks(run.path) == []
     hidden = {"rack": {**run.result["rack"], "replicas": 1, "replicas_least": 1, "share_left": 1.0, "lost": []}}
     failed = failed_after(run, **hidden, verdict="MEASURED", reasons=[])
-    assert any(one.startswith("run_folder.verdict: ") and "rack.lost tells otherwise" in one for one in failed), failed
+    assert any(
+        one.startswith("run_folder.nodes: nodes without a verdict are not those in rack.lost") for one in failed
+    ), failed
     assert any(one.startswith("run_folder.replicas: rack_nodes have 2 replicas, rack.replicas 1") for one in failed)
     assert len(run.result["nodes"]) == 1

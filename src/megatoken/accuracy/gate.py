@@ -19,7 +19,7 @@ from megatoken.accuracy.verify import cut_samples, write_result
 from megatoken.datasets.references import HELD_OUT, References, load_references
 from megatoken.engine.config import REFERENCE, model_folder
 from megatoken.mlperf.accuracy_log import read_answers
-from megatoken.mlperf.compliance import check_test06
+from megatoken.mlperf.compliance import ComplianceResult, check_test06
 from megatoken.runs.reasons import Reason, reason
 
 if TYPE_CHECKING:
@@ -104,11 +104,13 @@ class ComplianceGate:
             cut_samples=cut_samples(requests),
         )
         write_result(result, run_folder)
-        found = result.to_document()
-        return Judgement(
-            {"compliance": found},
-            [reason("COMPLIANCE", finding=one["message"], check=one["code"]) for one in result.findings],
-        )
+        return compliance_judgement(result)
+
+
+def compliance_judgement(result: ComplianceResult) -> Judgement:
+    """What the outcome of a compliance test adds to ``result.json``, and the reasons that it gives."""
+    reasons = [reason("COMPLIANCE", finding=one["message"], check=one["code"]) for one in result.findings]
+    return Judgement({"compliance": result.to_document()}, reasons)
 
 
 def reference_gate(content_hash: str, rows: int) -> AccuracyGate | None:

@@ -106,12 +106,33 @@ def judge_answers(
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Judged:
-    """Scores the answers of one log and writes both files.
+    """Scores the answers of one log and writes both files into ``folder``, which is made if missing.
+
+    The other arguments are those of ``scored``. Raises UsageError and StorageError as ``judge`` does.
+    """
+    result, scores = scored(
+        answers, references, decoder, targets, notes=notes, partial=partial, processes=processes, progress=progress
+    )
+    write_results(folder, answers, scores, result)
+    return Judged(result, folder)
+
+
+def scored(
+    answers: Answers,
+    references: References,
+    decoder: AnswerDecoder,
+    targets: Targets | None,
+    *,
+    notes: Sequence[Reason] = (),
+    partial: bool = False,
+    processes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[dict[str, Any], Scores]:
+    """The content of ``accuracy.json`` for the answers of one log, and the scores that ``accuracy.txt`` states.
 
     Args:
         answers: LoadGen's accuracy log.
-        folder: Receives the files; created if missing.
-        references: The expected answers.
+        references: The answers expected.
         decoder: Of the model that answered.
         targets: What must be reached.
         notes: Further notes of the evaluation.
@@ -120,13 +141,12 @@ def judge_answers(
         progress: As of ``judge``.
 
     Raises:
-        UsageError, StorageError: As ``judge``.
+        UsageError: As ``evaluate``.
     """
     scores = evaluate(answers, references, decoder, partial=partial, processes=processes, progress=progress)
     reasons = [*missed(scores, targets)] if targets else []
-    result = document(answers, references, scores, targets, reasons, [*notes, *_notes(scores, references, targets)])
-    write_results(folder, answers, scores, result)
-    return Judged(result, folder)
+    said = [*notes, *_notes(scores, references, targets)]
+    return document(answers, references, scores, targets, reasons, said), scores
 
 
 def run_of(log: Path) -> Run | None:

@@ -8,8 +8,8 @@ from typing import Any
 from megatoken.analysis.repeats import REPEATS, summarise_repeats
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Where
-from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.likeness import same
+from megatoken.audit.finding import Observation, Severity, check, shown
+from megatoken.audit.replay import differences
 from megatoken.audit.view import observe
 from megatoken.errors import MegatokenError
 from megatoken.files import UnreadableError, display, plain, read_json_object
@@ -18,6 +18,13 @@ from megatoken.text import count_of
 
 COMPARED = ("verdict", "verdicts", "metrics", "percentiles", "confidence", "seeds")
 MOST_REPEATS = 1_000
+
+
+check(
+    "run_folder.repeats",
+    "The summary of repeats follows from each of them",
+    "A run that was left out, or another interval, would be believed.",
+)(lambda: None)
 
 
 def check_repeats(tree: Tree) -> Iterator[Observation]:
@@ -29,8 +36,8 @@ def check_repeats(tree: Tree) -> Iterator[Observation]:
 def _check(tree: Tree, folder: str, where: tuple[Where, ...]) -> Iterator[Observation]:
     expected = "what the run folders beside it say together"
     try:
-        told, _, _ = read_json_object(tree.path(below(folder, REPEATS)))
-        names = told.get("runs")
+        stored, _, _ = read_json_object(tree.path(below(folder, REPEATS)))
+        names = stored.get("runs")
         if not isinstance(names, list) or not 0 < len(names) <= MOST_REPEATS:
             raise UnreadableError("names no runs")
         runs = [read_run(tree.path(below(folder, str(name)))) for name in names]
@@ -41,7 +48,7 @@ def _check(tree: Tree, folder: str, where: tuple[Where, ...]) -> Iterator[Observ
     except Exception as error:  # results of no run can break any step of the arithmetic
         yield observe("run_folder.repeats", False, expected, shown(f"{type(error).__name__}: {error}"), where)
         return
-    wrong = [name for name in COMPARED if not same(told.get(name), again[name])]
+    wrong = [name for name in COMPARED if any(differences(stored.get(name), again[name], name))]
     left_out = _left_out(tree, folder, {run.path.name for run in runs})
     found = [f"other {name}" for name in wrong] + [f"{name} is left out" for name in left_out]
     yield observe(

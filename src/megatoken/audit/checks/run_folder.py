@@ -1,70 +1,85 @@
-"""A run folder of megatoken: the numbers of result.json computed again from the raw rows, and against LoadGen's log."""
+"""A run folder of megatoken: its numbers and its verdict follow from its logs and tables, and its files agree."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from datetime import datetime
-from functools import partial
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 
+from megatoken.accuracy.gate import Judgement
 from megatoken.analysis.machine import rate_state, simulated_gpu
-from megatoken.analysis.stability import Stability, judge_soak
-from megatoken.analysis.statistics import seconds_under_load, summarise
-from megatoken.audit.checks.run_answers import check_answers
-from megatoken.audit.checks.run_latencies import check_duration, check_latencies
-from megatoken.audit.checks.run_nodes import check_together
-from megatoken.audit.checks.run_rack import check_replicas
-from megatoken.audit.checks.run_series import check_segments
-from megatoken.audit.checks.run_told import check_health, check_told
-from megatoken.audit.checks.run_unmet import SEND_LAG_SHARE, SHORTEST_SEND_LAG_LIMIT_SECONDS
-from megatoken.audit.checks.run_verdict import (
-    LOST_REPLICAS,
-    check_codes,
-    check_configured,
-    check_verdict,
-    lost_replicas,
-)
+from megatoken.audit import replay, replay_answers, run_facts
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Run, Where
-from megatoken.audit.finding import Observation, Severity, shown
-from megatoken.audit.likeness import same
+from megatoken.audit.finding import Observation, Severity, check, shown
 from megatoken.audit.view import observe
 from megatoken.errors import MegatokenError
-from megatoken.files import UnreadableError, display, mapping, plain, read_json_object
+from megatoken.files import UnreadableError, display, mapping, read_json_object
 from megatoken.mlperf.detail_log import DetailLog, read_detail_log
-from megatoken.mlperf.run_figures import elapsed, in_seconds
-from megatoken.runs.run import CONFIG, MLPERF, NODES, REQUESTS, RESULT, Verdict, read_run
+from megatoken.runs.run import CONFIG, MLPERF, REQUESTS, RESULT, SERIES, Verdict, read_run
 from megatoken.runs.run import Run as RunFolder
 from megatoken.text import count_of, natural
 
-SEEDS = ("qsl", "sample_index", "schedule")
-CLOCK_SECONDS = 1.0  # dates are told in whole seconds, and a clock may be set a little
-LATE_SECONDS = 60.0  # between LoadGen's own start and when the run noted it, on a machine that is busy
-NO_SOAKS_OWN = ("FAILED_SAMPLES", LOST_REPLICAS)  # codes of reasons that a soak has as every run does
-MOST_UNWRITTEN_SECONDS = 30  # rows of the series that a killed process may have written since the metrics
-LOGGED = 1e-4  # LoadGen's clock runs until it has been told of the last sample, and its rates have six digits
-# Fields of result.json by the key of LoadGen's log that they repeat; of several keys the first that the log has.
-_FROM_LOG: dict[str, tuple[str, ...]] = {
-    "loadgen_version": ("loadgen_version",),
-    "loadgen_validity": ("result_validity",),
-    "loadgen_output_tokens_per_second": ("result_completed_tokens_per_second",),
-    "loadgen_samples_per_second": ("result_completed_samples_per_sec", "result_qps_with_loadgen_overhead"),
-    "loadgen_scheduled_samples_per_second": ("result_scheduled_samples_per_sec",),
-    "loadgen_early_stopping_met": ("early_stopping_met",),
-}
-_SECONDS_FROM_LOG = {
-    "loadgen_ttft_p99_seconds": "result_first_token_99.00_percentile_latency_ns",
-    "loadgen_tpot_p99_seconds": "result_time_per_output_token_99.00_percentile_ns",
-    "loadgen_latency_p90_seconds": "result_90.00_percentile_latency_ns",
-    "loadgen_latency_p99_seconds": "result_99.00_percentile_latency_ns",
-}
-_OFFLINE_FROM_LOG: dict[str, tuple[str, ...]] = {
-    **{name: _FROM_LOG[name] for name in ("loadgen_version", "loadgen_validity")},
-    "loadgen_output_tokens_per_second": ("result_tokens_per_second",),
-    "loadgen_samples_per_second": ("result_samples_per_second",),
-}
+Problems = Iterable[object]
+
+for _id, _title, _why in (
+    ("run_folder.interrupted", "The run finished", "An interrupted run has no result, so none is checked."),
+    ("run_folder.simulated", "The hardware exists", "Figures of a cost model are estimates, not a benchmark's result."),
+    (
+        "accuracy.recomputed",
+        "Scores follow from the logged answers",
+        "A score shows whether speed was bought with worse answers.",
+    ),
+    (
+        "compliance.recomputed",
+        "TEST06 follows from the logged answers",
+        "Its rules are arithmetic on the answers, whatever a file says of them.",
+    ),
+    (
+        "compliance.end_tokens",
+        "TEST06 was verified with the end tokens of the run",
+        "With others it says nothing about the model that answered.",
+    ),
+    ("run_folder.whole", "The run folder is whole", "Its rows are the raw data."),
+    ("run_folder.metrics", "Metrics follow from the tables", "Every number can be recomputed from the rows."),
+    ("run_folder.loadgen", "LoadGen logged the run", "Without its log nothing shows that the run took place."),
+    ("run_folder.counts", "LoadGen's counts are those of the rows", "Two counters saw the same samples."),
+    (
+        "run_folder.verdict",
+        "Verdict, reasons and LoadGen's figures follow from log and rows",
+        "A number may be quoted only as its verdict allows.",
+    ),
+    (
+        "run_folder.nodes",
+        "A rack's result follows from its nodes",
+        "Where each node had a LoadGen, no log covers the whole rack.",
+    ),
+    (
+        "run_folder.replicas",
+        "A rack has the replicas of its time series",
+        "Rates for each GPU or replica divide by their number.",
+    ),
+    (
+        "run_folder.configuration",
+        "The run was configured as it says",
+        "A number of one model, precision, data set or machine is not that of another.",
+    ),
+    (
+        "run_folder.notes",
+        "Every note has its cause",
+        "Notes say what a reader must know: random weights, simulated GPUs, a busy machine.",
+    ),
+    (
+        "run_folder.memory",
+        "Sizes fit model and machine",
+        "Weights and cache of another size belong to another model or precision.",
+    ),
+    ("run_folder.times", "Dates are in order", "A folder with other dates may be of another run."),
+    (
+        "run_folder.healthy",
+        "The run reports nothing against itself",
+        "An audit without a fail does not make a run healthy.",
+    ),
+):
+    check(_id, _title, _why)(lambda: None)
 
 
 def run_folders_in(tree: Tree) -> list[str]:
@@ -115,114 +130,182 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         runs: all runs that LoadGen logged; those below the folder are its own.
     """
     prefix = f"{display(path)}/" if path else ""
-    where = (Where(prefix + RESULT), Where(prefix + REQUESTS))
-    logged = next((run for run in runs if run.path == display(below(path, MLPERF))), None)
+    result = (Where(prefix + RESULT),)
     try:
         folder = read_run(tree.path(path))
-        again = _metrics(folder)
     except MegatokenError as error:
-        yield observe("run_folder.whole", False, "a whole run folder", shown(str(error)), where)
+        yield observe("run_folder.whole", False, "a whole run folder", shown(str(error)), result)
         return
-    except Exception as error:  # rows that no run writes can break any step of the arithmetic
-        found = shown(f"{type(error).__name__}: {error}")
-        yield observe("run_folder.whole", False, "rows and numbers that can be computed with", found, where)
-        return
-    yield observe("run_folder.whole", True, "a whole run folder", count_of(len(folder.requests), "row"), where)
-    part_of_another = owner(path.rpartition("/")[0], set(run_folders_in(tree)) - {path}) is not None
-    if why := interruptions(tree, [path]).get(path):
-        severity = Severity.NOTE if part_of_another else Severity.UNKNOWN  # a search ends probes whose answer is clear
-        done = f"{why}; samples that had ended: {len(folder.requests):,}"
-        yield Observation("run_folder.interrupted", severity, "a run that came to its end", done, where[:1])
-    log = _detail_log(tree, path)
-    yield from _guarded(_folder_checks(folder, again, prefix, where), where)
-    yield from _guarded(check_together(tree, path, folder, where), where)
-    yield from _guarded(check_told(folder, log, prefix), where)
-    if not part_of_another:
-        yield from _guarded(check_health(folder, prefix), where)
-    if "soak" in folder.result or folder.verdict is Verdict.INTERRUPTED:
-        return
-    if logged is None and _logged_by_nodes(tree, folder, path):
-        return
-    if logged is None or log is None:
-        # A search that found no rate ends INVALID without a test of its own.
-        lost = folder.verdict is not Verdict.INVALID
-        expected = f"LoadGen's log of a run that ended {folder.verdict}"
-        yield observe("run_folder.loadgen", False if lost else None, expected, "no log that can be read", where)
-        return
-    yield from _guarded(_log_checks(folder, logged, log, where), where)
-    yield from _guarded(check_answers(tree, folder, log, path, where), where)
-    yield from _guarded(check_verdict(folder, log, (*where, logged.where("result_validity"))), where)
+    logged = next((run for run in runs if run.path == display(below(path, MLPERF))), None)
+    yield from _RunFolder(tree, path, folder, logged, _detail_log(tree, path), prefix).check()
 
 
-def _folder_checks(
-    folder: RunFolder, again: Mapping[str, Any], prefix: str, where: tuple[Where, ...]
-) -> Iterator[Observation]:
-    if rate_state(folder) == "estimate":
-        found = f"simulated {shown(simulated_gpu(folder))}: rates and times are a cost model's"
-        places = (Where(prefix + CONFIG), Where(prefix + RESULT))
-        yield Observation("run_folder.simulated", Severity.NOTE, "GPUs that compute", found, places)
-    result = folder.result
-    differing = _differing(result, again)
-    unlike = [f"{name} {result[name]}" if name in result else f"no {name}" for name in differing]
-    yield observe(
-        "run_folder.metrics",
-        not unlike,
-        shown("; ".join(f"{name} {again[name]}" for name in differing)) or "the numbers that its raw rows give",
-        shown("; ".join(unlike)) or f"{count_of(len(again), 'metric')} compared, all agree",
-        where,
-    )
-    yield from check_codes(folder, where[:1])
-    yield from check_configured(folder, prefix)
-    yield from check_replicas(folder, where)
-    if "soak" in result:
-        yield from check_segments(folder, where)
-        if folder.verdict is not Verdict.INTERRUPTED:
-            yield _stability(folder, where)
+class _RunFolder:
+    """One run folder that can be read, and LoadGen's log of it."""
 
+    def __init__(
+        self, tree: Tree, path: str, run: RunFolder, logged: Run | None, log: DetailLog | None, prefix: str
+    ) -> None:
+        self._tree, self._path, self._run = tree, path, run
+        self._logged, self._log = logged, log
+        self._prefix = prefix
+        self._tables = self._places(RESULT, REQUESTS, SERIES)
+        self._logs = self._tables if logged is None else (*self._tables, logged.where("result_validity"))
 
-def _log_checks(folder: RunFolder, logged: Run, log: DetailLog, where: tuple[Where, ...]) -> Iterator[Observation]:
-    yield from _against_log(folder.result, logged, log, where)
-    yield from _asked(folder, log, (*where, logged.where("effective_qsl_rng_seed")))
-    yield _times(folder.result, logged, where)
-    yield from check_duration(folder, log, where)
-    yield from check_latencies(folder, log, where)
+    def check(self) -> Iterator[Observation]:
+        run, result, log = self._run, self._run.result, self._log
+        rows = count_of(len(run.requests), "row")
+        yield observe("run_folder.whole", True, "a whole run folder", rows, self._tables)
+        part = owner(self._path.rpartition("/")[0], set(run_folders_in(self._tree)) - {self._path}) is not None
+        if why := interruptions(self._tree, [self._path]).get(self._path):
+            severity = Severity.NOTE if part else Severity.UNKNOWN  # a search ends probes whose answer is clear
+            found = f"{why}; samples that had ended: {len(run.requests):,}"
+            yield Observation("run_folder.interrupted", severity, "a run that finished", found, self._places(RESULT))
+        if rate_state(run) == "estimate":
+            found = f"simulated {shown(simulated_gpu(run))}: a cost model computes rates and times"
+            places = self._places(CONFIG, RESULT)
+            yield Observation("run_folder.simulated", Severity.NOTE, "GPUs that compute", found, places)
+        yield self._found("metrics", "metrics that its tables give", lambda: replay.metrics(run), self._tables)
+        yield self._configuration()
+        yield self._found("notes", "the notes that its fields call for", lambda: replay.notes(run))
+        yield self._found("memory", "sizes that fit model, machine and series", lambda: run_facts.memory(run))
+        ours = None if self._logged is None else self._logged.figures
+        dates = "dates and segments in order, which fit LoadGen's log and the series"
+        yield self._found("times", dates, lambda: run_facts.times(run, ours), self._logs)
+        if run.verdict is Verdict.INTERRUPTED:
+            return
+        if not part:
+            yield from self._health()
+        if (absent := self._rack_fields()) is not None:
+            fits = "as many replicas as the series shows, except for those lost"
+            yield self._found("replicas", fits, lambda: absent or run_facts.replicas_of_rack(run), self._tables)
+        if "soak" in result:
+            yield self._concluded("verdict and stability that its tables give", lambda: replay.soak(run))
+        elif "node_verdicts" in result:
+            yield from self._nodes()
+        elif log is None or ours is None:
+            # A search that found no rate ends INVALID without a test.
+            holds = False if run.verdict is not Verdict.INVALID else None
+            expected = f"LoadGen's log of a run that ended {run.verdict}"
+            yield observe("run_folder.loadgen", holds, expected, "no log that can be read", self._tables)
+        else:
+            counted = "as many samples and tokens, and as long a run, as LoadGen logged"
+            yield self._found("counts", counted, lambda: run_facts.counts(run, log, ours), self._logs)
+            judged = yield from self._answers()
+            expected = "verdict, reasons and figures that LoadGen's log and the tables give"
+            yield self._concluded(expected, lambda: replay.conclusion(run, log, judged))
 
+    def _places(self, *names: str) -> tuple[Where, ...]:
+        return tuple(Where(self._prefix + name) for name in names)
 
-def _guarded(checks: Iterator[Observation], where: tuple[Where, ...]) -> Iterator[Observation]:
-    """What checks observe; fields of a kind that no run writes can break any step of them."""
-    try:
-        yield from checks
-    except Exception as error:
-        found = shown(f"{type(error).__name__}: {error}")
-        yield observe("run_folder.whole", False, "fields that can be computed with", found, where)
+    def _found(
+        self, check: str, expected: str, problems: Callable[[], Problems], where: tuple[Where, ...] = ()
+    ) -> Observation:
+        """Runs a check; fields of a kind that no run writes can break any step of it."""
+        where = where or self._places(RESULT, CONFIG)
+        try:
+            found = "; ".join(map(str, problems()))
+        except Exception as error:
+            found = f"cannot be computed: {type(error).__name__}: {error}"
+        return observe(f"run_folder.{check}", not found, expected, shown(found) or "nothing differs", where)
 
+    def _configuration(self) -> Observation:
+        run, model = self._run, run_facts.model_name(self._run)
+        renamed = [] if model is None else [f"model {run.result.get('model')}, {CONFIG} {model}"]
+        expected = "a run as it was configured, on one data set and one machine"
+        found = self._found("configuration", expected, lambda: [*run_facts.configuration(run, self._log), *renamed])
+        if renamed and "/" in str(model) and found.found == shown(renamed[0]):
+            return Observation(found.id, Severity.WARN, found.expected, found.found, found.where)  # it may be a link
+        return found
 
-def _metrics(folder: RunFolder) -> dict[str, Any]:
-    """What follows from the raw rows.
+    def _concluded(self, expected: str, replayed: Callable[[], list[replay.Difference]]) -> Observation:
+        """Differences of sentences alone weigh less: another version may have worded them in another way."""
+        kept: list[replay.Difference] = []
 
-    A process that was killed may have written rows after it last wrote the metrics; those are of the rows before.
-    """
-    summarised = partial(
-        summarise,
-        scenario=folder.result["scenario"],
-        finished=folder.verdict is not Verdict.INTERRUPTED,
-        load_seconds=seconds_under_load(folder.result),
-    )
-    metrics = summarised(folder.requests, folder.series)
-    if folder.verdict is not Verdict.INTERRUPTED or not _differing(folder.result, metrics):
-        return metrics
-    ended = [folder.result.get(f"samples_{how}") for how in ("completed", "failed", "cancelled")]
-    requests = folder.requests.slice(0, sum(count for count in ended if isinstance(count, int)))
-    for unwritten in range(min(len(folder.series), MOST_UNWRITTEN_SECONDS) + 1):
-        series = folder.series.slice(0, len(folder.series) - unwritten)
-        earlier = summarised(requests, series)
-        if not _differing(folder.result, earlier):
-            return earlier
-    return metrics
+        def problems() -> Problems:
+            kept.extend(replayed())
+            return kept
 
+        found = self._found("verdict", expected, problems, self._logs)
+        if kept and all(one.field.endswith((".message", ".finding")) for one in kept):
+            return Observation(found.id, Severity.WARN, found.expected, found.found, found.where)
+        return found
 
-def _differing(result: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
-    return sorted(name for name, value in metrics.items() if name not in result or not same(result[name], value))
+    def _rack_fields(self) -> list[str] | None:
+        """Fields that a rack lacks; None where nothing can be said of replicas.
+
+        A soak that went on after an interruption has the nodes of its last segment alone.
+        """
+        run, result = self._run, self._run.result
+        absent = [f"no {name}" for name in ("rack", "rack_nodes") if not result.get(name)]
+        asked = mapping(run.config.get("rack")).get("cluster") is not None or "ray" in mapping(result.get("target"))
+        resumed = mapping(result.get("soak")).get("interruptions")
+        return None if resumed or (absent and not (asked and len(run.requests))) else absent
+
+    def _nodes(self) -> Iterator[Observation]:
+        run = self._run
+        try:
+            problems = [*replay.nodes(self._tree, self._path, run)]
+        except MegatokenError as error:  # the checks of the nodes' folders say so too
+            yield observe("run_folder.nodes", None, "the run folder of each node", shown(str(error)), self._tables)
+            return
+        except Exception as error:
+            problems = [f"cannot be computed: {type(error).__name__}: {error}"]
+        expected = "tables, starts, verdict and aggregate that the run folders of its nodes give"
+        yield self._found("nodes", expected, lambda: problems, self._tables)
+        if far := [*replay.far_clocks(run)]:
+            expected = "clocks that differ by less than a minute and by less than a node ran"
+            found = shown("; ".join(far))
+            yield Observation("run_folder.nodes", Severity.WARN, expected, found, self._places(RESULT))
+
+    def _answers(self) -> Generator[Observation, None, Judgement | None]:
+        """Returns what the answers show, None where that is not known here."""
+        run = self._run
+        tested = run.config.get("compliance") is not None or "compliance" in run.result
+        if run.result.get("mode") != "accuracy" and not tested:
+            return Judgement({}, ())
+        check, expected = "compliance.recomputed", "the outcome of TEST06 that the logged answers give"
+        if not tested:
+            check, expected = "accuracy.recomputed", "scores, counts and targets that the logged answers give"
+        other = None
+        try:
+            answers = replay_answers.logged_answers(self._tree, self._path)
+            if answers is None:
+                return None
+            if tested:
+                judged, problems, other = replay_answers.compliance(self._tree, self._path, run, answers)
+            else:
+                judged, problems = replay_answers.accuracy(self._tree, self._path, run, answers)
+        except replay_answers.UnknownError as error:
+            yield observe(check, None, expected, shown(str(error)), self._logs)
+            return None
+        except Exception as error:
+            problems, judged = [f"cannot be computed: {type(error).__name__}: {error}"], None
+        found = f"{count_of(len(self._run.requests), 'answer')}, nothing differs"
+        yield observe(check, not problems, expected, shown("; ".join(problems)) or found, self._logs)
+        if other is not None:
+            expected = "a file that was verified with the end tokens of the run"
+            yield Observation("compliance.end_tokens", Severity.NOTE, expected, shown(other), self._places(RESULT))
+        return judged
+
+    def _health(self) -> Iterator[Observation]:
+        """What a finished run reports against itself: an audit without a fail does not make it healthy.
+
+        A compliance test that was not passed breaks a rule. A check of our own that was not, and lost replicas, leave
+        results that are less than they look.
+        """
+        run = self._run
+        if run.verdict not in (Verdict.INVALID, Verdict.DEGRADED) and not run.doubts:
+            return
+        against = [f"{reason['code']} {reason['message']}" for reason in (*run.reasons, *run.doubts)]
+        word = mapping(run.result.get("stability")).get("verdict")
+        severity = Severity.WARN if run.verdict is Verdict.DEGRADED else Severity.NOTE
+        if any(reason["code"] == "COMPLIANCE" for reason in run.reasons):
+            passed = mapping(run.result.get("compliance")).get("passed") is True
+            severity = Severity.WARN if passed else Severity.FAIL
+        found = f"{run.verdict}{f', {word}' if word else ''}: {'; '.join(against) or 'no reason given'}"
+        expected = "a run that reports nothing against itself"
+        yield Observation("run_folder.healthy", severity, expected, shown(found), self._places(RESULT))
 
 
 def _detail_log(tree: Tree, path: str) -> DetailLog | None:
@@ -231,182 +314,3 @@ def _detail_log(tree: Tree, path: str) -> DetailLog | None:
         return read_detail_log(tree.path(name)) if name in tree.files else None
     except UnreadableError:
         return None  # log.readable says why
-
-
-def _against_log(
-    result: Mapping[str, Any], logged: Run, log: DetailLog, where: tuple[Where, ...]
-) -> Iterator[Observation]:
-    figures = logged.figures
-    offline = result.get("scenario") == "offline"
-    expected: dict[str, Any] = {}
-    for name, keys in (_OFFLINE_FROM_LOG if offline else _FROM_LOG).items():
-        expected[name] = _finite(next((log.get(key) for key in keys if key in log.first), None))
-    for name, key in _SECONDS_FROM_LOG.items():
-        expected[name] = None if offline else in_seconds(log.number(key), 1e9)
-    if offline:
-        expected |= dict.fromkeys(_FROM_LOG.keys() - _OFFLINE_FROM_LOG.keys())
-    differing = [name for name, value in expected.items() if not same(result.get(name), value)]
-    yield observe(
-        "run_folder.loadgen",
-        not differing,
-        shown("; ".join(f"{name} {expected[name]}" for name in differing))
-        or "LoadGen's own numbers as its log has them",
-        shown("; ".join(f"{name} {result.get(name)}" for name in differing))
-        or f"{count_of(len(expected), 'field')}, all the same",
-        (*where, logged.where()),
-    )
-    tokens, samples = result.get("output_tokens"), result.get("samples_completed")
-    if figures.output_tokens is not None and isinstance(tokens, int) and result.get("mode") == "performance":
-        single = result.get("samples_without_tpot") or 0  # of one token, which LoadGen takes for none
-        found = f"{samples} samples and {tokens:,} tokens"
-        yield observe(
-            "run_folder.tokens",
-            samples == figures.samples_issued
-            and abs(tokens - single - figures.output_tokens) <= LOGGED * max(tokens, 1),
-            f"{figures.samples_issued:,} samples and about {figures.output_tokens:,.0f} tokens, as LoadGen counted",
-            f"{found}, of which LoadGen leaves out {single:,} that were answers of one" if single else found,
-            (*where, logged.where("result_tokens_per_second")),
-            Severity.FAIL,
-        )
-
-
-def _finite(value: Any) -> Any:
-    """``value``, None for what C++ prints of 0 / 0: rates of a single query."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _asked(folder: RunFolder, log: DetailLog, where: tuple[Where, ...]) -> Iterator[Observation]:
-    """What result.json and config.yaml say that LoadGen was asked for."""
-    result = folder.result
-    expected: dict[str, Any] = {}
-    expected |= {f"seeds.{name}": log.get(f"effective_{name}_rng_seed") for name in SEEDS}
-    if result.get("scenario") in ("server", "interactive"):
-        expected["offered_samples_per_second"] = log.number("effective_target_qps")
-        for name in ("ttft", "tpot"):
-            expected[f"{name}_limit_seconds"] = in_seconds(log.number(f"requested_server_{name}_latency"), 1e9)
-    else:
-        expected |= dict.fromkeys(("offered_samples_per_second", "ttft_limit_seconds", "tpot_limit_seconds"))
-    if result.get("mode") == "performance":
-        expected["send_lag_limit_seconds"] = _send_lag_limit_seconds(result)
-    told = {name: _at(result, name) for name in expected}
-    for key, value, asked in _configured(folder.config, log):
-        told[f"{CONFIG} {key}"], expected[f"{CONFIG} {key}"] = value, asked
-    wrong = [name for name, value in expected.items() if not same(told[name], value)]
-    yield observe(
-        "run_folder.asked",
-        not wrong,
-        shown("; ".join(f"{name} {expected[name]}" for name in wrong)) or "seeds, rate and limits of LoadGen's log",
-        shown("; ".join(f"{name} {told[name]}" for name in wrong)) or f"{len(expected)} compared, all agree",
-        where,
-    )
-
-
-def _configured(config: Mapping[str, Any], log: DetailLog) -> Iterator[tuple[str, Any, float]]:
-    """Keys of config.yaml that are what LoadGen was asked for, their values, and what its log says of that.
-
-    A compliance test has its own duration, a search offers other rates than the first, and SingleStream is asked for
-    one sample less (``harness.loadgen_plan``).
-    """
-    searched = config.get("find_rate") is True
-    known: dict[str, float | None] = {}
-    if config.get("compliance") is None:
-        known["min_duration_seconds"] = in_seconds(log.number("effective_min_duration_ms"), 1e3)
-    if config.get("samples") is not None and config.get("scenario") != "singlestream" and not searched:
-        known["samples"] = log.number("requested_min_query_count")
-    if config.get("scenario") in ("server", "interactive"):
-        if not searched:
-            known["rate"] = log.number("effective_target_qps")
-        for name in ("ttft", "tpot"):
-            if config.get(f"{name}_limit_seconds") is not None:
-                known[f"{name}_limit_seconds"] = in_seconds(log.number(f"requested_server_{name}_latency"), 1e9)
-    for key, asked in known.items():
-        if key in config and asked is not None:
-            value = config[key]
-            if key == "min_duration_seconds" and isinstance(value, float):
-                value = round(1e3 * value) / 1e3  # as LoadGen is given it
-            yield key, value, asked
-
-
-def _send_lag_limit_seconds(result: Mapping[str, Any]) -> float | None:
-    if result.get("scenario") == "offline":
-        return None
-    ttft = result.get("ttft_limit_seconds")
-    share = SEND_LAG_SHARE * ttft if isinstance(ttft, int | float) else 0.0
-    return max(SHORTEST_SEND_LAG_LIMIT_SECONDS, share)
-
-
-def _at(result: Mapping[str, Any], name: str) -> Any:
-    value: Any = result
-    for part in name.split("."):
-        value = mapping(value).get(part)
-    return value
-
-
-def _times(result: Mapping[str, Any], logged: Run, where: tuple[Where, ...]) -> Observation:
-    """When the folder was made, the query issued and the verdict reached, against LoadGen's own clock."""
-    moments = {name: _moment(result.get(name)) for name in ("created_at", "started_at", "ended_at")}
-    started, ended = moments["started_at"], moments["ended_at"]
-    begun, done = logged.figures.began_at, logged.figures.ended_at
-    problems = [f"{name} is no date" for name, moment in moments.items() if name in result and moment is None]
-    problems += [
-        f"{later} {result.get(later)} before {earlier} {result.get(earlier)}"
-        for (earlier, first), (later, second) in pairwise(moments.items())
-        if first is not None and second is not None and elapsed(second, first) > CLOCK_SECONDS
-    ]
-    if started is not None and begun is not None and abs(elapsed(begun, started)) > LATE_SECONDS:
-        problems.append(f"started_at {result.get('started_at')}, LoadGen's test began {begun.isoformat()}")
-    if ended is not None and done is not None and elapsed(ended, done) > CLOCK_SECONDS:
-        problems.append(f"ended_at {result.get('ended_at')}, LoadGen's test ended {done.isoformat()}")
-    compared = sum(moment is not None for moment in moments.values())
-    return observe(
-        "run_folder.times",
-        not problems if compared else None,
-        "a folder made before LoadGen's test began, and a verdict reached after it ended",
-        shown("; ".join(problems)) or f"{compared} times, in order",
-        (*where, logged.where("power_begin")),
-    )
-
-
-def _stability(folder: RunFolder, where: tuple[Where, ...]) -> Observation:
-    """A soak's verdict, judged again: it has no log of LoadGen's."""
-    expected = "the stability that its time series shows; where that is STABLE MEASURED, DEGRADED without all replicas"
-    try:
-        held = Verdict.DEGRADED if lost_replicas(folder.result) else Verdict.MEASURED
-        again = plain(judge_soak(folder.result, folder.environment, folder.requests, folder.series))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        return observe("run_folder.stability", False, expected, shown(f"cannot be judged: {error!r}"), where)
-    stated = mapping(folder.result.get("stability"))
-    agrees = same(_coded(stated), _coded(again))
-    of_the_run = [reason for reason in folder.result["reasons"] if reason["code"] not in NO_SOAKS_OWN]
-    repeated = of_the_run == stated.get("reasons")
-    steady = again["verdict"] == Stability.STABLE
-    healthy = folder.verdict is Verdict.INVALID or (steady and folder.verdict is held)
-    found = f"{stated.get('verdict')}, judged again {again['verdict']}; the run is {folder.verdict}"
-    if not repeated:
-        found += ", for other reasons than its stability has"
-    return observe("run_folder.stability", agrees and repeated and healthy, expected, shown(found), where)
-
-
-def _logged_by_nodes(tree: Tree, folder: RunFolder, path: str) -> bool:
-    """Whether each node of a rack had a LoadGen of its own, whose run folders lie in this one and are checked there."""
-    verdicts = folder.result.get("node_verdicts")
-    ended = [name for name, verdict in verdicts.items() if verdict] if isinstance(verdicts, Mapping) else []
-    logs = [below(path, f"{NODES}/{name}/{MLPERF}/mlperf_log_detail.txt") for name in ended]
-    return bool(logs) and all(log in tree.files for log in logs)
-
-
-def _coded(stability: Mapping[str, Any]) -> dict[str, Any]:
-    """A soak's stability without what its reasons say in words, which other versions word otherwise."""
-    reasons = stability.get("reasons")
-    if not isinstance(reasons, list):
-        return dict(stability)
-    coded = [{**reason, "message": None} if isinstance(reason, Mapping) else reason for reason in reasons]
-    return {**stability, "reasons": coded}
-
-
-def _moment(text: Any) -> datetime | None:
-    try:
-        moment = datetime.fromisoformat(text)
-    except (TypeError, ValueError):
-        return None
-    return moment if moment.tzinfo else None

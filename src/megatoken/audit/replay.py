@@ -1,0 +1,234 @@
+"""Recompute ``result.json`` with the functions that wrote it, from the logs and tables of its run folder, and compare.
+
+Every function yields differences: a field, what is stored and what follows from the rest of the folder. Independent
+formulas that could show a wrong writer are in the tests of the rooms that own the functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Set
+from typing import Any, NamedTuple
+
+from megatoken.accuracy.gate import Judgement
+from megatoken.analysis.statistics import ARRIVING
+from megatoken.analysis.summary import summarise_run
+from megatoken.audit.discovery import Tree, below
+from megatoken.errors import UsageError
+from megatoken.files import mapping, plain
+from megatoken.harness.result import concluded, concluded_soak, core_wait_notes, run_notes
+from megatoken.harness.together import concluded_nodes, gathered, joined_tables, node_starts
+from megatoken.mlperf.detail_log import DetailLog
+from megatoken.mlperf.run_figures import in_seconds, samples_answers
+from megatoken.runs.run import NODES, REQUESTS, RESULT, SCHEMA_VERSION, SERIES, Run, Verdict, read_run
+from megatoken.text import is_number
+
+SAME = 1e-9  # relative: the same arithmetic on the same rows
+ANSWERS = ("ACCURACY", "ANSWERS", "COMPLIANCE")  # codes of reasons that follow from the answers alone
+MOST_UNWRITTEN_SECONDS = 30  # rows of the series that a killed process may have written since the metrics
+MOST_OFFSET_SECONDS = 60.0  # of a node's clock, without a doubt about it
+_SENTENCES = frozenset(("message", "notes", "basis", "reason", "formula", "statement", "observations"))
+_SENTENCES |= {"coefficient_of_variation_formula"}  # for people; other versions word them in another way
+
+
+class Difference(NamedTuple):
+    """A field whose stored value does not follow from the rest of the run folder."""
+
+    field: str
+    stored: Any
+    recomputed: Any
+
+    def __str__(self) -> str:
+        return f"{self.field} {_short(self.stored)}, recomputed {_short(self.recomputed)}"
+
+
+def differences(
+    stored: Any, again: Any, field: str = "", *, relative: float = SAME, ignoring: Set[str] = frozenset()
+) -> Iterator[Difference]:
+    """Where two values of JSON differ: texts and integers exactly, other numbers nearly; null may be absent.
+
+    Args:
+        stored: from a file.
+        again: recomputed; of the outermost mapping only its keys are compared.
+        field: what the values are called.
+        relative: tolerance of numbers.
+        ignoring: keys that are not compared, at any depth.
+    """
+    if isinstance(stored, Mapping) and isinstance(again, Mapping):
+        for key in again if not field else {**again, **stored}:
+            if key not in ignoring:
+                name = f"{field}.{key}" if field else str(key)
+                yield from differences(stored.get(key), again.get(key), name, relative=relative, ignoring=ignoring)
+    elif isinstance(stored, list) and isinstance(again, list) and len(stored) == len(again):
+        for number, (one, other) in enumerate(zip(stored, again, strict=True)):
+            place = one.get("code", number) if isinstance(one, Mapping) else number
+            yield from differences(one, other, f"{field}.{place}", relative=relative, ignoring=ignoring)
+    elif not _same(stored, again, relative):
+        yield Difference(field, stored, again)
+
+
+def metrics(run: Run) -> list[Difference]:
+    """All metrics against the two tables.
+
+    A process that was killed may have written rows after it last wrote the metrics, which are of the rows before.
+    """
+    known = {name: value for name, value in run.result.items() if name != "aggregate"}
+    found = _metrics(run, known, len(run.requests), len(run.series))
+    if run.verdict is not Verdict.INTERRUPTED or not found:
+        return found
+    ended = [run.result.get(f"samples_{how}") for how in ("completed", "failed", "cancelled")]
+    samples = sum(count for count in ended if isinstance(count, int))
+    for unwritten in range(min(len(run.series), MOST_UNWRITTEN_SECONDS) + 1):
+        if not _metrics(run, known, samples, len(run.series) - unwritten):
+            return []
+    return found
+
+
+def _metrics(run: Run, known: Mapping[str, Any], samples: int, rows: int) -> list[Difference]:
+    again = plain(summarise_run(known, run.requests.slice(0, samples), run.series.slice(0, rows)))
+    if "node_verdicts" in run.result:
+        again.pop("aggregate", None)  # of the nodes' own folders
+    return list(differences(run.result, again, ignoring=_SENTENCES))
+
+
+def conclusion(run: Run, log: DetailLog, judged: Judgement | None) -> list[Difference]:
+    """Verdict, reasons and LoadGen's figures against LoadGen's log, the requests and ``judged``: the answers.
+
+    Without ``judged`` the reasons that the answers gave are taken as they are stored.
+    """
+    if judged is None:
+        kept: dict[str, Any] = {name: run.result[name] for name in ("accuracy", "compliance") if name in run.result}
+        judged = Judgement(kept, [reason for reason in run.reasons if reason["code"] in ANSWERS])
+    again = concluded(run.result, log, run.requests, judged, compliance=samples_answers(log))
+    return _concluded(run, plain({**_asked(run, log), **again}))
+
+
+def soak(run: Run) -> list[Difference]:
+    """Verdict, reasons and stability of a soak against its tables."""
+    return _concluded(run, plain(concluded_soak(run.result, run.environment, run.requests, run.series)))
+
+
+def _concluded(run: Run, again: Mapping[str, Any]) -> list[Difference]:
+    """Fields of the end of a run. Reasons of version 1 had sentences only, so their codes and numbers are compared."""
+    if run.result["schema_version"] == SCHEMA_VERSION:
+        return list(differences(run.result, again))
+    known = {name: value for name, value in again.items() if name in run.result}
+    return list(differences(_coded(run.result), _coded(known)))
+
+
+def _coded(fields: Any) -> Any:
+    """The same fields; of reasons only their codes and the numbers that were found and required."""
+    if isinstance(fields, list):
+        return [_coded(one) for one in fields]
+    if not isinstance(fields, Mapping):
+        return fields
+    if "message" in fields:
+        numbers = {name: fields[name] for name in ("found", "required") if is_number(fields.get(name))}
+        return {"code": fields.get("code"), **numbers}
+    return {name: _coded(value) for name, value in fields.items()}
+
+
+def _asked(run: Run, log: DetailLog) -> dict[str, Any]:
+    """What LoadGen was asked for, under the names of ``result.json``."""
+    arriving = run.result["scenario"] in ARRIVING
+
+    def of_server(key: str, per_unit: float) -> float | None:
+        return in_seconds(log.number(key), per_unit) if arriving else None
+
+    return {
+        "seeds": {name: log.get(f"effective_{name}_rng_seed") for name in ("qsl", "sample_index", "schedule")},
+        "offered_samples_per_second": of_server("effective_target_qps", 1.0),
+        "ttft_limit_seconds": of_server("requested_server_ttft_latency", 1e9),
+        "tpot_limit_seconds": of_server("requested_server_tpot_latency", 1e9),
+    }
+
+
+def notes(run: Run) -> Iterator[str]:
+    """Codes of notes that the fields of a run call for, and its notes on them."""
+    result, config = run.result, run.config
+    gpu, drawn = mapping(config.get("rack")).get("simulated_gpu"), result.get("random_weights")
+    due = {
+        "SIMULATED_GPU": bool(gpu),
+        "RANDOM_WEIGHTS": bool(drawn) and not gpu,
+        "REFERENCE_MODEL": result.get("model") == config.get("model") == "reference" and not drawn,
+        "COMPLIANCE_TEST": bool(config.get("compliance")),
+        "RULES_SCOPE": bool(config.get("rules")),
+        "SOAK": "soak" in result,
+    }
+    by_code = {note["code"]: note for note in result.get("notes") or () if "node" not in note}
+    again = {note["code"]: note for note in run_notes({**result, "notes": []})}
+    if run.verdict is not Verdict.INTERRUPTED:  # it is added at the end
+        again |= {note["code"]: note for note in core_wait_notes(result.get("core_wait_share"), result)}
+        due |= {code: code in again for code in ("CORE_WAIT", "DRIVER_CORE_WAIT")}
+    due |= {code: code in again for code in ("NO_KERNELS", "BF16_WIDENED", "NO_GPU")}
+    for code, wanted in due.items():
+        if wanted is not (code in by_code):
+            yield f"{'no ' if wanted else ''}note {code}, which {'has its cause' if wanted else 'has no cause'} here"
+        elif wanted and code in again:
+            tolerance = SAME if result["schema_version"] == SCHEMA_VERSION else 0.2  # it had whole percents
+            found = differences(by_code[code], again[code], code, relative=tolerance, ignoring=_SENTENCES | {"why"})
+            yield from map(str, found)
+    if gpu and str(by_code.get("SIMULATED_GPU", {}).get("gpu")).lower() != str(gpu).lower():
+        yield f"note SIMULATED_GPU of {by_code.get('SIMULATED_GPU', {}).get('gpu')}, config.yaml {gpu}"
+
+
+def nodes(tree: Tree, path: str, run: Run) -> Iterator[str]:
+    """Fields and tables of a rack with a LoadGen for each node, against the run folders of the nodes.
+
+    Raises:
+        UsageError: a node's folder is missing or damaged.
+    """
+    rack, verdicts = run.result["rack"], run.result["node_verdicts"]
+    runs = {}
+    for name in (name for name, verdict in verdicts.items() if verdict is not None):
+        folder = below(path, f"{NODES}/{name}")
+        if f"{folder}/{RESULT}" not in tree.files:  # a name may lead out of the folder
+            raise UsageError(f"{NODES}/{name} is missing")
+        runs[name] = read_run(tree.path(folder))
+    if not runs:
+        raise UsageError("no node finished")
+    offsets = rack["clock_offsets"]
+    silent = {loss["node"]: loss["cause"] for loss in rack["lost"] if loss["replica"] is None}
+    if silent.keys() != verdicts.keys() - runs.keys():
+        yield f"nodes without a verdict are not those in rack.lost: {', '.join(silent) or 'none'}"
+    yield from (f"no clock offset of {name}" for name in runs.keys() - {one["node"] for one in offsets})
+    yield from (f"rack_nodes of {name} differ" for name, one in runs.items() if _planned(one) != _planned(run))
+    tables = joined_tables(runs, node_starts(runs, offsets))
+    for file, stored, again in zip((REQUESTS, SERIES), (run.requests, run.series), tables, strict=True):
+        if len(stored) != len(again):
+            yield f"{file} has {len(stored):,} rows, those of the nodes {len(again):,}"
+            continue
+        if file == SERIES:  # rows of the same moment have no order
+            keys = [(name, "ascending") for name in ("node", "replica", "elapsed_seconds")]
+            stored, again = stored.sort_by(keys), again.sort_by(keys)
+        for name in stored.column_names:
+            if any(differences(stored[name].to_pylist(), again[name].to_pylist(), name)):
+                yield f"{name} of {file} differs from the nodes' tables"
+    again = {**gathered(run.result, runs, silent, offsets), **concluded_nodes(run.result, runs)}
+    yield from map(str, differences(run.result, plain(again), ignoring=_SENTENCES))
+
+
+def far_clocks(run: Run) -> Iterator[str]:
+    """Nodes whose clock offset is so long that runs one after the other would look simultaneous."""
+    durations = [node["duration_seconds"] for node in run.result["nodes"]]
+    most = min([MOST_OFFSET_SECONDS, *durations])
+    for one in run.result["rack"]["clock_offsets"]:
+        if abs(one["wall_seconds"]) > most:
+            yield f"{one['node']} {one['wall_seconds']:,.3g} s"
+
+
+def _planned(run: Run) -> dict[str, tuple[int, int]]:
+    return {entry["node"]: (entry["replicas"], entry["gpus"]) for entry in run.result.get("rack_nodes") or ()}
+
+
+def _same(one: Any, other: Any, relative: float) -> bool:
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if (isinstance(one, float) and is_number(other)) or (isinstance(other, float) and is_number(one)):
+        return math.isclose(one, other, rel_tol=relative, abs_tol=1e-12) or (math.isnan(one) and math.isnan(other))
+    return bool(one == other)  # integers too: a seed has 20 digits
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 120 else f"{text[:120]}..."

@@ -1,0 +1,228 @@
+"""The answers of a run folder, judged again with the functions that judged them: scores, targets and TEST06."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatoken.accuracy.decoding import AnswerDecoder
+from megatoken.accuracy.evaluate import Scores
+from megatoken.accuracy.files import TEXT
+from megatoken.accuracy.gate import FACTS, Judgement, compliance_judgement, reference_gate
+from megatoken.accuracy.judge import scored
+from megatoken.accuracy.targets import BY_SENTENCES, FOLDER, Target, Targets, numbers
+from megatoken.accuracy.verify import cut_samples
+from megatoken.audit.discovery import Tree, below
+from megatoken.audit.replay import differences
+from megatoken.datasets.references import HELD_OUT, References, load_references
+from megatoken.engine.config import REFERENCE, SHAPES, end_token_ids, model_folder
+from megatoken.errors import MegatokenError
+from megatoken.files import UnreadableError, mapping, open_regular, plain, read_json_object, read_text
+from megatoken.mlperf.accuracy_log import ACCURACY_LOG, Answers, read_accuracy_scores, read_answers
+from megatoken.mlperf.compliance import DOCUMENT, ComplianceResult, check_test06
+from megatoken.runs.run import MLPERF, RESULT, SCHEMA_VERSION, Run
+
+SCORES, SCORE_TEXT = f"{FOLDER}/accuracy.json", f"{FOLDER}/{TEXT}"
+TESTED, VERIFIED = f"compliance/TEST06/{DOCUMENT}", "compliance/TEST06/verify_accuracy.txt"
+MOST_LOG_BYTES = MOST_REFERENCES_BYTES = 2**30
+MOST_SCORED_BYTES = 2_000_000  # of token ids; the scores of 500,000 take a minute or two of a core
+SCORE = 6e-5  # relative: references keep four decimals
+_NOT_COMPARED = {"log", "references", "notes", "reasons", "schema_version"}  # paths, sentences for people, forms
+_OTHER_REFERENCES = "is another file than the prompts of the run"
+
+
+class UnknownError(Exception):
+    """The answers cannot be judged here; the message says why."""
+
+
+def logged_answers(tree: Tree, path: str) -> Answers | None:
+    """The answers in LoadGen's log of the run folder ``path``; None without a log. Raises UnknownError."""
+    name = below(path, f"{MLPERF}/{ACCURACY_LOG}")
+    if name not in tree.files:
+        return None
+    file = tree.path(name)
+    if file.stat().st_size > MOST_LOG_BYTES:
+        raise UnknownError(f"{ACCURACY_LOG} has more than {MOST_LOG_BYTES:,} bytes")
+    try:
+        answers = read_answers(file)
+        answers.token_ids()
+    except MegatokenError as error:
+        raise UnknownError(str(error).replace(str(file), ACCURACY_LOG)) from None
+    return answers
+
+
+def accuracy(tree: Tree, path: str, run: Run, answers: Answers) -> tuple[Judgement, list[str]]:
+    """What the gate of an accuracy run finds, and every stored score, target and count that differs.
+
+    Raises:
+        UnknownError: the expected answers or the tokenizer are not here, or scores would take too long.
+    """
+    document, judged, problems = _json(tree, below(path, SCORES)), Judgement({}, ()), []
+    stored = run.result.get("accuracy")
+    if _is_gated(run):
+        references = _references(tree, path, run, {})
+        rows = len(references.texts)
+        gate = reference_gate(references.content_hash, min(len(answers.records), rows))
+        if gate is None:
+            raise UnknownError("the gate of the reference model is of another data set")
+        again, _ = _scored(answers, references, run, gate.targets)
+        judged = Judgement({"accuracy": {name: again[name] for name in FACTS}}, again["reasons"])
+        problems += _unlike(f"{RESULT} accuracy", stored, judged.facts["accuracy"], references)
+        if run.result.get("data_set_rows") != rows:
+            problems.append(f"{RESULT} data_set_rows {run.result.get('data_set_rows')}, the data set has {rows}")
+        problems += [f"no {name}" for name in (SCORES, SCORE_TEXT) if below(path, name) not in tree.files]
+    elif stored is not None:
+        problems.append(f"{RESULT} accuracy, though nothing judges the answers of such a run")
+    if document is not None:
+        problems += _evaluation(tree, path, run, answers, document)
+    return judged, problems
+
+
+def _evaluation(tree: Tree, path: str, run: Run, answers: Answers, document: Mapping[str, Any]) -> Iterator[str]:
+    """``accuracy.json`` and ``accuracy.txt``, which ``megatoken accuracy`` may have written later."""
+    references, targets = _references(tree, path, run, document), _targets(document.get("targets"))
+    foreign = any(_OTHER_REFERENCES in str(note) for note in document.get("notes") or ())
+    if references.content_hash != run.result.get("data_set_sha256") and not foreign:
+        yield f"{SCORES} references_sha256 {references.content_hash[:16]} is not that of the run's prompts"
+    again, scores = _scored(answers, references, run, targets)
+    yield from _unlike(SCORES, document, again, references)
+    codes, wanted = ([str(mapping(one).get("code")) for one in of.get("reasons") or ()] for of in (document, again))
+    if codes != wanted and not any(target.name in BY_SENTENCES for target in (targets.targets if targets else ())):
+        yield f"{SCORES} reasons {', '.join(codes) or 'none'}, recomputed {', '.join(wanted) or 'none'}"
+    if below(path, SCORE_TEXT) in tree.files:
+        try:
+            stated = read_accuracy_scores(tree.path(below(path, SCORE_TEXT))).scores
+        except UnreadableError as error:
+            yield f"{SCORE_TEXT} {error}"
+            return
+        yield from _unlike(
+            SCORE_TEXT, stated, {name.lower(): value for name, value in numbers(scores).items()}, references
+        )
+
+
+def compliance(tree: Tree, path: str, run: Run, answers: Answers) -> tuple[Judgement, list[str], str | None]:
+    """What TEST06 finds, every stored field and line that differs, and a note on end tokens that were looked for.
+
+    Raises:
+        UnknownError: the end tokens of the model are not here, and nothing differs by those that the run names.
+    """
+    stored, document = mapping(run.result.get("compliance")), _json(tree, below(path, TESTED))
+    known, named = _end_tokens(run), _named(stored)
+    ends, later = named if known is None else known, _named(mapping(document))
+    outcome = _tested(run, answers, ends or ())
+    problems = _unlike_test(run, f"{RESULT} compliance", run.result.get("compliance"), outcome)
+    again = outcome if later is None else _tested(run, answers, later)  # verified with other end tokens, if asked to
+    if document is not None:
+        problems += _unlike_test(run, TESTED, document, again)
+    if below(path, VERIFIED) in tree.files:
+        try:
+            lines = read_text(tree.path(below(path, VERIFIED)))[0].splitlines()
+        except UnreadableError as error:
+            lines = [str(error)]
+        problems += [f"{VERIFIED}: no line {line}" for line in again.lines if line not in lines]
+    if not problems and known is None:
+        raise UnknownError("the model's end tokens are not known here; by those that the run names, nothing differs")
+    other = None
+    if later is not None and ends is not None and set(later) != set(ends):
+        other = f"{TESTED} looked for {', '.join(map(str, later))}, the run for {', '.join(map(str, ends))}"
+    return compliance_judgement(outcome), problems, other
+
+
+def _scored(
+    answers: Answers, references: References, run: Run, targets: Targets | None
+) -> tuple[dict[str, Any], Scores]:
+    size = sum(len(record.data) for record in answers.records)
+    if size > MOST_SCORED_BYTES:
+        raise UnknownError("scores of so many answers take minutes; megatoken accuracy computes them")
+    try:
+        decoder = AnswerDecoder(model_folder(str(run.config.get("model"))))
+        document, scores = scored(answers, references, decoder, targets, partial=True, processes=1)
+    except MegatokenError as error:
+        raise UnknownError(str(error)) from None
+    return plain(document), scores
+
+
+def _unlike(file: str, stored: Any, again: Mapping[str, Any], references: References) -> list[str]:
+    """Scores that need sentences differ by the release of NLTK, and so are left out."""
+    left_out = {"rougeLsum", "rougelsum", "gen_len"} | ({"exact_match"} - {*_exact(references)})
+    if not isinstance(stored, Mapping):
+        return [f"no {file}"]
+    found = differences(stored, again, relative=SCORE, ignoring=_NOT_COMPARED | left_out)
+    return [f"{file} {one}" for one in found]
+
+
+def _exact(references: References) -> set[str]:
+    return {"exact_match"} if set(references.scorings) <= {"exact", "summary", "rouge"} else set()
+
+
+def _unlike_test(run: Run, file: str, stored: Any, outcome: ComplianceResult) -> list[str]:
+    if not isinstance(stored, Mapping):
+        return [f"no {file}"]
+    again = plain(outcome.to_document())
+    if run.result["schema_version"] < SCHEMA_VERSION or not isinstance(stored.get("findings"), list):
+        again.pop("findings")  # sentences, which named paths
+    return [f"{file} {one}" for one in differences(stored, again, ignoring={"message"})]
+
+
+def _tested(run: Run, answers: Answers, ends: tuple[int, ...]) -> ComplianceResult:
+    cut = cut_samples(run.requests)
+    return check_test06(answers, offline=run.result["scenario"] == "offline", end_token_ids=ends, cut_samples=cut)
+
+
+def _is_gated(run: Run) -> bool:
+    """Whether the answers are those of the reference model to its own data set."""
+    config = run.config
+    named = config.get("prompts") or config.get("lengths")
+    return config.get("model") == REFERENCE and config.get("random_weights") is not True and not named
+
+
+def _references(tree: Tree, path: str, run: Run, document: Mapping[str, Any]) -> References:
+    """The answers expected: those that ship, or a file that the run or its evaluation names, by its hash."""
+    digest = str(document.get("references_sha256") or run.result.get("data_set_sha256"))
+    named = [Path(name) for name in (document.get("references"), run.config.get("prompts")) if isinstance(name, str)]
+    inside = [tree.path(name) for name in (below(path, one.name) for one in named) if name in tree.files]
+    for file in (HELD_OUT, *inside, *named):
+        try:
+            open_regular(file).close()  # anyone may have named it: no pipe, nothing without an end
+            if file.stat().st_size <= MOST_REFERENCES_BYTES:
+                references = load_references(file)
+                if references.content_hash == digest:
+                    return references
+        except (UnreadableError, MegatokenError, OSError, ValueError):
+            continue
+    raise UnknownError(f"the expected answers, SHA-256 {digest[:16]}, are not here")
+
+
+def _targets(stored: Any) -> Targets | None:
+    if not isinstance(stored, Mapping):
+        return None
+    return Targets(**{**stored, "targets": tuple(Target(**one) for one in stored["targets"])})
+
+
+def _end_tokens(run: Run) -> tuple[int, ...] | None:
+    """Those of a published shape, or of a model whose files are here."""
+    model = str(run.config.get("model"))
+    if model in SHAPES and run.result.get("random_weights"):  # otherwise it is a folder of that name
+        return SHAPES[model].end_token_ids
+    for name in ("generation_config.json", "config.json"):
+        file = model_folder(model) / name
+        try:
+            return end_token_ids(read_json_object(file)[0], file)
+        except (UnreadableError, MegatokenError):
+            continue
+    return None
+
+
+def _named(stored: Mapping[str, Any]) -> tuple[int, ...] | None:
+    named = stored.get("end_token_ids")
+    return tuple(named) if isinstance(named, list) and all(isinstance(one, int) for one in named) else None
+
+
+def _json(tree: Tree, path: str) -> Mapping[str, Any] | None:
+    if path not in tree.files:
+        return None
+    try:
+        return read_json_object(tree.path(path))[0]
+    except UnreadableError:
+        return {}
