@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import megatoken.audit.catalog  # noqa: F401
 from megatoken.analysis.aggregation import Aggregate, aggregate
 from megatoken.audit.archive import unpacked
 from megatoken.audit.checks import endpoints as endpoint_checks

@@ -29,7 +29,6 @@ MOST_LOG_BYTES = MOST_REFERENCES_BYTES = 2**30
 MOST_SCORED_BYTES = 2_000_000  # of token ids; the scores of 500,000 take a minute or two of a core
 SCORE = 6e-5  # relative: references keep four decimals
 _NOT_COMPARED = {"log", "references", "notes", "reasons", "schema_version"}  # paths, sentences for people, forms
-_OTHER_REFERENCES = "is another file than the prompts of the run"
 
 
 class UnknownError(Exception):
@@ -74,22 +73,26 @@ def accuracy(tree: Tree, path: str, run: Run, answers: Answers) -> tuple[Judgeme
         problems += [f"no {name}" for name in (SCORES, SCORE_TEXT) if below(path, name) not in tree.files]
     elif stored is not None:
         problems.append(f"{RESULT} accuracy, though nothing judges the answers of such a run")
-    if document is not None:
-        problems += _evaluation(tree, path, run, answers, document)
+    try:
+        problems += _evaluation(tree, path, run, answers, document) if document is not None else ()
+    except UnknownError:
+        if not problems:
+            raise
     return judged, problems
 
 
 def _evaluation(tree: Tree, path: str, run: Run, answers: Answers, document: Mapping[str, Any]) -> Iterator[str]:
     """``accuracy.json`` and ``accuracy.txt``, which ``megatoken accuracy`` may have written later."""
+    digest, asked = str(document.get("references_sha256")), str(run.result.get("data_set_sha256"))
+    codes = {mapping(note).get("code") for note in document.get("notes") or ()}
+    if digest != asked and "OTHER_REFERENCES" not in codes and document.get("schema_version") != 1:
+        yield f"{SCORES} references_sha256 {digest[:16]}, the run had {asked[:16]}"
     references, targets = _references(tree, path, run, document), _targets(document.get("targets"))
-    foreign = any(_OTHER_REFERENCES in str(note) for note in document.get("notes") or ())
-    if references.content_hash != run.result.get("data_set_sha256") and not foreign:
-        yield f"{SCORES} references_sha256 {references.content_hash[:16]} is not that of the run's prompts"
     again, scores = _scored(answers, references, run, targets)
     yield from _unlike(SCORES, document, again, references)
-    codes, wanted = ([str(mapping(one).get("code")) for one in of.get("reasons") or ()] for of in (document, again))
-    if codes != wanted and not any(target.name in BY_SENTENCES for target in (targets.targets if targets else ())):
-        yield f"{SCORES} reasons {', '.join(codes) or 'none'}, recomputed {', '.join(wanted) or 'none'}"
+    given, wanted = ([str(mapping(one).get("code")) for one in of.get("reasons") or ()] for of in (document, again))
+    if given != wanted and not any(target.name in BY_SENTENCES for target in (targets.targets if targets else ())):
+        yield f"{SCORES} reasons {', '.join(given) or 'none'}, recomputed {', '.join(wanted) or 'none'}"
     if below(path, SCORE_TEXT) in tree.files:
         try:
             stated = read_accuracy_scores(tree.path(below(path, SCORE_TEXT))).scores
