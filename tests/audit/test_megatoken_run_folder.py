@@ -123,7 +123,7 @@ def test_a_run_that_breaks_the_rules_it_claims_is_not_made_valid(tmp_path):
     assert result["verdict"] == "INVALID"
     path.write_text(json.dumps({**result, "verdict": "VALID", "reasons": []}))
     found = grave(folder)
-    assert found["run_folder.verdict"].startswith("verdict VALID, recomputed INVALID; reasons [], recomputed [")
+    assert found["run_folder.verdict"].startswith("verdict VALID, recomputed INVALID; reasons none, recomputed ")
     assert "MIN_DURATION" in found["run_folder.verdict"]
     path.write_text(json.dumps({**result, "reasons": []}))
     assert "run_folder.verdict" in grave(folder)

@@ -436,7 +436,7 @@ def test_scores_are_computed_again(scored: Path, tmp_path: Path, edits: list[Edi
 def test_reasons_that_the_answers_do_not_give(also: list[Edit], scored: Path, tmp_path: Path) -> None:
     edits = (*also, said_to_miss("result.json", "rouge1 is 1; the gate asks for 2 or more"))
     found = edited(scored, tmp_path, *edits)["run_folder.verdict"]
-    assert found.startswith("verdict INVALID, recomputed MEASURED; reasons [{'code': 'ACCURACY'")
+    assert found.startswith("verdict INVALID, recomputed MEASURED; reasons ACCURACY, recomputed none")
 
 
 def test_scores_whose_references_are_not_at_hand_are_unknown(scored: Path, tmp_path: Path) -> None:
@@ -564,7 +564,7 @@ def test_a_soak_that_was_not_healthy_is_told(soaked: Path) -> None:
             "run_folder.configuration",
             "soak.settings min_duration_seconds 2.0, config.yaml 7200.0",
         ),
-        (in_result(reasons=[]), "run_folder.verdict", "reasons [], recomputed [{'code': 'TOO_SHORT'"),
+        (in_result(reasons=[]), "run_folder.verdict", "reasons none, recomputed TOO_SHORT"),
     ],
 )
 def test_what_a_soak_recorded(soaked: Path, tmp_path: Path, edit: Edit, check: str, found: str) -> None:

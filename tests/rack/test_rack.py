@@ -293,7 +293,7 @@ def assert_lies_about_nodes_are_found(run: Run) -> None:
     offsets = run.result["rack"]["clock_offsets"]
     for found, values in {
         "run_folder.nodes: verdict VALID, recomputed MEASURED": {"verdict": "VALID"},
-        "run_folder.nodes: rules_unmet [], recomputed [{'code': 'MIN_DURATION'": {"rules_unmet": []},
+        "run_folder.nodes: rules_unmet none, recomputed MIN_DURATION": {"rules_unmet": []},
         "run_folder.nodes: node_verdicts.beta VALID, recomputed MEASURED": {"node_verdicts__beta": "VALID"},
         "rack.replicas_least 1, recomputed 2": {"rack__replicas_least": 1},
         "run_folder.nodes: rack.start_spread_seconds 9.0, recomputed": {"rack__start_spread_seconds": 9.0},

@@ -63,6 +63,8 @@ def differences(
         for number, (one, other) in enumerate(zip(stored, again, strict=True)):
             place = one.get("code", number) if isinstance(one, Mapping) else number
             yield from differences(one, other, f"{field}.{place}", relative=relative, ignoring=ignoring)
+    elif _codes(stored) != _codes(again):
+        yield Difference(field, _codes(stored), _codes(again))
     elif not _same(stored, again, relative):
         yield Difference(field, stored, again)
 
@@ -221,9 +223,18 @@ def _planned(run: Run) -> dict[str, tuple[int, int]]:
     return {entry["node"]: (entry["replicas"], entry["gpus"]) for entry in run.result.get("rack_nodes") or ()}
 
 
+def _codes(listed: Any) -> str:
+    """The codes of reasons; none for no reason, and for anything else."""
+    if not isinstance(listed, list):
+        return "none"
+    return ", ".join(str(one.get("code")) for one in listed if isinstance(one, Mapping)) or "none"
+
+
 def _same(one: Any, other: Any, relative: float) -> bool:
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
+    if one is None and other == []:
+        return True
     if (isinstance(one, float) and is_number(other)) or (isinstance(other, float) and is_number(one)):
         return math.isclose(one, other, rel_tol=relative, abs_tol=1e-12) or (math.isnan(one) and math.isnan(other))
     return bool(one == other)  # integers too: a seed has 20 digits

@@ -122,7 +122,7 @@ def concluded_soak(
         if one["lost_replicas"]
     ]
     verdict, reasons = _without_replicas(verdict, reasons, [*before, *lost_replicas(facts)])
-    return {"verdict": verdict, "reasons": reasons, "rules_unmet": [], "stability": stability}
+    return {"verdict": verdict, "reasons": reasons, "rules_unmet": [], "doubts": [], "stability": stability}
 
 
 def lost_replicas(facts: Mapping[str, Any]) -> list[Reason]:
