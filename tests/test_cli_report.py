@@ -53,7 +53,7 @@ def test_the_page_of_a_document_lies_beside_it_wherever_the_command_is_called(tm
     (tmp_path / "plan_energy.json").rename(tmp_path / "ours.json")
     assert call_here("report", tmp_path / "ours.json")[:2] == (0, f"{tmp_path / 'ours.html'}\n")
     (tmp_path / "ours.html").write_text("my own notes")
-    assert "ours.html: this file is not a megatoken page of megatoken" in refused("report", tmp_path / "ours.json")
+    assert "ours.html: this file is not a megatoken page" in refused("report", tmp_path / "ours.json")
     assert (tmp_path / "ours.html").read_text() == "my own notes"
     assert not Path("report.html").exists()
 
@@ -91,7 +91,7 @@ def test_what_has_no_page(tmp_path_factory: pytest.TempPathFactory, tmp_path: Pa
         ((), "Missing argument"),
         ((run, "--json"), "need --query"),
         ((run, "--csv"), "need --query"),
-        ((run, run, "--out", tmp_path / "page.html"), "give one PATH"),
+        ((run, run, "--out", tmp_path / "page.html"), "give only one PATH"),
         ((run, "--query", SQL, "--csv", "--json"), "at most one of --csv and --json"),
         ((run, "--query", SQL, "--out", tmp_path / "page.html"), "no --out"),
         ((run, "--out", tmp_path / "absent" / "page.html"), "cannot be written"),
@@ -134,6 +134,6 @@ def test_a_rate_written_over_by_hand(tmp_path_factory: pytest.TempPathFactory, t
     for arguments in commands:
         why = refused(*arguments)
         assert f"{run}: result.json contradicts itself" in why
-        assert f"megatoken audit {run} says what else" in why
+        assert f"megatoken audit {run} lists every contradiction" in why
     code, _, err = call_here("audit", run)
     assert (code, err) == (3, "")
