@@ -69,7 +69,8 @@ def test_what_cannot_be_audited(tmp_path: Path) -> None:
     assert "--round v9: not a known" in refused("audit", paths["empty"], "--round", "v9")
     told = refused("audit", paths["empty"], "--round", "v4.1")  # its seeds are shipped, and no benchmark's rules
     assert "only the seeds of this round are known" in told and "v4.1," not in told and "v5.0, v5.1, v6.0, v6.1" in told
-    assert "absent.yaml: no such file" in refused("audit", paths["empty"], "--claims", tmp_path / "absent.yaml")
+    missing = refused("audit", paths["empty"], "--claims", tmp_path / "absent.yaml")
+    assert "absent.yaml: cannot be read: No such file" in missing
     (tmp_path / "claims.yaml").write_text("claims: [")
     assert "claims.yaml:1: not YAML" in refused("audit", paths["empty"], "--claims", tmp_path / "claims.yaml")
     assert "--clams: unknown flag; did you mean --claims?" in refused("audit", paths["empty"], "--clams", "x")
