@@ -472,15 +472,15 @@ END = struct.pack("<i", 2).hex().upper()
     [
         (
             in_first_record(lambda record: record | {"token_data": "0A0B0000"}),
-            "verify_accuracy.txt: no line First token check pass: False",
+            "compliance findings none, recomputed FIRST_TOKEN_DIFFERS",
         ),
         (
             in_first_record(lambda one: one | {"data": one["data"] + 2 * END, "token_count": one["token_count"] + 2}),
-            "verify_accuracy.txt: no line EOS check pass: False",
+            "compliance findings none, recomputed END_TOKEN_REPEATED",
         ),
         (
             in_first_record(lambda one: one | {"token_count": one["token_count"] + 1}),
-            "verify_accuracy.txt: no line Sample length check pass: False",
+            "compliance findings none, recomputed TOKEN_COUNT_DIFFERS",
         ),
         (
             in_first_record(lambda one: one | {"data": one["data"][:8] + END + one["data"][16:]}),
