@@ -127,8 +127,8 @@ class Judge:
         elif observation.id == "submission.accuracy" and division == "open":
             return set(self._tree.children(place)) == ACCURACY_FILES  # not truncated
         if observation.id == "system.values":
-            value = observation.found.strip().lower()
-            return observation.expected.startswith("status") and value in round_rules()["system_status"]
+            status = str(observation.fields.get("status", "")).strip().lower()
+            return status in round_rules()["system_status"]
         return False
 
     @staticmethod

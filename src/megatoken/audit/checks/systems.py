@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from megatoken.audit.evidence import Configuration, Run, System, Where
 from megatoken.audit.finding import Observation, Outcome, Severity, check, outcome, parts, shown
@@ -55,7 +56,8 @@ def values(system: System, unmet: Severity) -> Iterator[Outcome]:
         if _filled(system, key):
             value = system.values[key]
             holds = (str(value).lower() if key == "status" else value) in allowed  # MLCommons' checker lowers status
-            yield outcome(holds, f"{key}: one of {', '.join(allowed)}", shown(value), (system.where(key),), unmet)
+            found = outcome(holds, f"{key}: one of {', '.join(allowed)}", shown(value), (system.where(key),), unmet)
+            yield replace(found, fields={key: value})
 
 
 @check("system.name", "The system's name", "Blanks around a name break look-ups.")
