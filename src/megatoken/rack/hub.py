@@ -261,10 +261,8 @@ class Hub:
         with suppress(Empty):
             while True:
                 self._arrived.get_nowait()[0].close()
-        self._listener.close()
-        self._selector.close()
-        self._wake_reader.close()
-        self._wake_writer.close()
+        for held in (self._listener, self._selector, self._wake_reader, self._wake_writer):
+            held.close()
 
     def _give(self, peer: _Peer, replica: ReplicaRecord, count: int) -> None:
         samples = [self._queue.popleft() for _ in range(count)]
