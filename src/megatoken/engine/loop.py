@@ -411,13 +411,13 @@ class Engine:
             if request_id in self._active:
                 self._end(request_id)
                 events.append(TokenEvent(request_id, (), FinishReason.ERROR, error))
-        active = self._active
+        active, output_tokens = self._active, 0
         for request_id, tokens in outputs:
             request = active.get(request_id)
             if request is None:  # it stopped, failed or was cancelled while this step was on its way
                 continue
             request.generated.extend(tokens)
-            self._output_tokens += len(tokens)
+            output_tokens += len(tokens)
             reason = None
             if tokens[-1] in request.stop_ids:
                 reason = FinishReason.STOP
@@ -426,6 +426,7 @@ class Engine:
                 reason = FinishReason.LENGTH
                 self._remove(request_id)
             events.append(TokenEvent(request_id, tokens, reason))
+        self._output_tokens += output_tokens
 
     def _end(self, request_id: int, *, answered: bool = False) -> None:
         """Take a request out before its limit; a no-op for the scheduler if its last token has been planned."""

@@ -165,18 +165,19 @@ class Scheduler:
             CapacityError: with the numbers.
         """
         length = prompt_tokens + max_tokens
+        pages = -(-(length - 1) // self._page_size)  # no token attends to the last one
+        if length <= self._max_length and pages <= self._num_pages:
+            return
         request = f"a prompt of {_tokens(prompt_tokens)} and {max_tokens} new one{'s' * (max_tokens != 1)}"
         if length > self._max_length:
             longest = f"the longest sequence of {_tokens(self._max_length)}"
             room = self._max_length - prompt_tokens
             fix = f"lower max_tokens to {room}" if room > 0 else "shorten the prompt"
             raise CapacityError(f"{request} exceed {longest}; {fix}, or raise max_length or cache_tokens")
-        pages = -(-(length - 1) // self._page_size)  # no token attends to the last one
-        if pages > self._num_pages:
-            raise CapacityError(
-                f"{request} need {pages} pages of {_tokens(self._page_size)}, the cache has {self._num_pages}; "
-                "lower max_tokens or enlarge the cache"
-            )
+        raise CapacityError(
+            f"{request} need {pages} pages of {_tokens(self._page_size)}, the cache has {self._num_pages}; "
+            "lower max_tokens or enlarge the cache"
+        )
 
     def add(self, request_id: int, prompt_tokens: int, max_tokens: int) -> None:
         """Queue a request of ``prompt_tokens`` that ends after at most ``max_tokens`` more.

@@ -122,28 +122,21 @@ def plan_simulation(
 class _Answer:
     """The made-up answer of a request that holds a slot."""
 
-    __slots__ = ("_ids", "_key", "_stop_ids", "_stops", "_vocabulary_size", "length", "prompt_tokens", "request")
+    __slots__ = ("ids", "length", "prompt_tokens", "request")
 
     def __init__(self, request: ActiveRequest, vocabulary_size: int) -> None:
         self.request = request
         self.prompt_tokens = len(request.prompt)
         self.length = limit = request.request.max_tokens
-        self._stop_ids = sorted(one for one in request.stop_ids if 0 <= one < vocabulary_size)
-        self._stops = False
-        self._vocabulary_size = vocabulary_size
-        self._key = _key(request)
-        if self._stop_ids and not request.request.ignore_end_token:
-            drawn = random.Random(self._key).gammavariate(ANSWER_SHAPE, ANSWER_SCALE * limit)
+        stop_ids = sorted(one for one in request.stop_ids if 0 <= one < vocabulary_size)
+        stops, key = False, _key(request)
+        if stop_ids and not request.request.ignore_end_token:
+            drawn = random.Random(key).gammavariate(ANSWER_SHAPE, ANSWER_SCALE * limit)
             self.length = min(limit, max(1, round(drawn)))
-            self._stops = self.length < limit
-        self._ids: tuple[int, ...] | None = None
-
-    def until(self, num_tokens: int) -> tuple[int, ...]:
-        """Its tokens not yet reported, after a step that computed its first ``num_tokens``."""
-        if self._ids is None:
-            ids = _made_up(self._key, self.length, self._vocabulary_size, self._stop_ids)
-            self._ids = (*ids[:-1], self._stop_ids[0]) if self._stops else ids
-        return self._ids[len(self.request.generated) : num_tokens - self.prompt_tokens + 1]
+            stops = self.length < limit
+        self.ids = _made_up(key, self.length, vocabulary_size, stop_ids)
+        if stops:
+            self.ids = (*self.ids[:-1], stop_ids[0])
 
 
 def _key(request: ActiveRequest) -> int:
@@ -190,9 +183,10 @@ class _Step:
 
     def wait(self) -> list[tuple[int, tuple[int, ...]]]:
         self._clock.wait_until(self._end)
+        # The logits of the last of ``tokens`` computed ones yield the token at that place; nothing if it has ended.
         return [
-            (request_id, answer.until(num_tokens))
-            for request_id, num_tokens, answer in zip(self._request_ids, self._num_tokens, self._answers, strict=True)
+            (request_id, answer.ids[len(answer.request.generated) : tokens - answer.prompt_tokens + 1])
+            for request_id, tokens, answer in zip(self._request_ids, self._num_tokens, self._answers, strict=True)
         ]
 
 
