@@ -136,7 +136,7 @@ def test_one_sample_is_a_run_that_shows_little(tmp_path: Path, data_set: Dataset
     assert ("EARLY_STOPPING" in codes(finished)) is (scenario != "offline")
     assert finished.result["loadgen_validity"] == ("VALID" if scenario == "offline" else "INVALID")
     findings = {found.id: found.severity for found in audit(finished.path).findings}
-    assert findings["run_folder.loadgen"] is Severity.PASS
+    assert findings["run_folder.verdict"] is Severity.PASS
 
 
 def test_a_rate_beyond_the_capacity_is_over_its_limits(tmp_path: Path, data_set: Dataset) -> None:

@@ -328,7 +328,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "other data": (lambda run: rewrite(run, data_set_sha256="0000"), "other data set: "),
     "random weights": (
         lambda run: rewrite(run, weights="random, seed 0"),
-        "changed after the run, by run_folder.memory",  # the shape that it names is larger
+        "changed after the run, by run_folder.configuration",  # random_weights is false
     ),
     "other scenario": (lambda run: rewrite(run, scenario="server"), "says scenario server, LoadGen's log says Offline"),
     "unknown scenario": (lambda run: rewrite(run, scenario="batch"), "says scenario batch"),
