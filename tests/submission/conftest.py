@@ -40,7 +40,8 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Make:
             mode = "accuracy" if role == "accuracy" else "performance"
             kind = {"mode": mode, "test06": role == "compliance", **options}
             if scenario == "offline" and options.keys() <= {"seeds"}:
-                run = making.offline(out=out, facts={**making.MODEL, "notes": making.NOTES}, **kind)
+                notes = [making.RULES_NOTE, *([making.COMPLIANCE_NOTE] if role == "compliance" else [])]
+                run = making.offline(out=out, facts={**making.MODEL, "notes": notes}, **kind)
             else:
                 run = making.make(out=out, scenario=scenario, **kind)
                 if role == "compliance":

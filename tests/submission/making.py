@@ -25,7 +25,10 @@ MODEL = {
     **{"model": "llama2-70b", "weights": "5f3c", "random_weights": False, "precision": "bf16"},
     **{"data_set": "rows", "data_set_sha256": "ab12"},
 }
-NOTES = [reason("RULES_SCOPE", not_judged="model and data set"), reason("COMPLIANCE_TEST", test="TEST06")]
+RULES_NOTE, COMPLIANCE_NOTE = (
+    reason("RULES_SCOPE", not_judged="model and data set"),
+    reason("COMPLIANCE_TEST", test="TEST06"),
+)
 TEST06 = {"accuracy_log_rng_seed": 720381539243781796, "accuracy_log_sampling_target": 100, "min_query_count": 100}
 TIMEOUT_SECONDS = 200
 
@@ -130,7 +133,7 @@ def direct(
     told = f"{model}-interactive" if scenario == "interactive" else model
     environment = take_inventory()
     known = {**MODEL, "mode": mode, "rules": "v5.1", "data_set_rows": ROWS, "target": {"device": "cpu"}}
-    known |= {"notes": NOTES, **(facts or {})}
+    known |= {"notes": [], **(facts or {})}
     folder = RunFolder.create(
         Path(out),
         run_name(datetime.now(UTC), scenario, model),
