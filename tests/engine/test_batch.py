@@ -46,9 +46,9 @@ def steps_and_shapes(draw: st.DrawFn) -> tuple[StepArrays, StepShape]:
     chunks = len(arrays.lengths) - arrays.decodes
     more = st.integers(0, 5)
     return arrays, StepShape(
-        rows=len(arrays.token_ids) + draw(more),
+        tokens=len(arrays.token_ids) + draw(more),
         chunks=chunks + draw(more),
-        tokens=int(arrays.lengths.max()) + draw(more),
+        longest=int(arrays.lengths.max()) + draw(more),
         pages=arrays.pages.shape[1] + draw(more),
     )
 
@@ -62,11 +62,11 @@ def test_a_padded_step_is_the_same_step(step: tuple[StepArrays, StepShape]) -> N
     assert (padded.table_slots[rows:] == -1).all()
     assert not padded.cache_slots[rows:].any() and not padded.positions[rows:].any()
     np.testing.assert_array_equal(padded.lengths[: arrays.decodes], arrays.lengths[: arrays.decodes])
-    assert not padded.lengths[arrays.decodes : shape.rows].any()
+    assert not padded.lengths[arrays.decodes : shape.tokens].any()
     np.testing.assert_array_equal(padded.lengths[padded.sampled[: arrays.samples]], arrays.lengths[arrays.sampled])
     np.testing.assert_array_equal(padded.sample_indices[: arrays.samples], arrays.sample_indices)
     np.testing.assert_array_equal(padded.sample_slots[: arrays.samples], arrays.sample_slots)
-    assert padded.samples == len(padded.sample_indices) == shape.rows + shape.chunks
+    assert padded.samples == len(padded.sample_indices) == shape.tokens + shape.chunks
     assert not padded.lengths[padded.sampled[arrays.samples :]].any()
     assert sum(np.diff(padded.chunk_starts)) == sum(np.diff(arrays.chunk_starts))
 
@@ -81,13 +81,13 @@ def test_sizes_depend_on_the_shape_alone(step: tuple[StepArrays, StepShape]) -> 
             assert one == other
         else:
             assert (one.shape, one.dtype) == (other.shape, other.dtype)
-    assert padded.lengths.max() <= largest.lengths[: shape.rows].max() == largest.lengths[largest.sampled].max()
+    assert padded.lengths.max() <= largest.lengths[: shape.tokens].max() == largest.lengths[largest.sampled].max()
     assert np.diff(padded.chunk_starts).max(initial=0) <= np.diff(largest.chunk_starts).max(initial=0)
 
 
 @settings(max_examples=6)
 @given(steps_and_shapes(), st.integers(0, 99))
-@example((mixed_step([350, 20], [30], 0), StepShape(rows=40, chunks=2, tokens=512, pages=32)), 1)  # cut into pieces
+@example((mixed_step([350, 20], [30], 0), StepShape(tokens=40, chunks=2, longest=512, pages=32)), 1)  # cut into pieces
 def test_attention_of_a_padded_step(step: tuple[StepArrays, StepShape], seed: int) -> None:
     """With launches that are made for the largest step of the shape, as a recorded one's are."""
     cuda = pytest.importorskip("megatoken.engine.ops.cuda", reason="Triton is not installed")
@@ -101,7 +101,7 @@ def test_attention_of_a_padded_step(step: tuple[StepArrays, StepShape], seed: in
     cache = LayerCache(k, v, False)
     query = torch.randn(len(arrays.token_ids), HEADS, HEAD_DIM, generator=draw).bfloat16()
     rows = len(query)
-    padded_query = torch.full((shape.rows, HEADS, HEAD_DIM), float("nan")).bfloat16()
+    padded_query = torch.full((shape.tokens, HEADS, HEAD_DIM), float("nan")).bfloat16()
     padded_query[:rows] = query
 
     def attended(known: StepArrays, arrays: StepArrays, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

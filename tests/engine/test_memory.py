@@ -344,5 +344,5 @@ def test_contexts_are_gathered_where_it_pays_and_fits() -> None:
 
 def test_steps_that_are_recorded_gather_nothing() -> None:
     """They are replayed for longer contexts, for which there would be no room."""
-    step = largest_step(StepShape(rows=512, chunks=8, tokens=8192, pages=256))
+    step = largest_step(StepShape(tokens=512, chunks=8, longest=8192, pages=256))
     assert 0 < step.lengths[step.decodes :].max() <= PAGED_CONTEXT

@@ -40,7 +40,7 @@ CLOCK_SECONDS = 1.0  # some dates have whole seconds, and a clock may be adjuste
 CLOCK_DRIFT = 0.01  # of a soak
 LATE_SECONDS = 60.0  # between two steps of a start, on a busy machine
 EARLIER_SECONDS, LATER_SECONDS, LATER_SHARE = 0.1, 1.0, 0.05  # of the last sample in the rows, against LoadGen's
-LOGGED = 1e-4  # relative: LoadGen's rates have six digits, and its clock runs until it is told of the last sample
+LOGGED = 1e-4  # relative: LoadGen's rates have six digits, and its clock runs until the last sample is reported to it
 WEIGHTS_SHARE = 0.05  # releases count a scale or a copy of the head in another way; number formats differ by more
 MOST_LIBRARY_ROWS = 20_000_000
 
@@ -231,7 +231,7 @@ def _shape(run: Run) -> ModelConfig | None:
 def counts(run: Run, log: DetailLog, figures: RunFigures) -> Iterator[str]:
     """Samples, tokens and duration of the requests against LoadGen's own counts.
 
-    LoadGen is told of the last sample a little after it ended, and leaves answers of one token out of its rates.
+    LoadGen learns of the last sample a little after it ended, and leaves answers of one token out of its rates.
     """
     result, scenario = run.result, run.result.get("scenario")
     if result.get("mode") != "performance":

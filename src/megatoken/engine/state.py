@@ -19,7 +19,7 @@ TOTALS = (
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """One engine at one moment, or the sum over several. 0 where the source cannot tell."""
+    """One engine at one moment, or the sum over several. 0 where the source does not know."""
 
     in_flight: int = 0  # requests submitted and not ended
     waiting: int = 0  # of these, in the queue: they hold no pages

@@ -41,12 +41,12 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"the prompt is not Unicode text: character {error.start + 1} is half of a surrogate pair; mend it"
+                f"the prompt is not Unicode text: character {error.start + 1} is half of a surrogate pair; remove it"
             ) from error
         try:
             return list(self._tokenizer.encode(text).ids)
         except Exception as error:  # as in __init__
-            raise RequestError(f"the prompt cannot be turned into tokens: {_one_line(error)}; mend the text") from error
+            raise RequestError(f"the prompt cannot be encoded: {_one_line(error)}; change the text") from error
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of ``token_ids``."""

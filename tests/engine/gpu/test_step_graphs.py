@@ -20,6 +20,7 @@ from megatoken.engine.cache import allocate_cache
 from megatoken.engine.config import find_shape, sharded
 from megatoken.engine.memory import GRAPH_CHUNKS, GRAPH_LAYER_BYTES, GRAPH_TOKENS
 from megatoken.engine.ops.step_graphs import MOST_GRAPHS, UNRECORDED_RUNS, StepGraphs
+from megatoken.engine.schemes import find_scheme
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,7 +101,7 @@ def test_steps_that_must_be_in_time_are_recorded_at_the_start(llama: Path) -> No
     engine = Engine(llama, config)
     ladder = [rows for rows in GRAPH_TOKENS if rows <= 112]
     ahead = {(rows, chunks) for rows in ladder for chunks in (0, GRAPH_CHUNKS)}
-    assert {(shape.rows, shape.chunks) for shape in engine._runner._graphs.recorded} == ahead
+    assert {(shape.tokens, shape.chunks) for shape in engine._runner._graphs.recorded} == ahead
     engine.generate(some_requests(60))
     assert len(engine._runner._graphs.recorded) == len(ahead)
     assert same_share(llama, config, some_requests(60)) >= 0.8  # what a step holds depends on the time that others took
@@ -157,10 +158,10 @@ def test_a_step_that_computes_longer_than_it_is_launched_is_not_recorded(
 ) -> None:
     """70B on one H200: 256 rows take 33 ms, their launches 32; half the model 17."""
     device = torch.device("cuda")
-    cache = allocate_cache(find_shape("tiny"), "fp8", 1, 32, device, [(1.0, 1.0)] * 6)[0]
+    cache = allocate_cache(find_shape("tiny"), find_scheme("fp8"), 1, 32, device, [(1.0, 1.0)] * 6)[0]
     slots = torch.zeros(1, dtype=torch.int64, device=device)
-    graphs = StepGraphs(slots, cache, sharded(find_shape("llama2-70b"), ranks), "fp8", 512)
-    step = largest_step(StepShape(rows=256 + prompt_rows, chunks=1, tokens=512, pages=16))
+    graphs = StepGraphs(slots, cache, sharded(find_shape("llama2-70b"), ranks), find_scheme("fp8"), 512)
+    step = largest_step(StepShape(tokens=256 + prompt_rows, chunks=1, longest=512, pages=16))
     assert graphs.takes(step) is taken
 
 

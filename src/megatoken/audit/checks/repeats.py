@@ -34,7 +34,7 @@ def check_repeats(tree: Tree) -> Iterator[Observation]:
 
 
 def _check(tree: Tree, folder: str, where: tuple[Where, ...]) -> Iterator[Observation]:
-    expected = "what the run folders beside it say together"
+    expected = "what the run folders next to it give together"
     try:
         stored, _, _ = read_json_object(tree.path(below(folder, REPEATS)))
         names = stored.get("runs")
@@ -61,11 +61,11 @@ def _check(tree: Tree, folder: str, where: tuple[Where, ...]) -> Iterator[Observ
     )
 
 
-def _left_out(tree: Tree, folder: str, told: set[str]) -> list[str]:
-    """Finished runs beside those that are told of."""
+def _left_out(tree: Tree, folder: str, listed: set[str]) -> list[str]:
+    """Finished runs of the same folder that the file does not list."""
     start = below(folder, "") if folder else ""
-    beside = {path.removeprefix(start).split("/")[0] for path in tree.files if path.startswith(start)}
-    names = sorted(name for name in beside - told if below(folder, f"{name}/{RESULT}") in tree.files)
+    present = {path.removeprefix(start).split("/")[0] for path in tree.files if path.startswith(start)}
+    names = sorted(name for name in present - listed if below(folder, f"{name}/{RESULT}") in tree.files)
     return [name for name in names if _finished(tree, below(folder, name))]
 
 

@@ -114,8 +114,8 @@ def interruptions(tree: Tree, folders: Iterable[str]) -> dict[str, str]:
             continue  # run_folder.whole says why
         if result.get("verdict") == Verdict.INTERRUPTED:
             reasons = result.get("reasons")
-            told = [reason for reason in reasons if isinstance(reason, dict)] if isinstance(reasons, list) else []
-            why = "; ".join(f"{reason.get('code')} {reason.get('message')}" for reason in told)
+            stated = [reason for reason in reasons if isinstance(reason, dict)] if isinstance(reasons, list) else []
+            why = "; ".join(f"{reason.get('code')} {reason.get('message')}" for reason in stated)
             why = why.removeprefix(f"{Verdict.INTERRUPTED} ")
             found[folder] = f"{Verdict.INTERRUPTED}: {shown(why or 'no reason given')}"
     return found

@@ -118,9 +118,9 @@ class StepGraphs:
         while longest < length:
             longest *= LENGTH_RATIO
         return StepShape(
-            rows=self._sizes[bisect_left(self._sizes, tokens)],
+            tokens=self._sizes[bisect_left(self._sizes, tokens)],
             chunks=GRAPH_CHUNKS if chunks else 0,
-            tokens=longest,
+            longest=longest,
             pages=-(-longest // self._page_size),
         )
 
