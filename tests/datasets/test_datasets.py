@@ -197,7 +197,7 @@ def test_text_that_the_tokenizer_has_no_token_for(tmp_path: Path) -> None:
     words_only.save(str(tmp_path / "tokenizer.json"))
     path = write(tmp_path, '{"prompt": "good"}\n{"prompt": "bad"}\n')
     message = refusal(prompts, path, encode=Tokenizer(tmp_path / "tokenizer.json").encode)
-    assert message.startswith(", line 2: the prompt cannot be turned into tokens")
+    assert message.startswith(", line 2: the prompt cannot be encoded")
 
 
 def test_which_answers_surely_fill_their_limit(tmp_path: Path) -> None:

@@ -141,8 +141,8 @@ weights differ between runs, because a GPU adds in no fixed order and a training
 
 Exact match, greedy, over the whole set; no problem of it was trained on, in whatever wording. "While training" is the
 plain PyTorch model in the training's own precision, token by token given the reference; other columns are answers of
-megatoken's engine running freely. `baseline.json` next to this card holds the scores that `megatoken run --mode accuracy`
-compares a run with: fp32 on a CPU, through LoadGen, with command and revision.
+megatoken's engine running freely. `baseline.json` next to this card holds the scores that a run in accuracy
+mode is compared with: fp32 on a CPU, through LoadGen, with command and revision.
 
 {table}
 """
