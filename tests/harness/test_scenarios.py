@@ -390,7 +390,7 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         (("--scenario", "server", "--ttft-limit", -1), "--ttft-limit: must be at least 0.001, got '-1'"),
         (
             ("--scenario", "server", "--find-rate", "--benchmark", "llama3.1-8b-edge"),
-            "--scenario server: llama3.1-8b-edge has no limits for it; take singlestream or offline",
+            "--scenario server: llama3.1-8b-edge has no limits for it; use singlestream or offline",
         ),
         (("--model", "tiny", "--text"), "text: tiny has no tokenizer.json"),
     ):
