@@ -712,5 +712,5 @@ def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
 
 
 def test_the_version() -> None:
-    assert call_here("--version") == (0, "megatoken 0.1.0\n", "")
+    assert call_here("--version") == (0, f"megatoken {megatoken.__version__}\n", "")
     assert call_here("nothing") == (2, "", "megatoken: No such command 'nothing'.\n")
