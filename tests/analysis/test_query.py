@@ -150,7 +150,7 @@ def test_nothing_but_the_three_tables_can_be_reached_or_changed(runs, tmp_path, 
     [
         ("", "query: is empty; give one SELECT over requests, runs, series"),
         ("-- nothing", "query: is empty;"),
-        ("select 1; select 2", "query: holds 2 statements; ask one SELECT"),
+        ("select 1; select 2", "query: holds 2 statements; give one SELECT"),
         ("select '\udcff'", "query: not UTF-8 text"),
         ("selec 1", 'query: syntax error at or near "selec"'),
         ("select * from nope", "Table with name nope does not exist; the tables are requests, runs, series"),
@@ -159,7 +159,7 @@ def test_nothing_but_the_three_tables_can_be_reached_or_changed(runs, tmp_path, 
         ("select " + "(" * 200, "query: "),
     ],
 )
-def test_a_mistake_is_told_in_one_line(runs, sql, complaint):
+def test_a_mistake_is_reported_in_one_line(runs, sql, complaint):
     with pytest.raises(UsageError) as refusal:
         query([runs], sql)
     assert complaint in str(refusal.value)
