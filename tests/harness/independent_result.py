@@ -79,8 +79,8 @@ def _client(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Ite
         most = max(0.01, 0.05 * LIMITS[scenario][0] if scenario in LIMITS else 0.0)
         if lags[math.floor(0.99 * len(lags))] > most:
             yield "SEND_LAG", lags[math.floor(0.99 * len(lags))], most
-    if result["client_limit"] and result["offered_samples_per_second"]:
-        capacity = result["client_limit"]["samples_per_second"] / 2
+    if result["client_capacity"] and result["offered_samples_per_second"]:
+        capacity = result["client_capacity"]["samples_per_second"] / 2
         if result["offered_samples_per_second"] > capacity:
             yield "CLIENT_LIMIT", result["offered_samples_per_second"], capacity
     if abs(result["wall_clock_step_seconds"]) > 0.01:

@@ -66,7 +66,7 @@ def test_random_runs_end_as_independent_formulas_say(seed: int) -> None:
         "ttft_limit_seconds": ttft,
         "tpot_limit_seconds": tpot,
         "offered_samples_per_second": draw.choice((3.0, 900.0)) if ttft else None,
-        "client_limit": {"samples_per_second": 1000.0, "output_tokens_per_second": 1e5} if ttft else None,
+        "client_capacity": {"samples_per_second": 1000.0, "output_tokens_per_second": 1e5} if ttft else None,
         "wall_clock_step_seconds": draw.choice((0.0, 0.009, -0.02)),
     }
     rows, values = random_rows(draw, count), random_log(draw, count)
