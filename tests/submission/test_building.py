@@ -18,6 +18,7 @@ from megatoken.errors import StorageError, UsageError
 from megatoken.mlperf.benchmarks import benchmarks
 from megatoken.mlperf.detail_log import read_detail_log
 from megatoken.mlperf.rounds import rules
+from megatoken.runs.reasons import reason
 from megatoken.runs.run import read_run
 from megatoken.submission import RefusedRunsError, build, check
 from megatoken.submission.description import system_description, system_name
@@ -66,9 +67,9 @@ def refusals(runs: list[Path], out: Path, **options: str) -> tuple[str, ...]:
 def rewrite(run: Path, **values: object) -> Path:
     """Says it in the result, with the notes that such a run has."""
     result = {**json.loads((run / "result.json").read_text()), **values}
-    notes = [note for note in result["notes"] if not note.startswith("random weights")]
+    notes = [note for note in result["notes"] if note["code"] != "RANDOM_WEIGHTS"]
     if result["weights"].startswith("random"):
-        notes.append("random weights: the speed is real, the text is not")
+        notes.append(reason("RANDOM_WEIGHTS"))
     (run / "result.json").write_text(json.dumps({**result, "notes": notes}))
     return run
 
@@ -210,7 +211,8 @@ def test_scores_of_another_data_set(copies: Make, tmp_path: Path) -> None:
     """They choose no benchmark, are noted in the open division and refused in the closed."""
     runs = all_runs(copies, ("offline",))
     told = runs[1] / "accuracy/accuracy.json"
-    told.write_text(json.dumps({"data_set": None, "references": "own.jsonl"}))
+    scored = json.loads(told.read_text())
+    told.write_text(json.dumps({**scored, "data_set": None, "references": "own.jsonl"}))
     made = build(runs, submitter="V", division="open", round_="v5.1", out=tmp_path / "open")
     assert made.benchmark == "llama2-70b-99"
     assert made.notes == ("scored against own.jsonl, which is not a data set of MLPerf: not scores of llama2-70b-99",)
@@ -219,7 +221,7 @@ def test_scores_of_another_data_set(copies: Make, tmp_path: Path) -> None:
         f"{runs[1]}: its answers were scored against own.jsonl, not a data set of MLPerf; the closed division needs "
         "one (--prompts, --references)",
     )
-    told.write_text(json.dumps({"data_set": "llama2-70b", "references": "own.jsonl"}))
+    told.write_text(json.dumps({**scored, "data_set": "llama2-70b", "references": "own.jsonl"}))
     made = build(runs, submitter="V", division="closed", round_="v5.1", out=tmp_path / "closed")
     assert (made.benchmark, made.notes) == ("llama2-70b-99.9", ())
 
@@ -241,22 +243,29 @@ def test_another_model_in_the_open_division(originals: Make, tmp_path: Path) -> 
         f"{run}: random weights are not allowed in the closed division; give --division open" for run in runs
     )
     for run in runs:
-        rewrite(run, weights="5f3c")
+        rewrite(pretend(run, random_weights=False), weights="5f3c")
     assert refusals(runs, tmp_path / "closed", benchmark="llama2-70b-99") == tuple(
         f"{run}: its prompts are random tokens; the closed division needs MLPerf's data set (--prompts)" for run in runs
     )
 
 
 def test_a_model_of_no_benchmark(originals: Make, tmp_path: Path) -> None:
+    """The open division takes the benchmark that the runs claim, if the round has it."""
     facts = {**making.MODEL, "model": "mistral-7b"}
     runs = [originals("server", role, facts=facts) for role in ("performance", "accuracy", "compliance")]
-    for division, mend in (("closed", "give --division open and --benchmark"), ("open", "give --benchmark")):
+    other = originals("server", model="llama3_1-405b", seeds=SEEDS["v6.1"], facts=facts)
+    for given, division, round_, fix in (
+        (runs, "closed", "v5.1", "give --division open and --benchmark"),
+        ([other], "open", "v6.1", "give --benchmark"),
+    ):
         with pytest.raises(UsageError) as caught:
-            built(runs, tmp_path / "tree", division=division)
+            built(given, tmp_path / "tree", division=division, round_=round_)
         assert str(caught.value).startswith(
-            f"{runs[0]}: model mistral-7b belongs to no benchmark of v5.1 (llama2-70b-99,"
+            f"{given[0]}: model mistral-7b belongs to no benchmark of {round_} (llama2-70b-99"
         )
-        assert str(caught.value).endswith(mend)
+        assert str(caught.value).endswith(f"); {fix}")
+    root = built(runs, tmp_path / "claimed", division="open")
+    assert json.loads((root / "open/Vendor/model_mapping.json").read_text()) == {"mistral-7b": "llama2-70b-99.9"}
     root = built(runs, tmp_path / "tree", division="open", benchmark="llama2-70b-99")
     assert json.loads((root / "open/Vendor/model_mapping.json").read_text()) == {"mistral-7b": "llama2-70b-99"}
 
@@ -323,9 +332,9 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "failed samples": (lambda run: rewrite(run, samples_failed=3), "3 samples failed"),
     "other model": (lambda run: pretend(run, model="llama3.1-8b"), "model is llama3.1-8b, but "),
-    "other weights": (lambda run: rewrite(run, weights="0000"), "other weights: "),
-    "other precision": (in_fp8, "other precision: "),
-    "other data": (lambda run: rewrite(run, data_set_sha256="0000"), "other data set: "),
+    "other weights": (lambda run: rewrite(run, weights="0000"), "weights is 0000, but 5f3c in "),
+    "other precision": (in_fp8, "precision is fp8, but bf16 in "),
+    "other data": (lambda run: rewrite(run, data_set_sha256="0000"), "data set is 0000, but ab12 in "),
     "random weights": (
         lambda run: rewrite(run, weights="random, seed 0"),
         "changed after the run, by run_folder.configuration",  # random_weights is false
@@ -366,8 +375,8 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 
 def test_a_compliance_test_that_failed_is_refused(copies: Make, tmp_path: Path) -> None:
     runs = all_runs(copies, ("offline",))
-    reason = {"code": "COMPLIANCE", "message": "3 of 100 answers go on after an end token"}
-    rewrite(runs[2], verdict="INVALID", reasons=[reason])
+    failed = {"code": "COMPLIANCE", "message": "3 of 100 answers go on after an end token"}
+    rewrite(runs[2], verdict="INVALID", reasons=[failed])
     [line] = refusals(runs, tmp_path / "tree")
     assert line.startswith(f"{runs[2]}: INVALID (COMPLIANCE); repeat the run with --rules v5.1 --compliance TEST06")
 
@@ -443,10 +452,10 @@ def test_runs_that_are_missing_or_not_evaluated(copies: Make, tmp_path: Path) ->
     [
         ({"division": "network"}, "--division network: must be closed or open"),
         ({"round_": "v9.9"}, "--round v9.9: not a known MLPerf Inference round"),
-        ({"round_": "v5.0"}, "--round v5.0: submissions are built and checked for v5.1, v6.0, v6.1"),
-        ({"submitter": "a b"}, "--submitter 'a b': letters, digits"),
-        ({"submitter": "../up"}, "--submitter '../up': letters, digits"),
-        ({"system": ".hidden"}, "--system '.hidden': letters, digits"),
+        ({"round_": "v5.0"}, "--round v5.0: supported rounds are v5.1, v6.0, v6.1"),
+        ({"submitter": "a b"}, "--submitter 'a b': must be a folder name of letters, digits"),
+        ({"submitter": "../up"}, "--submitter '../up': must be a folder name of letters, digits"),
+        ({"system": ".hidden"}, "--system '.hidden': must be a folder name of letters, digits"),
         ({"benchmark": "bert-99"}, "--benchmark bert-99: v5.1 has llama2-70b-99"),
         ({"benchmark": "llama3.1-8b"}, "model llama2-70b is not the model of llama3.1-8b"),
         (

@@ -210,7 +210,7 @@ class _RunFolder:
         try:
             found = "; ".join(map(str, problems()))
         except Exception as error:
-            found = f"cannot be computed: {type(error).__name__}: {error}"
+            found = _not_computed(error)
         return observe(f"run_folder.{check}", not found, expected, shown(found) or "nothing differs", where)
 
     def _configuration(self) -> Observation:
@@ -254,7 +254,7 @@ class _RunFolder:
             yield observe("run_folder.nodes", None, "the run folder of each node", shown(str(error)), self._tables)
             return
         except Exception as error:
-            problems = [f"cannot be computed: {type(error).__name__}: {error}"]
+            problems = [_not_computed(error)]
         expected = "tables, starts, verdict and aggregate that the run folders of its nodes give"
         yield self._found("nodes", expected, lambda: problems, self._tables)
         if far := [*replay.far_clocks(run)]:
@@ -284,7 +284,7 @@ class _RunFolder:
             yield observe(check, None, expected, shown(str(error)), self._logs)
             return None
         except Exception as error:
-            problems, judged = [f"cannot be computed: {type(error).__name__}: {error}"], None
+            problems, judged = [_not_computed(error)], None
         found = f"{count_of(len(self._run.requests), 'answer')}, nothing differs"
         yield observe(check, not problems, expected, shown("; ".join(problems)) or found, self._logs)
         if other is not None:
@@ -310,6 +310,11 @@ class _RunFolder:
         found = f"{run.verdict}{f', {word}' if word else ''}: {'; '.join(against) or 'no reason given'}"
         expected = "a run that reports nothing against itself"
         yield Observation("run_folder.healthy", severity, expected, shown(found), self._places(RESULT))
+
+
+def _not_computed(error: Exception) -> str:
+    why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+    return f"cannot be computed: {why}"
 
 
 def _detail_log(tree: Tree, path: str) -> DetailLog | None:
