@@ -15,7 +15,7 @@ from cli_support import call_here, make_checkpoint
 from megatoken.cli.application import app
 from megatoken.config import FLAG_ALIASES, KEYS
 from megatoken.runs.reasons import REASONS, TEMPLATES
-from told_fields import fields, untold_fields
+from stated_fields import fields, unstated_fields
 
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.insert(0, str(Path(__file__).parent / "harness"))
@@ -120,4 +120,4 @@ def test_every_field_that_a_run_writes_is_told(tmp_path: Path) -> None:
         assert code in (0, 3), err
         written.append(json.loads(out))
     assert {"compliance", "latency_verdict", "output_characters"} <= set().union(*map(fields, written))
-    assert [untold_fields(result) for result in written] == [set()] * len(written)
+    assert [unstated_fields(result) for result in written] == [set()] * len(written)

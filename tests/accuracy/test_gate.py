@@ -16,7 +16,7 @@ from megatoken.datasets.references import HELD_OUT, load_references
 from megatoken.engine.config import REFERENCE, model_folder
 from megatoken.errors import UsageError
 from megatoken.runs.run import Verdict, read_run
-from told_fields import untold_fields
+from stated_fields import unstated_fields
 
 ROWS = 128  # of 2,048, which take minutes on a busy core
 QUICK = ("--mode", "accuracy", "--warm-up", 0.1, "--engine.threads", 1, "--engine.device", "cpu")
@@ -68,7 +68,7 @@ def test_sound_weights_pass_and_their_scores_stand_in_the_result(
     assert run.result["samples_completed"] == ROWS
     scores = run.result["accuracy"]
     assert set(scores["metrics"]) == {"exact_match", "rouge1", "rouge2", "rougeL"}
-    assert untold_fields(run.result) == set()
+    assert unstated_fields(run.result) == set()
     assert scores["metrics"]["exact_match"]["value"] > 97
     assert scores["metrics"]["exact_match"]["answers"] == ROWS
     (shown,) = re.findall(r"^Exact match +% +([\d.]+) *$", stdout, re.MULTILINE)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_run_folder_told import OPTIONS, Edit, edited, in_result, made
+from test_run_folder_fields import OPTIONS, Edit, edited, in_result, made
 
 from cli_support import TIMEOUT_SECONDS, started
 from megatoken.audit import Severity, audit

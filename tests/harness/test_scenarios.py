@@ -34,7 +34,7 @@ from megatoken.runs.writer import RunFolder
 from megatoken.targets import SampleEvent
 from megatoken.text import number
 from short_rounds import shorten_rounds
-from told_fields import untold_fields
+from stated_fields import unstated_fields
 
 SEED = round_seeds()["v5.1"].schedule
 
@@ -334,7 +334,7 @@ def test_the_search_finds_the_rate_of_a_real_queue(tmp_path: Path, data_set: Dat
     assert min(too_high) <= 1.021 * search["samples_per_second"]
     assert finished.path.parent == folder / "runs"
     assert finished.config["find_rate"] is True
-    assert untold_fields(finished.result) == set()
+    assert unstated_fields(finished.result) == set()
 
 
 def test_too_short_a_length_for_a_search_is_refused(tmp_path: Path, data_set: Dataset) -> None:

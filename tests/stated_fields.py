@@ -13,7 +13,7 @@ def fields(result: Mapping[str, Any]) -> set[str]:
     return set(_names(result)) - {"run_folder"}
 
 
-def untold_fields(result: Mapping[str, Any]) -> set[str]:
+def unstated_fields(result: Mapping[str, Any]) -> set[str]:
     return fields(result) - set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", PAGE.read_text()))))
 
 
