@@ -1,4 +1,4 @@
-"""Fields of a result, and which of them no page tells of."""
+"""Fields of a result, and which of them docs/run-folder.md does not state."""
 
 import re
 from collections.abc import Iterator, Mapping

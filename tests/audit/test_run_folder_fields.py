@@ -551,7 +551,7 @@ def test_a_soak_that_was_not_healthy_is_told(soaked: Path) -> None:
     assert found.severity is Severity.NOTE
     assert found.found.startswith("INVALID, UNDECIDED: TOO_SHORT ")
     _, out, _ = call_here("audit", soaked)
-    assert "tell of a run that says something against itself" in " ".join(out.split())
+    assert "the checks found no problem, but the run itself reports a problem" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

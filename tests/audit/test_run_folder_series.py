@@ -111,4 +111,4 @@ def test_a_soak_without_its_result_is_told_so(ended: Path, tmp_path: Path) -> No
     for path in (soak, soak.parent):
         with pytest.raises(UsageError) as caught:
             audit(path)
-        assert str(caught.value).startswith(f"{soak}: a run folder, but result.json is missing, ")
+        assert str(caught.value).startswith(f"{soak}: a run folder without result.json, so ")
