@@ -362,7 +362,7 @@ def test_generation_configuration_refused(broken: Path) -> None:
 
 def test_quantized_by_a_file_of_its_own(broken: Path) -> None:
     (broken / "hf_quant_config.json").write_text("{}")
-    assert "hf_quant_config.json: quantized" in refusal(broken)
+    assert "hf_quant_config.json: the object quantization" in refusal(broken)
 
 
 # Refusals: files

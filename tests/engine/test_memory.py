@@ -40,6 +40,7 @@ from megatoken.errors import CapacityError, ConfigError, MegatokenError
 CHILD = """
 import json, random, sys
 from megatoken.engine import Engine, EngineConfig, Request, Sampling
+import megatoken.engine.runner  # PyTorch, which an engine loads when it is made
 
 def status(key):
     lines = dict(line.split(":", 1) for line in open("/proc/self/status"))

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatoken.engine import Engine, EngineConfig, FinishReason, Request, runner
 from megatoken.engine.config import Precision
 from megatoken.engine.ops import native
-from megatoken.engine.runner import Runner
+from megatoken.engine.runner import ModelRunner
 
 NEAR_TIE = 1e-5
 ANSWER_TOKENS = 20
@@ -267,11 +267,11 @@ def recorded_logits(
     """Answers of ``requests`` and the logits [tokens, vocabulary] that each was chosen from."""
     rows: dict[int, list[torch.Tensor]] = defaultdict(list)
     request_ids: list[int] = []
-    launch, forward = Runner.launch, runner.forward
+    launch, forward = ModelRunner.launch, runner.forward
 
-    def recording_launch(self, plan, *arguments):
+    def recording_launch(self, plan, *arguments, **options):
         request_ids[:] = plan.request_id[plan.sample].tolist()
-        return launch(self, plan, *arguments)
+        return launch(self, plan, *arguments, **options)
 
     def recording_forward(*arguments):
         logits = forward(*arguments)
@@ -279,7 +279,7 @@ def recorded_logits(
             rows[request_id].append(row.float())
         return logits
 
-    monkeypatch.setattr(Runner, "launch", recording_launch)
+    monkeypatch.setattr(ModelRunner, "launch", recording_launch)
     monkeypatch.setattr(runner, "forward", recording_forward)
     answers = [completion.token_ids for completion in engine.generate(requests)]
     return answers, [torch.stack(rows[request_id]) for request_id in sorted(rows)]

@@ -317,7 +317,7 @@ def test_every_request_gets_its_tokens_under_pressure(lookahead: int, page_size:
             engine.end(int(random.choice(list(engine.live))), FinishReason.CANCELLED)
     engine.drain()
     assert engine.preemptions > 20
-    assert {s.reason for s in engine.all.values()} == set(FinishReason)
+    assert {s.reason for s in engine.all.values()} == set(FinishReason) - {FinishReason.ERROR}
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
