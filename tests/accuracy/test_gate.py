@@ -139,14 +139,14 @@ def test_without_what_scores_need_nothing_is_run(monkeypatch: pytest.MonkeyPatch
     [
         (
             (),
-            ("answers short tasks of its own", "2,048 rows", "held_out.jsonl"),
+            ("answers only short tasks that it was trained on", "2,048 rows", "held_out.jsonl"),
             ("random tokens", "random weights", "not judged"),
         ),
         (("--mode", "accuracy"), ("every score of the answers must reach 99 % of the model's own",), ("not judged",)),
         (("--mode", "accuracy", "--samples", 5), ("accuracy is not judged",), ()),
         (("--mode", "accuracy", "--rules", "v5.1"), ("model and data set are not part of it",), ()),
         (("--rules", "v5.1"), ("model, data set and accuracy are not part of it",), ()),
-        (("--random-weights",), ("random weights", "24,576 rows"), ("answers short tasks",)),
+        (("--random-weights",), ("random weights", "24,576 rows"), ("answers only short tasks",)),
         (("--lengths", "{lengths}"), ("prompts are random tokens", "1 row,"), ("random weights",)),
     ],
 )
