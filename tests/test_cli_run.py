@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import tokenizers
 import torch
@@ -167,7 +168,7 @@ def test_one_of_a_thing_is_no_plural(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--engine.max_length 1", "the longest sequence has 1 token, but a prompt and its answer have at least 2"),
+        ("--engine.max_length 1", "the longest sequence has 1 token, but a prompt and its answer need at least 2"),
         ("--engine.page_size 1 --engine.cache_tokens 1", "the longest sequence has 1 token"),
         ("--engine.threads 99999", "engine.threads is 99,999, but this process may use "),
         ("--engine.device cuda", "device cuda: no NVIDIA GPU that this PyTorch can use"),
@@ -227,7 +228,7 @@ def test_a_dry_run_refuses_what_the_run_would(
 def test_a_context_too_short_for_the_prompts_that_ship(tmp_path: Path, sizes: str, mend: str) -> None:
     code, stdout, err = call_here("run", "--dry-run", "--out", tmp_path, *sizes.split())
     assert (code, stdout, err.count("\n")) == (2, "", 1)
-    assert "need a context of 917 tokens with their answers, and here it is" in err
+    assert "need a context of 917 tokens with their answers, but it is" in err
     assert mend in err
     advised = [f"--{word.group(1)}={word.group(2)}" for word in re.finditer(r"(engine\.\w+) to (\d+)", err)]
     assert call_here("run", "--dry-run", "--out", tmp_path, *advised)[0] == 0
@@ -263,7 +264,7 @@ def test_a_context_that_ends_at_a_sliding_window_says_so(tmp_path: Path) -> None
     assert "sliding_window" not in call_here(*dry_run)[1]
     file.write_text(json.dumps(values | {"architectures": ["MistralForCausalLM"], "sliding_window": 16}))
     code, stdout, _ = call_here(*dry_run)
-    assert code == 0 and "# the context ends at the sliding_window of model, 16 tokens: " in stdout
+    assert code == 0 and "# the context ends at the sliding_window of model, 16 tokens, because " in stdout
     assert "sliding_window" not in call_here(*dry_run, "--engine.max_length", 15)[1]  # what was asked for ends it
     code, stdout, err = call_here(*dry_run, "--engine.max_length", 64)
     assert (code, stdout) == (2, "")
@@ -329,8 +330,8 @@ def test_a_switch_takes_a_value_or_none(
         ("--lengths {tmp}/zero.csv", "zero.csv, line 2: output_tokens is '0'"),
         ("--prompts a.jsonl --lengths b.csv", "give prompts or lengths, not both"),
         ("--scenario batch", "--scenario: must be 'offline', 'server', 'interactive' or 'singlestream', got 'batch'"),
-        ("--max-tokens 9", "--max-tokens 9: it is for JSON lines that state no max_tokens, and every row of held_out"),
-        ("--max-tokens 9 --lengths {tmp}/lengths.csv", "every row of lengths.csv has a length of its own"),
+        ("--max-tokens 9", "--max-tokens 9: applies to JSON lines that state no max_tokens, and every row of held_out"),
+        ("--max-tokens 9 --lengths {tmp}/lengths.csv", "every row of lengths.csv has its own length"),
         ("--rules v9.9", "--rules: must be 'v5.1', 'v6.0' or 'v6.1', got 'v9.9'"),
         ("--samples 0", "--samples: must be at least 1, got '0'"),
         ("--smaples 4", "--smaples: unknown flag; did you mean --samples?"),
@@ -424,8 +425,10 @@ def test_a_full_disk_is_one_line_and_never_a_result(tmp_path: Path, lengths: Pat
     if limit_bytes == 700:
         assert not out.exists()
     else:
+        (folder,) = out.iterdir()
         assert "LoadGen" in err and "is the disk full?" in err
-        assert read_run(next(out.iterdir())).verdict is Verdict.INTERRUPTED
+        assert err.endswith(f"; {folder} says INTERRUPTED and keeps what was done\n")
+        assert read_run(folder).verdict is Verdict.INTERRUPTED
 
 
 def test_repeats_that_find_no_room_for_the_next_keep_what_is_told_of_the_last(tmp_path: Path, lengths: Path) -> None:
@@ -461,13 +464,13 @@ def test_a_page_that_finds_no_room_costs_no_number(tmp_path: Path, lengths: Path
     assert (code, json.loads(stdout)["verdict"]) == (0, "MEASURED")
     assert err.startswith("megatoken: ") and err.count("\n") == 1
     assert "report.html: cannot be written (File too large); " in err
-    assert err.endswith(f"; megatoken report {folder} makes the page then\n")
+    assert err.endswith(f"; megatoken report {folder} writes the page later\n")
     assert not list(folder.rglob("*.html"))
     code, stdout, _ = call_here("report", folder)
     assert (code, stdout.count(".html\n")) == (0, repeat + (repeat > 1))
 
 
-def test_an_error_during_the_measurement_names_the_folder(tmp_path: Path) -> None:
+def test_a_request_that_fails_makes_the_run_invalid_and_the_others_end(tmp_path: Path) -> None:
     letters = ["a"] * 40
     letters[np.random.default_rng(0).permutation(40)[-1]] = "z"  # the last that a warm-up would take
     model = make_overflowing_checkpoint(tmp_path / "model", "z")
@@ -476,11 +479,16 @@ def test_an_error_during_the_measurement_names_the_folder(tmp_path: Path) -> Non
     options = ("--prompts", prompts, "--out", tmp_path / "runs", "--samples", 40, "--warm-up", 0)
     code, stdout, err = call_here("run", "--model", model, *options, "--engine.max_sequences", 2)
     (folder,) = (tmp_path / "runs").iterdir()
-    assert (code, stdout) == (1, "")
-    message = err.splitlines()[-1]
-    assert message.startswith("megatoken: logits after 1 token of a request are no numbers")
-    assert message.endswith(f"; {folder} says INTERRUPTED and keeps what was done")
-    assert read_run(folder).verdict is Verdict.INTERRUPTED
+    assert code == 3 and "\nINVALID: samples failed\n" in stdout and "Traceback" not in err
+    run = read_run(folder)
+    assert run.verdict is Verdict.INVALID
+    (why,) = run.result["reasons"]
+    assert (why["code"], why["failed"], why["samples"]) == ("FAILED_SAMPLES", 1, 40)
+    rows = pq.read_table(folder / "requests.parquet").to_pylist()
+    (failed,) = [row for row in rows if row["error"] is not None]
+    assert failed["error"].startswith("logits after 1 token of a request are not finite")
+    assert letters[failed["sample_index"]] == "z" and failed["output_tokens"] == 0
+    assert [row["output_tokens"] for row in rows if row is not failed] == [2] * 39
 
 
 @pytest.mark.parametrize("verb", ["run", "generate"])
