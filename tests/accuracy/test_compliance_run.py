@@ -56,17 +56,20 @@ def test_the_model_that_ships_passes(tmp_path: Path, scenario: str, round_: str 
 
 
 def test_a_run_that_was_verified_by_other_end_tokens_is_no_forgery(tmp_path: Path) -> None:
-    """Both files are then of those, which the audit tells; what they say of those is still held against the log."""
+    """Both files then name those end tokens, which the audit notes; it still recomputes what the files state."""
     _, run = compliance_run(tmp_path)
     assert call_here("verify", "TEST06", run, "--end-tokens", "7")[0] == 3
     found = {item.id: item for item in audit(run).findings}
     assert {item.id for item in found.values() if item.severity in (Severity.FAIL, Severity.WARN)} == set()
-    told = found["compliance.end_tokens"]
-    assert (told.severity, told.found) == (Severity.NOTE, "compliance/TEST06/compliance.json looked for 7")
+    noted = found["compliance.end_tokens"]
+    assert (noted.severity, noted.found) == (
+        Severity.NOTE,
+        "compliance/TEST06/compliance.json looked for 7, the run for 2",
+    )
     own = run / "compliance/TEST06/compliance.json"
     own.write_text(json.dumps({**json.loads(own.read_text()), "sound": True}))
     assert (
-        "compliance.json sound True, the log gives False"
+        "compliance.json sound True, recomputed False"
         in {item.id: item.found for item in audit(run).findings if item.severity is Severity.FAIL}[
             "compliance.recomputed"
         ]
@@ -118,7 +121,7 @@ def test_answers_without_an_end_prove_nothing(tmp_path: Path) -> None:
         )
     assert json.loads(own.read_text()) == result["compliance"]
     code, out, _ = call_here("audit", run)
-    assert (code, "nothing fails; something needs an explanation" in out) == (0, True)
+    assert (code, "no check fails; some findings need an explanation" in out) == (0, True)
     found = {item.id: item for item in audit(run).findings}["run_folder.healthy"]
     assert (found.severity, found.found.startswith("INVALID: COMPLIANCE no answer has an end token")) == (
         Severity.WARN,
@@ -129,8 +132,8 @@ def test_answers_without_an_end_prove_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("test", "flags", "problem"),
     [
-        ("TEST08", (), "TEST08: no compliance test that is known here; there are TEST06, TEST07, TEST09\n"),
-        ("TEST06", ("--model", "absent"), "--model absent: the model's end tokens are not known here; "),
+        ("TEST08", (), "TEST08: unknown compliance test; give TEST06, TEST07, TEST09\n"),
+        ("TEST06", ("--model", "absent"), "--model absent: the model's end tokens are unknown; give --model DIR or "),
     ],
 )
 def test_what_cannot_be_verified(tmp_path: Path, test: str, flags: tuple[str, ...], problem: str) -> None:
@@ -169,7 +172,7 @@ def test_what_the_test_decides_itself_is_refused(tmp_path: Path, flags: tuple[ob
 def test_no_other_test_is_run(tmp_path: Path) -> None:
     code, _, err = call_here("run", "--compliance", "TEST07", "--out", tmp_path / "runs")
     assert code == 2
-    assert err.startswith("megatoken: --compliance: must be 'TEST06' (TEST07 is of the answers to all rows: ")
+    assert err.startswith("megatoken: --compliance: must be 'TEST06' (TEST07 checks the answers to all rows: ")
     assert err.endswith(" megatoken run --mode accuracy, then megatoken verify TEST07), got 'TEST07'\n")
     code, _, err = call_here("run", "--compliance", "TEST01", "--out", tmp_path / "runs")
     assert (code, err) == (2, "megatoken: --compliance: must be 'TEST06', got 'TEST01'\n")
