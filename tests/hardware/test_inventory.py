@@ -66,6 +66,13 @@ def test_the_revision_of_a_checkout(checkout):
     assert source_revision(checkout / "package") == clean | {"modified": True}
 
 
+def test_the_index_of_a_checkout_is_only_read(checkout):
+    os.utime(checkout / "package" / "module.py", (1, 1))  # git status would write the new time into the index
+    before = (checkout / ".git" / "index").read_bytes()
+    assert source_revision(checkout / "package")["modified"] is False
+    assert (checkout / ".git" / "index").read_bytes() == before
+
+
 def test_a_package_installed_inside_a_checkout_is_not_the_checkout(checkout, tmp_path_factory):
     installed = checkout / ".venv" / "package"
     installed.mkdir(parents=True)

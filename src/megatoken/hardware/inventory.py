@@ -165,10 +165,10 @@ def _read(path: Path) -> str:
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
+    """What git prints; without optional locks, ``git status`` leaves the index of the checkout as it is."""
+    command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
     try:
-        answer = subprocess.run(
-            ["git", "-C", str(directory), *arguments], capture_output=True, text=True, timeout=10, check=False
-        )
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip() if answer.returncode == 0 else None
