@@ -12,7 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,9 +22,7 @@ from cli_support import (
     call,
     call_here,
     make_checkpoint,
-    make_overflowing_checkpoint,
     started,
-    write_lines,
 )
 from megatoken.analysis.stability import judge_soak
 from megatoken.cli.soak import duration_seconds
@@ -296,18 +293,18 @@ def test_drawn_weights_of_another_shape_are_another_model(tmp_path: Path) -> Non
 
 
 def test_an_error_says_how_to_go_on(tmp_path: Path) -> None:
-    letters = ["a"] * 40
-    letters[np.random.default_rng(0).permutation(40)[-1]] = "z"  # the last that a warm-up would take
-    model = make_overflowing_checkpoint(tmp_path / "model", "z")
-    lines = [{"prompt": letter, "max_tokens": 2, "ignore_end_token": True} for letter in letters]
-    prompts = write_lines(tmp_path / "in.jsonl", *lines)
-    options = ("--prompts", prompts, "--out", tmp_path / "runs", "--warm-up", 0, "--engine.max_sequences", 2)
-    code, stdout, err = call_here("soak", "--duration", "1h", "--model", model, *options)
-    folder = only_run(tmp_path / "runs")
-    assert (code, stdout) == (1, "")
+    """The table of requests is written to a full device from its second writing on."""
+    out = tmp_path / "runs"
+    with started("soak", "--duration", "1h", "--warm-up", 0, "--out", out) as process:
+        while not (tables := list(out.glob("*/requests.parquet"))):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        tables[0].with_name(".requests.parquet.tmp").symlink_to("/dev/full")
+        stdout, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert (process.returncode, stdout) == (2, "")
     message = err.splitlines()[-1]
-    assert message.startswith("megatoken: logits after 1 token of a request are no numbers")
-    assert message.endswith(f"; resume with megatoken soak --resume {folder}")
+    assert message.startswith(f"megatoken: {tables[0]}: cannot be written (No space left on device)")
+    assert message.endswith(f"; resume with megatoken soak --resume {tables[0].parent}")
 
 
 @pytest.mark.parametrize(
