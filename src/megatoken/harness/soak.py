@@ -261,6 +261,7 @@ def _create(config: RunConfig, facts: Mapping[str, Any], population: int, conten
         "mode": config.mode,
         "rules": None,
         "text": config.text,
+        "started_at": utc_text(now),
         "soak": soak,
     }
     return RunFolder.create(
