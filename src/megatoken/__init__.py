@@ -15,9 +15,12 @@ if TYPE_CHECKING:
         EngineConfig,
         EngineThread,
         FinishReason,
+        Grammar,
+        GrammarKind,
         Request,
         Sampling,
         TokenEvent,
+        TokenLogprobs,
     )
 
 __version__ = "0.2.0"
@@ -27,9 +30,12 @@ __all__ = [
     "EngineConfig",
     "EngineThread",
     "FinishReason",
+    "Grammar",
+    "GrammarKind",
     "Request",
     "Sampling",
     "TokenEvent",
+    "TokenLogprobs",
     "__version__",
 ]
 

@@ -16,7 +16,7 @@ from engines import answer_alone, answers, assert_idle, drain, make_engine, requ
 from over_admission import expect_short_answers
 from safetensors.torch import load_file, save_file
 
-from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling, TokenEvent
+from megatoken.engine import Engine, EngineConfig, FinishReason, Grammar, Request, Sampling, TokenEvent
 from megatoken.errors import (
     CapacityError,
     CheckpointError,
@@ -259,6 +259,30 @@ UNACCEPTABLE = [
     (Request([1], sampling=Sampling(1.0, top_k=False)), RequestError, "top_k is False; it must be a whole number"),
     (Request([1], sampling=Sampling(1.0, top_p=10**400)), RequestError, "it must be above 0 and at most 1"),
     (Request([1], sampling=Sampling(1.0, seed=10**400)), RequestError, "it must be at most 9,223,372,036,854,775,807"),
+    (Request([1], sampling=Sampling(1.0, min_p=1.5)), RequestError, "min_p is 1.5"),
+    (Request([1], sampling=Sampling(repetition_penalty=0)), RequestError, "repetition_penalty is 0; it must be finite"),
+    (Request([1], sampling=Sampling(repetition_penalty=10**400)), RequestError, "repetition_penalty is 1000"),
+    (Request([1], sampling=Sampling(presence_penalty=2.5)), RequestError, "presence_penalty is 2.5"),
+    (Request([1], sampling=Sampling(frequency_penalty="1")), RequestError, "frequency_penalty is '1'"),
+    (Request([1], sampling=Sampling(logit_bias=[1])), RequestError, "logit_bias is [1]; it must map token ids"),
+    (Request([1], sampling=Sampling(logit_bias={"1": 1})), RequestError, "logit_bias's token id is '1'"),
+    (Request([1], sampling=Sampling(logit_bias={-1: 1})), RequestError, "logit_bias's token id is -1"),
+    (Request([1], sampling=Sampling(logit_bias={1: 200})), RequestError, "logit_bias of token id 1 is 200"),
+    (Request([1], sampling=Sampling(logit_bias={1: float("nan")})), RequestError, "logit_bias of token id 1 is nan"),
+    (Request([1], 5, min_tokens=6), RequestError, "min_tokens is 6; it must be at most 5"),
+    (Request([1], min_tokens=-1), RequestError, "min_tokens is -1; it must be 0 or more"),
+    (Request([1], logprobs=21), RequestError, "logprobs is 21; it must be at most 20"),
+    (Request([1], logprobs=True), RequestError, "logprobs is True; it must be a whole number"),
+    (Request([1], prompt_logprobs=-1), RequestError, "prompt_logprobs is -1"),
+    (Request([1], stop="end"), RequestError, "stop is 'end'; it must be a tuple of strings"),
+    (Request([1], stop=("",)), RequestError, "stop is ('',); it must be a tuple of strings that are not empty"),
+    (Request([1], cache_salt=5), RequestError, "cache_salt is 5; it must be a string"),
+    (Request([1], grammar="[0-9]"), RequestError, "grammar is '[0-9]'; write Grammar("),
+    (Request([1], grammar=Grammar("xml", "<a>")), RequestError, "the kind of grammar is 'xml'; it must be one of json"),
+    (Request([1], grammar=Grammar("regex")), RequestError, "a grammar of kind regex needs a text"),
+    (Request([1], grammar=Grammar("json_object", "{}")), RequestError, "a grammar of kind json_object needs no text"),
+    (Request([1], grammar=Grammar("regex", 5)), RequestError, "the text of the grammar is 5; it must be a string"),
+    (Request([1], prompt_logprobs=1), RequestError, "prompt_logprobs is not supported by this engine yet"),
     (Request([1] * 70, 11), CapacityError, "80 tokens; lower max_tokens to 10, or raise"),
     (Request([1], 2**70), CapacityError, "a prompt of 1 token and 1"),
     (Request([1] * 80, 1), CapacityError, "80 tokens; shorten the prompt, or raise"),

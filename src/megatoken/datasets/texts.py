@@ -42,7 +42,7 @@ def load_texts(
         default_used = default_used or fields.max_tokens is None
         options = (fields.max_tokens or default_max_tokens, fields.sampling, fields.stop_token_ids)
         if fields.messages:
-            requests.append(ChatRequest(fields.prompt, *options, fields.ignore_end_token, fields.messages))
+            requests.append(ChatRequest(fields.prompt, *options, fields.ignore_end_token, messages=fields.messages))
         else:
             requests.append(Request(fields.prompt, *options, fields.ignore_end_token))
     if not requests:

@@ -2,7 +2,16 @@
 
 from megatoken.engine.config import EngineConfig, ModelConfig
 from megatoken.engine.loop import Engine
-from megatoken.engine.request import Completion, FinishReason, Request, Sampling, TokenEvent
+from megatoken.engine.request import (
+    Completion,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Request,
+    Sampling,
+    TokenEvent,
+    TokenLogprobs,
+)
 from megatoken.engine.state import ReplicaState
 from megatoken.engine.thread import EngineThread
 
@@ -12,9 +21,12 @@ __all__ = [
     "EngineConfig",
     "EngineThread",
     "FinishReason",
+    "Grammar",
+    "GrammarKind",
     "ModelConfig",
     "ReplicaState",
     "Request",
     "Sampling",
     "TokenEvent",
+    "TokenLogprobs",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral
@@ -16,21 +16,68 @@ from megatoken.errors import MegatokenError, RequestError
 _LARGEST_SEED = 2**63 - 1
 _LARGEST_TOP_K = 2**31 - 1
 _LARGEST_MAX_TOKENS = 10**30  # far beyond any engine, which refuses what is too long with its own numbers
+_MOST_LOGPROBS = 20
+_LARGEST_PENALTY = 2.0
+_LARGEST_BIAS = 100.0
+_NOT_YET = {
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "stop",
+    "grammar",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is chosen from the logits.
 
-    ``temperature`` 0 is greedy (argmax) and ignores the rest; ``top_k`` 0 and ``top_p`` 1 keep every token. A draw
-    depends on ``seed``, the token's position and the logits, never on what else is in the batch. Without a seed the
-    engine takes the request's id, so that equal prompts differ and a repeated run does not.
+    The penalties and ``logit_bias`` change the logits first. Then ``temperature`` 0 is greedy (argmax) and ignores the
+    rest; otherwise a token is drawn among the ``top_k`` best (0: all), of these the fewest best that hold ``top_p`` of
+    the weight, and of these the ones with at least ``min_p`` times the weight of the best. A draw depends on ``seed``,
+    the token's position and the logits, never on what else is in the batch. Without a seed the engine takes the
+    request's id, so that equal prompts differ and a repeated run does not.
+
+    ``repetition_penalty`` divides the logits above 0, and multiplies the others, of every token in prompt or answer.
+    ``presence_penalty`` is subtracted once from the logit of a token in the answer, ``frequency_penalty`` once for each
+    time that it is there. ``logit_bias`` is added to the logits of its token ids. These are the definitions of OpenAI's
+    API and, for ``repetition_penalty``, of CTRL (Keskar et al., 2019).
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+
+
+class GrammarKind(StrEnum):
+    """In which language the text of a ``Grammar`` is written."""
+
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF = "ebnf"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must look like: any JSON object, or what a JSON schema, a regular expression or a grammar allows.
+
+    ``text`` is empty for ``json_object``. The whole answer matches, unless ``max_tokens`` cuts it off.
+    """
+
+    kind: GrammarKind
+    text: str = ""
 
 
 class FinishReason(StrEnum):
@@ -47,7 +94,12 @@ class Request:
     """One prompt and how far to continue it.
 
     ``prompt`` is text (the checkpoint's tokenizer encodes it) or token ids. The request ends at the model's end
-    token (unless ``ignore_end_token``), at any of ``stop_token_ids``, or after ``max_tokens`` tokens.
+    token (unless ``ignore_end_token``), at any of ``stop_token_ids``, where its text holds one of the strings in
+    ``stop``, or after ``max_tokens`` tokens. It does not end before ``min_tokens`` tokens, except for an error.
+
+    ``logprobs``: how many of the best tokens to report with each generated one; 0 reports only the generated one.
+    ``prompt_logprobs``: the same for the tokens of the prompt. ``cache_salt``: only requests of an equal salt share
+    cached prefixes.
     """
 
     prompt: str | Sequence[int]
@@ -55,28 +107,54 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop_token_ids: tuple[int, ...] = ()
     ignore_end_token: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    cache_salt: str = ""
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of probabilities at one token, from the model's logits before any sampling option."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The most probable tokens, best first: token id and logprob."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished request: generated ids (the end token included when it was produced) and why it ended."""
+    """A finished request: generated ids (the end token included when it was produced) and why it ended.
+
+    ``text`` is the text of the generated ids up to a stop string, empty if the model has no tokenizer; ``logprobs`` has
+    an entry for each id if the request asked for them; ``cached_tokens`` counts the prompt tokens that were taken from
+    the prefix cache.
+    """
 
     token_ids: list[int]
     finish_reason: FinishReason
     prompt_tokens: int
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    cached_tokens: int = 0
 
 
 class TokenEvent(NamedTuple):
     """New tokens of one request after one step.
 
     ``finish_reason`` is set on the last event of a request and only there; with ``FinishReason.ERROR`` ``error`` says
-    why this request, and no other, could not go on.
+    why this request, and no other, could not go on. ``logprobs`` has an entry for each token if the request asked for
+    them; ``cached_tokens``, on the first event of a request, counts the prompt tokens taken from the prefix cache.
     """
 
     request_id: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     error: MegatokenError | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +203,9 @@ def check_request(prompt: Sequence[int], request: Request, vocabulary_size: int)
             "use the model's own tokenizer"
         )
     check_options(request)
+    for biased in request.sampling.logit_bias:
+        if biased >= vocabulary_size:
+            raise RequestError(f"logit_bias holds token id {biased:,}, outside the vocabulary of {vocabulary_size:,}")
 
 
 def check_options(request: Request) -> None:
@@ -139,6 +220,42 @@ def check_options(request: Request) -> None:
     if not isinstance(stop_ids, Collection) or not all(isinstance(one, Integral) for one in stop_ids):
         raise RequestError(f"stop_token_ids is {_shown(stop_ids)}; it must be a tuple of token ids")
     _check_count("max_tokens", request.max_tokens, 1, _LARGEST_MAX_TOKENS, "at least 1")
+    _check_count("min_tokens", request.min_tokens, 0, request.max_tokens, "0 or more")
+    for name, count in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+        if count is not None:
+            _check_count(name, count, 0, _MOST_LOGPROBS, "0 or more")
+    stop = request.stop
+    if not isinstance(stop, list | tuple) or not all(isinstance(one, str) and one for one in stop):
+        raise RequestError(f"stop is {_shown(stop)}; it must be a tuple of strings that are not empty")
+    if not isinstance(request.cache_salt, str):
+        raise RequestError(f"cache_salt is {_shown(request.cache_salt)}; it must be a string")
+    if request.grammar is not None:
+        _check_grammar(request.grammar)
+    _check_sampling(sampling)
+    for name in sorted(used_options(request) & _NOT_YET):
+        raise RequestError(f"{name} is not supported by this engine yet; leave it out")
+
+
+def used_options(request: Request) -> set[str]:
+    """Names of the options that ``request`` uses and that not every runner or target has."""
+    sampling = request.sampling
+    used = {
+        "min_p": sampling.min_p != 0,
+        "repetition_penalty": sampling.repetition_penalty != 1,
+        "presence_penalty": sampling.presence_penalty != 0,
+        "frequency_penalty": sampling.frequency_penalty != 0,
+        "logit_bias": len(sampling.logit_bias) > 0,
+        "min_tokens": request.min_tokens > 0,
+        "logprobs": request.logprobs is not None,
+        "prompt_logprobs": request.prompt_logprobs is not None,
+        "stop": len(request.stop) > 0,
+        "grammar": request.grammar is not None,
+        "cache_salt": request.cache_salt != "",
+    }
+    return {name for name, is_used in used.items() if is_used}
+
+
+def _check_sampling(sampling: Sampling) -> None:
     _check_count("top_k", sampling.top_k, 0, _LARGEST_TOP_K, "0 (all) or more")
     if sampling.seed is not None:
         _check_count("seed", sampling.seed, -_LARGEST_SEED - 1, _LARGEST_SEED, f"at least {-_LARGEST_SEED - 1:,}")
@@ -146,6 +263,37 @@ def check_options(request: Request) -> None:
         raise RequestError(f"temperature is {_shown(sampling.temperature)}; it must be finite and not negative")
     if not 0 < _number("top_p", sampling.top_p) <= 1:
         raise RequestError(f"top_p is {_shown(sampling.top_p)}; it must be above 0 and at most 1")
+    if not 0 <= _number("min_p", sampling.min_p) <= 1:
+        raise RequestError(f"min_p is {_shown(sampling.min_p)}; it must be at least 0 and at most 1")
+    if not 0 < _number("repetition_penalty", sampling.repetition_penalty) < math.inf:
+        raise RequestError(
+            f"repetition_penalty is {_shown(sampling.repetition_penalty)}; it must be finite and above 0"
+        )
+    for name in ("presence_penalty", "frequency_penalty"):
+        penalty = getattr(sampling, name)
+        if not -_LARGEST_PENALTY <= _number(name, penalty) <= _LARGEST_PENALTY:
+            raise RequestError(f"{name} is {_shown(penalty)}; it must be at least -2 and at most 2")
+    bias = sampling.logit_bias
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias is {_shown(bias)}; it must map token ids to numbers")
+    for token_id, value in bias.items():
+        _check_count("logit_bias's token id", token_id, 0, _LARGEST_TOP_K, "0 or more")
+        if not -_LARGEST_BIAS <= _number("logit_bias", value) <= _LARGEST_BIAS:
+            raise RequestError(
+                f"logit_bias of token id {token_id} is {_shown(value)}; it must be at least -100 and at most 100"
+            )
+
+
+def _check_grammar(grammar: object) -> None:
+    if not isinstance(grammar, Grammar):
+        raise RequestError(f"grammar is {_shown(grammar)}; write Grammar('regex', '[0-9]+')")
+    if grammar.kind not in list(GrammarKind):
+        raise RequestError(f"the kind of grammar is {_shown(grammar.kind)}; it must be one of {', '.join(GrammarKind)}")
+    if not isinstance(grammar.text, str):
+        raise RequestError(f"the text of the grammar is {_shown(grammar.text)}; it must be a string")
+    if bool(grammar.text) == (grammar.kind == GrammarKind.JSON_OBJECT):
+        wanted = "no text" if grammar.text else "a text"
+        raise RequestError(f"a grammar of kind {grammar.kind} needs {wanted}")
 
 
 def _check_count(name: str, value: object, lowest: int, highest: int, wanted: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken.engine.request import FinishReason, Request, Sampling, check_options
+from megatoken.engine.request import FinishReason, Request, Sampling, check_options, used_options
 from megatoken.engine.state import ReplicaState
 from megatoken.errors import MegatokenError, RequestError
 
@@ -196,6 +196,8 @@ def pack_request(request: Request) -> bytes:
     if isinstance(prompt, str):
         raise RequestError("a rack takes token ids, not text")
     check_options(request)
+    for name in sorted(used_options(request)):
+        raise RequestError(f"a rack does not carry {name} to its replicas; leave it out")
     head = _REQUEST.pack(
         len(prompt),
         len(request.stop_token_ids),
