@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from megatoken.engine.token_texts import TokenTexts, token_texts
 from megatoken.errors import CheckpointError, RequestError
-
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-WINDOW_TOKENS = 8
 
 
 class Tokenizer:
@@ -17,6 +16,7 @@ class Tokenizer:
 
     def __init__(self, file: Path) -> None:
         self.file = file
+        self._token_texts: dict[bool, TokenTexts | None] = {}  # by whether special tokens are kept; made at first use
         try:
             self._tokenizer = FastTokenizer.from_file(str(file))
             self._tokenizer.no_truncation()  # a saved file may carry both, and would cut or pad prompts in silence
@@ -31,8 +31,8 @@ class Tokenizer:
         """Of all its tokens, added ones too; -1 if it has none."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of ``text``, with the special tokens the tokenizer itself puts around it.
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Ids of ``text``; with ``add_special`` also the special tokens that the tokenizer itself puts around it.
 
         Raises:
             RequestError: ``text`` is not Unicode text (lone surrogates), or holds what the tokenizer has no token for.
@@ -44,61 +44,19 @@ class Tokenizer:
                 f"the prompt is not Unicode text: character {error.start + 1} is half of a surrogate pair; remove it"
             ) from error
         try:
-            return list(self._tokenizer.encode(text).ids)
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
         except Exception as error:  # as in __init__
             raise RequestError(f"the prompt cannot be encoded: {_one_line(error)}; change the text") from error
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
         """Text of ``token_ids``."""
-        return str(self._tokenizer.decode(token_ids))
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=not keep_special))
 
-    def incremental(self) -> IncrementalDecoder:
-        """A decoder for one stream of tokens."""
-        return IncrementalDecoder(self)
-
-
-class IncrementalDecoder:
-    """Turns a stream of ids into pieces of text whose concatenation is the text of all ids.
-
-    A piece is held back while it ends in the middle of a character. Only a short window is decoded again at each token,
-    so the cost of a stream is linear.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._shown = ""
-
-    def add(self, token_id: int) -> str:
-        """The text that ``token_id`` makes certain."""
-        self._window.append(token_id)
-        text = self._tokenizer.decode(self._window)
-        if text.endswith(REPLACEMENT):
-            return ""
-        piece = text[len(self._shown) :]
-        self._shown = text
-        if piece and len(self._window) > WINDOW_TOKENS:
-            self._shorten()
-        return piece
-
-    def flush(self) -> str:
-        """What was held back, when the stream has ended."""
-        text = self._tokenizer.decode(self._window)
-        piece = text[len(self._shown) :]
-        self._shown = text
-        return piece
-
-    def _shorten(self) -> None:
-        """Keep the last tokens as context, because some tokenizers drop the space before the first token of a decode.
-
-        Where a character spans tokens, the first one kept must begin one: bytes of half a character spoil their
-        neighbours.
-        """
-        for kept in range(WINDOW_TOKENS // 2, WINDOW_TOKENS):
-            text = self._tokenizer.decode(self._window[-kept:])
-            if not text.startswith(REPLACEMENT):
-                self._window, self._shown = self._window[-kept:], text
-                return
+    def token_texts(self, *, keep_special: bool = False) -> TokenTexts | None:
+        """What each token adds to a text; None if that depends on the tokens around it."""
+        if keep_special not in self._token_texts:
+            self._token_texts[keep_special] = token_texts(self._tokenizer, keep_special=keep_special)
+        return self._token_texts[keep_special]
 
 
 def _one_line(error: Exception) -> str:

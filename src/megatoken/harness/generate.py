@@ -14,6 +14,7 @@ from megatoken.datasets.requests import answer_room, check_ids
 from megatoken.datasets.texts import load_texts
 from megatoken.engine.config import ModelConfig
 from megatoken.engine.request import Request
+from megatoken.engine.text_stream import TextStream
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import MegatokenError, RequestError, StorageError
 from megatoken.files import storage_error, write_text
@@ -90,7 +91,7 @@ def stream_prompt(config: RunConfig, answers: AnswerConfig, prompt: str) -> Iter
     with open_backend(_with_ids(config), progress) as backend:
         request = _prompt_request(config, answers, prompt, backend)
         tokenizer = backend.tokenizer()
-        decoder = tokenizer.incremental() if tokenizer is not None else None
+        text = TextStream(tokenizer) if tokenizer is not None else None
         with backend.load() as target:
             progress.clear()
             target.submit(0, request)
@@ -102,11 +103,11 @@ def stream_prompt(config: RunConfig, answers: AnswerConfig, prompt: str) -> Iter
                         ended = event.finish_reason is not None
                         new = event.token_ids if event.output_tokens is None else event.token_ids[shown:]
                         shown += len(new)
-                        yield event.text or "".join(decoder.add(token_id) for token_id in new if decoder)
+                        yield text.add(new) if text is not None and not event.text else event.text
             except KeyboardInterrupt:
                 raise KeyboardInterrupt("interrupted; the answer is cut off") from None
-    if decoder is not None:
-        yield decoder.flush()
+    if text is not None:
+        yield text.flush()
 
 
 def _with_ids(config: RunConfig) -> RunConfig:
