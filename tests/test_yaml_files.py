@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from megatoken.claims.schema import load_claims
 from megatoken.errors import ConfigError, UsageError
-from megatoken.planning import load_assumptions, load_profiles
+from megatoken.planning.assumptions import load_assumptions
+from megatoken.planning.workloads import load_profiles
 from megatoken.yaml_files import load_yaml
 
 PROFILE = "profiles: {mine: {input_tokens: %s, output_tokens: 20}}"

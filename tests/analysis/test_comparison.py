@@ -24,7 +24,8 @@ from megatoken.analysis.published import (
 from megatoken.analysis.repeats import summarise_repeats
 from megatoken.errors import UsageError
 from megatoken.files import plain
-from megatoken.planning import from_runs, load_assumptions
+from megatoken.planning.assumptions import load_assumptions
+from megatoken.planning.throughput import from_runs
 from megatoken.runs.run import Verdict, read_run
 from run_folders import run_folder
 

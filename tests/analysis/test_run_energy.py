@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megatoken.analysis.energy import energy_together, run_energy
 from megatoken.analysis.statistics import summarise
 from megatoken.analysis.summary import summarise_run
-from megatoken.planning import energy_of
+from megatoken.planning.energy import energy_of
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import read_run
 from megatoken.runs.tables import SampleRow, SeriesRow, to_table

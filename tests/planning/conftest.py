@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatoken.analysis.summary import summarise_run
-from megatoken.planning import Assumptions, Throughput, from_number, load_assumptions
+from megatoken.planning.assumptions import Assumptions, load_assumptions
+from megatoken.planning.throughput import Throughput, from_number
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import Run, read_run
 from megatoken.runs.tables import SampleRow, SeriesRow

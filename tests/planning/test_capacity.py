@@ -1,25 +1,25 @@
 """Prices of tokens, Little's law, derating: the arithmetic, and what must hold for any numbers."""
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatoken.errors import UsageError
-from megatoken.planning import from_number, from_runs, load_assumptions, load_profiles, parse_factor, plan_capacity
+from megatoken.planning.assumptions import load_assumptions
+from megatoken.planning.capacity import plan_capacity
 from megatoken.planning.pricing import (
     Prices,
     derating,
-    in_flight,
     interactions_of_users,
+    parse_factor,
     price,
     prices_from_ratio,
     prices_from_two_rates,
     residence_seconds,
     service_seconds,
-    users,
 )
+from megatoken.planning.throughput import from_number, from_runs
+from megatoken.planning.workloads import load_profiles
 
 AGENT, QA = (load_profiles(names=[name])[0] for name in ("agent", "simple_qa"))
 RATES = st.floats(1e-3, 1e9)
@@ -70,11 +70,10 @@ def test_a_better_prefix_cache_never_costs(rate, mix, ratio, share):
 @given(st.integers(0, 5000), st.integers(0, 5000), st.integers(1, 5000))
 def test_more_tokens_are_fewer_interactions(input_tokens, context_tokens, output_tokens):
     prices = Prices(1e-6, 2e-6)
-    smaller = dataclasses.replace(
-        QA, input_tokens=input_tokens, context_tokens=context_tokens, output_tokens=output_tokens
-    )
+    lengths = {"input_tokens": input_tokens, "context_tokens": context_tokens, "output_tokens": output_tokens}
+    smaller = QA.model_copy(update=lengths)
     for name in ("input_tokens", "context_tokens", "output_tokens"):
-        larger = dataclasses.replace(smaller, **{name: getattr(smaller, name) + 1})
+        larger = smaller.model_copy(update={name: getattr(smaller, name) + 1})
         assert prices.interactions_per_second(larger) < prices.interactions_per_second(smaller)
 
 
@@ -91,9 +90,7 @@ def test_waiting_for_tools_is_waiting_but_not_in_flight():
 
 @given(st.floats(0, 1e6), st.floats(1e-3, 1e5), st.floats(0, 1e5))
 def test_littles_law(rate, wait, think):
-    assert users(rate, wait, 0.0) == in_flight(rate, wait)
-    assert users(rate, wait, think) >= in_flight(rate, wait)
-    assert interactions_of_users(users(rate, wait, think), wait, think) == pytest.approx(rate)
+    assert interactions_of_users(rate * (wait + think), wait, think) == pytest.approx(rate)
 
 
 def test_users_who_never_pause_are_refused():
@@ -106,7 +103,7 @@ def test_derating_multiplies_and_only_falls(shares, rate):
     assumptions = load_assumptions()
     throughput = from_number(rate, scope="system", assumptions=assumptions)
     derated = derating(throughput, assumptions, [parse_factor(f"own={share}") for share in shares])
-    rates = [rate, *(step.output_tokens_per_second for step in derated.steps)]
+    rates = [rate, *derated.rates]
     assert rates == sorted(rates, reverse=True)
     product = 0.884 * 0.7
     for share in shares:

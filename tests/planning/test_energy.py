@@ -6,33 +6,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatoken.analysis.published import accelerator_facts
 from megatoken.errors import UsageError
-from megatoken.planning import (
-    energy_of,
-    from_number,
-    from_runs,
-    load_assumptions,
-    load_profiles,
-    plan_energy,
-    power_given,
-    power_of,
-)
-from megatoken.planning.energy import (
-    find_tdp,
-    joules_per_token,
-    kwh_per_million_tokens,
-    power_at,
-    tdp_watts,
-    tokens_per_joule,
-)
+from megatoken.planning.assumptions import load_assumptions
+from megatoken.planning.energy import energy_of, plan_energy, power_at, power_given, power_of
+from megatoken.planning.throughput import from_number, from_runs
+from megatoken.planning.workloads import load_profiles
 
 POSITIVE = st.floats(1e-3, 1e9)
 
 
 @given(POSITIVE, POSITIVE)
 def test_tokens_per_joule_and_back(rate, watts):
-    assert tokens_per_joule(rate, watts) * joules_per_token(rate, watts) == pytest.approx(1)
-    assert kwh_per_million_tokens(rate, watts) * 3.6e6 == pytest.approx(joules_per_token(rate, watts) * 1e6)
+    assumptions = load_assumptions()
+    given_rate = from_number(rate, scope="system", assumptions=assumptions)
+    for row in plan_energy(given_rate, power_given(watts, "wall", "given"), assumptions).table("boundaries").rows:
+        joules = row["energy_joules_per_output_token"]
+        assert row["output_tokens_per_joule"] * joules == pytest.approx(1)
+        assert row["energy_kwh_per_million_output_tokens"] * 3.6e6 == pytest.approx(joules * 1e6)
 
 
 @given(st.floats(0, 1), st.floats(0, 1), POSITIVE, st.floats(0, 1))
@@ -51,7 +42,8 @@ def test_power_rises_with_use_between_idle_and_full(one, other, full, idle):
     ],
 )  # fmt: skip
 def test_tdp_by_any_usual_name(name, watts):
-    assert find_tdp(name, tdp_watts()) == watts
+    facts = accelerator_facts(name)
+    assert (facts and facts.tdp_watts) == watts
 
 
 def test_a_measured_run_is_set_against_its_own_tokens(make_run, assumptions):

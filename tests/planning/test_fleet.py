@@ -8,16 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatoken.errors import ConfigError, UsageError
-from megatoken.planning import (
-    Supply,
-    from_number,
-    load_assumptions,
-    load_demand,
-    load_profiles,
-    parse_factor,
-    plan_fleet,
-)
-from megatoken.planning.fleet import Demand, SupplyClass, fit, nodes_for, policies, replacement, size
+from megatoken.planning.assumptions import load_assumptions
+from megatoken.planning.fleet import SupplyClass, fit, nodes_for, policies, size
+from megatoken.planning.fleet_plan import Supply, load_demand, plan_fleet, plan_replacement
+from megatoken.planning.pricing import parse_factor
+from megatoken.planning.throughput import from_number
+from megatoken.planning.workloads import load_profiles
 
 BASE = SupplyClass("base", 100.0, 4, 12.0, 18)
 BURST = SupplyClass("burst", 80.0, 8, 40.0)
@@ -73,56 +69,57 @@ def test_spares_that_make_no_sense(arguments, why):
 
 @given(st.integers(1, 1000), st.floats(1, 100), st.floats(1, 100))
 def test_replacements_serve_what_was_served(before, old, new):
-    found = replacement(before, old, new)
-    assert found.nodes * new >= before * old * (1 - 1e-8)
-    assert found.nodes >= found.exact_nodes * (1 - 1e-8)
-    if found.nodes > 1:
-        assert nodes_for(before * old, old * found.ratio_for_one_less) == found.nodes - 1
+    newer = from_number(new, scope="node", accelerators=4, assumptions=load_assumptions())
+    plan = plan_replacement(before, old, Supply(newer))
+    nodes = plan.results[0].value
+    assert nodes * new >= before * old * (1 - 1e-8)
+    assert nodes >= plan.result("Before rounding up").value * (1 - 1e-8)
+    if nodes > 1:
+        enough = plan.result(f"Ratio at which {nodes - 1} nodes suffice").value
+        assert nodes_for(before * old, old * enough) == nodes - 1
 
 
 @given(LEVELS, st.integers(0, 5000))
 def test_what_a_size_leaves_unserved(levels, nodes):
-    demand = Demand(tuple(levels), "tokens/s")
-    found, larger = fit(demand, BASE, nodes), fit(demand, BASE, nodes + 1)
-    for share in (found.unserved_share, found.short_time_share, found.idle_share):
-        assert 0 <= share <= 1
-    assert larger.unserved_share <= found.unserved_share + 1e-12
-    assert larger.dollars_per_hour > found.dollars_per_hour
-    enough = nodes >= nodes_for(demand.peak, BASE.rate_per_node)
-    assert (found.unserved_share == 0) == enough or found.unserved_share < 1e-8
+    found, larger = fit(levels, BASE, nodes), fit(levels, BASE, nodes + 1)
+    for name in ("unserved_share", "short_time_share", "idle_share"):
+        assert 0 <= found[name] <= 1
+    assert larger["unserved_share"] <= found["unserved_share"] + 1e-12
+    assert larger["price_dollars_per_hour"] > found["price_dollars_per_hour"]
+    enough = nodes >= nodes_for(max(levels), BASE.rate_per_node)
+    assert (found["unserved_share"] == 0) == enough or found["unserved_share"] < 1e-8
 
 
 @given(LEVELS, st.floats(0.1, 100), st.integers(0, 3))
 def test_the_cheapest_mix_is_cheapest_and_every_mix_serves_all(levels, burst_price, spares):
-    demand = Demand(tuple(levels), "tokens/s")
     burst = dataclasses.replace(BURST, dollars_per_node_hour=burst_price)
-    found = {policy.name: policy for policy in policies(demand, BASE, burst, spare_domains=spares)}
-    cheapest = found["cheapest_mix"].dollars_per_hour
-    assert all(cheapest <= policy.dollars_per_hour * (1 + 1e-9) for policy in found.values())
-    assert found["burst_only"].base_nodes == 0 and found["burst_only"].burst_share == pytest.approx(1)
-    assert found["base_only"].most_burst_nodes == 0 and found["base_only"].burst_share == 0
-    for policy in found.values():
-        serving = policy.base_nodes - (spares if policy.base_nodes else 0)
-        served = serving * BASE.rate_per_node + policy.most_burst_nodes * burst.rate_per_node
-        assert served >= demand.peak * (1 - 1e-8)
-        assert 0 <= policy.burst_share <= 1 + 1e-9
+    found = {row["policy"]: row for row in policies(levels, BASE, burst, spare_domains=spares)}
+    cheapest = found["cheapest mix"]["price_dollars_per_hour"]
+    assert all(cheapest <= row["price_dollars_per_hour"] * (1 + 1e-9) for row in found.values())
+    assert found["burst only"]["base_nodes"] == 0
+    assert found["burst only"]["burst_demand_share"] == pytest.approx(1)
+    assert found["base only"]["most_burst_nodes"] == found["base only"]["burst_demand_share"] == 0
+    for row in found.values():
+        serving = row["base_nodes"] - (spares if row["base_nodes"] else 0)
+        served = serving * BASE.rate_per_node + row["most_burst_nodes"] * burst.rate_per_node
+        assert served >= max(levels) * (1 - 1e-8)
+        assert 0 <= row["burst_demand_share"] <= 1 + 1e-9
 
 
 def test_a_mix_by_hand():
     """Ten hours at 100, two at 300: one base node, and for two hours three of the other class."""
-    demand = Demand((100.0,) * 10 + (300.0,) * 2, "tokens/s")
-    found = {policy.name: policy for policy in policies(demand, BASE, BURST)}
-    assert found["base_only"].dollars_per_hour == 36
-    mix = found["cheapest_mix"]
-    assert (mix.base_nodes, mix.most_burst_nodes) == (1, 3)
-    assert mix.dollars_per_hour == pytest.approx(12 + 3 * 40 * 2 / 12)
-    assert mix.burst_share == pytest.approx(400 / 1600)
+    found = {row["policy"]: row for row in policies((100.0,) * 10 + (300.0,) * 2, BASE, BURST)}
+    assert found["base only"]["price_dollars_per_hour"] == 36
+    mix = found["cheapest mix"]
+    assert (mix["base_nodes"], mix["most_burst_nodes"]) == (1, 3)
+    assert mix["price_dollars_per_hour"] == pytest.approx(12 + 3 * 40 * 2 / 12)
+    assert mix["burst_demand_share"] == pytest.approx(400 / 1600)
 
 
 def test_a_huge_mix_is_searched_in_bounded_time():
     levels = tuple(float(hour % 24 + 1) * 3e6 for hour in range(8760))
-    found = {policy.name: policy for policy in policies(Demand(levels, "tokens/s"), BASE, BURST)}
-    assert found["cheapest_mix"].dollars_per_hour <= min(one.dollars_per_hour for one in found.values())
+    prices = {row["policy"]: row["price_dollars_per_hour"] for row in policies(levels, BASE, BURST)}
+    assert prices["cheapest mix"] <= min(prices.values())
 
 
 def test_a_plan_counts_racks_of_thousands(rack, assumptions):

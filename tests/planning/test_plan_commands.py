@@ -71,8 +71,14 @@ def test_the_twelve_nodes():
 
 
 def test_two_classes():
-    slow = Rate(tokens_per_second=31_000, per="node", accelerators=8, accelerator="H100")
-    flags = FleetFlags(demand=1e6, unit="output-tokens", curve="office_day", accelerators_per_node=4, burst=slow)
+    flags = FleetFlags(
+        demand=1e6,
+        unit="output-tokens",
+        curve="office_day",
+        accelerators_per_node=4,
+        burst_tokens_per_second=31_000,
+        burst_accelerators_per_node=8,
+    )
     assert fleet(RACK, Common(), flags).table("policies").rows
 
 

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatoken.errors import ConfigError
-from megatoken.planning import load_assumptions, load_profiles
+from megatoken.planning.assumptions import load_assumptions
+from megatoken.planning.workloads import load_profiles
 from megatoken.yaml_files import LARGEST_FILE_BYTES
 
 PROFILE = "profiles:\n  mine:\n    input_tokens: 10\n    output_tokens: 20\n"

@@ -8,21 +8,14 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from megatoken.errors import MegatokenError
-from megatoken.planning import (
-    Supply,
-    System,
-    from_number,
-    load_assumptions,
-    load_demand,
-    load_profiles,
-    plan_capacity,
-    plan_cost,
-    plan_energy,
-    plan_fleet,
-    plan_replacement,
-    power_of,
-)
+from megatoken.planning.assumptions import load_assumptions
+from megatoken.planning.capacity import plan_capacity
+from megatoken.planning.cost import System, plan_cost
+from megatoken.planning.energy import plan_energy, power_of
 from megatoken.planning.figures import STATES, weakest
+from megatoken.planning.fleet_plan import Supply, load_demand, plan_fleet, plan_replacement
+from megatoken.planning.throughput import from_number
+from megatoken.planning.workloads import load_profiles
 
 PROFILES = load_profiles()
 

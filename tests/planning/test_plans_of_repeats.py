@@ -4,7 +4,11 @@ import pytest
 
 from megatoken.analysis.repeats import interval, read_repeats_in
 from megatoken.errors import UsageError
-from megatoken.planning import commands, energy_of, from_runs, load_profiles, plan_capacity, plan_energy, power_of
+from megatoken.planning import commands
+from megatoken.planning.capacity import plan_capacity
+from megatoken.planning.energy import energy_of, plan_energy, power_of
+from megatoken.planning.throughput import from_runs
+from megatoken.planning.workloads import load_profiles
 from megatoken.text import precise
 
 GPU = {"gpus": ("NVIDIA H200",), "watts": 400.0}

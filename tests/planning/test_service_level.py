@@ -3,8 +3,11 @@
 import pytest
 
 from megatoken.errors import UsageError
-from megatoken.planning import from_runs, load_assumptions, load_profiles, plan_capacity
+from megatoken.planning.assumptions import load_assumptions
+from megatoken.planning.capacity import plan_capacity
 from megatoken.planning.service_level import ServiceLevel, judge_run
+from megatoken.planning.throughput import from_runs
+from megatoken.planning.workloads import load_profiles
 
 LEVEL = ServiceLevel(ttft_seconds=2.0, tpot_seconds=0.2)
 

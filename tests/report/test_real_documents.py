@@ -10,7 +10,8 @@ from rich.console import Console
 from megatoken.analysis.comparison import compare
 from megatoken.analysis.entries import accelerator_entry
 from megatoken.audit import audit
-from megatoken.planning import commands, load_assumptions
+from megatoken.planning import commands
+from megatoken.planning.assumptions import load_assumptions
 from megatoken.report import show
 from megatoken.report.documents import checked
 from megatoken.report.page import page

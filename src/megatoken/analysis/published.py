@@ -151,13 +151,14 @@ def accelerator_table() -> dict[str, AcceleratorFacts]:
 def accelerator_facts(name: str | None) -> AcceleratorFacts | None:
     """Facts of the accelerator that a product name such as ``NVIDIA B200-SXM-180GB`` contains.
 
-    None if none is known: also for a mix of accelerators and for PCIe cards (``H200-NVL``), whose power differs.
+    None if none is known: also for a mix of accelerators, and for PCIe cards (``H200-NVL``) and slices of a GPU, whose
+    power differs.
     """
     text = (name or "").upper()
-    if re.search(r"-NVL\b|PCIE|\(X\d", text):
+    if re.search(r"\bNVL\b|PCIE|\bMIG\b|\(X\d", text):
         return None
-    words = re.findall(r"[A-Z]+\d+\w*", text)
-    return next((accelerator_table()[word] for word in words if word in accelerator_table()), None)
+    known = set(re.findall(r"[A-Z]+\d+\w*", text)) & accelerator_table().keys()
+    return accelerator_table()[known.pop()] if len(known) == 1 else None
 
 
 @cache

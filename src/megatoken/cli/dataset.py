@@ -30,7 +30,7 @@ def _dataset(ctx: typer.Context) -> None:
 def list_data_sets(folder: Folder = Path("datasets"), json_only: Json = False) -> int:
     """List MLPerf's data sets and the workload profiles. Shows which files are missing and how to get them."""
     from megatoken.datasets.catalog import catalog
-    from megatoken.planning import load_profiles
+    from megatoken.planning.workloads import load_profiles
 
     data_sets = [entry.to_document(folder) for entry in catalog().values()]
     profiles = [profile.to_document() for profile in load_profiles()]
@@ -106,7 +106,7 @@ def convert(
     json_only: Json = False,
 ) -> int:
     """Convert an MLPerf data set to Parquet, or a workload profile to a CSV of lengths."""
-    from megatoken.planning import load_profiles
+    from megatoken.planning.workloads import load_profiles
 
     profile = next((profile for profile in load_profiles() if profile.name == name), None)
     if profile is not None:

@@ -1,8 +1,9 @@
 """``megatoken plan``: capacity, fleet, energy and cost from a rate; throughput simulates the rate itself."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from inspect import Parameter, Signature, signature
+from __future__ import annotations
+
+from dataclasses import fields
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,30 +15,53 @@ from megatoken.cli.streams import standard_output
 from megatoken.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from megatoken.planning.commands import Common, Rate
     from megatoken.planning.figures import Plan
 
 app = typer.Typer(rich_markup_mode=None, help="Turn a rate into users, machines, watts and money.")
 
-Factors = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--factor", metavar="NAME=SHARE", help="Factor that lowers the rate, for example makespan=0.936; repeatable."
+_TEXT, _NUMBER, _COUNT, _FILE, _LIST = str | None, float | None, int | None, Path | None, list[str] | None
+# Flags by the name of their field in planning/commands.py: type, metavar, help.
+_FIELDS: dict[str, tuple[Any, str, str]] = {
+    "tokens_per_second": (_NUMBER, "N", "The rate, instead of RUN."),
+    "per": (_TEXT, "accelerator|node|rack|system", "What has this rate."),
+    "counted": (_TEXT, "output|total", "Tokens that the rate counts. Default: output."),
+    "accelerators": (_COUNT, "N", "Number of accelerators."),
+    "accelerator": (_TEXT, "NAME", "Accelerator model, for example GB300."),
+    "scenario": (_TEXT, "offline|server|interactive", "Scenario in which the rate was measured."),
+    "state": (
+        _TEXT,
+        "STATE",
+        "State of the rate: measured, verified, unverified, estimate. Default: unverified.",
     ),
-]
-SecondRun = Annotated[
-    Path | None, typer.Option(metavar="RUN", help="Run of the same system with other input and output lengths.")
-]
-Watts = Annotated[
-    float | None, typer.Option(metavar="N", help="Power in watts. Default: measured in RUN, otherwise nameplate.")
-]
-Boundary = Annotated[
-    str | None, typer.Option(metavar="wall|accelerators", help="Where --watts was measured. Default: wall.")
-]
-WattsState = Annotated[
-    str | None,
-    typer.Option(metavar="STATE", help="State of --watts: measured, verified, estimate, nameplate. Default: given."),
-]
+    "source": (_TEXT, "TEXT", "Source of the rate."),
+    "input_per_output": (_NUMBER, "X", "Input tokens per output token of the requests."),
+    "profile": (_LIST, "NAME", "Workload profile; repeatable."),
+    "profiles": (_FILE, "FILE", "Your own workload profiles (YAML)."),
+    "settings": (_LIST, "NAME=VALUE[:LOW:HIGH]", "Change an assumption; repeatable."),
+    "assumptions": (_FILE, "FILE", "Your own assumptions (YAML)."),
+    "factors": (_LIST, "NAME=SHARE", "Factor that lowers the rate, for example makespan=0.936; repeatable."),
+    "second_run": (_FILE, "RUN", "Run of the same system with other input and output lengths."),
+    "demand": (_NUMBER, "N", "Constant demand, or peak of --curve."),
+    "unit": (str, "interactions|users|output-tokens", "Unit of --demand."),
+    "curve": (_TEXT, "NAME|FILE.csv", "Demand over time: a named curve or a CSV file."),
+    "accelerators_per_node": (_COUNT, "N", "Accelerators per node."),
+    "nodes_per_rack": (_COUNT, "N", "Nodes per rack."),
+    "spare": (int, "N", "Spare fault domains: how many may fail without loss."),
+    "fault_domain": (str, "node|rack", "What fails as one unit."),
+    "burst_tokens_per_second": (_NUMBER, "N", "Tokens/s of one node of a second class, rented by the hour."),
+    "burst_accelerators_per_node": (_COUNT, "N", "Accelerators per node of the second class."),
+    "replace_nodes": (_COUNT, "N", "Compute how many nodes replace N old nodes."),
+    "replace_rate": (_NUMBER, "N", "Tokens/s of one old node."),
+    "watts": (_NUMBER, "N", "Power in watts. Default: measured in RUN, otherwise nameplate."),
+    "boundary": (_TEXT, "wall|accelerators", "Where --watts was measured. Default: wall."),
+    "watts_state": (_TEXT, "STATE", "State of --watts: measured, verified, estimate, nameplate. Default: given."),
+    "rent": (_NUMBER, "DOLLARS", "Price of an accelerator hour, instead of buying."),
+}
+_NAMES = tuple(_FIELDS)
+_OF_ALL = _NAMES[: _NAMES.index("factors")]
+_OF_POWER = ("watts", "boundary", "watts_state")
+_OTHER_NAMES = {"settings": "--set", "factors": "--factor"}
+_DEFAULTS = {"unit": "interactions", "spare": 1, "fault_domain": "node"}
 
 
 @app.callback(invoke_without_command=True)
@@ -47,160 +71,66 @@ def _plan(ctx: typer.Context) -> None:
             print(ctx.get_help())
 
 
-def _start(
-    run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="Run folder or folder of repeats; or give --tokens-per-second.")
-    ] = None,
-    tokens_per_second: Annotated[float | None, typer.Option(metavar="N", help="The rate, instead of RUN.")] = None,
-    per: Annotated[str | None, typer.Option(metavar="accelerator|node|rack|system", help="What has this rate.")] = None,
-    counted: Annotated[
-        str | None, typer.Option(metavar="output|total", help="Tokens that the rate counts. Default: output.")
-    ] = None,
-    accelerators: Annotated[int | None, typer.Option(metavar="N", help="Number of accelerators.")] = None,
-    accelerator: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Accelerator model, for example GB300.")
-    ] = None,
-    scenario: Annotated[
-        str | None, typer.Option(metavar="offline|server|interactive", help="Scenario in which the rate was measured.")
-    ] = None,
-    state: Annotated[
-        str | None,
-        typer.Option(
-            metavar="STATE", help="State of the rate: measured, verified, unverified, estimate. Default: unverified."
-        ),
-    ] = None,
-    source: Annotated[str | None, typer.Option(metavar="TEXT", help="Source of the rate.")] = None,
-    input_per_output: Annotated[
-        float | None, typer.Option(metavar="X", help="Input tokens per output token of the requests.")
-    ] = None,
-    profile: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Workload profile; repeatable.")] = None,
-    profiles: Annotated[Path | None, typer.Option(metavar="FILE", help="Your own workload profiles (YAML).")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE[:LOW:HIGH]", help="Change an assumption; repeatable."),
-    ] = None,
-    assumptions: Annotated[Path | None, typer.Option(metavar="FILE", help="Your own assumptions (YAML).")] = None,
-) -> "tuple[Rate, Common]":
-    """The flags that all four begin with."""
-    from megatoken.planning.commands import Common, Rate
+def _made(kind: str, flags: dict[str, Any]) -> Plan:
+    from megatoken.planning import commands
 
-    rate = Rate(
-        run, tokens_per_second, per, counted, accelerators, accelerator, scenario, state, source, input_per_output
-    )
-    return rate, Common(profiles, profile or (), assumptions, settings or ())
+    def part(parts: type[Any]) -> Any:
+        names = [field.name for field in fields(parts)]
+        return parts(**{name: flags[name] for name in names if flags.get(name) is not None})
+
+    rate, common, second_run = part(commands.Rate), part(commands.Common), flags.get("second_run")
+    if kind == "capacity":
+        return commands.capacity(rate, common, second_run=second_run)
+    if kind == "fleet":
+        return commands.fleet(rate, common, part(commands.FleetFlags))
+    power = part(commands.PowerFlags)
+    if kind == "energy":
+        return commands.energy(rate, common, power)
+    return commands.cost(rate, common, power, rent=flags["rent"], second_run=second_run)
 
 
-def _end(out: Out = None, json_only: Json = False) -> None:
-    """The flags that all four end with."""
+def _add(kind: str, words: str, *own: str) -> None:
+    """Add the command of a plan, with the flags of all plans and its ``own``."""
+    types: dict[str, Any] = {"run": Annotated[_FILE, typer.Argument(metavar="RUN", help=_RUN)]}
+    for name in (*_OF_ALL, *own):
+        of, metavar, text = _FIELDS[name]
+        flag = _OTHER_NAMES.get(name, f"--{name.replace('_', '-')}")
+        types[name] = Annotated[of, typer.Option(flag, metavar=metavar, help=text)]
+    types |= {"out": Out, "json_only": Json}
 
-
-def _command(plan: "Callable[..., Plan]") -> "Callable[..., Plan]":
-    """Make a command of ``plan(rate, common, *flags)``: adds the shared flags and prints the plan."""
-    shared, delivery = (dict(signature(part).parameters) for part in (_start, _end))
-    own = dict(list(signature(plan).parameters.items())[2:])
-
-    def command(**flags: Any) -> int:
-        rate, common = _start(**{name: flags[name] for name in shared})
-        made = plan(rate, common, **{name: flags[name] for name in own})
-        deliver(made.to_document(), **{name: flags[name] for name in delivery})
+    def command(*, out: Path | None, json_only: bool, **flags: Any) -> int:
+        deliver(_made(kind, flags).to_document(), json_only=json_only, out=out)
         return ExitCode.OK
 
-    parameters: dict[str, Parameter] = shared | own | delivery
-    command.__signature__ = Signature(list(parameters.values()))  # type: ignore[attr-defined]
-    command.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
-    app.command(plan.__name__, cls=Command, help=plan.__doc__)(command)
-    return plan
-
-
-@_command
-def capacity(rate: "Rate", common: "Common", second_run: SecondRun = None, factors: Factors = None) -> "Plan":
-    """How many requests and users a rate serves. By the usual formula, and with its hidden assumptions stated."""
-    from megatoken.planning import commands
-
-    return commands.capacity(rate, replace(common, factors=factors or ()), second_run=second_run)
-
-
-@_command
-def fleet(
-    rate: "Rate",
-    common: "Common",
-    demand: Annotated[float | None, typer.Option(metavar="N", help="Constant demand, or peak of --curve.")] = None,
-    unit: Annotated[
-        str, typer.Option(metavar="interactions|users|output-tokens", help="Unit of --demand.")
-    ] = "interactions",
-    curve: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE.csv", help="Demand over time: a named curve or a CSV file.")
-    ] = None,
-    accelerators_per_node: Annotated[int | None, typer.Option(metavar="N", help="Accelerators per node.")] = None,
-    nodes_per_rack: Annotated[int | None, typer.Option(metavar="N", help="Nodes per rack.")] = None,
-    spare: Annotated[int, typer.Option(metavar="N", help="Spare fault domains: how many may fail without loss.")] = 1,
-    fault_domain: Annotated[str, typer.Option(metavar="node|rack", help="What fails as one unit.")] = "node",
-    burst_tokens_per_second: Annotated[
-        float | None, typer.Option(metavar="N", help="Tokens/s of one node of a second class, rented by the hour.")
-    ] = None,
-    burst_accelerators_per_node: Annotated[
-        int | None, typer.Option(metavar="N", help="Accelerators per node of the second class.")
-    ] = None,
-    replace_nodes: Annotated[
-        int | None, typer.Option(metavar="N", help="Compute how many nodes replace N old nodes.")
-    ] = None,
-    replace_rate: Annotated[float | None, typer.Option(metavar="N", help="Tokens/s of one old node.")] = None,
-    factors: Factors = None,
-) -> "Plan":
-    """How many accelerators, nodes and racks a demand needs."""
-    from megatoken.planning import commands
-
-    burst = None
-    if burst_tokens_per_second is not None:
-        burst = commands.Rate(
-            tokens_per_second=burst_tokens_per_second, per="node", accelerators=burst_accelerators_per_node
-        )
-    elif burst_accelerators_per_node is not None:
-        raise UsageError("--burst-accelerators-per-node needs --burst-tokens-per-second")
-    flags = commands.FleetFlags(
-        demand=demand,
-        unit=unit,
-        curve=curve,
-        accelerators_per_node=accelerators_per_node,
-        nodes_per_rack=nodes_per_rack,
-        spare=spare,
-        fault_domain=fault_domain,
-        burst=burst,
-        burst_accelerators_per_node=burst_accelerators_per_node,
-        replace_nodes=replace_nodes,
-        replace_rate=replace_rate,
+    defaults = {**_DEFAULTS, "json_only": False}
+    command.__signature__ = Signature(  # type: ignore[attr-defined]
+        [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=of)
+            for name, of in types.items()
+        ]
     )
-    return commands.fleet(rate, replace(common, factors=factors or ()), flags)
+    command.__annotations__ = types
+    app.command(kind, cls=Command, help=words)(command)
 
 
-@_command
-def energy(
-    rate: "Rate", common: "Common", watts: Watts = None, boundary: Boundary = None, watts_state: WattsState = None
-) -> "Plan":
-    """Energy per token of accelerators, machines and site, and carbon."""
-    from megatoken.planning import commands
-
-    return commands.energy(rate, common, commands.PowerFlags(watts, boundary, watts_state))
-
-
-@_command
-def cost(
-    rate: "Rate",
-    common: "Common",
-    watts: Watts = None,
-    boundary: Boundary = None,
-    watts_state: WattsState = None,
-    rent: Annotated[
-        float | None, typer.Option(metavar="DOLLARS", help="Price of an accelerator hour, instead of buying.")
-    ] = None,
-    second_run: SecondRun = None,
-    factors: Factors = None,
-) -> "Plan":
-    """Cost per million output tokens, per request and per user, and what it depends on."""
-    from megatoken.planning import commands
-
-    power = commands.PowerFlags(watts, boundary, watts_state)
-    return commands.cost(rate, replace(common, factors=factors or ()), power, rent=rent, second_run=second_run)
+_RUN = "Run folder or folder of repeats; or give --tokens-per-second."
+_add(
+    "capacity",
+    "How many requests and users a rate serves. By the usual formula, and with its hidden assumptions stated.",
+    "second_run",
+    "factors",
+)
+_OF_FLEET = _NAMES[_NAMES.index("demand") : _NAMES.index("watts")]
+_add("fleet", "How many accelerators, nodes and racks a demand needs.", *_OF_FLEET, "factors")
+_add("energy", "Energy per token of accelerators, machines and site, and carbon.", *_OF_POWER)
+_add(
+    "cost",
+    "Cost per million output tokens, per request and per user, and what it depends on.",
+    *_OF_POWER,
+    "rent",
+    "second_run",
+    "factors",
+)
 
 
 @app.command(cls=EngineCommand)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -30,25 +29,14 @@ class _OwnEntry(Strict):
     source: str = ""
 
 
-class _ShippedEntry(_OwnEntry):
-    unit: str
-    minimum: float | None = None
-    maximum: float | None = None
-
-
 class _OwnFile(Strict):
     assumptions: dict[str, _OwnEntry] = Field(min_length=1)
 
 
-class _ShippedFile(Strict):
-    assumptions: dict[str, _ShippedEntry]
-
-
-@dataclass(frozen=True, slots=True)
-class Assumption:
+class Assumption(Strict):
     """One assumption, with its range and the smallest and largest value it may have."""
 
-    name: str
+    name: str = ""  # the key of a file
     value: float
     unit: str
     state: State
@@ -61,6 +49,10 @@ class Assumption:
     def to_input(self) -> Input:
         """The assumption as an input of a plan."""
         return Input(self.name, self.value, self.unit, self.state, self.source, self.low, self.high)
+
+
+class _ShippedFile(Strict):
+    assumptions: dict[str, Assumption]
 
 
 class Assumptions(Mapping[str, float]):
@@ -80,7 +72,7 @@ class Assumptions(Mapping[str, float]):
 
     def but(self, name: str, value: float) -> Assumptions:
         """The same assumptions with another value of ``name``."""
-        return Assumptions({**self.entries, name: replace(self.entries[name], value=value)})
+        return Assumptions({**self.entries, name: self.entries[name].model_copy(update={"value": value})})
 
     def inputs(self, names: Iterable[str]) -> tuple[Input, ...]:
         """The assumptions ``names`` as inputs of a plan, in that order."""
@@ -104,18 +96,16 @@ def load_assumptions(path: Path | None = None, settings: Iterable[str] = ()) -> 
     entries = dict(_defaults())
     if path is not None:
         for name, own in read_strict(path, _OwnFile).assumptions.items():
-            changed = replace(
-                _known(entries, name, str(path)), **{**own.model_dump(), "source": own.source or str(path)}
-            )
-            entries[name] = _checked(changed, str(path))
+            given = {**own.model_dump(), "source": own.source or str(path)}
+            entries[name] = _checked(_known(entries, name, str(path)).model_copy(update=given), str(path))
     for setting in settings:
         name, equals, text = setting.partition("=")
         default = _known(entries, name.strip().replace("-", "_"), f"--set {setting}")
         if not equals:
             raise ConfigError(f"--set {setting}: give a value, as in --set {default.name}={default.value:.15g}")
         value, low, high = _numbers(text, setting)
-        changed = replace(default, value=value, low=low, high=high, state="given", source="--set")
-        entries[default.name] = _checked(changed, f"--set {setting}")
+        given = {"value": value, "low": low, "high": high, "state": "given", "source": "--set"}
+        entries[default.name] = _checked(default.model_copy(update=given), f"--set {setting}")
     return Assumptions(entries)
 
 
@@ -127,11 +117,9 @@ def read_shipped(name: str, schema: type[_Schema]) -> _Schema:
 
 @cache
 def _defaults() -> dict[str, Assumption]:
-    shipped = read_shipped("planning_assumptions.yaml", _ShippedFile).assumptions
-    return {
-        name: _checked(Assumption(name=name, **entry.model_dump()), "planning_assumptions.yaml")
-        for name, entry in shipped.items()
-    }
+    file = "planning_assumptions.yaml"
+    shipped = read_shipped(file, _ShippedFile).assumptions
+    return {name: _checked(entry.model_copy(update={"name": name}), file) for name, entry in shipped.items()}
 
 
 def _known(entries: Mapping[str, Assumption], name: str, place: str) -> Assumption:

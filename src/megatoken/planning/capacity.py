@@ -9,20 +9,15 @@ from megatoken.planning.assumptions import Assumptions
 from megatoken.planning.figures import Input, Plan, Result, State, Table, weakest
 from megatoken.planning.pricing import (
     Derating,
-    Factor,
     Priced,
     derating,
-    document_interactions_per_second,
-    in_flight,
     price,
     residence_seconds,
     service_seconds,
-    to_tens,
-    users,
 )
 from megatoken.planning.service_level import Verdict
 from megatoken.planning.throughput import LIMITS, Throughput
-from megatoken.planning.workloads import Profile, profiles_document
+from megatoken.planning.workloads import Profile
 from megatoken.text import precise
 
 
@@ -32,7 +27,7 @@ def plan_capacity(
     assumptions: Assumptions,
     *,
     second: Throughput | None = None,
-    factors: Sequence[Factor] = (),
+    factors: Sequence[Input] = (),
 ) -> Plan:
     """Interactions per second, requests in flight and users that a throughput serves.
 
@@ -54,16 +49,15 @@ def plan_capacity(
         _concurrency(profiles, priced, derated, waits),
         _derating(throughput, derated),
     ]
-    several = [profile for profile in profiles if profile.repeated_tokens]
-    if several:
+    if several := [profile for profile in profiles if profile.repeated_tokens]:
         tables.append(_prefix_cache(several, priced, derated))
     return Plan(
         kind="plan_capacity",
         title=f"Capacity of {throughput.label}",
-        inputs=(*throughput.inputs, *priced.inputs, *derated.inputs, *waits),
+        inputs=(*throughput.inputs, *priced.inputs, *derated.factors, *waits),
         results=tuple(_results(throughput, profiles, priced, derated)),
         tables=tuple(tables),
-        profiles=profiles_document(profiles),
+        profiles=tuple(profile.to_document() for profile in profiles),
         notes=(*throughput.notes, *_notes(throughput)),
     )
 
@@ -86,7 +80,7 @@ def _interactions(throughput: Throughput, profiles: Sequence[Profile], priced: P
     output = throughput.output_tokens_per_second
     rows = []
     for profile in profiles:
-        document = document_interactions_per_second(output, profile.counted_tokens)
+        document = output / profile.counted_tokens
         at_ends = [prices.interactions_per_second(profile) for prices in priced.range]
         peak = priced.prices.interactions_per_second(profile)
         rows.append(
@@ -94,7 +88,7 @@ def _interactions(throughput: Throughput, profiles: Sequence[Profile], priced: P
                 "profile": profile.name,
                 "counted_tokens": profile.counted_tokens,
                 "document_interactions_per_second": document,
-                "document_rounded_interactions_per_second": to_tens(document),
+                "document_rounded_interactions_per_second": round(document / 10) * 10,
                 "output_only_interactions_per_second": output / profile.written_tokens,
                 "all_tokens_alike_interactions_per_second": throughput.total_tokens_per_second
                 / (profile.read_tokens() + profile.written_tokens),
@@ -125,10 +119,10 @@ def _concurrency(profiles: Sequence[Profile], priced: Priced, derated: Derating,
                 "profile": profile.name,
                 "planning_interactions_per_second": rate,
                 "service_seconds": service,
-                "in_flight_requests": in_flight(rate, service),
+                "in_flight_requests": rate * service,
                 "wait_seconds": residence,
                 "think_seconds": profile.think_seconds,
-                "users": users(rate, residence, profile.think_seconds),
+                "users": rate * (residence + profile.think_seconds),
                 "state": weakest((priced.state, derated.state, profile.state, *(one.state for one in waits))),
             }
         )
@@ -141,25 +135,16 @@ def _concurrency(profiles: Sequence[Profile], priced: Priced, derated: Derating,
 
 
 def _derating(throughput: Throughput, derated: Derating) -> Table:
-    peak = derated.peak_output_tokens_per_second
+    peak = Input("peak", 1.0, "share", throughput.state, throughput.source)
     rows = [
         {
-            "step": "peak",
-            "factor_share": 1.0,
-            "output_tokens_per_second": peak,
-            "state": throughput.state,
-            "source": throughput.source,
-        }
-    ]
-    rows += [
-        {
             "step": step.name,
-            "factor_share": step.factor,
-            "output_tokens_per_second": step.output_tokens_per_second,
+            "factor_share": step.value,
+            "output_tokens_per_second": rate,
             "state": step.state,
             "source": step.source,
         }
-        for step in derated.steps
+        for step, rate in zip((peak, *derated.factors), (derated.peak, *derated.rates), strict=True)
     ]
     return Table("derating", "From the peak rate to the planning rate", tuple(rows))
 
@@ -190,19 +175,16 @@ def _prefix_cache(profiles: Sequence[Profile], priced: Priced, derated: Derating
 
 def _results(throughput: Throughput, profiles: Sequence[Profile], priced: Priced, derated: Derating) -> list[Result]:
     peak, unit = throughput.output_tokens_per_second, "output tokens/s"
-    total_state = weakest((throughput.state, throughput.mix_state))
-    planning_state: State = weakest((priced.state, derated.state))
+    total, total_state = throughput.total_tokens_per_second, weakest((throughput.state, throughput.mix_state))
+    bound, factors = derated.latency_bound, [precise(factor.value) for factor in derated.factors]
+    per_total = "peak rate x (1 + input tokens per output token)"
     results = [
-        Result("Planning rate", derated.planning, unit, _product(derated, None), derated.state),
-        Result("Latency-bound rate", derated.latency_bound, unit, _product(derated, -1), derated.latency_bound_state),
-        Result("Peak rate", peak, unit, "as given or measured", throughput.state),
+        Result("Planning rate", derated.planning, unit, " x ".join(["peak rate", *factors]), derated.state),
         Result(
-            "Peak rate, input and output",
-            throughput.total_tokens_per_second,
-            "input + output tokens/s",
-            "peak rate x (1 + input tokens per output token)",
-            total_state,
+            "Latency-bound rate", bound, unit, " x ".join(["peak rate", *factors[:-1]]), derated.latency_bound_state
         ),
+        Result("Peak rate", peak, unit, "as given or measured", throughput.state),
+        Result("Peak rate, input and output", total, "input + output tokens/s", per_total, total_state),
     ]
     if throughput.accelerators:
         per = derated.planning / throughput.accelerators
@@ -217,14 +199,10 @@ def _results(throughput: Throughput, profiles: Sequence[Profile], priced: Priced
         results += _service_level(throughput.service, throughput.state)
     for profile in profiles:
         rate = priced.prices.interactions_per_second(profile) * derated.planning_share
-        state = weakest((planning_state, profile.state))
+        state = weakest((priced.state, derated.state, profile.state))
         formula = "planning share of the peak / (input tokens x input price + output tokens x output price)"
         results.append(Result(f"{profile.title} ({profile.name})", rate, "interactions/s", formula, state))
     return results
-
-
-def _product(derated: Derating, end: int | None) -> str:
-    return " x ".join(["peak rate", *(precise(step.factor) for step in derated.steps[:end])])
 
 
 def _service_level(verdict: Verdict, state: State) -> list[Result]:

@@ -15,12 +15,7 @@ from megatoken.planning.energy import Power, energy_of, plan_energy, power_given
 from megatoken.planning.figures import Plan
 from megatoken.planning.fleet_plan import Supply, load_demand, plan_fleet, plan_replacement
 from megatoken.planning.pricing import parse_factor
-from megatoken.planning.throughput import (
-    Throughput,
-    check_positive,
-    from_number,
-    from_runs,
-)
+from megatoken.planning.throughput import Throughput, check_positive, from_number, from_runs
 from megatoken.planning.workloads import Profile, load_profiles
 
 if TYPE_CHECKING:
@@ -70,12 +65,12 @@ class Common:
 class PowerFlags:
     """Power as given by the user; without ``watts``, the power of the run, else that of the data sheet.
 
-    The default ``boundary`` is wall, the default ``state`` given.
+    The default ``boundary`` is wall, the default ``watts_state`` given.
     """
 
     watts: float | None = None
     boundary: str | None = None
-    state: str | None = None
+    watts_state: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +84,7 @@ class FleetFlags:
     nodes_per_rack: int | None = None
     spare: int = 1
     fault_domain: str = "node"
-    burst: Rate | None = None
+    burst_tokens_per_second: float | None = None
     burst_accelerators_per_node: int | None = None
     replace_nodes: int | None = None
     replace_rate: float | None = None
@@ -110,6 +105,8 @@ def capacity(rate: Rate, common: Common, *, second_run: Path | None = None) -> P
 
 def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
     """``megatoken plan fleet``. Raises UsageError."""
+    if flags.burst_tokens_per_second is None and flags.burst_accelerators_per_node is not None:
+        raise UsageError("--burst-accelerators-per-node needs --burst-tokens-per-second")
     assumptions = common.load_assumptions()
     supply = Supply(_throughput(rate, assumptions)[0], flags.accelerators_per_node, flags.nodes_per_rack)
     if flags.replace_nodes is not None or flags.replace_rate is not None:
@@ -124,11 +121,11 @@ def fleet(rate: Rate, common: Common, flags: FleetFlags) -> Plan:
             names = ", ".join(profile.name for profile in profiles)
             raise UsageError(f"--unit {flags.unit} needs one workload profile; choose with --profile: {names}")
         profile = profiles[0]
-    burst = None
-    if flags.burst is not None:
-        check_positive("--burst-tokens-per-second", flags.burst.tokens_per_second or 0.0)
-        second = _throughput(flags.burst, assumptions)[0]
-        burst = Supply(second, flags.burst_accelerators_per_node)
+    burst, count = None, flags.burst_accelerators_per_node
+    if flags.burst_tokens_per_second is not None:
+        check_positive("--burst-tokens-per-second", flags.burst_tokens_per_second)
+        second = Rate(tokens_per_second=flags.burst_tokens_per_second, per="node", accelerators=count)
+        burst = Supply(_throughput(second, assumptions)[0], count)
     return plan_fleet(
         supply,
         demand,
@@ -147,7 +144,7 @@ def _replacement(flags: FleetFlags, common: Common, supply: Supply) -> Plan:
     others = (
         ("--demand", flags.demand),
         ("--curve", flags.curve),
-        ("--burst-tokens-per-second", flags.burst),
+        ("--burst-tokens-per-second", flags.burst_tokens_per_second),
         ("--profile", common.profile),
         ("--factor", common.factors),
     )
@@ -225,8 +222,8 @@ def _second(path: Path | None, first: Sequence[Run], assumptions: Assumptions) -
 
 def _power(throughput: Throughput, runs: Sequence[Run], flags: PowerFlags) -> Power:
     if flags.watts is not None:
-        return power_given(flags.watts, flags.boundary or "wall", flags.state or "given")
-    for flag, value in (("--boundary", flags.boundary), ("--watts-state", flags.state)):
+        return power_given(flags.watts, flags.boundary or "wall", flags.watts_state or "given")
+    for flag, value in (("--boundary", flags.boundary), ("--watts-state", flags.watts_state)):
         if value is not None:
             raise UsageError(f"{flag} {value} needs --watts")
     return power_of(throughput, energy_of(runs) if runs else None)

@@ -11,9 +11,9 @@ from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions
 from megatoken.planning.energy import WALL, Level, Power, levels, power_at
 from megatoken.planning.figures import Input, Plan, Result, Sensitivity, State, Table, by_swing, weakest
-from megatoken.planning.pricing import Derating, Factor, Priced, derating, price
+from megatoken.planning.pricing import Derating, Priced, derating, price
 from megatoken.planning.throughput import LENGTH, MIX, Throughput, check_positive
-from megatoken.planning.workloads import Profile, profiles_document
+from megatoken.planning.workloads import Profile
 from megatoken.text import precise
 
 HOURS_PER_YEAR = 8760.0
@@ -63,16 +63,8 @@ class CostInputs:
         return tuple(names[names.index("system_price_dollars_per_accelerator") :])
 
 
-OWNED_ONLY = (
-    "system_price_dollars_per_accelerator",
-    "system_life_years",
-    "residual_value_share",
-    "cost_of_capital_share_per_year",
-    "idle_power_share",
-    "pue",
-    "electricity_dollars_per_kwh",
-    "space_dollars_per_kilowatt_month",
-)
+# The assumptions that a rent includes.
+OWNED_ONLY = CostInputs.assumption_names()[: CostInputs.assumption_names().index("egress_bytes_per_output_token")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,21 +131,11 @@ def dollars_per_million_output_tokens(inputs: CostInputs) -> float:
 
 
 def interaction_dollars(
-    inputs: CostInputs,
-    *,
-    system_seconds: float,
-    read_tokens: float,
-    written_tokens: float,
-    requests: int,
+    inputs: CostInputs, *, system_seconds: float, read_tokens: float, written_tokens: float, requests: int
 ) -> float:
-    """Dollars of one interaction.
+    """Dollars of one interaction that takes the whole busy system for ``system_seconds``.
 
-    Args:
-        inputs: of the system.
-        system_seconds: time of the whole busy system that the interaction takes.
-        read_tokens: input tokens sent, including cached ones.
-        written_tokens: output tokens.
-        requests: requests to the model.
+    ``read_tokens`` are all input tokens sent, including cached ones; ``requests`` are those to the model.
     """
     growing = variable(inputs)
     busy_hours = system_seconds / SECONDS_PER_HOUR / inputs.utilisation_share
@@ -165,17 +147,9 @@ def interaction_dollars(
     )
 
 
-def shares(lines: Mapping[str, float]) -> dict[str, float]:
-    """Each line's share of the sum; 0 if the sum is 0."""
-    total = math.fsum(lines.values())
-    return {name: value / total if total else 0.0 for name, value in lines.items()}
-
-
 SHORTER_SHARE = 0.3
-PRICE, PRICED = (
-    "system_price_dollars_per_accelerator",
-    "GB300",
-)  # the assumption, and the system that its default is the price of
+PRICE = "system_price_dollars_per_accelerator"
+PRICED = "GB300"  # the system that its default is the price of
 NOT_COVERED = (
     "Not included: the network between racks, maintenance contracts, software licences, taxes, idle spare nodes."
 )
@@ -188,7 +162,7 @@ class System:
     throughput: Throughput
     power: Power | None
     rent_dollars_per_accelerator_hour: float | None = None
-    factors: Sequence[Factor] = ()
+    factors: Sequence[Input] = ()
 
     @property
     def rented(self) -> bool:
@@ -219,7 +193,7 @@ def plan_cost(
     state = weakest((derated.latency_bound_state, *own_states, *assumptions.states(names)))
     priced = price(throughput, assumptions, second)
     lines = million_token_lines(inputs)
-    used = [*_own_inputs(system, assumptions), *derated.latency_inputs, *assumptions.inputs(names)]
+    used = [*_own_inputs(system, assumptions), *derated.factors[:-1], *assumptions.inputs(names)]
     assumed = [one.name for one in (*throughput.inputs, *used) if one == _default(assumptions, one.name)]
     return Plan(
         kind="plan_cost",
@@ -227,7 +201,7 @@ def plan_cost(
         inputs=(*throughput.inputs, *used, *priced.inputs),
         results=tuple(_results(inputs, state)),
         tables=(_lines(inputs, lines, state), _interactions(inputs, profiles, priced, derated, state)),
-        profiles=profiles_document(profiles),
+        profiles=tuple(profile.to_document() for profile in profiles),
         sensitivities=_sensitivities(system, assumptions, assumed),
         notes=(*throughput.notes, *_notes(system, assumptions)),
         waterfall=_waterfall(lines, state),
@@ -272,25 +246,26 @@ def _wall(system: System, assumptions: Assumptions) -> Level | None:
 
 def _own_inputs(system: System, assumptions: Assumptions) -> list[Input]:
     """The inputs that describe the system and its requests."""
-    length = _length(system.throughput, assumptions)
-    if system.rented:
-        return [
-            length,
-            Input("rent", system.rent_dollars_per_accelerator_hour, "$/(accelerator hour)", "given", "given"),
-        ]
-    power = system.power
-    assert power is not None  # else _cost_inputs raises
+    length, power, rent = (
+        _length(system.throughput, assumptions),
+        system.power,
+        system.rent_dollars_per_accelerator_hour,
+    )
+    if system.rented or power is None:
+        return [length, Input("rent", rent, "$/(accelerator hour)", "given", "given")]
     found = [length, Input("power", power.watts, f"W, {power.boundary}", power.state, power.source)]
     return [*found, *(assumptions.inputs([WALL]) if power.boundary == "accelerators" else ())]
 
 
 def _results(inputs: CostInputs, state: State) -> list[Result]:
-    hourly = math.fsum(hourly_lines(inputs).values())
+    hourly, unit = math.fsum(hourly_lines(inputs).values()), "$/million output tokens"
+    busy = f"{precise(inputs.output_tokens_per_second)}/s x 3,600 x utilisation {precise(inputs.utilisation_share)}"
+    full = dollars_per_million_output_tokens(replace(inputs, utilisation_share=1.0))
     return [
         Result(
             "Cost per million output tokens",
             dollars_per_million_output_tokens(inputs),
-            "$/million output tokens",
+            unit,
             "system $/h / million output tokens per hour + egress + storage",
             state,
         ),
@@ -299,14 +274,13 @@ def _results(inputs: CostInputs, state: State) -> list[Result]:
             "Output tokens per hour",
             output_tokens_per_hour(inputs) / 1e6,
             "million/h",
-            f"latency-bound rate {precise(inputs.output_tokens_per_second)}/s x 3,600 x utilisation"
-            f" {precise(inputs.utilisation_share)}",
+            f"latency-bound rate {busy}",
             state,
         ),
         Result(
             "Cost per million output tokens at full utilisation",
-            dollars_per_million_output_tokens(replace(inputs, utilisation_share=1.0)),
-            "$/million output tokens",
+            full,
+            unit,
             "all lines at the latency-bound rate with utilisation 1 and full power",
             state,
         ),
@@ -315,13 +289,13 @@ def _results(inputs: CostInputs, state: State) -> list[Result]:
 
 def _lines(inputs: CostInputs, per_million: Mapping[str, float], state: State) -> Table:
     hourly = hourly_lines(inputs)
-    of_all = shares(per_million)
+    total = math.fsum(per_million.values())
     rows = [
         {
             "line": name.replace("_", " "),
             "cost_dollars_per_hour": hourly.get(name, dollars * output_tokens_per_hour(inputs) / 1e6),
             "cost_dollars_per_million_output_tokens": dollars,
-            "cost_share": of_all[name],
+            "cost_share": dollars / total if total else 0.0,
             "state": state,
         }
         for name, dollars in per_million.items()
@@ -332,7 +306,7 @@ def _lines(inputs: CostInputs, per_million: Mapping[str, float], state: State) -
 def _interactions(
     inputs: CostInputs, profiles: Sequence[Profile], priced: Priced, derated: Derating, state: State
 ) -> Table:
-    prices = priced.prices.scaled(derated.latency_bound_share)
+    prices = priced.prices.scaled(derated.latency_bound / derated.peak)
     rows = []
     for profile in profiles:
         whole, short = (

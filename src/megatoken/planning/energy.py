@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from megatoken.analysis.energy import RunEnergy, energy_together, run_energy
-from megatoken.engine.gpus import gpus
+from megatoken.analysis.published import accelerator_facts, accelerator_table
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions, read_shipped
 from megatoken.planning.figures import STATES, Input, Plan, Result, State, Table, weakest
 from megatoken.planning.pricing import Prices, price
 from megatoken.planning.throughput import Throughput, check_positive, choose
-from megatoken.planning.workloads import Profile, profiles_document
+from megatoken.planning.workloads import Profile
 from megatoken.text import exact, precise
 from megatoken.yaml_files import Strict
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 WALL, PUE, CARBON = "wall_to_nameplate_power", "pue", "carbon_grams_per_kwh"
 
 Boundary = Literal["accelerators", "wall"]
+JOULES_PER_KWH = 3.6e6
 BOUNDARIES: tuple[Boundary, ...] = ("accelerators", "wall")
 
 
@@ -50,12 +50,8 @@ class Level:
 def power_given(watts: float, boundary: str, state: str, source: str = "given on the command line") -> Power:
     """Power given by the user. Raises UsageError for a number out of range, an unknown boundary or state."""
     check_positive("--watts", watts)
-    return Power(
-        watts,
-        choose("--boundary", boundary, BOUNDARIES),
-        choose("--watts-state", state, STATES),
-        source,
-    )
+    boundary, state = choose("--boundary", boundary, BOUNDARIES), choose("--watts-state", state, STATES)
+    return Power(watts, boundary, state, source)
 
 
 def power_of(throughput: Throughput, energy: RunEnergy | None = None) -> Power:
@@ -69,11 +65,11 @@ def power_of(throughput: Throughput, energy: RunEnergy | None = None) -> Power:
     count, name = throughput.accelerators, throughput.accelerator
     if count is None or name is None:
         raise UsageError("power unknown; pass --watts, or --accelerators and --accelerator to use their TDP")
-    tdp = find_tdp(name, tdp_watts())
-    if tdp is None:
-        raise UsageError(f"TDP of '{name}' unknown; pass --watts, or one of {', '.join(tdp_watts())}")
-    source = f"{count:,} x {exact(tdp)} W TDP (gpu_specs.csv): accelerators only, not measured"
-    return Power(nameplate_watts(count, tdp), "accelerators", "nameplate", source)
+    facts = accelerator_facts(name)
+    if facts is None or facts.tdp_watts is None:
+        raise UsageError(f"TDP of '{name}' unknown; pass --watts, or one of {', '.join(accelerator_table())}")
+    source = f"{count:,} x {exact(facts.tdp_watts)} W TDP (gpu_specs.csv): accelerators only, not measured"
+    return Power(count * facts.tdp_watts, "accelerators", "nameplate", source)
 
 
 def energy_of(runs: Sequence[Run]) -> RunEnergy:
@@ -121,7 +117,7 @@ def plan_energy(
     if profiles:
         state = weakest((carbon_state, priced.state))
         tables.insert(1, _interactions(profiles, priced.prices, found, assumptions[CARBON], state))
-    grams = kwh_per_million_tokens(rate, site.watts) * assumptions[CARBON]
+    grams = site.watts / rate * 1e6 / JOULES_PER_KWH * assumptions[CARBON]
     return Plan(
         kind="plan_energy",
         title=f"Energy of {throughput.label}",
@@ -134,7 +130,7 @@ def plan_energy(
         results=(
             Result(
                 f"Tokens per joule, {_words(power.boundary)}",
-                tokens_per_joule(rate, power.watts),
+                rate / power.watts,
                 "output tokens/J",
                 f"{precise(rate)} output tokens/s / {precise(power.watts)} W ({power.state});"
                 " the same as tokens/s per watt",
@@ -142,7 +138,7 @@ def plan_energy(
             ),
             Result(
                 "Tokens per joule, site",
-                tokens_per_joule(rate, site.watts),
+                rate / site.watts,
                 "output tokens/J",
                 f"{precise(rate)} output tokens/s / {precise(site.watts)} W",
                 site.state,
@@ -151,7 +147,7 @@ def plan_energy(
             Result("Carbon per million output tokens", grams, "g CO2", "site energy x carbon factor", carbon_state),
         ),
         tables=tuple(tables),
-        profiles=profiles_document(profiles),
+        profiles=tuple(profile.to_document() for profile in profiles),
         notes=(*throughput.notes, *_notes(power, energy)),
     )
 
@@ -161,18 +157,21 @@ def _words(boundary: str) -> str:
 
 
 def _boundaries(rate: float, found: Sequence[Level], carbon_grams_per_kwh: float) -> Table:
-    rows = [
-        {
-            "boundary": _words(level.boundary),
-            "power_watts": level.watts,
-            "output_tokens_per_joule": tokens_per_joule(rate, level.watts),
-            "energy_joules_per_output_token": joules_per_token(rate, level.watts),
-            "energy_kwh_per_million_output_tokens": kwh_per_million_tokens(rate, level.watts),
-            "co2_grams_per_million_output_tokens": kwh_per_million_tokens(rate, level.watts) * carbon_grams_per_kwh,
-            "state": level.state,
-        }
-        for level in found
-    ]
+    rows = []
+    for level in found:
+        joules = level.watts / rate
+        kwh = joules * 1e6 / JOULES_PER_KWH
+        rows.append(
+            {
+                "boundary": _words(level.boundary),
+                "power_watts": level.watts,
+                "output_tokens_per_joule": rate / level.watts,
+                "energy_joules_per_output_token": joules,
+                "energy_kwh_per_million_output_tokens": kwh,
+                "co2_grams_per_million_output_tokens": kwh * carbon_grams_per_kwh,
+                "state": level.state,
+            }
+        )
     return Table("boundaries", "Energy of output tokens, by boundary", tuple(rows))
 
 
@@ -181,12 +180,12 @@ def _interactions(
 ) -> Table:
     rows = []
     for profile in profiles:
-        joules = prices.interaction_seconds(profile) * found[-1].watts
+        kwh = prices.interaction_seconds(profile) * found[-1].watts / JOULES_PER_KWH * 1000
         rows.append(
             {
                 "profile": profile.name,
-                "site_energy_kwh_per_thousand_interactions": joules / JOULES_PER_KWH * 1000,
-                "co2_grams_per_thousand_interactions": joules / JOULES_PER_KWH * 1000 * carbon_grams_per_kwh,
+                "site_energy_kwh_per_thousand_interactions": kwh,
+                "co2_grams_per_thousand_interactions": kwh * carbon_grams_per_kwh,
                 "state": weakest((state, profile.state)),
             }
         )
@@ -224,12 +223,12 @@ class _Row(Strict):
     @property
     def power_watts(self) -> float:
         """Measured power, or accelerators x TDP."""
-        return self.watts or nameplate_watts(self.accelerators, self.watts_per_accelerator)
+        return self.watts or self.accelerators * self.watts_per_accelerator
 
     @property
     def efficiency(self) -> float:
         """Output tokens per joule."""
-        return tokens_per_joule(self.output_tokens_per_second, self.power_watts)
+        return self.output_tokens_per_second / self.power_watts
 
 
 class _Uplift(Strict):
@@ -269,7 +268,7 @@ def uplift_table() -> Table:
     rows = []
     for pair in _file().uplifts:
         of, over = known[pair.of], known[pair.over]
-        ratio = uplift(of.efficiency, over.efficiency)
+        ratio = of.efficiency / over.efficiency
         rows.append(
             {
                 "of": of.title,
@@ -285,61 +284,10 @@ def uplift_table() -> Table:
 
 
 @cache
-def tdp_watts() -> dict[str, float]:
-    """Watts of every accelerator in ``gpu_specs.csv``, by short name."""
-    return {name: gpu.power_limit_watts for name, gpu in gpus().items()}
-
-
-@cache
 def _file() -> _RowsFile:
     return read_shipped("efficiency_rows.yaml", _RowsFile)
-
-
-JOULES_PER_KWH = 3.6e6
-
-# Accelerators that have the same name as one in the table, but another power.
-OTHER_FORMS = {"PCIE", "NVL", "MIG"}
-
-
-def tokens_per_joule(tokens_per_second: float, watts: float) -> float:
-    """Tokens per joule, which equals tokens per second per watt."""
-    return tokens_per_second / watts
-
-
-def joules_per_token(tokens_per_second: float, watts: float) -> float:
-    """Joules per token."""
-    return watts / tokens_per_second
-
-
-def kwh_per_million_tokens(tokens_per_second: float, watts: float) -> float:
-    """Energy of a million tokens."""
-    return joules_per_token(tokens_per_second, watts) * 1e6 / JOULES_PER_KWH
-
-
-def nameplate_watts(accelerators: int, tdp_watts: float) -> float:
-    """TDP of the accelerators, without CPUs, network, fans and losses; not measured."""
-    return accelerators * tdp_watts
 
 
 def power_at(utilisation_share: float, full_power: float, idle_share: float) -> float:
     """Mean power of a system that is busy for ``utilisation_share`` of the time and else draws idle power."""
     return full_power * (idle_share + (1 - idle_share) * utilisation_share)
-
-
-def uplift(efficiency: float, over: float) -> float:
-    """Ratio of two efficiencies."""
-    return efficiency / over
-
-
-def find_tdp(accelerator: str, tdp_watts: dict[str, float]) -> float | None:
-    """TDP of an accelerator by any of its usual names, such as "NVIDIA H200-SXM-141GB"; None if it is unknown.
-
-    Args:
-        accelerator: the name.
-        tdp_watts: by short name, such as "H200".
-    """
-    words = {word.upper() for word in re.split(r"[^A-Za-z0-9]+", accelerator)}
-    if words & OTHER_FORMS:
-        return None
-    found = [watts for name, watts in tdp_watts.items() if name.upper() in words]
-    return found[0] if len(found) == 1 else None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import Any, Literal, get_args
+
+from megatoken.files import plain
+from megatoken.text import utc_now
 
 SCHEMA_VERSION = 1
 
@@ -92,27 +94,10 @@ class Plan:
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {
-            "kind": self.kind,
-            "schema_version": SCHEMA_VERSION,
-            "created_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
-            "title": self.title,
-            "profiles": [dict(profile) for profile in self.profiles],
-            "inputs": [asdict(one) for one in self.inputs],
-            "results": [asdict(one) for one in self.results],
-            "tables": [
-                {
-                    "name": table.name,
-                    "title": table.title,
-                    "note": table.note,
-                    "rows": [dict(row) for row in table.rows],
-                }
-                for table in self.tables
-            ],
-            "sensitivities": [asdict(one) for one in self.sensitivities],
-            "notes": list(self.notes),
-            **({"waterfall": dict(self.waterfall)} if self.waterfall else {}),
-        }
+        parts = plain(asdict(self))
+        waterfall = parts.pop("waterfall")
+        head = {"kind": self.kind, "schema_version": SCHEMA_VERSION, "created_at": utc_now()}
+        return {**head, **parts, **({"waterfall": waterfall} if waterfall else {})}
 
 
 def weakest(states: Iterable[State]) -> State:

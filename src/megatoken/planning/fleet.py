@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
+from megatoken.analysis.series import Floats
 from megatoken.errors import UsageError
 from megatoken.text import precise
 
@@ -31,24 +33,6 @@ class SupplyClass:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """Demand over a cycle: one level for each of its equal parts, in one unit."""
-
-    levels: tuple[float, ...]
-    unit: str
-
-    @property
-    def peak(self) -> float:
-        """The highest level."""
-        return max(self.levels)
-
-    @property
-    def mean(self) -> float:
-        """The mean level over the cycle."""
-        return math.fsum(self.levels) / len(self.levels)
-
-
-@dataclass(frozen=True, slots=True)
 class Size:
     """The size of a fleet: ``exact_nodes`` before rounding up, ``serving_nodes`` after it, ``nodes`` with spares."""
 
@@ -62,45 +46,6 @@ class Size:
     def nodes(self) -> int:
         """All nodes."""
         return self.serving_nodes + self.spare_nodes
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """One way to divide a demand between permanent nodes (base) and nodes rented by the hour (burst)."""
-
-    name: str
-    base_nodes: int
-    most_burst_nodes: int
-    base_dollars_per_hour: float
-    burst_dollars_per_hour: float
-    burst_share: float  # of all demand
-
-    @property
-    def dollars_per_hour(self) -> float:
-        """Mean price over the cycle."""
-        return self.base_dollars_per_hour + self.burst_dollars_per_hour
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """How well a fleet of a given size fits a demand."""
-
-    nodes: int
-    unserved_share: float
-    short_time_share: float
-    idle_share: float
-    dollars_per_hour: float
-
-
-@dataclass(frozen=True, slots=True)
-class Replacement:
-    """Old nodes replaced by faster ones."""
-
-    nodes_before: int
-    speed_ratio: float
-    exact_nodes: float
-    nodes: int
-    ratio_for_one_less: float | None
 
 
 def nodes_for(demand: float, rate_per_node: float) -> int:
@@ -149,78 +94,75 @@ def spare_nodes(serving: int, supply: SupplyClass, spare_domains: int, domain: s
     return spare_domains
 
 
-def replacement(nodes_before: int, rate_before: float, rate_after: float) -> Replacement:
-    """How many nodes of ``rate_after`` replace ``nodes_before`` nodes of ``rate_before``."""
-    if nodes_before < 1:
-        raise UsageError(f"--replace-nodes: expected 1 or more, got {nodes_before}")
-    nodes = nodes_for(nodes_before * rate_before, rate_after)
-    ratio_for_one_less = nodes_before / (nodes - 1) if nodes > 1 else None
-    exact = nodes_before * rate_before / rate_after
-    return Replacement(nodes_before, rate_after / rate_before, exact, nodes, ratio_for_one_less)
-
-
-def fit(demand: Demand, supply: SupplyClass, nodes: int) -> Fit:
-    """How ``nodes`` nodes fit ``demand``: unserved demand, time with too few nodes, and idle capacity."""
-    capacity = nodes * supply.rate_per_node
-    served = [min(level, capacity) for level in demand.levels]
-    total = math.fsum(demand.levels)
-    short = sum(level > capacity * (1 + ROUNDING) for level in demand.levels) / len(demand.levels)
-    unserved = 1 - math.fsum(served) / total if total and short else 0.0
-    idle = 1 - math.fsum(served) / (capacity * len(served)) if capacity else 0.0
-    return Fit(nodes, unserved, short, max(0.0, idle), nodes * supply.dollars_per_node_hour)
+def fit(levels: Sequence[float], supply: SupplyClass, nodes: int) -> dict[str, Any]:
+    """How ``nodes`` nodes fit a demand of these ``levels``, one for each of the equal parts of a cycle."""
+    capacity, total = nodes * supply.rate_per_node, math.fsum(levels)
+    served = math.fsum(min(level, capacity) for level in levels)
+    short = sum(level > capacity * (1 + ROUNDING) for level in levels) / len(levels)
+    return {
+        "nodes": nodes,
+        "accelerators": nodes * supply.accelerators_per_node,
+        "unserved_share": 1 - served / total if total and short else 0.0,
+        "short_time_share": short,
+        "idle_share": max(0.0, 1 - served / (capacity * len(levels))) if capacity else 0.0,
+        "price_dollars_per_hour": nodes * supply.dollars_per_node_hour,
+    }
 
 
 def policies(
-    demand: Demand, base: SupplyClass, burst: SupplyClass, *, spare_domains: int = 0, domain: str = "node"
-) -> tuple[Policy, ...]:
+    levels: Sequence[float], base: SupplyClass, burst: SupplyClass, *, spare_domains: int = 0, domain: str = "node"
+) -> list[dict[str, Any]]:
     """All demand on ``base``, all on ``burst``, a base sized for the mean demand, and the cheapest mix.
 
     The base serves first; the excess goes to whole burst nodes, rented for each part of the cycle that needs them.
-    A base has spare nodes as in ``size``, which serve nothing.
+    A base has spare nodes as in ``size``, which serve nothing. Shares and prices are means over the cycle.
     """
-    most = nodes_for(demand.peak, base.rate_per_node)
-    nodes_for(demand.peak, burst.rate_per_node)  # raises if the numbers are out of proportion
-    sizes = min(most + 1, max(2, MOST_TRIALS // len(demand.levels)))
+    peak, mean = max(levels), math.fsum(levels) / len(levels)
+    most = nodes_for(peak, base.rate_per_node)
+    nodes_for(peak, burst.rate_per_node)  # raises if the numbers are out of proportion
+    sizes = min(most + 1, max(2, MOST_TRIALS // len(levels)))
     candidates = np.unique(np.linspace(0, most, sizes).round())
     burst_nodes = np.zeros_like(candidates)
-    for level in demand.levels:
+    for level in levels:
         burst_nodes += _burst_nodes(level - candidates * base.rate_per_node, level, burst.rate_per_node)
     spares = np.array([spare_nodes(int(nodes), base, spare_domains, domain) for nodes in candidates])
     cost = (candidates + spares) * base.dollars_per_node_hour
-    cost += burst_nodes / len(demand.levels) * burst.dollars_per_node_hour
-    mean = min(most, nodes_for(demand.mean, base.rate_per_node))
+    cost += burst_nodes / len(levels) * burst.dollars_per_node_hour
     chosen = {
-        "base_only": most,
-        "burst_only": 0,
-        "base_for_the_mean": mean,
-        "cheapest_mix": int(candidates[cost.argmin()]),
+        "base only": most,
+        "burst only": 0,
+        "base for the mean": min(most, nodes_for(mean, base.rate_per_node)),
+        "cheapest mix": int(candidates[cost.argmin()]),
     }
-    return tuple(
-        _policy(name, nodes, demand, base, burst, spare_nodes(nodes, base, spare_domains, domain))
+    return [
+        {"policy": name, **_policy(nodes, levels, base, burst, spare_nodes(nodes, base, spare_domains, domain))}
         for name, nodes in chosen.items()
-    )
+    ]
 
 
-def _policy(name: str, nodes: int, demand: Demand, base: SupplyClass, burst: SupplyClass, spares: int) -> Policy:
-    levels = np.asarray(demand.levels, dtype=np.float64)
-    excess = levels - nodes * base.rate_per_node
-    burst_nodes = _burst_nodes(excess, levels, burst.rate_per_node)
-    total = math.fsum(demand.levels)
-    return Policy(
-        name=name,
-        base_nodes=nodes + spares,
-        most_burst_nodes=int(burst_nodes.max()),
-        base_dollars_per_hour=(nodes + spares) * base.dollars_per_node_hour,
-        burst_dollars_per_hour=float(burst_nodes.mean()) * burst.dollars_per_node_hour,
-        burst_share=float(np.clip(excess, 0, None)[burst_nodes > 0].sum() / total) if total else 0.0,
-    )
+def _policy(
+    nodes: int, levels: Sequence[float], base: SupplyClass, burst: SupplyClass, spares: int
+) -> dict[str, float]:
+    demand = np.asarray(levels, dtype=np.float64)
+    excess = demand - nodes * base.rate_per_node
+    burst_nodes = _burst_nodes(excess, demand, burst.rate_per_node)
+    base_dollars = (nodes + spares) * base.dollars_per_node_hour
+    burst_dollars = float(burst_nodes.mean()) * burst.dollars_per_node_hour
+    total = math.fsum(levels)
+    return {
+        "base_nodes": nodes + spares,
+        "most_burst_nodes": int(burst_nodes.max()),
+        "burst_demand_share": float(np.clip(excess, 0, None)[burst_nodes > 0].sum() / total) if total else 0.0,
+        "base_price_dollars_per_hour": base_dollars,
+        "burst_price_dollars_per_hour": burst_dollars,
+        "price_dollars_per_hour": base_dollars + burst_dollars,
+    }
 
 
-def _burst_nodes(
-    excess: np.ndarray[tuple[int], np.dtype[np.float64]], level: object, rate: float
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _burst_nodes(excess: Floats, level: object, rate: float) -> Floats:
     """Whole burst nodes for ``excess``, the demand beyond the base; a rounding error of ``level`` needs none."""
-    return np.ceil(np.clip(excess - ROUNDING * np.asarray(level), 0, None) / rate)
+    nodes: Floats = np.ceil(np.clip(excess - ROUNDING * np.asarray(level), 0, None) / rate)
+    return nodes
 
 
 def parse_curve(rows: Sequence[Sequence[str]], place: str) -> tuple[tuple[float, ...], tuple[float, ...]]:

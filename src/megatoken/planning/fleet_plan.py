@@ -12,20 +12,10 @@ from pathlib import Path
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions, read_shipped
 from megatoken.planning.figures import Input, Plan, Result, State, Table, weakest
-from megatoken.planning.fleet import (
-    MOST_NODES,
-    Demand,
-    Size,
-    SupplyClass,
-    fit,
-    parse_curve,
-    policies,
-    replacement,
-    size,
-)
-from megatoken.planning.pricing import CEILING, Factor, derating, interactions_of_users, price, residence_seconds
+from megatoken.planning.fleet import MOST_NODES, Size, SupplyClass, fit, nodes_for, parse_curve, policies, size
+from megatoken.planning.pricing import CEILING, derating, interactions_of_users, price, residence_seconds
 from megatoken.planning.throughput import LIMITS, Throughput, check_positive, choose
-from megatoken.planning.workloads import Profile, profiles_document
+from megatoken.planning.workloads import Profile
 from megatoken.text import count_of, nearest, precise
 from megatoken.yaml_files import LARGEST_FILE_BYTES, Strict
 
@@ -35,6 +25,11 @@ UNITS = {
     "users": "users",
 }
 LONGEST_CURVE_SHOWN = 200
+SIZES_NOTE = (
+    "at the planning rate, over the cycle of the demand. unserved: share of the demand. short time: share of the"
+    " cycle in which some demand is not served. The utilisation ceiling is additional headroom"
+)
+POLICIES_NOTE = "means over the cycle; whole burst nodes are rented for each part of the cycle"
 BASE_PRICE = "base_dollars_per_accelerator_hour"
 BURST_PRICE = "burst_dollars_per_accelerator_hour"
 
@@ -110,7 +105,7 @@ def plan_fleet(
     spare_domains: int = 1,
     domain: str = "node",
     burst: Supply | None = None,
-    factors: Sequence[Factor] = (),
+    factors: Sequence[Input] = (),
 ) -> Plan:
     """Nodes for a demand.
 
@@ -129,24 +124,28 @@ def plan_fleet(
     """
     levels, formula = _in_work(demand, profile, assumptions)
     work_unit = UNITS["output-tokens" if demand.unit == "output-tokens" else "interactions"]
-    need = Demand(levels, work_unit)
+    most = max(levels)
     priced_by = profile if demand.unit != "output-tokens" else None
     base, state, inputs = _class("base", supply, priced_by, assumptions, BASE_PRICE, factors)
     waits = LIMITS if demand.unit == "users" else ()
     state = weakest((state, demand.state, *assumptions.states(waits), *((profile.state,) if profile else ())))
-    sized = size(need.peak, base, spare_domains=spare_domains, domain=domain)
-    tables = [_sizes(need, base, sized)]
-    results = _results(need, base, sized, domain, state, assumptions[CEILING])
+    sized = size(most, base, spare_domains=spare_domains, domain=domain)
+    counts = {max(1, sized.serving_nodes - 2), max(1, sized.serving_nodes - 1), sized.serving_nodes, sized.nodes}
+    sizes = tuple(fit(levels, base, nodes) for nodes in sorted(counts))
+    tables = [Table("sizes", "Fleet sizes: too small, sufficient, with spares", sizes, SIZES_NOTE)]
+    results = _results(most, work_unit, base, sized, domain, state, assumptions[CEILING])
     if burst is not None:
         second, second_state, more = _class("burst", burst, priced_by, assumptions, BURST_PRICE, factors)
         inputs += more
         burst_state = weakest((state, second_state))
-        tables.append(_policies(need, base, second, spare_domains, domain, burst_state))
-        alone = size(need.peak, second).serving_nodes
+        found = policies(levels, base, second, spare_domains=spare_domains, domain=domain)
+        rows = tuple({**row, "state": burst_state} for row in found)
+        tables.append(Table("policies", "Permanent base, burst nodes by the hour", rows, POLICIES_NOTE))
+        alone = nodes_for(most, second.rate_per_node)
         formula_alone = f"ceiling(peak demand / {precise(second.rate_per_node)} {work_unit} per node)"
         results.append(Result("Burst nodes without any base", alone, "nodes", formula_alone, burst_state))
-    if 1 < len(need.levels) <= LONGEST_CURVE_SHOWN:
-        tables.append(_curve(demand, need, base))
+    if 1 < len(levels) <= LONGEST_CURVE_SHOWN:
+        tables.append(_curve(demand, levels, base))
     peak = max(demand.levels)
     shown = precise(peak) if len(demand.levels) == 1 else f"a peak of {precise(peak)}"
     demand_inputs = [Input("demand_peak", peak, UNITS[demand.unit], "given", "given")]
@@ -161,7 +160,7 @@ def plan_fleet(
         inputs=tuple(dict.fromkeys([*demand_inputs, *inputs])),  # both classes share assumptions
         results=tuple(results),
         tables=tuple(tables),
-        profiles=profiles_document([profile] if profile else []),
+        profiles=(profile.to_document(),) if profile else (),
         notes=(formula, *supply.throughput.notes) if formula else supply.throughput.notes,
     )
 
@@ -175,38 +174,29 @@ def plan_replacement(
         UsageError: a number is out of range.
     """
     check_positive("--replace-rate", output_tokens_per_second_before)
-    new = supply.throughput.output_tokens_per_second * _node_share(supply)
-    found = replacement(nodes_before, output_tokens_per_second_before, new)
+    if nodes_before < 1:
+        raise UsageError(f"--replace-nodes: expected 1 or more, got {nodes_before}")
+    old, new = output_tokens_per_second_before, supply.throughput.output_tokens_per_second * _node_share(supply)
+    nodes = nodes_for(nodes_before * old, new)
     both = weakest((state, supply.throughput.state))
-    one_less = found.nodes - 1
-    saved = nodes_before - found.nodes
-    results = [
-        Result(
-            f"Nodes that replace {nodes_before} old nodes",
-            found.nodes,
-            "nodes",
-            "ceiling(old nodes x old rate / new rate)",
-            both,
-        ),
-        Result("Before rounding up", found.exact_nodes, "nodes", "old nodes x old rate / new rate", both),
-        Result("Nodes saved", saved, "nodes", "old nodes - new nodes", both),
-        Result("New rate over old", found.speed_ratio, "ratio", "new rate / old rate", both),
-        Result(
-            f"Ratio at which {one_less} nodes suffice"
-            if found.ratio_for_one_less
-            else "Ratio at which fewer nodes suffice",
-            found.ratio_for_one_less,
-            "ratio",
-            f"{nodes_before} / {one_less}" if found.ratio_for_one_less else "one node is the minimum",
-            both,
-        ),
-    ]
-    before = Input("old_rate", output_tokens_per_second_before, "output tokens/s per node", state, "given")
+    fewer, why = (
+        ("fewer", "one node is the minimum") if nodes == 1 else (f"{nodes - 1}", f"{nodes_before} / {nodes - 1}")
+    )
+    enough = nodes_before / (nodes - 1) if nodes > 1 else None
+    exact, formula = nodes_before * old / new, "old nodes x old rate / new rate"
+    results = (
+        Result(f"Nodes that replace {nodes_before} old nodes", nodes, "nodes", f"ceiling({formula})", both),
+        Result("Before rounding up", exact, "nodes", formula, both),
+        Result("Nodes saved", nodes_before - nodes, "nodes", "old nodes - new nodes", both),
+        Result("New rate over old", new / old, "ratio", "new rate / old rate", both),
+        Result(f"Ratio at which {fewer} nodes suffice", enough, "ratio", why, both),
+    )
+    before = Input("old_rate", old, "output tokens/s per node", state, "given")
     return Plan(
         kind="plan_fleet",
         title=f"{count_of(nodes_before, 'node')} replaced by faster ones",
         inputs=(Input("old_nodes", nodes_before, "nodes", "given", "given"), before, *supply.throughput.inputs),
-        results=tuple(results),
+        results=results,
         tables=(),
         notes=supply.throughput.notes,
     )
@@ -276,7 +266,7 @@ def _class(
     profile: Profile | None,
     assumptions: Assumptions,
     price_name: str,
-    factors: Sequence[Factor],
+    factors: Sequence[Input],
 ) -> tuple[SupplyClass, State, tuple[Input, ...]]:
     throughput, share = supply.throughput, _node_share(supply)
     per_node = supply.accelerators_per_node or throughput.accelerators
@@ -284,7 +274,7 @@ def _class(
         raise UsageError(f"accelerators per node of the {name} class unknown; pass --accelerators-per-node")
     derated = derating(throughput, assumptions, factors)
     own = [replace(one, name=one.name if name == "base" else f"{name}_{one.name}") for one in throughput.inputs]
-    states, inputs = [derated.state], [*own, *derated.inputs]
+    states, inputs = [derated.state], [*own, *derated.factors]
     rate = derated.planning * share
     if profile is not None:
         priced = price(throughput, assumptions)
@@ -298,8 +288,10 @@ def _class(
     return built, weakest(states), tuple(inputs)
 
 
-def _results(need: Demand, base: SupplyClass, sized: Size, domain: str, state: State, ceiling: float) -> list[Result]:
-    per_node = f"{precise(base.rate_per_node)} {need.unit} per node"
+def _results(
+    peak: float, unit: str, base: SupplyClass, sized: Size, domain: str, state: State, ceiling: float
+) -> list[Result]:
+    per_node = f"{precise(base.rate_per_node)} {unit} per node"
     results = [
         Result("Nodes", sized.nodes, "nodes", "serving nodes + spare nodes", state),
         Result("Serving nodes", sized.serving_nodes, "nodes", f"ceiling(peak demand / {per_node})", state),
@@ -312,7 +304,7 @@ def _results(need: Demand, base: SupplyClass, sized: Size, domain: str, state: S
         results.append(Result("Racks", sized.racks, "racks", formula, state))
     lost = base.nodes_per_rack if domain == "rack" and base.nodes_per_rack else 1
     sustained = sized.serving_nodes * base.rate_per_node / ceiling
-    headroom = 1 - need.peak / sustained if sustained else None
+    headroom = 1 - peak / sustained if sustained else None
     formula = "1 - peak demand / rate of the serving nodes within the latency limits"
     results.append(Result("Headroom at the peak", headroom, "share", formula, state))
     left = max(0, sized.nodes - lost) / sized.nodes if sized.nodes else None
@@ -323,58 +315,14 @@ def _results(need: Demand, base: SupplyClass, sized: Size, domain: str, state: S
     return results
 
 
-def _sizes(need: Demand, base: SupplyClass, sized: Size) -> Table:
-    counts = sorted(
-        {max(1, sized.serving_nodes - 2), max(1, sized.serving_nodes - 1), sized.serving_nodes, sized.nodes}
-    )
-    rows = []
-    for nodes in counts:
-        found = fit(need, base, nodes)
-        rows.append(
-            {
-                "nodes": nodes,
-                "accelerators": nodes * base.accelerators_per_node,
-                "unserved_share": found.unserved_share,
-                "short_time_share": found.short_time_share,
-                "idle_share": found.idle_share,
-                "price_dollars_per_hour": found.dollars_per_hour,
-            }
-        )
-    note = (
-        "at the planning rate, over the cycle of the demand. unserved: share of the demand. short time: share of the"
-        " cycle in which some demand is not served. The utilisation ceiling is additional headroom"
-    )
-    return Table("sizes", "Fleet sizes: too small, sufficient, with spares", tuple(rows), note)
-
-
-def _policies(
-    need: Demand, base: SupplyClass, burst: SupplyClass, spare_domains: int, domain: str, state: State
-) -> Table:
-    rows = [
-        {
-            "policy": policy.name.replace("_", " "),
-            "base_nodes": policy.base_nodes,
-            "most_burst_nodes": policy.most_burst_nodes,
-            "burst_demand_share": policy.burst_share,
-            "base_price_dollars_per_hour": policy.base_dollars_per_hour,
-            "burst_price_dollars_per_hour": policy.burst_dollars_per_hour,
-            "price_dollars_per_hour": policy.dollars_per_hour,
-            "state": state,
-        }
-        for policy in policies(need, base, burst, spare_domains=spare_domains, domain=domain)
-    ]
-    note = "means over the cycle; whole burst nodes are rented for each part of the cycle"
-    return Table("policies", "Permanent base, burst nodes by the hour", tuple(rows), note)
-
-
-def _curve(demand: Curve, need: Demand, base: SupplyClass) -> Table:
+def _curve(demand: Curve, levels: Sequence[float], base: SupplyClass) -> Table:
     rows = [
         {
             "hour": hour,
             f"demand_{demand.unit.replace('-', '_')}": level,
-            "nodes": size(work, base).serving_nodes,
+            "nodes": nodes_for(work, base.rate_per_node),
         }
-        for hour, level, work in zip(demand.hours, demand.levels, need.levels, strict=True)
+        for hour, level, work in zip(demand.hours, demand.levels, levels, strict=True)
     ]
     return Table(
         "curve", f"Demand over the cycle, in {UNITS[demand.unit]}", tuple(rows), "serving nodes, without spares"

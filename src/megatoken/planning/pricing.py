@@ -37,37 +37,6 @@ class Prices:
         return Prices(self.prefill_seconds_per_token / factor, self.decode_seconds_per_token / factor)
 
 
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """One factor between peak rate and planning rate."""
-
-    name: str
-    factor: float
-    state: State
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A factor and the rate after it."""
-
-    name: str
-    factor: float
-    output_tokens_per_second: float
-    state: State
-    source: str
-
-
-def document_interactions_per_second(tokens_per_second: float, tokens_per_interaction: float) -> float:
-    """The source documents' formula: the benchmark's output rate over all tokens of an interaction."""
-    return tokens_per_second / tokens_per_interaction
-
-
-def to_tens(value: float) -> int:
-    """Rounded as in the source documents: 1,693.8 is 1,690."""
-    return round(value / 10) * 10
-
-
 def prices_from_ratio(
     output_tokens_per_second: float, input_tokens_per_output_token: float, prefill_to_decode_cost: float
 ) -> Prices:
@@ -115,31 +84,12 @@ def residence_seconds(profile: Profile, ttft_seconds: float, tpot_seconds: float
     return service_seconds(profile, ttft_seconds, tpot_seconds) + (profile.turns - 1) * profile.tool_seconds
 
 
-def in_flight(interactions_per_second: float, seconds_in_flight: float) -> float:
-    """Little's law: mean number in a system = arrivals per second x mean seconds in it."""
-    return interactions_per_second * seconds_in_flight
-
-
-def users(interactions_per_second: float, waiting_seconds: float, think_seconds: float) -> float:
-    """Users who make that many interactions per second, if each waits, thinks, then starts the next one."""
-    return interactions_per_second * (waiting_seconds + think_seconds)
-
-
 def interactions_of_users(people: float, waiting_seconds: float, think_seconds: float) -> float:
-    """Interactions per second of so many users: the inverse of ``users``. UsageError if they never pause."""
+    """Interactions per second of so many users, by Little's law. UsageError if they never pause."""
     cycle = waiting_seconds + think_seconds
     if cycle <= 0:
         raise UsageError("users who neither wait nor think have no finite rate; set think_seconds in the profile")
     return people / cycle
-
-
-def derate(peak_output_tokens_per_second: float, factors: Sequence[Factor]) -> tuple[Step, ...]:
-    """The rate after each factor in turn."""
-    products = [math.prod(factor.factor for factor in factors[: at + 1]) for at in range(len(factors))]
-    return tuple(
-        Step(factor.name, factor.factor, peak_output_tokens_per_second * product, factor.state, factor.source)
-        for factor, product in zip(factors, products, strict=True)
-    )
 
 
 RATIO = "prefill_to_decode_cost"
@@ -190,46 +140,45 @@ def price(throughput: Throughput, assumptions: Assumptions, second: Throughput |
 
 @dataclass(frozen=True, slots=True)
 class Derating:
-    """From peak rate to planning rate: the user's factors, the latency bound, then the utilisation ceiling."""
+    """From peak to planning rate by ``factors``: the user's own, the latency bound, last the utilisation ceiling."""
 
-    peak_output_tokens_per_second: float
-    steps: tuple[Step, ...]
-    latency_inputs: tuple[Input, ...]  # of the steps up to the latency bound
-    ceiling_input: Input
-    latency_bound_state: State
+    peak: float
+    peak_state: State
+    factors: tuple[Input, ...]
+
+    @property
+    def rates(self) -> list[float]:
+        """Output tokens per second after each factor."""
+        shares = [float(factor.value or 0.0) for factor in self.factors]
+        return [self.peak * math.prod(shares[: count + 1]) for count in range(len(shares))]
 
     @property
     def latency_bound(self) -> float:
         """The estimated highest rate at which users are served within the latency limits."""
-        return self.steps[-2].output_tokens_per_second
+        return self.rates[-2]
 
     @property
     def planning(self) -> float:
         """The planning rate."""
-        return self.steps[-1].output_tokens_per_second
-
-    @property
-    def latency_bound_share(self) -> float:
-        """Latency-bound rate over peak rate."""
-        return self.latency_bound / self.peak_output_tokens_per_second
+        return self.rates[-1]
 
     @property
     def planning_share(self) -> float:
         """Planning rate over peak rate."""
-        return self.planning / self.peak_output_tokens_per_second
+        return self.planning / self.peak
+
+    @property
+    def latency_bound_state(self) -> State:
+        """State of the latency-bound rate."""
+        return weakest((self.peak_state, *(factor.state for factor in self.factors[:-1])))
 
     @property
     def state(self) -> State:
         """State of the planning rate."""
-        return weakest((self.latency_bound_state, self.ceiling_input.state))
-
-    @property
-    def inputs(self) -> tuple[Input, ...]:
-        """Inputs of all steps."""
-        return (*self.latency_inputs, self.ceiling_input)
+        return weakest((self.latency_bound_state, self.factors[-1].state))
 
 
-def derating(throughput: Throughput, assumptions: Assumptions, more: Sequence[Factor] = ()) -> Derating:
+def derating(throughput: Throughput, assumptions: Assumptions, more: Sequence[Input] = ()) -> Derating:
     """The planning rate of a throughput: within the latency limits, and with headroom.
 
     Args:
@@ -237,25 +186,11 @@ def derating(throughput: Throughput, assumptions: Assumptions, more: Sequence[Fa
         assumptions: factors for what was not measured.
         more: the user's own factors, applied first.
     """
-    latency = _latency_input(throughput, assumptions)
-    own = [Input(one.name, one.factor, "share", one.state, one.source) for one in more]
-    ceiling = assumptions.entries[CEILING]
-    inputs = (*own, latency)
-    factors = [
-        *more,
-        Factor(latency.name, float(latency.value or 0.0), latency.state, latency.source),
-        Factor(CEILING, ceiling.value, ceiling.state, ceiling.source),
-    ]
-    return Derating(
-        peak_output_tokens_per_second=throughput.output_tokens_per_second,
-        steps=derate(throughput.output_tokens_per_second, factors),
-        latency_inputs=inputs,
-        ceiling_input=ceiling.to_input(),
-        latency_bound_state=weakest((throughput.state, *(one.state for one in inputs))),
-    )
+    factors = (*more, _latency_input(throughput, assumptions), assumptions.entries[CEILING].to_input())
+    return Derating(throughput.output_tokens_per_second, throughput.state, factors)
 
 
-def parse_factor(text: str) -> Factor:
+def parse_factor(text: str) -> Input:
     """A factor of the user, ``name=share``. Raises UsageError unless 0 < share <= 1."""
     name, _, value = text.partition("=")
     try:
@@ -266,7 +201,7 @@ def parse_factor(text: str) -> Factor:
         raise UsageError(
             f"--factor {text}: expected NAME=SHARE with a share above 0 and up to 1, such as makespan=0.936"
         )
-    return Factor(name.strip(), factor, "given", "--factor")
+    return Input(name.strip(), factor, "share", "given", "--factor")
 
 
 def _latency_input(throughput: Throughput, assumptions: Assumptions) -> Input:

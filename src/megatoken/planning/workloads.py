@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,23 +37,10 @@ class _ProfilesFile(Strict):
     profiles: dict[str, _Entry] = Field(min_length=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(_Entry):
     """One kind of interaction; the fields are explained at the head of ``workload_profiles.yaml``."""
 
     name: str
-    title: str
-    turns: int
-    input_tokens: int
-    context_tokens: int
-    output_tokens: int
-    carries_context: bool
-    prefix_cache_share: float
-    tool_seconds: float
-    think_seconds: float
-    interactions_per_user_month: float
-    state: State
-    source: str
 
     @property
     def counted_tokens(self) -> int:
@@ -81,11 +67,12 @@ class Profile:
     def shortened(self, share: float) -> Profile:
         """The same profile with inputs shorter by ``share``, in whole tokens."""
         inputs = {name: round(getattr(self, name) * (1 - share)) for name in ("input_tokens", "context_tokens")}
-        return Profile(**{**asdict(self), **inputs})
+        return self.model_copy(update=inputs)
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {**asdict(self), "counted_tokens": self.counted_tokens, "repeated_tokens": self.repeated_tokens}
+        counts = {"counted_tokens": self.counted_tokens, "repeated_tokens": self.repeated_tokens}
+        return {"name": self.name, **self.model_dump(), **counts}
 
 
 def load_profiles(path: Path | None = None, names: Iterable[str] = ()) -> tuple[Profile, ...]:
@@ -116,12 +103,7 @@ def _shipped() -> dict[str, Profile]:
 def _profiles(file: _ProfilesFile, source: str) -> dict[str, Profile]:
     return {
         name: Profile(
-            name=name, **{**entry.model_dump(), "title": entry.title or name, "source": entry.source or source}
+            name=name, **entry.model_dump() | {"title": entry.title or name, "source": entry.source or source}
         )
         for name, entry in file.profiles.items()
     }
-
-
-def profiles_document(profiles: Iterable[Profile]) -> tuple[Mapping[str, Any], ...]:
-    """Profiles as plain JSON, for a plan."""
-    return tuple(profile.to_document() for profile in profiles)
