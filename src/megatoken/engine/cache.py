@@ -53,12 +53,12 @@ class LayerCache:
     def read(self, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """The first ``length`` keys and values of a sequence, both [length, kv_heads, head_dim], given its page ids."""
         _, kv_heads, page_size, head_dim = self.k.shape
-        gathered = (
-            side.index_select(0, pages).transpose(1, 2).reshape(len(pages) * page_size, kv_heads, head_dim)[:length]
+        # Copied head by head, as attention reads it, and viewed by token.
+        k, v = (
+            side.index_select(0, pages).transpose(0, 1).reshape(kv_heads, len(pages) * page_size, head_dim)
             for side in (self.k, self.v)
         )
-        k, v = gathered
-        return k, v
+        return k.transpose(0, 1)[:length], v.transpose(0, 1)[:length]
 
 
 def allocate_cache(
