@@ -20,6 +20,7 @@ ORDER = [
     "submission",
     "audit",
     "harness",
+    "serve",
     "targets",
     "rack",
     "accuracy",

@@ -37,7 +37,8 @@ def _run_as_a_test(value: Any) -> Any:
     return value
 
 
-def _separated(value: Any) -> Any:
+def separated(value: Any) -> Any:
+    """The parts of a text between commas."""
     return value.split(",") if isinstance(value, str) else value
 
 
@@ -50,14 +51,16 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 GivenPath = Annotated[Path, BeforeValidator(_not_empty)]
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """Base of the schemas of settings."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-_Schema = TypeVar("_Schema", bound=_Section)
+_Schema = TypeVar("_Schema", bound=Section)
 
 
-class EngineSection(_Section):
+class EngineSection(Section):
     """How the engine uses the machine. Null: derived from model and machine, as --dry-run shows."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the model runs")
@@ -81,7 +84,7 @@ class EngineSection(_Section):
     )
 
 
-class RackSection(_Section):
+class RackSection(Section):
     """How ``megatoken run`` uses several machines or GPUs through Ray. Null cluster: the engine in this process."""
 
     cluster: Annotated[str, Field(min_length=1)] | None = Field(
@@ -106,7 +109,7 @@ class RackSection(_Section):
     replace: bool = Field(default=True, description="restart lost replicas, and start replicas on nodes that join")
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """All settings of ``megatoken run``; the resolved configuration is written to the run folder."""
 
     model: str = Field(
@@ -158,14 +161,14 @@ class RunConfig(_Section):
         return EngineConfig(precision=self.precision, **self.engine.model_dump())
 
 
-class AnswerConfig(_Section):
+class AnswerConfig(Section):
     """How ``megatoken generate`` samples tokens and ends answers; a line of a prompt file may override it."""
 
     temperature: float = Field(default=0.0, ge=0)
     top_k: int = Field(default=0, ge=0, lt=2**31)
     top_p: float = Field(default=1.0, gt=0, le=1)
     seed: Seed | None = None
-    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_separated)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(separated)] = ()
 
     def sampling(self) -> Sampling:
         """The sampling settings, as the engine's own type."""
@@ -213,7 +216,12 @@ def load_run_config(path: Path | None, flags: Mapping[str, str | bool | None], r
 
 def load_answer_config(flags: Mapping[str, str | None]) -> AnswerConfig:
     """Loads the settings of ``generate``: defaults, overridden by flags. Raises ConfigError."""
-    return _checked(AnswerConfig, _from_flags(flags))
+    return load_flags(AnswerConfig, flags)
+
+
+def load_flags(schema: type[_Schema], flags: Mapping[str, str | bool | None]) -> _Schema:
+    """Loads the settings of a schema: defaults, overridden by flags. Raises ConfigError."""
+    return _checked(schema, _from_flags(flags))
 
 
 def flag_key(flag: str) -> str:
@@ -222,22 +230,27 @@ def flag_key(flag: str) -> str:
     return FLAG_ALIASES.get(key, key)
 
 
-def describe_keys() -> Iterator[tuple[str, str, str]]:
+def describe_keys(keys: Mapping[str, Key]) -> Iterator[tuple[str, str, str]]:
     """Yields (dotted key, default, description) of every setting, in the order of the schema."""
-    for name, key in KEYS.items():
+    for name, key in keys.items():
         yield name, json.dumps(key.default, default=str).strip('"'), key.description
 
 
-def _leaves(section: type[_Section], prefix: str = "") -> Iterator[tuple[str, Key]]:
+def _leaves(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Key]]:
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, _Section):
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from _leaves(field.annotation, f"{prefix}{name}.")
         else:
             is_switch = field.annotation is bool or bool in get_args(field.annotation)
             yield f"{prefix}{name}", Key(field.default, field.description or "", is_switch)
 
 
-KEYS = dict(_leaves(RunConfig))
+def keys_of(schema: type[Section]) -> dict[str, Key]:
+    """Every setting of a schema by its dotted key."""
+    return dict(_leaves(schema))
+
+
+KEYS = keys_of(RunConfig)
 _SECTIONS = {key.rpartition(".")[0] for key in KEYS} - {""}
 _GIVE_YAML = "give a YAML file of settings; a model is given with --model, prompts with --prompts"
 _NULL = "tag:yaml.org,2002:null"

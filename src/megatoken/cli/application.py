@@ -12,7 +12,20 @@ import typer
 from typer.main import get_command
 
 from megatoken import __version__
-from megatoken.cli import accuracy, audit, compare, dataset, generate, plan, report, run, soak, submission, verify
+from megatoken.cli import (
+    accuracy,
+    audit,
+    compare,
+    dataset,
+    generate,
+    plan,
+    report,
+    run,
+    serve,
+    soak,
+    submission,
+    verify,
+)
 from megatoken.cli.flags import Command, EngineCommand, SchemaCommand
 from megatoken.cli.streams import (
     complain,
@@ -40,6 +53,7 @@ app = typer.Typer(
 app.command(cls=SchemaCommand)(run.run)
 app.command(cls=SchemaCommand)(soak.soak)
 app.command(cls=EngineCommand)(generate.generate)
+app.command(cls=serve.ServeCommand)(serve.serve)
 app.command(cls=Command)(audit.audit)
 app.command(cls=Command)(compare.aggregate)
 app.command(cls=Command)(compare.compare)

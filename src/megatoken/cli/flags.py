@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperOption
 
 from megatoken.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from megatoken.config import Key
 
 BOOLEANS = {"true", "false", "yes", "no", "on", "off", "y", "n", "t", "f", "1", "0", "null", "none"}
 FLAGS = "megatoken.flags"  # key of ctx.meta: the flags that are configuration keys
@@ -93,20 +96,18 @@ class SchemaCommand(Command):
         """Whether ``flag`` is a key of the configuration."""
         from megatoken.config import flag_key
 
-        return flag_key(flag) in self._keys()
+        return flag_key(flag) in self.keys()
 
     def switches(self) -> Collection[str]:
         """The configuration keys that are true or false."""
-        from megatoken.config import KEYS
-
-        return {f"--{key.replace('_', '-')}" for key in self._keys() if KEYS[key].is_switch}
+        return {f"--{key.replace('_', '-')}" for key, setting in self.keys().items() if setting.is_switch}
 
     def other_flags(self) -> Sequence[str]:
         """The keys and their short names."""
         from megatoken.config import FLAG_ALIASES
 
         aliases = (alias.replace("_", "-") for alias in FLAG_ALIASES if alias.startswith(self.prefix))
-        return [*self._keys(), *aliases]
+        return [*self.keys(), *aliases]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Add the configuration keys to the help."""
@@ -114,14 +115,17 @@ class SchemaCommand(Command):
 
         super().format_help(ctx, formatter)
         declared = {flag_key(name[2:]) for option in self.get_params(ctx) for name in option.opts}
-        keys = [(f"--{key}", f"{text} [{default}]") for key, default, text in describe_keys() if key not in declared]
+        keys = describe_keys(self.keys())
         with formatter.section("Configuration keys (also flags)"):
-            formatter.write_dl([row for row in keys if row[0].startswith(f"--{self.prefix}")])
+            formatter.write_dl(
+                [(f"--{key}", f"{text} [{default}]") for key, default, text in keys if key not in declared]
+            )
 
-    def _keys(self) -> list[str]:
+    def keys(self) -> dict[str, Key]:
+        """The configuration keys that are flags."""
         from megatoken.config import KEYS
 
-        return [key for key in KEYS if key.startswith(self.prefix)]
+        return {name: key for name, key in KEYS.items() if name.startswith(self.prefix)}
 
 
 class EngineCommand(SchemaCommand):

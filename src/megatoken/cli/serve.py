@@ -1,0 +1,56 @@
+"""``megatoken serve``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatoken.cli.flags import FLAGS, Model, Precision, RandomWeights, SchemaCommand
+
+if TYPE_CHECKING:
+    from megatoken.config import Key
+
+
+class ServeCommand(SchemaCommand):
+    """A command whose other flags are the keys of ``ServeConfig``."""
+
+    def keys(self) -> dict[str, Key]:
+        """The keys of ``ServeConfig``."""
+        from megatoken.serve.options import KEYS
+
+        return KEYS
+
+
+def serve(
+    ctx: typer.Context,
+    model: Model = None,
+    host: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on. Default 127.0.0.1.")
+    ] = None,
+    port: Annotated[str | None, typer.Option(metavar="N", help="Port to listen on. Default 8000; 0: any.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="KEY,KEY...", help="Keys that clients must send. Or MEGATOKEN_API_KEY.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(metavar="real|mock", help="mock: make up tokens, to measure all but the engine.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Write log lines as JSON.")] = False,
+    random_weights: RandomWeights = False,
+    precision: Precision = None,
+) -> int:
+    """Serve a model over HTTP with OpenAI's API."""
+    from megatoken.serve.options import load_serve_config
+    from megatoken.serve.supervisor import serve
+
+    declared = {
+        "model": model,
+        "host": host,
+        "port": port,
+        "api-key": api_key,
+        "engine-kind": engine,
+        "json-logs": json or None,
+        "random-weights": random_weights or None,
+        "precision": precision,
+    }
+    return serve(load_serve_config(declared | ctx.meta[FLAGS]))

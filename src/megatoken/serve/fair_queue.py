@@ -1,0 +1,183 @@
+"""The queue in front of the engine: shares tokens fairly between tenants and holds each to its limits.
+
+Every tenant has a counter of the tokens that it was served, divided by its weight. The engine's own queue is kept
+short, and the next request is that of the tenant with the lowest counter, so a tenant that floods waits for itself (the
+virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", 2024).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from megatoken.serve.messages import Busy
+from megatoken.serve.tenants import Tenant
+
+OUTPUT_TOKEN_COST = 2.0  # of one token of an answer, in prompt tokens; the paper's value
+RETRY_AFTER_SECONDS = 1
+MINUTE_SECONDS = 60.0
+RESERVE = 8  # one in so many sequences, and as much of the cache, is out of reach for any one tenant of several
+
+Item = TypeVar("Item")
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """So much may be taken per minute, at most one minute's worth at once. A debt is paid off first."""
+
+    per_minute: int | None
+    level: float = 0.0
+    updated: float = 0.0
+
+    def refill(self, now: float) -> None:
+        if self.per_minute is not None:
+            self.level = min(self.per_minute, self.level + (now - self.updated) * self.per_minute / MINUTE_SECONDS)
+            self.updated = now
+
+    def wait_seconds(self, needed: float) -> float:
+        """How long until ``needed`` are there."""
+        if self.per_minute is None:
+            return 0.0
+        return max(0.0, (min(needed, self.per_minute) - self.level) * MINUTE_SECONDS / self.per_minute)
+
+
+@dataclass(slots=True)
+class TenantQueue(Generic[Item]):
+    """What one tenant has queued and running, and was served."""
+
+    tenant: Tenant
+    requests: _Bucket
+    tokens: _Bucket
+    counter: float = 0.0  # tokens served, by cost, divided by the weight
+    running: int = 0
+    footprint: int = 0  # tokens of its running requests in the cache, at most
+    queued: deque[tuple[Item, int, int]] = field(default_factory=deque)  # item, prompt tokens, most tokens in the cache
+
+
+class FairQueue(Generic[Item]):
+    """Requests on their way to the engine. Items are distinguished by identity."""
+
+    def __init__(self, *, max_queued: int, max_running: int, cache_tokens: int, reserve: bool) -> None:
+        """Prepares an empty queue.
+
+        Args:
+            max_queued: requests of all tenants that may wait.
+            max_running: sequences that the engine runs at once.
+            cache_tokens: tokens that fit into the engine's cache.
+            reserve: keep a share of both free of any one tenant, so that another finds room at once.
+        """
+        self._max_queued = max_queued
+        self._most_running = max_running - max(1, max_running // RESERVE) if reserve and max_running > 1 else None
+        self._most_footprint = cache_tokens - cache_tokens // RESERVE if reserve else None
+        self._tenants: dict[str, TenantQueue[Item]] = {}
+        self._waiting = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return self._waiting
+
+    def tenants(self) -> Iterator[TenantQueue[Item]]:
+        """Every tenant that was seen."""
+        return iter(self._tenants.values())
+
+    def add(self, tenant: Tenant, item: Item, prompt_tokens: int, max_tokens: int, now: float) -> None:
+        """Queue a request.
+
+        Args:
+            tenant: whose it is.
+            item: what ``take`` returns.
+            prompt_tokens: length of its prompt.
+            max_tokens: most tokens of its answer.
+            now: seconds on a steady clock.
+
+        Raises:
+            Busy: the queue is full, or the tenant is over one of its limits.
+        """
+        queue = self._of(tenant, now)
+        if self._waiting >= self._max_queued:
+            raise Busy(f"{self._waiting:,} requests are waiting already; try again later", RETRY_AFTER_SECONDS)
+        if tenant.max_queued is not None and len(queue.queued) >= tenant.max_queued:
+            raise Busy(f"this key has {len(queue.queued):,} requests waiting already", RETRY_AFTER_SECONDS)
+        for bucket, needed, what in ((queue.requests, 1, "requests"), (queue.tokens, prompt_tokens, "tokens")):
+            bucket.refill(now)
+            wait = bucket.wait_seconds(needed)
+            if wait > 0:
+                after = int(wait) + 1
+                raise Busy(f"this key is limited to {bucket.per_minute:,} {what} a minute; wait {after} s", after)
+        queue.requests.level -= 1
+        queue.tokens.level -= prompt_tokens
+        if not queue.queued and not queue.running:
+            # A tenant that was away has not saved up a share: it starts level with the least served one at work.
+            others = [other.counter for other in self._tenants.values() if other.queued or other.running]
+            queue.counter = max(queue.counter, min(others, default=0.0))
+        queue.queued.append((item, prompt_tokens, prompt_tokens + max_tokens))
+        self._waiting += 1
+
+    def take(self) -> Item | None:
+        """The next request for the engine, which counts as running from now on; None while there is none."""
+        best = None
+        for queue in self._tenants.values():
+            if queue.queued and (best is None or queue.counter < best.counter) and self._may_run(queue):
+                best = queue
+        if best is None:
+            return None
+        item, prompt_tokens, footprint = best.queued.popleft()
+        self._waiting -= 1
+        best.running += 1
+        best.footprint += footprint
+        best.counter += prompt_tokens / best.tenant.weight
+        return item
+
+    def remove(self, tenant: Tenant, item: Item) -> bool:
+        """Drop a request that waits; False if it does not."""
+        queue = self._tenants.get(tenant.name)
+        for at, (queued, _, _) in enumerate(queue.queued if queue is not None else ()):
+            if queued is item:
+                assert queue is not None
+                del queue.queued[at]
+                self._waiting -= 1
+                return True
+        return False
+
+    def served(self, tenant: Tenant, tokens: int) -> None:
+        """Charge tokens of an answer."""
+        queue = self._tenants[tenant.name]
+        queue.counter += tokens * OUTPUT_TOKEN_COST / tenant.weight
+        queue.tokens.level -= tokens
+
+    def refund(self, tenant: Tenant, tokens: int) -> None:
+        """Give back prompt tokens that came from the prefix cache."""
+        self._tenants[tenant.name].counter -= tokens / tenant.weight
+
+    def ended(self, tenant: Tenant, prompt_tokens: int, max_tokens: int) -> None:
+        """A running request has ended."""
+        queue = self._tenants[tenant.name]
+        queue.running -= 1
+        queue.footprint -= prompt_tokens + max_tokens
+
+    def drain(self) -> Iterator[Item]:
+        """Remove and yield everything that waits."""
+        for queue in self._tenants.values():
+            while queue.queued:
+                self._waiting -= 1
+                yield queue.queued.popleft()[0]
+
+    def _of(self, tenant: Tenant, now: float) -> TenantQueue[Item]:
+        if tenant.name not in self._tenants:
+            requests, tokens = (
+                _Bucket(rate, rate or 0.0, now) for rate in (tenant.requests_per_minute, tenant.tokens_per_minute)
+            )
+            self._tenants[tenant.name] = TenantQueue(tenant, requests, tokens)
+        return self._tenants[tenant.name]
+
+    def _may_run(self, queue: TenantQueue[Item]) -> bool:
+        if queue.running == 0:
+            return True  # also where a single request is larger than the share
+        if queue.tenant.max_running is not None and queue.running >= queue.tenant.max_running:
+            return False
+        if self._most_running is not None and queue.running >= self._most_running:
+            return False
+        return self._most_footprint is None or queue.footprint + queue.queued[0][2] <= self._most_footprint

@@ -1,0 +1,359 @@
+"""HTTP/1.1 on asyncio: requests in, one at a time per connection, within limits of size and time.
+
+A protocol of our own, because a general server's coroutine and messages per chunk double the cost of a frame
+(docs/performance.md). Parsing is llhttp's, through httptools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol, cast
+
+import httptools
+
+from megatoken.serve.exchange import Exchange, HttpRequest
+from megatoken.serve.http_limits import HttpLimits
+
+MOST_PIPELINED = 64
+LINGER_SECONDS = 1.0
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_VERSION = re.compile(rb"^[A-Za-z]+ \S+ HTTP/(?!1\.[01]\r?\n)[0-9.]+\r?$", re.MULTILINE)
+_UNKNOWN_METHOD = "the method is not one of HTTP's"
+_BODY_METHODS = ("POST", "PUT", "PATCH")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error that is answered without a route."""
+
+    status: int
+    message: str
+    headers: tuple[tuple[str, str], ...] = ()
+    keep_alive: bool = False
+
+
+class Handler(Protocol):
+    """What answers requests."""
+
+    limits: HttpLimits
+    connections: set[Connection]
+
+    def admit(self, request: HttpRequest) -> Refusal | None:
+        """Look at a request's head, before its body is read: authenticate, find the route. Sets its tenant."""
+
+    def handle(self, exchange: Exchange) -> None:
+        """Answer a request, now or later."""
+
+    def finished(self, exchange: Exchange) -> None:
+        """An exchange has ended: answered, or the client has left."""
+
+    def extra_headers(self, request: HttpRequest) -> Iterable[tuple[str, str]]:
+        """Headers of every answer."""
+
+    def flush_soon(self, exchange: Exchange) -> None:
+        """Flush the exchange in the next turn of the loop."""
+
+
+class _Phase(Enum):
+    IDLE = auto()
+    HEAD = auto()
+    BODY = auto()
+    LINGERING = auto()  # answered; what the client still sends is dropped
+
+
+class Connection(asyncio.Protocol):
+    """One client. Routes see its ``Exchange``s."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self._limits = handler.limits
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self._phase = _Phase.IDLE
+        self._deadline = time.monotonic() + handler.limits.head_seconds
+        self._current: Exchange | None = None
+        self._pipeline: deque[tuple[HttpRequest, Refusal | None]] = deque()
+        self._refused = False  # nothing after a refused request is read
+        self._stalled_since: float | None = None
+        # of the message that is being read
+        self._url = b""
+        self._headers: dict[str, str] = {}
+        self._repeated: set[str] = set()
+        self._body: list[bytes] = []
+        self._head_bytes = self._body_bytes = self._unparsed_bytes = 0
+        self._arrival_ns = 0
+        self._request: HttpRequest | None = None
+        self._refusal: Refusal | None = None
+
+    # asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the connection, unless there are too many."""
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(high=self._limits.buffered_bytes // 8)
+        self._handler.connections.add(self)
+        if len(self._handler.connections) > self._limits.connections:
+            self._refuse(503, "too many connections; try again later", headers=(("retry-after", "1"),))
+            self._next()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Tell the open exchange."""
+        self._handler.connections.discard(self)
+        self._pipeline.clear()
+        if (exchange := self._current) is not None:
+            self._current = None
+            exchange.abandon()
+            self._handler.finished(exchange)
+
+    def eof_received(self) -> bool:
+        """The client closed its side. It may have left altogether, so its request is not worth computing."""
+        if self._phase in (_Phase.HEAD, _Phase.BODY) and self._current is None and not self._pipeline:
+            self._refuse(400, "the request ended before it was complete")
+            self._next()
+        return False
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than its answer is made."""
+        self._stalled_since = time.monotonic()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        self._stalled_since = None
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, and start to answer the first request that is complete."""
+        if self._phase is _Phase.LINGERING or self._refused:
+            return
+        if self._phase is _Phase.IDLE:
+            self._phase = _Phase.HEAD
+            self._arrival_ns = time.monotonic_ns()
+            self._deadline = time.monotonic() + self._limits.head_seconds
+        if self._phase is _Phase.HEAD:
+            self._unparsed_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._refused = True  # answered as HTTP/1.1; what follows is of another protocol, or nothing
+            if self._pipeline:
+                self._pipeline[-1][0].keep_alive = False
+        except httptools.HttpParserInvalidMethodError:
+            self._refuse(501, _UNKNOWN_METHOD)
+        except httptools.HttpParserError as error:
+            self._refuse_broken(data, error)
+        if self._phase is _Phase.HEAD and not self._refused and self._unparsed_bytes > self._limits.head_bytes:
+            self._refuse_large_head()
+        if self._current is not None and self._pipeline:
+            self.transport.pause_reading()
+        elif self._current is None:
+            self._next()
+
+    # httptools
+
+    def on_message_begin(self) -> None:
+        """Forget the request before."""
+        self._url, self._headers, self._repeated, self._body = b"", {}, set(), []
+        self._head_bytes = self._body_bytes = self._unparsed_bytes = 0
+        self._request = self._refusal = None
+        self._phase = _Phase.HEAD
+        self._arrival_ns = time.monotonic_ns()
+        self._deadline = time.monotonic() + self._limits.head_seconds
+
+    def on_url(self, url: bytes) -> None:
+        """Part of the request line."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header. Repeated ones are joined, as RFC 9110 says."""
+        self._head_bytes += len(name) + len(value) + 4
+        if self._head_bytes > self._limits.head_bytes:
+            return
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
+        if key in self._headers:
+            self._repeated.add(key)
+            text = f"{self._headers[key]}, {text}"
+        self._headers[key] = text
+
+    def on_headers_complete(self) -> None:
+        """Refuse what can be refused without the body; let the client send it otherwise."""
+        if self._refused:
+            return
+        self._phase = _Phase.BODY
+        self._deadline = time.monotonic() + self._limits.body_seconds
+        request = self._request = self._new_request()
+        refusal = self._refusal_of_head() or self._handler.admit(request)
+        if refusal is None:
+            if self._headers.get("expect", "").lower() == "100-continue" and self._current is None:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            return
+        has_body = "transfer-encoding" in self._headers or self._headers.get("content-length", "0").strip("0") != ""
+        if refusal.keep_alive and not has_body:
+            self._refusal = refusal
+        else:
+            self._queue_refusal(refusal)
+
+    def on_body(self, body: bytes) -> None:
+        """Part of the body."""
+        if self._refused:
+            return
+        self._body_bytes += len(body)
+        if self._body_bytes > self._limits.body_bytes:
+            self._queue_refusal(self._too_large())
+            return
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        """Queue the request."""
+        if self._refused or self._request is None:
+            return
+        self._request.body = b"".join(self._body)
+        self._body = []
+        self._phase = _Phase.IDLE
+        self._deadline = time.monotonic() + self._limits.idle_seconds
+        if len(self._pipeline) >= MOST_PIPELINED:
+            self._queue_refusal(Refusal(429, f"more than {MOST_PIPELINED} requests were sent ahead; wait for answers"))
+        else:
+            self._pipeline.append((self._request, self._refusal))
+
+    # for exchanges
+
+    def flush_soon(self, exchange: Exchange) -> None:
+        """Flush ``exchange`` in the next turn of the loop; end it if its client does not read."""
+        if self._stalled_since is not None and self.transport.get_write_buffer_size() > self._limits.buffered_bytes:
+            self.transport.abort()
+        else:
+            self._handler.flush_soon(exchange)
+
+    def extra_headers(self, request: HttpRequest) -> Iterable[tuple[str, str]]:
+        """Headers of every answer."""
+        return self._handler.extra_headers(request)
+
+    def answered(self, exchange: Exchange) -> None:
+        """Go on to the next request, or close."""
+        self._current = None
+        self._handler.finished(exchange)
+        if not exchange.request.keep_alive or exchange.request.http_1_0:
+            self._close()
+            return
+        self._deadline = time.monotonic() + self._limits.idle_seconds
+        if self._pipeline:
+            asyncio.get_running_loop().call_soon(self._next)  # not deeper into the stack
+
+    def check(self, now: float) -> None:
+        """End what takes too long; called about once a second.
+
+        Args:
+            now: ``time.monotonic()``.
+        """
+        if self._stalled_since is not None and now - self._stalled_since > self._limits.stalled_seconds:
+            self.transport.abort()
+        elif self._phase is _Phase.LINGERING:
+            if now > self._deadline:
+                self.transport.abort()
+        elif self._current is None and not self._pipeline and now > self._deadline:
+            if self._phase is _Phase.IDLE:
+                self.transport.close()
+            else:
+                part = "head" if self._phase is _Phase.HEAD else "body"
+                self._refuse(408, f"the {part} of the request took too long; send it faster")
+                self._next()
+
+    # inside
+
+    def _new_request(self) -> HttpRequest:
+        given = self._headers.get("x-request-id", "")
+        path, _, query = self._url.decode("latin-1").partition("?")
+        method = self._parser.get_method().decode("latin-1")
+        version = self._parser.get_http_version()
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        keep_alive = bool(self._parser.should_keep_alive())
+        return HttpRequest(
+            method, path, query, self._headers, b"", request_id, self._arrival_ns, None, keep_alive, version == "1.0"
+        )
+
+    def _refusal_of_head(self) -> Refusal | None:
+        headers, version = self._headers, self._parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            return Refusal(505, "only HTTP/1.1 and HTTP/1.0 are supported")
+        if len(self._url) > self._limits.line_bytes:
+            return Refusal(414, f"the path is longer than {self._limits.line_bytes:,} bytes")
+        if self._head_bytes > self._limits.head_bytes:
+            return self._large_head()
+        if version == "1.1" and ("host" not in headers or "host" in self._repeated):
+            return Refusal(400, "a request must have one Host header")
+        if "content-length" in self._repeated:
+            return Refusal(400, "a request must have at most one Content-Length header")
+        encoding = headers.get("transfer-encoding")
+        if encoding is not None and encoding.lower() != "chunked":
+            return Refusal(501, "only the transfer encoding chunked is supported")
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            return Refusal(415, "compressed bodies are not supported; send plain JSON")
+        method = self._parser.get_method().decode("latin-1")
+        if encoding is None and "content-length" not in headers and method in _BODY_METHODS:
+            return Refusal(411, "a body needs a Content-Length header or the transfer encoding chunked")
+        length = headers.get("content-length", "0")
+        if len(length) > 18 or int(length) > self._limits.body_bytes:
+            return self._too_large()
+        if headers.get("expect", "100-continue").lower() != "100-continue":
+            return Refusal(417, "the only expectation that is supported is 100-continue")
+        return None
+
+    def _too_large(self) -> Refusal:
+        return Refusal(413, f"the body is larger than {self._limits.body_bytes:,} bytes; send less")
+
+    def _large_head(self) -> Refusal:
+        return Refusal(431, f"the headers are larger than {self._limits.head_bytes:,} bytes; send fewer")
+
+    def _refuse_large_head(self) -> None:
+        if len(self._url) > self._limits.line_bytes:
+            self._refuse(414, f"the path is longer than {self._limits.line_bytes:,} bytes")
+        else:
+            self._queue_refusal(self._large_head())
+
+    def _refuse_broken(self, data: bytes, error: Exception) -> None:
+        if _VERSION.search(data[: self._limits.line_bytes]):
+            self._refuse(505, "only HTTP/1.1 and HTTP/1.0 are supported")
+        else:
+            what = " ".join(str(error).split())[:200]
+            self._refuse(400, f"this is not a valid HTTP/1.1 request: {what}")
+
+    def _refuse(self, status: int, message: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
+        if not self._refused:
+            self._queue_refusal(Refusal(status, message, headers))
+
+    def _queue_refusal(self, refusal: Refusal) -> None:
+        """Answer with an error after the requests before it, then close: what follows cannot be trusted."""
+        request = self._request or HttpRequest("", "", "", {}, b"", secrets.token_hex(16), self._arrival_ns)
+        request.keep_alive = False
+        self._pipeline.append((request, refusal))
+        self._refused = True
+
+    def _next(self) -> None:
+        """Answer the requests that wait, until one takes its time."""
+        if self._current is not None or not self._pipeline or self.transport.is_closing():
+            return
+        request, refusal = self._pipeline.popleft()
+        if not self._pipeline:
+            self.transport.resume_reading()  # only so does it notice that the client leaves
+        exchange = self._current = Exchange(request, self)
+        if refusal is not None:
+            exchange.fail(refusal.status, refusal.message, headers=refusal.headers)
+        else:
+            self._handler.handle(exchange)
+
+    def _close(self) -> None:
+        """Close so that the client gets its answer: data that arrives at a closed socket would reset the connection."""
+        if self._refused and self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._phase = _Phase.LINGERING
+            self._deadline = time.monotonic() + LINGER_SECONDS
+            self.transport.resume_reading()
+        else:
+            self.transport.close()

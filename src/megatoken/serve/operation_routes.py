@@ -1,0 +1,38 @@
+"""Routes for those who run the server: health, metrics, version."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from megatoken import __version__
+from megatoken.serve.exchange import Exchange
+from megatoken.serve.server import Route, Server
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def health(server: Server, exchange: Exchange) -> None:
+    """200 while requests are answered, else 503, with the reason."""
+    state = server.client.health
+    headers = [] if state.serves else [("retry-after", "5")]
+    body = {"status": state.value, "message": server.client.message}
+    exchange.reply(200 if state.serves else 503, json.dumps(body).encode(), headers=headers)
+
+
+def version(server: Server, exchange: Exchange) -> None:
+    """The version of megatoken."""
+    exchange.reply(200, json.dumps({"version": __version__}).encode())
+
+
+async def metrics(server: Server, exchange: Exchange) -> None:
+    """Metrics of the engine process in Prometheus's text format."""
+    exchange.reply(200, (await server.client.metrics()).encode(), METRICS_TYPE)
+
+
+OPERATION_ROUTES: Mapping[tuple[str, str], Route] = {
+    ("GET", "/health"): health,
+    ("GET", "/ping"): health,
+    ("GET", "/version"): version,
+    ("GET", "/metrics"): metrics,
+}

@@ -1,0 +1,119 @@
+"""The settings of ``megatoken serve``: one schema, every key is a flag."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from megatoken.config import (
+    Count,
+    EngineSection,
+    GivenPath,
+    Rate,
+    Seconds,
+    Section,
+    Seed,
+    keys_of,
+    load_flags,
+    separated,
+)
+from megatoken.engine.config import REFERENCE, EngineConfig, Precision
+from megatoken.errors import ConfigError
+from megatoken.serve.http_limits import HttpLimits
+from megatoken.serve.tenants import Keys
+
+Names = Annotated[tuple[str, ...], BeforeValidator(separated)]
+
+
+class ServeConfig(Section):
+    """All settings of ``megatoken serve``."""
+
+    model: str = Field(
+        default=REFERENCE, min_length=1, description="checkpoint directory, named shape, or the model that ships"
+    )
+    served_model_name: str | None = Field(
+        default=None, min_length=1, description="name that clients ask for; null: the model's own"
+    )
+    random_weights: bool = Field(default=False, description="use the model's shape with random weights")
+    seed: Seed = Field(default=0, description="seed of random weights")
+    precision: Precision = Field(default="bf16", description="number format of the weights")
+    engine_kind: Literal["real", "mock"] = Field(
+        default="real", description="--engine mock makes up tokens at a set pace, to measure everything but the engine"
+    )
+    tokens_per_second: Rate = Field(default=50.0, le=1e6, description="of one stream, with --engine mock")
+    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")
+    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0: any free one")
+    http_processes: Count = Field(default=1, le=256, description="processes that speak HTTP")
+    api_key: Names = Field(default=(), description="keys that clients must send, separated by commas")
+    api_keys: GivenPath | None = Field(
+        default=None, description="YAML file of keys with names, weights and limits of requests and tokens"
+    )
+    max_queued: Count = Field(default=4096, description="requests that may wait; more are refused with 429")
+    max_body_bytes: Count = Field(default=32 << 20, le=1 << 32, description="largest body of a request")
+    max_connections: Count = Field(default=16_384, description="open connections of one HTTP process")
+    idle_seconds: Rate = Field(default=75.0, lt=1e6, description="how long an idle connection stays open")
+    head_seconds: Rate = Field(default=10.0, lt=1e6, description="how long the head of a request may take")
+    body_seconds: Rate = Field(default=60.0, lt=1e6, description="how long the body of a request may take")
+    stalled_seconds: Rate = Field(default=30.0, lt=1e6, description="how long a client may read nothing of its answer")
+    drain_seconds: Seconds = Field(default=600.0, description="how long open answers may take after SIGTERM")
+    restart: bool = Field(default=False, description="start the engine again when it has failed")
+    access_log: bool = Field(default=True, description="log every request; otherwise only errors")
+    json_logs: bool = Field(default=False, description="--json: log lines of JSON")
+    tls_certificate: GivenPath | None = Field(default=None, description="PEM file of the certificate chain, for HTTPS")
+    tls_key: GivenPath | None = Field(default=None, description="PEM file of its private key")
+    cors_origins: Names = Field(default=(), description="web origins that may call the server, or *")
+    engine: EngineSection = EngineSection()
+
+    def engine_config(self) -> EngineConfig:
+        """The settings of the engine, as its own type."""
+        return EngineConfig(precision=self.precision, **self.engine.model_dump())
+
+    def http_limits(self) -> HttpLimits:
+        """What clients may send, and how long they may take."""
+        return HttpLimits(
+            body_bytes=self.max_body_bytes,
+            connections=self.max_connections,
+            idle_seconds=self.idle_seconds,
+            head_seconds=self.head_seconds,
+            body_seconds=self.body_seconds,
+            stalled_seconds=self.stalled_seconds,
+        )
+
+
+KEYS = keys_of(ServeConfig)
+
+
+def load_serve_config(flags: Mapping[str, str | bool | None]) -> ServeConfig:
+    """Loads the settings: defaults, overridden by flags.
+
+    Raises:
+        ConfigError: a bad value, with its flag.
+    """
+    config = load_flags(ServeConfig, flags)
+    if (config.tls_certificate is None) != (config.tls_key is None):
+        raise ConfigError("--tls-certificate and --tls-key go together; give both files")
+    if config.precision == "fp4":
+        raise ConfigError("--precision: must be 'fp32', 'bf16' or 'fp8'; fp4 is supported on simulated GPUs only")
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class HttpProcessSettings:
+    """What an HTTP process gets from the supervisor."""
+
+    options: ServeConfig
+    keys: Keys
+    engine_path: str  # Unix socket of the engine process
+    listener: int  # file descriptor of the listening socket
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcessSettings:
+    """What the engine process gets from the supervisor."""
+
+    options: ServeConfig
+    listener: int  # file descriptor of the Unix socket that HTTP processes connect to
+    several_tenants: bool

@@ -1,0 +1,10 @@
+"""Which route answers which method and path. A path that ends in ``/*`` takes any last part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatoken.serve.operation_routes import OPERATION_ROUTES
+from megatoken.serve.server import Route
+
+ROUTES: Mapping[tuple[str, str], Route] = OPERATION_ROUTES

@@ -1,0 +1,221 @@
+"""What answers requests in an HTTP process: finds tenant and route, holds what routes need."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from megatoken.errors import MegatokenError
+from megatoken.serve.access_log import AccessLog
+from megatoken.serve.child import Control
+from megatoken.serve.engine_client import EngineClient, Refused, fault
+from megatoken.serve.exchange import Exchange, HttpRequest
+from megatoken.serve.http_limits import HttpLimits
+from megatoken.serve.http_protocol import Connection, Refusal
+from megatoken.serve.messages import ServedModel
+from megatoken.serve.options import HttpProcessSettings
+from megatoken.serve.tenants import Keys
+
+if TYPE_CHECKING:
+    from megatoken.engine.tokenizer import Tokenizer
+
+Route = Callable[["Server", Exchange], Awaitable[None] | None]
+OPEN_PATHS = ("/health", "/version", "/metrics", "/ping")  # answered without a key
+SWEEP_SECONDS = 0.5
+BACKLOG = 4096
+
+
+class Server:
+    """What routes need: the engine, the model's tokenizer, the settings, the log.
+
+    Attributes:
+        tokenizer: of the model; None until an engine is ready, and if the model has none.
+    """
+
+    def __init__(
+        self, settings: HttpProcessSettings, routes: Mapping[tuple[str, str], Route], control: Control
+    ) -> None:
+        self.settings = settings
+        self.options = settings.options
+        self.limits: HttpLimits = settings.options.http_limits()
+        self.connections: set[Connection] = set()
+        self.tokenizer: Tokenizer | None = None
+        self.log = AccessLog(as_json=settings.options.json_logs, quiet=not settings.options.access_log)
+        self.client = EngineClient(settings.engine_path, self._take_model, self.log.note)
+        self._routes = routes
+        self._paths = {path for _, path in routes}
+        self._keys: Keys = settings.keys
+        self._control = control
+        self._ready = False
+        self._dirty: list[Exchange] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._exchanges: set[Exchange] = set()
+
+    # Handler of connections
+
+    def admit(self, request: HttpRequest) -> Refusal | None:
+        """Find the route and the tenant."""
+        path = self._known_path(request.path)
+        if path is None:
+            return Refusal(404, f"there is no {request.path[:200]}; see /openapi.json", keep_alive=True)
+        if request.method == "OPTIONS":
+            return None
+        method = "GET" if request.method == "HEAD" else request.method
+        if (method, path) not in self._routes:
+            allowed = (("allow", ", ".join(self._methods(path))),)
+            return Refusal(405, f"{request.method} is not supported for {path}", allowed, keep_alive=True)
+        if path not in OPEN_PATHS:
+            request.tenant = self._keys.tenant_of(request.headers.get("authorization"))
+            if request.tenant is None:
+                challenge = (("www-authenticate", "Bearer"),)
+                return Refusal(401, "a valid API key is needed: Authorization: Bearer KEY", challenge, keep_alive=True)
+        kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if method == "POST" and kind != "application/json":
+            return Refusal(415, "the body must be JSON, with Content-Type: application/json")
+        return None
+
+    def handle(self, exchange: Exchange) -> None:
+        """Call the route."""
+        self._exchanges.add(exchange)
+        request = exchange.request
+        path = self._known_path(request.path)
+        assert path is not None
+        if request.method == "OPTIONS":
+            exchange.reply(HTTPStatus.NO_CONTENT, headers=[("allow", ", ".join(self._methods(path)))])
+            return
+        route = self._routes["GET" if request.method == "HEAD" else request.method, path]
+        try:
+            waiting = route(self, exchange)
+        except Exception as error:
+            self._answer_error(exchange, error)
+            return
+        if inspect.isawaitable(waiting):
+            task = asyncio.ensure_future(self._wait(exchange, waiting))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            exchange.on_disconnect(task.cancel)
+
+    def finished(self, exchange: Exchange) -> None:
+        """Log it."""
+        self._exchanges.discard(exchange)
+        request = exchange.request
+        facts = {
+            "request_id": request.request_id,
+            "method": request.method or "-",
+            "path": request.path[:200] or "-",
+            "seconds": round((time.monotonic_ns() - request.arrival_ns) / 1e9, 4) if request.arrival_ns else 0.0,
+            "body_bytes": exchange.body_bytes,
+            **({"tenant": request.tenant.name} if request.tenant is not None and self._keys.entries else {}),
+            **exchange.notes,
+        }
+        self.log.request(exchange.status, facts)
+
+    def extra_headers(self, request: HttpRequest) -> Iterable[tuple[str, str]]:
+        """CORS, where it is switched on."""
+        origin, allowed = request.headers.get("origin"), self.options.cors_origins
+        if origin is None or not allowed or (origin not in allowed and "*" not in allowed):
+            return ()
+        headers = [("access-control-allow-origin", "*" if "*" in allowed else origin), ("vary", "origin")]
+        if request.method == "OPTIONS":
+            headers += [
+                ("access-control-allow-methods", "GET, POST, OPTIONS"),
+                ("access-control-allow-headers", "authorization, content-type, x-request-id"),
+                ("access-control-max-age", "600"),
+            ]
+        return headers
+
+    def flush_soon(self, exchange: Exchange) -> None:
+        """Flush all exchanges that wrote in this turn of the loop together in the next."""
+        if not self._dirty:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._dirty.append(exchange)
+
+    # inside
+
+    def _known_path(self, path: str) -> str | None:
+        """The path of the route that answers: the same one, or one that ends in a star in place of the last part."""
+        if path in self._paths:
+            return path
+        parent, _, last = path.rpartition("/")
+        return f"{parent}/*" if last and f"{parent}/*" in self._paths else None
+
+    def _methods(self, path: str) -> list[str]:
+        methods = sorted(method for method, known in self._routes if known == path)
+        return [*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"]
+
+    def _flush(self) -> None:
+        dirty, self._dirty = self._dirty, []
+        for exchange in dirty:
+            exchange.flush()
+
+    async def _wait(self, exchange: Exchange, answer: Awaitable[None]) -> None:
+        try:
+            await answer
+        except Exception as error:
+            self._answer_error(exchange, error)
+
+    def _answer_error(self, exchange: Exchange, error: Exception) -> None:
+        if isinstance(error, Refused):
+            after = error.retry_after_seconds
+            exchange.fail(error.status, str(error), headers=[("retry-after", str(after))] if after else [])
+            return
+        if not isinstance(error, MegatokenError):
+            self.log.note(fault(f"request {exchange.request.request_id} failed", error))
+        exchange.fail(500, "the server failed to answer this request; its log says more")
+        exchange.end()
+
+    def _take_model(self, model: ServedModel) -> None:
+        if self.tokenizer is None and model.tokenizer_file is not None:
+            from megatoken.engine.tokenizer import Tokenizer
+
+            self.tokenizer = Tokenizer(model.tokenizer_file)
+        if not self._ready:
+            self._ready = True
+            gc.collect()
+            gc.freeze()  # what start-up made stays; the collector need not walk it
+            self._control.send({"ready": True})
+
+    async def run(self) -> None:
+        """Serve until the parent says stop and every open request has been answered."""
+        loop = asyncio.get_running_loop()
+        connecting = loop.create_task(self.client.run())
+        listener = await loop.create_server(
+            lambda: Connection(self),
+            sock=socket.socket(fileno=self.settings.listener),
+            ssl=self._tls(),
+            backlog=BACKLOG,
+        )
+        sweeping = loop.create_task(self._sweep())
+        await self._control.wait_for_stop()
+        self.client.draining = True
+        while self._exchanges:  # new connections still get an answer: 503
+            await asyncio.sleep(0.02)
+        listener.close()
+        for connection in list(self.connections):
+            connection.transport.close()
+        await asyncio.sleep(0.02)
+        for task in (connecting, sweeping):
+            task.cancel()
+        self.log.close()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            now = time.monotonic()
+            for connection in list(self.connections):
+                connection.check(now)
+
+    def _tls(self) -> ssl.SSLContext | None:
+        certificate = self.options.tls_certificate
+        if certificate is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate, self.options.tls_key)
+        return context

@@ -1,0 +1,305 @@
+"""The parent process of a server: opens the port, starts engine and HTTP processes, watches them, stops them."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatoken.errors import ExitCode, MegatokenError, UsageError, how_to_install
+from megatoken.serve.child import first_message, stop_message
+from megatoken.serve.options import EngineProcessSettings, HttpProcessSettings, ServeConfig
+from megatoken.serve.tenants import KEY_VARIABLE, Keys, load_keys
+
+BACKLOG = 4096
+MOST_QUICK_DEATHS = 5
+QUICK_SECONDS = 10.0
+AGAIN_SECONDS = 0.5
+ERRORS_SECONDS = 2.0  # how long HTTP processes may take to write the last errors when the engine has failed
+
+
+def serve(options: ServeConfig) -> int:
+    """Serve until a signal comes; the exit code.
+
+    Raises:
+        UsageError: the port cannot be opened, the keys cannot be used, or a package is missing.
+        MegatokenError: the engine cannot be started, or has failed.
+    """
+    _check_packages()
+    keys = load_keys(options.api_key, options.api_keys)
+    _allow_many_files()
+    with tempfile.TemporaryDirectory(prefix="megatoken-serve-") as folder:
+        sockets = _listen(options)
+        supervisor = _Supervisor(options, keys, sockets, Path(folder) / "engine.sock")
+        return asyncio.run(supervisor.run())
+
+
+@dataclass(eq=False)
+class _Child:
+    """A process and the socket to it."""
+
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    started: float
+
+    async def messages(self, take: Callable[[dict[str, object]], None]) -> None:
+        """Hand every report to ``take`` until the process has ended."""
+        with suppress(ConnectionError):
+            while line := await self.reader.readline():
+                take(json.loads(line))
+        await self.process.wait()
+
+    def stop(self) -> None:
+        """Ask it to end in order."""
+        with suppress(ConnectionError, OSError):
+            self.writer.write(stop_message())
+
+    def kill(self) -> None:
+        """End it at once."""
+        with suppress(ProcessLookupError):
+            self.process.kill()
+
+
+class _Supervisor:
+    def __init__(self, options: ServeConfig, keys: Keys, listeners: list[socket.socket], path: Path) -> None:
+        self._options = options
+        self._keys = keys
+        self._listeners = listeners
+        self._path = path
+        self._engine_listener = socket.socket(socket.AF_UNIX)
+        self._engine_listener.bind(str(path))
+        self._engine_listener.listen(BACKLOG)
+        self._children: set[_Child] = set()
+        self._http: set[_Child] = set()
+        self._ready_http: set[int] = set()
+        self._model: str | None = None
+        self._announced = False
+        self._stopping = asyncio.Event()
+        self._failure: MegatokenError | None = None
+        self._ended_at_once = False
+        self._began = time.monotonic()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signals.append(signal.SIGHUP)
+        for number in signals:
+            loop.add_signal_handler(number, self._on_signal)
+        self._warn()
+        keeping = [loop.create_task(self._keep_engine())]
+        keeping += [loop.create_task(self._keep_http(at)) for at in range(len(self._listeners))]
+        await self._stopping.wait()
+        await self._drain()
+        for child in list(self._children):
+            child.kill()
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
+        if self._failure is not None:
+            raise self._failure
+        return ExitCode.INTERRUPTED if self._ended_at_once else ExitCode.OK
+
+    def _on_signal(self) -> None:
+        if self._stopping.is_set():
+            self._ended_at_once = True
+            _say("ended at once; open answers were cut off")
+            for child in list(self._children):
+                child.kill()
+            return
+        _say("stopping: open answers are finished first; another signal ends at once")
+        self._stopping.set()
+
+    def _warn(self) -> None:
+        options = self._options
+        if not self._keys.entries and not _is_loopback(options.host):
+            _say(
+                f"WARNING: anybody who can reach {options.host}:{self._port()} may use this server; give --api-key or "
+                f"{KEY_VARIABLE}, or listen on 127.0.0.1"
+            )
+
+    async def _drain(self) -> None:
+        for child in self._http:
+            child.stop()
+        seconds = ERRORS_SECONDS if self._failure is not None else self._options.drain_seconds
+        deadline = time.monotonic() + seconds
+        while self._http and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        for child in self._children - self._http:
+            child.stop()
+        deadline = time.monotonic() + ERRORS_SECONDS
+        while self._children - self._http and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    async def _keep_engine(self) -> None:
+        """Run the engine process; again with --restart, once it was ready."""
+        settings = EngineProcessSettings(self._options, self._engine_listener.fileno(), len(self._keys.entries) > 1)
+        while True:
+            reported: dict[str, object] = {}
+            child = await self._start("engine_process", settings, [self._engine_listener.fileno()])
+
+            def take(message: dict[str, object], reported: dict[str, object] = reported) -> None:
+                reported.update(message)
+                if message.get("ready"):
+                    self._model = str(message["model"])
+                    self._announce()
+
+            await child.messages(take)
+            self._children.discard(child)
+            if self._stopping.is_set():
+                return
+            code = child.process.returncode or 0
+            why = str(reported.get("error") or f"the engine process was ended by {_ending(code)}")
+            if not reported.get("ready") or not self._options.restart:
+                self._failure = MegatokenError(why)
+                self._failure.exit_code = ExitCode(int(str(reported.get("exit_code", ExitCode.ERROR))))
+                self._stopping.set()
+                return
+            _say(f"{why}; open answers ended with an error; the engine is started again")
+            if time.monotonic() - child.started < QUICK_SECONDS:
+                await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _keep_http(self, at: int) -> None:
+        """Run one HTTP process, again and again."""
+        listener = self._listeners[at]
+        settings = HttpProcessSettings(self._options, self._keys, str(self._path), listener.fileno())
+        quick = 0
+        while True:
+            child = await self._start("http_process", settings, [listener.fileno()])
+            self._http.add(child)
+
+            def take(message: dict[str, object]) -> None:
+                if message.get("ready"):
+                    self._ready_http.add(at)
+                    self._announce()
+
+            await child.messages(take)
+            self._children.discard(child)
+            self._http.discard(child)
+            if self._stopping.is_set():
+                return
+            quick = quick + 1 if time.monotonic() - child.started < QUICK_SECONDS else 0
+            what = f"an HTTP process was ended by {_ending(child.process.returncode or 0)}"
+            if quick >= MOST_QUICK_DEATHS:
+                self._failure = MegatokenError(f"{what}, {quick} times in a row; its messages above say why")
+                self._stopping.set()
+                return
+            _say(f"{what}; it is started again")
+            if quick > 1:
+                await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _start(self, module: str, settings: object, descriptors: list[int]) -> _Child:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # -P: modules of the working directory are not imported.
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-P", "-m", f"megatoken.serve.{module}", str(theirs.fileno())),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *descriptors),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        child = _Child(process, reader, writer, time.monotonic())
+        self._children.add(child)
+        writer.write(first_message(settings))
+        return child
+
+    def _announce(self) -> None:
+        if self._announced or self._model is None or len(self._ready_http) < len(self._listeners):
+            return
+        self._announced = True
+        scheme = "https" if self._options.tls_certificate is not None else "http"
+        host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
+        seconds = time.monotonic() - self._began
+        _say(f"serving {self._model} on {scheme}://{host}:{self._port()} (ready in {seconds:.1f} s)")
+
+    def _port(self) -> int:
+        return int(self._listeners[0].getsockname()[1])
+
+
+def _listen(options: ServeConfig) -> list[socket.socket]:
+    """A listening socket for each HTTP process, all on one port.
+
+    With several, the kernel shares connections out between them by hash. This process keeps them open, so that no
+    connection is lost while an HTTP process is started again.
+    """
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise UsageError(f"--host: {options.host} is not an address of this machine: {error.strerror}") from error
+    several = options.http_processes > 1
+    sockets: list[socket.socket] = []
+    try:
+        first = _bound(kind, address, shared=False)  # fails where another program has the port, shared or not
+        if several:
+            address = (address[0], first.getsockname()[1], *address[2:])
+            first.close()
+            sockets += [_bound(kind, address, shared=True) for _ in range(options.http_processes)]
+        else:
+            sockets.append(first)
+        for one in sockets:
+            one.listen(BACKLOG)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UsageError(f"--port: cannot listen on {options.host}:{options.port}: {why}; give another port") from error
+    return sockets
+
+
+def _bound(kind: int, address: tuple[object, ...], *, shared: bool) -> socket.socket:
+    one = socket.socket(kind, socket.SOCK_STREAM)
+    try:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        one.bind(address)
+    except OSError:
+        one.close()
+        raise
+    return one
+
+
+def _check_packages() -> None:
+    try:
+        import httptools  # noqa: F401
+        import uvloop  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"megatoken serve needs the package {error.name}; {how_to_install('serve')}") from error
+
+
+def _allow_many_files() -> None:
+    """A stream is a file; the usual soft limit of 1,024 would be met by as many clients."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _ending(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):
+        print(f"megatoken: {line}", file=sys.stderr, flush=True)
