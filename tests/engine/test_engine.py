@@ -269,6 +269,7 @@ UNACCEPTABLE = [
     (Request([1], sampling=Sampling(logit_bias={-1: 1})), RequestError, "logit_bias's token id is -1"),
     (Request([1], sampling=Sampling(logit_bias={1: 200})), RequestError, "logit_bias of token id 1 is 200"),
     (Request([1], sampling=Sampling(logit_bias={1: float("nan")})), RequestError, "logit_bias of token id 1 is nan"),
+    (Request([1], sampling=Sampling(logit_bias={301: 1})), RequestError, "token id 301, outside the vocabulary of 301"),
     (Request([1], 5, min_tokens=6), RequestError, "min_tokens is 6; it must be at most 5"),
     (Request([1], min_tokens=-1), RequestError, "min_tokens is -1; it must be 0 or more"),
     (Request([1], logprobs=21), RequestError, "logprobs is 21; it must be at most 20"),

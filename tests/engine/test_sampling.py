@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -16,6 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from megatoken.engine import Engine, EngineConfig, FinishReason, Request, Sampling
 from megatoken.engine import sampling as sampling_module
+from megatoken.engine.active_request import ActiveRequest, activate
+from megatoken.engine.config import find_shape
 from megatoken.engine.ops import NO_TOKEN
 from megatoken.engine.sampling import sample, uniform
 
@@ -39,11 +42,34 @@ def assert_frequencies(counts: np.ndarray, probabilities: np.ndarray) -> None:
     assert statistic < chi_square_threshold(max(len(cells) - 1, 1))
 
 
+SHAPE = replace(find_shape("tiny"), vocabulary_size=2**31)
+
+
+def active(sampling: Sampling, position: int) -> ActiveRequest:
+    """A request that is to sample the token at ``position``."""
+    return activate(Request([0], 1, sampling), [0] * position, SHAPE)
+
+
 def draw(logits: torch.Tensor, samplings: list[Sampling], positions: list[int]) -> list[int]:
     """What the engine does with the sampled rows of a step."""
     chosen = torch.tensor([row.index(max(row)) for row in logits.tolist()])
-    sample(logits, samplings, np.array(positions), chosen)
+    requests = [active(sampling, position) for sampling, position in zip(samplings, positions, strict=True)]
+    choose(logits, requests, positions, chosen)
     return chosen.tolist()
+
+
+def choose(
+    logits: torch.Tensor,
+    requests: list[ActiveRequest],
+    positions: list[int],
+    chosen: torch.Tensor,
+    last_tokens: list[int] | None = None,
+) -> None:
+    """``last_tokens``: of each row, on the device."""
+    failed: dict[int, Exception] = {}
+    table = torch.tensor(last_tokens or [0] * len(requests))
+    sample(logits, requests, np.array(positions), np.arange(len(requests), dtype=np.int32), table, chosen, failed)
+    assert not failed
 
 
 def some_logits(rows: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
@@ -96,10 +122,12 @@ def test_uniform_is_uniform(along: str) -> None:
 
 
 def defined_probabilities(logits: list[float], sampling: Sampling) -> np.ndarray:
-    """The definition, token by token in float64: best first, the lowest id among equals; cut at k, then at p."""
+    """The definition, token by token in float64: best first, the lowest id among equals; cut at min-p, k, then p."""
     best_first = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
-    kept = best_first[: sampling.top_k or len(logits)]
-    weights = [math.exp((logits[token] - logits[best_first[0]]) / sampling.temperature) for token in kept]
+    weight = {token: math.exp((logits[token] - logits[best_first[0]]) / sampling.temperature) for token in best_first}
+    likely = [token for token in best_first if weight[token] >= sampling.min_p]
+    kept = likely[: sampling.top_k or len(logits)]
+    weights = [weight[token] for token in kept]
     needed, held = sampling.top_p * math.fsum(weights), 0.0
     probabilities = np.zeros(len(logits))
     for token, weight in zip(kept, weights, strict=True):
@@ -123,13 +151,16 @@ def defined_probabilities(logits: list[float], sampling: Sampling) -> np.ndarray
         Sampling(0.7, top_p=0.9),
         Sampling(2.0, top_k=12, top_p=0.8),
         Sampling(1.5, top_k=3, top_p=0.99),
+        Sampling(1.0, min_p=0.1),
+        Sampling(3.0, min_p=0.3, top_p=0.9),
+        Sampling(2.0, min_p=0.05, top_k=5, top_p=0.8),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_frequencies_are_those_of_the_definition(sampling: Sampling, dtype: torch.dtype) -> None:
     logits = some_logits(1, 40).to(dtype)
-    settings_of = [Sampling(sampling.temperature, sampling.top_k, sampling.top_p, seed) for seed in range(DRAWS)]
+    settings_of = [replace(sampling, seed=seed) for seed in range(DRAWS)]
     tokens = draw(logits.expand(DRAWS, -1), settings_of, [11] * DRAWS)
     counts = np.bincount(tokens, minlength=40)
     assert_frequencies(counts, defined_probabilities(logits[0].tolist(), sampling))
@@ -153,10 +184,11 @@ def test_a_draw_inverts_the_cumulative_distribution(data: st.DataObject) -> None
         st.integers(0, 40),
         st.one_of(st.just(1.0), st.floats(1e-6, 1)),
         st.integers(-(2**63), 2**64 - 1),
+        st.one_of(st.just(0.0), st.floats(1e-6, 1)),
         st.integers(1, 10_000),
     )
     rows = data.draw(st.lists(row, min_size=1, max_size=40))
-    samplings = [Sampling(temperature, top_k, top_p, seed) for _, temperature, top_k, top_p, seed, _ in rows]
+    samplings = [Sampling(*options) for _, *options, _ in rows]
     positions = [position for *_, position in rows]
     tokens = draw(torch.tensor([logits for logits, *_ in rows]), samplings, positions)
     for (logits, *_), sampling, position, token in zip(rows, samplings, positions, tokens, strict=True):
@@ -176,6 +208,7 @@ def test_a_draw_inverts_the_cumulative_distribution(data: st.DataObject) -> None
         {"top_p": 5e-324},
         {"top_k": 1, "top_p": 0.5},
         {"top_k": 5, "top_p": 1e-12},
+        {"min_p": 1.0, "top_k": 1},
         {"temperature": 1e-9},
         {"temperature": 5e-324},
     ],
@@ -309,5 +342,5 @@ def test_a_row_without_numbers_stays_marked_and_spoils_no_other(sampling: Sampli
     spoilt = logits.clone()
     spoilt[1], spoilt[3, 7] = math.nan, math.inf
     chosen = torch.tensor([0, NO_TOKEN, 0, NO_TOKEN, 0])
-    sample(spoilt, [sampling] * 5, np.array([3] * 5), chosen)
+    choose(spoilt, [active(sampling, 3)] * 5, [3] * 5, chosen)
     assert chosen.tolist() == [alone[0], NO_TOKEN, alone[2], NO_TOKEN, alone[4]]

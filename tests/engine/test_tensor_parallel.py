@@ -69,6 +69,8 @@ def test_ranks_together_answer_as_one_does(architecture: str, ranks: int, vocabu
     directory = wide_checkpoint(tmp_path / "model", architecture, vocabulary_size, **FAMILIES[architecture])
     requests = [request(seed, 4 + seed % 9, 3 + seed * 7 % 29) for seed in range(12)]
     requests += [request(seed, 6, 5, sampling=Sampling(0.9, top_k=20, seed=seed)) for seed in range(3)]
+    penalised = Sampling(1.1, seed=2, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={7: 2.0})
+    requests += [request(seed, 6, 5, sampling=penalised, min_tokens=3) for seed in range(3)]
     alone = make_engine(directory).generate(requests)
     engine = make_engine(directory, tensor_parallel=ranks)
     expect_short_answers(engine._scheduler)

@@ -13,17 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.engine.active_request import ActiveRequest, activate
 from megatoken.engine.config import EngineConfig, ModelConfig
 from megatoken.engine.memory import MemoryPlan
-from megatoken.engine.request import (
-    ActiveRequest,
-    Completion,
-    FinishReason,
-    Request,
-    TokenEvent,
-    check_request,
-    token_ids,
-)
+from megatoken.engine.request import Completion, FinishReason, Request, TokenEvent, check_request, token_ids
 from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
 from megatoken.engine.state import ReplicaState
@@ -72,7 +65,7 @@ class Runner(Protocol):
         page_table: NDArray[np.int32],
         requests: Mapping[int, ActiveRequest],
         *,
-        draws: bool,
+        plain: bool,
         after_idle: bool,
     ) -> LaunchedStep:
         """Start a step.
@@ -81,7 +74,7 @@ class Runner(Protocol):
             plan: what to run.
             page_table: the scheduler's, with the plan's new pages.
             requests: by id; all of the plan's are among them.
-            draws: whether any request draws its tokens.
+            plain: whether all requests are, see ``ActiveRequest``.
             after_idle: whether there was no request at some moment since the step before.
         """
 
@@ -186,7 +179,7 @@ class Engine:
             self._step_time = StepTime(config.target_step_seconds, self.memory_plan.max_batched_tokens)
         self._lookahead = int(runner.overlaps if config.overlap is None else config.overlap)
         self._active: dict[int, ActiveRequest] = {}
-        self._drawing = 0  # active requests that draw their tokens
+        self._not_plain = 0  # active requests that need more than the highest logit
         self._in_flight: deque[_InFlight] = deque()
         self._held: list[TokenEvent] = []  # for the next step to report
         self._was_idle = True  # since the last step was launched
@@ -236,10 +229,7 @@ class Engine:
         prompt = self.encode(request.prompt) if isinstance(request.prompt, str) else token_ids(request.prompt)
         check_request(prompt, request, self.model_config.vocabulary_size)
         self._scheduler.check(len(prompt), request.max_tokens)
-        stop_ids = frozenset(request.stop_token_ids)
-        if not request.ignore_end_token:
-            stop_ids |= frozenset(self.model_config.end_token_ids)
-        return ActiveRequest(request, prompt, stop_ids, request.sampling, [])
+        return activate(request, prompt, self.model_config)
 
     def enqueue(self, checked: ActiveRequest) -> int:
         """Queue what ``check`` returned, once; the request's id."""
@@ -247,10 +237,9 @@ class Engine:
         self._next_id += 1
         self._scheduler.add(request_id, len(checked.prompt), checked.request.max_tokens)
         self._was_idle |= not self._active
-        if checked.sampling.temperature > 0:
-            self._drawing += 1
-            if checked.sampling.seed is None:
-                checked = replace(checked, sampling=replace(checked.sampling, seed=request_id))
+        self._not_plain += not checked.plain
+        if checked.sampling.temperature > 0 and checked.sampling.seed is None:
+            checked = replace(checked, sampling=replace(checked.sampling, seed=request_id))
         self._active[request_id] = checked
         return request_id
 
@@ -396,7 +385,7 @@ class Engine:
         self._context_tokens += int(np.add.reduce(plan.start[:decodes]))
         cached_tokens = int((plan.start + plan.count).sum()) if self._step_time is not None else 0
         step = self._runner.launch(
-            plan, self._scheduler.page_table, self._active, draws=self._drawing > 0, after_idle=self._was_idle
+            plan, self._scheduler.page_table, self._active, plain=not self._not_plain, after_idle=self._was_idle
         )
         self._was_idle = False
         self._in_flight.append(_InFlight(decodes, tokens, cached_tokens, step))
@@ -434,4 +423,4 @@ class Engine:
         self._remove(request_id)
 
     def _remove(self, request_id: int) -> None:
-        self._drawing -= self._active.pop(request_id).sampling.temperature > 0
+        self._not_plain -= not self._active.pop(request_id).plain

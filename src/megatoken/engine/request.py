@@ -19,18 +19,7 @@ _LARGEST_MAX_TOKENS = 10**30  # far beyond any engine, which refuses what is too
 _MOST_LOGPROBS = 20
 _LARGEST_PENALTY = 2.0
 _LARGEST_BIAS = 100.0
-_NOT_YET = {
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "min_tokens",
-    "logprobs",
-    "prompt_logprobs",
-    "stop",
-    "grammar",
-}
+_NOT_YET = {"logprobs", "prompt_logprobs", "stop", "grammar"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +27,15 @@ class Sampling:
     """How the next token is chosen from the logits.
 
     The penalties and ``logit_bias`` change the logits first. Then ``temperature`` 0 is greedy (argmax) and ignores the
-    rest; otherwise a token is drawn among the ``top_k`` best (0: all), of these the fewest best that hold ``top_p`` of
-    the weight, and of these the ones with at least ``min_p`` times the weight of the best. A draw depends on ``seed``,
-    the token's position and the logits, never on what else is in the batch. Without a seed the engine takes the
-    request's id, so that equal prompts differ and a repeated run does not.
+    rest; otherwise a token is drawn among those with at least ``min_p`` times the probability of the best, of these the
+    ``top_k`` best (0: all), and of these the fewest best that hold ``top_p`` of the probability. A draw depends on
+    ``seed``, the token's position and the logits, never on what else is in the batch. Without a seed the engine takes
+    the request's id, so that equal prompts differ and a repeated run does not.
 
     ``repetition_penalty`` divides the logits above 0, and multiplies the others, of every token in prompt or answer.
     ``presence_penalty`` is subtracted once from the logit of a token in the answer, ``frequency_penalty`` once for each
-    time that it is there. ``logit_bias`` is added to the logits of its token ids. These are the definitions of OpenAI's
-    API and, for ``repetition_penalty``, of CTRL (Keskar et al., 2019).
+    time that it is there. ``logit_bias`` is added to the logits of its token ids before the penalties. These are the
+    definitions of OpenAI's API and, for ``repetition_penalty``, of CTRL (Keskar et al., 2019).
     """
 
     temperature: float = 0.0
@@ -95,7 +84,7 @@ class Request:
 
     ``prompt`` is text (the checkpoint's tokenizer encodes it) or token ids. The request ends at the model's end
     token (unless ``ignore_end_token``), at any of ``stop_token_ids``, where its text holds one of the strings in
-    ``stop``, or after ``max_tokens`` tokens. It does not end before ``min_tokens`` tokens, except for an error.
+    ``stop``, or after ``max_tokens`` tokens. The ids that end it are not chosen before it has ``min_tokens`` tokens.
 
     ``logprobs``: how many of the best tokens to report with each generated one; 0 reports only the generated one.
     ``prompt_logprobs``: the same for the tokens of the prompt. ``cache_salt``: only requests of an equal salt share
@@ -155,24 +144,6 @@ class TokenEvent(NamedTuple):
     error: MegatokenError | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ActiveRequest:
-    """A checked request and the tokens generated so far."""
-
-    request: Request
-    prompt: list[int]
-    stop_ids: frozenset[int]
-    sampling: Sampling  # with a seed wherever tokens are drawn
-    generated: list[int]
-
-    def tokens(self, start: int, count: int) -> list[int]:
-        """``count`` of its ids from position ``start`` on, prompt and generated."""
-        prompt = len(self.prompt)
-        if start + count <= prompt:
-            return self.prompt[start : start + count]
-        return self.prompt[start:] + self.generated[max(start - prompt, 0) : start + count - prompt]
 
 
 def token_ids(prompt: Sequence[int]) -> list[int]:

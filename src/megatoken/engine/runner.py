@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatoken.engine.active_request import ActiveRequest
 from megatoken.engine.batch import StepArrays, step_arrays
 from megatoken.engine.cache import allocate_cache
 from megatoken.engine.checkpoint import open_model
@@ -22,15 +23,15 @@ from megatoken.engine.config import EngineConfig, model_folder
 from megatoken.engine.device import choose_device, operations, plan_memory
 from megatoken.engine.memory import MemoryPlan, most_tokens
 from megatoken.engine.model import WeightSource, forward, load_weights
-from megatoken.engine.ops import NO_TOKEN, Ops
+from megatoken.engine.ops import NO_TOKEN, NOTHING_LEFT, Ops
 from megatoken.engine.parallel import Order, RankGroup, RankWeights, TPWorkers, worker_specification
 from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES, return_idle_code, use_huge_pages
-from megatoken.engine.request import ActiveRequest, Request, Sampling
+from megatoken.engine.request import Request, Sampling
 from megatoken.engine.sampling import sample
 from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
 from megatoken.engine.tokenizer import Tokenizer
-from megatoken.errors import CapacityError, MegatokenError, NumericsError
+from megatoken.errors import CapacityError, MegatokenError, NumericsError, RequestError
 
 if TYPE_CHECKING:
     from megatoken.engine.ops.step_graphs import StepGraphs
@@ -108,11 +109,11 @@ class _Step:
         self.seconds = now - max(self._began, runner.last_step_end)
         runner.last_step_end = now
         request_ids = plan.request_id[plan.sample].tolist()
-        if ids and min(ids) == NO_TOKEN:
+        if ids and min(ids) < 0:
             tokens = (plan.start + plan.count)[plan.sample].tolist()
             for row, (request_id, token) in enumerate(zip(request_ids, ids, strict=True)):
-                if token == NO_TOKEN:
-                    self.errors[request_id] = runner.no_token(tokens[row], self._failed.get(row))
+                if token in (NO_TOKEN, NOTHING_LEFT):
+                    self.errors[request_id] = runner.no_token(token, tokens[row], self._failed.get(row))
         return zip(request_ids, zip(ids, strict=True), strict=True)
 
 
@@ -201,11 +202,16 @@ class ModelRunner:
         if self._workers is not None:
             self._workers.end()
 
-    def no_token(self, tokens: int, cause: Exception | None) -> MegatokenError:
-        """Why a request has no next token after so many."""
+    def no_token(self, mark: int, tokens: int, cause: Exception | None) -> MegatokenError:
+        """Why a request has no next token after so many, but a mark: ``NO_TOKEN`` or ``NOTHING_LEFT``."""
         after = f"{tokens:,} token{'s' * (tokens != 1)} of a request"
         if cause is not None:
             return MegatokenError(f"no token could be drawn after {after}: {type(cause).__name__}: {cause}")
+        if mark == NOTHING_LEFT:
+            return RequestError(
+                f"no token is left to choose after {after}: its min_tokens, logit_bias, grammar and penalties exclude "
+                "all; relax them"
+            )
         return NumericsError(
             f"logits after {after} are not finite: the weights of {self.model_config.name} or their scales overflow "
             f"in {self._scheme.precision}; check the checkpoint or use another precision"
@@ -235,7 +241,7 @@ class ModelRunner:
         page_table: NDArray[np.int32],
         requests: Mapping[int, ActiveRequest],
         *,
-        draws: bool,
+        plain: bool,
         after_idle: bool,
     ) -> _Step:
         """Start one step, see ``loop.Runner``. Raises CapacityError if the GPU has too little memory for it."""
@@ -248,18 +254,23 @@ class ModelRunner:
             self._padded_tokens,
         )
         failed: dict[int, Exception] = {}
-        draw = None
-        if draws:
-            samplings = [requests[request_id].sampling for request_id in plan.request_id[plan.sample].tolist()]
-            positions = (plan.start + plan.count)[plan.sample].astype(np.int64)
-            draw = partial(sample, samplings=samplings, positions=positions, failed=failed)
+        choose = None
+        if not plain:
+            choose = partial(
+                sample,
+                requests=[requests[request_id] for request_id in plan.request_id[plan.sample].tolist()],
+                positions=(plan.start + plan.count)[plan.sample].astype(np.int64),
+                slots=arrays.sample_slots,
+                last_tokens=self._last_tokens,
+                failed=failed,
+            )
         try:
             if self._workers is None or self._group is None:
-                return _Step(self, plan, began, SampledIds(self._step(arrays, draw)), failed)
+                return _Step(self, plan, began, SampledIds(self._step(arrays, choose)), failed)
             with self._workers.blamed():
                 self._workers.check()
                 self._group.send(Order.STEP, arrays)
-                return _Step(self, plan, began, SampledIds(self._step(arrays, draw), self._workers), failed)
+                return _Step(self, plan, began, SampledIds(self._step(arrays, choose), self._workers), failed)
         except torch.OutOfMemoryError as error:
             tokens = plan.batched_tokens
             raise CapacityError(
@@ -269,16 +280,16 @@ class ModelRunner:
             ) from error
 
     @torch.inference_mode()
-    def _step(self, arrays: StepArrays, draw: Callable[..., None] | None) -> Tensor:
-        """One step on the device; ``draw`` replaces the greedy ids of the requests that draw theirs."""
+    def _step(self, arrays: StepArrays, choose: Callable[..., None] | None) -> Tensor:
+        """One step on the device; ``choose`` replaces the greedy ids of the requests that want others."""
         if self._graphs is not None and self._graphs.takes(arrays):
             logits_SV, ids_S, slots_S = self._graphs.run(arrays, self._forward, self._catch_up)
         else:
             batch = self._ops.prepare(arrays, self._last_tokens, self._cache[0], self._config)
             logits_SV, slots_S = self._forward(batch), batch.sample_slots
             ids_S = self._ops.greedy(logits_SV)
-        if draw is not None:
-            draw(logits_SV, chosen_S=ids_S)
+        if choose is not None:
+            choose(logits_SV, chosen_S=ids_S)
         if self._group is not None:
             self._group.share(ids_S)
         # A step that is already on its way reads every value here as the id of a token.
@@ -345,4 +356,4 @@ class ModelRunner:
         for number in requests:
             scheduler.add(number, prompt_tokens, new)
         while (plan := scheduler.plan()) is not None:
-            self.launch(plan, scheduler.page_table, requests, draws=False, after_idle=False).wait()
+            self.launch(plan, scheduler.page_table, requests, plain=True, after_idle=False).wait()

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatoken.engine.active_request import ActiveRequest
 from megatoken.engine.config import EngineConfig, ModelConfig, find_shape
 from megatoken.engine.cost_model import CostModel
 from megatoken.engine.gpus import Gpu, find_gpu
 from megatoken.engine.memory import MemoryPlan, plan_memory_of
-from megatoken.engine.request import ActiveRequest
 from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
 from megatoken.errors import MegatokenError
@@ -258,7 +258,7 @@ class SimulatedRunner:
         page_table: NDArray[np.int32],
         requests: Mapping[int, ActiveRequest],
         *,
-        draws: bool,
+        plain: bool,
         after_idle: bool,
     ) -> _Step:
         """Start one step, see ``loop.Runner``."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Self
 
-from megatoken.engine.request import ActiveRequest, FinishReason, Request, TokenEvent
+from megatoken.engine.active_request import ActiveRequest
+from megatoken.engine.request import FinishReason, Request, TokenEvent
 from megatoken.errors import MegatokenError
 
 if TYPE_CHECKING:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 NO_TOKEN = -1
 """The id sampled from logits that are not finite."""
+NOTHING_LEFT = -2
+"""The id sampled where a request's options leave no token to choose."""
 
 
 class Batch(Protocol):

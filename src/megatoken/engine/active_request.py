@@ -1,0 +1,39 @@
+"""A request inside an engine: checked, encoded, with everything that its next token depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatoken.engine.adjustments import Adjustments, adjustments_of
+from megatoken.engine.config import ModelConfig
+from megatoken.engine.request import Request, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveRequest:
+    """A checked request and the tokens generated so far."""
+
+    request: Request
+    prompt: list[int]
+    stop_ids: frozenset[int]
+    sampling: Sampling  # with a seed wherever tokens are drawn
+    generated: list[int]
+    adjustments: Adjustments | None = None
+    plain: bool = True  # its next token is the one with the highest logit, and no logprobs are wanted
+
+    def tokens(self, start: int, count: int) -> list[int]:
+        """``count`` of its ids from position ``start`` on, prompt and generated."""
+        prompt = len(self.prompt)
+        if start + count <= prompt:
+            return self.prompt[start : start + count]
+        return self.prompt[start:] + self.generated[max(start - prompt, 0) : start + count - prompt]
+
+
+def activate(request: Request, prompt: list[int], model: ModelConfig) -> ActiveRequest:
+    """A checked request, ready to be queued; ``prompt``: its token ids."""
+    stop_ids = frozenset(request.stop_token_ids)
+    if not request.ignore_end_token:
+        stop_ids |= frozenset(model.end_token_ids)
+    adjustments = adjustments_of(request, prompt, stop_ids, model.vocabulary_size)
+    plain = request.sampling.temperature == 0 and adjustments is None and request.logprobs is None
+    return ActiveRequest(request, prompt, stop_ids, request.sampling, [], adjustments, plain)
