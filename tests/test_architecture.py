@@ -95,6 +95,23 @@ def test_the_engine_imports_nothing_but_errors() -> None:
     }
 
 
+def test_one_class_says_what_a_benchmark_is() -> None:
+    named = [
+        (str(module.relative_to(ROOT)), node.name)
+        for module in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.ClassDef) and node.name.strip("_").endswith("Benchmark")
+    ]
+    assert named == [("mlperf/benchmarks.py", "Benchmark")]
+
+
+def test_one_module_reads_detail_logs() -> None:
+    """No other can: none knows the mark with which each line of ``mlperf_log_detail.txt`` begins."""
+    assert [module.relative_to(ROOT) for module in ROOT.rglob("*.py") if "MLLOG" in module.read_text()] == [
+        Path("mlperf/detail_log.py")
+    ]
+
+
 def test_no_module_is_too_long_to_read() -> None:
     long = {str(module) for module in ROOT.rglob("*.py") if len(module.read_text().splitlines()) > LARGEST_MODULE_LINES}
     assert not long
