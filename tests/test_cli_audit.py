@@ -67,8 +67,12 @@ def test_what_cannot_be_audited(tmp_path: Path) -> None:
     for path in paths.values():
         assert str(path) in refused("audit", path)
     assert "--round v9: not a known" in refused("audit", paths["empty"], "--round", "v9")
-    told = refused("audit", paths["empty"], "--round", "v4.1")  # its seeds are shipped, and no benchmark's rules
-    assert "only the seeds of this round are known" in told and "v4.1," not in told and "v5.0, v5.1, v6.0, v6.1" in told
+    message = refused("audit", paths["empty"], "--round", "v4.1")  # its seeds are shipped, and no benchmark's rules
+    assert (
+        "only the seeds of this round are known" in message
+        and "v4.1," not in message
+        and "v5.0, v5.1, v6.0, v6.1" in message
+    )
     missing = refused("audit", paths["empty"], "--claims", tmp_path / "absent.yaml")
     assert "absent.yaml: cannot be read: No such file" in missing
     (tmp_path / "claims.yaml").write_text("claims: [")
@@ -83,8 +87,8 @@ def test_a_formula_that_is_wrong_is_named_with_its_file(
 ) -> None:
     claims = tmp_path / "second.yaml"
     claims.write_text("title: t\nsource: s\nclaims: [{id: a, text: t, value: 1, formula: nodez}]\n")
-    told = refused("audit", two_runs(tmp_path_factory)[0], "--claims", claims)
-    assert f"{claims}: claim a: formula 'nodez': unknown fact nodez; did you mean nodes?" in told
+    message = refused("audit", two_runs(tmp_path_factory)[0], "--claims", claims)
+    assert f"{claims}: claim a: formula 'nodez': unknown fact nodez; did you mean nodes?" in message
 
 
 def test_a_path_that_is_no_text(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:

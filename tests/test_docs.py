@@ -1,4 +1,4 @@
-"""docs/: every flag that a command has, and every field that a run writes, is told."""
+"""docs/: every flag that a command has, and every field that a run writes, is documented."""
 
 import json
 import re
@@ -44,17 +44,17 @@ def section(command: str) -> str:
 
 @pytest.mark.parametrize("command", commands())
 def test_every_flag_of_a_command_is_in_its_section(command: str) -> None:
-    told = section(command)
-    assert told
+    documented = section(command)
+    assert documented
     if command in SHARED:
-        told += (DOCS / "commands.md").read_text().partition("\n## Result documents\n")[2].partition("\n## ")[0]
-    assert {flag for flag in commands()[command] if not re.search(rf"{re.escape(flag)}\b", told)} == set()
+        documented += (DOCS / "commands.md").read_text().partition("\n## Result documents\n")[2].partition("\n## ")[0]
+    assert {flag for flag in commands()[command] if not re.search(rf"{re.escape(flag)}\b", documented)} == set()
 
 
 def test_every_key_of_the_configuration_is_told() -> None:
-    told = section("run")
-    assert {key for key in KEYS if f"`{key}`" not in told} == set()
-    assert {alias for alias in FLAG_ALIASES if f"`--{alias.replace('_', '-')}`" not in told} == set()
+    documented = section("run")
+    assert {key for key in KEYS if f"`{key}`" not in documented} == set()
+    assert {alias for alias in FLAG_ALIASES if f"`--{alias.replace('_', '-')}`" not in documented} == set()
 
 
 def tables(text: str) -> Iterator[list[list[str]]]:
@@ -64,12 +64,14 @@ def tables(text: str) -> Iterator[list[list[str]]]:
 
 
 def test_every_reason_code_is_told_with_what_to_do() -> None:
-    told = set()
+    documented = set()
     for page in ("commands.md", "scenarios.md"):
         for head, _, *rows in tables((DOCS / page).read_text()):
             if head[0] == "code" and head[-1].rstrip(" |") == "what to do":
-                told |= {code for row in rows if row[-1].rstrip(" |") for code in re.findall("`([A-Z_]+)`", row[0])}
-    assert told == set(REASONS)
+                documented |= {
+                    code for row in rows if row[-1].rstrip(" |") for code in re.findall("`([A-Z_]+)`", row[0])
+                }
+    assert documented == set(REASONS)
 
 
 def test_every_code_is_listed_with_its_fields() -> None:

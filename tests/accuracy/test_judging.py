@@ -111,9 +111,9 @@ def test_answers_without_pairs_of_words_are_told(tmp_path: Path, words: list[str
     document = judged(tmp_path / "few", words, lines).document
     assert document["metrics"]["exact_match"]["value"] == 100.0
     assert document["metrics"]["rouge2"]["value"] == pytest.approx(rouge_2)
-    told = [note for note in document["notes"] if note["code"] == "ONE_WORD_REFERENCES"]
-    assert len(told) == bool(short)
-    assert short in "".join(note["message"] for note in told)
+    notes = [note for note in document["notes"] if note["code"] == "ONE_WORD_REFERENCES"]
+    assert len(notes) == bool(short)
+    assert short in "".join(note["message"] for note in notes)
 
 
 def test_a_baseline_of_other_references_or_another_number_of_answers(tmp_path: Path, references: Path) -> None:

@@ -170,12 +170,12 @@ def test_many_answers_are_scored_by_several_processes_in_the_same_order(tmp_path
     count = FEW + 100
     rows = [{"prompt": "p", "reference": str(row % 7)} for row in range(count)]
     answers = [str(row % 7) if row % 3 else "wrong" for row in range(count)]
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     references = write_lines(tmp_path / "r.jsonl", rows)
-    scores = evaluated(tmp_path, references, answers, progress=lambda done, total: told.append((done, total)))
+    scores = evaluated(tmp_path, references, answers, progress=lambda done, total: reported.append((done, total)))
     assert scores.metrics["exact_match"].value == pytest.approx(100 * sum(row % 3 > 0 for row in range(count)) / count)
-    assert told[-1] == (count, count)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert reported[-1] == (count, count)
+    assert [done for done, _ in reported] == sorted(done for done, _ in reported)
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_a_strangers_result_json_further_down_is_no_run(runs):
     deep.mkdir()
     (deep / "result.json").write_text("[]")
     assert deep not in run_folders(runs)
-    assert run_folders(deep) == [deep]  # whoever points at it is told that it is damaged
+    assert run_folders(deep) == [deep]  # so that reading it reports the damage
 
 
 def test_a_folder_that_cannot_be_read_is_named(runs, monkeypatch):
@@ -70,8 +70,8 @@ def test_a_folder_that_cannot_be_read_is_named(runs, monkeypatch):
         return real(path)
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
-    told = f"{runs / 'notes'}: cannot be read (Permission denied); name the run folders directly"
-    with pytest.raises(UsageError, match=f"^{re.escape(told)}$"):
+    message = f"{runs / 'notes'}: cannot be read (Permission denied); name the run folders directly"
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
         run_folders(runs)
 
 

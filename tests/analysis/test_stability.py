@@ -348,8 +348,8 @@ def test_every_figure_and_every_reason_is_told() -> None:
     rates[300:307] = 0
     stability = judged(rates, **telemetry)
     inner = [stability[name] for name in ("trend", "drift", "worst_window", "throttling")] + stability["gaps"]
-    told = (DOCS / "run-folder.md").read_text()
-    assert {name for part in [stability, *inner] for name in part if f"`{name}`" not in told} == set()
+    documented = (DOCS / "run-folder.md").read_text()
+    assert {name for part in [stability, *inner] for name in part if f"`{name}`" not in documented} == set()
     source = Path(inspect.getfile(judge_stability)).read_text()
     reasons = set(re.findall(r'"([A-Z_]{3,})"', source)) - set(Stability)
     assert {"TREND", "TOO_SHORT", "THROTTLED"} < reasons

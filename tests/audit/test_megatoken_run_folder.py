@@ -129,12 +129,12 @@ def test_a_run_that_breaks_the_rules_it_claims_is_not_made_valid(tmp_path):
     assert "run_folder.verdict" in grave(folder)
 
 
-@pytest.mark.parametrize(("rows", "told"), [(40, False), (50, True), (39, True)])
-def test_rows_of_a_data_set_that_a_larger_library_repeats(run_folder, rows, told):
+@pytest.mark.parametrize(("rows", "found"), [(40, False), (50, True), (39, True)])
+def test_rows_of_a_data_set_that_a_larger_library_repeats(run_folder, rows, found):
     path = run_folder / "result.json"
     result = json.loads(path.read_text())
     path.write_text(json.dumps({**result, "data_set_rows": rows}))
-    assert ("run_folder.configuration" in grave(run_folder)) is told
+    assert ("run_folder.configuration" in grave(run_folder)) is found
 
 
 def test_metrics_that_were_taken_out(run_folder):

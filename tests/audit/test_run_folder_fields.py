@@ -336,7 +336,7 @@ def made_of_lengths(factory: pytest.TempPathFactory, max_tokens: list[int], *fla
 
 
 def other_answers(count: int) -> Edit:
-    """The first answers of the log become other tokens, as many as before; what has a hash of the log is told of it."""
+    """The first answers of the log become other tokens, as many as before; what has a hash of the log follows."""
 
     def edit(folder: Path) -> None:
         log = folder / LOG
@@ -376,8 +376,8 @@ def gated(metric_share: float, source: str = "the reference model's gate (99 % o
     targets = [{"name": name, "at_least": metric_share * one["value"]} for name, one in BASELINE["metrics"].items()]
     tokens = BASELINE["tokens_per_sample"]
     targets.append({"name": "tokens_per_sample", "at_least": 0.9 * tokens, "at_most": 1.1 * tokens})
-    told = {"source": source, "targets": targets, "rows": 48}
-    return in_result(accuracy__targets=told)
+    observed = {"source": source, "targets": targets, "rows": 48}
+    return in_result(accuracy__targets=observed)
 
 
 @pytest.mark.parametrize(
@@ -660,5 +660,5 @@ def shortfalls(code: str, **values: Any) -> Edit:
 def test_numbers_of_rules_that_are_not_met(
     kind: str, edit: Edit, found: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    told = edited(request.getfixturevalue(kind), tmp_path, edit)
-    assert found in told["run_folder.verdict"]
+    observed = edited(request.getfixturevalue(kind), tmp_path, edit)
+    assert found in observed["run_folder.verdict"]

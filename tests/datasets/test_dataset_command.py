@@ -218,13 +218,13 @@ def test_a_profile_becomes_a_file_that_a_run_takes(run: Any, tmp_path: Path) -> 
 def test_what_convert_did_not_write_is_not_replaced(content: str, run: Any, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(content)
-    told = "mine.csv: the file exists and does not hold lengths of a workload profile; move it away, or name another"
-    assert told in refusal(run("convert", "rag", "--out", path))
+    message = "mine.csv: the file exists and does not hold lengths of a workload profile; move it away, or name another"
+    assert message in refusal(run("convert", "rag", "--out", path))
     assert path.read_text() == content
 
     source = write_openorca(tmp_path / "o.pkl", make_tokenizer(tmp_path / "t"))
-    told = "mine.csv: the file exists and is not a converted data set; move it away, or name another file with --out"
-    assert told in refusal(run("convert", source, "--out", path))
+    message = "mine.csv: the file exists and is not a converted data set; move it away, or name another file with --out"
+    assert message in refusal(run("convert", source, "--out", path))
     assert path.read_text() == content
     pq.write_table(pa.table({"a": [1]}), tmp_path / "o.parquet")
     assert "o.parquet: the file exists and is not a converted data set" in refusal(run("convert", source))

@@ -42,9 +42,9 @@ def test_every_request_streams_its_tokens_and_ends_once(directory: Path, overlap
     assert request_ids == list(range(12))
     events = drain(engine)
     assert all(len(event.token_ids) == 1 for event in events)
-    told = answers(events)
+    answered = answers(events)
     for request_id, one in zip(request_ids, requests, strict=True):
-        assert told[request_id] == (answer_alone(directory, one).token_ids, LENGTH)
+        assert answered[request_id] == (answer_alone(directory, one).token_ids, LENGTH)
     assert_idle(engine)
     state = engine.state()
     assert state.processed_tokens >= sum(len(one.prompt) + one.max_tokens - 1 for one in requests)
@@ -116,10 +116,10 @@ def test_cancel_spares_the_others(directory: Path, overlap: bool) -> None:
     events = [event for _ in range(9) for event in engine.step()]
     for request_id in request_ids[::2]:
         engine.cancel(request_id)
-    told = answers(events + drain(engine))
+    answered = answers(events + drain(engine))
     for request_id, one in zip(request_ids, requests, strict=True):
         full = answer_alone(directory, one).token_ids
-        tokens, reason = told[request_id]
+        tokens, reason = answered[request_id]
         assert reason == (LENGTH if request_id % 2 else CANCELLED)
         assert tokens == full if reason == LENGTH else tokens == full[: len(tokens)]
     assert_idle(engine)
@@ -138,8 +138,8 @@ def test_cancel_of_preempted_and_unknown_tickets(directory: Path, overlap: bool)
     engine.cancel(99)
     engine.cancel(-1)
     assert engine.state().waiting == waiting - 1
-    told = answers(events + drain(engine))
-    assert [told[request_id][1] for request_id in request_ids] == [LENGTH, LENGTH, LENGTH, CANCELLED]
+    answered = answers(events + drain(engine))
+    assert [answered[request_id][1] for request_id in request_ids] == [LENGTH, LENGTH, LENGTH, CANCELLED]
     assert_idle(engine)
 
 
@@ -153,8 +153,8 @@ def test_generate_leaves_the_others_events_to_step(directory: Path, overlap: boo
     request_ids = [engine.submit(one) for one in others]
     mine = [request(3, 10), request(4, 1)]
     assert engine.generate(mine) == [answer_alone(directory, one) for one in mine]
-    told = answers(drain(engine))
-    assert told == {
+    answered = answers(drain(engine))
+    assert answered == {
         request_id: (answer_alone(directory, one).token_ids, LENGTH)
         for request_id, one in zip(request_ids, others, strict=True)
     }
@@ -191,8 +191,8 @@ def test_a_stream_left_early_is_cancelled_and_loses_nothing_of_the_others(direct
     assert engine.state().in_flight == 4
     stream.close()
     assert engine.state().in_flight == 3
-    told = answers(drain(engine))
-    assert told == {
+    answered = answers(drain(engine))
+    assert answered == {
         request_id: (answer_alone(directory, one).token_ids, LENGTH)
         for request_id, one in zip(request_ids, others, strict=True)
     }

@@ -79,8 +79,8 @@ def test_its_steps_are_those_of_the_real_engine(cache_tokens: int) -> None:
     for request in requests(40):
         assert real.submit(request) == other.submit(request)
     while real.busy:
-        told = {event.request_id: event.finish_reason for event in real.step()}
-        assert {event.request_id: event.finish_reason for event in other.step()} == told
+        expected = {event.request_id: event.finish_reason for event in real.step()}
+        assert {event.request_id: event.finish_reason for event in other.step()} == expected
         assert replace(other.state(), computed_seconds=0.0) == replace(real.state(), computed_seconds=0.0)
     assert not other.busy
 
@@ -168,8 +168,8 @@ def test_it_runs_one_step_ahead_as_the_real_loop_does() -> None:
     for overlap, behind in ((True, 1), (False, 0)):
         engine = simulated(replace(SMALL, overlap=overlap))
         engine.submit(Request([1], 3, ignore_end_token=True))
-        told = [len(engine.step()) for _ in range(5)]
-        assert told == [0] * behind + [1, 1, 1] + [0] * (2 - behind)
+        counts = [len(engine.step()) for _ in range(5)]
+        assert counts == [0] * behind + [1, 1, 1] + [0] * (2 - behind)
     assert simulated(replace(SMALL, overlap=None)).describe()["steps_in_flight"] == 2
 
 

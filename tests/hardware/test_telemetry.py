@@ -41,9 +41,9 @@ class Library:
 def test_the_gpus_that_share_a_model_are_told_together(counters: bool) -> None:
     sensors = GpuTelemetry(Library(counters=counters), [0, 1])
     time.sleep(0.05)
-    told = sensors.read()
-    assert told.power_watts == pytest.approx(700, rel=0.02)
-    assert (told.clock_mhz, told.temperature_celsius) == (1500, 65)
+    reading = sensors.read()
+    assert reading.power_watts == pytest.approx(700, rel=0.02)
+    assert (reading.clock_mhz, reading.temperature_celsius) == (1500, 65)
 
 
 def test_without_a_gpu_nothing_is_read() -> None:

@@ -140,12 +140,12 @@ def replay(
     """Shows a watch what a run would have shown it; what it found, and when."""
     rows = rows_of(due, first, last, tokens)
     order = np.argsort(last)
-    told, now = 0, 0.0
-    while told < len(rows):
+    added, now = 0, 0.0
+    while added < len(rows):
         now += LOOK_SECONDS
         until = int(np.searchsorted(last[order], now, side="right"))
-        watch.add_samples([rows[sample] for sample in order[told:until]])
-        told = until
+        watch.add_samples([rows[sample] for sample in order[added:until]])
+        added = until
         unended = (due <= now) & (last > now)
         begun = np.where(first <= now, first, np.nan)
         found = watch.look(now, due[unended], begun[unended])

@@ -1,4 +1,4 @@
-"""LoadGen itself, in the process that holds it: every scenario, what it is told and what it logs."""
+"""LoadGen itself, in the process that holds it: every scenario, what it is asked and what it logs."""
 
 import json
 import os

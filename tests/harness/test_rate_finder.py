@@ -177,12 +177,12 @@ verdicts = st.builds(Verdict, st.booleans(), st.booleans(), st.floats(0, 1), st.
 
 
 @given(st.lists(verdicts, max_size=60))
-def test_a_search_ends_whatever_it_is_told(told: list[Verdict]) -> None:
+def test_a_search_ends_whatever_the_verdicts(verdicts: list[Verdict]) -> None:
     search = RateSearch(10.0)
     tries = 0
     while (tried := search.next()) is not None:
         assert tried.rate > 0 and math.isfinite(tried.rate)
-        search.note(tried, told[tries] if tries < len(told) else Verdict(False))
+        search.note(tried, verdicts[tries] if tries < len(verdicts) else Verdict(False))
         tries += 1
         assert tries <= 45
     assert search.found is None or search.found <= search.too_high

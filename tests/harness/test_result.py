@@ -1,4 +1,4 @@
-"""What a reader of a speed is told about what held it down."""
+"""What the result says of what held a speed down."""
 
 from __future__ import annotations
 

@@ -214,8 +214,8 @@ def test_a_killed_soak_goes_on_where_it_stopped(tmp_path: Path, load: list[objec
     assert run.requests.drop_columns(["node"]).slice(0, len(there)).equals(there)
     soak = run.result["soak"]
     parts = [soak, *soak["segments"], *soak["interruptions"]]
-    told = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text()
-    assert {name for part in parts for name in part if f"`{name}`" not in told} == set()
+    documented = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text()
+    assert {name for part in parts for name in part if f"`{name}`" not in documented} == set()
     assert len(soak["segments"]) == 3
     assert [set(one) for one in soak["interruptions"]] == [
         {"at_seconds", "gap_seconds", "samples_dropped", "why", "lost_replicas"}

@@ -58,8 +58,8 @@ def test_a_scenario_that_came_later_is_refused_under_the_rules_before_it(tmp_pat
     config = RunConfig(model="tiny", rules="v5.1", scenario="interactive", benchmark="deepseek-r1", out=tmp_path)
     with pytest.raises(UsageError) as caught:
         prepare(config)
-    told = "deepseek-r1 has no scenario interactive in that round; rounds that have it: v6.0, v6.1"
-    assert str(caught.value) == f"--rules v5.1: {told}"
+    message = "deepseek-r1 has no scenario interactive in that round; rounds that have it: v6.0, v6.1"
+    assert str(caught.value) == f"--rules v5.1: {message}"
     assert run_round(config).benchmark.scenarios == ("Offline", "Server")
     later = config.model_copy(update={"rules": "v6.0"})
     assert prepare(later).warnings == prepare(later.model_copy(update={"scenario": "server"})).warnings

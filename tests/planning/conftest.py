@@ -27,7 +27,7 @@ def rack(assumptions) -> Throughput:
 
 @pytest.fixture
 def make_run(tmp_path) -> Callable[..., Run]:
-    """A run of 1,000 samples, one every 0.1 s, on one node: TTFT 0.5 s, then 50 ms a token, unless told otherwise."""
+    """A run of 1,000 samples, one every 0.1 s, on one node: TTFT 0.5 s, then 50 ms a token by default."""
 
     def make(
         *,

@@ -77,15 +77,15 @@ def test_nodes_are_alike_but_for_the_order_of_requests() -> None:
 
 
 def test_processes_change_nothing() -> None:
-    told = []
+    reported = []
     alone = simulate_rack(SMALL, some_lengths(), seconds=0.2, workers=1)
     shared = simulate_rack(
-        SMALL, some_lengths(), seconds=0.2, workers=2, progress=lambda done, total: told.append((done, total))
+        SMALL, some_lengths(), seconds=0.2, workers=2, progress=lambda done, total: reported.append((done, total))
     )
     assert [(run.seconds, run.output_tokens, run.steps) for run in alone] == [
         (run.seconds, run.output_tokens, run.steps) for run in shared
     ]
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    assert reported == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_replicas_of_a_node_share_its_queue() -> None:

@@ -177,10 +177,10 @@ def test_nodes_that_would_not_compute_the_same_are_refused(tmp_path: Path, monke
     monkeypatch.setattr(actor, "__version__", "0.0.9")
     delta = opened("delta")
     own = f"{__version__} on"
-    for processes, told in (
+    for processes, difference in (
         ([alpha, delta], f"{own} alpha, 0.0.9 on delta"),
         ([delta], f"0.0.9 on delta, {own} the driver"),
     ):
         with pytest.raises(UsageError) as caught:
             clusters._check_alike(processes)
-        assert str(caught.value) == f"nodes differ in megatoken: {told}; install the same version everywhere"
+        assert str(caught.value) == f"nodes differ in megatoken: {difference}; install the same version everywhere"

@@ -95,8 +95,8 @@ def _answers_again(node: str) -> Any:
 
 
 def replicas_told(of_rack: int, of_alpha: int, of_beta: int) -> dict[str, int]:
-    told = {f"rack__{name}": of_rack for name in REPLICAS}
-    return told | {"rack_nodes__0__replicas": of_alpha, "rack_nodes__1__replicas": of_beta}
+    values = {f"rack__{name}": of_rack for name in REPLICAS}
+    return values | {"rack_nodes__0__replicas": of_alpha, "rack_nodes__1__replicas": of_beta}
 
 
 def test_two_nodes_share_one_query(drive: Any) -> None:

@@ -90,9 +90,9 @@ def test_a_training_learns_and_leaves_a_whole_folder(trained: Path) -> None:
 
 
 def test_evaluation_adds_to_record_and_card(trained: Path) -> None:
-    told = run_tool("reference_model.evaluate", str(trained), "bf16")
+    output = run_tool("reference_model.evaluate", str(trained), "bf16")
     greedy = export.read_record(trained)["greedy"]["bf16 on CPU"]
-    assert f"'all': {greedy['exact_match']['all']}" in told
+    assert f"'all': {greedy['exact_match']['all']}" in output
     assert "| bf16 on CPU |" in (trained / "model_card.md").read_text()
 
 

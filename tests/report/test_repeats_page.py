@@ -45,8 +45,8 @@ def test_a_folder_of_repeats_has_a_page_on_all_and_one_on_each(runs, tmp_path):
     ]  # fmt: skip
     root = parsed(pages[-1].read_text())
     text = words(root)
-    for told in ("9.209", "mean of 3 runs, with 95 % confidence between", "of 5 requested", "MEASURED"):
-        assert told in text
+    for phrase in ("9.209", "mean of 3 runs, with 95 % confidence between", "of 5 requested", "MEASURED"):
+        assert phrase in text
     assert table_rows(root, "What each run had")["002"] == ["MEASURED", "9.167", "0.8333", "1.5"]
     units = {name: cells[0] for name, cells in table_rows(root, "Mean of the runs").items() if cells}
     assert units == {"Output rate": "tokens/s", "Sample rate": "samples/s"}
@@ -111,8 +111,8 @@ def test_one_page_on_repeats_and_another_run_is_refused(runs, tmp_path):
     assert write_report(tmp_path, page) == page
     page.unlink()
     run_folder(tmp_path, "alone", "host", MINUTE.format(10))
-    told = "holds 4 runs, and --out names one page; give one of them, or the folder of its repeats, with it"
-    with pytest.raises(UsageError, match=told):
+    message = "holds 4 runs, and --out names one page; give one of them, or the folder of its repeats, with it"
+    with pytest.raises(UsageError, match=message):
         write_report(tmp_path, page)
     assert not page.exists()
     assert write_report(tmp_path / "x-repeats", page) == page

@@ -28,8 +28,8 @@ def test_the_page_says_what_the_folder_says(make_run, unmet):
     assert f"{result['output_tokens_per_second']:.0f} output tokens/s" in text
     assert "80 samples in 19.8 s" in text
     assert words(root.find(".//span[@class='badge bad']")) == "✕ INVALID"
-    for told in ("SEEDS", "wrong & <odd>", "MIN_DURATION", "ran 20 s of 600 s", "80 of 24,576 <b>", "a<b>&\"c'"):
-        assert told in text
+    for phrase in ("SEEDS", "wrong & <odd>", "MIN_DURATION", "ran 20 s of 600 s", "80 of 24,576 <b>", "a<b>&\"c'"):
+        assert phrase in text
     assert table_rows(root, "Percentiles")["Time per output token"] == ["ms", "21.6", "22.8", "23.0*", "23.1*"]
     assert table_rows(root, "Rates and counts")["Peak memory"] == ["MiB", "300"]
     assert table_rows(root, "Configuration")["nested.list.0.x"] == ["-"]
@@ -43,8 +43,8 @@ def test_the_page_has_loadgens_own_word_as_the_terminal_has(make_run):
 
 def test_doubts_about_the_measurement_have_a_heading_of_their_own(make_run):
     text = words(page_of(make_run(doubts=[{"code": "SEND_LAG", "message": "samples were sent late"}])))
-    for told in ("Doubts about the measurement:", "SEND_LAG", "samples were sent late"):
-        assert told in text
+    for phrase in ("Doubts about the measurement:", "SEND_LAG", "samples were sent late"):
+        assert phrase in text
     assert "MLPerf rules not met" not in text
 
 

@@ -255,7 +255,7 @@ def swap_tables(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "message"),
     [
         (lambda path: (path / "result.json").unlink(), "result.json is missing"),
         (lambda path: (path / "config.yaml").write_text("a: [1"), "config.yaml is damaged (line 1: expected ','"),
@@ -313,11 +313,11 @@ def swap_tables(path: Path) -> None:
         (damage_result(soak={"duration_seconds": 9, "segments": []}), "(soak.interruptions is not a list of mappings"),
     ],
 )
-def test_reading_names_what_is_missing_or_damaged_in_one_line(finished, harm, told):
+def test_reading_names_what_is_missing_or_damaged_in_one_line(finished, harm, message):
     harm(finished)
     with pytest.raises(UsageError) as refusal:
         read_run(finished)
-    assert told in str(refusal.value)
+    assert message in str(refusal.value)
     assert str(finished) in str(refusal.value)
     assert "\n" not in str(refusal.value)
 

@@ -78,8 +78,8 @@ def erring(log: Path) -> None:
 
 def changed(path: Path, **values: object) -> None:
     """Changes keys of a JSON file; None takes one out."""
-    told = {**json.loads(path.read_text()), **values}
-    path.write_text(json.dumps({key: value for key, value in told.items() if value is not None}, indent=1))
+    content = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}, indent=1))
 
 
 def replaced(path: Path, old: str, new: str) -> None:
@@ -353,20 +353,20 @@ def test_a_break_is_refused_by_its_rule(
     root = Path(shutil.copytree(built(round_, division), tmp_path / "tree"))
     spoil(Tree(root, division))
     result = check(root, round=round_)
-    told = [problem for problem in result.problems if problem.rule and problem.rule.id == rule]
+    found = [problem for problem in result.problems if problem.rule and problem.rule.id == rule]
     if decisions[shape] is None:
-        assert [problem for problem in result.refusals if problem in told] == []
+        assert [problem for problem in result.refusals if problem in found] == []
         assert (result.exit_code, result.mlcommons_refuses) == (0, False), list(result.describe())
         return
-    told = [problem for problem in told if words in f"{problem.expected}; {problem.found}"]
-    assert told, [(p.rule and p.rule.id, p.expected, p.found) for p in result.problems]
-    assert all(problem.refused for problem in told)
-    assert told[0].by_mlcommons is decisions[shape], list(result.describe())
+    found = [problem for problem in found if words in f"{problem.expected}; {problem.found}"]
+    assert found, [(p.rule and p.rule.id, p.expected, p.found) for p in result.problems]
+    assert all(problem.refused for problem in found)
+    assert found[0].by_mlcommons is decisions[shape], list(result.describe())
     assert result.exit_code == 3
     if decisions[shape] is False:
         assert not result.mlcommons_refuses, list(result.describe())
-    assert told[0].where and told[0].rule is not None and told[0].rule.fix and told[0].rule.source
-    assert told[0].where[0].file.startswith((division, "notes.txt", "LICENSE"))
+    assert found[0].where and found[0].rule is not None and found[0].rule.fix and found[0].rule.source
+    assert found[0].where[0].file.startswith((division, "notes.txt", "LICENSE"))
 
 
 def refused(result: Check) -> list[str]:
@@ -377,7 +377,7 @@ def test_a_networked_system_in_the_open_division(built: Callable[[str, str], Pat
     tree = Tree(Path(shutil.copytree(built("v5.1", "open"), tmp_path / "tree")), "open")
     changed(tree.system, is_network="true")
     assert refused(check(tree.root)) == ["P16", "S1"]
-    changed(tree.system, **dict.fromkeys(NETWORK_KEYS, "as told by its maker"))
+    changed(tree.system, **dict.fromkeys(NETWORK_KEYS, "as stated by its maker"))
     for scenario in ("Offline", "Server"):
         logged(tree.run(scenario) / DETAIL, "sut_name", "A Network SUT")
     assert check(tree.root).refusals == ()

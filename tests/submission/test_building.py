@@ -138,8 +138,8 @@ def test_what_is_not_known_is_listed_marked_and_refused(originals: Make, tmp_pat
     }
     result = check(made.path)
     assert {problem.rule.id for problem in result.refusals if problem.rule} == {"FILL", "S1"}  # no status
-    told = {(place.file, place.line) for problem in result.refusals for place in problem.where}
-    assert told == {(file, line) for file, line, _ in made.to_fill}
+    places = {(place.file, place.line) for problem in result.refusals for place in problem.where}
+    assert places == {(file, line) for file, line, _ in made.to_fill}
     assert check(fill(made.path)).refusals == ()
 
 
@@ -148,20 +148,23 @@ def test_a_description_says_what_the_inventory_says(originals: Make) -> None:
     run.environment.clear()
     run.environment.update(H200)
     run.result["target"] = {"device": "NVIDIA H200"}
-    told = system_description(run, submitter="Vendor", division="closed", benchmark="llama2-70b-99", name="one")
-    assert list(told) == rules()["system_keys"]
-    assert told["system_type"] == "datacenter"
-    assert told["accelerators_per_node"] == "1"
-    assert told["accelerator_model_name"] == "NVIDIA H200"
-    assert told["accelerator_memory_capacity"] == "140.4 GiB"
-    assert told["accelerator_frequency"] == "1980 MHz at most"
-    assert told["host_memory_capacity"] == "2015.4 GiB"
-    assert told["framework"] == "megatoken 0.1.0, PyTorch 2.11.0"
-    assert "driver 570.86.15" in told["other_software_stack"] and "triton" not in told["other_software_stack"]
-    assert (told["hw_notes"], told["sw_notes"]) == ("power limit 700 W", "megatoken revision abc123")
-    assert told["accelerator_interconnect"].startswith("TO FILL: ")
+    description = system_description(run, submitter="Vendor", division="closed", benchmark="llama2-70b-99", name="one")
+    assert list(description) == rules()["system_keys"]
+    assert description["system_type"] == "datacenter"
+    assert description["accelerators_per_node"] == "1"
+    assert description["accelerator_model_name"] == "NVIDIA H200"
+    assert description["accelerator_memory_capacity"] == "140.4 GiB"
+    assert description["accelerator_frequency"] == "1980 MHz at most"
+    assert description["host_memory_capacity"] == "2015.4 GiB"
+    assert description["framework"] == "megatoken 0.1.0, PyTorch 2.11.0"
+    assert (
+        "driver 570.86.15" in description["other_software_stack"]
+        and "triton" not in description["other_software_stack"]
+    )
+    assert (description["hw_notes"], description["sw_notes"]) == ("power limit 700 W", "megatoken revision abc123")
+    assert description["accelerator_interconnect"].startswith("TO FILL: ")
     assert system_name(run) == "1xNVIDIA_H200"
-    known = {key for key, value in told.items() if value and not value.startswith("TO FILL")}
+    known = {key for key, value in description.items() if value and not value.startswith("TO FILL")}
     run.environment.clear()
     run.result["target"] = {}
     nothing = system_description(run, submitter="Vendor", division="closed", benchmark="llama2-70b-99", name="one")
@@ -210,9 +213,9 @@ def test_the_benchmark_follows_from_model_and_scores(copies: Make, tmp_path: Pat
 def test_scores_of_another_data_set(copies: Make, tmp_path: Path) -> None:
     """They choose no benchmark, are noted in the open division and refused in the closed."""
     runs = all_runs(copies, ("offline",))
-    told = runs[1] / "accuracy/accuracy.json"
-    scored = json.loads(told.read_text())
-    told.write_text(json.dumps({**scored, "data_set": None, "references": "own.jsonl"}))
+    accuracy = runs[1] / "accuracy/accuracy.json"
+    scored = json.loads(accuracy.read_text())
+    accuracy.write_text(json.dumps({**scored, "data_set": None, "references": "own.jsonl"}))
     made = build(runs, submitter="V", division="open", round_="v5.1", out=tmp_path / "open")
     assert made.benchmark == "llama2-70b-99"
     assert made.notes == ("scored against own.jsonl, which is not a data set of MLPerf: not scores of llama2-70b-99",)
@@ -221,7 +224,7 @@ def test_scores_of_another_data_set(copies: Make, tmp_path: Path) -> None:
         f"{runs[1]}: its answers were scored against own.jsonl, not a data set of MLPerf; the closed division needs "
         "one (--prompts, --references)",
     )
-    told.write_text(json.dumps({**scored, "data_set": "llama2-70b", "references": "own.jsonl"}))
+    accuracy.write_text(json.dumps({**scored, "data_set": "llama2-70b", "references": "own.jsonl"}))
     made = build(runs, submitter="V", division="closed", round_="v5.1", out=tmp_path / "closed")
     assert (made.benchmark, made.notes) == ("llama2-70b-99.9", ())
 
@@ -434,12 +437,12 @@ def test_runs_that_are_missing_or_not_evaluated(copies: Make, tmp_path: Path) ->
         f"{compliance}: no compliance/TEST06/verify_accuracy.txt; create it: megatoken verify TEST06 {compliance}",
     )
     verify(compliance)
-    told = compliance / "compliance/TEST06/verify_accuracy.txt"
-    told.write_text(told.read_text().replace("verification complete", "verification failed"))
+    report = compliance / "compliance/TEST06/verify_accuracy.txt"
+    report.write_text(report.read_text().replace("verification complete", "verification failed"))
     evaluate(accuracy)
     [line] = refusals(runs, tmp_path / "tree")
     assert line.startswith(f"{compliance}: changed after the run, by compliance.recomputed: ")
-    assert str(told.relative_to(compliance)) in line
+    assert str(report.relative_to(compliance)) in line
     verify(compliance)
     log = accuracy / "mlperf/mlperf_log_accuracy.json"
     log.write_text(log.read_text().replace("0000", "0001", 1))

@@ -80,10 +80,10 @@ def test_short_answers_are_the_same(llama: Path, precision: str, fp8_scales: str
     assert same_share(llama, config, some_requests(120)) == 1.0
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16, 17, 33, 65, 129, 241, 256, 257, 511, 512, 513])
-def test_any_number_of_rows(llama: Path, rows: int) -> None:
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 16, 17, 33, 65, 129, 241, 256, 257, 511, 512, 513])
+def test_any_number_of_tokens(llama: Path, tokens: int) -> None:
     config = EngineConfig(max_batched_tokens=1024, max_sequences=600, max_length=128)
-    requests = [Request([number % 1008, 5], 12, ignore_end_token=True) for number in range(rows)]
+    requests = [Request([number % 1008, 5], 12, ignore_end_token=True) for number in range(tokens)]
     assert same_share(llama, config, requests) == 1.0
 
 
@@ -94,13 +94,13 @@ def test_long_sequences_are_nearly_the_same(llama: Path) -> None:
 
 
 def test_steps_that_must_be_in_time_are_recorded_at_the_start(llama: Path) -> None:
-    """Up to the rows that a step may have, with and without prompts."""
+    """Up to the tokens that a step may have, with and without prompts."""
     config = EngineConfig(
         precision="fp8", max_batched_tokens=100, max_sequences=48, max_length=128, target_step_seconds=0.04
     )
     engine = Engine(llama, config)
-    ladder = [rows for rows in GRAPH_TOKENS if rows <= 112]
-    ahead = {(rows, chunks) for rows in ladder for chunks in (0, GRAPH_CHUNKS)}
+    ladder = [tokens for tokens in GRAPH_TOKENS if tokens <= 112]
+    ahead = {(tokens, chunks) for tokens in ladder for chunks in (0, GRAPH_CHUNKS)}
     assert {(shape.tokens, shape.chunks) for shape in engine._runner._graphs.recorded} == ahead
     engine.generate(some_requests(60))
     assert len(engine._runner._graphs.recorded) == len(ahead)
@@ -126,7 +126,7 @@ def test_preempted_and_cancelled_requests_end_once(llama: Path) -> None:
 
 
 def test_memory_stays_within_the_plan(tmp_path: Path) -> None:
-    """More shapes than are kept: numbers of rows, with and without prompts, lengths. A graph grows with the layers."""
+    """More shapes than are kept: numbers of tokens, prompts or none, lengths. A graph grows with the layers."""
     layers = 40
     make_checkpoint(tmp_path, stored=torch.bfloat16, gain=1.0, **{**SHAPE, "num_hidden_layers": layers})
     engine = Engine(
@@ -134,15 +134,15 @@ def test_memory_stays_within_the_plan(tmp_path: Path) -> None:
     )
     before = torch.cuda.mem_get_info()[0]
     times = UNRECORDED_RUNS + 1
-    for rows in GRAPH_TOKENS[3:]:
+    for tokens in GRAPH_TOKENS[3:]:
         for longest in (1, 600):
             engine.submit(Request([3] * longest, times + 3, ignore_end_token=True))
             engine.step()
             for _ in range(times):
-                engine.submit(Request([1] * (rows - 1), 1, ignore_end_token=True))
+                engine.submit(Request([1] * (tokens - 1), 1, ignore_end_token=True))
                 engine.step()
             drain(engine)
-            for prompt in (longest, *[1] * (rows - 1)):
+            for prompt in (longest, *[1] * (tokens - 1)):
                 engine.submit(Request([3] * prompt, times + 4, ignore_end_token=True))
             drain(engine)
     taken = before - torch.cuda.mem_get_info()[0]
@@ -152,16 +152,16 @@ def test_memory_stays_within_the_plan(tmp_path: Path) -> None:
     assert taken <= layers * GRAPH_LAYER_BYTES
 
 
-@pytest.mark.parametrize(("ranks", "prompt_rows", "taken"), [(1, 0, True), (1, 64, False), (2, 64, True)])
+@pytest.mark.parametrize(("ranks", "prompt_tokens", "taken"), [(1, 0, True), (1, 64, False), (2, 64, True)])
 def test_a_step_that_computes_longer_than_it_is_launched_is_not_recorded(
-    ranks: int, prompt_rows: int, taken: bool
+    ranks: int, prompt_tokens: int, taken: bool
 ) -> None:
-    """70B on one H200: 256 rows take 33 ms, their launches 32; half the model 17."""
+    """70B on one H200: 256 tokens take 33 ms, their launches 32; half the model 17."""
     device = torch.device("cuda")
     cache = allocate_cache(find_shape("tiny"), find_scheme("fp8"), 1, 32, device, [(1.0, 1.0)] * 6)[0]
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     graphs = StepGraphs(slots, cache, sharded(find_shape("llama2-70b"), ranks), find_scheme("fp8"), 512)
-    step = largest_step(StepShape(tokens=256 + prompt_rows, chunks=1, longest=512, pages=16))
+    step = largest_step(StepShape(tokens=256 + prompt_tokens, chunks=1, longest=512, pages=16))
     assert graphs.takes(step) is taken
 
 

@@ -110,24 +110,24 @@ class MetaRanks(RankGroup):
         self._device = SimpleNamespace(allreduce=lambda _: sent, _allgather_base=lambda *_: sent)
 
 
-def batch_of(rows: int, decodes: int) -> cuda.Batch:
-    """Sequences of ``LENGTH`` tokens: many decode, the last rows are one chunk of a prompt; all sample."""
-    samples, width = decodes + (rows > decodes), LENGTH // PAGE_SIZE
+def batch_of(tokens: int, decodes: int) -> cuda.Batch:
+    """Sequences of ``LENGTH`` tokens: many decode, the last tokens are one chunk of a prompt; all sample."""
+    samples, width = decodes + (tokens > decodes), LENGTH // PAGE_SIZE
 
     def indices(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=META)
 
     host_lengths = np.full(samples, LENGTH, np.int32)
     return cuda.Batch(
-        token_ids=torch.empty(rows, dtype=torch.int64, device=META),
-        positions=indices(rows),
-        cache_slots=indices(rows),
+        token_ids=torch.empty(tokens, dtype=torch.int64, device=META),
+        positions=indices(tokens),
+        cache_slots=indices(tokens),
         decodes=decodes,
         pages=indices(samples, width),
         lengths=indices(samples),
         host_lengths=host_lengths,
         chunk_starts=indices(samples - decodes + 1),
-        longest_chunk=rows - decodes,
+        longest_chunk=tokens - decodes,
         longest_context=LENGTH,
         samples=samples,
         sample_indices=indices(samples),
@@ -138,22 +138,22 @@ def batch_of(rows: int, decodes: int) -> cuda.Batch:
     )
 
 
-def most_bytes(model: ModelConfig, form: str, rows: int, decodes: int, *, measured: bool = True) -> int:
+def most_bytes(model: ModelConfig, form: str, tokens: int, decodes: int, *, measured: bool = True) -> int:
     """At any moment of a step up to its logits."""
     model = replace(model, layers=3)
     weights = weights_of(model, form, measured=measured)
     cache_type = torch.bfloat16 if form == "bf16" else torch.float8_e4m3fn
     page = torch.empty(2, model.kv_heads, PAGE_SIZE, model.head_dim, dtype=cache_type, device=META)
     cache = [LayerCache(page, page, form != "bf16")] * model.layers
-    batch = batch_of(rows, decodes)
+    batch = batch_of(tokens, decodes)
     with LiveBytes() as live:
         forward(weights, model, cuda, cache, batch, MetaRanks(model.vocabulary_ranks))
     return live.most
 
 
-def workspace_bytes(model: ModelConfig, form: str, rows: int, sequences: int, ranks: int) -> int:
+def workspace_bytes(model: ModelConfig, form: str, tokens: int, sequences: int, ranks: int) -> int:
     """As planned, with a cache whose place is more than loading needs."""
-    sizes = {"max_batched_tokens": rows, "max_sequences": sequences, "max_length": LENGTH, "cache_tokens": 2**22}
+    sizes = {"max_batched_tokens": tokens, "max_sequences": sequences, "max_length": LENGTH, "cache_tokens": 2**22}
     precision, fp8_scales = FORMS[form]
     config = EngineConfig(precision=precision, fp8_scales=fp8_scales, tensor_parallel=ranks, **sizes)
     return plan_memory_of(model, config, "cuda", 10**13).workspace_bytes
@@ -162,13 +162,13 @@ def workspace_bytes(model: ModelConfig, form: str, rows: int, sequences: int, ra
 @pytest.mark.usefixtures("_no_launches")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("name", "ranks"), [("1.1b", 1), ("llama2-70b", 1), ("llama3.1-8b", 4), ("llama3.1-405b", 4)])
-@pytest.mark.parametrize(("rows", "decodes"), [(2048, 0), (2048, 512), (1536, 1536), (64, 63)])
-def test_a_step_fits_its_plan(name: str, ranks: int, form: str, rows: int, decodes: int) -> None:
+@pytest.mark.parametrize(("tokens", "decodes"), [(2048, 0), (2048, 512), (1536, 1536), (64, 63)])
+def test_a_step_fits_its_plan(name: str, ranks: int, form: str, tokens: int, decodes: int) -> None:
     model = SHAPES[name]
     own = sharded(model, ranks)
-    taken = max(most_bytes(own, form, rows, decodes, measured=measured) for measured in (True, False))
-    planned = workspace_bytes(model, form, rows, decodes + (rows > decodes), ranks)
+    taken = max(most_bytes(own, form, tokens, decodes, measured=measured) for measured in (True, False))
+    planned = workspace_bytes(model, form, tokens, decodes + (tokens > decodes), ranks)
     assert taken < planned
     if form == "fp8 by row":  # it measures no scales: nothing beyond what a step in bf16 takes
-        assert taken < most_bytes(own, "bf16", rows, decodes)
-        assert planned == workspace_bytes(model, "bf16", rows, decodes + (rows > decodes), ranks)
+        assert taken < most_bytes(own, "bf16", tokens, decodes)
+        assert planned == workspace_bytes(model, "bf16", tokens, decodes + (tokens > decodes), ranks)
