@@ -15,6 +15,7 @@ from cli_support import call_here, make_checkpoint
 from megatoken.cli.application import app
 from megatoken.config import FLAG_ALIASES, KEYS
 from megatoken.runs.reasons import REASONS, TEMPLATES
+from megatoken.serve.options import KEYS as SERVE_KEYS
 from stated_fields import fields, unstated_fields
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -55,6 +56,13 @@ def test_every_key_of_the_configuration_is_told() -> None:
     documented = section("run")
     assert {key for key in KEYS if f"`{key}`" not in documented} == set()
     assert {alias for alias in FLAG_ALIASES if f"`--{alias.replace('_', '-')}`" not in documented} == set()
+
+
+def test_every_key_of_the_server_is_in_its_section() -> None:
+    stated = section("serve")
+    assert {key for key in SERVE_KEYS if f"`{key}`" not in stated and not key.startswith("engine.")} - {
+        key for key in ("model", "random_weights", "precision") if f"`--{key.replace('_', '-')}" in stated
+    } == set()
 
 
 def tables(text: str) -> Iterator[list[list[str]]]:

@@ -105,7 +105,7 @@ class Connection(asyncio.Protocol):
             self._next()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell the open exchange."""
+        """End the open exchange."""
         self._handler.connections.discard(self)
         self._pipeline.clear()
         if (exchange := self._current) is not None:
