@@ -16,7 +16,16 @@ from numpy.typing import NDArray
 from megatoken.engine.active_request import ActiveRequest, activate
 from megatoken.engine.config import EngineConfig, ModelConfig
 from megatoken.engine.memory import MemoryPlan
-from megatoken.engine.request import Completion, FinishReason, Request, TokenEvent, check_request, token_ids
+from megatoken.engine.request import (
+    Completion,
+    FinishReason,
+    Request,
+    TokenEvent,
+    TokenLogprobs,
+    check_request,
+    token_ids,
+    used_options,
+)
 from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
 from megatoken.engine.state import ReplicaState
@@ -39,6 +48,10 @@ class LaunchedStep(Protocol):
     def errors(self) -> Mapping[int, MegatokenError]:
         """By id of the request, why it got no token, once ``wait`` has returned."""
 
+    @property
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """By id of the request, those of its token, once ``wait`` has returned; of requests that asked for them."""
+
     def wait(self) -> Iterable[tuple[int, tuple[int, ...]]]:
         """Wait for the step to end: ids of requests, and the tokens to report of each."""
 
@@ -50,6 +63,7 @@ class Runner(Protocol):
         content_hash: of the weights.
         gpu_uuids: of the GPUs of all ranks, as their driver names them.
         overlaps: whether it runs a step while the host collects the one before.
+        unsupported: options of requests, by the names of ``used_options``, that it does not have.
     """
 
     model_config: ModelConfig
@@ -58,6 +72,7 @@ class Runner(Protocol):
     tokenizer: Tokenizer | None
     gpu_uuids: list[str]
     overlaps: bool
+    unsupported: frozenset[str]
 
     def launch(
         self,
@@ -228,6 +243,8 @@ class Engine:
             raise RequestError(f"expected a Request, got {reprlib.repr(request)}; write Request(prompt, max_tokens)")
         prompt = self.encode(request.prompt) if isinstance(request.prompt, str) else token_ids(request.prompt)
         check_request(prompt, request, self.model_config.vocabulary_size)
+        for name in sorted(used_options(request) & self._runner.unsupported):
+            raise RequestError(f"{name} is not supported by this engine; leave it out")
         self._scheduler.check(len(prompt), request.max_tokens)
         return activate(request, prompt, self.model_config)
 
@@ -298,17 +315,23 @@ class Engine:
         with self.exclusive:
             running: dict[int, ActiveRequest] = {}
             reasons: dict[int, FinishReason] = {}
+            logprobs: dict[int, list[TokenLogprobs]] = {}
             try:
                 for request in requests:
                     request_id = self.submit(request)
                     running[request_id] = self._active[request_id]
+                    logprobs[request_id] = []
                 while len(reasons) < len(running):
                     for event in self._step_for(running):
+                        logprobs[event.request_id] += event.logprobs
                         if event.finish_reason is not None:
                             reasons[event.request_id] = event.finish_reason
             finally:
                 self._abandon(running)
-            return [Completion(one.generated, reasons[key], len(one.prompt)) for key, one in running.items()]
+            return [
+                Completion(one.generated, reasons[key], len(one.prompt), logprobs=tuple(logprobs[key]))
+                for key, one in running.items()
+            ]
 
     def stream(self, request: Request) -> Iterator[TokenEvent]:
         """Run one request, event by event; leaving the loop early cancels it.
@@ -400,7 +423,7 @@ class Engine:
             if request_id in self._active:
                 self._end(request_id)
                 events.append(TokenEvent(request_id, (), FinishReason.ERROR, error))
-        active, output_tokens = self._active, 0
+        active, output_tokens, first = self._active, 0, len(events)
         for request_id, tokens in outputs:
             request = active.get(request_id)
             if request is None:  # it stopped, failed or was cancelled while this step was on its way
@@ -416,6 +439,11 @@ class Engine:
                 self._remove(request_id)
             events.append(TokenEvent(request_id, tokens, reason))
         self._output_tokens += output_tokens
+        if logprobs := launched.step.logprobs:
+            events[first:] = [
+                event._replace(logprobs=(logprobs[event.request_id],)) if event.request_id in logprobs else event
+                for event in events[first:]
+            ]
 
     def _end(self, request_id: int, *, answered: bool = False) -> None:
         """Take a request out before its limit; a no-op for the scheduler if its last token has been planned."""

@@ -19,7 +19,6 @@ _LARGEST_MAX_TOKENS = 10**30  # far beyond any engine, which refuses what is too
 _MOST_LOGPROBS = 20
 _LARGEST_PENALTY = 2.0
 _LARGEST_BIAS = 100.0
-_NOT_YET = {"logprobs", "prompt_logprobs", "stop", "grammar"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +202,6 @@ def check_options(request: Request) -> None:
     if request.grammar is not None:
         _check_grammar(request.grammar)
     _check_sampling(sampling)
-    for name in sorted(used_options(request) & _NOT_YET):
-        raise RequestError(f"{name} is not supported by this engine yet; leave it out")
 
 
 def used_options(request: Request) -> set[str]:

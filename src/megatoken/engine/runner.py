@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
@@ -21,12 +21,13 @@ from megatoken.engine.cache import allocate_cache
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import EngineConfig, model_folder
 from megatoken.engine.device import choose_device, operations, plan_memory
+from megatoken.engine.logprobs import best_logprobs, read_logprobs
 from megatoken.engine.memory import MemoryPlan, most_tokens
 from megatoken.engine.model import WeightSource, forward, load_weights
-from megatoken.engine.ops import NO_TOKEN, NOTHING_LEFT, Ops
+from megatoken.engine.ops import NOTHING_LEFT, Ops
 from megatoken.engine.parallel import Order, RankGroup, RankWeights, TPWorkers, worker_specification
 from megatoken.engine.process_memory import HUGE_PAGES_FROM_BYTES, return_idle_code, use_huge_pages
-from megatoken.engine.request import Request, Sampling
+from megatoken.engine.request import Request, Sampling, TokenLogprobs
 from megatoken.engine.sampling import sample
 from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
@@ -69,15 +70,15 @@ def open_runner(
 
 
 class SampledIds:
-    """Ids of one step on their way to the host; made right after the step was launched."""
+    """Ids of one step, and logprobs of some, on their way to the host; made right after the step was launched."""
 
-    def __init__(self, ids_S: Tensor, workers: TPWorkers | None = None) -> None:
-        self._ids = ids_S
+    def __init__(self, ids_S: Tensor, logprobs: Tensor | None = None, workers: TPWorkers | None = None) -> None:
+        self._ids, self._logprobs = ids_S, logprobs
         self._workers = workers
         self._arrived: torch.cuda.Event | None = None
         if ids_S.is_cuda:
-            self._ids = torch.empty(ids_S.shape, dtype=ids_S.dtype, pin_memory=True)
-            self._ids.copy_(ids_S, non_blocking=True)
+            self._ids = _on_its_way(ids_S)
+            self._logprobs = None if logprobs is None else _on_its_way(logprobs)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
 
@@ -90,30 +91,72 @@ class SampledIds:
             self._arrived.synchronize()
         return self._ids.tolist()
 
+    def logprobs(self) -> list[list[float]]:
+        """Rows of ``best_logprobs``, once ``wait`` has returned."""
+        return [] if self._logprobs is None else self._logprobs.tolist()
+
+
+def _on_its_way(on_device: Tensor) -> Tensor:
+    host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+    return host.copy_(on_device, non_blocking=True)
+
+
+class _Choice:
+    """What a step with requests that are not plain wants of its logits."""
+
+    def __init__(self, plan: StepPlan, requests: Mapping[int, ActiveRequest], last_tokens: Tensor) -> None:
+        self.failed: dict[int, Exception] = {}
+        self._requests = [requests[request_id] for request_id in plan.request_id[plan.sample].tolist()]
+        self._positions = (plan.start + plan.count)[plan.sample].astype(np.int64)
+        self._slots = plan.slot[plan.sample]
+        self._last_tokens = last_tokens
+        wanted = ((row, one.request.logprobs) for row, one in enumerate(self._requests))
+        self._logprobs = {row: most for row, most in wanted if most is not None}
+
+    def choose(self, logits_SV: Tensor, chosen_S: Tensor) -> Tensor | None:
+        """Replace greedy ids; the logprobs that are wanted."""
+        sample(logits_SV, self._requests, self._positions, self._slots, self._last_tokens, chosen_S, self.failed)
+        if not self._logprobs:
+            return None
+        return best_logprobs(logits_SV, chosen_S, list(self._logprobs), max(self._logprobs.values()))
+
+    def read(
+        self, ids: Sequence[int], request_ids: Sequence[int], values: list[list[float]]
+    ) -> dict[int, TokenLogprobs]:
+        """The logprobs by id of the request, from what came back from the device."""
+        return {
+            request_ids[row]: read_logprobs(ids[row], one, most)
+            for (row, most), one in zip(self._logprobs.items(), values, strict=True)
+        }
+
 
 class _Step:
     """A launched step, as ``loop.LaunchedStep``."""
 
     def __init__(
-        self, runner: ModelRunner, plan: StepPlan, began: float, ids: SampledIds, failed: Mapping[int, Exception]
+        self, runner: ModelRunner, plan: StepPlan, began: float, ids: SampledIds, choice: _Choice | None
     ) -> None:
         self.errors: dict[int, MegatokenError] = {}
+        self.logprobs: dict[int, TokenLogprobs] = {}
         self.seconds = 0.0
-        self._runner, self._plan, self._ids, self._failed = runner, plan, ids, failed
+        self._runner, self._plan, self._ids, self._choice = runner, plan, ids, choice
         self._began = began
 
     def wait(self) -> zip[tuple[int, tuple[int]]]:
         ids = self._ids.wait()
-        runner, plan = self._runner, self._plan
+        runner, plan, choice = self._runner, self._plan, self._choice
         now = time.monotonic()
         self.seconds = now - max(self._began, runner.last_step_end)
         runner.last_step_end = now
         request_ids = plan.request_id[plan.sample].tolist()
+        if choice is not None:
+            self.logprobs = choice.read(ids, request_ids, self._ids.logprobs())
         if ids and min(ids) < 0:
+            failed = {} if choice is None else choice.failed
             tokens = (plan.start + plan.count)[plan.sample].tolist()
             for row, (request_id, token) in enumerate(zip(request_ids, ids, strict=True)):
-                if token in (NO_TOKEN, NOTHING_LEFT):
-                    self.errors[request_id] = runner.no_token(token, tokens[row], self._failed.get(row))
+                if token < 0:
+                    self.errors[request_id] = runner.no_token(token, tokens[row], failed.get(row))
         return zip(request_ids, zip(ids, strict=True), strict=True)
 
 
@@ -140,6 +183,7 @@ class ModelRunner:
         self.tokenizer: Tokenizer | None = None
         self.why_no_gpu: str | None = None
         self.overlaps = device.type == "cuda"
+        self.unsupported = frozenset({"prompt_logprobs", "stop", "grammar"})
         self.gpu_uuids: list[str] = []
         if device.type == "cuda":  # rank N is on device N
             ranks = range(config.tensor_parallel)
@@ -253,24 +297,14 @@ class ModelRunner:
             lambda request_id, start, count: requests[request_id].tokens(start, count),
             self._padded_tokens,
         )
-        failed: dict[int, Exception] = {}
-        choose = None
-        if not plain:
-            choose = partial(
-                sample,
-                requests=[requests[request_id] for request_id in plan.request_id[plan.sample].tolist()],
-                positions=(plan.start + plan.count)[plan.sample].astype(np.int64),
-                slots=arrays.sample_slots,
-                last_tokens=self._last_tokens,
-                failed=failed,
-            )
+        choice = None if plain else _Choice(plan, requests, self._last_tokens)
         try:
             if self._workers is None or self._group is None:
-                return _Step(self, plan, began, SampledIds(self._step(arrays, choose)), failed)
+                return _Step(self, plan, began, self._step(arrays, choice), choice)
             with self._workers.blamed():
                 self._workers.check()
                 self._group.send(Order.STEP, arrays)
-                return _Step(self, plan, began, SampledIds(self._step(arrays, choose), self._workers), failed)
+                return _Step(self, plan, began, self._step(arrays, choice), choice)
         except torch.OutOfMemoryError as error:
             tokens = plan.batched_tokens
             raise CapacityError(
@@ -280,21 +314,20 @@ class ModelRunner:
             ) from error
 
     @torch.inference_mode()
-    def _step(self, arrays: StepArrays, choose: Callable[..., None] | None) -> Tensor:
-        """One step on the device; ``choose`` replaces the greedy ids of the requests that want others."""
+    def _step(self, arrays: StepArrays, choice: _Choice | None) -> SampledIds:
+        """One step on the device; ``choice`` replaces the greedy ids of the requests that want others."""
         if self._graphs is not None and self._graphs.takes(arrays):
             logits_SV, ids_S, slots_S = self._graphs.run(arrays, self._forward, self._catch_up)
         else:
             batch = self._ops.prepare(arrays, self._last_tokens, self._cache[0], self._config)
             logits_SV, slots_S = self._forward(batch), batch.sample_slots
             ids_S = self._ops.greedy(logits_SV)
-        if choose is not None:
-            choose(logits_SV, chosen_S=ids_S)
+        logprobs = None if choice is None else choice.choose(logits_SV, ids_S)
         if self._group is not None:
             self._group.share(ids_S)
         # A step that is already on its way reads every value here as the id of a token.
         self._last_tokens.index_copy_(0, slots_S.long(), ids_S.clamp(min=0))
-        return ids_S
+        return SampledIds(ids_S, logprobs, self._workers)
 
     def _forward(self, batch: Any) -> Tensor:
         return forward(self._weights, self._config, self._ops, self._cache, batch, self._group)
@@ -317,7 +350,7 @@ class ModelRunner:
 
     def _catch_up(self) -> None:
         """Wait until the device is idle. Raises MegatokenError if a rank has ended."""
-        SampledIds(self._last_tokens[:1], self._workers).wait()
+        SampledIds(self._last_tokens[:1], workers=self._workers).wait()
 
     def _order(self, order: Order) -> None:
         if self._group is not None:

@@ -20,6 +20,7 @@ from megatoken.engine.config import EngineConfig, ModelConfig, find_shape
 from megatoken.engine.cost_model import CostModel
 from megatoken.engine.gpus import Gpu, find_gpu
 from megatoken.engine.memory import MemoryPlan, plan_memory_of
+from megatoken.engine.request import TokenLogprobs
 from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
 from megatoken.errors import MegatokenError
@@ -167,6 +168,7 @@ class _Step:
 
     __slots__ = ("_answers", "_clock", "_end", "_num_tokens", "_request_ids", "seconds")
     errors: Mapping[int, MegatokenError] = {}
+    logprobs: Mapping[int, TokenLogprobs] = {}
 
     def __init__(
         self,
@@ -226,6 +228,7 @@ class SimulatedRunner:
         self.tokenizer: Tokenizer | None = None
         self.gpu_uuids: list[str] = []
         self.overlaps = True
+        self.unsupported = frozenset({"logprobs", "prompt_logprobs", "stop", "grammar"})
         self.free_at = 0.0  # when the last launched step has ended
         self._clock: Clock = clock or WallClock()
         self._stream = stream
