@@ -83,7 +83,8 @@ async def _serve(settings: EngineProcessSettings, control: Control) -> None:
     options = settings.options
     failed = loop.create_future()
     hub = Hub(options.max_queued, several_tenants=settings.several_tenants, fail=failed.set_result)
-    await loop.create_unix_server(lambda: Link(hub), sock=socket.socket(fileno=settings.listener))
+    listener = socket.socket(fileno=settings.listener)  # a collected socket, or server, closes its descriptor
+    server = await loop.create_unix_server(lambda: Link(hub), sock=listener)
     watching = loop.create_task(hub.watch())
     try:
         opened = await asyncio.to_thread(_open_mock if options.engine_kind == "mock" else _open_real, options, hub)
@@ -99,6 +100,7 @@ async def _serve(settings: EngineProcessSettings, control: Control) -> None:
         await asyncio.sleep(FLUSH_SECONDS)
         _leave(control, failed.result(), ExitCode.ERROR)
     watching.cancel()
+    server.close()
     os._exit(0)  # nothing is left to compute; weights and cache go with the process
 
 
