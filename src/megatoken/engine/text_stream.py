@@ -29,6 +29,7 @@ class TextStream:
         stop: Iterable[str] = (),
         include_stop: bool = False,
         keep_special: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         """Begins an empty text.
 
@@ -37,10 +38,12 @@ class TextStream:
             stop: strings that end the text; of several, the one that is complete first.
             include_stop: the text ends after the stop string instead of before it.
             keep_special: special tokens, such as the end token, are part of the text.
+            min_tokens: stop strings do not count in the text of so many tokens.
         """
         texts = tokenizer.token_texts(keep_special=keep_special)
         self._decoder = _WindowDecoder(tokenizer, keep_special) if texts is None else _TableDecoder(texts)
         self._cutter = _StopCutter(stop, include_stop) if stop else None
+        self._before_stop = min_tokens if stop else 0
 
     @property
     def stopped(self) -> str | None:
@@ -49,8 +52,13 @@ class TextStream:
 
     def add(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens make certain."""
+        before = ""
+        if self._before_stop:
+            first, token_ids = token_ids[: self._before_stop], token_ids[self._before_stop :]
+            self._before_stop -= len(first)
+            before = self._decoder.add(first)
         text = self._decoder.add(token_ids)
-        return text if self._cutter is None else self._cutter.add(text)
+        return before + text if self._cutter is None else before + self._cutter.add(text)
 
     def flush(self) -> str:
         """What was held back, when the answer has ended."""

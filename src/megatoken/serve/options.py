@@ -22,6 +22,7 @@ from megatoken.config import (
 )
 from megatoken.engine.config import REFERENCE, EngineConfig, Precision
 from megatoken.errors import ConfigError
+from megatoken.serve.api_settings import ApiSettings, ToolFormat
 from megatoken.serve.http_limits import HttpLimits
 from megatoken.serve.tenants import Keys
 
@@ -65,11 +66,22 @@ class ServeConfig(Section):
     tls_certificate: GivenPath | None = Field(default=None, description="PEM file of the certificate chain, for HTTPS")
     tls_key: GivenPath | None = Field(default=None, description="PEM file of its private key")
     cors_origins: Names = Field(default=(), description="web origins that may call the server, or *")
+    chat_template: GivenPath | None = Field(
+        default=None, description="jinja2 file that turns chats into prompts; null: the model's own"
+    )
+    tool_format: Literal["auto"] | ToolFormat = Field(
+        default="auto", description="how the model writes tool calls; auto: found in its chat template"
+    )
+    trust_request_chat_template: bool = Field(default=False, description="requests may bring their own chat_template")
     engine: EngineSection = EngineSection()
 
     def engine_config(self) -> EngineConfig:
         """The settings of the engine, as its own type."""
         return EngineConfig(precision=self.precision, **self.engine.model_dump())
+
+    def api_settings(self) -> ApiSettings:
+        """How chats become prompts, and answers tool calls."""
+        return ApiSettings(self.chat_template, self.tool_format, self.trust_request_chat_template)
 
     def http_limits(self) -> HttpLimits:
         """What clients may send, and how long they may take."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megatoken.serve.api_routes import API_ROUTES
 from megatoken.serve.operation_routes import OPERATION_ROUTES
 from megatoken.serve.server import Route
 
-ROUTES: Mapping[tuple[str, str], Route] = OPERATION_ROUTES
+ROUTES: Mapping[tuple[str, str], Route] = {**OPERATION_ROUTES, **API_ROUTES}

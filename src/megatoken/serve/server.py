@@ -10,11 +10,12 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING
 
+from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import MegatokenError
 from megatoken.serve.access_log import AccessLog
 from megatoken.serve.child import Control
+from megatoken.serve.context import ApiContext
 from megatoken.serve.engine_client import EngineClient, Refused, fault
 from megatoken.serve.exchange import Exchange, HttpRequest
 from megatoken.serve.http_limits import HttpLimits
@@ -22,9 +23,6 @@ from megatoken.serve.http_protocol import Connection, Refusal
 from megatoken.serve.messages import ServedModel
 from megatoken.serve.options import HttpProcessSettings
 from megatoken.serve.tenants import Keys
-
-if TYPE_CHECKING:
-    from megatoken.engine.tokenizer import Tokenizer
 
 Route = Callable[["Server", Exchange], Awaitable[None] | None]
 OPEN_PATHS = ("/health", "/version", "/metrics", "/ping")  # answered without a key
@@ -36,7 +34,7 @@ class Server:
     """What routes need: the engine, the model's tokenizer, the settings, the log.
 
     Attributes:
-        tokenizer: of the model; None until an engine is ready, and if the model has none.
+        api: what routes need of the model; None until an engine is ready.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class Server:
         self.options = settings.options
         self.limits: HttpLimits = settings.options.http_limits()
         self.connections: set[Connection] = set()
-        self.tokenizer: Tokenizer | None = None
+        self.api: ApiContext | None = None
         self.log = AccessLog(as_json=settings.options.json_logs, quiet=not settings.options.access_log)
         self.client = EngineClient(settings.engine_path, self._take_model, self.log.note)
         self._routes = routes
@@ -172,10 +170,12 @@ class Server:
         exchange.end()
 
     def _take_model(self, model: ServedModel) -> None:
-        if self.tokenizer is None and model.tokenizer_file is not None:
-            from megatoken.engine.tokenizer import Tokenizer
-
-            self.tokenizer = Tokenizer(model.tokenizer_file)
+        tokenizer = self.api.tokenizer if self.api is not None else None
+        if tokenizer is None and model.tokenizer_file is not None:
+            tokenizer = Tokenizer(model.tokenizer_file)
+        if self.api is not None:
+            self.api.close()
+        self.api = ApiContext.open(self.client, model, tokenizer, self.options.api_settings(), self.log.note)
         if not self._ready:
             self._ready = True
             gc.collect()
@@ -198,6 +198,8 @@ class Server:
         while self._exchanges:  # new connections still get an answer: 503
             await asyncio.sleep(0.02)
         listener.close()
+        if self.api is not None:
+            self.api.close()
         for connection in list(self.connections):
             connection.transport.close()
         await asyncio.sleep(0.02)

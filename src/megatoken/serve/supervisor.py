@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatoken.engine.config import model_folder
 from megatoken.errors import ExitCode, MegatokenError, UsageError, how_to_install
 from megatoken.serve.child import first_message, stop_message
 from megatoken.serve.options import EngineProcessSettings, HttpProcessSettings, ServeConfig
@@ -38,6 +39,7 @@ def serve(options: ServeConfig) -> int:
     """
     _check_packages()
     keys = load_keys(options.api_key, options.api_keys)
+    _check_model_files(options)
     _allow_many_files()
     with tempfile.TemporaryDirectory(prefix="megatoken-serve-") as folder:
         sockets = _listen(options)
@@ -273,9 +275,18 @@ def _bound(kind: int, address: tuple[object, ...], *, shared: bool) -> socket.so
     return one
 
 
+def _check_model_files(options: ServeConfig) -> None:
+    """Refuse a chat template that cannot be used before a weight is loaded."""
+    from megatoken.serve.context import model_files
+
+    folder = model_folder(options.model)
+    model_files(folder if folder.is_dir() else None, options.api_settings())
+
+
 def _check_packages() -> None:
     try:
         import httptools  # noqa: F401
+        import jinja2  # noqa: F401
         import uvloop  # noqa: F401
     except ImportError as error:
         raise UsageError(f"megatoken serve needs the package {error.name}; {how_to_install('serve')}") from error

@@ -1,0 +1,293 @@
+"""One HTTP request's answer: the engine requests behind it, their text, and how it ends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatoken.engine.request import FinishReason, Request, TokenEvent, TokenLogprobs
+from megatoken.engine.text_stream import TextStream
+from megatoken.engine.tokenizer import Tokenizer
+from megatoken.errors import MegatokenError
+from megatoken.serve import frames
+from megatoken.serve.engine_client import EngineClient, Refused
+from megatoken.serve.exchange import Exchange
+from megatoken.serve.request_errors import ApiError, as_api_error
+from megatoken.serve.tenants import DEFAULT_TENANT
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What ends an answer's text, and what the text shows.
+
+    ``stop``: strings; ``stop_token_ids``: tokens that end it in the engine, and are shown with ``include_stop`` only.
+    ``keep_special``: special tokens are shown. ``min_tokens``: stop strings do not count before so many tokens.
+    """
+
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    include_stop: bool = False
+    keep_special: bool = False
+    min_tokens: int = 0
+
+
+class _IdText:
+    """The text of a model without a tokenizer: its token ids."""
+
+    stopped = None
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        return "".join(f"{one} " for one in token_ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one event adds to a choice. The last one has a finish reason: of OpenAI's API, stop or length."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Choice:
+    """One of the answers to a prompt: the sink of one engine request.
+
+    Attributes:
+        tokens: generated so far.
+        cached_tokens: of the prompt, taken from the prefix cache.
+        write_text: set by a stream to take pieces of text, in place of ``Answer.add``, between the first event and the
+            last.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_ending",
+        "_text",
+        "cached_tokens",
+        "ended",
+        "index",
+        "request",
+        "request_id",
+        "tokens",
+        "write_text",
+    )
+
+    def __init__(
+        self, answer: Answer, index: int, request: Request, ending: Ending, tokenizer: Tokenizer | None
+    ) -> None:
+        self._answer = answer
+        self._ending = ending
+        self._text: TextStream | _IdText = _IdText()
+        if tokenizer is not None:
+            self._text = TextStream(
+                tokenizer, ending.stop, ending.include_stop, ending.keep_special, min_tokens=ending.min_tokens
+            )
+        self.index = index
+        self.request = request
+        self.request_id: int | None = None
+        self.tokens = 0
+        self.cached_tokens = 0
+        self.ended = False
+        self.write_text: Callable[[str], None] | None = None
+
+    def on_event(self, event: TokenEvent) -> None:
+        """Take new tokens from the engine."""
+        if self.write_text is not None and event.finish_reason is None:
+            self.tokens += len(event.token_ids)
+            text = self._text.add(event.token_ids)
+            if not self._ending.stop or self._text.stopped is None:
+                if text:
+                    self.write_text(text)
+                return
+            self._end(Delta(text, event.token_ids, event.logprobs))
+        elif not self.ended:
+            self._take(event)
+
+    def _take(self, event: TokenEvent) -> None:
+        if event.error is not None or event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+            self.ended = True
+            self._answer.fail(as_api_error(event.error or MegatokenError("the engine cancelled this request")))
+            return
+        self.cached_tokens = self.cached_tokens or event.cached_tokens
+        self.tokens += len(event.token_ids)
+        shown, stop_id = event.token_ids, None
+        if event.finish_reason is FinishReason.STOP and shown:
+            stop_id = shown[-1] if shown[-1] in self._ending.stop_token_ids else None
+            if stop_id is not None and not self._ending.include_stop:
+                shown = shown[:-1]
+        text = self._text.add(shown)
+        delta = Delta(text, event.token_ids, event.logprobs, stop_reason=stop_id)
+        if event.finish_reason is None and self._text.stopped is None:
+            self._answer.add(self, delta)
+        else:
+            if self._text.stopped is None:
+                delta.finish_reason = str(event.finish_reason)
+                delta.text += self._text.flush()
+            self._end(delta)
+
+    def _end(self, delta: Delta) -> None:
+        if self._text.stopped is not None:
+            delta.finish_reason, delta.stop_reason = "stop", self._text.stopped
+            self._answer.cancel_choice(self)
+        self.ended = True
+        self._answer.add(self, delta)
+        self._answer.choice_ended()
+
+
+@dataclass(slots=True)
+class Prompt:
+    """Token ids to continue, and their text where the answer repeats it."""
+
+    token_ids: list[int]
+    text: str = ""
+
+
+@dataclass
+class Answer(ABC):
+    """The answer to one HTTP request: one choice or several, all of which must succeed."""
+
+    exchange: Exchange
+    client: EngineClient
+    prompts: list[Prompt]
+    choices: list[Choice] = field(default_factory=list)
+    failed: bool = False
+
+    @abstractmethod
+    def add(self, choice: Choice, delta: Delta) -> None:
+        """Take what an event adds."""
+
+    @abstractmethod
+    def complete(self) -> None:
+        """Every choice has ended."""
+
+    @abstractmethod
+    def report_failure(self, error: ApiError) -> None:
+        """Say that there will be no answer, or no more of it."""
+
+    def begin(self) -> None:
+        """Send every choice to the engine.
+
+        Raises:
+            ApiError: the engine takes no requests.
+        """
+        self.exchange.on_disconnect(self.cancel)
+        tenant = self.exchange.request.tenant or DEFAULT_TENANT
+        for choice in self.choices:
+            try:
+                choice.request_id = self.client.submit(choice.request, choice, tenant)
+            except Refused as error:
+                self.cancel()
+                raise ApiError(str(error), error.status, retry_after=error.retry_after_seconds) from None
+
+    def cancel(self) -> None:
+        """End every choice in the engine."""
+        for choice in self.choices:
+            if not choice.ended:
+                choice.ended = True
+                self.cancel_choice(choice)
+
+    def cancel_choice(self, choice: Choice) -> None:
+        """End one choice in the engine."""
+        if choice.request_id is not None:
+            self.client.cancel(choice.request_id)
+
+    def choice_ended(self) -> None:
+        """Complete the answer if it was the last."""
+        if not self.failed and all(choice.ended for choice in self.choices):
+            self._note_tokens()
+            self.complete()
+
+    def fail(self, error: ApiError) -> None:
+        """End all choices because of one."""
+        if self.failed:
+            return
+        self.failed = True
+        self.cancel()
+        self._note_tokens()
+        self.report_failure(error)
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the prompts and answers so far."""
+        prompt = sum(len(one.token_ids) for one in self.prompts)
+        completion = sum(choice.tokens for choice in self.choices)
+        per_prompt = len(self.choices) // len(self.prompts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in self.choices[::per_prompt])},
+        }
+
+    def _note_tokens(self) -> None:
+        usage = self.usage()
+        self.exchange.notes |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+
+
+class FullAnswer(Answer):
+    """An answer in one body."""
+
+    def __init__(
+        self, exchange: Exchange, client: EngineClient, prompts: list[Prompt], render: Callable[[FullAnswer], Any]
+    ) -> None:
+        """``render`` makes the body when all choices have ended."""
+        super().__init__(exchange, client, prompts)
+        self._render = render
+        self.deltas: dict[int, list[Delta]] = {}
+
+    def add(self, choice: Choice, delta: Delta) -> None:
+        """Keep it."""
+        self.deltas.setdefault(choice.index, []).append(delta)
+
+    def whole(self, choice: Choice) -> Delta:
+        """All of a choice in one."""
+        deltas = self.deltas[choice.index]
+        return Delta(
+            "".join(one.text for one in deltas),
+            tuple(token_id for one in deltas for token_id in one.token_ids),
+            tuple(entry for one in deltas for entry in one.logprobs),
+            deltas[-1].finish_reason,
+            deltas[-1].stop_reason,
+        )
+
+    def complete(self) -> None:
+        """Reply."""
+        self.exchange.reply(200, frames.json_text(self._render(self)).encode())
+
+    def report_failure(self, error: ApiError) -> None:
+        """Reply with the error."""
+        reply_error(self.exchange, error)
+
+
+class StreamedAnswer(Answer):
+    """An answer in server-sent events. The first one waits for the engine's first event, so that what the engine
+    refuses gets its status.
+    """
+
+    started = False
+
+    def start(self) -> None:
+        """Begin the stream, once."""
+        if not self.started:
+            self.started = True
+            self.exchange.start_events()
+
+    def report_failure(self, error: ApiError) -> None:
+        """Reply with the error, or end the stream with an event of it."""
+        if not self.started:
+            reply_error(self.exchange, error)
+            return
+        self.exchange.write(b"data: " + error.body() + b"\n\n" + frames.DONE)
+        self.exchange.end()
+
+
+def reply_error(exchange: Exchange, error: ApiError) -> None:
+    """Answer with an error in OpenAI's shape."""
+    headers = [] if error.retry_after is None else [("retry-after", str(error.retry_after))]
+    exchange.reply(error.status, error.body(), headers=headers)

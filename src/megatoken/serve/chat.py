@@ -1,0 +1,303 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from json.encoder import encode_basestring
+from typing import Any
+
+from megatoken.engine.request import Grammar, Request
+from megatoken.serve import frames
+from megatoken.serve.answer import Answer, Choice, Delta, FullAnswer, Prompt, StreamedAnswer
+from megatoken.serve.chat_prompt import chat_prompt
+from megatoken.serve.context import ApiContext, api_route, cache_salt, ending, engine_requests
+from megatoken.serve.exchange import Exchange
+from megatoken.serve.logprobs import TokenNames, chat_logprobs
+from megatoken.serve.request_errors import ApiError
+from megatoken.serve.schema_chat import ChatBody, NamedTool, Tool
+from megatoken.serve.schema_common import StreamOptions, parse_body, schema_grammar
+from megatoken.serve.tool_calls import (
+    CallArguments,
+    CallParser,
+    CallStart,
+    NamedParser,
+    Piece,
+    call_parser,
+    forced_parser,
+    forced_schema,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A checked chat, ready for the engine.
+
+    Attributes:
+        make_parser: makes what separates calls from text in one answer; None: nothing does.
+    """
+
+    body: ChatBody
+    prompt: Prompt
+    requests: list[Request]
+    make_parser: Callable[[], CallParser] | None
+    names: TokenNames
+
+    def choices(self, answer: Answer, api: ApiContext) -> list[Choice]:
+        """Where the events of the requests go."""
+        end = ending(self.body)
+        return [Choice(answer, at, one, end, api.tokenizer) for at, one in enumerate(self.requests)]
+
+
+async def prepare_chat(api: ApiContext, exchange: Exchange, body: ChatBody) -> Chat:
+    """Render and encode the messages, and make the engine's requests.
+
+    Raises:
+        ApiError: a field has a value that cannot be used.
+    """
+    make_parser = tool_parser(api, body)
+    grammar = _grammar(body)
+    text, token_ids = await chat_prompt(
+        api,
+        body.messages,
+        tools=() if body.tool_choice == "none" else body.tools,
+        template=body.chat_template,
+        variables=_variables(api, body),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        add_special_tokens=body.add_special_tokens,
+    )
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    token_ids = api.fit(token_ids, body, max_tokens, "messages")
+    fields = {
+        "max_tokens": max_tokens or api.model.max_length - len(token_ids),
+        "logprobs": body.top_logprobs if body.logprobs else None,
+        "grammar": grammar,
+        "cache_salt": cache_salt(exchange, body),
+    }
+    requests = engine_requests(api, body, [token_ids], fields)
+    names = TokenNames(api.tokenizer, body.return_tokens_as_token_ids)
+    return Chat(body, Prompt(token_ids, text), requests, make_parser, names)
+
+
+@api_route
+async def chat_completions(api: ApiContext, exchange: Exchange) -> None:
+    """Answer a chat."""
+    body = parse_body(ChatBody, exchange.request.body)
+    api.check_body(body)
+    chat = await prepare_chat(api, exchange, body)
+    head = {
+        "id": f"chatcmpl-{body.request_id or exchange.request.request_id}",
+        "object": "chat.completion.chunk" if body.stream else "chat.completion",
+        "created": int(time.time()),
+        "model": api.model.name,
+    }
+    answer: Answer
+    if body.stream:
+        answer = ChatStream(exchange, api, chat, head)
+    else:
+        answer = FullAnswer(exchange, api.client, [chat.prompt], lambda full: _completion(full, head, chat))
+    answer.choices = chat.choices(answer, api)
+    answer.begin()
+
+
+def tool_parser(api: ApiContext, body: ChatBody) -> Callable[[], CallParser] | None:
+    """What separates calls from text in an answer; None: nothing does.
+
+    Raises:
+        ApiError: the form of the model's calls is unknown.
+    """
+    if not body.tools or body.tool_choice == "none":
+        return None
+    if isinstance(body.tool_choice, NamedTool):
+        name = body.tool_choice.function.name
+        return lambda: NamedParser(name)
+    if body.tool_choice == "required":
+        return forced_parser
+    tool_format = api.tool_format
+    if tool_format is None:
+        raise ApiError(
+            "tools: how this model calls tools is unknown from its chat template; start the server with "
+            "--tool-format llama3 or hermes, or send tool_choice required",
+            param="tools",
+        )
+    names = frozenset(tool.function.name for tool in body.tools)
+    return lambda: call_parser(tool_format, names)
+
+
+def tool_grammar(tools: list[Tool], choice: str | NamedTool | None, several: bool) -> Grammar | None:
+    """What holds an answer to a call, where the request demands one."""
+    functions = [tool.function.model_dump(exclude_none=True) for tool in tools]
+    if choice == "required":
+        return schema_grammar(forced_schema(functions, several=several))
+    if isinstance(choice, NamedTool):
+        found = next(one for one in functions if one["name"] == choice.function.name)
+        return schema_grammar(found.get("parameters") or {"type": "object"})
+    return None
+
+
+def _grammar(body: ChatBody) -> Grammar | None:
+    forced = tool_grammar(body.tools, body.tool_choice, body.parallel_tool_calls)
+    stated = body.structured_outputs.to_grammar() if body.structured_outputs is not None else None
+    if stated is None and body.response_format is not None:
+        stated = body.response_format.grammar()
+    if forced is not None and stated is not None:
+        raise ApiError("tool_choice: an answer cannot be a call and have another form", param="tool_choice")
+    return forced or stated
+
+
+def _variables(api: ApiContext, body: ChatBody) -> dict[str, Any]:
+    if body.reasoning_effort is None:
+        return body.chat_template_kwargs
+    if not api.templates.mentions("reasoning_effort"):
+        raise ApiError("reasoning_effort: this model's chat template does not have it", param="reasoning_effort")
+    return {"reasoning_effort": body.reasoning_effort} | body.chat_template_kwargs
+
+
+def finish_reason(reason: str | None, body_choice: object, called: bool) -> str | None:
+    """OpenAI's reason: an answer that calls a tool, without being held to a certain one, ends for its calls."""
+    return "tool_calls" if called and reason == "stop" and not isinstance(body_choice, NamedTool) else reason
+
+
+def _completion(answer: FullAnswer, head: Mapping[str, Any], chat: Chat) -> dict[str, Any]:
+    body, choices = chat.body, []
+    for choice in answer.choices:
+        whole = answer.whole(choice)
+        message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
+        calls: list[dict[str, Any]] = []
+        if chat.make_parser is not None:
+            parser = chat.make_parser()
+            content, calls = gather_calls([*parser.add(whole.text), *parser.end()])
+            message["content"] = content or None
+        if calls:
+            message["tool_calls"] = calls
+        entry: dict[str, Any] = {
+            "index": choice.index,
+            "message": message,
+            "logprobs": chat_logprobs(whole.logprobs, chat.names) if body.logprobs else None,
+            "finish_reason": finish_reason(whole.finish_reason, body.tool_choice, bool(calls)),
+            "stop_reason": whole.stop_reason,
+        }
+        if body.return_token_ids:
+            entry["token_ids"] = whole.token_ids
+        choices.append(entry)
+    completion = {**head, "choices": choices, "usage": answer.usage(), "system_fingerprint": None}
+    if body.return_token_ids:
+        completion["prompt_token_ids"] = answer.prompts[0].token_ids
+    return completion
+
+
+def gather_calls(pieces: list[Piece]) -> tuple[str, list[dict[str, Any]]]:
+    """Text, and whole calls as a message has them."""
+    text = ""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if isinstance(piece, str):
+            text += piece
+        elif isinstance(piece, CallStart):
+            calls.append({"id": piece.call_id, "type": "function", "function": {"name": piece.name, "arguments": ""}})
+        else:
+            calls[-1]["function"]["arguments"] += piece.text
+    return text, calls
+
+
+class ChatStream(StreamedAnswer):
+    """A chat's answer in chunks."""
+
+    def __init__(self, exchange: Exchange, api: ApiContext, chat: Chat, head: Mapping[str, Any]) -> None:
+        super().__init__(exchange, api.client, [chat.prompt])
+        self._head = head
+        self._body = body = chat.body
+        self._names = chat.names
+        self._make_parser = chat.make_parser
+        self._parsers: dict[int, CallParser] = {}
+        self._begun: set[int] = set()
+        self._called: set[int] = set()
+        options = body.stream_options or StreamOptions()
+        self._usage = options.include_usage
+        self._continuous = options.continuous_usage_stats
+        self._detailed = body.logprobs or body.return_token_ids or self._continuous
+
+    def add(self, choice: Choice, delta: Delta) -> None:
+        """Write the chunks of an event."""
+        self.start()
+        if choice.index not in self._begun:
+            self._begun.add(choice.index)
+            if self._make_parser is not None:
+                self._parsers[choice.index] = self._make_parser()
+            first: dict[str, Any] = {"role": "assistant", "content": ""}
+            prompt = {"prompt_token_ids": self.prompts[0].token_ids} if self._body.return_token_ids else {}
+            self._write(choice, first, more=prompt)
+            choice.write_text = self._text_writer(choice)
+        ended = delta.finish_reason is not None
+        contents = self._contents(choice, delta)
+        if not contents and (ended or self._detailed):
+            contents = [{}]
+        for at, content in enumerate(contents):
+            last = ended and at == len(contents) - 1
+            self._write(choice, content, delta if at == 0 else None, delta if last else None)
+
+    def complete(self) -> None:
+        """Write the usage, if it was asked for, and the end."""
+        if self._usage:
+            usage = {**self._head, "choices": [], "usage": self.usage()}
+            self.exchange.write(frames.event(usage))
+        self.exchange.write(frames.DONE)
+        self.exchange.end()
+
+    def _contents(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
+        if self._make_parser is None:
+            return [{"content": delta.text}] if delta.text else []
+        parser = self._parsers[choice.index]
+        pieces = parser.add(delta.text)
+        if delta.finish_reason is not None:
+            pieces += parser.end()
+        if any(isinstance(piece, CallStart) for piece in pieces):
+            self._called.add(choice.index)
+        return [_piece_delta(piece) for piece in pieces]
+
+    def _text_writer(self, choice: Choice) -> Callable[[str], None] | None:
+        """What writes text alone, the fast way; None where an event brings more than text."""
+        if self._detailed or self._make_parser is not None:
+            return None
+        template = frames.TextFrames(lambda piece: self._chunk(choice, {"content": piece}))
+        head, tail, write, escaped = template.head, template.tail, self.exchange.write, encode_basestring
+        return lambda text: write(head + escaped(text).encode() + tail)
+
+    def _write(
+        self,
+        choice: Choice,
+        content: dict[str, Any],
+        delta: Delta | None = None,
+        end: Delta | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        chunk = self._chunk(choice, content)
+        entry = chunk["choices"][0]
+        if delta is not None:
+            if self._body.logprobs:
+                entry["logprobs"] = chat_logprobs(delta.logprobs, self._names)
+            if self._body.return_token_ids:
+                entry["token_ids"] = delta.token_ids
+        if end is not None:
+            called = choice.index in self._called
+            entry["finish_reason"] = finish_reason(end.finish_reason, self._body.tool_choice, called)
+            entry["stop_reason"] = end.stop_reason
+        if self._continuous:
+            chunk["usage"] = self.usage()
+        self.exchange.write(frames.event({**chunk, **(more or {})}))
+
+    def _chunk(self, choice: Choice, content: dict[str, Any]) -> dict[str, Any]:
+        entry = {"index": choice.index, "delta": content, "logprobs": None, "finish_reason": None}
+        chunk = {**self._head, "choices": [entry]}
+        return {**chunk, "usage": None} if self._usage else chunk
+
+
+def _piece_delta(piece: Piece) -> dict[str, Any]:
+    if isinstance(piece, str):
+        return {"content": piece}
+    if isinstance(piece, CallArguments):
+        return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+    function = {"name": piece.name, "arguments": ""}
+    return {"tool_calls": [{"index": piece.index, "id": piece.call_id, "type": "function", "function": function}]}

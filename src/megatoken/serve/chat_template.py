@@ -1,0 +1,194 @@
+"""Chats to prompts: the templates of a model, and the processes that render them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatoken.errors import CheckpointError, UsageError
+from megatoken.serve.request_errors import ApiError
+
+DEADLINE_SECONDS = 1.0
+START_SECONDS = 60.0
+_LENGTH_BYTES = 4
+_LARGEST_PROMPT_PER_TOKEN = 64  # characters; text that is longer for each token that fits is not a prompt
+_SMALLEST_LIMIT = 1 << 16
+_MAIN = "from megatoken.serve.template_process import main; main()"
+DEFAULT = "default"
+TOOL_USE = "tool_use"
+
+
+class ModelTemplates:
+    """The chat templates that a model's folder brings, by name, and its special tokens, which templates write."""
+
+    def __init__(self, folder: Path | None, file: Path | None = None) -> None:
+        """Reads them.
+
+        Args:
+            folder: of the checkpoint, which may have none; None for a named shape.
+            file: a template to use instead of the folder's own.
+
+        Raises:
+            CheckpointError: a file of the folder is not what it should be.
+            UsageError: ``file`` cannot be read.
+        """
+        self.tokens: dict[str, str] = {}
+        self.by_name: dict[str, str] = {}
+        if folder is not None:
+            self._read_folder(folder)
+        if file is not None:
+            try:
+                self.by_name = {DEFAULT: file.read_text(encoding="utf-8")}
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(f"--chat-template {file}: cannot be read ({error}); give a jinja2 file") from error
+
+    def _read_folder(self, folder: Path) -> None:
+        config = _read_json(folder / "tokenizer_config.json")
+        self.tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
+        self.by_name = _configured(config.get("chat_template"))
+        for path in [*folder.glob("additional_chat_templates/*.jinja"), *folder.glob("chat_template.jinja")]:
+            self.by_name[DEFAULT if path.name == "chat_template.jinja" else path.stem] = _read(path)
+
+    def choose(self, tools: bool) -> str:
+        """The name of the template for a chat.
+
+        Raises:
+            ApiError: the model has none.
+        """
+        if tools and TOOL_USE in self.by_name:
+            return TOOL_USE
+        if DEFAULT in self.by_name:
+            return DEFAULT
+        also = f"; it has {', '.join(sorted(self.by_name))} and no default" if self.by_name else ""
+        raise ApiError(
+            f"this model has no chat template{also}; start the server with --chat-template FILE, "
+            "or use /v1/completions",
+            param="messages",
+        )
+
+    def mentions(self, name: str) -> bool:
+        """Whether a template reads a variable of this name."""
+        return any(re.search(rf"\b{name}\b", template) for template in self.by_name.values())
+
+
+class TemplateRenderer:
+    """A process that renders chats, started at the first one, and killed when one takes too long.
+
+    Chats are rendered one after the other; the event loop never waits for one.
+    """
+
+    def __init__(self, templates: ModelTemplates, max_length: int) -> None:
+        """``max_length``: tokens of the longest prompt; a text that can never fit is refused."""
+        largest = max(_SMALLEST_LIMIT, max_length * _LARGEST_PROMPT_PER_TOKEN)
+        settings = {"templates": templates.by_name, "tokens": templates.tokens, "largest_text": largest}
+        self._settings = _message(settings)
+        self._process: asyncio.subprocess.Process | None = None
+        self._lock = asyncio.Lock()
+
+    async def render(self, template: str, chat: dict[str, Any]) -> str:
+        """The prompt of a chat.
+
+        Args:
+            template: the name of one of the model's templates, or the text of another one.
+            chat: what the template sees.
+
+        Raises:
+            ApiError: the template fails, or takes too long.
+        """
+        rendering = asyncio.ensure_future(self._render(_message({"template": template, "chat": chat})))
+        rendering.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(rendering)  # if the client leaves, its answer is still taken off the pipe
+
+    async def _render(self, job: bytes) -> str:
+        async with self._lock:
+            try:
+                process = await self._started()
+                answer = await asyncio.wait_for(_exchange(process, job), DEADLINE_SECONDS)
+            except TimeoutError:
+                self.close()
+                raise ApiError(
+                    f"the chat template did not end within {DEADLINE_SECONDS:g} s; shorten the messages or fix it"
+                ) from None
+            except (asyncio.IncompleteReadError, ConnectionError):
+                self.close()
+                raise ApiError(
+                    "the chat template ended its process, for want of memory or by a fault of its own"
+                ) from None
+        if "error" in answer:
+            raise ApiError(f"the chat template cannot render these messages: {answer['error']}", param="messages")
+        return str(answer["text"])
+
+    def close(self) -> None:
+        """End the process; the next chat starts another one."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            self._process = None
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self._process is None or self._process.returncode is not None:
+            pipe = asyncio.subprocess.PIPE
+            self._process = process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", _MAIN, stdin=pipe, stdout=pipe, start_new_session=True
+            )
+            try:
+                await asyncio.wait_for(_exchange(process, self._settings), START_SECONDS)
+            except TimeoutError:
+                raise ConnectionError("no answer") from None
+        return self._process
+
+
+async def _exchange(process: asyncio.subprocess.Process, job: bytes) -> Any:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(job)
+    head = await process.stdout.readexactly(_LENGTH_BYTES)
+    return json.loads(await process.stdout.readexactly(int.from_bytes(head)))
+
+
+def _message(value: Any) -> bytes:
+    data = json.dumps(value).encode()
+    return len(data).to_bytes(_LENGTH_BYTES) + data
+
+
+def _configured(value: Any) -> dict[str, str]:
+    """Templates in ``tokenizer_config.json``: one, or several with names."""
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    if isinstance(value, list):
+        value = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
+    if isinstance(value, dict):
+        return {str(name): text for name, text in value.items() if isinstance(text, str)}
+    return {}
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(_read(path))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON ({error}); export the model again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must be a JSON object; export the model again")
+    return value
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); export the model again") from error

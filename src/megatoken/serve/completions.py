@@ -1,0 +1,150 @@
+"""/v1/completions: prompts as text or token ids, one or a batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from json.encoder import encode_basestring
+from typing import Any
+
+from megatoken.serve import frames
+from megatoken.serve.answer import Choice, Delta, FullAnswer, Prompt, StreamedAnswer
+from megatoken.serve.context import ApiContext, api_route, cache_salt, ending, engine_requests
+from megatoken.serve.exchange import Exchange
+from megatoken.serve.logprobs import TokenNames, completion_logprobs
+from megatoken.serve.request_errors import ApiError
+from megatoken.serve.schema_common import StreamOptions, parse_body
+from megatoken.serve.schema_completions import CompletionBody
+
+
+@api_route
+async def completions(api: ApiContext, exchange: Exchange) -> None:
+    """Continue prompts."""
+    body = parse_body(CompletionBody, exchange.request.body)
+    api.check_body(body)
+    if body.echo and body.logprobs is not None:
+        raise ApiError("logprobs: not supported together with echo; leave one of them out", param="logprobs")
+    prompts = [await _prompt(api, body, prompt) for prompt in body.prompts]
+    grammar = body.structured_outputs.to_grammar() if body.structured_outputs is not None else None
+    if grammar is None and body.response_format is not None:
+        grammar = body.response_format.grammar()
+    fields = {
+        "max_tokens": max(body.max_tokens, 1),
+        "logprobs": body.logprobs,
+        "grammar": grammar,
+        "cache_salt": cache_salt(exchange, body),
+    }
+    requests = engine_requests(api, body, [prompt.token_ids for prompt in prompts], fields)
+    names = TokenNames(api.tokenizer, body.return_tokens_as_token_ids)
+    head = {
+        "id": f"cmpl-{body.request_id or exchange.request.request_id}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": api.model.name,
+    }
+    answer: StreamedAnswer | FullAnswer
+    if body.stream:
+        answer = CompletionStream(exchange, api, prompts, head, body, names)
+    else:
+        answer = FullAnswer(exchange, api.client, prompts, lambda full: _completion(full, head, body, names))
+    answer.choices = [Choice(answer, at, one, ending(body), api.tokenizer) for at, one in enumerate(requests)]
+    answer.begin()
+
+
+async def _prompt(api: ApiContext, body: CompletionBody, prompt: str | list[int]) -> Prompt:
+    if isinstance(prompt, str):
+        token_ids = await api.encode(prompt, add_special=body.add_special_tokens, param="prompt")
+    else:
+        token_ids = prompt
+    token_ids = api.fit(token_ids, body, body.max_tokens, "prompt")
+    text = ""
+    if body.echo:
+        cut = body.truncate_prompt_tokens is not None
+        text = prompt if isinstance(prompt, str) and not cut else _text(api, token_ids)
+    return Prompt(token_ids, text)
+
+
+def _text(api: ApiContext, token_ids: list[int]) -> str:
+    return api.tokenizer.decode(token_ids) if api.tokenizer is not None else "".join(f"{one} " for one in token_ids)
+
+
+def _completion(answer: FullAnswer, head: Mapping[str, Any], body: CompletionBody, names: TokenNames) -> dict[str, Any]:
+    choices = []
+    for choice in answer.choices:
+        prompt = answer.prompts[choice.index // body.n]
+        whole = answer.whole(choice)
+        if body.max_tokens == 0:  # the engine makes at least one token
+            whole = Delta("", finish_reason="length")
+        entry = {
+            "index": choice.index,
+            "text": prompt.text + whole.text,
+            "logprobs": None if body.logprobs is None else completion_logprobs(whole.logprobs, names, 0),
+            "finish_reason": whole.finish_reason,
+            "stop_reason": whole.stop_reason,
+        }
+        if body.return_token_ids:
+            entry |= {"token_ids": whole.token_ids, "prompt_token_ids": prompt.token_ids}
+        choices.append(entry)
+    return {**head, "choices": choices, "usage": answer.usage(), "system_fingerprint": None}
+
+
+class CompletionStream(StreamedAnswer):
+    """A completion in chunks."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        api: ApiContext,
+        prompts: list[Prompt],
+        head: Mapping[str, Any],
+        body: CompletionBody,
+        names: TokenNames,
+    ) -> None:
+        super().__init__(exchange, api.client, prompts)
+        self._head = head
+        self._body = body
+        self._names = names
+        self._offsets: dict[int, int] = {}  # characters written of each choice
+        options = body.stream_options or StreamOptions()
+        self._usage = options.include_usage
+        self._continuous = options.continuous_usage_stats
+        self._detailed = body.logprobs is not None or body.return_token_ids or self._continuous
+
+    def add(self, choice: Choice, delta: Delta) -> None:
+        """Write the chunk of an event; the first one brings the prompt if it is echoed."""
+        self.start()
+        first = choice.index not in self._offsets
+        offset = self._offsets.setdefault(choice.index, 0)
+        prompt = self.prompts[choice.index // self._body.n]
+        text = "" if self._body.max_tokens == 0 else delta.text
+        text = prompt.text + text if first else text
+        self._offsets[choice.index] += len(text)
+        if text or first or self._detailed or delta.finish_reason is not None:
+            chunk = self._chunk(choice, text)
+            entry = chunk["choices"][0]
+            if self._body.logprobs is not None:
+                entry["logprobs"] = completion_logprobs(delta.logprobs, self._names, offset)
+            if self._body.return_token_ids:
+                entry["token_ids"] = delta.token_ids
+                entry |= {"prompt_token_ids": prompt.token_ids} if first else {}
+            entry |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            if self._continuous:
+                chunk["usage"] = self.usage()
+            self.exchange.write(frames.event(chunk))
+        if first and not self._detailed and self._body.max_tokens:
+            template = frames.TextFrames(lambda piece: self._chunk(choice, piece))
+            head, tail, write, escaped = template.head, template.tail, self.exchange.write, encode_basestring
+            choice.write_text = lambda text: write(head + escaped(text).encode() + tail)
+
+    def complete(self) -> None:
+        """Write the usage, if it was asked for, and the end."""
+        if self._usage:
+            usage = {**self._head, "choices": [], "usage": self.usage()}
+            self.exchange.write(frames.event(usage))
+        self.exchange.write(frames.DONE)
+        self.exchange.end()
+
+    def _chunk(self, choice: Choice, text: str) -> dict[str, Any]:
+        entry = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": None}
+        chunk = {**self._head, "choices": [entry]}
+        return {**chunk, "usage": None} if self._usage else chunk

@@ -1,0 +1,255 @@
+"""What the API's routes need of a ready model: its tokenizer, templates, defaults and limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from megatoken.engine.request import Request
+from megatoken.engine.tokenizer import Tokenizer
+from megatoken.errors import CheckpointError, MegatokenError, RequestError
+from megatoken.serve.answer import Ending, reply_error
+from megatoken.serve.api_settings import ApiSettings, ToolFormat
+from megatoken.serve.chat_template import ModelTemplates, TemplateRenderer
+from megatoken.serve.engine_client import EngineClient, Refused
+from megatoken.serve.exchange import Exchange
+from megatoken.serve.messages import ServedModel
+from megatoken.serve.request_errors import ApiError, as_api_error
+from megatoken.serve.schema_common import Body, GenerationFields, SamplingDefaults
+from megatoken.serve.tool_calls import format_of
+
+LONG_TEXT = 4096  # characters; longer ones are encoded in a thread, so that streams do not wait
+MOST_UNKNOWN = 1000  # names of unknown fields that are remembered
+MOST_REQUESTS = 1024  # of one body: prompts times n
+
+
+@dataclass(slots=True)
+class ApiContext:
+    """What routes need, made when an engine is ready.
+
+    Attributes:
+        tokenizer: None if the model has none; then prompts are token ids, and so is the text of answers.
+        foreign: renders the templates that requests bring; None where that is not allowed.
+    """
+
+    client: EngineClient
+    model: ServedModel
+    tokenizer: Tokenizer | None
+    templates: ModelTemplates
+    renderer: TemplateRenderer
+    foreign: TemplateRenderer | None
+    defaults: SamplingDefaults
+    tool_format: ToolFormat | None
+    note: Callable[[str], None]
+    _unknown: set[str] = field(default_factory=set)
+
+    @classmethod
+    def open(
+        cls,
+        client: EngineClient,
+        model: ServedModel,
+        tokenizer: Tokenizer | None,
+        settings: ApiSettings,
+        note: Callable[[str], None],
+    ) -> ApiContext:
+        """Read the model's templates and defaults.
+
+        Args:
+            client: where requests go.
+            model: that is served.
+            tokenizer: of the model.
+            settings: of the operator.
+            note: takes a line for the log.
+
+        Raises:
+            CheckpointError, UsageError: a file cannot be used.
+        """
+        templates, defaults = model_files(model.folder, settings)
+        tool_format = settings.tool_format
+        return cls(
+            client,
+            model,
+            tokenizer,
+            templates,
+            TemplateRenderer(templates, model.max_length),
+            TemplateRenderer(templates, model.max_length) if settings.trust_request_chat_template else None,
+            defaults,
+            format_of(templates.by_name.values()) if tool_format == "auto" else tool_format,
+            note,
+        )
+
+    def close(self) -> None:
+        """End the renderers."""
+        self.renderer.close()
+        if self.foreign is not None:
+            self.foreign.close()
+
+    def check_body(self, body: Body) -> None:
+        """Refuse another model's name; note fields that are ignored, each once.
+
+        Raises:
+            ApiError: the model is not served here.
+        """
+        if body.model is not None and body.model != self.model.name:
+            raise ApiError(
+                f"the model {body.model[:200]!r} is not served here; use {self.model.name!r}",
+                HTTPStatus.NOT_FOUND,
+                param="model",
+                code="model_not_found",
+            )
+        new = [repr(name)[:80] for name in body.unknown if name not in self._unknown]
+        if new and len(self._unknown) < MOST_UNKNOWN:
+            self._unknown.update(body.unknown)
+            self.note(f"ignored unknown fields of requests: {', '.join(new)[:500]}")
+
+    async def encode(self, text: str, *, add_special: bool, param: str) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            ApiError: there is no tokenizer, or the text cannot be encoded.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise ApiError("the model has no tokenizer; give the prompt as token ids", param=param)
+        try:
+            if len(text) < LONG_TEXT:
+                return tokenizer.encode(text, add_special=add_special)
+            return await asyncio.to_thread(tokenizer.encode, text, add_special=add_special)
+        except RequestError as error:
+            raise ApiError(str(error), param=param) from None
+
+    def fit(self, token_ids: list[int], body: GenerationFields, max_tokens: int | None, param: str) -> list[int]:
+        """The prompt, cut to ``truncate_prompt_tokens``; of the model, and with room for an answer.
+
+        Raises:
+            ApiError: it is empty, outside the vocabulary or too long.
+        """
+        longest = self.model.max_length
+        keep = body.truncate_prompt_tokens
+        if keep is not None:
+            keep = longest - min(max_tokens or 1, longest - 1) if keep < 0 else keep
+            if keep < 1:
+                raise ApiError("truncate_prompt_tokens: must be at least 1, or -1", param="truncate_prompt_tokens")
+            token_ids = token_ids[-keep:]
+        if not token_ids:
+            raise ApiError("the prompt is empty; give at least one token", param=param)
+        if max(token_ids) >= self.model.vocabulary_size:
+            largest = max(token_ids)
+            raise ApiError(
+                f"token id {largest} is outside the vocabulary of {self.model.vocabulary_size:,}", param=param
+            )
+        room = max_tokens or 1
+        if len(token_ids) + room > longest:
+            answer = "one token" if max_tokens is None else f"max_tokens of {max_tokens:,}"
+            raise ApiError(
+                f"the prompt has {len(token_ids):,} tokens, and with {answer} for the answer that is more than the "
+                f"model's context of {longest:,}; shorten one of them",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return token_ids
+
+
+def ending(body: GenerationFields) -> Ending:
+    """What ends the answers to a body."""
+    return Ending(
+        body.stops,
+        frozenset(body.stop_token_ids),
+        body.include_stop_str_in_output,
+        not body.skip_special_tokens,
+        body.min_tokens,
+    )
+
+
+def engine_requests(
+    api: ApiContext, body: GenerationFields, prompts: Sequence[Sequence[int]], fields: dict[str, Any]
+) -> list[Request]:
+    """The engine's requests: ``n`` for each prompt, with seeds one after the other.
+
+    Raises:
+        ApiError: there are too many, or ``logit_bias`` is wrong.
+    """
+    if len(prompts) * body.n > MOST_REQUESTS:
+        raise ApiError(
+            f"prompts times n is {len(prompts) * body.n:,}; at most {MOST_REQUESTS:,} are allowed", param="n"
+        )
+    tenant_salt = fields.pop("cache_salt")
+    return [
+        Request(
+            prompt,
+            sampling=body.sampling(api.defaults, choice),
+            stop_token_ids=tuple(body.stop_token_ids),
+            ignore_end_token=body.ignore_eos,
+            min_tokens=body.min_tokens,
+            cache_salt=tenant_salt,
+            **fields,
+        )
+        for prompt in prompts
+        for choice in range(body.n)
+    ]
+
+
+def cache_salt(exchange: Exchange, body: GenerationFields) -> str:
+    """The request's salt, apart from those of other tenants, so that two keys never share cached prefixes."""
+    tenant = exchange.request.tenant
+    return f"{tenant.name if tenant is not None else ''}\n{body.cache_salt}"
+
+
+class HasApi(Protocol):
+    """What a route gets: the server, once a model is ready."""
+
+    @property
+    def api(self) -> ApiContext | None:
+        """None before that."""
+
+    client: EngineClient
+
+
+def api_route(route: Callable[[ApiContext, Exchange], Any]) -> Callable[[HasApi, Exchange], Any]:
+    """A route that answers what it raises in OpenAI's shape."""
+
+    @wraps(route)
+    async def answered(server: HasApi, exchange: Exchange) -> None:
+        try:
+            if server.api is None:
+                raise ApiError(server.client.message, HTTPStatus.SERVICE_UNAVAILABLE, retry_after=5)
+            await route(server.api, exchange)
+        except Refused as error:
+            reply_error(exchange, ApiError(str(error), error.status, retry_after=error.retry_after_seconds))
+        except MegatokenError as error:
+            reply_error(exchange, as_api_error(error))
+
+    return answered
+
+
+def model_files(folder: Path | None, settings: ApiSettings) -> tuple[ModelTemplates, SamplingDefaults]:
+    """The chat templates of a model, and its defaults of sampling; ``folder`` is None for a named shape.
+
+    Raises:
+        CheckpointError, UsageError: a file cannot be used.
+    """
+    templates = ModelTemplates(folder, settings.chat_template)
+    return templates, SamplingDefaults() if folder is None else _defaults(folder / "generation_config.json")
+
+
+def _defaults(file: Path) -> SamplingDefaults:
+    if not file.is_file():
+        return SamplingDefaults()
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        known = {name: config[name] for name in SamplingDefaults.model_fields if config.get(name) is not None}
+        defaults = SamplingDefaults(**known)
+    except (OSError, ValueError, AttributeError, ValidationError) as error:
+        what = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{file}: not a generation config that can be used ({what}); export it again") from error
+    if config.get("do_sample") is False:
+        return defaults.model_copy(update={"temperature": 0.0})
+    return defaults

@@ -1,0 +1,42 @@
+"""Server-sent events: JSON made once per stream, with a gap for each piece of text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from json.encoder import encode_basestring
+from typing import Any
+
+DONE = b"data: [DONE]\n\n"
+_GAP = "\N{OBJECT REPLACEMENT CHARACTER}gap"
+
+
+def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
+    """One event; ``name`` is its type where an API has several."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json_text(data)}\n\n".encode()
+
+
+def json_text(value: Any) -> str:
+    """Compact JSON; characters beyond ASCII stay, half surrogates do not."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":"))
+    return text
+
+
+class TextFrames:
+    """Events that differ in one string only: a piece of an answer's text."""
+
+    def __init__(self, make: Callable[[str], Mapping[str, Any]], name: str | None = None) -> None:
+        """``make`` returns the data of the event of a piece; it is called once. ``name``: as in ``event``."""
+        head, gap, tail = event(make(_GAP), name).partition(encode_basestring(_GAP).encode())
+        assert gap, "the piece is not in the event"
+        self.head = head
+        self.tail = tail
+
+    def frame(self, piece: str) -> bytes:
+        """The event of a piece."""
+        return self.head + encode_basestring(piece).encode() + self.tail

@@ -1,0 +1,89 @@
+"""/v1/models, /tokenize, /detokenize and /openapi.json."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from megatoken.engine.text_stream import TextStream
+from megatoken.serve import frames
+from megatoken.serve.chat_prompt import chat_prompt
+from megatoken.serve.context import ApiContext, api_route
+from megatoken.serve.exchange import Exchange
+from megatoken.serve.logprobs import TokenNames
+from megatoken.serve.openapi import openapi_document
+from megatoken.serve.request_errors import ApiError
+from megatoken.serve.schema_common import parse_body
+from megatoken.serve.schema_completions import DetokenizeBody, TokenizeBody
+
+
+@api_route
+async def models(api: ApiContext, exchange: Exchange) -> None:
+    """The list of models: one."""
+    _reply(exchange, {"object": "list", "data": [_model(api)]})
+
+
+@api_route
+async def model(api: ApiContext, exchange: Exchange) -> None:
+    """One model by its name, the rest of the path."""
+    name = exchange.request.path.removeprefix("/v1/models/")
+    if name != api.model.name:
+        raise ApiError(f"the model {name[:200]!r} is not served here", 404, param="model", code="model_not_found")
+    _reply(exchange, _model(api))
+
+
+@api_route
+async def tokenize(api: ApiContext, exchange: Exchange) -> None:
+    """Token ids of a text or a chat."""
+    body = parse_body(TokenizeBody, exchange.request.body)
+    api.check_body(body)
+    if body.messages is not None:
+        _, token_ids = await chat_prompt(
+            api,
+            body.messages,
+            tools=body.tools,
+            template=body.chat_template,
+            variables=body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            add_special_tokens=body.add_special_tokens or False,
+        )
+    else:
+        add_special = True if body.add_special_tokens is None else body.add_special_tokens
+        token_ids = await api.encode(body.prompt or "", add_special=add_special, param="prompt")
+    answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": api.model.max_length, "tokens": token_ids}
+    if body.return_token_strs:
+        names = TokenNames(api.tokenizer, as_ids=False)
+        answer["token_strs"] = [names.text(one) for one in token_ids]
+    _reply(exchange, answer)
+
+
+@api_route
+async def detokenize(api: ApiContext, exchange: Exchange) -> None:
+    """Text of token ids, special tokens included."""
+    body = parse_body(DetokenizeBody, exchange.request.body)
+    api.check_body(body)
+    if api.tokenizer is None:
+        raise ApiError("the model has no tokenizer", param="tokens")
+    stream = TextStream(api.tokenizer, keep_special=True)
+    _reply(exchange, {"prompt": stream.add(body.tokens) + stream.flush()})
+
+
+@api_route
+async def openapi(api: ApiContext, exchange: Exchange) -> None:
+    """The OpenAPI document."""
+    exchange.reply(200, json.dumps(openapi_document()).encode())
+
+
+def _model(api: ApiContext) -> dict[str, Any]:
+    return {
+        "id": api.model.name,
+        "object": "model",
+        "created": api.model.created,
+        "owned_by": "megatoken",
+        "max_model_len": api.model.max_length,
+    }
+
+
+def _reply(exchange: Exchange, value: Any) -> None:
+    exchange.reply(200, frames.json_text(value).encode())

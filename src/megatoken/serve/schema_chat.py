@@ -1,0 +1,120 @@
+"""The body of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from megatoken.serve.schema_common import GenerationFields, Part, ResponseFormat
+
+FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+MOST_TOOLS = 128
+
+
+class TextPart(Part):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Part):
+    """The function that a message calls, and its arguments as JSON."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Part):
+    """A call that an earlier answer made."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Part):
+    """One message. Further fields are passed to the chat template."""
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The content as one string."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content
+
+
+class Function(Part):
+    """A function that the model may call; ``parameters`` is a JSON schema."""
+
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Part):
+    """A tool; only functions are supported."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Part):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Part):
+    """The one tool to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatBody(GenerationFields):
+    """A chat to continue."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] = Field(default_factory=list, max_length=MOST_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    chat_template: str | None = Field(default=None, min_length=1, max_length=1 << 18)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    reasoning_effort: str | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if (
+            self.continue_final_message
+            and "add_generation_prompt" in self.model_fields_set
+            and self.add_generation_prompt
+        ):
+            raise ValueError("continue_final_message and add_generation_prompt cannot both be true")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        if isinstance(self.tool_choice, NamedTool):
+            wanted = self.tool_choice.function.name
+            if wanted not in {tool.function.name for tool in self.tools}:
+                raise ValueError(f"tool_choice names {wanted[:64]!r}, which is not one of the tools")
+        if self.response_format is not None and self.response_format.type != "text" and self.structured_outputs:
+            raise ValueError("give response_format or structured_outputs, not both")
+        return self

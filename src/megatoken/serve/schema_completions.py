@@ -1,0 +1,66 @@
+"""The bodies of /v1/completions, /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from megatoken.serve.schema_chat import Message, Tool
+from megatoken.serve.schema_common import Body, GenerationFields, ResponseFormat, TokenId
+
+MOST_PROMPTS = 1024
+
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class CompletionBody(GenerationFields):
+    """A prompt, or a batch of them, to continue: text or token ids."""
+
+    prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
+    max_tokens: int = Field(default=16, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool = False
+    add_special_tokens: bool = True
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be at least 1, or 0 with echo")
+        if self.response_format is not None and self.response_format.type != "text" and self.structured_outputs:
+            raise ValueError("give response_format or structured_outputs, not both")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Every prompt of the batch."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
+
+
+class TokenizeBody(Body):
+    """A text or a chat to encode."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    tools: list[Tool] = Field(default_factory=list)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    """Token ids to decode."""
+
+    tokens: list[TokenId]

@@ -1,0 +1,121 @@
+"""The body of /v1/responses, without what needs a store of earlier answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from megatoken.serve.schema_chat import FUNCTION_NAME, MOST_TOOLS
+from megatoken.serve.schema_common import Body, NamedSchema, Part, TokenId
+
+
+class InputText(Part):
+    """A piece of a message's content."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class InputMessage(Part):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputText]
+
+
+class FunctionCall(Part):
+    """A call that an earlier answer made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutput(Part):
+    """What the function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputText]
+
+
+class ResponsesTool(Part):
+    """A function that the model may call; ``parameters`` is a JSON schema."""
+
+    type: Literal["function"]
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(Part):
+    """The one tool to call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(NamedSchema):
+    """The form of an answer: any text, any JSON object, or what a JSON schema allows."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+
+class TextOptions(Part):
+    """The form of an answer."""
+
+    format: TextFormat = Field(default_factory=TextFormat)
+
+
+class Reasoning(Part):
+    """How much a model thinks that can be asked to."""
+
+    effort: str | None = None
+
+
+def _kind(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else item
+    return kind if isinstance(kind, str) else "message"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    Discriminator(_kind),
+]
+
+
+class ResponsesBody(Body):
+    """An input to answer."""
+
+    input: str | Annotated[list[Item], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    ignore_eos: bool = False
+    cache_salt: str = ""
+    stream: bool = False
+    tools: list[ResponsesTool] = Field(default_factory=list, max_length=MOST_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    text: TextOptions = Field(default_factory=TextOptions)
+    reasoning: Reasoning = Field(default_factory=Reasoning)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    include: list[str] = Field(default_factory=list, max_length=0)
+    top_logprobs: int = Field(default=0, ge=0, le=0)
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if self.text.format.type == "json_schema" and "schema_" not in self.text.format.model_fields_set:
+            raise ValueError("text.format of type json_schema needs a schema")
+        return self
