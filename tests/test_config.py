@@ -108,6 +108,10 @@ def test_empty_files_and_empty_sections_are_the_defaults(tmp_path: Path) -> None
         ("min_duration_seconds: nan\n", "run.yaml:1: min_duration_seconds: must be a finite number, got 'nan'"),
         ("warm_up_seconds: -1\n", "run.yaml:1: warm_up_seconds: must be at least 0"),
         ("model: ''\n", "run.yaml:1: model: must not be empty"),
+        (
+            "rules: v6.0\nengine:\n  prefix_cache: true\n",
+            "run.yaml:3: engine.prefix_cache: MLPerf forbids reusing results of one sample for another; leave it out",
+        ),
         ("engine: {device: tpu}\n", "run.yaml:1: engine.device: must be 'auto', 'cpu' or 'cuda', got 'tpu'"),
         (
             "model: !!python/object:os.system x\n",

@@ -82,6 +82,7 @@ class EngineSection(Section):
         lt=1e6,
         description="longest mean step, which limits prefill; null: 95 % of the TPOT limit, if there is one",
     )
+    prefix_cache: bool = Field(default=False, description="compute equal beginnings of prompts once")
 
 
 class RackSection(Section):
@@ -341,6 +342,8 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
             refuse(key, f"only for the scenarios server and interactive, and this is {config.scenario}; leave it out")
     if not config.find_rate:
         refuse("probe_seconds", "only for a search for a rate; give --find-rate")
+    if config.rules is not None:
+        refuse("engine.prefix_cache", "MLPerf forbids reusing results of one sample for another; leave it out")
     if config.rack.count == "per_node":
         for key in ("find_rate", "repeat", "text"):
             refuse(key, "not supported with rack.count per_node, where every node has its own LoadGen; leave it out")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatoken.engine.adjustments import Adjustments, adjustments_of
 from megatoken.engine.config import ModelConfig
@@ -20,6 +20,7 @@ class ActiveRequest:
     generated: list[int]
     adjustments: Adjustments | None = None
     plain: bool = True  # its next token is the one with the highest logit, and no logprobs are wanted
+    page_keys: list[bytes] = field(default_factory=list)  # of its full pages, if there is a prefix cache
 
     def tokens(self, start: int, count: int) -> list[int]:
         """``count`` of its ids from position ``start`` on, prompt and generated."""

@@ -189,6 +189,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     fp8_scales: Fp8Scales = "tensor"
     target_step_seconds: float | None = None
+    prefix_cache: bool = False
 
 
 def _llama31(name: str, hidden_size: int, intermediate_size: int, layers: int, heads: int) -> ModelConfig:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from megatoken.engine.active_request import ActiveRequest, activate
 from megatoken.engine.config import EngineConfig, ModelConfig
 from megatoken.engine.memory import MemoryPlan
+from megatoken.engine.prefix_cache import extend_keys
 from megatoken.engine.request import (
     Completion,
     FinishReason,
@@ -188,7 +189,8 @@ class Engine:
         self.model_config, self.memory_plan = runner.model_config, runner.memory_plan
         self.content_hash, self.tokenizer, self.gpu_uuids = runner.content_hash, runner.tokenizer, runner.gpu_uuids
         self._runner = runner
-        self._scheduler = self.memory_plan.scheduler()
+        self._scheduler = self.memory_plan.scheduler(prefix_cache=config.prefix_cache)
+        self._prefixes = self._scheduler.prefixes
         self._step_time = None
         if config.target_step_seconds is not None:
             self._step_time = StepTime(config.target_step_seconds, self.memory_plan.max_batched_tokens)
@@ -246,13 +248,15 @@ class Engine:
         for name in sorted(used_options(request) & self._runner.unsupported):
             raise RequestError(f"{name} is not supported by this engine; leave it out")
         self._scheduler.check(len(prompt), request.max_tokens)
-        return activate(request, prompt, self.model_config)
+        checked = activate(request, prompt, self.model_config)
+        self._extend_page_keys(checked)
+        return checked
 
     def enqueue(self, checked: ActiveRequest) -> int:
         """Queue what ``check`` returned, once; the request's id."""
         request_id = self._next_id
         self._next_id += 1
-        self._scheduler.add(request_id, len(checked.prompt), checked.request.max_tokens)
+        self._scheduler.add(request_id, len(checked.prompt), checked.request.max_tokens, checked.page_keys)
         self._was_idle |= not self._active
         self._not_plain += not checked.plain
         if checked.sampling.temperature > 0 and checked.sampling.seed is None:
@@ -291,6 +295,8 @@ class Engine:
                 self._launch(plan)
             if self._in_flight and (plan is None or len(self._in_flight) > self._lookahead):
                 self._collect(self._in_flight.popleft(), events)
+            if self._prefixes is not None and self._prefixes.cached_tokens:
+                events = [self._with_cached_tokens(event, self._prefixes.cached_tokens) for event in events]
             self._computed_seconds += self._runner.now() - began
             return events
 
@@ -378,6 +384,8 @@ class Engine:
             preemptions=scheduler.preemptions,
             recomputed_tokens=scheduler.recomputed_tokens,
             computed_seconds=self._computed_seconds,
+            prefix_cache_queries=0 if self._prefixes is None else self._prefixes.queried_tokens,
+            prefix_cache_hits=0 if self._prefixes is None else self._prefixes.found_tokens,
         )
 
     def _step_for(self, request_ids: Iterable[int]) -> list[TokenEvent]:
@@ -398,6 +406,9 @@ class Engine:
             for request_id in gone & self._active.keys():
                 self._end(request_id)
             self._held = [event for event in self._held if event.request_id not in gone]
+            if self._prefixes is not None:
+                for request_id in gone:
+                    self._prefixes.cached_tokens.pop(request_id, None)
 
     def _launch(self, plan: StepPlan) -> None:
         decodes, tokens = plan.decodes, plan.batched_tokens
@@ -406,6 +417,10 @@ class Engine:
         self._processed_tokens += tokens
         self._decoded_tokens += decodes
         self._context_tokens += int(np.add.reduce(plan.start[:decodes]))
+        if self._prefixes is not None:
+            for request_id in plan.preempted:
+                self._extend_page_keys(self._active[request_id])
+                self._prefixes.keep(request_id)
         cached_tokens = int((plan.start + plan.count).sum()) if self._step_time is not None else 0
         step = self._runner.launch(
             plan, self._scheduler.page_table, self._active, plain=not self._not_plain, after_idle=self._was_idle
@@ -421,7 +436,7 @@ class Engine:
             self._step_time.note(launched.tokens, launched.cached_tokens, launched.step.seconds, decodes=decodes)
         for request_id, error in launched.step.errors.items():
             if request_id in self._active:
-                self._end(request_id)
+                self._end(request_id, failed=True)
                 events.append(TokenEvent(request_id, (), FinishReason.ERROR, error))
         active, output_tokens, first = self._active, 0, len(events)
         for request_id, tokens in outputs:
@@ -445,10 +460,31 @@ class Engine:
                 for event in events[first:]
             ]
 
-    def _end(self, request_id: int, *, answered: bool = False) -> None:
+    def _end(self, request_id: int, *, answered: bool = False, failed: bool = False) -> None:
         """Take a request out before its limit; a no-op for the scheduler if its last token has been planned."""
         self._scheduler.end(request_id, answered=answered)
-        self._remove(request_id)
+        self._remove(request_id, failed=failed)
 
-    def _remove(self, request_id: int) -> None:
-        self._not_plain -= not self._active.pop(request_id).plain
+    def _remove(self, request_id: int, *, failed: bool = False) -> None:
+        request = self._active.pop(request_id)
+        self._not_plain -= not request.plain
+        if self._prefixes is not None:
+            if failed:
+                self._prefixes.discard(request_id)
+            else:
+                self._extend_page_keys(request)
+                self._prefixes.keep(request_id)
+
+    def _extend_page_keys(self, request: ActiveRequest) -> None:
+        """Name the full pages of its tokens. With ``prompt_logprobs`` it has to compute its whole prompt."""
+        if self._prefixes is not None and request.request.prompt_logprobs is None:
+            page_size = self.memory_plan.page_size
+            start = len(request.page_keys) * page_size
+            tokens = request.tokens(start, len(request.prompt) + len(request.generated) - start)
+            extend_keys(request.page_keys, tokens, page_size, request.request.cache_salt)
+
+    @staticmethod
+    def _with_cached_tokens(event: TokenEvent, cached_tokens: dict[int, int]) -> TokenEvent:
+        """Every event passes here while ``cached_tokens`` holds requests that have had none yet."""
+        found = cached_tokens.pop(event.request_id, 0)
+        return event._replace(cached_tokens=found) if found else event

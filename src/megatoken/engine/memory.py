@@ -71,7 +71,7 @@ class MemoryPlan:
         """Tokens the cache holds."""
         return self.pages * self.page_size
 
-    def scheduler(self) -> Scheduler:
+    def scheduler(self, *, prefix_cache: bool = False) -> Scheduler:
         """A new scheduler of these sizes."""
         return Scheduler(
             max_batched_tokens=self.max_batched_tokens,
@@ -79,6 +79,7 @@ class MemoryPlan:
             page_size=self.page_size,
             num_pages=self.pages,
             max_length=self.max_length,
+            prefix_cache=prefix_cache,
         )
 
     def lines(self) -> list[str]:

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
+
+
+class SharedPages(NamedTuple):
+    """Which pages N sequences hold, for sequences that share some of them.
+
+    Only pages that a sequence found in the prefix cache are shared. They are its first.
+    """
+
+    table: NDArray[np.int32]  # pages by slot and place
+    slot: NDArray[np.int32]  # [N]
+    held: NDArray[np.int32]  # [N] pages of each sequence
+    found: NDArray[np.int32]  # [N] of these, those found in the prefix cache
 
 
 class PageForecast:
@@ -13,28 +28,90 @@ class PageForecast:
     running are i and all that end later: together they hold the sum of their tokens now, plus what each has grown by
     then. Sorted by end, that is a running sum from behind: N log N once, N for one more sequence.
 
-    Pages are counted as tokens; each sequence with the empty places that its last page will have at its end.
+    Pages are counted as tokens; each sequence with the empty places that its last page will have at its end. A shared
+    page counts for the one of its readers that ends last.
     """
 
-    def __init__(self, num_tokens: NDArray[np.int64], end: NDArray[np.int64], page_size: int, num_pages: int) -> None:
+    def __init__(
+        self,
+        num_tokens: NDArray[np.int64],
+        end: NDArray[np.int64],
+        page_size: int,
+        num_pages: int,
+        shared: SharedPages | None = None,
+    ) -> None:
         """Starts with sequences of ``num_tokens`` ``[N]`` and ``end`` ``[N]`` tokens in a cache of ``num_pages``."""
         self._page_size, self._capacity_tokens = page_size, num_pages * page_size
         order = np.argsort(end - num_tokens)
         tokens = (num_tokens + -end % page_size)[order]
         self._steps = (end - num_tokens)[order]  # [N] until the end, ascending
+        self._shared = shared
+        if shared is not None:
+            self._shared = shared._replace(slot=shared.slot[order], held=shared.held[order])
+            self._first_steps = self._steps
+            self._until = np.full(num_pages, -1, dtype=np.int64)  # by page: steps until its last reader ends
+            self._columns = 0
+            tokens -= self._look_at(int(shared.found.max(initial=0))) * page_size
         self._tokens_from = np.append(np.cumsum(tokens[::-1])[::-1], 0)  # [N + 1] held now by i and all after it
         self._peaks = self._tokens_from[:-1] + np.arange(len(order), 0, -1) * self._steps  # [N] held when i ends
 
-    def admit(self, num_tokens: int, end: int) -> bool:
-        """Count one more sequence in, if the total stays within the cache at every end, its own included."""
+    def admit(self, num_tokens: int, end: int, found: Sequence[int] = ()) -> bool:
+        """Count one more sequence in, if the total stays within the cache at every end, its own included.
+
+        ``found``: its first pages if it found them in the prefix cache.
+        """
         tokens, steps = num_tokens + -end % self._page_size, end - num_tokens
+        before, tokens_from = self._peaks, self._tokens_from
+        if found:
+            until = self._until_end_of(found)
+            tokens -= int(np.count_nonzero(until >= steps)) * self._page_size
+            before, tokens_from = self._without(until[(until >= 0) & (until < steps)])
         place = int(np.searchsorted(self._steps, steps))
         earlier, later = self._steps[:place], self._steps[place:]
-        peaks = self._peaks[:place] + (tokens + earlier)
-        own = int(self._tokens_from[place]) + tokens + (len(later) + 1) * steps
+        peaks = before[:place] + (tokens + earlier)
+        own = int(tokens_from[place]) + tokens + (len(later) + 1) * steps
         if max(own, peaks.max(initial=0)) > self._capacity_tokens:
             return False
         self._steps = np.concatenate((earlier, [steps], later))
-        self._peaks = np.concatenate((peaks, [own], self._peaks[place:]))
-        self._tokens_from = np.concatenate((self._tokens_from[: place + 1] + tokens, self._tokens_from[place:]))
+        self._peaks = np.concatenate((peaks, [own], before[place:]))
+        self._tokens_from = np.concatenate((tokens_from[: place + 1] + tokens, tokens_from[place:]))
+        if found:
+            self.hold(np.array(found, dtype=np.int32), steps)
         return True
+
+    def hold(self, pages: NDArray[np.int32], steps: int) -> None:
+        """Note that an admitted sequence that ends in so many steps has ``pages``, which later ones may find."""
+        if self._shared is not None:
+            self._until[pages] = np.maximum(self._until[pages], steps)
+
+    def _until_end_of(self, found: Sequence[int]) -> NDArray[np.int64]:
+        """Steps until the last reader of each of these pages ends; -1 without a reader."""
+        if len(found) > self._columns:
+            self._look_at(len(found))
+        return self._until[list(found)]
+
+    def _without(self, until: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Peaks and tokens if these pages, each held for so many steps, no longer counted for their last readers."""
+        if not len(until):
+            return self._peaks, self._tokens_from
+        places = np.searchsorted(self._steps, until, side="right")
+        pages = np.bincount(places, minlength=len(self._steps) + 1)[::-1].cumsum()[::-1][1:]
+        tokens = pages * self._page_size
+        return self._peaks - tokens, self._tokens_from - np.append(tokens, 0)
+
+    def _look_at(self, columns: int) -> NDArray[np.int64]:
+        """Note the readers of the first so many pages of the sequences that it started with.
+
+        Returns:
+            ``[N]`` how many of its pages each sequence shares with one that ends later.
+        """
+        assert self._shared is not None
+        table, slot, held, _ = self._shared
+        live = np.arange(self._columns, columns) < held[:, None]
+        page, sequence = table[slot, self._columns : columns][live], live.nonzero()[0]
+        last = np.full(len(self._until), -1)
+        np.maximum.at(last, page, sequence)
+        last_of_page = last[page]
+        self._until[page] = self._first_steps[last_of_page]
+        self._columns = columns
+        return np.bincount(sequence[last_of_page != sequence], minlength=len(slot))

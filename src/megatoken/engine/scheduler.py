@@ -22,15 +22,16 @@ Two facts follow from the rules and keep the code short:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatoken.engine.page_forecast import PageForecast
+from megatoken.engine.page_forecast import PageForecast, SharedPages
 from megatoken.engine.pages import PageAllocator
+from megatoken.engine.prefix_cache import PrefixCache
 from megatoken.errors import CapacityError
 
 _ONE = np.int32(1)
@@ -42,6 +43,7 @@ PRIOR_TOKENS = 4096
 class StepPlan:
     """The complete truth about one step of R sequences and N new pages. Decodes come first, then chunks of prompts.
 
+    Pages that a prompt found in the prefix cache are among the new ones, and its first chunk starts behind them.
     A preempted sequence comes back as a prompt of all its tokens, so the tokens that it generated come from the host
     too. It never comes back in the step after the one that preempted it, so with at most one step in flight the host
     has those tokens by then.
@@ -71,6 +73,7 @@ class _Waiting(NamedTuple):
     prompt: int
     num_tokens: int
     length: int
+    page_keys: Sequence[bytes]
 
 
 class Scheduler:
@@ -81,6 +84,8 @@ class Scheduler:
             beyond a sequence's ``num_tokens``.
         preemptions: sequences pushed back to the queue so far.
         recomputed_tokens: computed tokens dropped by preemptions so far.
+        prefixes: the prefix cache, if there is one. The caller must call its ``keep`` or ``discard`` for every request
+            that has ended, and for those that a plan preempted.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class Scheduler:
         page_size: int,
         num_pages: int,
         max_length: int,
+        prefix_cache: bool = False,
     ) -> None:
         """Starts without requests.
 
@@ -100,6 +106,7 @@ class Scheduler:
             page_size: tokens in a page of cache.
             num_pages: pages of cache.
             max_length: tokens of the longest request, prompt and generated together.
+            prefix_cache: requests share the pages of equal prefixes.
 
         Raises:
             ValueError: a size below 1.
@@ -114,7 +121,8 @@ class Scheduler:
         self._page_indices = np.arange(self.page_table.shape[1], dtype=np.int32)
         self._num_pages = num_pages
         self._max_length = max_length
-        self._pages = PageAllocator(num_pages)
+        self.prefixes = PrefixCache(num_pages) if prefix_cache else None
+        self._pages: PageAllocator | PrefixCache = self.prefixes or PageAllocator(num_pages)
         self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # by request id, oldest first
         # Running sequences, oldest first; replaced, never written in place. Each has computed all its tokens but the
         # newest and holds pages for those; a partial prefill has computed fewer and holds the pages of all.
@@ -127,8 +135,10 @@ class Scheduler:
         self._free_slots = list(range(max_sequences))[::-1]
         self._request_ids = np.zeros(max_sequences, dtype=np.int64)  # by slot
         self._prompt = [0] * max_sequences  # by slot
+        self._page_keys: list[Sequence[bytes]] = [()] * max_sequences  # by slot
+        self._found_pages = np.zeros(max_sequences, dtype=np.int32)  # by slot: taken from the prefix cache
         # Of all whole answers: what they took, and what they might have taken.
-        self._answered_tokens = self._answer_limits = PRIOR_TOKENS
+        self._answered_tokens = self._answer_limits = self._taken = PRIOR_TOKENS
         self._last_request_id = -1
         self._step = 0
 
@@ -179,8 +189,10 @@ class Scheduler:
             "lower max_tokens or enlarge the cache"
         )
 
-    def add(self, request_id: int, prompt_tokens: int, max_tokens: int) -> None:
+    def add(self, request_id: int, prompt_tokens: int, max_tokens: int, page_keys: Sequence[bytes] = ()) -> None:
         """Queue a request of ``prompt_tokens`` that ends after at most ``max_tokens`` more.
+
+        ``page_keys``: of the full pages of its prompt, by which the prefix cache finds them (``extend_keys``).
 
         Raises:
             CapacityError: as ``check``.
@@ -193,7 +205,7 @@ class Scheduler:
             )
         self.check(prompt_tokens, max_tokens)
         self._last_request_id = request_id
-        self._waiting[request_id] = _Waiting(prompt_tokens, prompt_tokens, prompt_tokens + max_tokens)
+        self._waiting[request_id] = _Waiting(prompt_tokens, prompt_tokens, prompt_tokens + max_tokens, page_keys)
 
     def end(self, request_id: int, *, answered: bool) -> bool:
         """Remove a request that stopped early or was cancelled; its slot and pages are free at once.
@@ -236,6 +248,11 @@ class Scheduler:
         budget = self._max_batched_tokens
         if prompt_tokens is not None:
             budget = min(budget, decodes + max(prompt_tokens, partial, int(not decodes)))
+        if self.prefixes is not None and partial:
+            newest, first = self._running[-1], self._partial_computed
+            end = min(int(self._num_tokens[-1]), first + budget - decodes)
+            row, size = self.page_table[newest], self._page_size
+            self.prefixes.register(self._page_keys[newest], row, first // size, end // size)
         if self._waiting and not preempted:
             self._admit(self._pages.free - len(full), budget, most_sequences)
         slot, num_tokens = self._running, self._num_tokens
@@ -247,6 +264,8 @@ class Scheduler:
         start[:decodes] = computed[:decodes]
         if partial:
             start[decodes] = self._partial_computed
+        if self.prefixes is not None:
+            start[decodes + partial :] = self._found_pages.take(slot[decodes + partial :]) * self._page_size
         count = num_tokens - start
         excess = decodes + sum(count[decodes:].tolist()) - budget
         self._partial_prefill = excess > 0
@@ -292,13 +311,19 @@ class Scheduler:
             slot = self._running[keep]
             lacking = int(np.searchsorted(full, keep))
             request_id, num_tokens = int(self._request_ids[slot]), int(self._num_tokens[keep])
-            free += self._held([keep], [num_tokens])[0]
-            self._waiting[request_id] = _Waiting(self._prompt[slot], num_tokens, int(self._length[keep]))
+            request = _Waiting(self._prompt[slot], num_tokens, int(self._length[keep]), self._page_keys[slot])
+            self._waiting[request_id] = request
             self._waiting.move_to_end(request_id, last=False)
             self.recomputed_tokens += self._partial_computed if keep == self.decodes else num_tokens - 1
             preempted.append(request_id)
+            if self.prefixes is None:
+                free += self._held([keep], [num_tokens])[0]
+            else:  # shared pages stay with their other readers
+                self._remove(np.array([keep]), answered=False)
+                free = self._pages.free
         self.preemptions += len(preempted)
-        self._remove(np.arange(keep, self.running), answered=False)
+        if self.prefixes is None:
+            self._remove(np.arange(keep, self.running), answered=False)
         return tuple(preempted), full[:lacking]
 
     def _admit(self, spare_pages: int, budget: int, most_sequences: int | None) -> None:
@@ -312,18 +337,28 @@ class Scheduler:
         spare_slots = len(self._free_slots)
         if most_sequences is not None:
             spare_slots = min(spare_slots, most_sequences - self.running)
+        prefixes = self.prefixes
         slots: list[int] = []
         admitted: list[_Waiting] = []
-        fits: Callable[[_Waiting], bool] | None = None
+        forecast: PageForecast | None = None
+        found: Sequence[int] = ()
+        found_held = shared = 0
         while self._waiting and spare_tokens > 0 and len(admitted) < spare_slots:
             request_id, request = self._waiting.popitem(last=False)
-            spare_tokens -= request.num_tokens
-            spare_pages -= -(-request.num_tokens // size)
+            if prefixes is not None:
+                found = prefixes.find(request.page_keys, (request.num_tokens - 1) // size)
+                found_held = prefixes.held(found)
+                shared = prefixes.extra_readers + found_held
+            prompt_tokens = spare_tokens
+            spare_tokens -= request.num_tokens - len(found) * size
+            spare_pages -= -(-request.num_tokens // size) - found_held
             pages_at_limits = self._pages_at_limits - (1 - request.length) // size
             admissible = spare_pages >= 0
-            if admissible and pages_at_limits > self._num_pages:  # otherwise the cache holds any answers they give
-                fits = fits or self._forecast(admitted)
-                admissible = fits(request)  # true where no sequence runs: alone it fits, as ``add`` checked
+            # Otherwise the cache holds any answers they give.
+            if admissible and pages_at_limits - shared > self._num_pages:
+                forecast = forecast or self._forecast(slots, admitted)
+                # True where no sequence runs: alone it fits, as ``add`` checked.
+                admissible = forecast.admit(request.num_tokens, self._expected_end(request), found)
             if not admissible:
                 self._waiting[request_id] = request
                 self._waiting.move_to_end(request_id, last=False)
@@ -333,32 +368,60 @@ class Scheduler:
             self._request_ids[slot], self._prompt[slot] = request_id, request.prompt
             slots.append(slot)
             admitted.append(request)
+            if prefixes is not None:
+                self._share_pages(slot, request, found, prompt_tokens, forecast)
         if admitted:
             tokens, length = [request.num_tokens for request in admitted], [request.length for request in admitted]
             self._running = np.concatenate((self._running, np.array(slots, dtype=np.int32)))
             self._num_tokens = np.concatenate((self._num_tokens, np.array(tokens, dtype=np.int32)))
             self._length = np.concatenate((self._length, np.array(length, dtype=np.int32)))
 
-    def _forecast(self, admitted: Iterable[_Waiting]) -> Callable[[_Waiting], bool]:
-        """A function that says whether one more request fits until all have ended, and counts it in if it does.
+    def _share_pages(
+        self, slot: int, request: _Waiting, found: Sequence[int], spare_tokens: int, forecast: PageForecast | None
+    ) -> None:
+        """Give an admitted request the pages that it ``found``, and new ones for its other tokens.
 
-        It starts from the running sequences and what was ``admitted``.
+        Every layer writes the keys of a step before it reads any, so requests admitted in the same plan already find
+        the pages that ``spare_tokens`` allow this one to fill.
         """
-        limits = self._answer_limits
+        assert self.prefixes is not None
+        size, row, first = self._page_size, self.page_table[slot], len(found)
+        pages = -(-request.num_tokens // size)
+        self.prefixes.acquire(found)
+        row[:first] = found
+        row[first:pages] = self.prefixes.allocate(pages - first)
+        self._found_pages[slot], self._page_keys[slot] = first, request.page_keys
+        if request.num_tokens == request.prompt:
+            self.prefixes.note_prompt(int(self._request_ids[slot]), request.prompt, first * size)
+        full = min(request.num_tokens, first * size + spare_tokens) // size
+        self.prefixes.register(request.page_keys, row, first, full)
+        if forecast is not None:
+            forecast.hold(row[:pages], self._expected_end(request) - request.num_tokens)
+
+    def _forecast(self, slots: Sequence[int], admitted: Sequence[_Waiting]) -> PageForecast:
+        """The future of the running sequences and of those just ``admitted`` to ``slots``."""
+        limits, size = self._answer_limits, self._page_size
         tokens, length = self._num_tokens.astype(np.int64), self._length.astype(np.int64)
         prompt = np.array([self._prompt[slot] for slot in self._running.tolist()], dtype=np.int64)
         # Running answers count with their tokens so far: short answers end first, and would seem to be all.
-        taken = min(self._answered_tokens + int((tokens - prompt).sum()), limits)
-        end = prompt + (length - prompt) * taken // limits - 1  # no token attends to the last one
-        forecast = PageForecast(tokens, np.maximum(tokens, end), self._page_size, self._num_pages)
+        self._taken = taken = min(self._answered_tokens + int((tokens - prompt).sum()), limits)
+        end = np.maximum(tokens, prompt + (length - prompt) * taken // limits - 1)  # no token attends to the last one
+        shared = None
+        if self.prefixes is not None:
+            held = (self._num_tokens + (size - 2)) // size
+            shared = SharedPages(self.page_table, self._running, held, self._found_pages.take(self._running))
+        forecast = PageForecast(tokens, end, size, self._num_pages, shared)
+        for slot, request in zip(slots, admitted, strict=True):
+            found = self.page_table[slot, : self._found_pages[slot]]
+            end_of_request = self._expected_end(request)
+            forecast.admit(request.num_tokens, end_of_request, found.tolist())
+            forecast.hold(self.page_table[slot, : request.num_tokens // size], end_of_request - request.num_tokens)
+        return forecast
 
-        def fits(request: _Waiting) -> bool:
-            end = request.prompt + (request.length - request.prompt) * taken // limits - 1
-            return forecast.admit(request.num_tokens, max(request.num_tokens, end))
-
-        for request in admitted:
-            fits(request)
-        return fits
+    def _expected_end(self, request: _Waiting) -> int:
+        """Its tokens at its end, by the share of its limit that an answer takes."""
+        end = request.prompt + (request.length - request.prompt) * self._taken // self._answer_limits - 1
+        return max(request.num_tokens, end)
 
     def _give_pages(
         self, full: NDArray[np.intp], computed: NDArray[np.int32], first_admitted: int
@@ -374,8 +437,13 @@ class Scheduler:
         page_index = np.concatenate(
             [computed[full] // self._page_size, *[self._page_indices[:count] for count in pages]]
         )
-        page = self._pages.allocate(len(page_slot))
-        self.page_table[page_slot, page_index] = page
+        if self.prefixes is None:
+            page = self._pages.allocate(len(page_slot))
+            self.page_table[page_slot, page_index] = page
+        else:  # those just admitted have theirs
+            given = len(full)
+            self.page_table[page_slot[:given], page_index[:given]] = self._pages.allocate(given)
+            page = self.page_table[page_slot, page_index]
         return page_slot, page_index, page
 
     def _full(self, computed: NDArray[np.int32]) -> NDArray[np.intp]:
@@ -402,7 +470,14 @@ class Scheduler:
         slots, lengths = self._running[gone].tolist(), self._length[gone].tolist()
         num_tokens, size = self._num_tokens[gone].tolist(), self._page_size
         held = zip(slots, self._held(gone.tolist(), num_tokens), strict=True)
-        self._pages.release(np.concatenate([self.page_table[slot, :pages] for slot, pages in held]))
+        pages = [self.page_table[slot, :count] for slot, count in held]
+        if isinstance(self._pages, PageAllocator):
+            self._pages.release(np.concatenate(pages))
+        else:
+            for one, slot, tokens, own in zip(gone.tolist(), slots, num_tokens, pages, strict=True):
+                full = (self._partial_computed if one == self.decodes else tokens - 1) // size
+                request_id, found = int(self._request_ids[slot]), int(self._found_pages[slot])
+                self._pages.release(request_id, self._page_keys[slot], own, full, found)
         self._pages_at_limits -= sum([-(-(length - 1) // size) for length in lengths])
         self._free_slots += slots
         if answered:

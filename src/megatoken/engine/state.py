@@ -13,6 +13,8 @@ TOTALS = (
     "preemptions",
     "recomputed_tokens",
     "computed_seconds",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
 )
 """Fields of ``ReplicaState`` that only grow while an engine lives; ``replicas`` aside, the others are levels."""
 
@@ -36,4 +38,6 @@ class ReplicaState:
     preemptions: int = 0
     recomputed_tokens: int = 0  # computed, and dropped by preemptions
     computed_seconds: float = 0.0  # spent in steps
+    prefix_cache_queries: int = 0  # prompt tokens of the requests that were admitted, with a prefix cache
+    prefix_cache_hits: int = 0  # of these tokens, those that were in the cache
     replicas: int = 1  # how many this is the sum of

@@ -71,6 +71,8 @@ class SeriesRow(NamedTuple):
     context_tokens: int | None = None
     recomputed_tokens: int | None = None
     computed_seconds: float | None = None
+    prefix_cache_queries: int | None = None
+    prefix_cache_hits: int | None = None
 
 
 TEXT_COLUMNS = ("node", "finish_reason", "error")

@@ -1,0 +1,262 @@
+"""The prefix cache: what requests share, what they never share, and which pages are given up first."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from over_admission import expect_short_answers
+
+from megatoken.engine.prefix_cache import PrefixCache, extend_keys
+from megatoken.engine.scheduler import Scheduler, StepPlan
+
+
+def next_token(tokens: list[int]) -> int:
+    return hash(tuple(tokens)) % 3
+
+
+@dataclass
+class Sequence:
+    prompt: list[int]
+    max_tokens: int
+    salt: str
+    keys: list[bytes]
+    host: list[int]  # tokens that the host has read
+    num_tokens: int
+    slot: int | None = None
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    done: bool = False
+
+
+class Sharing(RuleBasedStateMachine):
+    """A device that knows of every place in its cache which salt and tokens it holds, and a loop that serves requests.
+
+    Nothing of the scheduler is used but its plans, so a page in a wrong place or a wrong role shows up as a read of
+    something else, or as a write to what somebody reads.
+    """
+
+    @initialize(
+        page_size=st.integers(1, 4),
+        num_pages=st.integers(8, 24),
+        max_batched_tokens=st.integers(3, 40),
+        max_sequences=st.integers(2, 6),
+        lookahead=st.integers(0, 1),
+        hopeful=st.booleans(),
+    )
+    def start(
+        self,
+        page_size: int,
+        num_pages: int,
+        max_batched_tokens: int,
+        max_sequences: int,
+        lookahead: int,
+        hopeful: bool,
+    ) -> None:
+        self.page_size, self.num_pages, self.lookahead = page_size, num_pages, lookahead
+        self.max_length = num_pages * page_size
+        self.scheduler = Scheduler(
+            max_batched_tokens=max_batched_tokens,
+            max_sequences=min(max_sequences, max_batched_tokens),
+            page_size=page_size,
+            num_pages=num_pages,
+            max_length=self.max_length,
+            prefix_cache=True,
+        )
+        assert self.scheduler.prefixes is not None
+        self.prefixes: PrefixCache = self.scheduler.prefixes
+        if hopeful:
+            expect_short_answers(self.scheduler)
+        self.all: dict[int, Sequence] = {}
+        self.live: dict[int, Sequence] = {}
+        self.content: dict[tuple[int, int], tuple[int, int]] = {}  # by page and offset
+        self.writer: dict[int, int] = {}  # by held page: the request that may write to it
+        self.token_table: dict[int, int] = {}
+        self.in_flight: deque[list[tuple[int, int]]] = deque()
+        self.parent: dict[bytes, bytes | None] = {}
+        self.failures = 0
+
+    @rule(
+        origin=st.integers(0, 20),
+        share=st.floats(0, 1),
+        more=st.lists(st.integers(0, 2), max_size=9),
+        max_tokens=st.integers(1, 12),
+        salt=st.sampled_from(["", "", "tenant"]),
+    )
+    def add(self, origin: int, share: float, more: list[int], max_tokens: int, salt: str) -> None:
+        """A request that begins like an earlier one and its answer, or not."""
+        earlier = self.all[origin].host if origin in self.all else [1] * 30
+        prompt = [*earlier[: round(share * len(earlier))], *more]
+        max_tokens = min(max_tokens, self.max_length - 1)
+        prompt = prompt[: self.max_length - max_tokens] or [0]
+        request_id, keys = len(self.all), []
+        extend_keys(keys, prompt, self.page_size, salt)
+        self.learn_parents(keys)
+        sequence = Sequence(prompt, max_tokens, salt, keys, list(prompt), len(prompt))
+        self.all[request_id] = self.live[request_id] = sequence
+        self.scheduler.add(request_id, len(prompt), max_tokens, keys)
+
+    @rule(steps=st.integers(1, 6))
+    def steps(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    @rule(number=st.integers(0, 30), fails=st.booleans())
+    def end(self, number: int, fails: bool) -> None:
+        running = [request_id for request_id, one in self.all.items() if not one.done]
+        if running:
+            self.failures += fails
+            self.leave(running[number % len(running)], keeps=not fails)
+
+    def step(self) -> bool:
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.follow(plan)
+        while len(self.in_flight) > (self.lookahead if plan is not None else 0):
+            for request_id, token in self.in_flight.popleft():
+                one = self.all[request_id]
+                if not one.done:
+                    one.host.append(token)
+                    assert one.host[-1] == next_token(one.host[:-1]), "as if it were alone"
+                    if len(one.host) == len(one.prompt) + one.max_tokens:
+                        self.leave(request_id)
+        return plan is not None
+
+    def follow(self, plan: StepPlan) -> None:
+        for request_id in plan.preempted:
+            self.drop(request_id)
+            self.name(request_id)
+        request_ids = plan.request_id.tolist()
+        slots = dict(zip(plan.slot.tolist(), request_ids, strict=True))
+        starts = dict(zip(request_ids, plan.start.tolist(), strict=True))
+        given = (array.tolist() for array in (plan.page_slot, plan.page_index, plan.page))
+        for slot, index, page in zip(*given, strict=True):
+            request_id = slots[slot]
+            one = self.live[request_id]
+            if one.slot is None:
+                one.slot, one.computed = slot, starts[request_id]
+                assert one.computed % self.page_size == 0
+                if one.num_tokens == len(one.prompt) and request_id in self.prefixes.cached_tokens:
+                    assert self.prefixes.cached_tokens.pop(request_id) in range(0, len(one.prompt))
+            assert index == len(one.pages)
+            one.pages.append(page)
+            if index * self.page_size >= one.computed:
+                assert page not in self.writer or not self.readers()[page] - 1, "given to one"
+                self.writer[page] = request_id
+                for offset in range(self.page_size):
+                    self.content.pop((page, offset), None)
+        sequences = [self.live[request_id] for request_id in request_ids]
+        for i, (request_id, one) in enumerate(zip(request_ids, sequences, strict=True)):
+            assert self.scheduler.page_table[one.slot, : len(one.pages)].tolist() == one.pages
+            assert one.computed == plan.start[i]
+            _, chain = self.seen(one)
+            for position in range(one.computed, one.computed + int(plan.count[i])):
+                token = self.token_table[one.slot] if i < plan.decodes else one.host[position]
+                page, offset = one.pages[position // self.page_size], position % self.page_size
+                assert self.writer[page] == request_id, "a write to another request's page"
+                assert (page, offset) not in self.content, "a second write"
+                chain = hash((chain, token))
+                self.content[page, offset] = (token, chain)
+            one.computed += int(plan.count[i])
+        sampled = []
+        for i, (request_id, one) in enumerate(zip(request_ids, sequences, strict=True)):
+            if plan.sample[i]:
+                token = self.token_table[one.slot] = next_token(self.seen(one)[0])
+                sampled.append((request_id, token))
+                one.num_tokens += 1
+                if one.num_tokens == len(one.prompt) + one.max_tokens:
+                    self.drop(request_id)
+                    del self.live[request_id]
+        self.in_flight.append(sampled)
+
+    def seen(self, one: Sequence) -> tuple[list[int], int]:
+        """A sequence's computed tokens as its pages hold them, and the hash that chains them to its salt."""
+        tokens, chain = [], hash(one.salt)
+        for position in range(one.computed):
+            token, actual = self.content[one.pages[position // self.page_size], position % self.page_size]
+            chain = hash((chain, token))
+            assert actual == chain, "another salt or another beginning"
+            tokens.append(token)
+        return tokens, chain
+
+    def leave(self, request_id: int, *, keeps: bool = True) -> None:
+        """As the loop does at the end of a request, which may have left the scheduler before."""
+        one = self.all[request_id]
+        one.done = True
+        self.scheduler.end(request_id, answered=False)
+        if self.live.pop(request_id, None) is not None:
+            self.drop(request_id)
+        self.prefixes.cached_tokens.pop(request_id, None)
+        if keeps:
+            self.name(request_id)
+        else:
+            self.prefixes.discard(request_id)
+
+    def name(self, request_id: int) -> None:
+        one = self.all[request_id]
+        extend_keys(one.keys, one.host[len(one.keys) * self.page_size :], self.page_size, one.salt)
+        self.learn_parents(one.keys)
+        self.prefixes.keep(request_id)
+
+    def drop(self, request_id: int) -> None:
+        one = self.all[request_id]
+        one.slot, one.computed, one.pages = None, 0, []
+
+    def learn_parents(self, keys: list[bytes]) -> None:
+        for index, key in enumerate(keys):
+            parent = keys[index - 1] if index else None
+            assert self.parent.setdefault(key, parent) == parent
+
+    def readers(self) -> Counter[int]:
+        return Counter(page for one in self.live.values() for page in one.pages)
+
+    @invariant()
+    def every_page_has_one_role(self) -> None:
+        prefixes, readers = self.prefixes, self.readers()
+        assert {page: count for page, count in enumerate(prefixes._readers.tolist()) if count} == readers
+        assert prefixes.extra_readers == sum(readers.values()) - len(readers)
+        empty = set(prefixes._empty._stack[: prefixes._empty.free].tolist())
+        assert empty.isdisjoint(readers) and empty.isdisjoint(prefixes._idle)
+        assert readers.keys().isdisjoint(prefixes._idle)
+        assert len(empty) + len(prefixes._idle) + len(readers) == self.num_pages
+        assert self.scheduler.free_pages == self.num_pages - len(readers)
+
+    @invariant()
+    def what_can_be_found_is_there(self) -> None:
+        prefixes = self.prefixes
+        assert {page: key for key, page in prefixes._page_of.items()} == {
+            page: key for page, key in enumerate(prefixes._key_of) if key is not None
+        }
+        assert set(prefixes._left_by) == {page for page in prefixes._idle if prefixes._key_of[page] is None}
+        assert not set(prefixes._page_of.values()) & set(prefixes._empty._stack[: prefixes._empty.free].tolist())
+
+    @invariant()
+    def ends_of_chains_go_first(self) -> None:
+        """Whatever is evicted next, no page that stays loses the way to it. (Failed requests take their pages out.)"""
+        if self.failures:
+            return
+        prefixes = self.prefixes
+        place = {page: number for number, page in enumerate(prefixes._idle)}
+        for page, number in place.items():
+            key = prefixes._key_of[page]
+            parent = None if key is None else self.parent[key]
+            if parent is not None:
+                assert parent in prefixes._page_of, "its parent was evicted before it"
+                assert place.get(prefixes._page_of[parent], self.num_pages) > number
+
+    def teardown(self) -> None:
+        if hasattr(self, "scheduler"):
+            while self.step():
+                pass
+            assert all(one.done for one in self.all.values())
+            assert self.scheduler.free_pages == self.num_pages
+            assert not self.prefixes._left and not self.prefixes._left_by
+
+
+def test_any_order_of_requests_steps_and_ends() -> None:
+    test = Sharing.TestCase
+    test.settings = settings(max_examples=400, stateful_step_count=30, deadline=None)
+    test("runTest").runTest()
