@@ -6,46 +6,36 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable
+from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+import psutil
 import pytest
 
+from forks import Process, forked
 from megatoken import cli
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
 TIMEOUT_SECONDS = 200  # only a hang takes this long, however busy the machine
+BUSY_SECONDS = 1.5  # of a processor: imports are done, and the start takes less
 COMMAND = [sys.executable, "-m", "megatoken"]
 
 
-@contextmanager
-def started(*arguments: object, before: Callable[[], None] | None = None) -> "Iterator[subprocess.Popen[str]]":
-    """The command in a process of its own, which does not outlive the block."""
-    process = subprocess.Popen(
-        [*COMMAND, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-        preexec_fn=before,
-    )
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def started(*arguments: object, before: Callable[[], object] | None = None) -> AbstractContextManager[Process]:
+    """The command in a process of its own, which does not outlive the block; see ``forks.forked``."""
+    return forked("-m", "megatoken", *arguments, environment=ENVIRONMENT, before=before)
 
 
-def wait_until_torch_is_loaded(process: "subprocess.Popen[str]") -> None:
+def wait_until_busy(process: Process) -> None:
     """From then on the command is past its own start and busy with the model."""
-    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+    while sum(psutil.Process(process.pid).cpu_times()[:2]) < BUSY_SECONDS:
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
 
 
-def call(*arguments: object, before: Callable[[], None] | None = None) -> tuple[int, str, str]:
+def call(*arguments: object, before: Callable[[], object] | None = None) -> tuple[int, str, str]:
     """Runs the command in a process of its own: exit code, standard output, standard error."""
     with started(*arguments, before=before) as process:
         out, err = process.communicate(timeout=TIMEOUT_SECONDS)

@@ -3,6 +3,7 @@ import os
 import resource
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from cli_support import (
     make_overflowing_checkpoint,
     redirected,
     started,
-    wait_until_torch_is_loaded,
+    wait_until_busy,
     write_lines,
 )
 from megatoken.config import load_answer_config, load_run_config
@@ -296,22 +297,22 @@ def test_text_without_a_tokenizer(tmp_path: Path) -> None:
 def test_an_interrupted_command_keeps_the_finished_answers_and_the_old_file(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    prompts, out, partial = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "out.jsonl.partial"))
+    prompts, out, kept = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "out.jsonl.partial"))
     line = {"prompt_token_ids": [5] * 100, "max_tokens": 1900}
     write_lines(prompts, *[line] * 3, *[line | {"max_tokens": 2}] * 2, *[line] * 495)
     out.write_text("old\n")
-    partial.write_text("older\n" * 9)
+    kept.write_text("older\n" * 9)
     arguments = ("--model", "tiny", "--prompts", prompts, "--out", out, "--engine.threads", 1)
-    with started("generate", *arguments, before=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
-        while partial.read_text().startswith("older") or partial.read_text().count("\n") < 2:
+    with started("generate", *arguments, before=partial(signal.signal, signal.SIGINT, signal.SIG_DFL)) as process:
+        while kept.read_text().startswith("older") or kept.read_text().count("\n") < 2:
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
         process.send_signal(number)
         stdout, err = process.communicate(timeout=TIMEOUT_SECONDS)
     assert (process.returncode, stdout) == (130, "")
-    assert err == f"megatoken: interrupted; 2 of 500 answers are in {partial}\n"
+    assert err == f"megatoken: interrupted; 2 of 500 answers are in {kept}\n"
     assert out.read_text() == "old\n"
-    answers = [json.loads(line) for line in partial.read_text().splitlines()]
+    answers = [json.loads(line) for line in kept.read_text().splitlines()]
     assert [(answer["index"], len(answer["token_ids"])) for answer in answers] == [(3, 2), (4, 2)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.partial"]
 
@@ -320,8 +321,7 @@ def test_a_command_interrupted_before_its_first_answer_writes_nothing(tmp_path: 
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_lines(prompts, *[{"prompt_token_ids": [5] * 100, "max_tokens": 1900}] * 500)
     with started("generate", "--model", "tiny", "--prompts", prompts, "--out", out, "--engine.threads", 1) as process:
-        wait_until_torch_is_loaded(process)
-        time.sleep(2)
+        wait_until_busy(process)
         process.send_signal(signal.SIGTERM)
         words = "megatoken: interrupted; nothing was written\n"
         assert process.communicate(timeout=TIMEOUT_SECONDS) == ("", words)
@@ -335,7 +335,7 @@ def test_answers_before_a_full_disk_are_kept(model: Path, tmp_path: Path) -> Non
     write_lines(prompts, {"prompt": "a", "max_tokens": 2}, {"prompt": "a", "max_tokens": 50})
     code, stdout, err = call(
         *("generate", "--model", model, "--prompts", prompts, "--out", out),
-        before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (120, 120)),
+        before=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (120, 120)),
     )
     assert (code, stdout, err.count("\n")) == (2, "", 1)
     assert f"{out}.partial: cannot be written (File too large); " in err

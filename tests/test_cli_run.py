@@ -33,9 +33,10 @@ from cli_support import (
     make_overflowing_checkpoint,
     redirected,
     started,
-    wait_until_torch_is_loaded,
+    wait_until_busy,
     write_lines,
 )
+from forks import Process
 from megatoken.config import load_run_config
 from megatoken.runs.run import Verdict, read_run
 
@@ -418,7 +419,7 @@ def test_a_full_disk_is_one_line_and_never_a_result(tmp_path: Path, lengths: Pat
     out = tmp_path / "runs"
     code, stdout, err = call(
         *("run", "--lengths", lengths, "--samples", 9, "--out", out, "--json", *QUICK),
-        before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes)),
+        before=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes)),
     )
     assert (code, stdout) == (2, "")
     assert err.startswith("megatoken: ") and err.count("\n") == 1
@@ -458,7 +459,7 @@ def test_a_page_that_finds_no_room_costs_no_number(tmp_path: Path, lengths: Path
     code, stdout, err = call(
         *("run", "--lengths", lengths, "--samples", 9, "--repeat", repeat, "--out", tmp_path / "runs", "--json"),
         *QUICK,
-        before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+        before=partial(resource.setrlimit, resource.RLIMIT_FSIZE, limit),
     )
     folder = Path(json.loads(stdout)["run_folder"])
     assert (code, json.loads(stdout)["verdict"]) == (0, "MEASURED")
@@ -519,7 +520,7 @@ def test_a_run_without_compiled_kernels_says_that_it_is_slower(
 @contextmanager
 def long_run(
     out: Path, *arguments: object, samples: int = 5000, before: Callable[[], object] | None = None
-) -> "Iterator[subprocess.Popen[str]]":
+) -> Iterator[Process]:
     """A run of minutes, given once LoadGen has begun."""
     settings = ("--samples", samples, "--engine.threads", 1, "--engine.max_sequences", 8, "--warm-up", 0)
     with started("run", "--out", out, *settings, *arguments, before=before) as process:
@@ -656,8 +657,7 @@ def test_little_is_imported_before_signals_are_handled() -> None:
 
 def test_an_interrupted_start_leaves_nothing(tmp_path: Path) -> None:
     with started("run", "--out", tmp_path / "runs", "--warm-up", 1000, "--json", *QUICK[:2]) as process:
-        wait_until_torch_is_loaded(process)
-        time.sleep(2)
+        wait_until_busy(process)
         process.send_signal(signal.SIGTERM)
         words = "megatoken: interrupted before the measurement began; nothing was written\n"
         assert process.communicate(timeout=TIMEOUT_SECONDS) == ("", words)
