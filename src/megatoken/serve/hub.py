@@ -225,6 +225,7 @@ class Hub:
                     self._started(entry, event, ended)
                 entry.last = ended
                 entry.generated += count
+                self.metrics.tenant(entry.tenant.name).generation_tokens += count
                 self._queue.served(entry.tenant, count)
             link = entry.link
             if event.finish_reason is not None:
@@ -244,6 +245,7 @@ class Hub:
         self._unstarted.pop(entry.engine_id, None)
         tenant = self.metrics.tenant(entry.tenant.name)
         tenant.ttft.observe(now - entry.arrival)
+        tenant.prompt_tokens += entry.prompt_tokens
         tenant.cached_tokens += event.cached_tokens
         if event.cached_tokens:
             self._queue.refund(entry.tenant, event.cached_tokens)
@@ -259,8 +261,6 @@ class Hub:
             entry.link.open.pop(entry.client_id, None)
         observe = self.metrics.histograms
         tenant = self.metrics.tenant(entry.tenant.name)
-        tenant.prompt_tokens += entry.prompt_tokens
-        tenant.generation_tokens += entry.generated
         assert event.finish_reason is not None
         reason = "abort" if event.finish_reason is FinishReason.CANCELLED else event.finish_reason.value
         tenant.ended[reason] = tenant.ended.get(reason, 0) + 1

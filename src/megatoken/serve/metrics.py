@@ -106,7 +106,9 @@ class Metrics:
 
     def tenant(self, name: str) -> TenantCounters:
         """The counters of a tenant."""
-        return self.tenants.setdefault(name, TenantCounters())
+        if name not in self.tenants:
+            self.tenants[name] = TenantCounters()
+        return self.tenants[name]
 
     def text(
         self, state: ReplicaState, queues: Mapping[str, tuple[int, int]], cache: Mapping[str, int], *, healthy: bool
@@ -141,7 +143,7 @@ class Metrics:
         single("num_preemptions_total", "counter", "Preempted requests.", state.preemptions)
         single("prompt_tokens_total", "counter", "Prompt tokens.", sum(one.prompt_tokens for one in tenants))
         single("generation_tokens_total", "counter", "Generated tokens.", sum(one.generation_tokens for one in tenants))
-        queries, hits = getattr(state, "prefix_cache_queries", 0), getattr(state, "prefix_cache_hits", 0)
+        queries, hits = state.prefix_cache_queries, state.prefix_cache_hits
         single("prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache.", queries)
         single("prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache.", hits)
         ends = [(f'{self._labels},finished_reason="{reason}"', count) for reason, count in reasons.items()]
