@@ -19,6 +19,7 @@ from megatoken.runs.run import Verdict, read_run
 from stated_fields import unstated_fields
 
 ROWS = 128  # of 2,048, which take minutes on a busy core
+FEW_ROWS = 32  # show an error that every answer suffers from
 QUICK = ("--mode", "accuracy", "--warm-up", 0.1, "--engine.threads", 1, "--engine.device", "cpu")
 PROGRAM = """
 import sys
@@ -39,12 +40,10 @@ def run_as_reference(folder: Path, *arguments: object) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_reference(folder: Path, rows: int) -> Path:
     """What ships, with the first rows of the held-out set only, and what they score in fp32."""
-    folder = shutil.copytree(model_folder(REFERENCE), tmp_path_factory.mktemp("gate") / "reference_model")
-    prompts = folder / HELD_OUT.name
-    write_lines(prompts, *HELD_OUT.read_text().splitlines()[:ROWS])
+    shutil.copytree(model_folder(REFERENCE), folder)
+    prompts = write_lines(folder / HELD_OUT.name, *HELD_OUT.read_text().splitlines()[:rows])
     out = folder.parent / "fp32"
     options = ("--model", folder, "--prompts", prompts, "--precision", "fp32", *QUICK)
     code, stdout, err = call_here("run", *options, "--out", out, "--json")
@@ -56,12 +55,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def few_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_reference(tmp_path_factory.mktemp("gate") / "reference_model", FEW_ROWS)
+
+
 def test_sound_weights_pass_and_their_scores_stand_in_the_result(
-    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, stdout, err = run_as_reference(reference, "run", *QUICK, "--out", tmp_path)
+    reference = make_reference(tmp_path / "reference_model", ROWS)
+    code, stdout, err = run_as_reference(reference, "run", *QUICK, "--out", tmp_path / "runs")
     assert (code, "judging the answers" in err) == (0, True)
-    (path,) = tmp_path.iterdir()
+    (path,) = (tmp_path / "runs").iterdir()
     run = read_run(path)
     assert (run.verdict, run.reasons) == (Verdict.MEASURED, [])
     assert (run.config["model"], run.config["prompts"], run.result["model"]) == ("reference", None, "reference")
@@ -91,10 +96,10 @@ def test_sound_weights_pass_and_their_scores_stand_in_the_result(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_a_scale_that_is_wrong_by_two_is_caught(reference: Path, tmp_path: Path, precision: str) -> None:
+def test_a_scale_that_is_wrong_by_two_is_caught(few_rows: Path, tmp_path: Path, precision: str) -> None:
     from safetensors.torch import load_file, save_file
 
-    broken = shutil.copytree(reference, tmp_path / "reference_model")
+    broken = shutil.copytree(few_rows, tmp_path / "reference_model")
     weights = load_file(broken / "model.safetensors")
     weights["model.layers.0.self_attn.v_proj.weight"] *= 2
     save_file(weights, broken / "model.safetensors")
