@@ -39,8 +39,8 @@ from gpu_trace import traced
 from megatoken.datasets.lengths import load_lengths
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.config import SHAPES, Precision
-from megatoken.engine.loop import LaunchedStep
 from megatoken.engine.runner import ModelRunner
+from megatoken.engine.runner_protocol import LaunchedStep
 from megatoken.engine.scheduler import StepPlan
 from megatoken.errors import CapacityError, MegatokenError
 from step_anatomy import Ceilings, PartOfStep, anatomy, costliest, split_steps

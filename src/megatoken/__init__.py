@@ -22,9 +22,11 @@ if TYPE_CHECKING:
         TokenEvent,
         TokenLogprobs,
     )
+    from megatoken.engine.async_engine import AsyncEngine
 
 __version__ = "0.2.0"
 __all__ = [
+    "AsyncEngine",
     "Completion",
     "Engine",
     "EngineConfig",
@@ -41,6 +43,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "AsyncEngine":  # loads asyncio, which commands do without
+        from megatoken.engine.async_engine import AsyncEngine
+
+        return AsyncEngine
     if name in __all__:
         from megatoken import engine
 

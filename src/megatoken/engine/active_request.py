@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megatoken.engine.adjustments import Adjustments, adjustments_of
 from megatoken.engine.config import ModelConfig
 from megatoken.engine.request import Request, Sampling
+
+if TYPE_CHECKING:
+    from megatoken.engine.text_stream import TextStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,7 @@ class ActiveRequest:
     adjustments: Adjustments | None = None
     plain: bool = True  # its next token is the one with the highest logit, and no logprobs are wanted
     page_keys: list[bytes] = field(default_factory=list)  # of its full pages, if there is a prefix cache
+    text: TextStream | None = None  # if its events carry text
 
     def tokens(self, start: int, count: int) -> list[int]:
         """``count`` of its ids from position ``start`` on, prompt and generated."""
@@ -30,11 +35,20 @@ class ActiveRequest:
         return self.prompt[start:] + self.generated[max(start - prompt, 0) : start + count - prompt]
 
 
-def activate(request: Request, prompt: list[int], model: ModelConfig) -> ActiveRequest:
-    """A checked request, ready to be queued; ``prompt``: its token ids."""
+def activate(
+    request: Request, prompt: list[int], model: ModelConfig, *, text: TextStream | None = None
+) -> ActiveRequest:
+    """A checked request, ready to be queued.
+
+    Args:
+        request: what was asked.
+        prompt: its token ids.
+        model: that answers it.
+        text: makes the text of its events.
+    """
     stop_ids = frozenset(request.stop_token_ids)
     if not request.ignore_end_token:
         stop_ids |= frozenset(model.end_token_ids)
     adjustments = adjustments_of(request, prompt, stop_ids, model.vocabulary_size)
     plain = request.sampling.temperature == 0 and adjustments is None and request.logprobs is None
-    return ActiveRequest(request, prompt, stop_ids, request.sampling, [], adjustments, plain)
+    return ActiveRequest(request, prompt, stop_ids, request.sampling, [], adjustments, plain, text=text)

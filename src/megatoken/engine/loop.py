@@ -5,17 +5,15 @@ from __future__ import annotations
 import reprlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatoken.engine.active_request import ActiveRequest, activate
 from megatoken.engine.config import EngineConfig, ModelConfig
-from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.prefix_cache import extend_keys
 from megatoken.engine.request import (
     Completion,
@@ -27,81 +25,17 @@ from megatoken.engine.request import (
     token_ids,
     used_options,
 )
+from megatoken.engine.runner_protocol import LaunchedStep, Runner
 from megatoken.engine.scheduler import StepPlan
 from megatoken.engine.schemes import scheme_of
 from megatoken.engine.state import ReplicaState
 from megatoken.engine.step_time import StepTime, plan_within
-from megatoken.errors import MegatokenError, RequestError, ThreadError
+from megatoken.errors import RequestError, ThreadError
 
 if TYPE_CHECKING:
     from megatoken.engine.simulated import Clock
+    from megatoken.engine.text_stream import TextStream
     from megatoken.engine.tokenizer import Tokenizer
-
-
-class LaunchedStep(Protocol):
-    """A step on its way."""
-
-    @property
-    def seconds(self) -> float:
-        """How long it took on its own, once ``wait`` has returned."""
-
-    @property
-    def errors(self) -> Mapping[int, MegatokenError]:
-        """By id of the request, why it got no token, once ``wait`` has returned."""
-
-    @property
-    def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """By id of the request, those of its token, once ``wait`` has returned; of requests that asked for them."""
-
-    def wait(self) -> Iterable[tuple[int, tuple[int, ...]]]:
-        """Wait for the step to end: ids of requests, and the tokens to report of each."""
-
-
-class Runner(Protocol):
-    """What computes, or pretends to compute, the steps that an engine plans.
-
-    Attributes:
-        content_hash: of the weights.
-        gpu_uuids: of the GPUs of all ranks, as their driver names them.
-        overlaps: whether it runs a step while the host collects the one before.
-        unsupported: options of requests, by the names of ``used_options``, that it does not have.
-    """
-
-    model_config: ModelConfig
-    memory_plan: MemoryPlan
-    content_hash: str
-    tokenizer: Tokenizer | None
-    gpu_uuids: list[str]
-    overlaps: bool
-    unsupported: frozenset[str]
-
-    def launch(
-        self,
-        plan: StepPlan,
-        page_table: NDArray[np.int32],
-        requests: Mapping[int, ActiveRequest],
-        *,
-        plain: bool,
-        after_idle: bool,
-    ) -> LaunchedStep:
-        """Start a step.
-
-        Args:
-            plan: what to run.
-            page_table: the scheduler's, with the plan's new pages.
-            requests: by id; all of the plan's are among them.
-            plain: whether all requests are, see ``ActiveRequest``.
-            after_idle: whether there was no request at some moment since the step before.
-        """
-
-    def now(self) -> float:
-        """Seconds on the clock by which steps are timed."""
-
-    def describe(self) -> dict[str, Any]:
-        """What it runs on and with, ready for JSON."""
-
-    def close(self) -> None:
-        """Ends the processes of other ranks."""
 
 
 class _InFlight(NamedTuple):
@@ -196,6 +130,7 @@ class Engine:
             self._step_time = StepTime(config.target_step_seconds, self.memory_plan.max_batched_tokens)
         self._lookahead = int(runner.overlaps if config.overlap is None else config.overlap)
         self._active: dict[int, ActiveRequest] = {}
+        self._texts: dict[int, TextStream] = {}  # of active requests whose events carry text
         self._not_plain = 0  # active requests that need more than the highest logit
         self._in_flight: deque[_InFlight] = deque()
         self._held: list[TokenEvent] = []  # for the next step to report
@@ -239,8 +174,11 @@ class Engine:
         with self.exclusive:
             return self.enqueue(checked)
 
-    def check(self, request: Request) -> ActiveRequest:
-        """``request`` ready for ``enqueue``. Any thread may call it at any time. Raises as ``submit``."""
+    def check(self, request: Request, *, text: bool = False) -> ActiveRequest:
+        """``request`` ready for ``enqueue``. Any thread may call it at any time. Raises as ``submit``.
+
+        With ``text``, or if the request has stop strings, its events carry their text.
+        """
         if not isinstance(request, Request):
             raise RequestError(f"expected a Request, got {reprlib.repr(request)}; write Request(prompt, max_tokens)")
         prompt = self.encode(request.prompt) if isinstance(request.prompt, str) else token_ids(request.prompt)
@@ -248,7 +186,10 @@ class Engine:
         for name in sorted(used_options(request) & self._runner.unsupported):
             raise RequestError(f"{name} is not supported by this engine; leave it out")
         self._scheduler.check(len(prompt), request.max_tokens)
-        checked = activate(request, prompt, self.model_config)
+        stream = None
+        if request.stop or (text and self.tokenizer is not None):
+            stream = self._text_stream(request)
+        checked = activate(request, prompt, self.model_config, text=stream)
         self._extend_page_keys(checked)
         return checked
 
@@ -261,6 +202,8 @@ class Engine:
         self._not_plain += not checked.plain
         if checked.sampling.temperature > 0 and checked.sampling.seed is None:
             checked = replace(checked, sampling=replace(checked.sampling, seed=request_id))
+        if checked.text is not None:
+            self._texts[request_id] = checked.text
         self._active[request_id] = checked
         return request_id
 
@@ -273,6 +216,13 @@ class Engine:
         if self.tokenizer is None:
             raise RequestError(f"{self.model_config.name} has no tokenizer.json, so prompts must be token ids")
         return self.tokenizer.encode(text)
+
+    def _text_stream(self, request: Request) -> TextStream:
+        from megatoken.engine.text_stream import TextStream
+
+        if self.tokenizer is None:
+            raise RequestError(f"{self.model_config.name} has no tokenizer.json, so stop must be empty")
+        return TextStream(self.tokenizer, request.stop)
 
     @property
     def busy(self) -> bool:
@@ -305,6 +255,7 @@ class Engine:
         with self.exclusive:
             if request_id in self._active:
                 self._end(request_id)
+                self._texts.pop(request_id, None)
                 self._held.append(TokenEvent(request_id, (), FinishReason.CANCELLED))
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -335,7 +286,7 @@ class Engine:
             finally:
                 self._abandon(running)
             return [
-                Completion(one.generated, reasons[key], len(one.prompt), logprobs=tuple(logprobs[key]))
+                Completion(one.generated, reasons[key], len(one.prompt), self._text(one), tuple(logprobs[key]))
                 for key, one in running.items()
             ]
 
@@ -348,7 +299,9 @@ class Engine:
             RequestError, CapacityError: as ``submit``, when the iteration begins.
             NumericsError: its logits are not finite.
         """
-        request_id = self.submit(request)
+        checked = self.check(request, text=True)
+        with self.exclusive:
+            request_id = self.enqueue(checked)
         try:
             while request_id in self._active or any(event.request_id == request_id for event in self._held):
                 yield from self._step_for([request_id])
@@ -405,6 +358,7 @@ class Engine:
             gone = set(request_ids)
             for request_id in gone & self._active.keys():
                 self._end(request_id)
+                self._texts.pop(request_id, None)
             self._held = [event for event in self._held if event.request_id not in gone]
             if self._prefixes is not None:
                 for request_id in gone:
@@ -431,6 +385,7 @@ class Engine:
     def _collect(self, launched: _InFlight, events: list[TokenEvent]) -> None:
         """Wait for a step, and add what it brought to ``events``."""
         outputs = launched.step.wait()
+        first = len(events)
         if self._step_time is not None:
             decodes = launched.decodes > 0
             self._step_time.note(launched.tokens, launched.cached_tokens, launched.step.seconds, decodes=decodes)
@@ -438,7 +393,7 @@ class Engine:
             if request_id in self._active:
                 self._end(request_id, failed=True)
                 events.append(TokenEvent(request_id, (), FinishReason.ERROR, error))
-        active, output_tokens, first = self._active, 0, len(events)
+        active, output_tokens = self._active, 0
         for request_id, tokens in outputs:
             request = active.get(request_id)
             if request is None:  # it stopped, failed or was cancelled while this step was on its way
@@ -459,6 +414,32 @@ class Engine:
                 event._replace(logprobs=(logprobs[event.request_id],)) if event.request_id in logprobs else event
                 for event in events[first:]
             ]
+        if self._texts:
+            events[first:] = map(self._with_text, events[first:])
+
+    def _with_text(self, event: TokenEvent) -> TokenEvent:
+        """The event with its text, if it carries any; the last one of its request if that holds a stop string."""
+        request_id, tokens, reason = event[:3]
+        stream = self._texts.get(request_id)
+        if stream is None:
+            return event
+        text = stream.add(tokens)
+        if stream.stopped is not None:
+            if reason is None:
+                self._end(request_id, answered=True)
+            reason = FinishReason.STOP
+        elif reason is not None:
+            text += stream.flush()
+        if reason is not None:
+            del self._texts[request_id]
+        return event._replace(text=text, finish_reason=reason)
+
+    def _text(self, request: ActiveRequest) -> str:
+        """Of a whole answer, up to a stop string."""
+        if self.tokenizer is None:
+            return ""
+        stream = self._text_stream(request.request)
+        return stream.add(request.generated) + stream.flush()
 
     def _end(self, request_id: int, *, answered: bool = False, failed: bool = False) -> None:
         """Take a request out before its limit; a no-op for the scheduler if its last token has been planned."""

@@ -135,6 +135,8 @@ class TokenEvent(NamedTuple):
     ``finish_reason`` is set on the last event of a request and only there; with ``FinishReason.ERROR`` ``error`` says
     why this request, and no other, could not go on. ``logprobs`` has an entry for each token if the request asked for
     them; ``cached_tokens``, on the first event of a request, counts the prompt tokens taken from the prefix cache.
+    ``text`` is the text that became certain, of requests that are streamed in this process or have stop strings: never
+    half a character, and nothing from a stop string on.
     """
 
     request_id: int
@@ -143,6 +145,7 @@ class TokenEvent(NamedTuple):
     error: MegatokenError | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = 0
+    text: str = ""
 
 
 def token_ids(prompt: Sequence[int]) -> list[int]:

@@ -131,7 +131,7 @@ class _Choice:
 
 
 class _Step:
-    """A launched step, as ``loop.LaunchedStep``."""
+    """A launched step, as ``LaunchedStep``."""
 
     def __init__(
         self, runner: ModelRunner, plan: StepPlan, began: float, ids: SampledIds, choice: _Choice | None
@@ -183,7 +183,7 @@ class ModelRunner:
         self.tokenizer: Tokenizer | None = None
         self.why_no_gpu: str | None = None
         self.overlaps = device.type == "cuda"
-        self.unsupported = frozenset({"prompt_logprobs", "stop", "grammar"})
+        self.unsupported = frozenset({"prompt_logprobs", "grammar"})
         self.gpu_uuids: list[str] = []
         if device.type == "cuda":  # rank N is on device N
             ranks = range(config.tensor_parallel)
@@ -288,7 +288,7 @@ class ModelRunner:
         plain: bool,
         after_idle: bool,
     ) -> _Step:
-        """Start one step, see ``loop.Runner``. Raises CapacityError if the GPU has too little memory for it."""
+        """Start one step, see ``Runner``. Raises CapacityError if the GPU has too little memory for it."""
         began = time.monotonic()
         arrays = step_arrays(
             plan,

@@ -164,7 +164,7 @@ def _made_up(key: int, count: int, vocabulary_size: int, stop_ids: list[int]) ->
 
 
 class _Step:
-    """A simulated step on its way, as ``loop.LaunchedStep``."""
+    """A simulated step on its way, as ``LaunchedStep``."""
 
     __slots__ = ("_answers", "_clock", "_end", "_num_tokens", "_request_ids", "seconds")
     errors: Mapping[int, MegatokenError] = {}
@@ -228,7 +228,7 @@ class SimulatedRunner:
         self.tokenizer: Tokenizer | None = None
         self.gpu_uuids: list[str] = []
         self.overlaps = True
-        self.unsupported = frozenset({"logprobs", "prompt_logprobs", "stop", "grammar"})
+        self.unsupported = frozenset({"logprobs", "prompt_logprobs", "grammar"})
         self.free_at = 0.0  # when the last launched step has ended
         self._clock: Clock = clock or WallClock()
         self._stream = stream
@@ -264,7 +264,7 @@ class SimulatedRunner:
         plain: bool,
         after_idle: bool,
     ) -> _Step:
-        """Start one step, see ``loop.Runner``."""
+        """Start one step, see ``Runner``."""
         seconds = self.costs.step(plan).seconds
         earliest = self._clock.now() - (0.0 if after_idle else MOST_CATCHING_UP_SECONDS)
         self.free_at = max(self.free_at, earliest) + seconds

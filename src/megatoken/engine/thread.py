@@ -64,6 +64,10 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    def __repr__(self) -> str:
+        state = "failed" if self.failure is not None else "closed" if self.dead else "open"
+        return f"<EngineThread {state}, {len(self._open)} in flight, of {self._engine!r}>"
+
     def __enter__(self) -> Self:
         return self
 
@@ -72,7 +76,11 @@ class EngineThread:
 
     def submit(self, request: Request) -> int:
         """Queue a request; its events go to ``on_step``. Raises as ``Engine.submit``, and if the thread has ended."""
-        return self._submit(request, None)
+        return self.enqueue(self._engine.check(request))
+
+    def enqueue(self, checked: ActiveRequest) -> int:
+        """Queue what ``Engine.check`` returned, once; its events go to ``on_step``. Raises if the thread has ended."""
+        return self._enqueue(checked, None)
 
     def stream(self, request: Request) -> Iterator[TokenEvent]:
         """Queue a request now, and iterate over its events; leaving the loop early cancels it.
@@ -82,7 +90,7 @@ class EngineThread:
             MegatokenError: what ended the request, in the iteration.
         """
         events: SimpleQueue[TokenEvent] = SimpleQueue()
-        return self._events(self._submit(request, events), events)
+        return self._events(self._enqueue(self._engine.check(request, text=True), events), events)
 
     def cancel(self, request_id: int) -> None:
         """End a request after the step that runs; its last event says so. Ids of ended requests pass."""
@@ -109,8 +117,7 @@ class EngineThread:
         self._wake.set()
         self._thread.join()
 
-    def _submit(self, request: Request, events: SimpleQueue[TokenEvent] | None) -> int:
-        checked = self._engine.check(request)
+    def _enqueue(self, checked: ActiveRequest, events: SimpleQueue[TokenEvent] | None) -> int:
         with self._lock:
             if self.failure is not None:
                 raise _typed(self.failure)

@@ -1,0 +1,85 @@
+"""What an engine needs of the part that computes its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatoken.engine.active_request import ActiveRequest
+from megatoken.engine.config import ModelConfig
+from megatoken.engine.memory import MemoryPlan
+from megatoken.engine.request import TokenLogprobs
+from megatoken.engine.scheduler import StepPlan
+from megatoken.errors import MegatokenError
+
+if TYPE_CHECKING:
+    from megatoken.engine.tokenizer import Tokenizer
+
+
+class LaunchedStep(Protocol):
+    """A step on its way."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took on its own, once ``wait`` has returned."""
+
+    @property
+    def errors(self) -> Mapping[int, MegatokenError]:
+        """By id of the request, why it got no token, once ``wait`` has returned."""
+
+    @property
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """By id of the request, those of its token, once ``wait`` has returned; of requests that asked for them."""
+
+    def wait(self) -> Iterable[tuple[int, tuple[int, ...]]]:
+        """Wait for the step to end: ids of requests, and the tokens to report of each."""
+
+
+class Runner(Protocol):
+    """What computes, or pretends to compute, the steps that an engine plans.
+
+    Attributes:
+        content_hash: of the weights.
+        gpu_uuids: of the GPUs of all ranks, as their driver names them.
+        overlaps: whether it runs a step while the host collects the one before.
+        unsupported: options of requests, by the names of ``used_options``, that it does not have.
+    """
+
+    model_config: ModelConfig
+    memory_plan: MemoryPlan
+    content_hash: str
+    tokenizer: Tokenizer | None
+    gpu_uuids: list[str]
+    overlaps: bool
+    unsupported: frozenset[str]
+
+    def launch(
+        self,
+        plan: StepPlan,
+        page_table: NDArray[np.int32],
+        requests: Mapping[int, ActiveRequest],
+        *,
+        plain: bool,
+        after_idle: bool,
+    ) -> LaunchedStep:
+        """Start a step.
+
+        Args:
+            plan: what to run.
+            page_table: the scheduler's, with the plan's new pages.
+            requests: by id; all of the plan's are among them.
+            plain: whether all requests are, see ``ActiveRequest``.
+            after_idle: whether there was no request at some moment since the step before.
+        """
+
+    def now(self) -> float:
+        """Seconds on the clock by which steps are timed."""
+
+    def describe(self) -> dict[str, Any]:
+        """What it runs on and with, ready for JSON."""
+
+    def close(self) -> None:
+        """Ends the processes of other ranks."""
