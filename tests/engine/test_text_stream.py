@@ -171,3 +171,13 @@ def test_text_that_can_begin_no_stop_string_is_not_held_back() -> None:
     held = [piece for piece, certain in zip(plain, pieces, strict=True) if piece != certain]
     assert held[0].endswith("\n") and len(held) <= 2
     assert "".join(pieces) + stream.flush() == "Answer: red, blue.\nNext"
+
+
+def test_stop_strings_wait_for_min_tokens() -> None:
+    tokenizer = Tokenizer(REFERENCE_MODEL / "tokenizer.json")
+    token_ids = tokenizer.encode("1,2,3,4", add_special=False)
+    assert len(token_ids) == 7
+    for group in (1, 2, 7):
+        stream = TextStream(tokenizer, [","], min_tokens=3)
+        shown = "".join(stream.add(token_ids[start : start + group]) for start in range(0, 7, group))
+        assert (shown + stream.flush(), stream.stopped) == ("1,2", ",")

@@ -110,12 +110,12 @@ class TemplateRenderer:
                 process = await self._started()
                 answer = await asyncio.wait_for(_exchange(process, job), DEADLINE_SECONDS)
             except TimeoutError:
-                self.close()
+                await self.close()
                 raise ApiError(
                     f"the chat template did not end within {DEADLINE_SECONDS:g} s; shorten the messages or fix it"
                 ) from None
             except (asyncio.IncompleteReadError, ConnectionError):
-                self.close()
+                await self.close()
                 raise ApiError(
                     "the chat template ended its process, for want of memory or by a fault of its own"
                 ) from None
@@ -123,12 +123,13 @@ class TemplateRenderer:
             raise ApiError(f"the chat template cannot render these messages: {answer['error']}", param="messages")
         return str(answer["text"])
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the process; the next chat starts another one."""
-        if self._process is not None:
+        process, self._process = self._process, None
+        if process is not None:
             with suppress(ProcessLookupError):
-                self._process.kill()
-            self._process = None
+                process.kill()
+            await process.communicate()
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:

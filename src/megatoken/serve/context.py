@@ -86,11 +86,11 @@ class ApiContext:
             note,
         )
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the renderers."""
-        self.renderer.close()
+        await self.renderer.close()
         if self.foreign is not None:
-            self.foreign.close()
+            await self.foreign.close()
 
     def check_body(self, body: Body) -> None:
         """Refuse another model's name; note fields that are ignored, each once.

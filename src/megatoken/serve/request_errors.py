@@ -59,7 +59,7 @@ def as_api_error(error: MegatokenError) -> ApiError:
 def field_error(error: ValidationError) -> ApiError:
     """What is wrong with a body, with the name of its field: of several alternatives the one that fits best."""
     found = error.errors(include_url=False, include_input=False, include_context=False)
-    worst = max(found, key=lambda one: len(one["loc"]))
+    worst = max(found, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
     param = field_name(worst["loc"])
     message = re.sub(r"^(Value error, |Input )", "", worst["msg"])[:500]
     if worst["type"] == "json_invalid":

@@ -53,7 +53,7 @@ class Server:
         self._control = control
         self._ready = False
         self._dirty: list[Exchange] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[None]] = set()
         self._exchanges: set[Exchange] = set()
 
     # Handler of connections
@@ -96,8 +96,7 @@ class Server:
             return
         if inspect.isawaitable(waiting):
             task = asyncio.ensure_future(self._wait(exchange, waiting))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._keep(task)
             exchange.on_disconnect(task.cancel)
 
     def finished(self, exchange: Exchange) -> None:
@@ -137,6 +136,11 @@ class Server:
 
     # inside
 
+    def _keep(self, task: asyncio.Future[None]) -> None:
+        """Hold a reference, without which a task may be collected before its end."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     def _known_path(self, path: str) -> str | None:
         """The path of the route that answers: the same one, or one that ends in a star in place of the last part."""
         if path in self._paths:
@@ -174,7 +178,7 @@ class Server:
         if tokenizer is None and model.tokenizer_file is not None:
             tokenizer = Tokenizer(model.tokenizer_file)
         if self.api is not None:
-            self.api.close()
+            self._keep(asyncio.ensure_future(self.api.close()))
         self.api = ApiContext.open(self.client, model, tokenizer, self.options.api_settings(), self.log.note)
         if not self._ready:
             self._ready = True
@@ -199,7 +203,7 @@ class Server:
             await asyncio.sleep(0.02)
         listener.close()
         if self.api is not None:
-            self.api.close()
+            await self.api.close()
         for connection in list(self.connections):
             connection.transport.close()
         await asyncio.sleep(0.02)

@@ -250,6 +250,7 @@ class _HermesParser:
     def __init__(self) -> None:
         self._calls = 0
         self._held = ""
+        self._after_call = False  # only white space and the end tag have come since a call
         self._object: _Object | None = None
 
     def add(self, text: str) -> list[Piece]:
@@ -271,19 +272,24 @@ class _HermesParser:
                     self._object = None
                 elif self._object.complete:
                     self._calls += 1
-                    self._object = None
+                    self._object, self._after_call = None, True
                 continue
-            if self._calls:
-                self._held = self._held.lstrip().removeprefix(_HERMES_END).lstrip()
+            if self._after_call:
+                self._held = self._held.lstrip()
+                if self._held.startswith(_HERMES_END):
+                    self._held = self._held.removeprefix(_HERMES_END)
+                    continue
+                if _HERMES_END.startswith(self._held):
+                    break
+                self._after_call = False
             before, tag, after = self._held.partition(_HERMES_BEGIN)
             if tag:
-                pieces += [before] if before.strip() else []
+                pieces += [before] if before else []
                 self._object, self._held = _Object(self._calls, None), after
                 continue
-            kept = _partial(self._held, _HERMES_BEGIN) or (self._calls and _partial(self._held, _HERMES_END)) or 0
-            certain = self._held[: len(self._held) - kept]
-            self._held = self._held[len(certain) :]
-            pieces += [certain] if certain else []
+            certain = len(self._held) - _partial(self._held, _HERMES_BEGIN)
+            pieces += [self._held[:certain]] if certain else []
+            self._held = self._held[certain:]
             break
         return pieces
 
@@ -291,8 +297,7 @@ class _HermesParser:
         """What was held back, when the answer has ended."""
         if self._object is not None:
             return [] if self._object.begun else [_HERMES_BEGIN + self._object.text]
-        held = self._held
-        return [held] if held and not (self._calls and _HERMES_END.startswith(held)) else []
+        return [self._held] if self._held and not self._after_call else []
 
 
 def _partial(text: str, tag: str) -> int:

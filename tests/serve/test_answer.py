@@ -1,0 +1,178 @@
+"""Answers without a server: an engine whose events the test makes, an exchange on a transport that keeps its bytes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from serving import REFERENCE_MODEL
+
+from megatoken.engine.request import FinishReason, Request, TokenEvent
+from megatoken.engine.tokenizer import Tokenizer
+from megatoken.errors import CapacityError, MegatokenError
+from megatoken.serve import frames
+from megatoken.serve.answer import Prompt
+from megatoken.serve.api_settings import ApiSettings
+from megatoken.serve.chat import Chat, ChatStream
+from megatoken.serve.context import ApiContext
+from megatoken.serve.engine_client import AnswerSink, EngineClient, Refused
+from megatoken.serve.exchange import Exchange, HttpRequest
+from megatoken.serve.logprobs import TokenNames
+from megatoken.serve.messages import Busy, ServedModel
+from megatoken.serve.request_errors import ApiError
+from megatoken.serve.schema_chat import ChatBody
+from megatoken.serve.tenants import Tenant
+
+TOKENIZER = Tokenizer(REFERENCE_MODEL / "tokenizer.json")
+
+
+@dataclass
+class Engine:
+    """Keeps what is submitted; the test sends events."""
+
+    sinks: dict[int, AnswerSink] = field(default_factory=dict)
+    cancelled: list[int] = field(default_factory=list)
+    places: int = 8
+
+    def submit(self, request: Request, sink: AnswerSink, tenant: Tenant) -> int:
+        if len(self.sinks) == self.places:
+            raise Refused(503, "full", 5)
+        self.sinks[len(self.sinks)] = sink
+        return len(self.sinks) - 1
+
+    def cancel(self, request_id: int) -> None:
+        self.cancelled.append(request_id)
+
+    def send(self, request_id: int, text: str, reason: FinishReason | None = None, **more: Any) -> None:
+        ids = tuple(TOKENIZER.encode(text, add_special=False))
+        self.sinks[request_id].on_event(TokenEvent(request_id, ids, reason, **more))
+
+
+@dataclass
+class Connection:
+    """Where an exchange writes."""
+
+    data: bytes = b""
+
+    @property
+    def transport(self) -> Connection:
+        return self
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+    def extra_headers(self, request: HttpRequest) -> list[tuple[str, str]]:
+        return []
+
+    def flush_soon(self, exchange: Exchange) -> None:
+        pass
+
+    def answered(self, exchange: Exchange) -> None:
+        pass
+
+
+@dataclass
+class Started:
+    """A stream that has begun."""
+
+    answer: ChatStream
+    engine: Engine
+    exchange: Exchange
+    connection: Connection
+
+    def events(self) -> list[Any]:
+        """Data of the events so far."""
+        self.exchange.flush()
+        body = self.connection.data.partition(b"\r\n\r\n")[2]
+        lines = [line for line in body.decode().replace("\r", "").split("\n") if line.startswith("data: ")]
+        return [line[6:] if line.endswith("[DONE]") else json.loads(line[6:]) for line in lines]
+
+    @property
+    def status(self) -> int:
+        return int(self.connection.data.split(b" ")[1])
+
+
+def start(places: int = 8, **fields: Any) -> Started:
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "?"}], "stream": True, **fields})
+    engine, connection = Engine(places=places), Connection()
+    request = HttpRequest("POST", "/v1/chat/completions", "", {}, b"", "id", 0, http_1_0=True)
+    exchange = Exchange(request, cast(Any, connection))
+    model = ServedModel("m", 2048, 3072, (2,), REFERENCE_MODEL, 0)
+    api = ApiContext.open(cast(EngineClient, engine), model, TOKENIZER, ApiSettings(), lambda line: None)
+    chat = Chat(body, Prompt([1]), [Request([1])] * body.n, None, TokenNames(TOKENIZER, as_ids=False))
+    answer = ChatStream(exchange, api, chat, {"id": "chatcmpl-id", "model": "m"})
+    answer.choices = chat.choices(answer, api)
+    answer.begin()
+    return Started(answer, engine, exchange, connection)
+
+
+def test_an_error_before_the_first_token_has_its_status() -> None:
+    for error, status in (
+        (CapacityError("too long"), 400),
+        (Busy("later", 3), 429),
+        (MegatokenError("broken"), 500),
+    ):
+        stream = start()
+        stream.engine.send(0, "", FinishReason.ERROR, error=error)
+        assert stream.status == status
+        assert (b"retry-after: 3" in stream.connection.data) == (status == 429)
+
+
+def test_an_error_in_a_stream_is_an_event_and_the_end() -> None:
+    stream = start(n=2)
+    stream.engine.send(0, "Ann")
+    stream.engine.send(1, "Bob")
+    stream.engine.send(0, "", FinishReason.ERROR, error=MegatokenError("the engine stopped"))
+    *_, error, done = stream.events()
+    assert error["error"]["message"] == "the engine stopped" and error["error"]["type"] == "server_error"
+    assert done == "[DONE]" and stream.exchange.ended
+    assert stream.engine.cancelled == [1]
+    stream.engine.send(1, "more")
+    assert stream.events()[-1] == "[DONE]"
+
+
+def test_a_client_that_leaves_cancels_every_choice() -> None:
+    stream = start(n=3)
+    stream.engine.send(1, "Ann", FinishReason.STOP)
+    stream.exchange.abandon()
+    assert stream.engine.cancelled == [0, 2]
+
+
+def test_choices_that_were_sent_are_cancelled_if_one_is_refused() -> None:
+    with pytest.raises(ApiError, match="full") as refused:
+        start(places=2, n=3)
+    assert (refused.value.status, refused.value.retry_after) == (503, 5)
+
+
+PIECES = st.lists(
+    st.text(alphabet=st.sampled_from('ab "\\\n\u2028é東😀/\x00\x7f'), max_size=6), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=100, derandomize=True)
+@given(pieces=PIECES, stop=st.sampled_from([None, ["ab"], ["é", "\n\n"]]))
+def test_frames_of_a_template_say_what_whole_events_say(pieces: list[str], stop: list[str] | None) -> None:
+    """With details in every chunk no template is used; the text must be the same."""
+    texts = []
+    for options in ({}, {"return_token_ids": True}):
+        stream = start(stop=stop, **options)
+        for at, piece in enumerate(pieces):
+            stream.engine.send(0, piece, FinishReason.LENGTH if at == len(pieces) - 1 else None)
+            if stream.engine.cancelled:
+                break
+        *chunks, done = stream.events()
+        assert done == "[DONE]" and chunks[-1]["choices"][0]["finish_reason"] in ("length", "stop")
+        texts.append("".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks))
+    whole = TOKENIZER.decode(TOKENIZER.encode("".join(pieces), add_special=False))
+    assert texts[0] == texts[1] and (stop is not None or texts[0] == whole)
+
+
+def test_text_frames() -> None:
+    template = frames.TextFrames(lambda piece: {"a": [piece], "b": 'x"y'}, "kind")
+    for piece in ("", '"\\\n', "é\u2028\N{GRINNING FACE}"):
+        assert template.frame(piece) == frames.event({"a": [piece], "b": 'x"y'}, "kind")
+    assert frames.event({"half": "\ud800"}) == b'data: {"half":"\\ud800"}\n\n'

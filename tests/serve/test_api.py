@@ -1,0 +1,255 @@
+"""Bodies that the official client does not send: fields of other servers, wrong values, streams with details."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from serving import REFERENCE_MODEL, Reply, Served, serving
+
+from megatoken.engine.tokenizer import Tokenizer
+from megatoken.serve.schema_common import UNSUPPORTED
+
+DATES = "Write the dates like 14/03/2021.\nSeptember 27, 2027\n"
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": DATES}], "temperature": 0}
+TEXT: dict[str, Any] = {"prompt": f"{DATES}Answer:\n", "temperature": 0}
+
+
+def chat(server: Served, **fields: Any) -> Reply:
+    return server.post("/v1/chat/completions", CHAT | fields)
+
+
+def text(server: Served, **fields: Any) -> Reply:
+    return server.post("/v1/completions", TEXT | fields)
+
+
+WRONG: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"messages": []}, "messages", "at least 1 item"),
+    ({"messages": None}, "messages", "required"),
+    ({"messages": "hello"}, "messages", "array"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages.0.content.0.type",
+        "'text'",
+    ),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid"),
+    ({"temperature": "0.5"}, "temperature", "number"),
+    ({"temperature": 10**400}, "temperature", "number"),
+    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": 10**9}, "messages", "more than the model's context of 2,048"),
+    ({"max_tokens": 2.5}, "max_tokens", "integer"),
+    ({"n": 129}, "n", "less than or equal to 128"),
+    ({"n": True}, "n", "integer"),
+    ({"stop": ["a"] * 17}, "stop", "at most 16"),
+    ({"stop": [""]}, "stop.0", "at least 1"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+    ({"logit_bias": {"5": 1000}}, "logit_bias.5", "less than or equal to 100"),
+    ({"top_logprobs": 3}, None, "top_logprobs needs logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+    ({"stream_options": {"include_usage": True}}, None, "only allowed when stream is true"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "needs the field json_schema"),
+    ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+    ({"tool_choice": "required"}, None, "tool_choice needs tools"),
+    ({"tools": [{"type": "browser"}]}, "tools.0.type", "'function'"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "how this model calls tools is unknown"),
+    ({"add_generation_prompt": True, "continue_final_message": True}, None, "cannot both be true"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages is a field of its own"),
+    ({"reasoning_effort": "low"}, "reasoning_effort", "does not have it"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0", "greater than or equal to 0"),
+    ({"seed": 2**63}, "seed", "less than"),
+    ({"request_id": "a b"}, "request_id", "match"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), WRONG, ids=[json.dumps(one)[:60] for one, _, _ in WRONG])
+def test_wrong_values_are_refused_by_name(
+    server: Served, fields: dict[str, Any], param: str | None, message: str
+) -> None:
+    reply = chat(server, **fields)
+    assert reply.status == 400, reply.body
+    assert reply.error["param"] == param
+    assert message in reply.error["message"]
+    assert reply.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("name", sorted(set(UNSUPPORTED) - {"prompt", "suffix"}))
+def test_a_field_that_is_known_and_not_supported_is_refused(server: Served, name: str) -> None:
+    reply = chat(server, max_tokens=1, **{name: ["something"]})
+    assert (reply.status, reply.error["param"]) == (400, name)
+    assert "not supported by this server; leave it out" in reply.error["message"]
+    for harmless in (None, *UNSUPPORTED[name]):
+        assert chat(server, max_tokens=1, **{name: harmless}).status == 200
+
+
+def test_other_fields_that_are_refused_or_accepted(server: Served) -> None:
+    assert text(server, suffix="end").error["param"] == "suffix"
+    assert text(server, suffix="", best_of=1, user="me", max_tokens=1).status == 200
+    assert text(server, echo=True, logprobs=1).error["param"] == "logprobs"
+    assert chat(server, user="me", metadata={"a": "b"}, safety_identifier="x", max_tokens=1).status == 200
+    nulls = (
+        "model",
+        "max_tokens",
+        "stop",
+        "seed",
+        "n",
+        "tools",
+        "tool_choice",
+        "stream_options",
+        "logit_bias",
+        "top_k",
+    )
+    assert chat(server, **dict.fromkeys(nulls), max_completion_tokens=1).status == 200
+
+
+def test_unknown_fields_are_ignored_and_listed_once(server: Served) -> None:
+    for _ in range(3):
+        assert chat(server, max_tokens=1, no_such_field=1, another={"a": 1}).status == 200
+    assert sum("no_such_field" in line for line in server.log) == 1
+    (line,) = [line for line in server.log if "no_such_field" in line]
+    assert "ignored unknown fields" in line and "another" in line
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b"[" * 100_000, b'{"messages": NaN}', b'{"prompt": "\\ud800"}']
+)
+def test_bodies_that_are_no_json_objects(server: Served, body: bytes) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
+        reply = server.request("POST", path, body)
+        assert reply.status == 400, (path, reply.body)
+        assert reply.error["message"]
+
+
+def test_tokenize_and_detokenize(server: Served) -> None:
+    tokenizer = Tokenizer(REFERENCE_MODEL / "tokenizer.json")
+    reply = server.post("/tokenize", {"prompt": "Add 3 é", "return_token_strs": True}).json()
+    assert reply["tokens"] == tokenizer.encode("Add 3 é") and reply["count"] == len(reply["tokens"])
+    assert reply["max_model_len"] == 2048 and reply["token_strs"][0] == "<s>"
+    plain = server.post("/tokenize", {"prompt": "Add 3 é", "add_special_tokens": False}).json()
+    assert plain["tokens"] == reply["tokens"][1:]
+    assert server.post("/detokenize", {"tokens": reply["tokens"]}).json() == {"prompt": "<s>Add 3 é"}
+    assert server.post("/tokenize", {}).error["message"] == "give either prompt or messages"
+    long = "word " * 20_000
+    assert server.post("/tokenize", {"prompt": long}).json()["tokens"] == tokenizer.encode(long)
+
+
+def test_special_tokens_of_a_template_are_not_added_again(server: Served) -> None:
+    tokens = server.post("/tokenize", {"messages": CHAT["messages"]}).json()["tokens"]
+    assert tokens.count(1) == 1 and tokens[0] == 1
+    assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"] == f"<s>{DATES}Answer:\n"
+    reply = chat(server, return_token_ids=True, max_tokens=1).json()
+    assert reply["prompt_token_ids"] == tokens and len(reply["choices"][0]["token_ids"]) == 1
+
+
+def test_templates_of_requests(server: Served) -> None:
+    template = "{{ bos_token }}{{ greeting }} {{ messages[0].content }}"
+    fields = {"chat_template": template, "chat_template_kwargs": {"greeting": "Hi"}}
+    tokens = server.post("/tokenize", {**CHAT, **fields}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"] == f"<s>Hi {DATES}"
+    assert chat(server, max_tokens=1, **fields).status == 200
+    hostile = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    reply = chat(server, chat_template=hostile)
+    assert reply.status == 400 and "did not end within 1 s" in reply.error["message"]
+    assert chat(server, max_tokens=1, **fields).status == 200
+
+
+def test_continue_a_message(server: Served) -> None:
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "27/0"}]
+    reply = chat(server, messages=messages, continue_final_message=True).json()
+    assert reply["choices"][0]["message"]["content"] == "9/2027"
+
+
+def test_truncated_prompts(server: Served) -> None:
+    ids = list(range(10, 60))
+    whole = text(server, prompt=ids[-7:], max_tokens=4, return_token_ids=True).json()["choices"][0]
+    cut = text(server, prompt=ids, truncate_prompt_tokens=7, max_tokens=4, return_token_ids=True).json()["choices"][0]
+    assert cut == whole and cut["prompt_token_ids"] == ids[-7:]
+    long = text(server, prompt=[10] * 5000, truncate_prompt_tokens=-1, max_tokens=4).json()
+    assert long["usage"]["prompt_tokens"] == 2044
+
+
+def test_prompts_that_are_empty_or_outside_the_vocabulary(server: Served) -> None:
+    assert text(server, prompt=[3072]).error["param"] == "prompt"
+    assert "outside the vocabulary of 3,072" in text(server, prompt=[3072]).error["message"]
+    assert text(server, prompt="", add_special_tokens=False).error["message"].startswith("the prompt is empty")
+    assert text(server, prompt=[]).status == 400
+    assert text(server, prompt=["a"] * 9, n=128).error["param"] == "n"
+
+
+def test_echo_of_a_prompt_alone(server: Served) -> None:
+    reply = text(server, echo=True, max_tokens=0).json()
+    assert reply["choices"][0]["text"] == TEXT["prompt"] and reply["choices"][0]["finish_reason"] == "length"
+    events = text(server, echo=True, max_tokens=0, stream=True).events()
+    assert "".join(event["choices"][0]["text"] for event in events) == TEXT["prompt"]
+
+
+def test_endings(server: Served) -> None:
+    answer = chat(server).json()["choices"][0]
+    assert answer["message"]["content"] == "27/09/2027"
+    ids = chat(server, return_token_ids=True).json()["choices"][0]["token_ids"]
+    assert ids[-1] == 2  # the model's end token
+    slash = ids[2]
+    stopped = chat(server, stop_token_ids=[slash]).json()["choices"][0]
+    assert (stopped["message"]["content"], stopped["stop_reason"]) == ("27", slash)
+    kept = chat(server, stop_token_ids=[slash], include_stop_str_in_output=True).json()["choices"][0]
+    assert kept["message"]["content"] == "27/"
+    later = chat(server, stop="/", min_tokens=4).json()["choices"][0]
+    assert later["message"]["content"] == "27/09"
+    longer = chat(server, ignore_eos=True, max_tokens=15, skip_special_tokens=False).json()
+    assert longer["usage"]["completion_tokens"] == 15
+    assert longer["choices"][0]["message"]["content"].startswith("27/09/2027</s>")
+    assert longer["choices"][0]["finish_reason"] == "length"
+
+
+def test_details_in_streams(server: Served) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = chat(server, stream=True, stream_options=options, return_token_ids=True).events()
+    assert events[0]["prompt_token_ids"][0] == 1
+    ids = [one for event in events[1:-1] for one in event["choices"][0].get("token_ids", [])]
+    assert ids == chat(server, return_token_ids=True).json()["choices"][0]["token_ids"]
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and counts[-1] == len(ids)
+    assert events[-1]["choices"] == []
+    assert "cached_tokens" in events[-1]["usage"]["prompt_tokens_details"]
+    named = chat(server, logprobs=True, return_tokens_as_token_ids=True).json()["choices"][0]["logprobs"]["content"]
+    assert [one["token"] for one in named] == [f"token_id:{one}" for one in ids]
+
+
+def test_a_request_id_of_the_client(server: Served) -> None:
+    assert chat(server, request_id="mine-1", max_tokens=1).json()["id"] == "chatcmpl-mine-1"
+    head = {"x-request-id": "from-header"}
+    reply = server.request("POST", "/v1/completions", json.dumps(TEXT | {"max_tokens": 1}).encode(), head)
+    assert reply.json()["id"] == "cmpl-from-header" and reply.headers["x-request-id"] == "from-header"
+
+
+def test_the_openapi_document(server: Served) -> None:
+    document = server.get("/openapi.json").json()
+    assert set(document["paths"]) >= {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/models",
+        "/health",
+    }
+    fields = document["components"]["schemas"]["ChatBody"]["properties"]
+    assert {"messages", "temperature", "stream", "tools", "cache_salt"} <= set(fields)
+
+
+def test_nothing_of_prompts_or_answers_is_logged(server: Served) -> None:
+    text(server, prompt="a secret called Xyzzy", max_tokens=2)
+    chat(server, messages=[{"role": "user", "content": "Xyzzy"}], temperature=-1)
+    assert not any("Xyzzy" in line for line in server.log)
+
+
+def test_a_named_shape_has_neither_tokenizer_nor_template() -> None:
+    """The mock engine with a shape alone: token ids in, token ids as text out."""
+    with serving("--engine", "mock", "--model", "125m", "--tokens-per-second", "500") as server:
+        body = {"prompt": [1, 2, 3], "max_tokens": 4, "return_token_ids": True}
+        choice = server.post("/v1/completions", body).json()["choices"][0]
+        assert choice["text"] == "".join(f"{one} " for one in choice["token_ids"]) and len(choice["token_ids"]) == 4
+        assert "has no tokenizer" in server.post("/v1/completions", {"prompt": "text"}).error["message"]
+        reply = server.post("/v1/chat/completions", CHAT)
+        assert reply.status == 400 and "start the server with --chat-template FILE" in reply.error["message"]
