@@ -11,12 +11,13 @@ from report_documents import DOCUMENTS
 
 from megatoken.errors import UsageError
 from megatoken.report.documents import KINDS, checked
-from megatoken.report.page import page
-from megatoken.report.style import DARK, LIGHT, STYLE
+from megatoken.report.page import page, style_sheet
 from megatoken.report.views import document_view, run_view
 from megatoken.runs.run import read_run
 
 PAGES = [*DOCUMENTS, "run", "rack"]
+STYLE = style_sheet()
+LIGHT, DARK = re.findall(r":root \{([^}]*--[^}]*)\}", STYLE)
 
 
 @pytest.fixture(params=PAGES)
