@@ -138,6 +138,11 @@ class Section:
     blocks: tuple[Block, ...]
 
 
+def section(title: str, *blocks: Block | None) -> Section:
+    """The section of these blocks without those that have no content: None, and tables without rows."""
+    return Section(title, tuple(one for one in blocks if one and not (isinstance(one, Table) and not one.rows)))
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """A report: its title, a summary, then the sections that are not empty."""

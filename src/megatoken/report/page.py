@@ -70,10 +70,12 @@ def _breakable(words: str, signs: str = "") -> Markup:
 
 def _shelves(blocks: Iterable[Block]) -> Iterator[tuple[bool, list[Block]]]:
     """Consecutive figures and narrow tables, which share a grid, and other blocks."""
-    for shared, group in groupby(
-        blocks, lambda one: isinstance(one, Figure) or (isinstance(one, Table) and one.narrow)
-    ):
+    for shared, group in groupby(blocks, _is_small):
         yield shared, list(group)
+
+
+def _is_small(block: Block) -> bool:
+    return isinstance(block, Figure) or (isinstance(block, Table) and block.narrow)
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

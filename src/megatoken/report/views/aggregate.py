@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from megatoken.report.bars import Dot, dot_chart
-from megatoken.report.blocks import Block, Column, Figure, Headline, Points, Section, Table, View
+from megatoken.report.blocks import Column, Figure, Headline, Points, Section, Table, View, section
 from megatoken.report.curves import distribution_chart
 from megatoken.report.documents import Document
 from megatoken.report.views.common import facts_table, records_table, view
@@ -15,13 +15,15 @@ from megatoken.text import ABSENT, count_of, precise
 
 SUM = "sum_of_rates_tokens_per_second"
 MANY_NODES = 40
-STATISTICS = ("max", "min", "mean_tokens_per_second", "median_tokens_per_second")
+REFERENCES = {"mean_tokens_per_second": "mean", "median_tokens_per_second": "median"}
+TOGETHER = (
+    *("accelerators", "output_tokens", "output_tokens_per_second_per_accelerator", "baseline_tokens_per_second"),
+    "scaling_efficiency",
+)
 KNOWN = (
-    *(SUM, "sum_label", "makespan", "common_window", "max", "min", "mean_tokens_per_second"),
-    *("median_tokens_per_second", "spread", "coefficient_of_variation", "coefficient_of_variation_formula"),
-    *("stragglers", "overlap_share", "overlap_share_at_most", "evidence_of_simultaneity", "without_fault_domain"),
-    *("nodes", "workload", "accelerators", "output_tokens", "output_tokens_per_second_per_accelerator"),
-    *("baseline_tokens_per_second", "scaling_efficiency"),
+    *(SUM, "sum_label", "makespan", "common_window", "max", "min", "spread", "coefficient_of_variation"),
+    *("coefficient_of_variation_formula", "stragglers", "overlap_share", "overlap_share_at_most"),
+    *("evidence_of_simultaneity", "without_fault_domain", "nodes", "workload", *REFERENCES, *TOGETHER),
 )
 
 
@@ -36,22 +38,27 @@ def aggregate_view(document: Document) -> View:
     return view(document, "aggregate", summary, aggregate_sections(document), KNOWN)
 
 
-def aggregate_sections(document: Document) -> Iterator[Section]:
+def aggregate_sections(document: Document) -> tuple[Section, ...]:
     """Sections about the nodes of an aggregate; empty ones where the document has none."""
-    yield Section("Three rates", tuple(_rates(document)))
-    nodes = document.parts("nodes")
-    yield Section("Nodes", (*node_figures(nodes, document), *_spread(document)))
-    if nodes:
-        own = all(node.text("fault_domain") == node.text("node") for node in nodes)
-        without = ("source", "fault_domain") if own else ("source",)
-        table = records_table("Nodes", [node.values for node in nodes], without=without)
-        yield Section("Every node", (table,))
-    losses = document.parts("without_fault_domain")
-    if losses:
-        own = all(loss.texts("nodes_lost") == [loss.text("fault_domain")] for loss in losses)
-        caption = "Remaining when one is lost and the others continue"
-        table = records_table(caption, [loss.values for loss in losses], without=("nodes_lost",) if own else ())
-        yield Section("Without one fault domain", (table,))
+    nodes, losses = document.parts("nodes"), document.parts("without_fault_domain")
+    own_domains = all(node.text("fault_domain") == node.text("node") for node in nodes)
+    own_losses = all(loss.texts("nodes_lost") == [loss.text("fault_domain")] for loss in losses)
+    return (
+        section("Three rates", _rates(document), _simultaneity(document)),
+        section("Nodes", *node_figures(nodes, document), _spread(document), _together(document)),
+        section(
+            "Every node",
+            records_table("Nodes", nodes, without=("source", "fault_domain") if own_domains else ("source",)),
+        ),
+        section(
+            "Without one fault domain",
+            records_table(
+                "Remaining when one is lost and the others continue",
+                losses,
+                without=("nodes_lost",) if own_losses else (),
+            ),
+        ),
+    )
 
 
 def node_figures(nodes: list[Document], aggregate: Document) -> Iterator[Figure]:
@@ -63,8 +70,7 @@ def node_figures(nodes: list[Document], aggregate: Document) -> Iterator[Figure]
     ]
     if len(rated) < 2:
         return
-    references = {"mean": "mean_tokens_per_second", "median": "median_tokens_per_second"}
-    marks = [(name, value) for name, key in references.items() if (value := aggregate.number(key)) is not None]
+    marks = [(name, value) for key, name in REFERENCES.items() if (value := aggregate.number(key)) is not None]
     if len(rated) <= MANY_NODES:
         dots = [Dot(name, rate, slow) for name, rate, slow in rated]
         yield dot_chart("Rate of each node", "output tokens/s", dots, marks)
@@ -75,7 +81,7 @@ def node_figures(nodes: list[Document], aggregate: Document) -> Iterator[Figure]
         )
 
 
-def _rates(document: Document) -> Iterator[Block]:
+def _rates(document: Document) -> Table:
     total = document.number(SUM)
     rows = []
     if total is not None:
@@ -86,31 +92,21 @@ def _rates(document: Document) -> Iterator[Block]:
         if window.values:
             rate = window.number("output_tokens_per_second")
             rows.append((name, precise(rate), _of_sum(rate, total), _basis(window)))
-    columns = (
-        Column("Rule"),
-        Column("Output", "tokens/s", numeric=True),
-        Column("Of the sum", "%", numeric=True),
-        Column("Meaning"),
-    )
-    if rows:
-        yield Table("The same nodes by three rules", columns, tuple(rows), stacked=True)
+    numbers = (Column("Output", "tokens/s", numeric=True), Column("Of the sum", "%", numeric=True))
+    columns = (Column("Rule"), *numbers, Column("Meaning"))
+    return Table("The same nodes by three rules", columns, tuple(rows), stacked=True)
+
+
+def _simultaneity(document: Document) -> Points | None:
     evidence = document.part("evidence_of_simultaneity")
-    statement = evidence.text("statement")
-    overlap = document.number("overlap_share")
-    most = document.number("overlap_share_at_most")
-    points = [("", statement)] if statement else []
+    overlap, most = document.number("overlap_share"), document.number("overlap_share_at_most")
+    points = [evidence.text("statement")]
     if overlap is not None:
-        points.append(("", f"All nodes ran at once for {precise(100 * overlap)} % of the time."))
+        points.append(f"All nodes ran at once for {precise(100 * overlap)} % of the time.")
     elif most is not None:
-        points.append(
-            (
-                "",
-                f"Started together, they would have shared at most {precise(100 * most)} % of the time.",
-            )
-        )
-    points += [("", observation) for observation in evidence.texts("observations")]
-    if points:
-        yield Points("Did they run at the same time?", tuple(points))
+        points.append(f"Started together, they would have shared at most {precise(100 * most)} % of the time.")
+    found = tuple(("", point) for point in (*points, *evidence.texts("observations")) if point)
+    return Points("Did they run at the same time?", found) if found else None
 
 
 def _of_sum(rate: float | None, total: float | None) -> str:
@@ -124,17 +120,16 @@ def _basis(window: Document) -> str:
     return "; ".join(filter(None, (window.text("basis"), over, conditional, window.text("reason"))))
 
 
-def _spread(document: Document) -> Iterator[Table]:
+def _spread(document: Document) -> Table:
     rows: list[tuple[str, str]] = []
-    for name in ("max", "min"):
-        if isinstance(document.values.get(name), dict):
-            extreme = document.part(name)
-            rate = f"{precise(extreme.number('output_tokens_per_second'))} tokens/s"
-            rows.append((f"{'Fastest' if name == 'max' else 'Slowest'} node", f"{rate} ({extreme.text('node')})"))
-    for key in ("mean_tokens_per_second", "median_tokens_per_second"):
-        value = document.number(key)
-        if value is not None:
-            rows.append((f"{key.split('_')[0].capitalize()} of the nodes", f"{precise(value)} tokens/s"))
+    for key, name in (("max", "Fastest node"), ("min", "Slowest node")):
+        if isinstance(document.values.get(key), dict):
+            extreme = document.part(key)
+            rate = precise(extreme.number("output_tokens_per_second"))
+            rows.append((name, f"{rate} tokens/s ({extreme.text('node')})"))
+    for key, name in REFERENCES.items():
+        if (value := document.number(key)) is not None:
+            rows.append((f"{name.capitalize()} of the nodes", f"{precise(value)} tokens/s"))
     for spread in document.parts("spread"):
         rows.append((f"Spread, {spread.text('formula')}", _percent(spread.number("value"))))
     variation = document.number("coefficient_of_variation")
@@ -142,13 +137,13 @@ def _spread(document: Document) -> Iterator[Table]:
         formula = document.text("coefficient_of_variation_formula", "standard deviation / mean")
         rows.append((f"Coefficient of variation, {formula}", _percent(variation)))
     rows += _stragglers(document.part("stragglers"))
-    if rows:
-        yield Table("How the nodes differ", (Column("Name"), Column("Value")), tuple(rows), narrow=True)
-    more = ("accelerators", "output_tokens", "output_tokens_per_second_per_accelerator", "baseline_tokens_per_second")
-    facts = {key: document.values[key] for key in (*more, "scaling_efficiency") if key in document}
+    return Table("How the nodes differ", (Column("Name"), Column("Value")), tuple(rows), narrow=True)
+
+
+def _together(document: Document) -> Table:
+    facts = {key: document.values[key] for key in TOGETHER if key in document}
     facts |= {key: value for key, value in document.part("workload").values.items() if value is not None}
-    if facts:
-        yield facts_table("All nodes", facts)
+    return facts_table("All nodes", facts)
 
 
 def _stragglers(stragglers: Document) -> Iterator[tuple[str, str]]:

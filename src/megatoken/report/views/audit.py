@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from megatoken.report.blocks import Badge, Cell, Column, Fold, Section, Table, Verdict, View, Words
+from megatoken.report.blocks import Badge, Cell, Column, Fold, Table, Verdict, View, Words, section
 from megatoken.report.documents import Document
 from megatoken.report.views.aggregate import aggregate_sections, node_figures
 from megatoken.report.views.common import records_table, view
@@ -13,18 +13,10 @@ from megatoken.report.words import plain_text
 from megatoken.text import exact, is_number, precise
 
 KNOWN = ("findings", "counts", "claims", "aggregate", "nodes", "artefacts")
-SEVERITIES = {
-    "fail": Badge("fail", "bad"),
-    "warn": Badge("warn", "warn"),
-    "unknown": Badge("unknown", "quiet"),
-    "note": Badge("note", "plain"),
-    "pass": Badge("pass", "good"),
-}
-ANSWERS = {
-    "does not hold": Badge("does not hold", "bad"),
-    "cannot be determined": Badge("cannot be determined", "quiet"),
-    "holds": Badge("holds", "good"),
-}
+_SEVERITY_TONES = {"fail": "bad", "warn": "warn", "unknown": "quiet", "note": "plain", "pass": "good"}
+_ANSWER_TONES = {"does not hold": "bad", "cannot be determined": "quiet", "holds": "good"}
+SEVERITIES = {word: Badge(word, tone) for word, tone in _SEVERITY_TONES.items()}
+ANSWERS = {word: Badge(word, tone) for word, tone in _ANSWER_TONES.items()}
 ARTEFACT_KEYS = (
     *("path", "role", "division", "submitter", "benchmark", "scenario", "mode", "validity", "round"),
     *("loadgen_version", "output_tokens_per_second", "samples_per_second", "tokens_per_sample", "samples_issued"),
@@ -39,13 +31,13 @@ def audit_view(document: Document) -> View:
     findings, claims = document.parts("findings"), document.parts("claims")
     aggregate = document.part("aggregate")
     own_nodes = [] if aggregate.parts("nodes") else document.parts("nodes")
-    sections = [
-        Section("Claims", tuple(_claims(claims))),
-        Section("Findings", tuple(_findings(findings))),
+    sections = (
+        section("Claims", _claims(claims)),
+        section("Findings", _findings(findings)),
         *(aggregate_sections(aggregate) if aggregate.values else ()),
-        Section("Nodes", (*node_figures(own_nodes, aggregate), *_nodes(own_nodes))),
-        Section("Artefacts", tuple(_artefacts(document.parts("artefacts")))),
-    ]
+        section("Nodes", *node_figures(own_nodes, aggregate), records_table("Nodes", own_nodes)),
+        section("Artefacts", _artefacts(document.parts("artefacts"))),
+    )
     summary = [Verdict(tuple(_counts(findings)), _meaning(findings))]
     if claims:
         answers = Counter(claim.text("answer") for claim in claims)
@@ -84,9 +76,7 @@ def _meaning(findings: Sequence[Document]) -> str:
     return f"the checks found no problem{but}" if findings else "nothing to check"
 
 
-def _findings(findings: Sequence[Document]) -> Iterator[Table]:
-    if not findings:
-        return
+def _findings(findings: Sequence[Document]) -> Table:
     order = {severity: rank for rank, severity in enumerate(SEVERITIES)}
     ranked = sorted(findings, key=lambda finding: order.get(finding.text("severity"), len(order)))
     merged = _merged(ranked)
@@ -94,7 +84,7 @@ def _findings(findings: Sequence[Document]) -> Iterator[Table]:
     heads = {"Severity": 11, "Finding": 28, "Expected": 17, "Found": 22, "Where": 22}
     columns = tuple(Column(name, width_percent=width) for name, width in heads.items())
     more = len(merged) - len(shown)
-    yield Table(
+    return Table(
         "Findings",
         columns,
         tuple(_finding_row(finding, places) for finding, places in shown),
@@ -139,9 +129,7 @@ def _place(place: Document) -> str:
     return place.text("file") + (f":{line}" if line else "")
 
 
-def _claims(claims: Sequence[Document]) -> Iterator[Table]:
-    if not claims:
-        return
+def _claims(claims: Sequence[Document]) -> Table:
     heads = {"Answer": 19, "Claim": 20, "Claimed": 12, "Recomputed": 22, "Why": 27}
     columns = tuple(Column(name, width_percent=width) for name, width in heads.items())
     rank = list(ANSWERS)
@@ -160,7 +148,7 @@ def _claims(claims: Sequence[Document]) -> Iterator[Table]:
         )
         for claim in claims
     )
-    yield Table("Claims", columns, rows, kinds=tuple(_answer(claim) for claim in claims), stacked=True)
+    return Table("Claims", columns, rows, kinds=tuple(_answer(claim) for claim in claims), stacked=True)
 
 
 def _answer(claim: Document) -> Badge:
@@ -201,13 +189,7 @@ def _reasons(claim: Document) -> Iterator[Words | Fold]:
     yield from _places(claim.parts("where"))
 
 
-def _nodes(nodes: Sequence[Document]) -> Iterator[Table]:
-    if nodes:
-        yield records_table("Nodes", [node.values for node in nodes])
-
-
-def _artefacts(artefacts: Sequence[Document]) -> Iterator[Table]:
+def _artefacts(artefacts: Sequence[Document]) -> Table:
     """The runs that were read; what else the document says of each is left to it."""
-    if artefacts:
-        rows = [{key: artefact.values.get(key) for key in ARTEFACT_KEYS} for artefact in artefacts]
-        yield records_table("Artefacts read", rows)
+    rows = [{key: artefact.values.get(key) for key in ARTEFACT_KEYS} for artefact in artefacts]
+    return records_table("Artefacts read", rows)

@@ -48,9 +48,10 @@ def state_cell(state: str) -> Cell:
 
 
 def records_table(
-    caption: str, records: Sequence[Mapping[str, Any]], *, without: Iterable[str] = (), note: str = ""
+    caption: str, objects: Sequence[Document | Mapping[str, Any]], *, without: Iterable[str] = (), note: str = ""
 ) -> Table:
     """A row for each object and a column for each key; a few objects with many keys become columns instead."""
+    records = [one.values if isinstance(one, Document) else one for one in objects]
     left_out = frozenset(without)
     keys = [
         key
@@ -101,9 +102,8 @@ def _upright(caption: str, heads: Mapping[str, tuple[str, str]], columns: Mappin
 def given_tables(document: Document) -> Iterator[Table]:
     """The tables that a document carries ready made: ``name``, ``title``, ``note``, and ``rows`` of one shape."""
     for part in document.parts("tables"):
-        records = [row.values for row in part.parts("rows")]
-        if records:
-            yield records_table(part.text("title") or sentence(part.text("name")), records, note=part.text("note"))
+        title = part.text("title") or sentence(part.text("name"))
+        yield records_table(title, part.parts("rows"), note=part.text("note"))
 
 
 def facts_table(caption: str, values: Mapping[str, Any], note: str = "") -> Table:
@@ -123,7 +123,7 @@ def _inputs(document: Document) -> Iterator[Block]:
         if all(part.values.keys() <= INPUT_KEYS for part in parts):
             yield _figures(parts)
         else:
-            yield records_table("Inputs", [part.values for part in parts])
+            yield records_table("Inputs", parts)
     elif inputs:
         yield Points("", tuple(("", text) for text in document.texts("inputs")), most=FEW)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatoken.analysis.comparison import UNSTATED, Difference
 from megatoken.report.bars import Bar, bar_chart
-from megatoken.report.blocks import Badge, Cell, Column, Figure, Section, Table, View, Words
+from megatoken.report.blocks import Badge, Cell, Column, Figure, Table, View, Words, section
 from megatoken.report.documents import Document
 from megatoken.report.views.common import records_table, state_cell, view
 from megatoken.report.words import aligned, plain_text
@@ -22,26 +22,18 @@ BASES = {
 POWER = ("measured_watts", "nameplate_watts", "measured_over_nameplate")
 EFFICIENCY = {"tokens_per_joule_measured": "measured", "tokens_per_joule_nameplate": "nameplate"}
 LONG = ("weights", "data_set_sha256", "shared_with")  # with every ratio where they matter
-TWICE = (
-    *(key for _, key in BASES.values()),
-    "per_rack_measured",
-    *POWER,
-    *EFFICIENCY,
-    "software",
-    "repeats",
-    "note",
-    *LONG,
-)
+IN_OTHER_TABLES = ("per_rack_measured", "software", "repeats", "note")
+TWICE = (*(key for _, key in BASES.values()), *IN_OTHER_TABLES, *POWER, *EFFICIENCY, *LONG)
 
 
 def comparison_view(document: Document) -> View:
     """The report on ``megatoken compare``."""
     rows = document.parts("rows")
     sections = (
-        Section("Side by side", tuple(_figures(rows))),
-        Section("Ratios", tuple(_ratios(document))),
-        Section("Figures", tuple(_tables(rows))),
-        Section("Software", tuple(_software(document, rows))),
+        section("Side by side", *_figures(rows)),
+        section("Ratios", _ratios(document)),
+        section("Figures", *_tables(rows)),
+        section("Software", _software(document, rows)),
     )
     return view(document, "comparison", (), sections, KNOWN)
 
@@ -74,8 +66,7 @@ def _state(row: Document, basis: str) -> str:
 
 
 def _tables(rows: list[Document]) -> Iterator[Table]:
-    if rows:
-        yield records_table("Compared results", [row.values for row in rows], without=TWICE)
+    yield records_table("Compared results", rows, without=TWICE)
     keys = [key for _, key in BASES.values() if any(key in row for row in rows)]
     if keys:
         heads = (Column(title, "tokens/s", numeric=True) for title, key in BASES.values() if key in keys)
@@ -83,24 +74,20 @@ def _tables(rows: list[Document]) -> Iterator[Table]:
         rates = zip(*(aligned([precise(row.number(key)) for row in rows]) for key in keys), strict=True)
         cells = tuple((*name, *rate) for name, rate in zip(names, rates, strict=True))
         yield Table("Output tokens per second", (Column("Name"), Column("State"), *heads), cells)
-    powered = [row for row in rows if any(key in row for key in (*POWER, *EFFICIENCY))]
-    if powered:
-        values = [{key: row.values.get(key) for key in ("name", *POWER, *EFFICIENCY)} for row in powered]
-        yield records_table("Power", values)
+    powered = [row.values for row in rows if any(key in row for key in (*POWER, *EFFICIENCY))]
+    yield records_table("Power", [{key: row.get(key) for key in ("name", *POWER, *EFFICIENCY)} for row in powered])
 
 
-def _ratios(document: Document) -> Iterator[Table]:
+def _ratios(document: Document) -> Table:
     """A row for each pair and a column for each basis."""
     pairs: dict[tuple[str, str], dict[str, Document]] = {}
     for ratio in document.parts("ratios"):
         pairs.setdefault((ratio.text("of"), ratio.text("to")), {})[ratio.text("basis")] = ratio
-    bases = dict.fromkeys([*(basis for basis in BASES if any(basis in found for found in pairs.values()))])
-    bases |= dict.fromkeys(basis for found in pairs.values() for basis in found)
-    if not pairs:
-        return
+    used = dict.fromkeys(basis for found in pairs.values() for basis in found)
+    bases = [*(basis for basis in BASES if basis in used), *(basis for basis in used if basis not in BASES)]
     rows = tuple(_pair(of, to, [found.get(basis) for basis in bases]) for (of, to), found in pairs.items())
     columns = (Column("Ratio of"), *(Column(BASES.get(basis, (basis, ""))[0]) for basis in bases))
-    yield Table("Ratios", columns, rows, stacked=True, note=_method(document))
+    return Table("Ratios", columns, rows, stacked=True, note=_method(document))
 
 
 def _pair(of: str, to: str, ratios: list[Document | None]) -> tuple[Cell, ...]:
@@ -130,11 +117,8 @@ def _difference_lines(of: str, to: str, differences: list[Difference]) -> Iterat
     for one in differences:
         if UNSTATED not in (one.of, one.to):
             yield f"{one.field}: {one.of} vs {one.to}"
-    for name, fields in (
-        (of, [one.field for one in differences if one.of == UNSTATED]),
-        (to, [one.field for one in differences if one.to == UNSTATED]),
-    ):
-        if fields:
+    for name, side in ((of, "of"), (to, "to")):
+        if fields := [one.field for one in differences if getattr(one, side) == UNSTATED]:
             yield f"{name} does not state: {', '.join(fields)}"
 
 
@@ -153,11 +137,10 @@ def _differences(ratio: Document) -> list[Difference]:
     return [Difference(one.text("field"), one.text("of"), one.text("to")) for one in ratio.parts("differences")]
 
 
-def _software(document: Document, rows: list[Document]) -> Iterator[Table]:
+def _software(document: Document, rows: list[Document]) -> Table | None:
     """Versions and settings that differ, a column for each result."""
     differing = dict.fromkeys(difference.text("key") for difference in document.parts("software_differences"))
     stated = [row for row in rows if row.part("software").values]
-    if differing and stated:
-        columns = (Column("Key"), *(Column(row.text("name")) for row in stated))
-        cells = tuple((key, *(plain_text(row.part("software").values.get(key)) for row in stated)) for key in differing)
-        yield Table("Software and settings that differ", columns, cells)
+    columns = (Column("Key"), *(Column(row.text("name")) for row in stated))
+    cells = tuple((key, *(plain_text(row.part("software").values.get(key)) for row in stated)) for key in differing)
+    return Table("Software and settings that differ", columns, cells) if stated else None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatoken.report.bars import Bar, Swing, bar_chart, tornado, waterfall
-from megatoken.report.blocks import Column, Figure, Headline, Section, Table, View, Words
+from megatoken.report.blocks import Column, Figure, Headline, Table, View, Words, section
 from megatoken.report.curves import Line, line_chart
 from megatoken.report.documents import Document
 from megatoken.report.views.common import given_tables, records_table, state_cell, view
@@ -22,27 +22,20 @@ BARS = {
     "concurrency": ("profile", "users", "state"),
     "policies": ("policy", "price_dollars_per_hour", "state"),
 }
-SUBJECTS = {
-    "plan_capacity": "capacity",
-    "plan_fleet": "fleet",
-    "plan_energy": "energy",
-    "plan_cost": "cost",
-    "plan_throughput": "throughput",
-}
 
 
 def plan_view(document: Document) -> View:
     """The report on ``megatoken plan``: capacity, fleet, energy, cost or throughput."""
     results = document.parts("results")
     sections = (
-        Section("Results", tuple(_results(results))),
-        Section("At a glance", tuple(_figures(document, results))),
-        Section("In detail", tuple(given_tables(document))),
-        Section("Profiles", tuple(_profiles(document))),
+        section("Results", _results(results)),
+        section("At a glance", *_figures(document, results)),
+        section("In detail", *given_tables(document)),
+        section("Profiles", records_table("Workload profiles", document.parts("profiles"))),
     )
     first = _first_number(results)
     summary = [_headline(first)] if first else []
-    return view(document, SUBJECTS[document.text("kind")], summary, sections, KNOWN)
+    return view(document, document.text("kind").removeprefix("plan_"), summary, sections, KNOWN)
 
 
 def _first_number(results: Sequence[Document]) -> Document | None:
@@ -55,9 +48,7 @@ def _headline(result: Document) -> Headline:
     return Headline(_value(result), _unit(result), " · ".join(words))
 
 
-def _results(results: Sequence[Document]) -> Iterator[Table]:
-    if not results:
-        return
+def _results(results: Sequence[Document]) -> Table:
     rows = tuple(
         (
             (
@@ -71,7 +62,7 @@ def _results(results: Sequence[Document]) -> Iterator[Table]:
         for result in results
     )
     columns = (Column("Result"), Column("Value", numeric=True), Column("Unit"), Column("State"))
-    yield Table("Results", columns, rows, stacked=True)
+    return Table("Results", columns, rows, stacked=True)
 
 
 def _value(result: Document) -> str:
@@ -144,9 +135,3 @@ def _cycle(rows: Sequence[Document]) -> Iterator[Figure]:
         data = Table("Nodes for each hour of the cycle", (Column("Hour"), Column("Nodes", numeric=True)), cells)
         x_range = (float(edges[0]), float(edges[-1]))
         yield line_chart("Nodes needed for the demand", "nodes", "hour", [line], data, x_range=x_range)
-
-
-def _profiles(document: Document) -> Iterator[Table]:
-    profiles = [profile.values for profile in document.parts("profiles")]
-    if profiles:
-        yield records_table("Workload profiles", profiles)

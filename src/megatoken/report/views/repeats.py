@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatoken.report.bars import Dot, dot_chart
-from megatoken.report.blocks import Block, Cell, Column, Figure, Headline, Points, Section, Table, Verdict, View
+from megatoken.report.blocks import Block, Cell, Column, Figure, Headline, Points, Table, Verdict, View, section
 from megatoken.report.documents import Document
 from megatoken.report.metrics import MEANING, of_simulated, verdict_badge
 from megatoken.report.views.common import view
@@ -39,8 +39,8 @@ def repeats_view(document: Document) -> View:
         *([Points("", tuple(reasons))] if reasons else []),
     )
     sections = (
-        Section("Numbers", tuple(_metrics(document))),
-        Section("Each run", (*_figures(document), *_runs(document))),
+        section("Numbers", _metrics(document)),
+        section("Each run", *_figures(document), _runs(document)),
     )
     return view(document, "repeats", summary, sections, KNOWN)
 
@@ -61,7 +61,7 @@ def _confidence(document: Document) -> str:
     return f"with {precise(100 * (document.number('confidence') or 0.0))} % confidence"
 
 
-def _metrics(document: Document) -> Iterator[Table]:
+def _metrics(document: Document) -> Table:
     metrics = document.part("metrics")
     rows = []
     for key in metrics.values:
@@ -72,8 +72,7 @@ def _metrics(document: Document) -> Iterator[Table]:
     heads = ("Geometric mean", "Low", "High", "Mean")
     columns = (Column("Metric"), Column("Unit"), *(Column(head, numeric=True) for head in heads))
     note = f"Low and high {_confidence(document)}: {document.text('interval_formula')}. {document.text('seeds_note')}"
-    if rows:
-        yield Table("Mean of the runs", columns, tuple(rows), note=note)
+    return Table("Mean of the runs", columns, tuple(rows), note=note)
 
 
 def _figures(document: Document) -> Iterator[Figure]:
@@ -85,7 +84,7 @@ def _figures(document: Document) -> Iterator[Figure]:
         yield dot_chart("Rate of each run", "output tokens/s", dots, [("geometric mean", mean)])
 
 
-def _runs(document: Document) -> Iterator[Table]:
+def _runs(document: Document) -> Table:
     """A row for each run that counts, a column for each metric and percentile; percentiles are never averaged."""
     names, verdicts = document.texts("runs"), document.texts("verdicts")
     counted = _names_in_the_mean(document)
@@ -101,8 +100,7 @@ def _runs(document: Document) -> Iterator[Table]:
         (name, verdict_badge(verdict), *(found.get(name, "") for found in cells))
         for name, verdict in zip(names, verdicts, strict=False)
     )
-    if rows:
-        yield Table("What each run had", tuple(columns), rows)
+    return Table("What each run had", tuple(columns), rows)
 
 
 def _names_in_the_mean(document: Document) -> list[str]:

@@ -18,18 +18,7 @@ from megatoken.analysis.statistics import (
     latency_origin,
 )
 from megatoken.report.bars import Dot, dot_chart
-from megatoken.report.blocks import (
-    Block,
-    Column,
-    Facts,
-    Figure,
-    Headline,
-    Points,
-    Section,
-    Table,
-    Terms,
-    View,
-)
+from megatoken.report.blocks import Block, Column, Facts, Figure, Headline, Points, Table, Terms, View, section
 from megatoken.report.blocks import Verdict as VerdictBlock
 from megatoken.report.curves import distribution_chart
 from megatoken.report.metrics import (
@@ -84,20 +73,18 @@ def run_view(run: Run) -> View:
     samples, subject = Samples.of(run.requests), _subject(run)
     terms = DEFINITIONS | {"First and last token": f"Counted from: {latency_origin(str(run.result.get('scenario')))}."}
     sections = (
-        Section("Numbers", tuple(_metrics(run))),
-        Section("Model and environment", (Facts("Model and environment", subject, folded=False),) if subject else ()),
-        Section("Over time", tuple(time_figures(run))),
-        Section("Over samples", tuple(_sample_figures(run, samples))),
-        Section("Goodput", tuple(goodput_blocks(run, samples))),
-        Section("Nodes", tuple(_nodes(run))),
-        Section("Definitions", (Terms(terms),)),
-        Section(
+        section("Numbers", *_metrics(run)),
+        section("Model and environment", Facts("Model and environment", subject, folded=False) if subject else None),
+        section("Over time", *time_figures(run)),
+        section("Over samples", *_sample_figures(run, samples)),
+        section("Goodput", *goodput_blocks(run, samples)),
+        section("Nodes", *_nodes(run)),
+        section("Definitions", Terms(terms)),
+        section(
             "Evidence",
-            (
-                Facts("Machine and versions", run.environment),
-                Facts("Configuration", run.config),
-                Facts("Files in this folder", FILES),
-            ),
+            Facts("Machine and versions", run.environment),
+            Facts("Configuration", run.config),
+            Facts("Files in this folder", FILES),
         ),
     )
     return View(run.path.name, str(run.verdict), tuple(_summary(run)), sections, FOOTER)
