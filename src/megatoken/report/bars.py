@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from megatoken.report.blocks import Column, Figure, Table
 from megatoken.report.scales import WIDTH, box, rule, shortened, text, tick_text, ticks
@@ -59,53 +60,32 @@ class Dot:
 
 def bar_chart(title: str, unit: str, bars: Sequence[Bar]) -> Figure:
     """Values from zero up; solid, hatched or outlined bars and text show the state."""
-    top = max(0.0, *(bar.value for bar in bars)) or 1.0
+    room = BAR_ROOM / (max(0.0, *(bar.value for bar in bars)) or 1.0)
     parts = []
     for row, bar in enumerate(bars):
-        length = max(bar.value, 0.0) / top * BAR_ROOM
-        parts += _row(row, bar.name, bar.state)
-        parts += [_bar(row, 0.0, length, _style(bar.state)), _value(row, length, precise(bar.value))]
-    return Figure(
-        title=title,
-        unit=unit,
-        drawing="".join(parts),
-        height=ROW * len(bars),
-        description="; ".join(f"{bar.name}: {precise(bar.value)} {unit} {bar.state}".rstrip() for bar in bars),
-        data=_data(title, unit, bars),
-        legend=_legend(bars),
-    )
+        parts += _bar_row(row, bar.name, bar.state, (0.0, max(bar.value, 0.0) * room), precise(bar.value))
+    words = "; ".join(f"{bar.name}: {precise(bar.value)} {unit} {bar.state}".rstrip() for bar in bars)
+    return _bars_figure(title, unit, parts, bars, words)
 
 
 def waterfall(title: str, unit: str, steps: Sequence[Bar], total: str) -> Figure:
     """Parts that add up, each bar starting where the one above ended, and their sum under the name ``total``."""
-    reached = [0.0]
-    for step in steps:
-        reached.append(reached[-1] + step.value)
-    low, top = min(0.0, *reached), max(0.0, *reached)
-    span = (top - low) or 1.0
+    reached = list(accumulate((step.value for step in steps), initial=0.0))
+    low, whole = min(reached), reached[-1]
+    room = BAR_ROOM / ((max(reached) - low) or 1.0)
 
-    def ends(start: float, end: float) -> list[float]:
-        return [(edge - low) / span * BAR_ROOM for edge in sorted((start, end))]
+    def ends(start: float, end: float) -> tuple[float, float]:
+        first, last = sorted((start, end))
+        return (first - low) * room, (last - low) * room
 
     parts = []
-    for row, (step, start, end) in enumerate(zip(steps, reached, reached[1:], strict=False)):
-        left, right = ends(start, end)
-        share = f" · {precise(100 * step.value / reached[-1])} %" if reached[-1] > 0 else ""
-        parts += _row(row, step.name, step.state)
-        parts += [_bar(row, left, right - left, _style(step.state)), _value(row, right, precise(step.value) + share)]
-    left, right = ends(0.0, reached[-1])
-    parts += _row(len(steps), total, "", strong=True)
-    parts += [_bar(len(steps), left, right - left, "bar sum"), _value(len(steps), right, precise(reached[-1]))]
-    return Figure(
-        title=title,
-        unit=unit,
-        drawing="".join(parts),
-        height=ROW * (len(steps) + 1),
-        description="; ".join(f"{step.name}: {precise(step.value)} {unit}" for step in steps)
-        + f"; {total}: {precise(reached[-1])} {unit}",
-        data=_data(title, unit, [*steps, Bar(total, reached[-1])]),
-        legend=_legend(steps),
-    )
+    for row, (step, (start, end)) in enumerate(zip(steps, pairwise(reached), strict=True)):
+        share = f" · {precise(100 * step.value / whole)} %" if whole > 0 else ""
+        parts += _bar_row(row, step.name, step.state, ends(start, end), precise(step.value) + share)
+    parts += _bar_row(len(steps), total, "", ends(0.0, whole), precise(whole), style="bar sum", weight=" strong")
+    bars = [*steps, Bar(total, whole)]
+    words = "; ".join(f"{bar.name}: {precise(bar.value)} {unit}" for bar in bars)
+    return _bars_figure(title, unit, parts, bars, words)
 
 
 def tornado(title: str, unit: str, base: float, swings: Sequence[Swing]) -> Figure:
@@ -123,29 +103,27 @@ def tornado(title: str, unit: str, base: float, swings: Sequence[Swing]) -> Figu
     parts = []
     drawn = swings[:DRAWN_SWINGS]
     for row, swing in enumerate(drawn):
-        parts += _row(row, swing.name, f"{swing.low} … {swing.high}")
+        parts += _head(row, swing.name, f"{swing.low} … {swing.high}")
         for result, style in ((swing.result_low, "bar hatched"), (swing.result_high, "bar")):
             start, end = sorted((x_at(base), x_at(result)))
-            parts.append(_bar(row, start, end - start, style))
+            parts.append(_bar(row, start, end, style))
         least, most = sorted((swing.result_low, swing.result_high))
         parts.append(text(x_at(min(least, base)) - 5, ROW * row + 28, precise(least), "tick end"))
         parts.append(text(x_at(max(most, base)) + 5, ROW * row + 28, precise(most)))
         parts.append(rule(x_at(base), ROW * row + 15, x_at(base), ROW * row + 33, "mark"))
     height = ROW * len(drawn) + 20
     parts.append(text(x_at(base), height - 3, f"{precise(base)} at the planned inputs", "tick middle"))
-    rows = tuple(
-        (swing.name, swing.low, swing.high, precise(swing.result_low), precise(swing.result_high)) for swing in swings
-    )
-    columns = (Column("Input"), Column("Low"), Column("High"))
-    results = (Column("Result at low", unit, numeric=True), Column("Result at high", unit, numeric=True))
+    results = [(precise(swing.result_low), precise(swing.result_high)) for swing in swings]
+    rows = tuple((swing.name, swing.low, swing.high, *ends) for swing, ends in zip(swings, results, strict=True))
+    numeric = tuple(Column(f"Result at {end}", unit, numeric=True) for end in ("low", "high"))
     return Figure(
         title=title,
         unit=unit,
         drawing="".join(parts),
         height=height,
         description=f"{precise(base)} {unit} at the planned inputs; "
-        + "; ".join(f"{s.name}: {precise(s.result_low)} to {precise(s.result_high)} {unit}" for s in swings),
-        data=Table(f"{title}, {unit}", (*columns, *results), rows),
+        + "; ".join(f"{name}: {low} to {high} {unit}" for name, _, _, low, high in rows),
+        data=Table(f"{title}, {unit}", (Column("Input"), Column("Low"), Column("High"), *numeric), rows),
         legend=(("keyhatched", "input at its low value"), ("keybar", "input at its high value")),
         on_terminal=True,
     )
@@ -175,57 +153,67 @@ def dot_chart(title: str, unit: str, dots: Sequence[Dot], marks: Sequence[tuple[
             if dot.apart
             else f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
         )
-    apart = [dot for dot in dots if dot.apart]
-    columns = (Column("Node"), Column("Value", unit, numeric=True))
-    data = Table(f"{title}, {unit}", columns, tuple((dot.name, precise(dot.value)) for dot in dots))
-    if apart:
-        groups = tuple((dot.name, precise(dot.value), "slow" if dot.apart else "") for dot in dots)
-        data = Table(data.caption, (*columns, Column("Group")), groups)
+    apart = [dot.name for dot in dots if dot.apart]
+    least, most = (precise(choose(dot.value for dot in dots)) for choose in (min, max))
+    groups = (("keydot", "node"), ("keydot apart", "slow group")) if apart else ()
+    keys = ((f"keymark keymark{index}", f"{name} {precise(value)}") for index, (name, value) in enumerate(marks))
     return Figure(
         title=title,
         unit=unit,
         drawing="".join(parts),
         height=floor + 22,
-        description=f"{len(dots)} from {precise(min(d.value for d in dots))} to {precise(max(d.value for d in dots))}"
-        f" {unit}" + (f"; slow group: {', '.join(dot.name for dot in apart)}" if apart else ""),
-        data=data,
-        legend=(
-            *((("keydot", "node"), ("keydot apart", "slow group")) if apart else ()),
-            *((f"keymark keymark{index}", f"{name} {precise(value)}") for index, (name, value) in enumerate(marks)),
+        description=f"{len(dots)} from {least} to {most} {unit}"
+        + (f"; slow group: {', '.join(apart)}" if apart else ""),
+        data=_data(
+            title,
+            unit,
+            "Node",
+            [(dot.name, dot.value) for dot in dots],
+            "Group",
+            ["slow" if dot.apart else "" for dot in dots],
         ),
+        legend=(*groups, *keys),
     )
 
 
-def _row(row: int, name: str, aside: str, strong: bool = False) -> list[str]:
-    """The line above a bar: a name to the left, something short to the right."""
-    y, weight = ROW * row + 12, " strong" if strong else ""
+def _bar_row(
+    row: int, name: str, state: str, ends: tuple[float, float], value: str, *, style: str = "", weight: str = ""
+) -> list[str]:
+    """A bar from one end to the other, its name and state above it, its value behind it."""
     return [
-        text(0, y, shortened(name, max(ROW_LETTERS - len(aside), 12)), f"name{weight}"),
-        text(WIDTH, y, aside, "value end"),
+        *_head(row, name, state, weight),
+        _bar(row, *ends, style or _style(state)),
+        text(ends[1] + 5, ROW * row + 28, value, "value"),
     ]
 
 
-def _value(row: int, x: float, words: str) -> str:
-    """A number behind the end of its bar."""
-    return text(x + 5, ROW * row + 28, words, "value")
+def _head(row: int, name: str, aside: str, weight: str = "") -> list[str]:
+    """The line above a bar: a name to the left, something short to the right."""
+    name = shortened(name, max(ROW_LETTERS - len(aside), 12))
+    return [text(0, ROW * row + 12, name, f"name{weight}"), text(WIDTH, ROW * row + 12, aside, "value end")]
 
 
-def _bar(row: int, x: float, width: float, style: str) -> str:
-    return box(x, ROW * row + 18, width, BAR, style)
+def _bar(row: int, start: float, end: float, style: str) -> str:
+    return box(start, ROW * row + 18, end - start, BAR, style)
 
 
 def _style(state: str) -> str:
     return STATE_KEYS.get(state, "bar outlined") if state else "bar"
 
 
-def _legend(bars: Sequence[Bar]) -> tuple[tuple[str, str], ...]:
-    styles = {_style(bar.state) for bar in bars if bar.state}
-    return tuple(words for style, words in KEYS.items() if style in styles)
+def _bars_figure(title: str, unit: str, parts: Sequence[str], bars: Sequence[Bar], description: str) -> Figure:
+    states = {_style(bar.state) for bar in bars if bar.state}
+    legend = tuple(words for style, words in KEYS.items() if style in states)
+    data = _data(title, unit, "Name", [(bar.name, bar.value) for bar in bars], "State", [bar.state for bar in bars])
+    return Figure(title, unit, "".join(parts), ROW * len(bars), description, data, legend)
 
 
-def _data(title: str, unit: str, bars: Sequence[Bar]) -> Table:
-    columns = (Column("Name"), Column("Value", unit, numeric=True))
-    if not any(bar.state for bar in bars):
-        return Table(f"{title}, {unit}", columns, tuple((bar.name, precise(bar.value)) for bar in bars))
-    rows = tuple((bar.name, precise(bar.value), bar.state) for bar in bars)
-    return Table(f"{title}, {unit}", (*columns, Column("State")), rows)
+def _data(
+    title: str, unit: str, name: str, values: Sequence[tuple[str, float]], more: str, words: Sequence[str]
+) -> Table:
+    """The numbers behind a chart, with the column ``more`` where it has any ``words``."""
+    rows: list[tuple[str, ...]] = [(each, precise(value)) for each, value in values]
+    columns: tuple[Column, ...] = (Column(name), Column("Value", unit, numeric=True))
+    if any(words):
+        columns, rows = (*columns, Column(more)), [(*row, word) for row, word in zip(rows, words, strict=True)]
+    return Table(f"{title}, {unit}", columns, tuple(rows))

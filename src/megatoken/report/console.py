@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from megatoken.report.blocks import (
     Badge,
     Cell,
+    Column,
     Facts,
     Figure,
     Headline,
@@ -32,28 +40,24 @@ from megatoken.report.metrics import (
     loadgen_result,
     meaning,
     metric_rows,
+    verdict_badge,
 )
 from megatoken.report.views import document_view
 from megatoken.report.words import clean, plain_text
-from megatoken.runs.run import Run, Verdict
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
+from megatoken.runs.run import Run
 
 WIDTH_OF_FULL_TABLE = 80
 MOST_ROWS = 40
 NARROWEST_TEXT = 14
 WIDEST_NAME = 32  # of a first column: a name within it is not broken in mid-word
 TALLEST_CELL = 7  # lines
-STYLES = {Verdict.VALID: "bold green", Verdict.INVALID: "bold red", Verdict.MEASURED: "bold cyan"}
+GAP = 3  # characters between columns
 TONES = {"good": "bold green", "bad": "bold red", "warn": "bold yellow", "plain": "bold cyan", "quiet": "bold"}
 
 
 def show(subject: Run | Document | Mapping[str, Any], console: Console | None = None) -> None:
     """Print a run or a document on ``console``, by default on standard output; colour only where that is a terminal."""
-    console = console or _standard_output()
+    console = console or Console(highlight=False)
     if isinstance(subject, Run):
         _show_run(subject, console)
     else:
@@ -62,9 +66,7 @@ def show(subject: Run | Document | Mapping[str, Any], console: Console | None = 
 
 def show_table(table: Table, console: Console | None = None) -> None:
     """Print one table and its note; as records, a line for each cell, where the terminal is too narrow."""
-    from rich.text import Text
-
-    console = console or _standard_output()
+    console = console or Console(highlight=False)
     if table.kinds or not _fits(table, console.width):
         for indent, line in _records(table, console.width):
             _print_line(line, indent, console)
@@ -76,19 +78,10 @@ def show_table(table: Table, console: Console | None = None) -> None:
 
 def _print_line(line: Text, indent: int, console: Console) -> None:
     """Wrapped and indented on a terminal; one searchable line where the output is a file."""
-    from rich.padding import Padding
-    from rich.text import Text
-
     if console.is_terminal:
         console.print(Padding(line, (0, 0, 0, indent)))
     else:
         console.print(Text(" " * indent) + line, soft_wrap=True)
-
-
-def _standard_output() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False)
 
 
 def _show_run(run: Run, console: Console) -> None:
@@ -102,17 +95,15 @@ def _show_run(run: Run, console: Console) -> None:
         for row in rows:
             console.print(f"{row.label}: {row.value} {row.unit}".rstrip(), markup=False, soft_wrap=True)
     else:
-        console.print(metrics_table(rows))
+        console.print(_grid(_metrics_table(rows), console.width))
     for line in lines(run, notes):
         console.print(line, soft_wrap=True)  # a path or a message stays one line when the output goes to a file
 
 
 def lines(run: Run, notes: Sequence[str]) -> Iterator[Text]:
     """The lines below the table; ``notes`` explain marks in it."""
-    from rich.text import Text
-
     yield from (Text(note, style="dim") for note in notes)
-    yield Text.assemble((run.verdict, STYLES.get(run.verdict, "bold yellow")), f": {meaning(run)}")
+    yield Text.assemble((run.verdict, TONES[verdict_badge(run.verdict).tone]), f": {meaning(run)}")
     if result := loadgen_result(run):
         yield Text(result)
     for reason in run.reasons:
@@ -129,18 +120,16 @@ def lines(run: Run, notes: Sequence[str]) -> Iterator[Text]:
     yield Text(f"Run folder: {run.path}")
 
 
-def metrics_table(rows: list[MetricRow]) -> RichTable:
+def _metrics_table(rows: list[MetricRow]) -> Table:
     """One line per metric; columns for percentiles where a row has them."""
     percentiles = PERCENTILES if any(row.percentiles for row in rows) else ()
-    metrics = _empty_table()
-    metrics.add_column("Metric", overflow="fold")
-    metrics.add_column("Unit", style="dim", no_wrap=True)
-    metrics.add_column("Value", justify="right", no_wrap=True)
-    for percentile in percentiles:
-        metrics.add_column(percentile, justify="right", no_wrap=True)
-    for row in rows:
-        metrics.add_row(row.label, row.unit, row.value, *(row.percentiles if percentiles else ()))
-    return metrics
+    columns = (Column(name, numeric=True) for name in ("Value", *percentiles))
+    none = ("",) * len(percentiles)
+    cells: tuple[tuple[Cell, ...], ...] = tuple(
+        (row.label, (Words(row.unit, "quiet"),), row.value, *(row.percentiles if row.percentiles else none))
+        for row in rows
+    )
+    return Table("", (Column("Metric"), Column("Unit"), *columns), cells)
 
 
 def _one_value_each(rows: list[MetricRow]) -> Iterator[MetricRow]:
@@ -159,8 +148,6 @@ def _least_metrics_width(rows: list[MetricRow]) -> int:
 
 
 def _show_view(view: View, console: Console) -> None:
-    from rich.text import Text
-
     console.print(Text(clean(view.title), style="bold"), soft_wrap=True)
     for block in view.summary:
         _show_block(block, console)
@@ -169,8 +156,6 @@ def _show_view(view: View, console: Console) -> None:
 
 
 def _show_section(section: Section, console: Console) -> None:
-    from rich.text import Text
-
     blocks = (block.data if isinstance(block, Figure) and block.on_terminal else block for block in section.blocks)
     shown = [block for block in blocks if isinstance(block, Table | Points)]
     if shown:
@@ -184,8 +169,6 @@ def _show_section(section: Section, console: Console) -> None:
 
 def _show_block(block: object, console: Console) -> None:
     """Print a block; definitions and folded facts are for the page alone."""
-    from rich.text import Text
-
     if isinstance(block, Headline):
         parts = (f"{block.value} {block.unit}".rstrip(), "bold cyan")
         console.print(Text.assemble(parts, f"  {clean(block.quiet)}"), soft_wrap=True)
@@ -211,7 +194,8 @@ def _chosen(table: Table) -> Table:
     if not table.hidden:
         return table
     kept = [index for index, kind in enumerate(table.kinds) if kind.word not in table.hidden]
-    hidden = ", ".join(f"{count} {word}" for word in sorted(table.hidden) if (count := _count(table, word)))
+    counts = Counter(kind.word for kind in table.kinds if kind.word in table.hidden)
+    hidden = ", ".join(f"{counts[word]} {word}" for word in sorted(counts))
     return replace(
         table,
         rows=tuple(table.rows[index] for index in kept),
@@ -229,20 +213,9 @@ def _shortened(table: Table) -> Table:
     return replace(table, rows=table.rows[:MOST_ROWS], kinds=table.kinds[:MOST_ROWS], note=note)
 
 
-def _count(table: Table, word: str) -> int:
-    return sum(kind.word == word for kind in table.kinds)
-
-
-def _empty_table() -> RichTable:
-    from rich import box
-    from rich.table import Table as RichTable
-
-    return RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-
-
 def _grid(table: Table, width: int) -> RichTable:
-    grid = _empty_table()
-    natural = sum(_natural_width(table, index) for index in range(len(table.columns))) + 3 * (len(table.columns) - 1)
+    grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    natural = sum(_natural_width(table, index) + GAP for index in range(len(table.columns))) - GAP
     for index, column in enumerate(table.columns):
         head = "\n".join(filter(None, (clean(column.name), clean(column.unit))))
         if column.numeric:
@@ -256,8 +229,6 @@ def _grid(table: Table, width: int) -> RichTable:
 
 
 def _rich(cell: Cell) -> Text:
-    from rich.text import Text
-
     if isinstance(cell, Badge):
         return Text(clean(cell.word), style=TONES[cell.tone])
     if isinstance(cell, str):
@@ -277,28 +248,21 @@ def _records(table: Table, width: int) -> Iterator[tuple[int, Text]]:
 
     Where rows have no kinds, short cells of the rest share a line as far as the ``width`` reaches.
     """
-    from rich.text import Text
-
-    for row in table.rows:
-        first, *others = row
+    for first, *others in table.rows:
         head = _rich(first)
         if isinstance(first, str):
             head.stylize("bold")
+        title, *lines = head.split()
         if table.kinds and others:
-            title, *lines = _rich(others[0]).split()
-            yield 0, Text("  ").join([head, title])
-            yield from ((2, line) for line in lines)
-            others = others[1:]
-        else:
-            title, *lines = head.split()
-            yield 0, title
-            yield from ((2, line) for line in lines)
-        labelled_cells = []
-        for column, cell in zip(table.columns[len(row) - len(others) :], others, strict=True):
-            words = " · ".join(filter(None, text_of(cell).splitlines()))
-            if words:
-                labelled_cells.append(f"{clean(column.name)}: {words}{_unit(column.unit)}")
-        yield from ((2, Text(line)) for line in (labelled_cells if table.kinds else _packed(labelled_cells, width - 2)))
+            of_second, *lines = _rich(others.pop(0)).split()
+            title = Text("  ").join([head, of_second])
+        yield 0, title
+        yield from ((2, line) for line in lines)
+        cells = []
+        for column, cell in zip(table.columns[-len(others) :] if others else (), others, strict=True):
+            if words := " · ".join(filter(None, text_of(cell).splitlines())):
+                cells.append(f"{clean(column.name)}: {words} {clean(column.unit)}".rstrip())
+        yield from ((2, Text(line)) for line in (cells if table.kinds else _packed(cells, width - 2)))
 
 
 def _packed(texts: list[str], width: int) -> Iterator[str]:
@@ -313,25 +277,16 @@ def _packed(texts: list[str], width: int) -> Iterator[str]:
         yield line
 
 
-def _unit(unit: str) -> str:
-    return f" {clean(unit)}" if unit else ""
-
-
 def _fits(table: Table, width: int) -> bool:
     """Whether a grid of ``width`` characters is readable: columns fit, and no cell becomes a tower of short lines."""
-    if _least_width(table) > width:
+    widths = [_column_width(table, index) for index in range(len(table.columns))]
+    gaps = GAP * (len(widths) - 1)
+    if sum(widths) + gaps > width:
         return False
     texts = [index for index, column in enumerate(table.columns) if not column.numeric]
-    numbers = sum(_column_width(table, index) for index in range(len(table.columns)) if index not in texts)
-    room = width - numbers - 3 * (len(table.columns) - 1)
+    room = width - gaps - sum(widths[index] for index in range(len(widths)) if index not in texts)
     longest = [max((_longest_line(row[index]) for row in table.rows), default=0) for index in texts]
     return not longest or max(longest) <= TALLEST_CELL * max(room / len(texts), room - sum(sorted(longest)[:-1]))
-
-
-def _least_width(table: Table) -> int:
-    """Characters that the table needs with its texts folded as narrowly as is readable."""
-    widths = (_column_width(table, index) for index in range(len(table.columns)))
-    return sum(widths) + 3 * (len(table.columns) - 1)
 
 
 def _column_width(table: Table, index: int) -> int:
