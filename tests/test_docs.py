@@ -32,6 +32,7 @@ def commands() -> dict[str, set[str]]:
             walk(inner, (*words, name))
         if words:
             flags = {flag for option in command.params for flag in option.opts if flag.startswith("--")}
+            flags |= {f"--{key}" for key in getattr(command, "first", ())}
             found.setdefault(words[0], set()).update(flags - {"--help"})
 
     walk(get_command(app), ())

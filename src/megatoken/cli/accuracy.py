@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatoken.cli.output import Json
-from megatoken.cli.streams import standard_output
-from megatoken.files import plain
+from megatoken.cli.flags import flag, place
+from megatoken.cli.output import Json, counted, print_result
 
 if TYPE_CHECKING:
     from megatoken.accuracy.judge import Judged
 
 
 def accuracy(
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="Run folder, or LoadGen accuracy log, or the folder of that log.")
-    ],
+    path: Annotated[Path, place("PATH", "Run folder, or LoadGen accuracy log, or the folder of that log.")],
     references: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Data set with the expected answers. Default: the prompts of the run."),
+        Path | None, flag("FILE", "Data set with the expected answers. Default: the prompts of the run.")
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Model that answered, for its tokenizer. Default: the model of the run."),
+        str | None, flag("DIR", "Model that answered, for its tokenizer. Default: the model of the run.")
     ] = None,
     benchmark: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Compare with the targets of an MLPerf benchmark, for example llama2-70b-99.9."
-        ),
+        str | None, flag("NAME", "Compare with the targets of an MLPerf benchmark, for example llama2-70b-99.9.")
     ] = None,
     baseline: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="Compare with another evaluation: its accuracy.json or run folder."),
+        Path | None, flag("PATH", "Compare with another evaluation: its accuracy.json or run folder.")
     ] = None,
     share: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE", min=0.0, max=1.0, help="Share of each metric of --baseline that must be reached."
-        ),
+        float, flag("SHARE", "Share of each metric of --baseline that must be reached.", min=0.0, max=1.0)
     ] = 0.99,
     partial: Annotated[
         bool, typer.Option("--partial", help="Score the answered rows if some rows have no answer.")
@@ -57,7 +41,7 @@ def accuracy(
     from megatoken.accuracy.judge import judge
     from megatoken.engine.config import model_folder
 
-    with _progress() as progress:
+    with counted("scoring answers") as progress:
         judged = judge(
             path,
             references=references,
@@ -68,11 +52,8 @@ def accuracy(
             partial=partial,
             progress=progress,
         )
-    with standard_output(f"the result is in {judged.folder}"):
-        if json_only:
-            print(json.dumps(plain(judged.document), indent=2, allow_nan=False))
-        else:
-            _show(judged)
+    kept = f"the result is in {judged.folder}"
+    print_result(judged.document, lambda: _show(judged), json_only=json_only, kept=kept)
     return judged.verdict.exit_code
 
 
@@ -108,17 +89,3 @@ def _cell(metric: dict[str, float] | None) -> str:
         return "-"
     error = metric["standard_error"]  # not defined for one answer
     return f"{metric['value']:.4f} ± {'-' if math.isnan(error) else f'{error:.2f}'}"
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar on standard error if it is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("scoring answers", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

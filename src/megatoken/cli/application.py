@@ -26,7 +26,7 @@ from megatoken.cli import (
     submission,
     verify,
 )
-from megatoken.cli.flags import Command, EngineCommand, SchemaCommand
+from megatoken.cli.flags import Command
 from megatoken.cli.streams import (
     complain,
     escape_what_cannot_be_encoded,
@@ -50,9 +50,9 @@ app = typer.Typer(
     epilog="Exit codes: 0 success (MEASURED, VALID); 1 error; 2 wrong flag, file or value; 3 INVALID; 4 DEGRADED; "
     "130 interrupted.",
 )
-app.command(cls=SchemaCommand)(run.run)
-app.command(cls=SchemaCommand)(soak.soak)
-app.command(cls=EngineCommand)(generate.generate)
+app.command(cls=run.RunCommand)(run.run)
+app.command(cls=soak.SoakCommand)(soak.soak)
+app.command(cls=generate.GenerateCommand)(generate.generate)
 app.command(cls=serve.ServeCommand)(serve.serve)
 app.command(cls=Command)(audit.audit)
 app.command(cls=Command)(compare.aggregate)

@@ -6,25 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from megatoken.cli.flags import flag, place
 from megatoken.cli.output import Json, Out, counted, deliver
 
 
 def audit(
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="LoadGen logs, submission, run folder, or zip or tar archive of one.")
-    ],
+    path: Annotated[Path, place("PATH", "LoadGen logs, submission, run folder, or zip or tar archive of one.")],
     claims: Annotated[
-        list[Path] | None, typer.Option("--claims", metavar="CLAIMS.yaml", help="File of claims to check; repeatable.")
+        list[Path] | None, flag("CLAIMS.yaml", "File of claims to check; repeatable.", "--claims")
     ] = None,
     mlperf_round: Annotated[
         str | None,
-        typer.Option(
-            "--round",
-            metavar="v5.1",
-            help="MLPerf round to check against. Default for submissions: the round of their seeds.",
-        ),
+        flag("v5.1", "MLPerf round to check against. Default for submissions: the round of their seeds.", "--round"),
     ] = None,
     out: Out = None,
     json_only: Json = False,

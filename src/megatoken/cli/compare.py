@@ -5,22 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from megatoken.cli.flags import flag, place
 from megatoken.cli.output import Json, Out, deliver
 from megatoken.errors import ExitCode
 
 
 def aggregate(
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH", help="Run folders, folders of run folders, folders of LoadGen logs.")
-    ],
+    paths: Annotated[list[Path], place("PATH", "Run folders, folders of run folders, folders of LoadGen logs.")],
     straggler_threshold: Annotated[
-        float, typer.Option(metavar="SHARE", help="A node is a straggler if its rate is this share below the median.")
+        float, flag("SHARE", "A node is a straggler if its rate is this share below the median.")
     ] = 0.03,
-    baseline: Annotated[
-        float | None, typer.Option(metavar="N", help="Rate of one node running alone, tokens/s.")
-    ] = None,
+    baseline: Annotated[float | None, flag("N", "Rate of one node running alone, tokens/s.")] = None,
     out: Out = None,
     json_only: Json = False,
 ) -> int:
@@ -42,17 +37,15 @@ def aggregate(
 def compare(
     references: Annotated[
         list[str],
-        typer.Argument(
-            metavar="RESULT",
-            help="Run folder, folder of repeats, folder of LoadGen logs, published id, accelerator, or CLAIMS.yaml#id.",
+        place(
+            "RESULT",
+            "Run folder, folder of repeats, folder of LoadGen logs, published id, accelerator, or CLAIMS.yaml#id.",
         ),
     ],
     benchmark: Annotated[
-        str, typer.Option(metavar="NAME", help="Benchmark of published results, if RESULT does not name it.")
+        str, flag("NAME", "Benchmark of published results, if RESULT does not name it.")
     ] = "llama2-70b-99",
-    scenario: Annotated[
-        str, typer.Option(metavar="NAME", help="Scenario of published results, if RESULT does not name it.")
-    ] = "Offline",
+    scenario: Annotated[str, flag("NAME", "Scenario of published results, if RESULT does not name it.")] = "Offline",
     out: Out = None,
     json_only: Json = False,
 ) -> int:

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from megatoken.cli.flags import Command
-from megatoken.cli.output import Json
-from megatoken.cli.streams import standard_output
+from megatoken.cli.flags import Command, flag, group, place
+from megatoken.cli.output import Json, print_result
 from megatoken.errors import ExitCode
 
-app = typer.Typer(rich_markup_mode=None, help="List, check and convert data sets.")
+app = group("List, check and convert data sets.")
 
-Folder = Annotated[Path, typer.Option("--folder", metavar="DIR", help="Folder with the files of MLPerf's data sets.")]
-
-
-@app.callback(invoke_without_command=True)
-def _dataset(ctx: typer.Context) -> None:
-    if ctx.invoked_subcommand is None:
-        with standard_output():
-            print(ctx.get_help())
+Folder = Annotated[Path, flag("DIR", "Folder with the files of MLPerf's data sets.", "--folder")]
 
 
 @app.command("list", cls=Command)
@@ -34,11 +23,8 @@ def list_data_sets(folder: Folder = Path("datasets"), json_only: Json = False) -
 
     data_sets = [entry.to_document(folder) for entry in catalog().values()]
     profiles = [profile.to_document() for profile in load_profiles()]
-    with standard_output():
-        if json_only:
-            print(json.dumps({"mlperf": data_sets, "profiles": profiles}, indent=2))
-        else:
-            _show(data_sets, profiles)
+    document = {"mlperf": data_sets, "profiles": profiles}
+    print_result(document, lambda: _show(data_sets, profiles), json_only=json_only)
     return ExitCode.OK
 
 
@@ -73,10 +59,8 @@ def _show(data_sets: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> No
 
 @app.command(cls=Command)
 def check(
-    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="Name of an MLPerf data set, or a file.")],
-    model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Checkpoint whose vocabulary, context and tokenizer must fit.")
-    ] = None,
+    name: Annotated[str, place("NAME|FILE", "Name of an MLPerf data set, or a file.")],
+    model: Annotated[str | None, flag("DIR", "Checkpoint whose vocabulary, context and tokenizer must fit.")] = None,
     folder: Folder = Path("datasets"),
     json_only: Json = False,
 ) -> int:
@@ -86,22 +70,17 @@ def check(
     from megatoken.engine.config import model_folder
 
     result = checked(locate(name, folder), None if model is None else model_folder(model))
-    _print(result.to_document(), json_only)
+    document = result.to_document()
+    print_result(document, lambda: _print(document), json_only=json_only)
     return ExitCode.OK
 
 
 @app.command(cls=Command)
 def convert(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME|FILE|PROFILE", help="MLPerf data set (name or file), or workload profile.")
-    ],
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File to write. Default: in the folder of the source.")
-    ] = None,
-    rows: Annotated[
-        int, typer.Option(metavar="N", min=1, max=10_000_000, help="Number of requests, for a profile.")
-    ] = 4096,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the random lengths, for a profile.")] = 0,
+    name: Annotated[str, place("NAME|FILE|PROFILE", "MLPerf data set (name or file), or workload profile.")],
+    out: Annotated[Path | None, flag("FILE", "File to write. Default: in the folder of the source.")] = None,
+    rows: Annotated[int, flag("N", "Number of requests, for a profile.", min=1, max=10_000_000)] = 4096,
+    seed: Annotated[int, flag("N", "Seed of the random lengths, for a profile.", min=0)] = 0,
     folder: Folder = Path("datasets"),
     json_only: Json = False,
 ) -> int:
@@ -113,26 +92,22 @@ def convert(
         from megatoken.planning.profile_lengths import write_lengths
 
         target = write_lengths(profile, out or Path(f"{name}.csv"), rows, seed)
-        _print({"file": str(target), "profile": name, "rows": rows, "seed": seed}, json_only)
-        return ExitCode.OK
+        document = {"file": str(target), "profile": name, "rows": rows, "seed": seed}
+    else:
+        from megatoken.datasets.check import locate
+        from megatoken.datasets.convert import convert as converted
 
-    from megatoken.datasets.check import locate
-    from megatoken.datasets.convert import convert as converted
-
-    source = locate(name, folder)
-    _print(converted(source, out or source.with_suffix(".parquet")).to_document(), json_only)
+        source = locate(name, folder)
+        document = converted(source, out or source.with_suffix(".parquet")).to_document()
+    print_result(document, lambda: _print(document), json_only=json_only)
     return ExitCode.OK
 
 
-def _print(document: Mapping[str, Any], json_only: bool) -> None:
-    with standard_output():
-        if json_only:
-            print(json.dumps(document, indent=2))
-            return
-        for key, value in document.items():
-            if isinstance(value, list):
-                print(*(f"note: {note}" for note in value), sep="\n", end="\n" if value else "")
-            elif isinstance(value, dict):
-                print(f"{key}: " + ", ".join(f"{name} {number:,.6g}" for name, number in value.items()))
-            else:
-                print(f"{key}: {value:,}" if isinstance(value, int) else f"{key}: {value}")
+def _print(document: Mapping[str, Any]) -> None:
+    for key, value in document.items():
+        if isinstance(value, list):
+            print(*(f"note: {note}" for note in value), sep="\n", end="\n" if value else "")
+        elif isinstance(value, dict):
+            print(f"{key}: " + ", ".join(f"{name} {number:,.6g}" for name, number in value.items()))
+        else:
+            print(f"{key}: {value:,}" if isinstance(value, int) else f"{key}: {value}")

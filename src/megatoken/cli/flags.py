@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperOption
 
+from megatoken.cli.streams import standard_output
 from megatoken.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from megatoken.config import Key
 
 BOOLEANS = {"true", "false", "yes", "no", "on", "off", "y", "n", "t", "f", "1", "0", "null", "none"}
+SHARED = ("rack", "dry_run", "json_only", "help")
 FLAGS = "megatoken.flags"  # key of ctx.meta: the flags that are configuration keys
 
-ConfigFile = Annotated[Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; flags override them.")]
-Model = Annotated[
-    str | None,
-    typer.Option(metavar="DIR|SHAPE", help="Checkpoint directory or named shape. Default: the reference model."),
-]
-RandomWeights = Annotated[bool, typer.Option("--random-weights", help="Use random weights in the shape of the model.")]
-Precision = Annotated[str | None, typer.Option(metavar="fp32|bf16|fp8|fp4", help="Number format of the weights.")]
-Prompts = Annotated[str | None, typer.Option(metavar="FILE", help="Prompts: JSON lines, or a data set of MLPerf.")]
-Lengths = Annotated[str | None, typer.Option(metavar="FILE", help="Token lengths (CSV); prompts are random tokens.")]
-Rack = Annotated[
-    str | None,
-    typer.Option(metavar="CONFIG|auto", help="Run on all nodes of a Ray cluster: auto, host:port or a YAML file."),
-]
-RunsOut = Annotated[str | None, typer.Option(metavar="DIR", help="Folder to create the run folder in.")]
+
+def flag(metavar: str, text: str, *names: str, **more: Any) -> Any:
+    """An option with its help; its names follow from the parameter unless given."""
+    return typer.Option(*names, metavar=metavar, help=text, **more)
+
+
+def place(metavar: str, text: str) -> Any:
+    """A positional argument with its help."""
+    return typer.Argument(metavar=metavar, help=text)
+
+
+ConfigFile = Annotated[Path | None, place("CONFIG.yaml", "Settings; flags override them.")]
+Rack = Annotated[str | None, flag("CONFIG|auto", "Run on all nodes of a Ray cluster: auto, host:port or a YAML file.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and memory plan, then stop.")]
+
+# Configuration keys that a help lists first: flag -> metavar and help. ``run`` and ``soak`` share these.
+MODEL_KEYS = {
+    "model": ("DIR|SHAPE", "Checkpoint directory or named shape. Default: the reference model."),
+    "random-weights": ("", "Use random weights in the shape of the model."),
+    "precision": ("fp32|bf16|fp8|fp4", "Number format of the weights."),
+}
+PROMPT_KEYS = {
+    "prompts": ("FILE", "Prompts: JSON lines, or a data set of MLPerf."),
+    "lengths": ("FILE", "Token lengths (CSV); prompts are random tokens."),
+}
+OUT_KEYS = {"out": ("DIR", "Folder to create the run folder in.")}
 
 
 class Command(TyperCommand):
@@ -88,15 +101,16 @@ class Command(TyperCommand):
 
 
 class SchemaCommand(Command):
-    """A command that also takes the keys of the configuration as flags."""
+    """A command that also takes keys of the configuration as flags: those under ``prefix`` and ``first``."""
 
     prefix = ""
+    first: Mapping[str, tuple[str, str]] = {}  # those that the help lists first: flag -> metavar and help
 
     def is_key(self, flag: str) -> bool:
         """Whether ``flag`` is a key of the configuration."""
         from megatoken.config import flag_key
 
-        return flag_key(flag) in self.keys()
+        return flag_key(flag) in self.keys() or flag.replace("_", "-") in self.first
 
     def switches(self) -> Collection[str]:
         """The configuration keys that are true or false."""
@@ -107,7 +121,19 @@ class SchemaCommand(Command):
         from megatoken.config import FLAG_ALIASES
 
         aliases = (alias.replace("_", "-") for alias in FLAG_ALIASES if alias.startswith(self.prefix))
-        return [*self.keys(), *aliases]
+        return [*self.keys(), *self.first, *aliases]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """List arguments, the command's own options, its first keys, then options that several commands have."""
+        records = [(param, record) for param in self.get_params(ctx) if (record := param.get_help_record(ctx))]
+        arguments = [record for param, record in records if param.param_type_name == "argument"]
+        own = [record for param, record in records if record not in arguments and param.name not in SHARED]
+        keys = [(f"--{flag} {metavar}".rstrip(), text) for flag, (metavar, text) in self.first.items()]
+        shared = [record for param, record in records if param.name in SHARED]
+        for title, rows in (("Arguments", arguments), ("Options", [*own, *keys, *shared])):
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Add the configuration keys to the help."""
@@ -115,6 +141,7 @@ class SchemaCommand(Command):
 
         super().format_help(ctx, formatter)
         declared = {flag_key(name[2:]) for option in self.get_params(ctx) for name in option.opts}
+        declared |= {flag_key(flag) for flag in self.first}
         keys = describe_keys(self.keys())
         with formatter.section("Configuration keys (also flags)"):
             formatter.write_dl(
@@ -128,10 +155,22 @@ class SchemaCommand(Command):
         return {name: key for name, key in KEYS.items() if name.startswith(self.prefix)}
 
 
-class EngineCommand(SchemaCommand):
-    """A command that takes only the engine's keys."""
+def key_command(first: Mapping[str, tuple[str, str]], prefix: str = "") -> type[SchemaCommand]:
+    """A ``SchemaCommand`` whose help lists these keys first, then all others under ``prefix``."""
+    return type("KeyCommand", (SchemaCommand,), {"first": first, "prefix": prefix})
 
-    prefix = "engine."
+
+def group(text: str) -> typer.Typer:
+    """A command of several commands; without one of them it prints its help."""
+    app = typer.Typer(rich_markup_mode=None, help=text)
+
+    @app.callback(invoke_without_command=True)
+    def print_help(ctx: typer.Context) -> None:
+        if ctx.invoked_subcommand is None:
+            with standard_output():
+                print(ctx.get_help())
+
+    return app
 
 
 def _boolean(rest: list[str]) -> str:

@@ -11,25 +11,36 @@ from typing import Annotated, Any
 
 import typer
 
+from megatoken.cli.flags import flag
 from megatoken.cli.streams import standard_output
 
 Json = Annotated[bool, typer.Option("--json", help="Print only a JSON document.")]
-Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to save the JSON document and its HTML page in.")]
+Out = Annotated[Path | None, flag("DIR", "Folder to save the JSON document and its HTML page in.")]
+
+
+def print_result(document: Mapping[str, Any], show: Callable[[], object], *, json_only: bool, kept: str = "") -> None:
+    """Print ``document`` as JSON, or let ``show`` print it for a person; ``kept`` says where the result is stored."""
+    from megatoken.files import plain
+
+    with standard_output(kept):
+        if json_only:
+            print(json.dumps(plain(document), indent=2, allow_nan=False))
+        else:
+            show()
 
 
 def deliver(document: Mapping[str, Any], *, json_only: bool, out: Path | None) -> None:
     """Print a document; save it and its page in ``out`` if given."""
-    from megatoken.files import plain
     from megatoken.report import save_document, show
 
     saved = save_document(document, out) if out is not None else ()
-    with standard_output(f"the result is in {out}" if saved else ""):
-        if json_only:
-            print(json.dumps(plain(document), indent=2, allow_nan=False))
-        else:
-            show(document)
-            for path in saved:
-                print(f"Saved: {path}")
+
+    def show_all() -> None:
+        show(document)
+        for path in saved:
+            print(f"Saved: {path}")
+
+    print_result(document, show_all, json_only=json_only, kept=f"the result is in {out}" if saved else "")
 
 
 @contextmanager

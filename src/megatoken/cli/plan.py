@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatoken.cli.flags import FLAGS, Command, EngineCommand
+from megatoken.cli.flags import FLAGS, Command, flag, group, key_command, place
 from megatoken.cli.output import Json, Out, counted, deliver
-from megatoken.cli.streams import standard_output
 from megatoken.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from megatoken.planning.figures import Plan
 
-app = typer.Typer(rich_markup_mode=None, help="Turn a rate into users, machines, watts and money.")
+app = group("Turn a rate into users, machines, watts and money.")
 
 _TEXT, _NUMBER, _COUNT, _FILE, _LIST = str | None, float | None, int | None, Path | None, list[str] | None
 # Flags by the name of their field in planning/commands.py: type, metavar, help.
@@ -28,11 +27,7 @@ _FIELDS: dict[str, tuple[Any, str, str]] = {
     "accelerators": (_COUNT, "N", "Number of accelerators."),
     "accelerator": (_TEXT, "NAME", "Accelerator model, for example GB300."),
     "scenario": (_TEXT, "offline|server|interactive", "Scenario in which the rate was measured."),
-    "state": (
-        _TEXT,
-        "STATE",
-        "State of the rate: measured, verified, unverified, estimate. Default: unverified.",
-    ),
+    "state": (_TEXT, "STATE", "State of the rate: measured, verified, unverified, estimate. Default: unverified."),
     "source": (_TEXT, "TEXT", "Source of the rate."),
     "input_per_output": (_NUMBER, "X", "Input tokens per output token of the requests."),
     "profile": (_LIST, "NAME", "Workload profile; repeatable."),
@@ -64,13 +59,6 @@ _OTHER_NAMES = {"settings": "--set", "factors": "--factor"}
 _DEFAULTS = {"unit": "interactions", "spare": 1, "fault_domain": "node"}
 
 
-@app.callback(invoke_without_command=True)
-def _plan(ctx: typer.Context) -> None:
-    if ctx.invoked_subcommand is None:
-        with standard_output():
-            print(ctx.get_help())
-
-
 def _made(kind: str, flags: dict[str, Any]) -> Plan:
     from megatoken.planning import commands
 
@@ -91,11 +79,11 @@ def _made(kind: str, flags: dict[str, Any]) -> Plan:
 
 def _add(kind: str, words: str, *own: str) -> None:
     """Add the command of a plan, with the flags of all plans and its ``own``."""
-    types: dict[str, Any] = {"run": Annotated[_FILE, typer.Argument(metavar="RUN", help=_RUN)]}
+    types: dict[str, Any] = {"run": Annotated[_FILE, place("RUN", _RUN)]}
     for name in (*_OF_ALL, *own):
         of, metavar, text = _FIELDS[name]
-        flag = _OTHER_NAMES.get(name, f"--{name.replace('_', '-')}")
-        types[name] = Annotated[of, typer.Option(flag, metavar=metavar, help=text)]
+        typed = _OTHER_NAMES.get(name, f"--{name.replace('_', '-')}")
+        types[name] = Annotated[of, flag(metavar, text, typed)]
     types |= {"out": Out, "json_only": Json}
 
     def command(*, out: Path | None, json_only: bool, **flags: Any) -> int:
@@ -133,23 +121,19 @@ _add(
 )
 
 
-@app.command(cls=EngineCommand)
+@app.command(cls=key_command({}, prefix="engine."))
 def throughput(
     ctx: typer.Context,
-    gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU to simulate, for example H200 or GB300.")],
-    model: Annotated[str, typer.Option(metavar="SHAPE", help="Named model shape.")] = "llama2-70b",
-    precision: Annotated[
-        str, typer.Option(metavar="bf16|fp8|fp4", help="Number format of the layers' matrix products.")
-    ] = "fp8",
-    nodes: Annotated[int, typer.Option(metavar="N", help="Nodes in the rack.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="GPUs per node; each holds a copy of the model.")] = 1,
-    minutes: Annotated[float, typer.Option(metavar="N", help="Simulated minutes in which requests start.")] = 10.0,
-    lengths: Annotated[Path | None, typer.Option(metavar="FILE", help="CSV of token lengths.")] = None,
-    output_tokens: Annotated[
-        float | None, typer.Option(metavar="N", help="Scale the answer lengths to this mean.")
-    ] = None,
+    gpu: Annotated[str, flag("NAME", "GPU to simulate, for example H200 or GB300.")],
+    model: Annotated[str, flag("SHAPE", "Named model shape.")] = "llama2-70b",
+    precision: Annotated[str, flag("bf16|fp8|fp4", "Number format of the layers' matrix products.")] = "fp8",
+    nodes: Annotated[int, flag("N", "Nodes in the rack.")] = 1,
+    gpus_per_node: Annotated[int, flag("N", "GPUs per node; each holds a copy of the model.")] = 1,
+    minutes: Annotated[float, flag("N", "Simulated minutes in which requests start.")] = 10.0,
+    lengths: Annotated[Path | None, flag("FILE", "CSV of token lengths.")] = None,
+    output_tokens: Annotated[float | None, flag("N", "Scale the answer lengths to this mean.")] = None,
     software: Annotated[
-        str, typer.Option(metavar="megatoken|published", help="Software whose overhead per step is simulated.")
+        str, flag("megatoken|published", "Software whose overhead per step is simulated.")
     ] = "megatoken",
     out: Out = None,
     json_only: Json = False,

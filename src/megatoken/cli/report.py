@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from megatoken.cli.flags import flag, place
 from megatoken.cli.streams import complain, standard_output
 from megatoken.errors import ExitCode, UsageError
 
@@ -18,15 +19,10 @@ _Answer = TypeVar("_Answer")
 
 
 def report(
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH", help="Run folders, folders of run folders, saved result documents.")
-    ],
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Write the page to this file, not next to PATH.")
-    ] = None,
+    paths: Annotated[list[Path], place("PATH", "Run folders, folders of run folders, saved result documents.")],
+    out: Annotated[Path | None, flag("FILE.html", "Write the page to this file, not next to PATH.")] = None,
     sql: Annotated[
-        str | None,
-        typer.Option("--query", metavar="SQL", help="Run a SELECT over the run folders and print the result."),
+        str | None, flag("SQL", "Run a SELECT over the run folders and print the result.", "--query")
     ] = None,
     csv: Annotated[bool, typer.Option("--csv", help="Print the result of --query as CSV.")] = False,
     json_only: Annotated[bool, typer.Option("--json", help="Print the result of --query as JSON.")] = False,

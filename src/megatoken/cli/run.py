@@ -5,22 +5,11 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from megatoken.cli.flags import (
-    FLAGS,
-    ConfigFile,
-    DryRun,
-    Lengths,
-    Model,
-    Precision,
-    Prompts,
-    Rack,
-    RandomWeights,
-    RunsOut,
-)
+from megatoken.cli.flags import FLAGS, MODEL_KEYS, OUT_KEYS, PROMPT_KEYS, ConfigFile, DryRun, Rack, key_command
 from megatoken.cli.output import Json
 from megatoken.cli.streams import complain, standard_output
 from megatoken.errors import ExitCode, StorageError
@@ -33,60 +22,35 @@ if TYPE_CHECKING:
     from megatoken.targets import Target
 
 
+RunCommand = key_command(
+    {
+        **MODEL_KEYS,
+        "scenario": ("offline|server|interactive|singlestream", "How requests arrive."),
+        "mode": ("performance|accuracy", "Measure speed, or log all answers."),
+        **PROMPT_KEYS,
+        "samples": ("N", "Number of samples; with --rack.count per_node, per node."),
+        "min-duration": ("SECONDS", "Minimum duration of the run."),
+        "rate": ("SAMPLES/S", "Request rate of the server and interactive scenarios."),
+        "find-rate": ("", "Find the highest valid rate and confirm it."),
+        "compliance": ("TEST06", "Run an MLPerf compliance test."),
+        "repeat": ("N", "Number of repeated runs."),
+        "rules": ("v5.1|v6.0|v6.1", "MLPerf round whose rules the run claims; ends VALID or INVALID."),
+        **OUT_KEYS,
+    }
+)
+
+
 def run(
     ctx: typer.Context,
     config_file: ConfigFile = None,
-    model: Model = None,
-    random_weights: RandomWeights = False,
-    precision: Precision = None,
-    scenario: Annotated[
-        str | None, typer.Option(metavar="offline|server|interactive|singlestream", help="How requests arrive.")
-    ] = None,
-    mode: Annotated[
-        str | None, typer.Option(metavar="performance|accuracy", help="Measure speed, or log all answers.")
-    ] = None,
-    prompts: Prompts = None,
-    lengths: Lengths = None,
-    samples: Annotated[
-        str | None, typer.Option(metavar="N", help="Number of samples; with --rack.count per_node, per node.")
-    ] = None,
-    min_duration: Annotated[str | None, typer.Option(metavar="SECONDS", help="Minimum duration of the run.")] = None,
-    rate: Annotated[
-        str | None, typer.Option(metavar="SAMPLES/S", help="Request rate of the server and interactive scenarios.")
-    ] = None,
-    find_rate: Annotated[bool, typer.Option("--find-rate", help="Find the highest valid rate and confirm it.")] = False,
-    compliance: Annotated[str | None, typer.Option(metavar="TEST06", help="Run an MLPerf compliance test.")] = None,
-    repeat: Annotated[str | None, typer.Option(metavar="N", help="Number of repeated runs.")] = None,
-    rules: Annotated[
-        str | None,
-        typer.Option(metavar="v5.1|v6.0|v6.1", help="MLPerf round whose rules the run claims; ends VALID or INVALID."),
-    ] = None,
     rack: Rack = None,
-    out: RunsOut = None,
     dry_run: DryRun = False,
     json_only: Json = False,
 ) -> int:
     """Measure how fast this machine serves a model. Uses MLPerf LoadGen; writes a run folder."""
     from megatoken.config import load_run_config
 
-    declared = {
-        "model": model,
-        "random-weights": random_weights or None,
-        "precision": precision,
-        "scenario": scenario,
-        "mode": mode,
-        "prompts": prompts,
-        "lengths": lengths,
-        "samples": samples,
-        "min-duration": min_duration,
-        "rate": rate,
-        "find-rate": find_rate or None,
-        "compliance": compliance,
-        "repeat": repeat,
-        "rules": rules,
-        "out": out,
-    }
-    config = load_run_config(config_file, declared | ctx.meta[FLAGS], rack)
+    config = load_run_config(config_file, ctx.meta[FLAGS], rack)
 
     def test(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
         from megatoken.harness.run import run_scenario

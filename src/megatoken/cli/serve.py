@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatoken.cli.flags import FLAGS, Model, Precision, RandomWeights, SchemaCommand
+from megatoken.cli.flags import FLAGS, MODEL_KEYS, SchemaCommand, flag
 
 if TYPE_CHECKING:
     from megatoken.config import Key
@@ -24,7 +24,7 @@ class ServeCommand(SchemaCommand):
 
 def serve(
     ctx: typer.Context,
-    model: Model = None,
+    model: Annotated[str | None, flag(*MODEL_KEYS["model"])] = None,
     host: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Address to listen on. Default 127.0.0.1.")
     ] = None,
@@ -36,8 +36,8 @@ def serve(
         str | None, typer.Option(metavar="real|mock", help="mock: make up tokens, to measure all but the engine.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Write log lines as JSON.")] = False,
-    random_weights: RandomWeights = False,
-    precision: Precision = None,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help=MODEL_KEYS["random-weights"][1])] = False,
+    precision: Annotated[str | None, flag(*MODEL_KEYS["precision"])] = None,
 ) -> int:
     """Serve a model over HTTP with OpenAI's API."""
     from megatoken.serve.options import load_serve_config

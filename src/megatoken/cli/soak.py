@@ -9,18 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatoken.cli.flags import (
-    FLAGS,
-    ConfigFile,
-    DryRun,
-    Lengths,
-    Model,
-    Precision,
-    Prompts,
-    Rack,
-    RandomWeights,
-    RunsOut,
-)
+from megatoken.cli.flags import FLAGS, MODEL_KEYS, OUT_KEYS, PROMPT_KEYS, ConfigFile, DryRun, Rack, flag, key_command
 from megatoken.cli.output import Json
 from megatoken.cli.run import measure_and_show
 from megatoken.errors import ConfigError, UsageError
@@ -37,34 +26,20 @@ _UNIT_SECONDS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 # Settings that a soak fixes: it is one run under full load for --duration.
 _OWN = ("scenario", "mode", "rules", "compliance", "samples", "min_duration_seconds", "repeat", "rack.count")
 
+SoakCommand = key_command({**MODEL_KEYS, **PROMPT_KEYS, **OUT_KEYS})
+
 
 def soak(
     ctx: typer.Context,
     config_file: ConfigFile = None,
-    duration: Annotated[
-        str | None, typer.Option(metavar="80m", help="Time under load, for example 90s, 80m, 1h30m, 2d.")
-    ] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Continue an interrupted soak.")] = None,
-    model: Model = None,
-    random_weights: RandomWeights = False,
-    precision: Precision = None,
-    prompts: Prompts = None,
-    lengths: Lengths = None,
+    duration: Annotated[str | None, flag("80m", "Time under load, for example 90s, 80m, 1h30m, 2d.")] = None,
+    resume: Annotated[Path | None, flag("FOLDER", "Continue an interrupted soak.")] = None,
     rack: Rack = None,
-    out: RunsOut = None,
     dry_run: DryRun = False,
     json_only: Json = False,
 ) -> int:
     """Keep a machine or a rack under full load for hours. Reports whether the rate holds; can be resumed."""
-    declared = {
-        "model": model,
-        "random-weights": random_weights or None,
-        "precision": precision,
-        "prompts": prompts,
-        "lengths": lengths,
-        "out": out,
-    }
-    given = {name: value for name, value in (declared | ctx.meta[FLAGS]).items() if value is not None}
+    given = ctx.meta[FLAGS]
     if resume is not None:
         config, earlier = _interrupted(resume, [config_file, duration, *given], rack)
     else:
@@ -79,9 +54,7 @@ def soak(
     return measure_and_show(config, test, dry_run=dry_run, json_only=json_only, check=check)
 
 
-def _new(
-    config_file: Path | None, given: Mapping[str, str | bool], rack: str | None, duration: str | None
-) -> RunConfig:
+def _new(config_file: Path | None, given: Mapping[str, str], rack: str | None, duration: str | None) -> RunConfig:
     if duration is None:
         raise UsageError("give --duration, for example --duration 80m, or --resume FOLDER")
     from megatoken.config import KEYS, load_run_config

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from megatoken.cli.output import Json
-from megatoken.cli.streams import standard_output
+from megatoken.cli.flags import flag, place
+from megatoken.cli.output import Json, print_result
 from megatoken.errors import ExitCode, UsageError
 
 
 def verify(
-    test: Annotated[str, typer.Argument(metavar="TEST06|TEST07|TEST09", help="Compliance test.")],
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="Run folder, or LoadGen accuracy log, or the folder of that log.")
-    ],
+    test: Annotated[str, place("TEST06|TEST07|TEST09", "Compliance test.")],
+    path: Annotated[Path, place("PATH", "Run folder, or LoadGen accuracy log, or the folder of that log.")],
     model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="TEST06: model that answered, for its end tokens. Default: the model of the run."
-        ),
+        str | None, flag("DIR", "TEST06: model that answered, for its end tokens. Default: the model of the run.")
     ] = None,
-    end_tokens: Annotated[
-        str | None, typer.Option(metavar="ID,...", help="TEST06: end token ids, instead of --model.")
-    ] = None,
+    end_tokens: Annotated[str | None, flag("ID,...", "TEST06: end token ids, instead of --model.")] = None,
     json_only: Json = False,
 ) -> int:
     """Verify a compliance-test log. Writes the file that a submission needs."""
@@ -37,13 +27,14 @@ def verify(
         raise UsageError(f"{test}: unknown compliance test; give {', '.join(TESTS)}")
 
     result, file = verified(test, path, model=model, end_tokens=end_tokens)
-    with standard_output(f"the result is in {file}"):
-        if json_only:
-            print(json.dumps(result.to_document() | {"file": str(file)}, indent=2))
-        else:
-            print(*result.lines, sep="\n")
-            print(f"Additional checks: {'passed' if result.sound else 'failed'}")
-            for finding in result.findings:
-                print(f"  {finding['message']}")
-            print(f"Written: {file}, {DOCUMENT}")
+
+    def show() -> None:
+        print(*result.lines, sep="\n")
+        print(f"Additional checks: {'passed' if result.sound else 'failed'}")
+        for finding in result.findings:
+            print(f"  {finding['message']}")
+        print(f"Written: {file}, {DOCUMENT}")
+
+    document = result.to_document() | {"file": str(file)}
+    print_result(document, show, json_only=json_only, kept=f"the result is in {file}")
     return ExitCode.OK if result.passed and result.sound else ExitCode.INVALID
