@@ -135,16 +135,11 @@ def aggregate(
     straggler_threshold: float = STRAGGLER_THRESHOLD,
     baseline_tokens_per_second: float | None = None,
 ) -> Aggregate:
-    """Nodes as one result.
+    """Nodes of one scenario, model and precision as one result.
 
-    Args:
-        rows: one per node; of one scenario, model and precision.
-        title: what the result is called.
-        inputs: where the rows came from.
-        observations: further sentences about simultaneity.
-        clocks: text on the clock of the rows' starts; None: that of the rows, if they are from one source.
-        straggler_threshold: share below the median from which a node counts as straggler.
-        baseline_tokens_per_second: rate of one node alone, for the scaling efficiency.
+    ``inputs`` say where the rows came from, ``observations`` are further sentences about simultaneity, ``clocks`` names
+    the clock of the rows' starts (None: that of the rows, if they are from one source). A node is a straggler from
+    ``straggler_threshold`` below the median on; the rate of one node alone gives the scaling efficiency.
 
     Raises:
         UsageError: no rows, a node twice without overlapping times, rows that did not do the same work, or a threshold

@@ -46,11 +46,7 @@ class RunEnergy:
 
 
 def run_energy(series: pa.Table) -> RunEnergy:
-    """The energy of one run.
-
-    Args:
-        series: table of ``SeriesRow``.
-    """
+    """The energy of one run, from its table of ``SeriesRow``."""
     elapsed, power, tokens = (numbers(series[name]) for name in ("elapsed_seconds", "power_watts", "output_tokens"))
     joules, seconds, output_tokens = 0.0, 0.0, 0
     why = "" if len(series) else "the run recorded no series"

@@ -20,14 +20,9 @@ class Goodput:
 
 
 def goodput(samples: Samples, *, ttft_seconds: float | None, tpot_seconds: float, duration_seconds: float) -> Goodput:
-    """Work of the samples within limits.
+    """Work of the samples of a run, failed ones included, within limits; ``duration_seconds`` is above zero.
 
-    Args:
-        samples: all of the run, failed ones too.
-        ttft_seconds: limit on the time to first token; None in Offline, where all samples are due at once and
-            it does not apply.
-        tpot_seconds: limit on the time per output token.
-        duration_seconds: of the run, above zero.
+    ``ttft_seconds`` is None in Offline, where all samples are due at once and it does not apply.
     """
     kept = samples.only(within_limits(samples, ttft_seconds, tpot_seconds))
     return Goodput(

@@ -121,15 +121,10 @@ def data_set_of(name: str | None, digest: str | None) -> str | None:
 
 
 def progress(first: Floats, last: Floats, output_tokens: Floats) -> tuple[tuple[float, float], ...]:
-    """Output tokens done over time, tokens of a sample evenly spaced between its first and its last.
+    """Output tokens done over time [N samples], tokens of a sample evenly spaced between its first and its last.
 
-    Args:
-        first: seconds [N] of the first token; NaN counts as the time of the last.
-        last: seconds [N] of the last token.
-        output_tokens: counts [N].
-
-    Returns:
-        (seconds, tokens) at evenly spaced times from zero to the last completion; empty without samples.
+    A first token at NaN counts as at the time of the last. Returns (seconds, tokens) at evenly spaced times from zero
+    to the last completion; empty without samples.
     """
     if not len(last):
         return ()

@@ -101,10 +101,8 @@ def published_result(submission: str, benchmark: str, scenario: str) -> Publishe
 def results_of(accelerator: str, benchmark: str, scenario: str) -> list[PublishedResult]:
     """Rows of systems with that accelerator alone, fastest per accelerator first; closed division before the others.
 
-    Args:
-        accelerator: a word or several of its name: ``GB200``, ``H200-SXM``. ``B200`` is not in ``GB200``.
-        benchmark: as in the table, ``llama2-70b-99``.
-        scenario: Offline, Server or Interactive, in any case.
+    ``accelerator`` is a word or several of its name: ``GB200``, ``H200-SXM``. ``B200`` is not in ``GB200``.
+    ``scenario`` is in any case.
     """
     name = re.compile(rf"(?<!\w){re.escape(accelerator)}(?!\w)", re.IGNORECASE)
     found = [

@@ -31,15 +31,11 @@ LOCKS = (
 
 
 def query(paths: Sequence[Path], sql: str) -> pa.Table:
-    """Run one SELECT over run folders; it can read three tables and change nothing.
+    """Run one SELECT in DuckDB's dialect over run folders; it can read three tables and change nothing.
 
     ``runs`` has a row for each folder: ``run``, ``path``, ``repeats`` (the folder of the repeats it is one of), every
     field of ``result.json``, and ``environment`` and ``config`` as structs. ``requests`` and ``series`` are the Parquet
     tables of all folders behind a column ``run``.
-
-    Args:
-        paths: run folders, or folders with run folders below them.
-        sql: in DuckDB's dialect.
 
     Raises:
         UsageError: DuckDB is missing, a folder cannot be read or holds no run, or the query cannot be answered.

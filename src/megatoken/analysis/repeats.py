@@ -96,12 +96,8 @@ def whole_runs(runs: Sequence[Run]) -> list[Run]:
 def summarise_repeats(runs: Sequence[Run], wanted: int, missing: Sequence[str] = ()) -> dict[str, Any]:
     """The document of ``repeats.json``: verdicts, and interval of every metric that all whole runs have.
 
-    Percentiles are listed, not averaged: the mean of p99s is the p99 of nothing.
-
-    Args:
-        runs: as they are now.
-        wanted: how many were asked for.
-        missing: from ``missing_notes``.
+    Percentiles are listed, not averaged: the mean of p99s is the p99 of nothing. ``wanted`` runs were asked for; the
+    notes ``missing`` are those of ``missing_notes``.
     """
     whole = whole_runs(runs)
     metrics = {name: interval(values) for name in _METRICS if (values := _values(whole, name))}

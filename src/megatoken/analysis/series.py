@@ -15,11 +15,7 @@ Floats = NDArray[np.float64]
 
 
 def replicas(series: pa.Table) -> Iterator[tuple[str, int, NDArray[np.intp]]]:
-    """Node, number and rows of each replica, in the order of time.
-
-    Args:
-        series: table of ``SeriesRow``.
-    """
+    """Node, number and rows of each replica of a table of ``SeriesRow``, in the order of time."""
     elapsed, replica = numbers(series["elapsed_seconds"]), numbers(series["replica"])
     for node, mask in masks(series["node"]).items():
         for number in np.unique(replica[mask]):

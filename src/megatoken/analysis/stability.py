@@ -97,12 +97,9 @@ def window_seconds(duration_seconds: float) -> float:
 
 
 def theil_sen(x: Floats, y: Floats, confidence: float = CONFIDENCE) -> Trend:
-    """The median of the slopes of all pairs of points, and the interval of the module's first lines.
+    """The median slope of all pairs of points ``y`` [N] at distinct ``x`` [N], N at least 3, and its interval.
 
-    Args:
-        x: distinct positions [N], N at least 3.
-        y: values [N].
-        confidence: of the interval, two-sided; its ends are infinite where N is too small for it.
+    The ends of the interval, which the module's first lines describe, are infinite where N is too small for it.
     """
     count = len(x)
     one, other = np.triu_indices(count, 1)
@@ -137,15 +134,10 @@ def _autocorrelation(values: Floats) -> float:
 def settled_spans(
     requests: pa.Table, series: pa.Table, segments: Sequence[tuple[float, float]]
 ) -> list[tuple[float, float]]:
-    """The part of each segment in which the load was even, for those that got there.
+    """The part of each of ``segments``, in which samples were issued, where the load was even; none where it never was.
 
     It begins a median sample's time from first to last token after as many samples were generating as 90 % of the
     median in the segment's second half: by then those that started together have been replaced.
-
-    Args:
-        requests: table of ``SampleRow``.
-        series: table of ``SeriesRow``.
-        segments: begin and end of each stretch in which samples were issued.
     """
     if not len(series):
         return []
@@ -185,11 +177,7 @@ def judge_soak(
 ) -> dict[str, Any]:
     """The field ``stability`` of a soak's ``result.json``, from all else in its folder.
 
-    Args:
-        result: its fields ``soak`` and, of a rack, ``rack_nodes``.
-        environment: the machine it ran on.
-        requests: table of ``SampleRow``.
-        series: table of ``SeriesRow``.
+    Of ``result`` it uses ``soak`` and, of a rack, ``rack_nodes``.
     """
     soak = result["soak"]
     begins = [segment["begins_seconds"] for segment in soak["segments"]]
@@ -221,12 +209,8 @@ def judge_stability(
 ) -> dict[str, Any]:
     """The field ``stability`` of ``result.json``: every figure, and the verdict with its reasons.
 
-    Args:
-        requests: table of ``SampleRow``.
-        series: table of ``SeriesRow``.
-        segments: begin and end of each stretch in which samples were issued, in order; more than one where the soak
-            was interrupted and resumed.
-        gpus: limits by node.
+    ``segments`` are begin and end of each stretch in which samples were issued, in order; more than one where the soak
+    was interrupted and resumed. ``gpus`` are the limits by node.
     """
     spans = settled_spans(requests, series, segments)
     windows = windows_of(series, spans, window_seconds(segments[-1][1]))

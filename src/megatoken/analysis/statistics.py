@@ -36,16 +36,11 @@ def summarise(
     Only completed samples count as work done: those that stopped or reached their length without an error. Rates divide
     by ``rated_seconds``, as LoadGen's do (results.cc): from the first scheduled time to the last completion, or, where
     samples arrive by themselves, to the completion of the one issued last. What is still being answered then is the
-    drain; ``whole_run_output_tokens_per_second`` has it in its time too. A soak is rated over its time under load: by
-    the tokens that the series counts until then, for a sample may last as long as the soak.
+    drain; ``whole_run_output_tokens_per_second`` has it in its time too. A soak is rated over its time under load,
+    ``load_seconds``: by the tokens that the series counts until then, for a sample may last as long as the soak.
 
-    Args:
-        requests: table of ``SampleRow``.
-        series: table of ``SeriesRow``.
-        scenario: MLPerf scenario, or ``SOAK``; decides what the times to first token and latencies mean.
-        finished: every sample has ended. Otherwise those in flight are missing from ``requests``, and with them what
-            a steady window is found by, so that it stays None.
-        load_seconds: when a soak issues its last samples; None elsewhere.
+    Unless the run is ``finished``, samples in flight are missing from ``requests``, and with them what a steady window
+    is found by, so that it stays None.
     """
     samples = Samples.of(requests)
     done = samples.only(samples.completed)
@@ -201,15 +196,11 @@ def samples_needed(percent: int) -> int:
 def steady_window(first: Floats, last: Floats, series: pa.Table) -> tuple[float, float] | None:
     """The span between the first and the last moment at which 90 % of the peak number of samples were generating.
 
-    It ends when no sample waits any more: from then on nothing replaces what ends, and without prompts to read, answers
-    come faster than they could for long. A sample generates from its first to its last token. None when the span is
-    shorter than two seconds, or than three times as long as the median sample generates: samples that started together
-    may all be answering at once, or all be read.
-
-    Args:
-        first: seconds [N] of the first token of each completed sample.
-        last: seconds [N] of its last token.
-        series: table of ``SeriesRow``.
+    ``first`` and ``last`` are the seconds [N] of the tokens of completed samples. The span ends when no sample waits
+    any more: from then on nothing replaces what ends, and without prompts to read, answers come faster than they could
+    for long. A sample generates from its first to its last token. None when the span is shorter than two seconds, or
+    than three times as long as the median sample generates: samples that started together may all be answering at once,
+    or all be read.
     """
     known = np.isfinite(first) & np.isfinite(last)
     if not known.any():

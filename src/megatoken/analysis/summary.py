@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 def summarise_run(result: Mapping[str, Any], requests: pa.Table, series: pa.Table) -> dict[str, Any]:
     """Every metric of the run, and ``aggregate`` of a finished run on several nodes that does not have it yet.
 
-    Args:
-        result: the fields that are known, ``verdict`` and ``scenario`` among them.
-        requests: table of ``SampleRow``.
-        series: table of ``SeriesRow``.
+    ``result`` has the fields that are known, ``verdict`` and ``scenario`` among them.
     """
     verdict = Verdict(result["verdict"])
     finished = verdict is not Verdict.INTERRUPTED

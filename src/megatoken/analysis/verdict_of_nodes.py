@@ -17,12 +17,10 @@ def replicas_left(runs: Mapping[str, Run]) -> int:
 def verdict_of_nodes(
     runs: Mapping[str, Run], planned: int, lost: Sequence[Mapping[str, Any]]
 ) -> tuple[Verdict, list[Reason]]:
-    """The verdict of all nodes, and its reasons.
+    """The verdict of all nodes, and its reasons, from the runs of the nodes that finished, by name.
 
-    Args:
-        runs: of the nodes that finished, by name.
-        planned: replicas that all nodes should have.
-        lost: ``rack.lost``; an entry without a replica is a whole node.
+    ``planned`` is the number of replicas that all nodes should have; an entry of ``lost`` (``rack.lost``) without a
+    replica is a whole node.
     """
     reasons = shortfalls_of_nodes({name: run.reasons for name, run in runs.items()})
     verdicts = {run.verdict for run in runs.values()}

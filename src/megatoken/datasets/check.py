@@ -77,9 +77,8 @@ def locate(name_or_path: str, folder: Path) -> Path:
 def check(path: Path, model: Path | None = None) -> Checked:
     """Read a data set whole and check it: an MLPerf data set, a CSV of lengths, or prompts as JSON lines.
 
-    Args:
-        path: The file.
-        model: Checkpoint folder whose vocabulary, context and tokenizer the rows must fit. Prompts need one.
+    The rows must fit vocabulary, context and tokenizer of the checkpoint folder ``model``, without which prompts cannot
+    be checked.
 
     Raises:
         DatasetError: The first error found, with its place.

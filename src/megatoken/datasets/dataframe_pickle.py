@@ -197,16 +197,10 @@ def unpickle(data: bytes, file: str) -> object:
 
 
 def read_columns(data: bytes, wanted: Collection[str], file: str) -> dict[str, list[object]]:
-    """Returns those of the wanted columns that the table has, row by row.
+    """Returns those of the ``wanted`` columns that the table has, by name; ``file`` is its name in an error.
 
-    Args:
-        data: The whole file.
-        wanted: Column names.
-        file: What to call the file in an error.
-
-    Returns:
-        Column name -> cells. A cell is ``None``, bool, int, float (NaN may stand for missing text), str, list, or a 1-D
-        array of numbers (maybe a read-only view of ``data``); anything else in it is inert.
+    A cell is ``None``, bool, int, float (NaN may stand for missing text), str, list, or a 1-D array of numbers (maybe a
+    read-only view of ``data``); anything else in it is inert.
 
     Raises:
         DatasetError: As ``unpickle``; or the file holds no DataFrame, or its row labels are not 0, 1, 2 and so on.

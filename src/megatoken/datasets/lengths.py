@@ -23,15 +23,10 @@ _LARGEST_LENGTH = 2**31 - 1
 def load_lengths(path: Path | None, *, vocabulary_size: int, max_length: int, seed: int = 0) -> Dataset:
     """Load a CSV of ``input_tokens,output_tokens`` as prompts of random ids whose answers have the full length.
 
-    The ids of a row depend only on ``seed`` and the position of the row. A row longer than the context is scaled down,
-    prompt and answer by the same factor; a note gives the number of such rows.
-
-    Args:
-        path: The file; lines that start with ``#`` are comments. None: the lengths of MLPerf's llama2-70b Offline data
-            set, which ship with this package.
-        vocabulary_size: Ids are drawn from 0 to one less.
-        max_length: Maximum tokens of a request, prompt and answer together; at least 2.
-        seed: Of the random ids, 0 to 2**64 - 1.
+    Lines that start with ``#`` are comments; ``path`` None: the lengths of MLPerf's llama2-70b Offline data set, which
+    ship with this package. The ids of a row, below ``vocabulary_size``, depend only on ``seed`` (0 to 2**64 - 1) and
+    the position of the row. A row longer than the context of ``max_length`` is scaled down, prompt and answer by the
+    same factor; a note gives the number of such rows.
 
     Raises:
         DatasetError: The file cannot be read, or a row is not two whole numbers above 0.

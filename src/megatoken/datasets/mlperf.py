@@ -21,17 +21,11 @@ def load_mlperf(
     decode: Callable[[list[int]], str] | None = None,
     as_published: bool = False,
 ) -> Dataset:
-    """Load a data set of MLPerf; the row is the sample index.
+    """Load a data set of MLPerf (pickle, JSON or parquet); the row is the sample index.
 
     Prompts are the unchanged tokenized column. The maximum answer length is the reference's ``max_new_tokens``, or what
-    the context leaves.
-
-    Args:
-        path: Pickle, JSON or parquet.
-        vocabulary_size: Ids run from 0 to one less.
-        max_length: Maximum tokens of a request, prompt and answer together.
-        decode: The model's tokenizer, to detect a data set of another tokenizer; None if the model has none.
-        as_published: Refuse a file that has all rows but is not the published one; otherwise a note reports it.
+    the context leaves. ``decode`` is of the model's tokenizer, to detect a data set of another one. A file that has all
+    rows but is not the published one is refused if it must be ``as_published``; otherwise a note reports it.
 
     Raises:
         DatasetError: The file cannot be read, was changed, or a row cannot be served.

@@ -31,14 +31,9 @@ def write_parquet(
     texts: Mapping[Role, Sequence[str]],
     source: Path,
 ) -> str:
-    """Write a table; returns the SHA-256 of its content, which is also stored in the file.
+    """Write a table: token ids and cells of text by row; returns the SHA-256 of its content, also stored there.
 
-    Args:
-        path: The file; replaced atomically.
-        data_set: Which of MLPerf's.
-        token_lists: Token ids of each row.
-        texts: Columns of text, one cell a row.
-        source: The file that was converted; its sums are recorded.
+    The sums of ``source``, the file that was converted, are recorded. ``path`` is replaced atomically.
 
     Raises:
         StorageError: The disk refuses.

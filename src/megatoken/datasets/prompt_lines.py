@@ -37,14 +37,9 @@ class PromptLine:
 
 
 def parse_prompt_line(line: bytes, defaults: Sampling, place: str) -> PromptLine:
-    """Parses and checks one line.
+    """Parses and checks one line: a UTF-8 JSON object of the keys in ``_RULES``; ``place`` begins every error.
 
-    Args:
-        line: UTF-8 JSON object with ``prompt``, ``prompt_token_ids`` or ``messages`` and any of ``max_tokens``,
-            ``temperature``, ``top_k``, ``top_p``, ``seed``, ``stop_token_ids``, ``ignore_end_token``,
-            ``reference``, ``task``.
-        defaults: Sampling values for keys the line leaves out.
-        place: File and line number, the start of every error.
+    ``defaults`` are the sampling values for keys that the line leaves out.
 
     Raises:
         DatasetError: The line is not such an object, or a key or value in it is wrong.

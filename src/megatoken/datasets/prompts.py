@@ -24,16 +24,9 @@ def load_prompts(
 ) -> Dataset:
     """Load JSON lines: ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}`` and options; blank lines are skipped.
 
-    A ``max_tokens`` that a line states is kept or refused; ``default_max_tokens`` is cut to what the context leaves.
-    Options as for ``parse_prompt_line``.
-
-    Args:
-        path: The file.
-        encode: Text to token ids; None if the model has no tokenizer.
-        vocabulary_size: Ids run from 0 to one less.
-        max_length: Maximum tokens of a request, prompt and answer together.
-        default_max_tokens: ``max_tokens`` of prompts that state none.
-        sampling: Sampling values of prompts that state none.
+    ``encode`` turns text into token ids; None if the model has no tokenizer. A ``max_tokens`` that a line states is
+    kept or refused; ``default_max_tokens`` is cut to what the context of ``max_length`` leaves. ``sampling`` holds for
+    prompts that state none.
 
     Raises:
         DatasetError: The file cannot be read, or a line of it cannot be served.

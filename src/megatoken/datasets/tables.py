@@ -106,11 +106,9 @@ class PromptTable:
 
 
 def read_table(path: Path, roles: Collection[Role]) -> PromptTable:
-    """Read the columns of a data set of MLPerf that hold ``roles``. Executes nothing in a pickle.
+    """Read the columns of a data set of MLPerf (``.pkl``, ``.json``, ``.parquet``) that hold ``roles``.
 
-    Args:
-        path: ``.pkl``, ``.json`` or ``.parquet``.
-        roles: What to read; missing columns are left out.
+    Missing ones are left out. Executes nothing in a pickle.
 
     Raises:
         DatasetError: The file cannot be read, is no such table, was changed after conversion, or its row

@@ -20,12 +20,8 @@ def load_texts(
 ) -> Dataset:
     """Loads JSON lines: ``{"prompt": text}`` or ``{"messages": [...]}`` and options; blank lines are skipped.
 
-    Args:
-        path: The file.
-        encode: Text to token ids, to count them; None leaves prompts uncounted. Chats are never counted: a template
-            that only the target knows adds to them.
-        default_max_tokens: ``max_tokens`` of prompts that state none.
-        sampling: Sampling values of prompts that state none.
+    ``encode`` turns text into token ids, to count them; None leaves prompts uncounted. Chats are never counted: a
+    template that only the target knows adds to them. The last two are for prompts that state none.
 
     Raises:
         DatasetError: The file cannot be read, or a line of it has no text.

@@ -16,16 +16,11 @@ _WORD = re.compile(r"\w+")
 
 
 def check_tokenizer(table: PromptTable, decode: Callable[[list[int]], str]) -> int:
-    """Decode rows spread over the table and compare them with their text.
+    """Decode rows spread over the table and compare them with their text; returns how many were long enough to compare.
 
     The ids may hold more than the text (CNN/DailyMail: the instruction), but the text's words must be among theirs.
-
-    Args:
-        table: Checked by ``token_lists``. Without a text column nothing is compared.
-        decode: Token ids -> text without special tokens.
-
-    Returns:
-        How many rows were long enough to compare.
+    ``decode`` leaves out special tokens; ``token_lists`` has checked the table. Without a text column nothing is
+    compared.
 
     Raises:
         DatasetError: The ids of a row belong to another tokenizer.

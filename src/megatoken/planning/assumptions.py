@@ -84,11 +84,9 @@ class Assumptions(Mapping[str, float]):
 
 
 def load_assumptions(path: Path | None = None, settings: Iterable[str] = ()) -> Assumptions:
-    """The defaults, overridden by a file of the user, then by settings.
+    """The defaults, overridden by a YAML file ``assumptions: {name: {value, low, high, source}}``, then by ``settings``.
 
-    Args:
-        path: YAML file ``assumptions: {name: {value, low, high, source}}``, or None.
-        settings: ``name=value`` or ``name=value:low:high`` each, as typed after ``--set``.
+    A setting is ``name=value`` or ``name=value:low:high``, as typed after ``--set``.
 
     Raises:
         ConfigError: a name is unknown, or a value is not a number or outside its bounds.

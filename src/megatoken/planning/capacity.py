@@ -31,12 +31,8 @@ def plan_capacity(
 ) -> Plan:
     """Interactions per second, requests in flight and users that a throughput serves.
 
-    Args:
-        throughput: from a run or a number.
-        profiles: workloads.
-        assumptions: the defaults with the user's changes.
-        second: the same system with other token lengths, from which input and output tokens are priced.
-        factors: further factors between peak and planning rate.
+    ``second`` is the same system with other token lengths, from which input and output tokens are priced; ``factors``
+    are the user's own between peak and planning rate.
 
     Raises:
         UsageError: ``second`` cannot be the same system with other token lengths.

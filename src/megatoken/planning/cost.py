@@ -173,13 +173,7 @@ class System:
 def plan_cost(
     system: System, profiles: Sequence[Profile], assumptions: Assumptions, *, second: Throughput | None = None
 ) -> Plan:
-    """Cost of tokens, interactions and users.
-
-    Args:
-        system: with a known number of accelerators and, unless it is rented, known power.
-        profiles: workloads.
-        assumptions: prices and utilisation.
-        second: the same system with other token lengths, from which input and output tokens are priced.
+    """Cost of tokens, interactions and users, each token at its own price; ``second`` as in ``plan_capacity``.
 
     Raises:
         UsageError: the number of accelerators or the power is unknown, or the rent is out of range.

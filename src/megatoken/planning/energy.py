@@ -96,14 +96,9 @@ def plan_energy(
     profiles: Sequence[Profile] = (),
     energy: RunEnergy | None = None,
 ) -> Plan:
-    """Energy and carbon of tokens.
+    """Energy and carbon of tokens, of the interactions of ``profiles`` in kWh.
 
-    Args:
-        throughput: the rate.
-        power: at that rate.
-        assumptions: wall power over nameplate, PUE, carbon.
-        profiles: interactions to express in kWh.
-        energy: of the run; if known, tokens per joule come from its tokens and joules.
+    ``energy`` is that of the run; if known, tokens per joule come from its tokens and joules.
     """
     rate = throughput.output_tokens_per_second
     if energy is not None and energy.output_tokens and energy.seconds and power.state == "measured":

@@ -60,13 +60,9 @@ def nodes_for(demand: float, rate_per_node: float) -> int:
 
 
 def size(demand: float, supply: SupplyClass, *, spare_domains: int = 0, domain: str = "node") -> Size:
-    """Nodes, racks and accelerators that serve a demand even if ``spare_domains`` fault domains fail.
+    """Nodes, racks and accelerators that serve a demand even if ``spare_domains`` fault domains fail at once.
 
-    Args:
-        demand: in the unit of ``supply.rate_per_node``.
-        supply: the class of nodes.
-        spare_domains: how many fault domains may fail at once.
-        domain: what fails as one unit: node or rack.
+    The demand has the unit of ``supply.rate_per_node``; ``domain`` is what fails as one unit, node or rack.
 
     Raises:
         UsageError: a number of spares out of range, an unknown domain, or racks of unknown size.

@@ -66,13 +66,10 @@ class _CurvesFile(Strict):
 
 
 def load_demand(unit: str, level: float | None = None, curve: str | None = None) -> Curve:
-    """Demand from the command line.
+    """Demand from the command line: a constant ``level``, or a curve scaled so that its peak is ``level``.
 
-    Args:
-        unit: output-tokens, interactions or users.
-        level: the constant demand, or the peak of the curve.
-        curve: name of a shipped curve, or a CSV file of hour and demand. A shipped curve needs ``level``; a file is
-            scaled to it if given.
+    ``unit`` is output-tokens, interactions or users. ``curve`` names a shipped curve, which needs a level, or a CSV
+    file of hour and demand, which does not.
 
     Raises:
         UsageError: neither level nor curve is given, or one of them is invalid.
@@ -107,17 +104,10 @@ def plan_fleet(
     burst: Supply | None = None,
     factors: Sequence[Input] = (),
 ) -> Plan:
-    """Nodes for a demand.
+    """Nodes for a demand, with spares for ``spare_domains`` fault domains (node or rack) that may fail without loss.
 
-    Args:
-        supply: the permanent nodes.
-        demand: constant or over a cycle.
-        assumptions: derating, latency limits and prices.
-        profile: the interaction; needed unless the demand is in output tokens.
-        spare_domains: fault domains that may fail without loss.
-        domain: what fails as one unit: node or rack.
-        burst: a second class, rented by the hour for demand beyond the first.
-        factors: further factors between peak and planning rate, for both classes.
+    ``profile`` is the interaction, which a demand in output tokens does not need. ``burst`` is a second class of nodes,
+    rented by the hour for demand beyond the first; ``factors`` lower the planning rate of both.
 
     Raises:
         UsageError: a profile is missing, or the accelerators per node are unknown.

@@ -111,10 +111,8 @@ class Priced:
 def price(throughput: Throughput, assumptions: Assumptions, second: Throughput | None = None) -> Priced:
     """Prices of an input token and an output token on the system of ``throughput``.
 
-    Args:
-        throughput: the rate, and the input tokens per output token at which it was reached.
-        assumptions: for the ratio of the two prices, unless ``second`` determines it.
-        second: the same system with another number of input tokens per output token.
+    They follow from the assumed ratio of the two, or from ``second``: the same system with another number of input
+    tokens per output token.
 
     Raises:
         UsageError: the two rates cannot be those of one system.
@@ -179,13 +177,7 @@ class Derating:
 
 
 def derating(throughput: Throughput, assumptions: Assumptions, more: Sequence[Input] = ()) -> Derating:
-    """The planning rate of a throughput: within the latency limits, and with headroom.
-
-    Args:
-        throughput: the peak rate.
-        assumptions: factors for what was not measured.
-        more: the user's own factors, applied first.
-    """
+    """The planning rate of a throughput: by the user's own factors, within the latency limits, and with headroom."""
     factors = (*more, _latency_input(throughput, assumptions), assumptions.entries[CEILING].to_input())
     return Derating(throughput.output_tokens_per_second, throughput.state, factors)
 

@@ -116,16 +116,10 @@ def simulate_rack(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> list[NodeRun]:
-    """Simulates every node of a rack.
+    """Simulates every node of a rack, in one process per core unless ``workers`` says otherwise.
 
-    Args:
-        rack: the hardware, the model and the engine's settings.
-        lengths: ``[N, 2]`` prompt and answer tokens of the requests; each node repeats all of them, each time in
-            another order.
-        seconds: virtual time after which no request is started.
-        seed: of the orders.
-        workers: processes; by default one per core that this process may use.
-        progress: called after each node.
+    Each node repeats all requests, whose prompt and answer tokens are ``lengths`` ``[N, 2]``, each time in another
+    order by ``seed``; after ``seconds`` of virtual time it starts none. ``progress`` is called after each node.
 
     Raises:
         UsageError: a size is out of range, or a request is too long for a replica.

@@ -82,19 +82,11 @@ def from_number(
     input_tokens_per_output_token: float | None = None,
     assumptions: Assumptions,
 ) -> Throughput:
-    """A published or otherwise known rate.
+    """A published or otherwise known rate of ``tokens_per_second``, produced by ``accelerators`` accelerators.
 
-    Args:
-        tokens_per_second: the number.
-        scope: accelerator, node, rack or system.
-        counted: output, or total if the rate counts input tokens too.
-        accelerators: how many produce the rate.
-        accelerator: their name, as in ``gpu_specs.csv``.
-        scenario: offline, server or interactive, if known; server and interactive rates already respect latencies.
-        state: how far the rate can be trusted.
-        source: where the rate comes from.
-        input_tokens_per_output_token: of the requests at that rate; None: the assumption.
-        assumptions: for that default.
+    ``counted`` is output, or total if the rate counts input tokens too. ``accelerator`` is a name as in
+    ``gpu_specs.csv``. Rates of the scenarios server and interactive already respect latencies. Without
+    ``input_tokens_per_output_token`` of the requests at that rate, it is assumed.
 
     Raises:
         UsageError: a number is out of range, or a scope, unit or state is unknown.
@@ -142,14 +134,10 @@ def from_number(
 def from_runs(
     runs: Sequence[Run], assumptions: Assumptions, *, accelerators: int | None = None, accelerator: str | None = None
 ) -> Throughput:
-    """The rate of a run by its scenario's definition; for repeats, the geometric mean.
+    """The rate of a run by its scenario's definition; for repeats of one test, the geometric mean.
 
-    Args:
-        runs: a run folder as read, or the repeats of one test. Interrupted runs are left out if others finished. The
-            service level is that of the run that kept it least.
-        assumptions: for the latency limits.
-        accelerators: how many a run used, if its folder does not state it (an engine on CPUs).
-        accelerator: their name, if its folder does not state it.
+    Interrupted runs are left out if others finished; the service level is that of the run that kept it least.
+    ``accelerators`` and ``accelerator`` are for folders that do not state them, as of an engine on CPUs.
 
     Raises:
         UsageError: a run completed no sample, or used another number of accelerators.

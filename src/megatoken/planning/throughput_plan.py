@@ -85,16 +85,11 @@ def plan_throughput(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Plan:
-    """The Offline rate of a rack.
+    """The Offline rate of a rack for requests of ``lengths`` ``[N, 2]``, prompt and answer tokens, from
+    ``lengths_source``.
 
-    Args:
-        rack: the hardware, the model and the engine's settings.
-        lengths: ``[N, 2]`` prompt and answer tokens of the requests.
-        seconds: virtual time after which no request is started.
-        software: the software whose overhead is added to every step, one of ``SOFTWARE``.
-        lengths_source: where the lengths come from.
-        seed: of the order of the requests.
-        progress: called after each node.
+    ``seconds`` of virtual time start requests, in an order by ``seed``; every step takes the overhead of ``software``,
+    one of ``SOFTWARE``.
 
     Raises:
         UsageError: as ``simulate_rack``, or the software is unknown.

@@ -76,11 +76,10 @@ class Profile(_Entry):
 
 
 def load_profiles(path: Path | None = None, names: Iterable[str] = ()) -> tuple[Profile, ...]:
-    """Shipped profiles and those of the user, which replace shipped ones of the same name.
+    """The profiles ``names`` in this order; without names those of the user's file ``path``, else all shipped ones.
 
-    Args:
-        path: YAML file ``profiles: {name: {input_tokens: ..., output_tokens: ...}}``, or None.
-        names: which to return, in this order; empty: those of ``path`` if given, else all shipped.
+    Own profiles (YAML: ``profiles: {name: {input_tokens: ..., output_tokens: ...}}``) replace shipped ones of their
+    name.
 
     Raises:
         ConfigError: the file has another form, or a name is unknown.

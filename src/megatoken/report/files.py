@@ -29,15 +29,7 @@ def read_subject(path: Path) -> Run | Document:
 
 
 def write_report(path: Path, out: Path | None = None) -> Path:
-    """Rebuild the page on ``path``, after those of the runs below it, and return its path.
-
-    Args:
-        path: as for ``write_reports``.
-        out: file to write; for the one page that ``path`` has, or the one on its repeats together.
-
-    Raises:
-        UsageError, StorageError: as ``write_reports``.
-    """
+    """Rebuild the page on ``path``, after those of the runs below it, and return its path; as ``write_reports``."""
     *_, last = write_reports(path, out)
     return last
 
@@ -45,12 +37,10 @@ def write_report(path: Path, out: Path | None = None) -> Path:
 def write_reports(path: Path, out: Path | None = None, *, movable: bool = True) -> Iterator[Path]:
     """Rebuild the pages on ``path`` and yield the path of each.
 
-    Args:
-        path: a run folder, whose page is ``report.html`` in it; a saved document or a folder with one, whose page lies
-            next to it under its name; or a folder with run folders below it: the page of each, and in each folder of
-            repeats one on them together, ``repeats.html``.
-        out: file to write; for the one page that ``path`` has, or the one on its repeats together.
-        movable: whether the command has a flag ``--out`` that could name another place.
+    The page of a run folder is ``report.html`` in it; that of a saved document, or a folder with one, lies next to it
+    under its name. Of a folder with run folders below it: the page of each, and in each folder of repeats one on them
+    together, ``repeats.html``. ``out`` names another file for the one page that ``path`` has, or the one on its repeats
+    together; ``movable``: the command has a flag ``--out``.
 
     Raises:
         UsageError: ``path`` cannot be read, or another file has the name of the page.

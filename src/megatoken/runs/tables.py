@@ -117,8 +117,7 @@ def append(table: pa.Table, more: pa.Table) -> pa.Table:
 def joined_runs(runs: Sequence[tuple[pa.Table, pa.Table, float]]) -> tuple[pa.Table, pa.Table]:
     """Requests and series of several runs as of one: times moved by each run's start, sample ids made distinct.
 
-    Args:
-        runs: requests, series and seconds from the common start to the run's own.
+    A run is its requests, its series and the seconds from the common start to its own.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

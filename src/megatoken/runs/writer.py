@@ -100,16 +100,12 @@ class RunFolder:
         facts: Mapping[str, Any],
         summarise: Summarise,
     ) -> Self:
-        """Make ``out/name`` (``name-2``, ``name-3``... if taken) and start recording.
+        """Make ``out/name`` (``name-2``, ``name-3``... if taken) and start recording; ``out`` is made if missing.
 
-        Args:
-            out: folder of all runs; made if missing.
-            name: from ``run_name``.
-            config: resolved configuration; secrets are blanked before it is written.
-            environment: from ``megatoken.hardware.inventory``.
-            scenario: MLPerf scenario: ``offline``, ``server``, ``interactive``, ``singlestream``.
-            facts: fields of ``result.json`` known from the start, such as ``model``, ``precision``, ``rules_unmet``.
-            summarise: metrics from the known fields of ``result.json`` and the two tables, at every write.
+        ``name`` comes from ``run_name``, ``environment`` from ``megatoken.hardware.inventory``. Secrets of ``config``
+        are blanked before it is written. ``scenario`` is ``offline``, ``server``, ``interactive`` or ``singlestream``;
+        ``facts`` are fields of ``result.json`` known from the start, such as ``model``, ``precision``, ``rules_unmet``;
+        ``summarise`` gives metrics from the known fields and the two tables, at every write.
 
         Raises:
             StorageError: the folder cannot be made; no part of it is left.
@@ -140,12 +136,9 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, run: Run, facts: Mapping[str, Any], summarise: Summarise) -> Self:
-        """Resume recording in the folder of an interrupted run.
+        """Resume recording in the folder of an interrupted run, which no other process writes.
 
-        Args:
-            run: as its folder is now; no other process writes it.
-            facts: fields of ``result.json`` to replace or add.
-            summarise: as for ``create``.
+        ``facts`` are fields of ``result.json`` to replace or add; ``summarise`` as for ``create``.
         """
         kept = {name: value for name, value in run.result.items() if name not in _HEAD}
         folder = cls(run.path, run.environment, {**kept, **plain(facts)}, summarise)
@@ -203,10 +196,7 @@ class RunFolder:
         return self._requests, self._series
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write the last rows, then the final ``result.json``.
-
-        Args:
-            result: ``verdict``, ``reasons``, and any field to add to or replace in what ``summarise`` returns.
+        """Write the last rows, then the final ``result.json``: ``verdict``, ``reasons``, and fields to add to the metrics.
 
         Raises:
             StorageError: this or an earlier write failed; the verdict stays INTERRUPTED.

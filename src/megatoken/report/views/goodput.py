@@ -106,11 +106,8 @@ def _goodput_figure(samples: Samples, duration: float, *, offline: bool) -> Iter
 def goodput_curve(name: str, samples: Samples, duration_seconds: float, ttft_seconds: float | None) -> Line:
     """Output tokens per second of the samples within each limit on the time per output token, in milliseconds.
 
-    Args:
-        name: of the curve.
-        samples: all of the run, failed ones too.
-        duration_seconds: of the run, above zero.
-        ttft_seconds: limit on the time to first token as well; None: no limit.
+    ``samples`` are all of the run, failed ones too; its duration is above zero; ``ttft_seconds`` is a limit on the time
+    to first token as well, None: no limit.
     """
     kept = samples.only(within_limits(samples, ttft_seconds, None) & np.isfinite(samples.tpot))
     milliseconds = 1000 * kept.tpot
