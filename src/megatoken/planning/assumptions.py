@@ -84,9 +84,10 @@ class Assumptions(Mapping[str, float]):
 
 
 def load_assumptions(path: Path | None = None, settings: Iterable[str] = ()) -> Assumptions:
-    """The defaults, overridden by a YAML file ``assumptions: {name: {value, low, high, source}}``, then by ``settings``.
+    """The defaults, overridden by a file of the user, then by ``settings``.
 
-    A setting is ``name=value`` or ``name=value:low:high``, as typed after ``--set``.
+    The file is YAML: ``assumptions: {name: {value, low, high, source}}``. A setting is ``name=value`` or
+    ``name=value:low:high``, as typed after ``--set``.
 
     Raises:
         ConfigError: a name is unknown, or a value is not a number or outside its bounds.

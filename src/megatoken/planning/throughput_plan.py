@@ -85,8 +85,7 @@ def plan_throughput(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Plan:
-    """The Offline rate of a rack for requests of ``lengths`` ``[N, 2]``, prompt and answer tokens, from
-    ``lengths_source``.
+    """The Offline rate of a rack for requests of ``lengths`` ``[N, 2]``: prompt and answer tokens.
 
     ``seconds`` of virtual time start requests, in an order by ``seed``; every step takes the overhead of ``software``,
     one of ``SOFTWARE``.

@@ -196,7 +196,7 @@ class RunFolder:
         return self._requests, self._series
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write the last rows, then the final ``result.json``: ``verdict``, ``reasons``, and fields to add to the metrics.
+        """Write the last rows, then the final ``result.json``: ``verdict``, ``reasons``, and more fields.
 
         Raises:
             StorageError: this or an earlier write failed; the verdict stays INTERRUPTED.
