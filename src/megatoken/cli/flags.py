@@ -123,13 +123,6 @@ class SchemaCommand(Command):
         aliases = (alias.replace("_", "-") for alias in FLAG_ALIASES if alias.startswith(self.prefix))
         return [*self.keys(), *self.first, *aliases]
 
-    def other_flags(self) -> Sequence[str]:
-        """The keys and their short names."""
-        from megatoken.config import FLAG_ALIASES
-
-        aliases = (alias.replace("_", "-") for alias in FLAG_ALIASES if alias.startswith(self.prefix))
-        return [*self._keys(), *self.first, *aliases]
-
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """List arguments, the command's own options, its first keys, then options that several commands have."""
         records = [(param, record) for param in self.get_params(ctx) if (record := param.get_help_record(ctx))]

@@ -42,10 +42,9 @@ def generate(
         raise UsageError("give either --prompts IN.jsonl with --out OUT.jsonl, or --prompt TEXT")
     if (prompts is None) != (out is None):
         raise UsageError("--prompts IN.jsonl and --out OUT.jsonl go together")
-    flags = ctx.meta[FLAGS]
-    of_answers = {name: text for name, text in flags.items() if name.replace("_", "-") in _ANSWER_KEYS}
-    answers = load_answer_config(of_answers)
-    config = load_run_config(None, {name: text for name, text in flags.items() if name not in of_answers})
+    flags = {name.replace("_", "-") if "." not in name else name: text for name, text in ctx.meta[FLAGS].items()}
+    answers = load_answer_config({name: text for name, text in flags.items() if name in _ANSWER_KEYS})
+    config = load_run_config(None, {name: text for name, text in flags.items() if name not in _ANSWER_KEYS})
 
     from megatoken.harness.generate import generate_file, stream_prompt
 

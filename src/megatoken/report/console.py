@@ -261,7 +261,7 @@ def _records(table: Table, width: int) -> Iterator[tuple[int, Text]]:
         cells = []
         for column, cell in zip(table.columns[-len(others) :] if others else (), others, strict=True):
             if words := " · ".join(filter(None, text_of(cell).splitlines())):
-                cells.append(f"{clean(column.name)}: {words} {clean(column.unit)}".rstrip())
+                cells.append(f"{clean(column.name)}: {words}" + (f" {clean(column.unit)}" if column.unit else ""))
         yield from ((2, Text(line)) for line in (cells if table.kinds else _packed(cells, width - 2)))
 
 
