@@ -1,0 +1,226 @@
+"""Measures the front end of ``megatoken serve`` alone, with the mock engine: frames/s, added TTFT and ITL, scaling.
+
+    python benchmarks/serve_front.py                      # one HTTP process: most frames/s, latencies at half of it
+    python benchmarks/serve_front.py --http-processes 1 2 4 8 --clients 4 --pin     # scaling, 16 cores
+
+The load comes from separate client processes, which only count frames and take times. The mock engine sends the first
+token of a request at once and the others at a set pace, so every time to first token is added by the front end, and so
+is what a gap between two tokens has on top of the pace. Frames/s: the highest offered rate of those tried at which 98 %
+of the frames arrive in time. The CPU time of the HTTP processes per frame is less sensitive to other work on the
+machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+WARM_UP_SECONDS = 1.5
+IN_TIME_SHARE = 0.98
+FRAME = b"data: "
+MOST_TOKENS = 2000  # what the reference model's context leaves
+
+
+@dataclass
+class Measurement:
+    """One run at one offered rate."""
+
+    http_processes: int
+    streams: int
+    offered_frames_per_second: float
+    frames_per_second: float
+    http_cpu_microseconds_per_frame: float
+    http_cores_used: float
+    ttft_seconds: dict[str, float]
+    added_itl_seconds: dict[str, float]
+    failed_streams: int
+
+
+def client(port: int, streams: int, seconds: float, tokens: int, results: Any) -> None:
+    """Opens streams one after the other, reads them all until the time is over; reports counts and times."""
+    body = json.dumps(
+        {"model": "", "prompt": [5, 6, 7, 8], "max_tokens": tokens, "stream": True, "ignore_eos": True}
+    ).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    request = f"{head}\r\n\r\n".encode() + body
+    selector = selectors.DefaultSelector()
+    last: dict[int, float] = {}
+    ttft: list[float] = []
+    gaps: list[float] = []
+    buffer = bytearray(1 << 18)
+    view = memoryview(buffer)
+    failed = frames = 0
+    sockets: list[socket.socket] = []
+
+    def read_all(until: float, measuring: bool) -> None:
+        nonlocal frames, failed
+        while (left := until - time.perf_counter()) > 0:
+            for key, _ in selector.select(left):
+                connection, number = key.fileobj, key.data
+                assert isinstance(connection, socket.socket)
+                count = connection.recv_into(view)
+                now = time.perf_counter()
+                if not count:
+                    failed += 1
+                    selector.unregister(connection)
+                    continue
+                found = buffer.count(FRAME, 0, count)
+                if not found:
+                    continue
+                if number in sent:
+                    ttft.append(now - sent.pop(number))
+                elif measuring:
+                    gaps.append(now - last[number])
+                    gaps.extend([0.0] * (found - 1))
+                last[number] = now
+                if measuring:
+                    frames += found
+
+    sent: dict[int, float] = {}
+    spacing = WARM_UP_SECONDS / streams
+    began = time.perf_counter()
+    for number in range(streams):
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.setblocking(False)
+        selector.register(connection, selectors.EVENT_READ, number)
+        sockets.append(connection)
+        read_all(began + number * spacing, measuring=False)
+        sent[number] = time.perf_counter()
+        connection.send(request)
+    read_all(time.perf_counter() + WARM_UP_SECONDS, measuring=False)
+    results.put("measuring")
+    start = time.perf_counter()
+    read_all(start + seconds, measuring=True)
+    elapsed = time.perf_counter() - start
+    failed += len(sent)
+    results.put((frames / elapsed, ttft, gaps, failed))
+    for connection in sockets:
+        connection.close()
+
+
+def measure(http_processes: int, streams: int, rate: float, options: argparse.Namespace) -> Measurement:
+    """Starts a server, loads it for a while, ends it."""
+    command = [
+        *(sys.executable, "-m", "megatoken", "serve", "--engine", "mock", "--port", "0", "--model", options.model),
+        *("--tokens-per-second", str(rate / streams), "--http-processes", str(http_processes), "--access-log", "false"),
+    ]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        line = server.stderr.readline()
+        port = int(re.search(r":(\d+) \(ready", line).group(1)) if "ready in" in line else sys.exit(line)  # type: ignore[union-attr]
+        http = [one for one in psutil.Process(server.pid).children() if "megatoken.serve.http_process" in one.cmdline()]
+        clients = min(options.clients, streams)
+        pin(http, clients, options.pin)
+        results: Any = multiprocessing.Queue()
+        tokens = min(MOST_TOKENS, int((options.seconds + 3 * WARM_UP_SECONDS + 10) * rate / streams))
+        share = [streams // clients + (at < streams % clients) for at in range(clients)]
+        load = [
+            multiprocessing.Process(target=client, args=(port, one, options.seconds, tokens, results)) for one in share
+        ]
+        for process in load:
+            process.start()
+        for _ in load:
+            results.get(timeout=120)
+        before, started = cpu_seconds(http), time.perf_counter()
+        time.sleep(options.seconds * 0.9)
+        used, elapsed = cpu_seconds(http) - before, time.perf_counter() - started
+        parts = [results.get(timeout=120) for _ in load]
+        for process in load:
+            process.join()
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.send_signal(signal.SIGINT)
+        server.wait(timeout=20)
+    frames = sum(part[0] for part in parts)
+    ttft = np.array([one for part in parts for one in part[1]])
+    gaps = np.array([one for part in parts for one in part[2]]) - streams / rate
+    return Measurement(
+        http_processes=http_processes,
+        streams=streams,
+        offered_frames_per_second=rate,
+        frames_per_second=round(frames, 1),
+        http_cpu_microseconds_per_frame=round(used / elapsed / frames * 1e6, 2),
+        http_cores_used=round(used / elapsed, 3),
+        ttft_seconds=percentiles(ttft),
+        added_itl_seconds=percentiles(gaps),
+        failed_streams=sum(part[3] for part in parts),
+    )
+
+
+def pin(http: list[psutil.Process], clients: int, wanted: bool) -> None:
+    """One core for each HTTP process, the others for engine and clients."""
+    cores = sorted(os.sched_getaffinity(0))
+    if not wanted:
+        return
+    if len(cores) <= len(http):
+        sys.exit(f"--pin: {len(http)} HTTP processes need more than {len(cores)} cores; leave --pin out")
+    for process, core in zip(http, cores, strict=False):
+        process.cpu_affinity([core])
+    others = cores[len(http) :]
+    os.sched_setaffinity(0, others)
+    parent = http[0].parent()
+    for process in [parent, *parent.children()] if parent is not None else []:
+        if process not in http:
+            process.cpu_affinity(others)
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    """User and system time of all."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def percentiles(values: np.ndarray[Any, Any]) -> dict[str, float]:
+    """Of seconds."""
+    if not len(values):
+        return {}
+    return {f"p{percent}": round(float(np.percentile(values, percent)), 6) for percent in (50, 90, 99)}
+
+
+def highest(http_processes: int, options: argparse.Namespace) -> list[Measurement]:
+    """Offers more and more until frames come late; then half of the highest rate that did not."""
+    tried = []
+    for rate in options.rates:
+        tried.append(measure(http_processes, options.streams, rate * http_processes, options))
+        print(json.dumps(asdict(tried[-1])), flush=True)
+        if tried[-1].frames_per_second < IN_TIME_SHARE * tried[-1].offered_frames_per_second:
+            break
+    return tried
+
+
+def main() -> None:
+    """Measures and prints JSON lines; writes all of them to --out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--http-processes", type=int, nargs="+", default=[1])
+    parser.add_argument("--streams", type=int, default=1024)
+    parser.add_argument("--clients", type=int, default=1, help="client processes")
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of one measurement")
+    parser.add_argument("--model", default="reference")
+    rates = [20_000.0, 30_000.0, 40_000.0, 50_000.0, 60_000.0, 70_000.0, 80_000.0, 100_000.0]
+    parser.add_argument("--rates", type=float, nargs="+", default=rates, help="frames/s to offer each HTTP process")
+    parser.add_argument("--pin", action="store_true", help="a core for each HTTP process, the others for the rest")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    results = [one for count in options.http_processes for one in highest(count, options)]
+    if options.out is not None:
+        report = {"command": sys.argv, "cores": os.cpu_count(), "measurements": [asdict(one) for one in results]}
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
