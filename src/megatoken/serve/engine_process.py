@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -28,6 +29,7 @@ FLUSH_SECONDS = 0.2  # for the last errors to reach the HTTP processes
 @dataclass(frozen=True, slots=True)
 class _Opened:
     engine: SharedEngine
+    close: Callable[[], None]
     model: ServedModel
     sizes: EngineSizes
 
@@ -44,7 +46,13 @@ def _open_real(options: ServeConfig, hub: Hub) -> _Opened:
         )
     sizes = EngineSizes(memory.max_sequences, memory.max_batched_tokens, memory.cache_tokens, memory.page_size)
     model = _served(options, engine.model_config, memory.max_length)
-    return _Opened(EngineThread(engine, hub.take_step), model, sizes)
+    thread = EngineThread(engine, hub.take_step)
+
+    def close() -> None:
+        thread.close()
+        engine.close()  # ends the processes of other ranks
+
+    return _Opened(thread, close, model, sizes)
 
 
 def _open_mock(options: ServeConfig, hub: Hub) -> _Opened:
@@ -58,7 +66,9 @@ def _open_mock(options: ServeConfig, hub: Hub) -> _Opened:
         vocabulary = plain or vocabulary
     engine = MockEngine(shape, vocabulary, options.tokens_per_second, hub.take_step, MOCK_SEQUENCES)
     cache_tokens = MOCK_SEQUENCES * shape.max_positions
-    return _Opened(engine, model, EngineSizes(MOCK_SEQUENCES, cache_tokens, cache_tokens, MOCK_PAGE_TOKENS))
+    return _Opened(
+        engine, engine.close, model, EngineSizes(MOCK_SEQUENCES, cache_tokens, cache_tokens, MOCK_PAGE_TOKENS)
+    )
 
 
 def _is_word(tokenizer: Tokenizer, token_id: int) -> bool:
@@ -101,7 +111,8 @@ async def _serve(settings: EngineProcessSettings, control: Control) -> None:
         _leave(control, failed.result(), ExitCode.ERROR)
     watching.cancel()
     server.close()
-    os._exit(0)  # nothing is left to compute; weights and cache go with the process
+    await asyncio.to_thread(opened.close)
+    os._exit(0)  # weights and cache go with the process
 
 
 def _leave(control: Control, message: str, code: int) -> NoReturn:

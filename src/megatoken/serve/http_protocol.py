@@ -23,9 +23,11 @@ from megatoken.serve.http_limits import HttpLimits
 
 MOST_PIPELINED = 64
 LINGER_SECONDS = 1.0
+UNREAD_BYTES = 64 << 10  # beyond it, a client counts as slow
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _VERSION = re.compile(rb"^[A-Za-z]+ \S+ HTTP/(?!1\.[01]\r?\n)[0-9.]+\r?$", re.MULTILINE)
-_UNKNOWN_METHOD = "the method is not one of HTTP's"
+_KNOWN_METHODS = rb"GET|HEAD|POST|PUT|DELETE|OPTIONS|PATCH|CONNECT|TRACE"
+_UNKNOWN_METHOD = re.compile(rb"^(?!(?:%b) )[A-Z]{1,32} \S{1,1000} HTTP/1\.[01]\r?$" % _KNOWN_METHODS, re.MULTILINE)
 _BODY_METHODS = ("POST", "PUT", "PATCH")
 
 
@@ -98,7 +100,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection, unless there are too many."""
         self.transport = cast(asyncio.Transport, transport)
-        self.transport.set_write_buffer_limits(high=self._limits.buffered_bytes // 8)
+        self.transport.set_write_buffer_limits(high=UNREAD_BYTES)
         self._handler.connections.add(self)
         if len(self._handler.connections) > self._limits.connections:
             self._refuse(503, "too many connections; try again later", headers=(("retry-after", "1"),))
@@ -136,20 +138,19 @@ class Connection(asyncio.Protocol):
             self._phase = _Phase.HEAD
             self._arrival_ns = time.monotonic_ns()
             self._deadline = time.monotonic() + self._limits.head_seconds
-        if self._phase is _Phase.HEAD:
-            self._unparsed_bytes += len(data)
+        waiting, unparsed_bytes = len(self._pipeline), self._unparsed_bytes
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             self._refused = True  # answered as HTTP/1.1; what follows is of another protocol, or nothing
             if self._pipeline:
                 self._pipeline[-1][0].keep_alive = False
-        except httptools.HttpParserInvalidMethodError:
-            self._refuse(501, _UNKNOWN_METHOD)
         except httptools.HttpParserError as error:
             self._refuse_broken(data, error)
-        if self._phase is _Phase.HEAD and not self._refused and self._unparsed_bytes > self._limits.head_bytes:
-            self._refuse_large_head()
+        if self._phase is _Phase.HEAD and not self._refused and len(self._pipeline) == waiting:
+            self._unparsed_bytes = unparsed_bytes + len(data)  # the parser holds them until a header is complete
+            if self._unparsed_bytes > self._limits.head_bytes:
+                self._refuse_large_head()
         if self._current is not None and self._pipeline:
             self.transport.pause_reading()
         elif self._current is None:
@@ -320,6 +321,8 @@ class Connection(asyncio.Protocol):
     def _refuse_broken(self, data: bytes, error: Exception) -> None:
         if _VERSION.search(data[: self._limits.line_bytes]):
             self._refuse(505, "only HTTP/1.1 and HTTP/1.0 are supported")
+        elif isinstance(error, httptools.HttpParserInvalidMethodError) and _UNKNOWN_METHOD.search(data):
+            self._refuse(501, "the method is not one of HTTP's")
         else:
             what = " ".join(str(error).split())[:200]
             self._refuse(400, f"this is not a valid HTTP/1.1 request: {what}")

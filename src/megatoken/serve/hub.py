@@ -100,7 +100,7 @@ class Hub:
         self._links: set[Link] = set()
         self._steps: deque[Step] = deque()
         self._entries: dict[int, _Entry] = {}  # by the engine's id
-        self._unstarted: dict[int, int] = {}  # prompt tokens of requests in the engine without a token, by its id
+        self._unstarted_tokens = 0  # prompt tokens of requests in the engine that have no token yet
         self._health = Health.STARTING
         self._message = "the engine is starting"
         self._model: ServedModel | None = None
@@ -240,9 +240,8 @@ class Hub:
             self._computed_tokens = computed
 
     def _started(self, entry: _Entry, event: TokenEvent, now: float) -> None:
-        assert entry.engine_id is not None
         entry.first = now
-        self._unstarted.pop(entry.engine_id, None)
+        self._unstarted_tokens -= entry.prompt_tokens
         tenant = self.metrics.tenant(entry.tenant.name)
         tenant.ttft.observe(now - entry.arrival)
         tenant.prompt_tokens += entry.prompt_tokens
@@ -255,7 +254,8 @@ class Hub:
     def _ended(self, entry: _Entry, event: TokenEvent, now: float) -> None:
         assert entry.engine_id is not None
         del self._entries[entry.engine_id]
-        self._unstarted.pop(entry.engine_id, None)
+        if not entry.first:
+            self._unstarted_tokens -= entry.prompt_tokens
         self._queue.ended(entry.tenant, entry.prompt_tokens, entry.request.max_tokens)
         if entry.link is not None:
             entry.link.open.pop(entry.client_id, None)
@@ -275,7 +275,7 @@ class Hub:
     def _pump(self) -> None:
         """Hand requests over while the engine's own queue is short: the order is decided as late as possible."""
         limit = STEPS_AHEAD * self._sizes.max_batched_tokens
-        while self._queue.waiting and sum(self._unstarted.values()) < limit:
+        while self._queue.waiting and self._unstarted_tokens < limit:
             if len(self._entries) >= self._sizes.max_sequences:
                 return
             entry = self._queue.take()
@@ -291,7 +291,7 @@ class Hub:
             if not self._entries:
                 self._last_step = entry.handed_over
             self._entries[entry.engine_id] = entry
-            self._unstarted[entry.engine_id] = entry.prompt_tokens
+            self._unstarted_tokens += entry.prompt_tokens
             self.metrics.histograms["request_queue_time_seconds"].observe(entry.handed_over - entry.arrival)
 
     # ends

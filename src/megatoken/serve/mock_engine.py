@@ -55,6 +55,7 @@ class MockEngine:
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: dict[int, _Stream] = {}
         self._slots: dict[int, list[_Stream]] = {}  # by number of STEP_SECONDS since the clock's start
+        self._slot = _slot(time.monotonic())  # the next one to look at
         self._wake = threading.Event()
         self._closing = False
         self._next_id = 0
@@ -106,23 +107,23 @@ class MockEngine:
         self._thread.join()
 
     def _run(self) -> None:
-        slot = _slot(time.monotonic())
         while not self._closing:
             began_ns = time.monotonic_ns()
             events: list[TokenEvent] = []
             self._take_inbox(events)
             now_slot = _slot(time.monotonic())
-            while slot < now_slot:
-                for stream in self._slots.pop(slot, ()):
+            while self._slot < now_slot:
+                due = self._slots.pop(self._slot, ())
+                self._slot += 1
+                for stream in due:
                     self._advance(stream, events)
-                slot += 1
             if events:
                 self._steps += 1
                 self._on_step(Step(events, began_ns, time.monotonic_ns()))
             self._wake.wait(STEP_SECONDS if self._running or self._waiting else None)
             self._wake.clear()
             if not self._slots:
-                slot = max(slot, _slot(time.monotonic()))
+                self._slot = max(self._slot, _slot(time.monotonic()))
 
     def _take_inbox(self, events: list[TokenEvent]) -> None:
         while self._inbox:
@@ -150,7 +151,7 @@ class MockEngine:
         stream.due += self._interval
         self._output_tokens += 1
         if stream.left:
-            self._slots.setdefault(_slot(stream.due), []).append(stream)
+            self._slots.setdefault(max(self._slot, _slot(stream.due)), []).append(stream)
             events.append(TokenEvent(request_id, (token_id,), None))
         else:
             del self._running[request_id]

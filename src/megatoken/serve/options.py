@@ -29,6 +29,12 @@ from megatoken.serve.tenants import Keys
 Names = Annotated[tuple[str, ...], BeforeValidator(separated)]
 
 
+class ServeEngineSection(EngineSection):
+    """The engine's settings; what a server wants differs in one."""
+
+    prefix_cache: bool = Field(default=True, description="compute equal beginnings of prompts once")
+
+
 class ServeConfig(Section):
     """All settings of ``megatoken serve``."""
 
@@ -73,7 +79,7 @@ class ServeConfig(Section):
         default="auto", description="how the model writes tool calls; auto: found in its chat template"
     )
     trust_request_chat_template: bool = Field(default=False, description="requests may bring their own chat_template")
-    engine: EngineSection = EngineSection()
+    engine: ServeEngineSection = ServeEngineSection()
 
     def engine_config(self) -> EngineConfig:
         """The settings of the engine, as its own type."""
