@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, MegatokenError
 from megatoken.serve import frames
 from megatoken.serve.answer import Prompt
-from megatoken.serve.api_settings import ApiSettings
+from megatoken.serve.api_settings import ApiSettings, ToolFormat
 from megatoken.serve.chat import Chat, ChatStream
 from megatoken.serve.context import ApiContext
 from megatoken.serve.engine_client import AnswerSink, EngineClient, Refused
@@ -26,6 +27,7 @@ from megatoken.serve.messages import Busy, ServedModel
 from megatoken.serve.request_errors import ApiError
 from megatoken.serve.schema_chat import ChatBody
 from megatoken.serve.tenants import Tenant
+from megatoken.serve.tool_calls import CallParser, call_parser
 
 TOKENIZER = Tokenizer(REFERENCE_MODEL / "tokenizer.json")
 
@@ -96,14 +98,14 @@ class Started:
         return int(self.connection.data.split(b" ")[1])
 
 
-def start(places: int = 8, **fields: Any) -> Started:
+def start(places: int = 8, make_parser: Callable[[], CallParser] | None = None, **fields: Any) -> Started:
     body = ChatBody.model_validate({"messages": [{"role": "user", "content": "?"}], "stream": True, **fields})
     engine, connection = Engine(places=places), Connection()
     request = HttpRequest("POST", "/v1/chat/completions", "", {}, b"", "id", 0, http_1_0=True)
     exchange = Exchange(request, cast(Any, connection))
     model = ServedModel("m", 2048, 3072, (2,), REFERENCE_MODEL, 0)
     api = ApiContext.open(cast(EngineClient, engine), model, TOKENIZER, ApiSettings(), lambda line: None)
-    chat = Chat(body, Prompt([1]), [Request([1])] * body.n, None, TokenNames(TOKENIZER, as_ids=False))
+    chat = Chat(body, Prompt([1]), [Request([1])] * body.n, make_parser, TokenNames(TOKENIZER, as_ids=False))
     answer = ChatStream(exchange, api, chat, {"id": "chatcmpl-id", "model": "m"})
     answer.choices = chat.choices(answer, api)
     answer.begin()
@@ -146,6 +148,30 @@ def test_choices_that_were_sent_are_cancelled_if_one_is_refused() -> None:
     with pytest.raises(ApiError, match="full") as refused:
         start(places=2, n=3)
     assert (refused.value.status, refused.value.retry_after) == (503, 5)
+
+
+def test_calls_in_a_stream() -> None:
+    stream = start(make_parser=lambda: call_parser(ToolFormat.HERMES, {"add"}))
+    for piece in ("Well. ", "<tool", '_call>{"name": "add", "arguments"', ': {"a": ', "1}}", "</tool_call>"):
+        stream.engine.send(0, piece)
+    stream.engine.send(0, "", FinishReason.STOP)
+    *chunks, done = stream.events()
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Well. "
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert calls[0]["id"].startswith("call_") and calls[0]["type"] == "function"
+    assert calls[0]["function"] == {"name": "add", "arguments": ""}
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls" and done == "[DONE]"
+
+
+def test_a_fault_of_ours_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = start()
+    stream.engine.send(0, "Ann")
+    monkeypatch.setattr(stream.answer, "add", lambda choice, delta: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        stream.engine.send(0, "", FinishReason.STOP)
+    assert stream.events()[-2]["error"]["type"] == "server_error" and stream.exchange.ended
 
 
 PIECES = st.lists(

@@ -9,6 +9,7 @@ import pytest
 from serving import REFERENCE_MODEL, Reply, Served, serving
 
 from megatoken.engine.tokenizer import Tokenizer
+from megatoken.serve.schema_chat import ChatBody
 from megatoken.serve.schema_common import UNSUPPORTED
 
 DATES = "Write the dates like 14/03/2021.\nSeptember 27, 2027\n"
@@ -76,17 +77,18 @@ def test_wrong_values_are_refused_by_name(
     assert reply.error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("name", sorted(set(UNSUPPORTED) - {"prompt", "suffix"}))
+@pytest.mark.parametrize("name", sorted(set(UNSUPPORTED) - {"suffix"} - set(ChatBody.model_fields)))
 def test_a_field_that_is_known_and_not_supported_is_refused(server: Served, name: str) -> None:
     reply = chat(server, max_tokens=1, **{name: ["something"]})
     assert (reply.status, reply.error["param"]) == (400, name)
-    assert "not supported by this server; leave it out" in reply.error["message"]
+    assert "not supported here; leave it out" in reply.error["message"]
     for harmless in (None, *UNSUPPORTED[name]):
         assert chat(server, max_tokens=1, **{name: harmless}).status == 200
 
 
 def test_other_fields_that_are_refused_or_accepted(server: Served) -> None:
     assert text(server, suffix="end").error["param"] == "suffix"
+    assert server.post("/v1/responses", {"input": "?", "max_tokens": 3}).error["param"] == "max_tokens"
     assert text(server, suffix="", best_of=1, user="me", max_tokens=1).status == 200
     assert text(server, echo=True, logprobs=1).error["param"] == "logprobs"
     assert chat(server, user="me", metadata={"a": "b"}, safety_identifier="x", max_tokens=1).status == 200
@@ -134,6 +136,9 @@ def test_tokenize_and_detokenize(server: Served) -> None:
     assert server.post("/tokenize", {}).error["message"] == "give either prompt or messages"
     long = "word " * 20_000
     assert server.post("/tokenize", {"prompt": long}).json()["tokens"] == tokenizer.encode(long)
+    assert "more than the 131,072 that can ever fit" in server.post("/tokenize", {"prompt": long * 2}).error["message"]
+    many = list(range(256, 512)) * 64
+    assert server.post("/detokenize", {"tokens": many}).json()["prompt"] == tokenizer.decode(many, keep_special=True)
 
 
 def test_special_tokens_of_a_template_are_not_added_again(server: Served) -> None:

@@ -99,6 +99,13 @@ class Choice:
 
     def on_event(self, event: TokenEvent) -> None:
         """Take new tokens from the engine."""
+        try:
+            self._on_event(event)
+        except Exception:
+            self._answer.fail(ApiError("the server failed to write this answer; its log says more", 500))
+            raise
+
+    def _on_event(self, event: TokenEvent) -> None:
         if self.write_text is not None and event.finish_reason is None:
             self.tokens += len(event.token_ids)
             text = self._text.add(event.token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from json.encoder import encode_basestring
@@ -24,7 +25,10 @@ async def completions(api: ApiContext, exchange: Exchange) -> None:
     api.check_body(body)
     if body.echo and body.logprobs is not None:
         raise ApiError("logprobs: not supported together with echo; leave one of them out", param="logprobs")
-    prompts = [await _prompt(api, body, prompt) for prompt in body.prompts]
+    prompts = []
+    for prompt in body.prompts:
+        prompts.append(await _prompt(api, body, prompt))
+        await asyncio.sleep(0)  # a batch must not hold up the streams
     grammar = body.structured_outputs.to_grammar() if body.structured_outputs is not None else None
     if grammar is None and body.response_format is not None:
         grammar = body.response_format.grammar()

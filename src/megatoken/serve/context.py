@@ -27,6 +27,7 @@ from megatoken.serve.schema_common import Body, GenerationFields, SamplingDefaul
 from megatoken.serve.tool_calls import format_of
 
 LONG_TEXT = 4096  # characters; longer ones are encoded in a thread, so that streams do not wait
+LONGEST_PROMPT = 64  # characters for each token of the model's context; a text that is longer can never fit
 MOST_UNKNOWN = 1000  # names of unknown fields that are remembered
 MOST_REQUESTS = 1024  # of one body: prompts times n
 
@@ -119,6 +120,13 @@ class ApiContext:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise ApiError("the model has no tokenizer; give the prompt as token ids", param=param)
+        longest = max(LONG_TEXT, LONGEST_PROMPT * self.model.max_length)
+        if len(text) > longest:
+            raise ApiError(
+                f"the prompt has {len(text):,} characters, more than the {longest:,} that can ever fit",
+                param=param,
+                code="context_length_exceeded",
+            )
         try:
             if len(text) < LONG_TEXT:
                 return tokenizer.encode(text, add_special=add_special)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -15,6 +16,8 @@ from megatoken.serve.openapi import openapi_document
 from megatoken.serve.request_errors import ApiError
 from megatoken.serve.schema_common import parse_body
 from megatoken.serve.schema_completions import DetokenizeBody, TokenizeBody
+
+PART_TOKENS = 4096  # decoded at a time, so that a long list does not hold up the streams
 
 
 @api_route
@@ -66,7 +69,11 @@ async def detokenize(api: ApiContext, exchange: Exchange) -> None:
     if api.tokenizer is None:
         raise ApiError("the model has no tokenizer", param="tokens")
     stream = TextStream(api.tokenizer, keep_special=True)
-    _reply(exchange, {"prompt": stream.add(body.tokens) + stream.flush()})
+    text = ""
+    for start in range(0, len(body.tokens), PART_TOKENS):
+        text += stream.add(body.tokens[start : start + PART_TOKENS])
+        await asyncio.sleep(0)
+    _reply(exchange, {"prompt": text + stream.flush()})
 
 
 @api_route

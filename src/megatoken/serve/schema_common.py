@@ -20,7 +20,8 @@ LARGEST_GRAMMAR = 1 << 18  # characters
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
-# Fields that OpenAI's API or other servers have and this one does not: the values, besides null, that change nothing.
+# Fields that OpenAI's API or other servers have, and this one, or some of its routes, do not: the values, besides null,
+# that change nothing. A route whose schema has the field takes it.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "audio": (),
@@ -29,6 +30,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "conversation": (),
     "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0, 0.0),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -36,22 +39,37 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "include_reasoning": (True,),
+    "input": (),
+    "instructions": (),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
+    "logit_bias": ({},),
     "logits_processors": ([],),
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "max_output_tokens": (),
+    "max_tokens": (),
     "max_tool_calls": (),
+    "messages": (),
+    "min_p": (0, 0.0),
+    "min_tokens": (0,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
+    "n": (1,),
     "prediction": (),
+    "presence_penalty": (0, 0.0),
     "previous_response_id": (),
     "priority": (0,),
     "prompt": (),
     "prompt_embeds": (),
     "prompt_logprobs": (),
+    "repetition_penalty": (1, 1.0),
+    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "session_id": (),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
+    "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "truncation": ("disabled",),
@@ -105,7 +123,7 @@ def parse_body(kind: type[_Body], data: bytes) -> _Body:
         if name in UNSUPPORTED and not any(value == one and type(value) is type(one) for one in UNSUPPORTED[name]):
             allowed = " or ".join(json.dumps(one) for one in UNSUPPORTED[name])
             instead = f"leave it out or send {allowed}" if allowed else "leave it out"
-            raise ApiError(f"{name}: not supported by this server; {instead}", param=name, code="unsupported_value")
+            raise ApiError(f"{name}: not supported here; {instead}", param=name, code="unsupported_value")
     return body
 
 
