@@ -1,0 +1,266 @@
+"""What happens to open streams when a process of the server is stopped, killed, overloaded or left by its client."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from servers import Running, answers, completion, read_until_closed, request, running, wait_until
+
+MOCK = ("--engine", "mock", "--tokens-per-second", "50")
+SECRET = "a-key-that-must-never-be-shown"
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[Running]:
+    """The reference model, one request at a time, and one more may wait."""
+    with running("--precision", "fp32", "--engine.max-sequences", "1", "--max-queued", "1") as server:
+        yield server
+
+
+def idle(server: Running) -> bool:
+    return server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting") == 0
+
+
+def test_a_client_that_leaves_frees_the_pages_within_a_step(reference: Running) -> None:
+    connection = reference.stream(1500)
+    assert reference.metric("vllm:num_requests_running") == 1
+    connection.close()
+    wait_until(lambda: idle(reference), "the request ends")
+    made = reference.metric("vllm:generation_tokens_total")
+    assert reference.metric("vllm:kv_cache_usage_perc") == 0
+    time.sleep(0.3)
+    assert reference.metric("vllm:generation_tokens_total") == made < 1500
+
+
+def test_a_client_that_leaves_the_queue_never_reaches_the_engine(reference: Running) -> None:
+    first = reference.stream(1500)
+    with reference.connect() as second:
+        second.sendall(completion(5))
+        wait_until(lambda: reference.metric("vllm:num_requests_waiting") == 1, "the second waits")
+    wait_until(lambda: reference.metric("vllm:num_requests_waiting") == 0, "the second has left")
+    assert reference.metric("vllm:num_requests_running") == 1
+    first.close()
+    wait_until(lambda: idle(reference), "the first ends")
+
+
+def test_a_full_queue_answers_429_at_once_and_the_others_go_on(reference: Running) -> None:
+    with reference.stream(1500) as first, reference.connect() as second:
+        second.sendall(completion(3))
+        wait_until(lambda: reference.metric("vllm:num_requests_waiting") == 1, "the second waits")
+        began = time.monotonic()
+        answer = answers(reference.raw(completion(3, stream=False).replace(b"Host", b"Connection: close\r\nHost", 1)))[
+            0
+        ]
+        assert (answer.status, answer.error["type"]) == (429, "rate_limit_error")
+        assert int(answer.headers["retry-after"]) >= 1 and time.monotonic() - began < 5
+        first.close()
+        data = b""
+        while b"[DONE]" not in data:
+            data += second.recv(65536)
+        assert data.startswith(b"HTTP/1.1 200")
+    wait_until(lambda: idle(reference), "all have ended")
+
+
+def test_a_request_that_the_engine_refuses_is_the_clients_error(reference: Running) -> None:
+    answer = reference.ask("POST", "/v1/completions", {"model": "reference", "prompt": [5, 999_999], "max_tokens": 3})
+    assert answer.status == 400 and "vocabulary" in answer.error["message"]
+    answer = reference.ask("POST", "/v1/completions", {"model": "reference", "prompt": [5], "max_tokens": 1_000_000})
+    assert answer.status == 400
+
+
+def test_a_stop_signal_lets_streams_finish_and_refuses_new_ones() -> None:
+    with running(*MOCK) as server, server.stream(100) as stream, server.connect() as waiting:
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for_line("stopping")
+        wait_until(lambda: server.ask("GET", "/health").status == 503, "health says no")
+        waiting.sendall(completion(5))
+        (answer,) = answers(waiting.recv(65536))
+        assert answer.status == 503 and int(answer.headers["retry-after"]) >= 1
+        assert read_until_closed(stream).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert server.process.wait(10) == 0
+
+
+def test_an_idle_server_stops_at_once_and_leaves_no_process() -> None:
+    with running(*MOCK, "--http-processes", "2") as server:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(10) == 0
+        assert not [one for one in children if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_second_signal_ends_the_server_at_once() -> None:
+    with running(*MOCK) as server, server.stream(1000) as stream:
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for_line("stopping")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 130
+        assert b"[DONE]" not in read_until_closed(stream)
+
+
+def test_children_end_with_a_parent_that_was_killed() -> None:
+    with running(*MOCK) as server:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(children) >= 2
+        server.process.kill()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive
+
+
+def test_a_dead_engine_ends_every_stream_with_an_error_and_the_server() -> None:
+    with running("--precision", "fp32") as server:
+        streams = [server.stream(1500) for _ in range(3)]
+        os.kill(server.child("engine_process"), signal.SIGKILL)
+        for stream in streams:
+            data = read_until_closed(stream)
+            assert b"error" in data and b"the engine stopped" in data
+            stream.close()
+        assert server.process.wait(20) == 1
+        assert any("the engine process was ended by SIGKILL" in line for line in server.log)
+
+
+def test_a_dead_engine_is_started_again_where_that_is_wanted() -> None:
+    with running(*MOCK, "--restart", "true") as server:
+        with server.stream(1500) as stream:
+            os.kill(server.child("engine_process"), signal.SIGKILL)
+            assert b"the engine stopped" in read_until_closed_or_ended(stream)
+        server.wait_for_line("the engine is started again")
+        wait_until(lambda: server.ask("GET", "/health").status == 200, "it serves again")
+        server.stream(3).close()
+        assert server.process.poll() is None
+
+
+def read_until_closed_or_ended(stream: socket.socket) -> bytes:
+    data = b""
+    while not data.endswith(b"0\r\n\r\n"):
+        piece = stream.recv(65536)
+        if not piece:
+            break
+        data += piece
+    return data
+
+
+def test_an_http_process_that_dies_is_started_again_and_its_requests_end() -> None:
+    with running(*MOCK) as server:
+        with server.stream(1500) as stream:
+            os.kill(server.child("http_process"), signal.SIGKILL)
+            assert b"[DONE]" not in read_until_closed(stream)
+        server.wait_for_line("it is started again")
+        wait_until(lambda: idle(server), "the request was cancelled")
+        server.stream(3).close()
+
+
+def test_several_http_processes_share_one_port() -> None:
+    with running(*MOCK, "--http-processes", "3") as server:
+        for _ in range(12):
+            server.stream(2).close()
+        wait_until(lambda: idle(server), "all have ended")
+        assert server.metric("vllm:generation_tokens_total") >= 12
+
+
+def test_keys_open_the_server_and_are_never_shown(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"keys:\n- name: chat\n  key: {SECRET}\n- name: batch\n  key: other\n  requests_per_minute: 2\n")
+    with running(*MOCK, "--api-keys", str(file)) as server:
+        assert server.ask("GET", "/health").status == 200
+        assert server.ask("GET", "/v1/models", key=SECRET).status == 200
+        for key in (None, "wrong", SECRET + "x", SECRET[:-1], ""):
+            answer = server.ask("GET", "/v1/models", key=key)
+            assert (answer.status, answer.error["type"]) == (401, "authentication_error")
+        server.stream(3, key=SECRET).close()
+        statuses = [answers(server.raw(limited()))[0].status for _ in range(3)]
+        assert statuses == [200, 200, 429]
+        metrics = server.ask("GET", "/metrics").body.decode()
+        assert 'key="batch"' in metrics and 'key="chat"' in metrics
+        assert SECRET not in metrics + "".join(server.log)
+        command_lines = [" ".join(one.cmdline()) for one in psutil.Process(server.process.pid).children(recursive=True)]
+        assert not any(SECRET in line for line in command_lines)
+
+
+def limited() -> bytes:
+    body = {"model": "reference", "prompt": [5], "max_tokens": 2}
+    return request("POST", "/v1/completions", body, key="other", headers={"Connection": "close"})
+
+
+def test_a_key_from_the_environment() -> None:
+    with running(*MOCK, environment={"MEGATOKEN_API_KEY": SECRET}) as server:
+        assert server.ask("GET", "/v1/models").status == 401
+        assert server.ask("GET", "/v1/models", key=SECRET).status == 200
+
+
+def test_other_machines_without_a_key_are_a_loud_warning() -> None:
+    with running(*MOCK, "--host", "0.0.0.0") as server:
+        assert any("WARNING" in line and "--api-key" in line for line in server.log)
+    with running(*MOCK, "--host", "0.0.0.0", "--api-key", SECRET) as server:
+        assert not any("WARNING" in line for line in server.log)
+
+
+def test_tls_by_files(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
+            *("-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    flags = ["--tls-certificate", str(certificate), "--tls-key", str(key)]
+    with running(*MOCK, *flags, scheme="https") as server:
+        context = ssl.create_default_context(cafile=str(certificate))
+        context.check_hostname = False
+        with context.wrap_socket(server.connect()) as connection:
+            connection.sendall(request("GET", "/version", headers={"Connection": "close"}))
+            assert answers(read_until_closed(connection))[0].status == 200  # type: ignore[arg-type]
+        with server.connect() as plain:
+            plain.sendall(request("GET", "/version"))
+            assert not read_until_closed(plain).startswith(b"HTTP/1.1 200")
+
+
+def test_json_logs_name_requests_and_never_their_text() -> None:
+    with running(*MOCK, "--json", "--cors-origins", "https://a.example") as server:
+        body = {"model": "reference", "prompt": "the quick brown secret", "max_tokens": 2}
+        headers = {"Origin": "https://a.example", "X-Request-Id": "mine", "Connection": "close"}
+        (answer,) = answers(server.raw(request("POST", "/v1/completions", body, headers=headers)))
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        (other,) = answers(server.raw(request("GET", "/version", headers=headers | {"Origin": "https://b.example"})))
+        assert "access-control-allow-origin" not in other.headers
+        wait_until(lambda: any('"mine"' in line for line in server.log), "the log names it")
+        lines = [json.loads(line) for line in server.log if line.startswith("{")]
+        (line,) = [one for one in lines if one.get("path") == "/v1/completions"]
+        assert (line["request_id"], line["status"], line["method"]) == ("mine", 200, "POST")
+        assert "quick" not in "".join(server.log)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--port", "PORT"], "--port: cannot listen on"),
+        (["--host", "no.such.host.example"], "--host"),
+        (["--api-key", ""], "API key is empty"),
+        (["--tls-key", "x.pem"], "--tls-certificate and --tls-key go together"),
+        (["--http-processes", "0"], "--http-processes: must be at least 1"),
+        (["--prot", "1"], "did you mean --port"),
+        (["--model", "no-such-model"], "no such directory"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(flags: list[str], words: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        flags = [flag.replace("PORT", port) for flag in flags]
+        command = [sys.executable, "-m", "megatoken", "serve", *([] if "--port" in flags else ["--port", "0"]), *flags]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2 and words in ended.stderr, ended.stderr
+    assert ended.stderr.count("\n") == 1 and ended.stderr.startswith("megatoken: ")
