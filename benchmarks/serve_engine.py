@@ -219,16 +219,21 @@ def over_http(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     flags = ["--model", str(folder), "--random-weights", "--precision", options.precision, "--port", "0"]
     command = [sys.executable, "-m", "megatoken", "serve", *flags, *options.serve_flags.split()]
     began = time.monotonic()
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+    log = folder / "serve.log"
+    with log.open("w") as stderr, subprocess.Popen(command, stderr=stderr) as server:
         try:
-            port = ready_port(server)
+            port = ready_port(server, log)
             ready_seconds = time.monotonic() - began
             return measure_http(port, bodies, options) | {"ready_seconds": ready_seconds, "command": command[2:]}
         finally:
             server.send_signal(signal.SIGTERM)
             time.sleep(1.0)
             server.send_signal(signal.SIGTERM)
-            server.wait(60)
+            try:
+                server.wait(10)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                print("the server did not end by itself", log.read_text()[-2000:], file=sys.stderr)
 
 
 def http_post(body: dict[str, Any]) -> bytes:
@@ -237,14 +242,14 @@ def http_post(body: dict[str, Any]) -> bytes:
     return f"{head}{len(text)}\r\n\r\n".encode() + text
 
 
-def ready_port(server: subprocess.Popen[str]) -> int:
+def ready_port(server: subprocess.Popen[bytes], log: Path) -> int:
     """The port that the server says it listens on, once it is ready."""
-    assert server.stderr is not None
-    for line in server.stderr:
-        print(line, end="", file=sys.stderr)
-        if "ready" in line and (found := re.search(r"https?://[^:]+:(\d+)", line)):
+    until = time.monotonic() + READY_SECONDS
+    while server.poll() is None and time.monotonic() < until:
+        if found := re.search(r"serving .* on https?://[^:]+:(\d+) \(ready", log.read_text()):
             return int(found[1])
-    raise MegatokenError(f"the server ended with {server.wait()} before it was ready")
+        time.sleep(0.1)
+    raise MegatokenError(f"the server was not ready: {log.read_text()[-500:]}")
 
 
 def metric(port: int, name: str) -> float:
