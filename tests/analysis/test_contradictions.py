@@ -79,6 +79,13 @@ def test_loadgens_rate_as_result_json_repeats_it(path: Path) -> None:
         read_consistent_run(say(path, loadgen_output_tokens_per_second=12.0))
 
 
+def test_the_summary_of_server_has_two_decimals(path: Path) -> None:
+    (path / "mlperf" / "mlperf_log_summary.txt").write_text("Completed tokens per second                 : 11.00\n")
+    read_consistent_run(say(path, loadgen_output_tokens_per_second=10.9951))
+    with pytest.raises(UsageError, match=r"is 10.99, but mlperf/mlperf_log_summary.txt gives 11"):
+        read_consistent_run(say(path, loadgen_output_tokens_per_second=10.99))
+
+
 def test_answers_of_one_token_are_none_to_loadgen(path: Path) -> None:
     (path / "mlperf" / "mlperf_log_summary.txt").write_text(SUMMARY.format("2.0"))
     say(path, loadgen_output_tokens_per_second=2.0, samples_without_tpot=90)
