@@ -251,7 +251,7 @@ def test_recipes_call_commands_that_there_are(recipe: str) -> None:
     text = (LAUNCH / recipe).read_text()
     called = re.findall(r"megatoken (?:run|soak|measure\w*|bench\w*)\b", text)
     assert {call.split()[1] for call in called} <= known
-    assert "--rack auto" in text or recipe in ("Dockerfile", "ray_node.sh", "wait_for_nodes.py")
+    assert "--rack auto" in text or recipe in ("Dockerfile", "grafana.json", "ray_node.sh", "wait_for_nodes.py")
 
 
 @pytest.mark.skipif(os.environ.get("MEGATOKEN_TEST_RACK") != "1", reason="a whole rack: MEGATOKEN_TEST_RACK=1")
