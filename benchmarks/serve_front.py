@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,10 +52,10 @@ class Measurement:
     failed_streams: int
 
 
-def client(port: int, streams: int, seconds: float, tokens: int, results: Any) -> None:
+def client(port: int, model: str, streams: int, seconds: float, tokens: int, results: Any) -> None:
     """Opens streams one after the other, reads them all until the time is over; reports counts and times."""
     body = json.dumps(
-        {"model": "", "prompt": [5, 6, 7, 8], "max_tokens": tokens, "stream": True, "ignore_eos": True}
+        {"model": model, "prompt": [5, 6, 7, 8], "max_tokens": tokens, "stream": True, "ignore_eos": True}
     ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     request = f"{head}\r\n\r\n".encode() + body
@@ -81,6 +82,8 @@ def client(port: int, streams: int, seconds: float, tokens: int, results: Any) -
                     continue
                 found = buffer.count(FRAME, 0, count)
                 if not found:
+                    if not buffer.startswith(b"HTTP/1.1 200"):
+                        sys.exit(f"a request was refused: {bytes(buffer[:count])!r}")
                     continue
                 if number in sent:
                     ttft.append(now - sent.pop(number))
@@ -123,7 +126,9 @@ def measure(http_processes: int, streams: int, rate: float, options: argparse.Na
     try:
         assert server.stderr is not None
         line = server.stderr.readline()
-        port = int(re.search(r":(\d+) \(ready", line).group(1)) if "ready in" in line else sys.exit(line)  # type: ignore[union-attr]
+        threading.Thread(target=server.stderr.read, daemon=True).start()  # lines about clients that left
+        found = re.search(r"serving (\S+) on \S+:(\d+) ", line) or sys.exit(line)
+        port = int(found[2])
         http = [one for one in psutil.Process(server.pid).children() if "megatoken.serve.http_process" in one.cmdline()]
         clients = min(options.clients, streams)
         pin(http, clients, options.pin)
@@ -131,7 +136,8 @@ def measure(http_processes: int, streams: int, rate: float, options: argparse.Na
         tokens = min(MOST_TOKENS, int((options.seconds + 3 * WARM_UP_SECONDS + 10) * rate / streams))
         share = [streams // clients + (at < streams % clients) for at in range(clients)]
         load = [
-            multiprocessing.Process(target=client, args=(port, one, options.seconds, tokens, results)) for one in share
+            multiprocessing.Process(target=client, args=(port, found[1], one, options.seconds, tokens, results))
+            for one in share
         ]
         for process in load:
             process.start()

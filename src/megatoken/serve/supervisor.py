@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatoken.engine.config import model_folder
 from megatoken.errors import ExitCode, MegatokenError, UsageError, how_to_install
+from megatoken.serve.access_log import AccessLog
 from megatoken.serve.child import first_message, stop_message
 from megatoken.serve.options import EngineProcessSettings, HttpProcessSettings, ServeConfig
 from megatoken.serve.tenants import KEY_VARIABLE, Keys, load_keys
@@ -92,6 +93,7 @@ class _Supervisor:
         self._failure: MegatokenError | None = None
         self._ended_at_once = False
         self._began = time.monotonic()
+        self._log = AccessLog(as_json=options.json_logs, quiet=False)  # never waits for the reader of standard error
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -110,6 +112,7 @@ class _Supervisor:
         for task in keeping:
             task.cancel()
         await asyncio.gather(*keeping, return_exceptions=True)
+        self._log.close()
         if self._failure is not None:
             raise self._failure
         return ExitCode.INTERRUPTED if self._ended_at_once else ExitCode.OK
@@ -117,17 +120,17 @@ class _Supervisor:
     def _on_signal(self) -> None:
         if self._stopping.is_set():
             self._ended_at_once = True
-            _say("ended at once; open answers were cut off")
+            self._log.note("ended at once; open answers were cut off")
             for child in list(self._children):
                 child.kill()
             return
-        _say("stopping: open answers are finished first; another signal ends at once")
+        self._log.note("stopping: open answers are finished first; another signal ends at once")
         self._stopping.set()
 
     def _warn(self) -> None:
         options = self._options
         if not self._keys.entries and not _is_loopback(options.host):
-            _say(
+            self._log.note(
                 f"WARNING: anybody who can reach {options.host}:{self._port()} may use this server; give --api-key or "
                 f"{KEY_VARIABLE}, or listen on 127.0.0.1"
             )
@@ -169,7 +172,7 @@ class _Supervisor:
                 self._failure.exit_code = ExitCode(int(str(reported.get("exit_code", ExitCode.ERROR))))
                 self._stopping.set()
                 return
-            _say(f"{why}; open answers ended with an error; the engine is started again")
+            self._log.note(f"{why}; open answers ended with an error; the engine is started again")
             if time.monotonic() - child.started < QUICK_SECONDS:
                 await asyncio.sleep(AGAIN_SECONDS)
 
@@ -198,7 +201,7 @@ class _Supervisor:
                 self._failure = MegatokenError(f"{what}, {quick} times in a row; its messages above say why")
                 self._stopping.set()
                 return
-            _say(f"{what}; it is started again")
+            self._log.note(f"{what}; it is started again")
             if quick > 1:
                 await asyncio.sleep(AGAIN_SECONDS)
 
@@ -226,7 +229,7 @@ class _Supervisor:
         scheme = "https" if self._options.tls_certificate is not None else "http"
         host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
         seconds = time.monotonic() - self._began
-        _say(f"serving {self._model} on {scheme}://{host}:{self._port()} (ready in {seconds:.1f} s)")
+        self._log.note(f"serving {self._model} on {scheme}://{host}:{self._port()} (ready in {seconds:.1f} s)")
 
     def _port(self) -> int:
         return int(self._listeners[0].getsockname()[1])
@@ -309,8 +312,3 @@ def _is_loopback(host: str) -> bool:
 
 def _ending(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-
-def _say(line: str) -> None:
-    with suppress(OSError):
-        print(f"megatoken: {line}", file=sys.stderr, flush=True)
