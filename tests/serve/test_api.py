@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from serving import REFERENCE_MODEL, Reply, Served, serving
 
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.serve.schema_chat import ChatBody
-from megatoken.serve.schema_common import UNSUPPORTED
+from megatoken.serve.schema_common import UNSUPPORTED, WITHOUT_EFFECT
+from megatoken.serve.schema_completions import CompletionBody, DetokenizeBody, TokenizeBody
+from megatoken.serve.schema_responses import ResponsesBody
 
 DATES = "Write the dates like 14/03/2021.\nSeptember 27, 2027\n"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": DATES}], "temperature": 0}
@@ -241,6 +244,13 @@ def test_the_openapi_document(server: Served) -> None:
     }
     fields = document["components"]["schemas"]["ChatBody"]["properties"]
     assert {"messages", "temperature", "stream", "tools", "cache_salt"} <= set(fields)
+
+
+def test_every_field_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs/serve.md").read_text()
+    bodies = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
+    fields = {name for body in bodies for name in body.model_fields}
+    assert {name for name in {*fields, *UNSUPPORTED, *WITHOUT_EFFECT} if f"`{name}`" not in page} == set()
 
 
 def test_nothing_of_prompts_or_answers_is_logged(server: Served) -> None:

@@ -123,6 +123,12 @@ class TemplateRenderer:
             raise ApiError(f"the chat template cannot render these messages: {answer['error']}", param="messages")
         return str(answer["text"])
 
+    async def start(self) -> None:
+        """Start the process before the first chat needs it; a failure is left to that chat."""
+        async with self._lock:
+            with suppress(OSError, EOFError):
+                await self._started()
+
     async def close(self) -> None:
         """End the process; the next chat starts another one."""
         process, self._process = self._process, None

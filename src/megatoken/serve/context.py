@@ -87,6 +87,11 @@ class ApiContext:
             note,
         )
 
+    async def start(self) -> None:
+        """Prepare for the first request."""
+        if self.templates.by_name:
+            await self.renderer.start()
+
     async def close(self) -> None:
         """End the renderers."""
         await self.renderer.close()

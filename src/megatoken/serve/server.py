@@ -180,6 +180,7 @@ class Server:
         if self.api is not None:
             self._keep(asyncio.ensure_future(self.api.close()))
         self.api = ApiContext.open(self.client, model, tokenizer, self.options.api_settings(), self.log.note)
+        self._keep(asyncio.ensure_future(self.api.start()))
         if not self._ready:
             self._ready = True
             gc.collect()
