@@ -10,6 +10,7 @@ from megatoken.engine.config import ModelConfig
 from megatoken.engine.request import Request, Sampling
 
 if TYPE_CHECKING:
+    from megatoken.engine.grammar import Guide
     from megatoken.engine.text_stream import TextStream
 
 
@@ -34,9 +35,19 @@ class ActiveRequest:
             return self.prompt[start : start + count]
         return self.prompt[start:] + self.generated[max(start - prompt, 0) : start + count - prompt]
 
+    @property
+    def ended(self) -> bool:
+        """Whether its last token ends it."""
+        return bool(self.generated) and self.generated[-1] in self.stop_ids
+
 
 def activate(
-    request: Request, prompt: list[int], model: ModelConfig, *, text: TextStream | None = None
+    request: Request,
+    prompt: list[int],
+    model: ModelConfig,
+    *,
+    text: TextStream | None = None,
+    guide: Guide | None = None,
 ) -> ActiveRequest:
     """A checked request, ready to be queued.
 
@@ -45,10 +56,11 @@ def activate(
         prompt: its token ids.
         model: that answers it.
         text: makes the text of its events.
+        guide: along its grammar.
     """
     stop_ids = frozenset(request.stop_token_ids)
     if not request.ignore_end_token:
         stop_ids |= frozenset(model.end_token_ids)
-    adjustments = adjustments_of(request, prompt, stop_ids, model.vocabulary_size)
+    adjustments = adjustments_of(request, prompt, stop_ids, model.vocabulary_size, guide)
     plain = request.sampling.temperature == 0 and adjustments is None and request.logprobs is None
     return ActiveRequest(request, prompt, stop_ids, request.sampling, [], adjustments, plain, text=text)

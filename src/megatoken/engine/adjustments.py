@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.engine.request import Request
+
+if TYPE_CHECKING:
+    from megatoken.engine.grammar import Guide
 
 SMALLEST_CAPACITY = 64
 
@@ -54,6 +58,7 @@ class Adjustments:
     bias_values: NDArray[np.float64]
     end_ids: NDArray[np.int64]  # that it must not choose
     min_tokens: int  # before it has so many
+    guide: Guide | None = None  # along its grammar
 
     def biases(self, num_generated: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Token ids and what is added to their logits, for the token after ``num_generated``."""
@@ -64,7 +69,11 @@ class Adjustments:
 
 
 def adjustments_of(
-    request: Request, prompt: Sequence[int], stop_ids: Collection[int], vocabulary_size: int
+    request: Request,
+    prompt: Sequence[int],
+    stop_ids: Collection[int],
+    vocabulary_size: int,
+    guide: Guide | None = None,
 ) -> Adjustments | None:
     """The adjustments of a checked request, or None if its options do not change any logit.
 
@@ -73,11 +82,12 @@ def adjustments_of(
         prompt: its token ids.
         stop_ids: token ids that end it.
         vocabulary_size: of the model.
+        guide: along the request's grammar.
     """
     sampling = request.sampling
     repeats = sampling.repetition_penalty != 1
     penalised = repeats or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-    if not (penalised or sampling.logit_bias or request.min_tokens):
+    if not (penalised or sampling.logit_bias or request.min_tokens or guide is not None):
         return None
     return Adjustments(
         counts=TokenCounts(prompt if repeats else ()) if penalised else None,
@@ -85,4 +95,5 @@ def adjustments_of(
         bias_values=np.array(list(sampling.logit_bias.values()), dtype=np.float64),
         end_ids=np.array([one for one in stop_ids if 0 <= one < vocabulary_size], dtype=np.int64),
         min_tokens=request.min_tokens,
+        guide=guide,
     )

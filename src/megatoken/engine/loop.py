@@ -14,6 +14,7 @@ import numpy as np
 
 from megatoken.engine.active_request import ActiveRequest, activate
 from megatoken.engine.config import EngineConfig, ModelConfig
+from megatoken.engine.grammar import Grammars
 from megatoken.engine.prefix_cache import extend_keys
 from megatoken.engine.request import (
     Completion,
@@ -131,6 +132,7 @@ class Engine:
         self._lookahead = int(runner.overlaps if config.overlap is None else config.overlap)
         self._active: dict[int, ActiveRequest] = {}
         self._texts: dict[int, TextStream] = {}  # of active requests whose events carry text
+        self._grammars = Grammars(self.tokenizer, self.model_config)
         self._not_plain = 0  # active requests that need more than the highest logit
         self._in_flight: deque[_InFlight] = deque()
         self._held: list[TokenEvent] = []  # for the next step to report
@@ -156,6 +158,7 @@ class Engine:
         with self.exclusive:
             self._abandon(list(self._active))
             self._in_flight.clear()
+            self._grammars.close()
             self._runner.close()
 
     @property
@@ -189,7 +192,8 @@ class Engine:
         stream = None
         if request.stop or (text and self.tokenizer is not None):
             stream = self._text_stream(request)
-        checked = activate(request, prompt, self.model_config, text=stream)
+        guide = None if request.grammar is None else self._grammars.guide(request, request.grammar)
+        checked = activate(request, prompt, self.model_config, text=stream, guide=guide)
         self._extend_page_keys(checked)
         return checked
 
@@ -245,6 +249,8 @@ class Engine:
                 self._launch(plan)
             if self._in_flight and (plan is None or len(self._in_flight) > self._lookahead):
                 self._collect(self._in_flight.popleft(), events)
+            if self._in_flight:
+                self._in_flight[-1].step.choose()
             if self._prefixes is not None and self._prefixes.cached_tokens:
                 events = [self._with_cached_tokens(event, self._prefixes.cached_tokens) for event in events]
             self._computed_seconds += self._runner.now() - began

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 import torch
@@ -113,6 +113,16 @@ class _Choice:
         wanted = ((row, one.request.logprobs) for row, one in enumerate(self._requests))
         self._logprobs = {row: most for row, most in wanted if most is not None}
 
+    @property
+    def must_wait(self) -> bool:
+        """Whether a grammar needs a token that is not on the host yet."""
+        return any(
+            one.adjustments is not None
+            and one.adjustments.guide is not None
+            and position > len(one.prompt) + len(one.generated)
+            for one, position in zip(self._requests, self._positions.tolist(), strict=True)
+        )
+
     def choose(self, logits_SV: Tensor, chosen_S: Tensor) -> Tensor | None:
         """Replace greedy ids; the logprobs that are wanted."""
         sample(logits_SV, self._requests, self._positions, self._slots, self._last_tokens, chosen_S, self.failed)
@@ -130,19 +140,37 @@ class _Choice:
         }
 
 
+class _Computed(NamedTuple):
+    """What a step has computed on the device before its tokens are chosen."""
+
+    logits_SV: Tensor
+    greedy_S: Tensor
+    slots_S: Tensor
+
+
 class _Step:
     """A launched step, as ``LaunchedStep``."""
 
     def __init__(
-        self, runner: ModelRunner, plan: StepPlan, began: float, ids: SampledIds, choice: _Choice | None
+        self, runner: ModelRunner, plan: StepPlan, began: float, computed: _Computed, choice: _Choice | None
     ) -> None:
         self.errors: dict[int, MegatokenError] = {}
         self.logprobs: dict[int, TokenLogprobs] = {}
         self.seconds = 0.0
-        self._runner, self._plan, self._ids, self._choice = runner, plan, ids, choice
+        self._runner, self._plan, self._computed, self._choice = runner, plan, computed, choice
+        self._ids: SampledIds | None = None
         self._began = began
+        if choice is None or not choice.must_wait:
+            self._ids = runner.finish(computed, choice)
+
+    def choose(self) -> None:
+        if self._ids is None:
+            with self._runner.explaining(self._plan):
+                self._ids = self._runner.finish(self._computed, self._choice)
 
     def wait(self) -> zip[tuple[int, tuple[int]]]:
+        self.choose()
+        assert self._ids is not None
         ids = self._ids.wait()
         runner, plan, choice = self._runner, self._plan, self._choice
         now = time.monotonic()
@@ -183,7 +211,7 @@ class ModelRunner:
         self.tokenizer: Tokenizer | None = None
         self.why_no_gpu: str | None = None
         self.overlaps = device.type == "cuda"
-        self.unsupported = frozenset({"prompt_logprobs", "grammar"})
+        self.unsupported = frozenset({"prompt_logprobs"})
         self.gpu_uuids: list[str] = []
         if device.type == "cuda":  # rank N is on device N
             ranks = range(config.tensor_parallel)
@@ -249,6 +277,8 @@ class ModelRunner:
     def no_token(self, mark: int, tokens: int, cause: Exception | None) -> MegatokenError:
         """Why a request has no next token after so many, but a mark: ``NO_TOKEN`` or ``NOTHING_LEFT``."""
         after = f"{tokens:,} token{'s' * (tokens != 1)} of a request"
+        if isinstance(cause, MegatokenError):
+            return cause
         if cause is not None:
             return MegatokenError(f"no token could be drawn after {after}: {type(cause).__name__}: {cause}")
         if mark == NOTHING_LEFT:
@@ -267,7 +297,7 @@ class ModelRunner:
         while True:
             order, arrays = group.receive()
             if arrays is not None:
-                self._step(arrays, None)
+                self.finish(self._compute(arrays), None)
             elif order is Order.FIX_INPUT_SCALES:
                 self._fix_input_scales()
             elif order is Order.RECORD_STEPS:
@@ -298,13 +328,18 @@ class ModelRunner:
             self._padded_tokens,
         )
         choice = None if plain else _Choice(plan, requests, self._last_tokens)
-        try:
-            if self._workers is None or self._group is None:
-                return _Step(self, plan, began, self._step(arrays, choice), choice)
-            with self._workers.blamed():
+        with self.explaining(plan):
+            if self._workers is not None and self._group is not None:
                 self._workers.check()
                 self._group.send(Order.STEP, arrays)
-                return _Step(self, plan, began, self._step(arrays, choice), choice)
+            return _Step(self, plan, began, self._compute(arrays), choice)
+
+    @contextmanager
+    def explaining(self, plan: StepPlan) -> Iterator[None]:
+        """Reports what goes wrong in a step: an ended rank, or too little memory as a CapacityError."""
+        try:
+            with nullcontext() if self._workers is None else self._workers.blamed():
+                yield
         except torch.OutOfMemoryError as error:
             tokens = plan.batched_tokens
             raise CapacityError(
@@ -314,14 +349,18 @@ class ModelRunner:
             ) from error
 
     @torch.inference_mode()
-    def _step(self, arrays: StepArrays, choice: _Choice | None) -> SampledIds:
-        """One step on the device; ``choice`` replaces the greedy ids of the requests that want others."""
+    def _compute(self, arrays: StepArrays) -> _Computed:
+        """The logits of one step on the device."""
         if self._graphs is not None and self._graphs.takes(arrays):
-            logits_SV, ids_S, slots_S = self._graphs.run(arrays, self._forward, self._catch_up)
-        else:
-            batch = self._ops.prepare(arrays, self._last_tokens, self._cache[0], self._config)
-            logits_SV, slots_S = self._forward(batch), batch.sample_slots
-            ids_S = self._ops.greedy(logits_SV)
+            return _Computed(*self._graphs.run(arrays, self._forward, self._catch_up))
+        batch = self._ops.prepare(arrays, self._last_tokens, self._cache[0], self._config)
+        logits_SV = self._forward(batch)
+        return _Computed(logits_SV, self._ops.greedy(logits_SV), batch.sample_slots)
+
+    @torch.inference_mode()
+    def finish(self, computed: _Computed, choice: _Choice | None) -> SampledIds:
+        """The end of a step on the device; ``choice`` replaces the greedy ids of the requests that want others."""
+        logits_SV, ids_S, slots_S = computed
         logprobs = None if choice is None else choice.choose(logits_SV, ids_S)
         if self._group is not None:
             self._group.share(ids_S)

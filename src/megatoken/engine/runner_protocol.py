@@ -34,6 +34,9 @@ class LaunchedStep(Protocol):
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """By id of the request, those of its token, once ``wait`` has returned; of requests that asked for them."""
 
+    def choose(self) -> None:
+        """Choose its tokens, if that had to wait for those of the step before; called once they are known."""
+
     def wait(self) -> Iterable[tuple[int, tuple[int, ...]]]:
         """Wait for the step to end: ids of requests, and the tokens to report of each."""
 

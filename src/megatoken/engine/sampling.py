@@ -4,12 +4,14 @@ Penalties, biases and masks change the logits first; then a token is drawn by te
 the best one is taken. A draw needs one uniform number, a hash of the request's seed and the token's position, so it
 does not depend on what else is in the batch or on how often the request was preempted.
 
-Everything that the device needs travels to it in one copy, and nothing here waits for the device.
+Everything that the device needs travels to it in one copy, and nothing here waits for the device. Only masks of
+grammars are waited for, which the host computes while the device is busy with the step.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -19,8 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatoken.engine.active_request import ActiveRequest
+from megatoken.engine.grammar import MASK_SECONDS
 from megatoken.engine.memory import BLOCK_SAMPLES
 from megatoken.engine.ops import NO_TOKEN, NOTHING_LEFT
+from megatoken.errors import RequestError
 
 VALUE_ERRORS = (ArithmeticError, TypeError, ValueError)  # of one request's values
 
@@ -64,8 +68,11 @@ def sample(
     drawn: list[int] = []
     adjusted: list[int] = []
     values = {}
+    masks = _masks(requests, failed)
+    for row in failed:
+        chosen_S[row] = NO_TOKEN
     for row, request in enumerate(requests):
-        if request.sampling.temperature == 0 and request.adjustments is None:
+        if row in failed or (request.sampling.temperature == 0 and request.adjustments is None):
             continue
         try:
             values[row] = _values(request)
@@ -79,6 +86,7 @@ def sample(
         return
     host = _row_arrays([values[row] for row in rows], np.array(rows), positions, slots)
     host |= _entry_arrays([requests[row] for row in rows], positions[rows])
+    host |= _mask_arrays([masks.get(row) for row in rows])
     on_device = to_device(host, logits_SV.device)
     for draws, begin, end in ((True, 0, len(drawn)), (False, len(drawn), len(rows))):
         for first in range(begin, end, BLOCK_SAMPLES):
@@ -88,6 +96,26 @@ def sample(
             chosen_R = chosen_R.masked_fill(~logits_RV.amax(-1).isfinite(), NOTHING_LEFT)
             unknown_R = chosen_S.index_select(0, block["row"]) == NO_TOKEN
             chosen_S.index_copy_(0, block["row"], chosen_R.masked_fill(unknown_R, NO_TOKEN))
+
+
+def _masks(requests: Sequence[ActiveRequest], failed: MutableMapping[int, Exception]) -> dict[int, NDArray[np.int32]]:
+    """By row, which tokens its grammar allows; ``failed`` gets the errors of rows without one."""
+    guides = {
+        row: request.adjustments.guide
+        for row, request in enumerate(requests)
+        if request.adjustments is not None and request.adjustments.guide is not None and not request.ended
+    }
+    coming = {row: guide.start(requests[row].generated) for row, guide in guides.items()}
+    deadline = time.monotonic() + MASK_SECONDS
+    masks = {}
+    for row, mask in coming.items():
+        try:
+            masks[row] = mask.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            failed[row] = guides[row].give_up()
+        except RequestError as error:
+            failed[row] = error
+    return masks
 
 
 _REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -140,6 +168,14 @@ def _entry_arrays(requests: Sequence[ActiveRequest], positions: NDArray[np.int64
     return arrays
 
 
+def _mask_arrays(masks: Sequence[NDArray[np.int32] | None]) -> dict[str, NDArray[Any]]:
+    """The masks of rows that have one, one after the other, in whole 8-byte items."""
+    at = [place for place, mask in enumerate(masks) if mask is not None]
+    words = [np.pad(mask, (0, len(mask) % 2)) for mask in masks if mask is not None]
+    joined = np.concatenate(words).view(np.int64) if words else np.empty(0, np.int64)
+    return {"mask_at": np.array(at, dtype=np.int64), "mask": joined}
+
+
 def to_device(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
     """Arrays of 8-byte integers or reals in one asynchronous copy."""
     sizes = [array.size for array in arrays.values()]
@@ -160,7 +196,9 @@ class _Block:
     ) -> None:
         self._host, self._on_device = host, on_device
         self._first, self._rows = first, slice(first, last)
-        self._entries = {name: slice(*np.searchsorted(host[name], (first, last))) for name in ("bias_at", "count_at")}
+        self._entries = {
+            name: slice(*np.searchsorted(host[name], (first, last))) for name in ("bias_at", "count_at", "mask_at")
+        }
 
     def __getitem__(self, name: str) -> Tensor:
         return self._on_device[name][self._rows]
@@ -176,6 +214,14 @@ class _Block:
         at, ids, values = (self._on_device[f"{name}_{field}"][part] for field in ("at", "id", "value"))
         return at - self._first, ids, values
 
+    def masks(self) -> tuple[Tensor, Tensor] | None:
+        """Rows within the block, and their masks as int32 [G, W]; None if there are none."""
+        part = self._entries["mask_at"]
+        if part.start == part.stop:
+            return None
+        words = self._on_device["mask"].view(torch.int32).view(len(self._host["mask_at"]), -1)
+        return self._on_device["mask_at"][part] - self._first, words[part]
+
     @property
     def largest_top_k(self) -> float:
         """Most tokens that a row's ``top_k`` keeps; infinite if a row has none."""
@@ -190,6 +236,11 @@ class _Block:
 def _adjusted(logits_RV: Tensor, block: _Block, last_tokens: Tensor) -> Tensor:
     """The logits after biases, masks and penalties, in place."""
     vocabulary = logits_RV.shape[1]
+    if (masks := block.masks()) is not None:
+        at_G, words_GW = masks
+        bits_GWB = (words_GW[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words_GW.device)) & 1
+        excluded_GV = bits_GWB.view(len(at_G), -1)[:, :vocabulary] == 0
+        logits_RV.index_copy_(0, at_G, logits_RV.index_select(0, at_G).masked_fill(excluded_GV, -math.inf))
     if (biases := block.entries("bias")) is not None:
         at_B, id_B, value_B = biases
         logits_RV.view(-1).index_add_(0, at_B * vocabulary + id_B, value_B)

@@ -183,6 +183,9 @@ class _Step:
         self._clock, self._end = clock, end
         self._request_ids, self._num_tokens, self._answers = request_ids, num_tokens, answers
 
+    def choose(self) -> None:
+        pass
+
     def wait(self) -> list[tuple[int, tuple[int, ...]]]:
         self._clock.wait_until(self._end)
         # The logits of the last of ``tokens`` computed ones yield the token at that place; nothing if it has ended.

@@ -1,0 +1,167 @@
+"""Grammars of answers: compiled once, and which tokens each answer may have next, as masks of bits.
+
+llguidance computes the masks. It builds no automaton of the whole vocabulary ahead: a grammar compiles within
+milliseconds, and a mask takes some tens of microseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatoken.engine.config import ModelConfig
+from megatoken.engine.request import Grammar, GrammarKind, Request
+from megatoken.engine.tokenizer import Tokenizer
+from megatoken.errors import RequestError, how_to_install
+
+LARGEST_TEXT = 256 * 1024
+"""Characters of a grammar."""
+LIMITS: dict[str, Any] = {
+    "max_grammar_size": 100_000,
+    "max_items_in_row": 500,
+    "max_lexer_states": 20_000,
+    "initial_lexer_fuel": 300_000,
+    "step_lexer_fuel": 20_000,
+    "step_max_items": 10_000,
+}
+"""Of llguidance. By default regular expressions with nested repetitions and ambiguous grammars took seconds a token."""
+MASK_SECONDS = 1.0
+"""Longest wait for a mask, which holds up the step: what the limits do not catch ends the request."""
+KEPT_GRAMMARS = 256
+MASK_THREADS = 8
+
+
+class Guide:
+    """What one answer may have next."""
+
+    def __init__(self, grammars: Grammars, grammar: Grammar, matcher: Any, mask_words: int) -> None:
+        self._grammars, self._grammar, self._matcher = grammars, grammar, matcher
+        self._consumed = 0
+        self._mask = np.zeros(mask_words, dtype=np.int32)
+
+    def start(self, generated: Sequence[int]) -> Future[NDArray[np.int32]]:
+        """Compute, on another thread, the mask of the token after ``generated``, which may only have grown.
+
+        Bit t of the mask says whether token t is allowed. Its error is a RequestError.
+        """
+        new = list(generated[self._consumed :])
+        self._consumed = len(generated)
+        return self._grammars.threads.submit(self._next, new)
+
+    def give_up(self) -> RequestError:
+        """The error of a mask that took too long; the grammar is refused from now on."""
+        error = RequestError(
+            f"the grammar is too complex: the tokens it allows were not known within {MASK_SECONDS:g} s; simplify it"
+        )
+        self._grammars.refuse(self._grammar, error)
+        return error
+
+    def _next(self, new: list[int]) -> NDArray[np.int32]:
+        matcher = self._matcher
+        if not new or matcher.consume_tokens(new):
+            matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        if matcher.is_error():
+            raise RequestError(f"the answer cannot follow its grammar any further: {_one_line(matcher.get_error())}")
+        return self._mask
+
+
+class Grammars:
+    """Compiles the grammars of one model's requests, on the threads that ask, and keeps the latest."""
+
+    def __init__(self, tokenizer: Tokenizer | None, model: ModelConfig) -> None:
+        self._tokenizer, self._model = tokenizer, model
+        self._lock = threading.Lock()
+        self._library_tokenizer: Any = None
+        self._kept: OrderedDict[Grammar, Any] = OrderedDict()  # matchers, or errors; the latest used last
+        self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def threads(self) -> ThreadPoolExecutor:
+        """That compute masks."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(min(MASK_THREADS, max(2, os.cpu_count() or 1)), "grammar masks")
+        return self._threads
+
+    def guide(self, request: Request, grammar: Grammar) -> Guide:
+        """A new guide along the grammar of ``request``.
+
+        Raises:
+            RequestError: the grammar is wrong, too complex, or cannot be followed by this model or request.
+        """
+        if self._tokenizer is None or not self._model.end_token_ids:
+            raise RequestError(f"{self._model.name} has no tokenizer.json or no end token, so grammar must be left out")
+        if request.ignore_end_token:
+            raise RequestError("grammar and ignore_end_token exclude each other: the end token ends what is complete")
+        if len(grammar.text) > LARGEST_TEXT:
+            raise RequestError(f"the grammar has {len(grammar.text):,} characters; at most {LARGEST_TEXT:,} are taken")
+        with self._lock:
+            kept = self._kept.get(grammar)
+            if kept is not None:
+                self._kept.move_to_end(grammar)
+        if kept is None:
+            kept = self._compile(grammar)
+            self._keep(grammar, kept)
+        if isinstance(kept, RequestError):
+            raise RequestError(str(kept))
+        return Guide(self, grammar, kept.deep_copy(), -(-self._model.vocabulary_size // 32))
+
+    def refuse(self, grammar: Grammar, error: RequestError) -> None:
+        """Raise ``error`` for later requests with this grammar."""
+        self._keep(grammar, error)
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _keep(self, grammar: Grammar, result: Any) -> None:
+        with self._lock:
+            self._kept[grammar] = result
+            if len(self._kept) > KEPT_GRAMMARS:
+                self._kept.popitem(last=False)
+
+    def _compile(self, grammar: Grammar) -> Any:
+        """A matcher at the beginning, or a RequestError."""
+        try:
+            import llguidance
+        except ImportError as error:
+            raise RequestError(f"grammar needs llguidance; {how_to_install('serve')}") from error
+        matcher_class = llguidance.LLMatcher
+        try:
+            match grammar.kind:
+                case GrammarKind.JSON_OBJECT:
+                    text = matcher_class.grammar_from_json_schema('{"type": "object"}')
+                case GrammarKind.JSON_SCHEMA:
+                    text = matcher_class.grammar_from_json_schema(grammar.text)
+                case GrammarKind.REGEX:
+                    text = matcher_class.grammar_from_regex(grammar.text)
+                case _:
+                    text = llguidance.grammar_from("ebnf", grammar.text)
+            limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
+            matcher = matcher_class(self._tokenizer_of(llguidance), text, log_level=0, limits=limits)
+        except (ValueError, RecursionError) as error:
+            return RequestError(f"the grammar of kind {grammar.kind} cannot be read: {_one_line(str(error))}")
+        if matcher.is_error():
+            return RequestError(f"the grammar of kind {grammar.kind} is refused: {_one_line(matcher.get_error())}")
+        return matcher
+
+    def _tokenizer_of(self, llguidance: Any) -> Any:
+        with self._lock:
+            if self._library_tokenizer is None:
+                assert self._tokenizer is not None
+                ends = [one for one in self._model.end_token_ids if one < self._model.vocabulary_size]
+                self._library_tokenizer = llguidance.LLTokenizer(
+                    self._tokenizer.file.read_text(encoding="utf-8"), self._model.vocabulary_size, ends
+                )
+            return self._library_tokenizer
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.replace("<non-verbose/>", "").split())[:300]

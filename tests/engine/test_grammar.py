@@ -1,0 +1,188 @@
+"""Grammars: answers that match, neighbours that do not notice, and grammars that no engine should follow."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from engines import assert_idle, drain, make_engine, request
+
+from megatoken.engine import Engine, EngineConfig, EngineThread, FinishReason, Grammar, GrammarKind, Request, Sampling
+from megatoken.engine import sampling as sampling_module
+from megatoken.errors import RequestError
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}, "ok": {"type": "boolean"}},
+    "required": ["name", "age", "ok"],
+    "additionalProperties": False,
+}
+NUMBER = r"[1-9][0-9]{2}-[a-f]{3,6}!"
+LIST = 'root ::= "[" item ("," item)* "]"\nitem ::= [a-z] | [0-9] [0-9]'
+LARK = 'start: "yes" | "no" " " NAME\nNAME: /[A-Z][a-z]{1,5}/'
+GRAMMARS = [
+    Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+    Grammar(GrammarKind.REGEX, NUMBER),
+    Grammar(GrammarKind.EBNF, LIST),
+    Grammar(GrammarKind.EBNF, LARK),
+    Grammar(GrammarKind.JSON_OBJECT),
+]
+HOSTILE = {
+    "nested repetition": Grammar(GrammarKind.REGEX, "(((a{100}){100}){100}){100}"),
+    "repetition after a prefix": Grammar(GrammarKind.REGEX, "[a-z]*(((a{100}){100}){100}){100}"),
+    "ambiguous": Grammar(GrammarKind.EBNF, 'start: s\ns: s s s | s s | "a" | "b" | '),
+    "intersections": Grammar(GrammarKind.EBNF, "start: /(.*[ab].{30}){30}/ & /(.*[bc].{31}){30}/"),
+    "deep": Grammar(GrammarKind.JSON_SCHEMA, '{"not":' * 3000 + "{}" + "}" * 3000),
+    "large": Grammar(GrammarKind.REGEX, "a" * 300_000),
+}
+
+
+def matches(grammar: Grammar, text: str) -> bool:
+    if grammar.text == LIST:
+        return re.fullmatch(r"\[([a-z]|[0-9]{2})(,([a-z]|[0-9]{2}))*\]", text) is not None
+    if grammar.text == LARK:
+        return re.fullmatch(r"yes|no [A-Z][a-z]{1,5}", text) is not None
+    if grammar.kind == GrammarKind.REGEX:
+        return re.fullmatch(grammar.text, text) is not None
+    value = json.loads(text)
+    if grammar.kind == GrammarKind.JSON_OBJECT:
+        return isinstance(value, dict)
+    kinds = {key: type(one) for key, one in value.items()}
+    return kinds == {"name": str, "age": int, "ok": bool} and len(value["name"]) <= 8
+
+
+def new_engine(**options: object) -> Engine:
+    return Engine("reference", EngineConfig(precision="fp32", threads=1, **options))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["synchronous", "overlapped"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return new_engine(overlap=request.param)
+
+
+def guided(seed: int, grammar: Grammar, **options: object) -> Request:
+    sampling = options.pop("sampling", Sampling(seed % 3, seed=seed, top_p=0.95, repetition_penalty=1.05))
+    return Request(f"Write down number {seed}.", 60, sampling, grammar=grammar, **options)
+
+
+def test_answers_match_their_grammars_and_neighbours_do_not_notice(engine: Engine) -> None:
+    """All kinds in one batch with plain, drawing and penalised neighbours; complete answers match as a whole."""
+    asked = [guided(seed, GRAMMARS[seed % 5]) for seed in range(15)]
+    others = [
+        Request(f"Tell me about {word}.", 40, sampling)
+        for word in ("water", "trees")
+        for sampling in (Sampling(), Sampling(1.0, seed=4), Sampling(frequency_penalty=1.0))
+    ]
+    alone = [engine.generate([one])[0] for one in others]
+    completions = engine.generate([*asked[:7], *others, *asked[7:]])
+    assert completions[7:13] == alone
+    guided_ones = [*completions[:7], *completions[13:]]
+    ended = 0
+    for one, completion in zip(asked, guided_ones, strict=True):
+        assert one.grammar is not None
+        if completion.finish_reason is FinishReason.STOP:
+            ended += 1
+            assert matches(one.grammar, completion.text), completion.text
+    assert ended >= 6
+    for one, completion in list(zip(asked, guided_ones, strict=True))[:3]:
+        assert engine.generate([one]) == [completion], "does not depend on the batch"
+    drain(engine)
+    assert_idle(engine)
+
+
+def test_preempted_answers_match_too() -> None:
+    from over_admission import expect_short_answers
+
+    engine = new_engine(overlap=True, cache_tokens=160, page_size=16, max_length=100, max_batched_tokens=40)
+    expect_short_answers(engine._scheduler)
+    asked = [guided(seed, GRAMMARS[seed % 4], logprobs=1) for seed in range(6)]
+    free = new_engine()
+    completions = engine.generate(asked)
+    assert engine.state().preemptions > 0
+    for one, completion in zip(asked, completions, strict=True):
+        assert completion.token_ids == free.generate([one])[0].token_ids
+        assert len(completion.logprobs) == len(completion.token_ids)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_end_or_are_refused_and_stall_no_step(name: str) -> None:
+    """Submitted from another thread; meanwhile an answer is streamed, whose steps wait a bounded time."""
+    neighbour = Request("Tell me about rivers.", 60, ignore_end_token=True)
+    engine = new_engine()
+    [expected] = engine.generate([neighbour])
+    with EngineThread(engine) as shared:
+        events = shared.stream(neighbour)
+        tokens = list(next(events).token_ids)
+        began = time.monotonic()
+        with suppress(RequestError):  # most are refused or end with an error; a few are only slow
+            for _ in shared.stream(guided(0, HOSTILE[name], sampling=Sampling(5.0, seed=1))):
+                pass
+        assert time.monotonic() - began < 30
+        tokens += [token for event in events for token in event.token_ids]
+    assert tokens == expected.token_ids
+
+
+def test_a_mask_that_takes_too_long_ends_its_request_and_refuses_its_grammar(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling_module, "MASK_SECONDS", 0.0)
+    slow = Grammar(GrammarKind.REGEX, "(((b{100}){100}){100}){100}")
+    other = Request("Tell me about rivers.", 12, ignore_end_token=True)
+    with pytest.raises(RequestError, match="too complex: the tokens it allows were not known within"):
+        engine.generate([other, guided(0, slow)])
+    with pytest.raises(RequestError, match="too complex"):
+        engine.check(guided(1, slow))
+    assert len(engine.generate([other])[0].token_ids) == 12
+
+
+WRONG = [
+    (Grammar(GrammarKind.JSON_SCHEMA, "{"), "the grammar of kind json_schema"),
+    (Grammar(GrammarKind.JSON_SCHEMA, '{"type": "nothing"}'), "the grammar of kind json_schema"),
+    (Grammar(GrammarKind.REGEX, "(a"), "the grammar of kind regex is refused"),
+    (Grammar(GrammarKind.EBNF, "root = x"), "the grammar of kind ebnf"),
+    (Grammar(GrammarKind.EBNF, "start: absent"), "the grammar of kind ebnf is refused"),
+    (Grammar(GrammarKind.REGEX, "a" * 300_000), "the grammar has 300,000 characters; at most 262,144"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "words"), WRONG, ids=[one.text[:20] for one, _ in WRONG])
+def test_wrong_grammars_are_refused_in_one_line(engine: Engine, grammar: Grammar, words: str) -> None:
+    for _ in range(2):  # also from the cache
+        with pytest.raises(RequestError) as caught:
+            engine.submit(guided(0, grammar))
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_a_grammar_cannot_go_with(directory: Path, engine: Engine) -> None:
+    grammar = GRAMMARS[1]
+    with pytest.raises(RequestError, match="grammar and ignore_end_token exclude each other"):
+        engine.submit(guided(0, grammar, ignore_end_token=True))
+    with pytest.raises(RequestError, match=r"has no tokenizer.json or no end token"):
+        make_engine(directory).submit(request(grammar=grammar))
+    with pytest.raises(RequestError, match="grammar is not supported by this engine"):
+        Engine.simulated("llama3.1-8b").submit(Request([1], grammar=grammar))
+    complete = guided(0, Grammar(GrammarKind.REGEX, "ab"), min_tokens=30)
+    with pytest.raises(RequestError, match="no token is left to choose"):
+        engine.generate([complete])
+
+
+def test_stop_strings_and_limits_cut_guided_answers(engine: Engine) -> None:
+    one = guided(0, Grammar(GrammarKind.REGEX, "[a-z]{3}-[0-9]{40}"), stop=("-",))
+    [cut] = engine.generate([one])
+    assert cut.finish_reason is FinishReason.STOP and re.fullmatch("[a-z]{3}", cut.text)
+    [short] = engine.generate([Request("x", 3, grammar=Grammar(GrammarKind.REGEX, "[a-z]{90}"))])
+    assert short.finish_reason is FinishReason.LENGTH and len(short.token_ids) == 3
+
+
+def test_equal_grammars_are_compiled_once(engine: Engine) -> None:
+    grammar = Grammar(GrammarKind.REGEX, "[xyz]{4,9}")
+    first = engine.check(guided(0, grammar))
+    compiled = engine._grammars._kept[grammar]
+    again = engine.check(guided(1, Grammar(GrammarKind.REGEX, "[xyz]{4,9}")))
+    assert engine._grammars._kept[grammar] is compiled
+    assert first.adjustments is not None and again.adjustments is not None
+    assert first.adjustments.guide is not again.adjustments.guide
