@@ -39,11 +39,16 @@ MASK_THREADS = 8
 
 
 class Guide:
-    """What one answer may have next."""
+    """What one answer may have next.
+
+    Attributes:
+        failed: there is no next mask.
+    """
 
     def __init__(self, grammars: Grammars, grammar: Grammar, matcher: Any, mask_words: int) -> None:
         self._grammars, self._grammar, self._matcher = grammars, grammar, matcher
         self._consumed = 0
+        self.failed = False
         self._mask = np.zeros(mask_words, dtype=np.int32)
 
     def start(self, generated: Sequence[int]) -> Future[NDArray[np.int32]]:
@@ -57,6 +62,7 @@ class Guide:
 
     def give_up(self) -> RequestError:
         """The error of a mask that took too long; the grammar is refused from now on."""
+        self.failed = True
         error = RequestError(
             f"the grammar is too complex: the tokens it allows were not known within {MASK_SECONDS:g} s; simplify it"
         )
@@ -65,10 +71,15 @@ class Guide:
 
     def _next(self, new: list[int]) -> NDArray[np.int32]:
         matcher = self._matcher
-        if not new or matcher.consume_tokens(new):
-            matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        if matcher.is_error():
-            raise RequestError(f"the answer cannot follow its grammar any further: {_one_line(matcher.get_error())}")
+        try:
+            if not new or matcher.consume_tokens(new):
+                matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+            problem = matcher.get_error()
+        except BaseException as error:  # an error of the library, which as a panic is not an Exception
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            self.failed = True
+            raise RequestError(f"the answer cannot follow its grammar any further: {_one_line(problem)}")
         return self._mask
 
 

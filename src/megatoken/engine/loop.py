@@ -279,6 +279,7 @@ class Engine:
             running: dict[int, ActiveRequest] = {}
             reasons: dict[int, FinishReason] = {}
             logprobs: dict[int, list[TokenLogprobs]] = {}
+            cached_tokens: dict[int, int] = {}
             try:
                 for request in requests:
                     request_id = self.submit(request)
@@ -287,12 +288,21 @@ class Engine:
                 while len(reasons) < len(running):
                     for event in self._step_for(running):
                         logprobs[event.request_id] += event.logprobs
+                        if event.cached_tokens:
+                            cached_tokens[event.request_id] = event.cached_tokens
                         if event.finish_reason is not None:
                             reasons[event.request_id] = event.finish_reason
             finally:
                 self._abandon(running)
             return [
-                Completion(one.generated, reasons[key], len(one.prompt), self._text(one), tuple(logprobs[key]))
+                Completion(
+                    token_ids=one.generated,
+                    finish_reason=reasons[key],
+                    prompt_tokens=len(one.prompt),
+                    text=self._text(one),
+                    logprobs=tuple(logprobs[key]),
+                    cached_tokens=cached_tokens.get(key, 0),
+                )
                 for key, one in running.items()
             ]
 

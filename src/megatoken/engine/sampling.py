@@ -100,12 +100,11 @@ def sample(
 
 def _masks(requests: Sequence[ActiveRequest], failed: MutableMapping[int, Exception]) -> dict[int, NDArray[np.int32]]:
     """By row, which tokens its grammar allows; ``failed`` gets the errors of rows without one."""
-    guides = {
-        row: request.adjustments.guide
-        for row, request in enumerate(requests)
-        if request.adjustments is not None and request.adjustments.guide is not None and not request.ended
-    }
-    coming = {row: guide.start(requests[row].generated) for row, guide in guides.items()}
+    coming, guides = {}, {}
+    for row, request in enumerate(requests):
+        guide = None if request.adjustments is None else request.adjustments.guide
+        if guide is not None and not guide.failed and not request.ended:
+            guides[row], coming[row] = guide, guide.start(request.generated)
     deadline = time.monotonic() + MASK_SECONDS
     masks = {}
     for row, mask in coming.items():
