@@ -23,6 +23,7 @@ SCHEMA_VERSION = 1
 STRAGGLER_THRESHOLD = 0.03
 ONE_NODE = "one node"
 SIMULTANEOUS_SHARE = 0.95
+Spans = list[tuple[float, float]]  # start and end of each node on one clock
 OWN_CLOCKS = "the clocks of the nodes, whose offsets are unknown"
 
 
@@ -157,7 +158,8 @@ def aggregate(
     variation = statistics.stdev(rates) / mean if len(rows) > 1 else None
     stragglers = _stragglers(rows, median, straggler_threshold)
     timed = all(row.started_seconds is not None for row in rows)
-    overlap = _overlap_share(rows) if timed else None
+    spans = _spans(rows, timed)
+    overlap = _overlap_share(spans) if timed else None
     accelerators = _accelerators(rows)
     return Aggregate(
         title=title,
@@ -170,8 +172,8 @@ def aggregate(
         sum_of_rates_tokens_per_second=total,
         sum_label=_sum_label(rows, overlap),
         output_tokens_per_second_per_accelerator=total / accelerators if accelerators else None,
-        makespan=_makespan(rows, timed),
-        common_window=_common_window(rows, timed),
+        makespan=_makespan(rows, spans, timed),
+        common_window=_common_window(rows, spans, timed),
         max=Extreme(fastest.node, fastest.output_tokens_per_second),
         min=Extreme(slowest.node, slowest.output_tokens_per_second),
         mean_tokens_per_second=mean,
@@ -202,14 +204,13 @@ def spreads(rates: Sequence[float]) -> tuple[Spread, ...]:
     return tuple(Spread(f"(max - min) / {name}", (high - low) / divisor) for name, divisor in divisors.items())
 
 
-def _spans(rows: Sequence[NodeRow], timed: bool) -> list[tuple[float, float]]:
+def _spans(rows: Sequence[NodeRow], timed: bool) -> Spans:
     """Start and end of each node on one clock; of untimed nodes as if all had started at zero."""
     starts = [row.started_seconds or 0.0 if timed else 0.0 for row in rows]
     return [(start, start + row.duration_seconds) for start, row in zip(starts, rows, strict=True)]
 
 
-def _makespan(rows: Sequence[NodeRow], timed: bool) -> Window:
-    spans = _spans(rows, timed)
+def _makespan(rows: Sequence[NodeRow], spans: Spans, timed: bool) -> Window:
     seconds = max(end for _, end in spans) - min(start for start, _ in spans)
     tokens = sum(row.tokens for row in rows)
     basis = "all output tokens over the time from the first start to the last end"
@@ -218,8 +219,7 @@ def _makespan(rows: Sequence[NodeRow], timed: bool) -> Window:
     return Window(tokens / seconds, tokens, seconds, conditional=not timed, basis=basis)
 
 
-def _common_window(rows: Sequence[NodeRow], timed: bool) -> Window:
-    spans = _spans(rows, timed)
+def _common_window(rows: Sequence[NodeRow], spans: Spans, timed: bool) -> Window:
     start, end = max(start for start, _ in spans), min(end for _, end in spans)
     seconds = end - start
     basis = "output tokens done while every node was running, by the times at which samples completed"
@@ -242,8 +242,7 @@ def _tokens_done(row: NodeRow, seconds: float) -> float:
     return float(np.interp(seconds, times, tokens))
 
 
-def _overlap_share(rows: Sequence[NodeRow]) -> float:
-    spans = _spans(rows, timed=True)
+def _overlap_share(spans: Spans) -> float:
     common = min(end for _, end in spans) - max(start for start, _ in spans)
     whole = max(end for _, end in spans) - min(start for start, _ in spans)
     return max(0.0, common) / whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from megatoken.analysis.published import (
 )
 from megatoken.analysis.repeats import check_repeats, whole_runs, worst_verdict
 from megatoken.errors import UsageError
-from megatoken.text import precise
+from megatoken.text import nearest, precise
 
 if TYPE_CHECKING:
     from megatoken.analysis.aggregation import Aggregate
@@ -94,8 +93,8 @@ def accelerator_entry(accelerator: str, benchmark: str, scenario: str) -> Entry:
 
 def _check_published(flag: str, name: str, known: Collection[str]) -> None:
     if name.lower() not in {one.lower() for one in known}:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}?" if close else f"published are {', '.join(sorted(known))}"
+        meant = nearest(name, known)
+        hint = f"did you mean {meant}?" if meant else f"published are {', '.join(sorted(known))}"
         raise UsageError(f"{flag} {name}: no published result has it; {hint}")
 
 
@@ -164,7 +163,9 @@ def _run_notes(runs: Sequence[Run], whole: Sequence[Run]) -> Iterator[str]:
 
 
 def aggregate_entry(result: Aggregate, name: str, *, state: str, accelerator: str | None) -> Entry:
-    """Aggregated nodes as one entry, at the sum of their rates."""
+    """Aggregated nodes as one entry: the sum of their rates, the verdict that all share, or INVALID if one is."""
+    verdicts = {node["verdict"] for node in result.nodes}
+    counts = [node["samples"] for node in result.nodes]
     return Entry(
         name=name,
         source=", ".join(result.inputs),
@@ -173,9 +174,9 @@ def aggregate_entry(result: Aggregate, name: str, *, state: str, accelerator: st
         scenario=result.workload["scenario"],
         model=result.workload["model"],
         precision=result.workload["precision"],
-        verdict=_verdict(result),
+        verdict="INVALID" if "INVALID" in verdicts else verdicts.pop() if len(verdicts) == 1 else None,
         mode="performance",
-        output_tokens_per_sample=_tokens_per_sample(result),
+        output_tokens_per_sample=None if None in counts or not sum(counts) else result.output_tokens / sum(counts),
         duration_seconds=result.makespan.seconds,
         paths=result.inputs,
         accelerator=accelerator,
@@ -183,17 +184,6 @@ def aggregate_entry(result: Aggregate, name: str, *, state: str, accelerator: st
         nodes=len(result.nodes),
         note=result.sum_label if len(result.nodes) > 1 else None,
     )
-
-
-def _verdict(result: Aggregate) -> str | None:
-    """The verdict that all nodes share; INVALID if one is."""
-    verdicts = {node["verdict"] for node in result.nodes}
-    return "INVALID" if "INVALID" in verdicts else verdicts.pop() if len(verdicts) == 1 else None
-
-
-def _tokens_per_sample(result: Aggregate) -> float | None:
-    counts = [node["samples"] for node in result.nodes]
-    return None if None in counts or not sum(counts) else result.output_tokens / sum(counts)
 
 
 def run_software(run: Run) -> dict[str, str]:

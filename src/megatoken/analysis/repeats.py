@@ -103,7 +103,10 @@ def summarise_repeats(runs: Sequence[Run], wanted: int, missing: Sequence[str] =
     metrics = {name: interval(values) for name in _METRICS if (values := _values(whole, name))}
     percentiles = {name: {"values": values} for name in _PERCENTILES if (values := _values(whole, name))}
     if not any(run.result.get(name) for run in whole for name in _PERCENTILES):
-        percentiles = {f"{name}_p99_seconds": {"values": values} for name, values in _own_p99s(whole)}
+        for name in _OWN_PERCENTILES:
+            found = [(run.result.get(f"{name}_seconds") or {}).get("p99") for run in whole]
+            if len(p99s := [float(p99) for p99 in found if isinstance(p99, int | float)]) == len(whole):
+                percentiles[f"{name}_p99_seconds"] = {"values": p99s}
     result = runs[0].result
     subject = (result.get("scenario"), result.get("model"), result.get("precision"))
     return {
@@ -151,13 +154,6 @@ def shared_notes(runs: Sequence[Run]) -> Iterator[str]:
         highest = max((note for _, note in found), key=lambda note: float(note.get("share", 0)))
         several = len({note["message"] for _, note in found}) > 1
         yield f"{of}{highest['message']}{f' (the highest of {len(names)} runs)' if several else ''}"
-
-
-def _own_p99s(runs: Sequence[Run]) -> Iterator[tuple[str, list[float]]]:
-    for name in _OWN_PERCENTILES:
-        values = [(run.result.get(f"{name}_seconds") or {}).get("p99") for run in runs]
-        if all(isinstance(value, int | float) for value in values):
-            yield name, [float(value) for value in values if value is not None]
 
 
 def _values(runs: Sequence[Run], name: str) -> list[float]:

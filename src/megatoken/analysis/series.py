@@ -29,12 +29,17 @@ def tokens_per_second_within(series: pa.Table, start: float, end: float) -> floa
     Not from the samples: a step takes longer the more are generating, so tokens of a sample that outlasts the window
     are not evenly spaced. None when the series does not reach over the window.
     """
-    times, tokens = totals_over_time(series, ["output_tokens"])
-    if not len(times) or times[-1] < end:
+    times, tokens = tokens_from_start(series)
+    if times[-1] < end or len(times) < 2:
         return None
-    times, tokens = np.append(0.0, times), np.append(0.0, tokens)
     begun, ended = np.interp([start, end], times, tokens)
     return float((ended - begun) / (end - start))
+
+
+def tokens_from_start(series: pa.Table) -> tuple[Floats, Floats]:
+    """Times of all rows and the output tokens until then, from (0, 0) on."""
+    times, tokens = totals_over_time(series, ["output_tokens"])
+    return np.append(0.0, times), np.append(0.0, tokens)
 
 
 def totals_over_time(series: pa.Table, columns: list[str]) -> list[Floats]:

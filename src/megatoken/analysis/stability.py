@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.analysis.comparison import student_t
-from megatoken.analysis.series import Floats, numbers, replicas, totals_over_time
+from megatoken.analysis.series import Floats, numbers, replicas, tokens_from_start, totals_over_time
 from megatoken.runs.reasons import Shortfall, shortfall
 
 if TYPE_CHECKING:
@@ -166,8 +166,7 @@ def windows_of(series: pa.Table, spans: Sequence[tuple[float, float]], seconds: 
     )
     if not len(begins):
         return Windows(seconds, begins, begins)
-    times, tokens = totals_over_time(series, ["output_tokens"])
-    times, tokens = np.append(0.0, times), np.append(0.0, tokens)
+    times, tokens = tokens_from_start(series)
     grown = np.interp(begins + seconds, times, tokens) - np.interp(begins, times, tokens)
     return Windows(seconds, begins, grown / seconds)
 
@@ -202,10 +201,7 @@ def _common(gpus: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def judge_stability(
-    requests: pa.Table,
-    series: pa.Table,
-    segments: Sequence[tuple[float, float]],
-    gpus: Mapping[str, GpuLimits],
+    requests: pa.Table, series: pa.Table, segments: Sequence[tuple[float, float]], gpus: Mapping[str, GpuLimits]
 ) -> dict[str, Any]:
     """The field ``stability`` of ``result.json``: every figure, and the verdict with its reasons.
 

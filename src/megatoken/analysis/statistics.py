@@ -247,15 +247,11 @@ class Samples:
         reason = requests["finish_reason"]
         cancelled = pc.equal(reason, "cancelled").fill_null(False).to_numpy() & ~failed
         last = numbers(requests["last_token_seconds"])
+        own_names = ("scheduled", "sent", "submitted", "started", "tokenise", "detokenise")
         return cls(
-            scheduled=numbers(requests["scheduled_seconds"]),
-            sent=numbers(requests["sent_seconds"]),
-            submitted=numbers(requests["submitted_seconds"]),
-            started=numbers(requests["started_seconds"]),
+            **{name: numbers(requests[f"{name}_seconds"]) for name in own_names},
             first=numbers(requests["first_token_seconds"]),
             last=last,
-            tokenise=numbers(requests["tokenise_seconds"]),
-            detokenise=numbers(requests["detokenise_seconds"]),
             input_tokens=numbers(requests["input_tokens"]),
             output_tokens=numbers(requests["output_tokens"]),
             failed=failed,

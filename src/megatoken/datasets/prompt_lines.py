@@ -159,10 +159,7 @@ def _encodable(text: str) -> bool:
 
 
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "prompt": (
-        lambda value: isinstance(value, str) and value != "" and _encodable(value),
-        "Unicode text, not empty",
-    ),
+    "prompt": (lambda value: isinstance(value, str) and value != "" and _encodable(value), "Unicode text, not empty"),
     "prompt_token_ids": (lambda value: _whole_numbers(value) and value != [], "a list of token ids, not empty"),
     "messages": (_chat, 'a list of {"role": text, "content": text}, not empty'),
     "max_tokens": (_whole(1, _LARGEST_INTEGER), "a whole number, 1 or more"),

@@ -7,14 +7,7 @@ from typing import Any
 
 from megatoken.planning.assumptions import Assumptions
 from megatoken.planning.figures import Input, Plan, Result, State, Table, weakest
-from megatoken.planning.pricing import (
-    Derating,
-    Priced,
-    derating,
-    price,
-    residence_seconds,
-    service_seconds,
-)
+from megatoken.planning.pricing import Derating, Priced, derating, price, residence_seconds, service_seconds
 from megatoken.planning.service_level import Verdict
 from megatoken.planning.throughput import LIMITS, Throughput
 from megatoken.planning.workloads import Profile

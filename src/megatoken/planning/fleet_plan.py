@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatoken.errors import UsageError
+from megatoken.files import UnreadableError, read_text
 from megatoken.planning.assumptions import Assumptions, read_shipped
 from megatoken.planning.figures import Input, Plan, Result, State, Table, weakest
 from megatoken.planning.fleet import MOST_NODES, Size, SupplyClass, fit, nodes_for, parse_curve, policies, size
@@ -19,11 +19,7 @@ from megatoken.planning.workloads import Profile
 from megatoken.text import count_of, nearest, precise
 from megatoken.yaml_files import LARGEST_FILE_BYTES, Strict
 
-UNITS = {
-    "output-tokens": "output tokens/s",
-    "interactions": "interactions/s",
-    "users": "users",
-}
+UNITS = {"output-tokens": "output tokens/s", "interactions": "interactions/s", "users": "users"}
 LONGEST_CURVE_SHOWN = 200
 SIZES_NOTE = (
     "at the planning rate, over the cycle of the demand. unserved: share of the demand. short time: share of the"
@@ -198,14 +194,9 @@ def _curve_file(path: Path, shipped: dict[str, _CurveEntry]) -> tuple[tuple[floa
         fix = f"did you mean {meant}?" if meant else f"shipped curves are {', '.join(shipped)}"
         raise UsageError(f"{path}: no such curve or file; {fix}")
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # reading a pipe might never end
-            raise UsageError(f"{path}: cannot be read: not a regular file")
-        if status.st_size > LARGEST_FILE_BYTES:
-            raise UsageError(f"{path}: larger than {LARGEST_FILE_BYTES:,} bytes; give hourly demand")
-        text = path.read_text(encoding="utf-8")
+        text, _ = read_text(path, LARGEST_FILE_BYTES)
         rows = list(csv.reader(io.StringIO(text)))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (UnreadableError, csv.Error) as error:
         raise UsageError(f"{path}: cannot be read as CSV: {error}") from None
     return parse_curve([row for row in rows if row and not row[0].startswith("#")], str(path))
 
@@ -307,11 +298,7 @@ def _results(
 
 def _curve(demand: Curve, levels: Sequence[float], base: SupplyClass) -> Table:
     rows = [
-        {
-            "hour": hour,
-            f"demand_{demand.unit.replace('-', '_')}": level,
-            "nodes": nodes_for(work, base.rate_per_node),
-        }
+        {"hour": hour, f"demand_{demand.unit.replace('-', '_')}": level, "nodes": nodes_for(work, base.rate_per_node)}
         for hour, level, work in zip(demand.hours, demand.levels, levels, strict=True)
     ]
     return Table(

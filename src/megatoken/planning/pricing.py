@@ -49,10 +49,7 @@ def prices_from_ratio(
 
 
 def prices_from_two_rates(
-    first_output_tokens_per_second: float,
-    first_mix: float,
-    second_output_tokens_per_second: float,
-    second_mix: float,
+    first_output_tokens_per_second: float, first_mix: float, second_output_tokens_per_second: float, second_mix: float
 ) -> Prices:
     """Both prices from two rates of one system under different mixes (input tokens per output token).
 

@@ -67,14 +67,16 @@ def judge(samples: Samples, level: ServiceLevel, *, offline: bool, seconds: floa
         tpot_seconds=level.tpot_seconds,
         duration_seconds=seconds,
     )
+    tpot_mean, tpot_p99 = _mean_and_p99(done.tpot)
+    ttft_mean, ttft_p99 = (None, None) if offline else _mean_and_p99(done.ttft)
     kept, why = _kept(good.share, len(samples), offline, level)
     return Verdict(
         kept=kept,
         why=why,
-        ttft_mean_seconds=None if offline else _mean(done.ttft),
-        tpot_mean_seconds=_mean(done.tpot),
-        ttft_p99_seconds=None if offline else _p99(done.ttft),
-        tpot_p99_seconds=_p99(done.tpot),
+        ttft_mean_seconds=ttft_mean,
+        tpot_mean_seconds=tpot_mean,
+        ttft_p99_seconds=ttft_p99,
+        tpot_p99_seconds=tpot_p99,
         good_share=None if offline else good.share,
         good_requests_per_second=None if offline else good.samples_per_second,
         good_output_tokens_per_second=None if offline else good.output_tokens_per_second,
@@ -106,11 +108,6 @@ def _kept(good_share: float, requests: int, offline: bool, level: ServiceLevel) 
     return True, f"{100 * good_share:.2f} % of {count_of(requests, 'request')} kept {limits}"
 
 
-def _mean(values: Floats) -> float | None:
+def _mean_and_p99(values: Floats) -> tuple[float, float] | tuple[None, None]:
     values = values[np.isfinite(values)]
-    return float(values.mean()) if len(values) else None
-
-
-def _p99(values: Floats) -> float | None:
-    values = values[np.isfinite(values)]
-    return float(np.percentile(values, PERCENT)) if len(values) else None
+    return (float(values.mean()), float(np.percentile(values, PERCENT))) if len(values) else (None, None)

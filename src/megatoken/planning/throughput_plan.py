@@ -125,17 +125,13 @@ def _hardware(rack: Rack) -> str:
 
 
 def _inputs(
-    rack: Rack,
-    simulation: Simulation,
-    lengths: NDArray[np.int64],
-    seconds: float,
-    software: str,
-    lengths_source: str,
+    rack: Rack, simulation: Simulation, lengths: NDArray[np.int64], seconds: float, software: str, lengths_source: str
 ) -> tuple[Input, ...]:
     memory, gpu = simulation.memory, simulation.gpu
     sheet = "gpu_specs.csv"
     peak = gpu.operations_per_second[rack.config.precision] / 1e12
     per_sequence = SECONDS_PER_SEQUENCE[software] * 1e6
+    state: State = "measured" if software == "megatoken" else "estimate"
     derived = "memory plan of the engine"
     mean_input, mean_output = (float(mean) for mean in lengths.mean(axis=0))
     return (
@@ -146,13 +142,9 @@ def _inputs(
         Input("cache", memory.cache_tokens, "tokens", "estimate", derived),
         Input("input tokens", mean_input, "tokens/request, mean", "given", lengths_source),
         Input("output tokens", mean_output, "tokens/request, mean", "given", lengths_source),
-        Input("software", per_sequence, "us per step and sequence", _software_state(software), _SOURCES[software]),
+        Input("software", per_sequence, "us per step and sequence", state, _SOURCES[software]),
         Input("requests start within", seconds, "s", "given", "virtual time"),
     )
-
-
-def _software_state(software: str) -> State:
-    return "measured" if software == "megatoken" else "estimate"
 
 
 def _results(rack: Rack, runs: Sequence[NodeRun], parts: StepCost) -> list[Result]:

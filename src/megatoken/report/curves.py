@@ -115,7 +115,12 @@ def rate(name: str, times: Floats, totals: Floats) -> Line:
     times, totals = times[edges], totals[edges]
     lengths = np.diff(times)
     growth = np.divide(np.diff(totals).clip(0), lengths, out=np.zeros_like(lengths), where=lengths > 0)
-    return Line(name, np.repeat(times, 2)[1:-1], np.repeat(growth, 2))
+    return stairs(name, times, growth)
+
+
+def stairs(name: str, edges: Floats, heights: Floats) -> Line:
+    """A staircase of ``heights`` [N] between ``edges`` [N + 1]."""
+    return Line(name, np.repeat(edges, 2)[1:-1], np.repeat(heights, 2))
 
 
 def level(name: str, times: Floats, values: Floats) -> Line:

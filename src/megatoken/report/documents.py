@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,53 +33,43 @@ class Document:
 
     def text(self, key: str, default: str = "") -> str:
         """Text under ``key``; numbers and booleans count as text, absent and null give ``default``."""
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if isinstance(value, list | dict):
-            raise self._wrong(key, "a text")
-        return clean(str(value))
+        value = self._value(key, lambda value: not isinstance(value, list | dict), "a text")
+        return default if value is None else clean(str(value))
 
     def number(self, key: str) -> float | None:
         """Number under ``key``, None where it is absent or null."""
-        value = self.values.get(key)
-        if value is None:
-            return None
-        if not is_number(value):
-            raise self._wrong(key, "a number")
-        return value
+        number: float | None = self._value(key, is_number, "a number")
+        return number
 
     def flag(self, key: str) -> bool | None:
         """True or false under ``key``, None where it is absent or null."""
-        value = self.values.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self._wrong(key, "true or false")
-        return value
+        flag: bool | None = self._value(key, lambda value: isinstance(value, bool), "true or false")
+        return flag
 
     def part(self, key: str) -> Document:
         """The object under ``key``, an empty one where it is absent or null."""
-        value = self.values.get(key)
-        if value is not None and not isinstance(value, dict):
-            raise self._wrong(key, "an object")
+        value = self._value(key, lambda value: isinstance(value, dict), "an object")
         return Document(value or {}, f"{self.where}: {key}")
 
     def parts(self, key: str) -> list[Document]:
         """The objects listed under ``key``."""
-        return list(self._parts(key))
+        listed = self._value(key, lambda value: isinstance(value, list), "a list of objects") or []
+        for index, item in enumerate(listed):
+            if not isinstance(item, dict):
+                raise self._wrong(f"{key}[{index}]", "an object")
+        return [Document(item, f"{self.where}: {key}[{index}]") for index, item in enumerate(listed)]
 
     def numbers(self, key: str) -> list[float]:
         """The numbers listed under ``key``."""
-        value = self.values.get(key)
-        if value is None:
-            return []
-        if not isinstance(value, list) or not all(is_number(item) for item in value):
-            raise self._wrong(key, "a list of numbers")
-        return value
+        value = self._value(
+            key, lambda value: isinstance(value, list) and all(map(is_number, value)), "a list of numbers"
+        )
+        return value or []
 
     def texts(self, key: str) -> list[str]:
         """The texts listed under ``key``; a single text counts as a list of one."""
         value = self.values.get(key)
-        listed = [] if value is None else value if isinstance(value, list) else [value]
+        listed = value if isinstance(value, list) else [value]
         if any(isinstance(item, list | dict) for item in listed):
             raise self._wrong(key, "a list of texts")
         return [clean(str(item)) for item in listed if item is not None]
@@ -89,14 +79,12 @@ class Document:
         left = frozenset(keys)
         return {key: value for key, value in self.values.items() if key not in left}
 
-    def _parts(self, key: str) -> Iterator[Document]:
+    def _value(self, key: str, fits: Callable[[Any], bool], wanted: str) -> Any:
+        """The value under ``key`` if it fits, None where it is absent or null."""
         value = self.values.get(key)
-        if value is not None and not isinstance(value, list):
-            raise self._wrong(key, "a list of objects")
-        for index, item in enumerate(value or ()):
-            if not isinstance(item, dict):
-                raise self._wrong(f"{key}[{index}]", "an object")
-            yield Document(item, f"{self.where}: {key}[{index}]")
+        if value is not None and not fits(value):
+            raise self._wrong(key, wanted)
+        return value
 
     def _wrong(self, key: str, wanted: str) -> UsageError:
         return UsageError(f"{self.where}: {key} is not {wanted}; rebuild the file with the command that wrote it")

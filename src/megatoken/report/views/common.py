@@ -27,24 +27,20 @@ def view(
     notes = document.texts("notes")
     points = (Points("Notes:", tuple(("", note) for note in notes)),) if notes else ()
     rest = document.without([*COMMON_KEYS, *known])
+    created = document.text("created_at").replace("T", " ").replace("Z", " UTC")
     evidence = [*_inputs(document), *([Facts("Further values", rest)] if rest else [])]
     return View(
         title=document.text("title", sentence(document.text("kind"))),
         subject=subject,
         summary=(*summary, *points),
         sections=(*sections, Section("Inputs", tuple(evidence))),
-        footer=f"{FOOTER} {_made_at(document)}".rstrip(),
+        footer=FOOTER + (f" The document was written {created}." if created else ""),
     )
 
 
-def state_badge(state: str) -> Badge:
-    """The state of a figure; one that is neither reviewed nor measured is a warning."""
-    return Badge(state, TONES.get(state, "warn"))
-
-
 def state_cell(state: str) -> Cell:
-    """The badge, or nothing where no state is given."""
-    return state_badge(state) if state else ""
+    """The state of a figure, if one is given; one that is neither reviewed nor measured is a warning."""
+    return Badge(state, TONES.get(state, "warn")) if state else ""
 
 
 def records_table(
@@ -147,11 +143,6 @@ def _figures(inputs: list[Document]) -> Table:
 def _range(one: Document) -> str:
     low, high = one.number("low"), one.number("high")
     return f"{precise(low)} … {precise(high)}" if low is not None and high is not None else ""
-
-
-def _made_at(document: Document) -> str:
-    created = document.text("created_at")
-    return f"The document was written {created.replace('T', ' ').replace('Z', ' UTC')}." if created else ""
 
 
 def _head(key: str, records: Sequence[Mapping[str, Any]]) -> tuple[str, str]:

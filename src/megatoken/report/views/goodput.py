@@ -25,10 +25,7 @@ class Limits:
 
 
 # 99th-percentile limits of MLPerf Inference for llama2-70b (loadgen/mlperf.conf); here a reference for any model.
-YARDSTICKS = (
-    Limits("MLPerf Server, llama2-70b", 2.0, 0.2),
-    Limits("MLPerf Interactive, llama2-70b", 0.45, 0.04),
-)
+YARDSTICKS = (Limits("MLPerf Server, llama2-70b", 2.0, 0.2), Limits("MLPerf Interactive, llama2-70b", 0.45, 0.04))
 
 
 def goodput_blocks(run: Run, samples: Samples) -> Iterator[Block]:

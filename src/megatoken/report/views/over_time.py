@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatoken.analysis.series import totals_over_time
+from megatoken.analysis.series import numbers, tokens_from_start, totals_over_time
 from megatoken.report.blocks import Figure
-from megatoken.report.curves import Between, Line, Mark, level, rate, time_chart
+from megatoken.report.curves import Between, Mark, level, rate, stairs, time_chart
 from megatoken.report.scales import Floats
 from megatoken.runs.run import Run
 from megatoken.text import number
@@ -61,22 +60,20 @@ def _nodes(series: pa.Table) -> Iterator[Figure]:
         lines = [rate(name, *totals_over_time(rows, ["output_tokens"])) for name, rows in by_node.items()]
         yield time_chart("Output tokens of each node", "tokens/s", lines)
         return
-    edges = np.linspace(
-        0, max(float(_column(rows, "elapsed_seconds").max()) for rows in by_node.values()), NODE_SPANS + 1
-    )
+    longest = max(float(numbers(rows["elapsed_seconds"]).max()) for rows in by_node.values())
+    edges = np.linspace(0, longest, NODE_SPANS + 1)
     rates = np.array([_growth(rows, edges) for rows in by_node.values()])
     names = list(by_node)
     slowest = int(rates.mean(axis=1).argmin())
+    all_nodes = stairs("least", edges, rates.min(axis=0))
     yield time_chart(
         "Output tokens of each node",
         "tokens/s",
         [
-            _stairs("median node", edges, np.median(rates, axis=0)),
-            _stairs(f"slowest: {names[slowest]}", edges, rates[slowest]),
+            stairs("median node", edges, np.median(rates, axis=0)),
+            stairs(f"slowest: {names[slowest]}", edges, rates[slowest]),
         ],
-        between=Between(
-            f"all {len(names)} nodes", *_stair_points(edges, rates.min(axis=0)), np.repeat(rates.max(axis=0), 2)
-        ),
+        between=Between(f"all {len(names)} nodes", all_nodes.x, all_nodes.y, np.repeat(rates.max(axis=0), 2)),
     )
 
 
@@ -88,7 +85,7 @@ def _telemetry(series: pa.Table) -> Iterator[Figure]:
     for title, unit, column in (("Clock", "MHz", "clock_mhz"), ("Temperature", "°C", "temperature_celsius")):
         known = _known(series, column)
         if len(known) > 1:
-            times, least, most = _extremes(_column(known, "elapsed_seconds"), _column(known, column))
+            times, least, most = _extremes(numbers(known["elapsed_seconds"]), numbers(known[column]))
             lines = [level("lowest", times, least), level("highest", times, most)]
             yield time_chart(title, unit, lines if (least != most).any() else [level(title, times, least)])
 
@@ -101,18 +98,9 @@ def _extremes(times: Floats, values: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def _growth(rows: pa.Table, edges: Floats) -> Floats:
-    times, tokens = totals_over_time(rows, ["output_tokens"])
-    reached = np.interp(edges, np.append(0.0, times), np.append(0.0, tokens))
+    reached = np.interp(edges, *tokens_from_start(rows))
     growth: Floats = np.diff(reached).clip(0) / np.diff(edges)  # as ``rate`` draws it
     return growth
-
-
-def _stairs(name: str, edges: Floats, heights: Floats) -> Line:
-    return Line(name, *_stair_points(edges, heights))
-
-
-def _stair_points(edges: Floats, heights: Floats) -> tuple[Floats, Floats]:
-    return np.repeat(edges, 2)[1:-1], np.repeat(heights, 2)
 
 
 def _by_node(series: pa.Table) -> dict[str, pa.Table]:
@@ -124,10 +112,6 @@ def _by_node(series: pa.Table) -> dict[str, pa.Table]:
 
 def _known(series: pa.Table, column: str) -> pa.Table:
     return series.filter(series[column].is_valid())
-
-
-def _column(series: pa.Table, name: str) -> NDArray[Any]:
-    return np.asarray(series[name].to_numpy(), dtype=np.float64)
 
 
 def _percent(part: Floats, whole: Floats) -> Floats:

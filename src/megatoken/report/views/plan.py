@@ -8,7 +8,7 @@ import numpy as np
 
 from megatoken.report.bars import Bar, Swing, bar_chart, tornado, waterfall
 from megatoken.report.blocks import Column, Figure, Headline, Table, View, Words, section
-from megatoken.report.curves import Line, line_chart
+from megatoken.report.curves import line_chart, stairs
 from megatoken.report.documents import Document
 from megatoken.report.views.common import given_tables, records_table, state_cell, view
 from megatoken.report.words import label, plain_text, sentence
@@ -130,7 +130,7 @@ def _cycle(rows: Sequence[Document]) -> Iterator[Figure]:
         hours = [float(part if hour is None else hour) for part, (hour, _) in enumerate(known)]
         step = hours[1] - hours[0] if len(hours) > 1 else 1.0
         edges, heights = np.array([*hours, hours[-1] + step]), np.array([nodes for _, nodes in known], dtype=float)
-        line = Line("nodes", np.repeat(edges, 2)[1:-1], np.repeat(heights, 2))
+        line = stairs("nodes", edges, heights)
         cells = tuple((precise(hour), precise(nodes)) for hour, (_, nodes) in zip(hours, known, strict=True))
         data = Table("Nodes for each hour of the cycle", (Column("Hour"), Column("Nodes", numeric=True)), cells)
         x_range = (float(edges[0]), float(edges[-1]))

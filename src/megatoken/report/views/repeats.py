@@ -13,10 +13,7 @@ from megatoken.report.words import label
 from megatoken.text import count_of, precise
 
 RATE = "output_tokens_per_second"
-RATES = {
-    RATE: "Output rate",
-    "steady_output_tokens_per_second": "Output rate when steady",
-}
+RATES = {RATE: "Output rate", "steady_output_tokens_per_second": "Output rate when steady"}
 KNOWN = (
     *("verdict", "verdicts", "runs", "runs_wanted", "runs_in_the_mean", "metrics", "percentiles", "confidence"),
     *("interval_formula", "seeds", "seeds_note", "simulated_gpu", "reasons"),
@@ -38,10 +35,7 @@ def repeats_view(document: Document) -> View:
         Verdict((verdict_badge(verdict),), f"{simulated}the worst of {count_of(count, 'run')}{of_wanted}: {meaning}"),
         *([Points("", tuple(reasons))] if reasons else []),
     )
-    sections = (
-        section("Numbers", _metrics(document)),
-        section("Each run", *_figures(document), _runs(document)),
-    )
+    sections = (section("Numbers", _metrics(document)), section("Each run", *_figures(document), _runs(document)))
     return view(document, "repeats", summary, sections, KNOWN)
 
 

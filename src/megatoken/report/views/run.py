@@ -97,7 +97,7 @@ def _summary(run: Run) -> Iterator[Block]:
     facts = [
         *(str(part) for part in subject if part),
         f"{number(completed)} sample{'s' * (completed != 1)} in {number(result.get('duration_seconds'))} s",
-        *_time_under_load(result),
+        f"rated over {number(result.get('rated_seconds'))} s under load" if result.get("scenario") == SOAK else "",
         str(run.environment.get("hostname", "")),
         str(result.get("created_at", "")).replace("T", " ").replace("Z", " UTC"),
     ]
@@ -114,11 +114,6 @@ def _summary(run: Run) -> Iterator[Block]:
         yield _points("Doubts about the measurement:", run.doubts)
     if notes := result.get("notes"):
         yield Points("Notes:", tuple(("", note["message"]) for note in notes))
-
-
-def _time_under_load(result: Mapping[str, Any]) -> list[str]:
-    """The part of a soak that its rate covers."""
-    return [f"rated over {number(result.get('rated_seconds'))} s under load"] if result.get("scenario") == SOAK else []
 
 
 def _points(title: str, reasons: list[Reason]) -> Points:
@@ -164,7 +159,7 @@ def _sample_figures(run: Run, samples: Samples) -> Iterator[Figure]:
     done = samples.only(samples.completed & np.isfinite(samples.first))
     if len(done) < 2:
         return
-    origin = "the query's start" if _offline(run) else "the scheduled time"
+    origin = "the query's start" if run.result.get("scenario") == "offline" else "the scheduled time"
     times = [("first token", done.ttft), ("last token", done.last - done.scheduled)]
     yield distribution_chart("First and last token", "s", times, x_label=f"seconds since {origin}")
     tpot = done.tpot[np.isfinite(done.tpot)]
@@ -195,7 +190,3 @@ def _nodes(run: Run) -> Iterator[Block]:
         ):
             if records := rack.get(name):
                 yield records_table(caption, records)
-
-
-def _offline(run: Run) -> bool:
-    return run.result.get("scenario") == "offline"
