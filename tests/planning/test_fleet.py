@@ -176,7 +176,7 @@ def test_burst_and_loss_of_the_base(rack, assumptions):
         ("users", -1, None, "--demand: expected .*, got -1"),
         ("users", None, "office_day", "pass its peak"),
         ("users", 5, "ofice_day", "did you mean office_day"),
-        ("users", 5, "/", "cannot be read: not a regular file"),
+        ("users", 5, "/", "cannot be read as CSV: is not a regular file"),
     ],
 )
 def test_demands_that_are_none(unit, level, curve, why):

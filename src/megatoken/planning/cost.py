@@ -9,7 +9,7 @@ from typing import Any
 
 from megatoken.errors import UsageError
 from megatoken.planning.assumptions import Assumptions
-from megatoken.planning.energy import WALL, Level, Power, levels, power_at
+from megatoken.planning.energy import WALL, Power, levels, power_at
 from megatoken.planning.figures import Input, Plan, Result, Sensitivity, State, Table, by_swing, weakest
 from megatoken.planning.pricing import Derating, Priced, derating, price
 from megatoken.planning.throughput import LENGTH, MIX, Throughput, check_positive
@@ -188,7 +188,11 @@ def plan_cost(
     priced = price(throughput, assumptions, second)
     lines = million_token_lines(inputs)
     used = [*_own_inputs(system, assumptions), *derated.factors[:-1], *assumptions.inputs(names)]
-    assumed = [one.name for one in (*throughput.inputs, *used) if one == _default(assumptions, one.name)]
+    assumed = [
+        one.name
+        for one in (*throughput.inputs, *used)
+        if one.name in assumptions and one == assumptions.entries[one.name].to_input()
+    ]
     return Plan(
         kind="plan_cost",
         title=f"Cost of {throughput.label}",
@@ -232,7 +236,7 @@ def _cost_inputs(system: System, assumptions: Assumptions) -> CostInputs:
     )
 
 
-def _wall(system: System, assumptions: Assumptions) -> Level | None:
+def _wall(system: System, assumptions: Assumptions) -> Power | None:
     if system.rented or system.power is None:
         return None
     return next(one for one in levels(system.throughput, system.power, assumptions) if one.boundary == "wall")
@@ -354,11 +358,6 @@ def _changed_inputs(system: System, assumptions: Assumptions, name: str, value: 
             rate = throughput.total_tokens_per_second / (1 + value)
         throughput = replace(throughput, output_tokens_per_second=rate, input_tokens_per_output_token=value)
     return _cost_inputs(replace(system, throughput=throughput), assumptions.but(name, value))
-
-
-def _default(assumptions: Assumptions, name: str) -> Input | None:
-    """The assumption of that name as an input; None if there is none."""
-    return assumptions.entries[name].to_input() if name in assumptions else None
 
 
 def _length(throughput: Throughput, assumptions: Assumptions) -> Input:

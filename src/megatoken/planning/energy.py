@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
@@ -23,28 +23,22 @@ if TYPE_CHECKING:
 
 WALL, PUE, CARBON = "wall_to_nameplate_power", "pue", "carbon_grams_per_kwh"
 
-Boundary = Literal["accelerators", "wall"]
+Boundary = Literal["accelerators", "wall", "site"]
 JOULES_PER_KWH = 3.6e6
-BOUNDARIES: tuple[Boundary, ...] = ("accelerators", "wall")
+BOUNDARIES: tuple[Boundary, ...] = ("accelerators", "wall")  # of power as given
 
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """Power at a rate. The boundary ``accelerators`` counts them only, ``wall`` whole machines at the power supply."""
+    """Power at a rate.
+
+    The boundary ``accelerators`` counts them only, ``wall`` whole machines at the power supply, ``site`` cooling too.
+    """
 
     watts: float
     boundary: Boundary
     state: State
     source: str
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """Power at one boundary."""
-
-    boundary: str
-    watts: float
-    state: State
 
 
 def power_given(watts: float, boundary: str, state: str, source: str = "given on the command line") -> Power:
@@ -77,15 +71,15 @@ def energy_of(runs: Sequence[Run]) -> RunEnergy:
     return energy_together([run_energy(run.series) for run in runs])
 
 
-def levels(throughput: Throughput, power: Power, assumptions: Assumptions) -> tuple[Level, ...]:
+def levels(throughput: Throughput, power: Power, assumptions: Assumptions) -> tuple[Power, ...]:
     """Power at the boundary of ``power`` and at each wider one: accelerators, wall, site."""
     state = weakest((throughput.state, power.state))
-    found = [Level(power.boundary, power.watts, state)]
-    for boundary, factor in (("wall", WALL), ("site", PUE)):
-        if boundary != power.boundary:
-            state = weakest((state, *assumptions.states([factor])))
-            found.append(Level(boundary, found[-1].watts * assumptions[factor], state))
-    return tuple(found)
+    found = [replace(power, state=state)]
+    if power.boundary == "accelerators":
+        state = weakest((state, *assumptions.states([WALL])))
+        found.append(Power(power.watts * assumptions[WALL], "wall", state, WALL))
+    state = weakest((state, *assumptions.states([PUE])))
+    return (*found, Power(found[-1].watts * assumptions[PUE], "site", state, PUE))
 
 
 def plan_energy(
@@ -151,7 +145,7 @@ def _words(boundary: str) -> str:
     return {"accelerators": "accelerators only", "wall": "whole machines at the wall", "site": "site"}[boundary]
 
 
-def _boundaries(rate: float, found: Sequence[Level], carbon_grams_per_kwh: float) -> Table:
+def _boundaries(rate: float, found: Sequence[Power], carbon_grams_per_kwh: float) -> Table:
     rows = []
     for level in found:
         joules = level.watts / rate
@@ -171,7 +165,7 @@ def _boundaries(rate: float, found: Sequence[Level], carbon_grams_per_kwh: float
 
 
 def _interactions(
-    profiles: Sequence[Profile], prices: Prices, found: Sequence[Level], carbon_grams_per_kwh: float, state: State
+    profiles: Sequence[Profile], prices: Prices, found: Sequence[Power], carbon_grams_per_kwh: float, state: State
 ) -> Table:
     rows = []
     for profile in profiles:

@@ -43,24 +43,11 @@ def goodput_blocks(run: Run, samples: Samples) -> Iterator[Block]:
             duration_seconds=duration,
         )
         first = "does not apply" if offline else f"{limits.ttft_seconds:g} s"
-        rows.append(
-            (
-                limits.name,
-                first,
-                f"{1000 * limits.tpot_seconds:g} ms",
-                precise(100 * good.share),
-                precise(good.samples_per_second),
-                precise(good.output_tokens_per_second),
-            )
-        )
-    columns = (
-        Column("Limits"),
-        Column("First token"),
-        Column("Per token"),
-        Column("Good", "%", numeric=True),
-        Column("Goodput", "samples/s", numeric=True),
-        Column("Output", "tokens/s", numeric=True),
-    )
+        figures = (100 * good.share, good.samples_per_second, good.output_tokens_per_second)
+        rows.append((limits.name, first, f"{1000 * limits.tpot_seconds:g} ms", *map(precise, figures)))
+    numbers = {"Good": "%", "Goodput": "samples/s", "Output": "tokens/s"}
+    heads = (Column("Limits"), Column("First token"), Column("Per token"))
+    columns = (*heads, *(Column(name, unit, numeric=True) for name, unit in numbers.items()))
     note = "Time to first token does not apply to Offline, where all samples are due at once."
     yield Table("Work within limits", columns, tuple(rows), stacked=True, note=note if offline else "")
     yield from _goodput_figure(samples, duration, offline=offline)
