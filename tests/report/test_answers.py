@@ -8,7 +8,8 @@ from decimal import Decimal
 import pyarrow as pa
 from rich.console import Console
 
-from megatoken.report import answer_csv, answer_json, answer_table, show_table
+from megatoken.report import answer_csv, answer_json, answer_table
+from megatoken.report.console import show_table
 
 ANSWER = pa.table(
     {

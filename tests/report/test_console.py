@@ -8,8 +8,8 @@ import yaml
 from report_documents import DETAIL, DOCUMENTS, aggregate_document
 from rich.console import Console
 
-from megatoken.report import show, show_table
 from megatoken.report.blocks import Column, Table
+from megatoken.report.console import show, show_table
 from megatoken.report.documents import checked
 from megatoken.report.page import page
 from megatoken.report.views import document_view, run_view

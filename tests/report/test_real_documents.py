@@ -12,7 +12,7 @@ from megatoken.analysis.entries import accelerator_entry
 from megatoken.audit import audit
 from megatoken.planning import commands
 from megatoken.planning.assumptions import load_assumptions
-from megatoken.report import show
+from megatoken.report.console import show
 from megatoken.report.documents import checked
 from megatoken.report.page import page
 from megatoken.report.views import document_view

@@ -58,8 +58,8 @@ def accuracy(
 
 
 def _show(judged: Judged) -> None:
-    from megatoken.report import show_table
     from megatoken.report.blocks import Column, Table
+    from megatoken.report.console import show_table
 
     document = judged.document
     names = list(document["metrics"])

@@ -29,8 +29,8 @@ def list_data_sets(folder: Folder = Path("datasets"), json_only: Json = False) -
 
 
 def _show(data_sets: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> None:
-    from megatoken.report import show_table
     from megatoken.report.blocks import Column, Table
+    from megatoken.report.console import show_table
 
     rows = tuple(
         (listed["name"], f"{listed['rows']:,}", listed["title"], ", ".join(listed["found"]) or "missing")

@@ -31,7 +31,8 @@ def print_result(document: Mapping[str, Any], show: Callable[[], object], *, jso
 
 def deliver(document: Mapping[str, Any], *, json_only: bool, out: Path | None) -> None:
     """Print a document; save it and its page in ``out`` if given."""
-    from megatoken.report import save_document, show
+    from megatoken.report import save_document
+    from megatoken.report.console import show
 
     saved = save_document(document, out) if out is not None else ()
 

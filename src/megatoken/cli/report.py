@@ -49,7 +49,8 @@ def report(
 
 def _answer(paths: list[Path], sql: str, *, csv: bool, json_only: bool) -> None:
     from megatoken.analysis.query import query
-    from megatoken.report import answer_csv, answer_json, answer_table, show_table
+    from megatoken.report import answer_csv, answer_json, answer_table
+    from megatoken.report.console import show_table
 
     answer = _interruptible(lambda: query(paths, sql))
     with standard_output():

@@ -80,7 +80,8 @@ def measure_and_show(
             print(json.dumps(prepared.plan(), indent=2) if json_only else prepared.describe())
         return ExitCode.OK
 
-    from megatoken.report import read_subject, show
+    from megatoken.report import read_subject
+    from megatoken.report.console import show
     from megatoken.runs.run import Run, Verdict
 
     kept = f"the run is in {path}"

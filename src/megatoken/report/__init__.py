@@ -1,7 +1,6 @@
 """Run folders and result documents as console tables and self-contained HTML pages: pure functions of what was read."""
 
 from megatoken.report.answers import answer_csv, answer_json, answer_table
-from megatoken.report.console import show, show_table
 from megatoken.report.files import read_subject, save_document, write_report, write_reports
 
 __all__ = [
@@ -10,8 +9,6 @@ __all__ = [
     "answer_table",
     "read_subject",
     "save_document",
-    "show",
-    "show_table",
     "write_report",
     "write_reports",
 ]

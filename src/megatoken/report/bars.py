@@ -60,10 +60,10 @@ class Dot:
 
 def bar_chart(title: str, unit: str, bars: Sequence[Bar]) -> Figure:
     """Values from zero up; solid, hatched or outlined bars and text show the state."""
-    room = BAR_ROOM / (max(0.0, *(bar.value for bar in bars)) or 1.0)
+    top = max(0.0, *(bar.value for bar in bars)) or 1.0
     parts = []
     for row, bar in enumerate(bars):
-        parts += _bar_row(row, bar.name, bar.state, (0.0, max(bar.value, 0.0) * room), precise(bar.value))
+        parts += _bar_row(row, bar.name, bar.state, (0.0, max(bar.value, 0.0) / top * BAR_ROOM), precise(bar.value))
     words = "; ".join(f"{bar.name}: {precise(bar.value)} {unit} {bar.state}".rstrip() for bar in bars)
     return _bars_figure(title, unit, parts, bars, words)
 
@@ -72,11 +72,11 @@ def waterfall(title: str, unit: str, steps: Sequence[Bar], total: str) -> Figure
     """Parts that add up, each bar starting where the one above ended, and their sum under the name ``total``."""
     reached = list(accumulate((step.value for step in steps), initial=0.0))
     low, whole = min(reached), reached[-1]
-    room = BAR_ROOM / ((max(reached) - low) or 1.0)
+    span = (max(reached) - low) or 1.0
 
     def ends(start: float, end: float) -> tuple[float, float]:
         first, last = sorted((start, end))
-        return (first - low) * room, (last - low) * room
+        return (first - low) / span * BAR_ROOM, (last - low) / span * BAR_ROOM
 
     parts = []
     for row, (step, (start, end)) in enumerate(zip(steps, pairwise(reached), strict=True)):
