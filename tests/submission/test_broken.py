@@ -185,6 +185,10 @@ BREAKS: dict[str, Breaking] = {
         *("P8 P9", "at least 24 samples", (T, T, T)),
         lambda t: logged(t.run() / DETAIL, "effective_min_query_count", 0),
     ),
+    "no line of queries": (
+        *("P8 P9", "at least 24 samples", (T, T, T)),
+        lambda t: without(t.run() / DETAIL, "effective_min_query_count"),
+    ),
     "early stopping": (
         *("P10", "False", (F, T, F)),
         lambda t: logged(t.run("Server") / DETAIL, "early_stopping_met", False),

@@ -12,6 +12,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
+from megatoken.files import display
 from megatoken.mlperf.run_figures import RunFigures
 
 
@@ -25,6 +26,11 @@ class Where:
     def to_document(self) -> dict[str, Any]:
         """Plain JSON."""
         return {"file": self.file, "line": self.line}
+
+
+def places(*paths: str, line: int | None = None) -> tuple[Where, ...]:
+    """Files or folders of the audited tree, or their line, with printable names."""
+    return tuple(Where(display(path), line) for path in paths)
 
 
 class Role(StrEnum):

@@ -44,15 +44,10 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(Outcome):
     """An outcome with the id of its check."""
 
-    id: str
-    severity: Severity
-    expected: str
-    found: str
-    where: tuple[Where, ...] = ()
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""
 
 
 def outcome(
@@ -65,6 +60,18 @@ def outcome(
     """PASS if ``holds``, ``otherwise`` if not, UNKNOWN for None."""
     severity = Severity.UNKNOWN if holds is None else Severity.PASS if holds else otherwise
     return Outcome(severity, expected, found, where)
+
+
+def free_of(
+    problems: Iterable[str],
+    expected: str,
+    otherwise: str,
+    where: tuple[Where, ...] = (),
+    severity: Severity = Severity.FAIL,
+) -> Outcome:
+    """PASS, with ``otherwise`` as what was found, unless there are problems, which are then what was found."""
+    texts = list(problems)
+    return outcome(not texts, expected, listed(texts, otherwise), where, severity)
 
 
 Outcomes = Outcome | Iterable[Outcome] | None
@@ -88,7 +95,7 @@ class Check(Generic[Args]):
     def observations(self, outcomes: Outcomes) -> list[Observation]:
         """Outcomes that were found elsewhere, under this check's id."""
         found = () if outcomes is None else (outcomes,) if isinstance(outcomes, Outcome) else outcomes
-        return [Observation(self.id, one.severity, one.expected, one.found, one.where, one.fields) for one in found]
+        return [Observation(one.severity, one.expected, one.found, one.where, one.fields, self.id) for one in found]
 
 
 CHECKS: dict[str, Check[...]] = {}
@@ -176,16 +183,9 @@ class Ledger:
 
     @staticmethod
     def _finding(check: Check[...], severity: Severity, entry: _Entry) -> Finding:
-        return Finding(
-            id=check.id,
-            severity=severity,
-            title=check.title,
-            expected=_list(dict.fromkeys(entry.expected, 1), len(entry.expected)),
-            found=_list(entry.found, entry.count),
-            where=tuple(dict.fromkeys(entry.where)),
-            why=check.why,
-            count=entry.count,
-        )
+        expected, found = _list(dict.fromkeys(entry.expected, 1), len(entry.expected)), _list(entry.found, entry.count)
+        where = tuple(dict.fromkeys(entry.where))
+        return Finding(check.id, severity, check.title, expected, found, where, check.why, entry.count)
 
 
 def _list(texts: dict[str, int], count: int) -> str:

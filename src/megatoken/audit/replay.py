@@ -1,29 +1,30 @@
 """Recompute ``result.json`` with the functions that wrote it, from the logs and tables of its run folder, and compare.
 
-Every function yields differences: a field, what is stored and what follows from the rest of the folder. Independent
-formulas that could show a wrong writer are in the tests of the rooms that own the functions.
+Independent formulas that could show a wrong writer are in the tests of the rooms that own the functions.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Set
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megatoken.accuracy.gate import Judgement
 from megatoken.analysis.statistics import ARRIVING
 from megatoken.analysis.summary import summarise_run
-from megatoken.audit.discovery import Tree, below
-from megatoken.errors import UsageError
+from megatoken.audit.differences import SAME, Difference, differences
+from megatoken.audit.discovery import below
+from megatoken.audit.finding import Observation, Severity, outcome, shown
+from megatoken.audit.folder import LOGGED, TABLES, RunFolder, compared
+from megatoken.audit.replay_answers import UnknownError
+from megatoken.errors import MegatokenError
 from megatoken.files import mapping, plain
 from megatoken.harness.result import concluded, concluded_soak, core_wait_notes, run_notes
 from megatoken.harness.together import concluded_nodes, gathered, joined_tables, node_starts
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.run_figures import in_seconds, samples_answers
-from megatoken.runs.run import NODES, REQUESTS, RESULT, SCHEMA_VERSION, SERIES, Run, Verdict, read_run
+from megatoken.runs.run import NODES, REQUESTS, RESULT, SCHEMA_VERSION, SERIES, Run, read_run
 from megatoken.text import is_number
 
-SAME = 1e-9  # relative: the same arithmetic on the same rows
 ANSWERS = ("ACCURACY", "ANSWERS", "COMPLIANCE")  # codes of reasons that follow from the answers alone
 MOST_UNWRITTEN_SECONDS = 30  # rows of the series that a killed process may have written since the metrics
 MOST_OFFSET_SECONDS = 60.0  # of a node's clock, without a doubt about it
@@ -31,52 +32,13 @@ _SENTENCES = frozenset(("message", "notes", "basis", "reason", "formula", "state
 _SENTENCES |= {"coefficient_of_variation_formula"}  # for people; other versions word them in another way
 
 
-class Difference(NamedTuple):
-    """A field whose stored value does not follow from the rest of the run folder."""
-
-    field: str
-    stored: Any
-    recomputed: Any
-
-    def __str__(self) -> str:
-        return f"{self.field} {_short(self.stored)}, recomputed {_short(self.recomputed)}"
-
-
-def differences(
-    stored: Any, again: Any, field: str = "", *, relative: float = SAME, ignoring: Set[str] = frozenset()
-) -> Iterator[Difference]:
-    """Where two values of JSON differ: texts and integers exactly, other numbers nearly; null may be absent.
-
-    Args:
-        stored: from a file.
-        again: recomputed; of the outermost mapping only its keys are compared.
-        field: what the values are called.
-        relative: tolerance of numbers.
-        ignoring: keys that are not compared, at any depth.
-    """
-    if isinstance(stored, Mapping) and isinstance(again, Mapping):
-        for key in again if not field else {**again, **stored}:
-            if key not in ignoring:
-                name = f"{field}.{key}" if field else str(key)
-                yield from differences(stored.get(key), again.get(key), name, relative=relative, ignoring=ignoring)
-    elif isinstance(stored, list) and isinstance(again, list) and len(stored) == len(again):
-        for number, (one, other) in enumerate(zip(stored, again, strict=True)):
-            place = one.get("code", number) if isinstance(one, Mapping) else number
-            yield from differences(one, other, f"{field}.{place}", relative=relative, ignoring=ignoring)
-    elif _codes(stored) != _codes(again):
-        yield Difference(field, _codes(stored), _codes(again))
-    elif not _same(stored, again, relative):
-        yield Difference(field, stored, again)
-
-
-def metrics(run: Run) -> list[Difference]:
-    """All metrics against the two tables.
-
-    A process that was killed may have written rows after it last wrote the metrics, which are of the rows before.
-    """
+@compared("run_folder.metrics", "Metrics follow from the tables", "Every number can be recomputed.", TABLES)
+def metrics(folder: RunFolder) -> list[Difference]:
+    """A process that was killed may have written rows after it last wrote the metrics, which are of the rows before."""
+    run = folder.run
     known = {name: value for name, value in run.result.items() if name != "aggregate"}
     found = _metrics(run, known, len(run.requests), len(run.series))
-    if run.verdict is not Verdict.INTERRUPTED or not found:
+    if folder.finished or not found:
         return found
     ended = [run.result.get(f"samples_{how}") for how in ("completed", "failed", "cancelled")]
     samples = sum(count for count in ended if isinstance(count, int))
@@ -93,21 +55,29 @@ def _metrics(run: Run, known: Mapping[str, Any], samples: int, rows: int) -> lis
     return list(differences(run.result, again, ignoring=_SENTENCES))
 
 
-def conclusion(run: Run, log: DetailLog, judged: Judgement | None) -> list[Difference]:
-    """Verdict, reasons and LoadGen's figures against LoadGen's log, the requests and ``judged``: the answers.
+def _has_verdict(folder: RunFolder) -> bool:
+    """Whether the verdict follows from the folder alone, not from those of its nodes."""
+    return folder.is_logged or (folder.finished and "soak" in folder.run.result)
 
-    Without ``judged`` the reasons that the answers gave are taken as they are stored.
-    """
+
+@compared(
+    "run_folder.verdict",
+    "Verdict and reasons follow from log and rows",
+    "They say what may be quoted.",
+    LOGGED,
+    _has_verdict,
+)
+def verdict(folder: RunFolder) -> list[Difference]:
+    """Where the answers cannot be judged here, the reasons that they gave are taken as they are stored."""
+    run, log = folder.run, folder.log
+    if "soak" in run.result or log is None:
+        return _concluded(run, plain(concluded_soak(run.result, run.environment, run.requests, run.series)))
+    judged = folder.answers.judged
     if judged is None:
         kept: dict[str, Any] = {name: run.result[name] for name in ("accuracy", "compliance") if name in run.result}
         judged = Judgement(kept, [reason for reason in run.reasons if reason["code"] in ANSWERS])
     again = concluded(run.result, log, run.requests, judged, compliance=samples_answers(log))
     return _concluded(run, plain({**_asked(run, log), **again}))
-
-
-def soak(run: Run) -> list[Difference]:
-    """Verdict, reasons and stability of a soak against its tables."""
-    return _concluded(run, plain(concluded_soak(run.result, run.environment, run.requests, run.series)))
 
 
 def _concluded(run: Run, again: Mapping[str, Any]) -> list[Difference]:
@@ -145,9 +115,10 @@ def _asked(run: Run, log: DetailLog) -> dict[str, Any]:
     }
 
 
-def notes(run: Run) -> Iterator[str]:
+@compared("run_folder.notes", "Every note has its cause", "Notes say what a reader must know, such as random weights.")
+def notes(folder: RunFolder) -> Iterator[object]:
     """Codes of notes that the fields of a run call for, and its notes on them."""
-    result, config = run.result, run.config
+    result, config = folder.run.result, folder.run.config
     gpu, drawn = mapping(config.get("rack")).get("simulated_gpu"), result.get("random_weights")
     due = {
         "SIMULATED_GPU": bool(gpu),
@@ -159,7 +130,7 @@ def notes(run: Run) -> Iterator[str]:
     }
     by_code = {note["code"]: note for note in result.get("notes") or () if "node" not in note}
     again = {note["code"]: note for note in run_notes({**result, "notes": []})}
-    if run.verdict is not Verdict.INTERRUPTED:  # it is added at the end
+    if folder.finished:  # it is added at the end
         again |= {note["code"]: note for note in core_wait_notes(result.get("core_wait_share"), result)}
         due |= {code: code in again for code in ("CORE_WAIT", "DRIVER_CORE_WAIT")}
     due |= {code: code in again for code in ("NO_KERNELS", "BF16_WIDENED", "NO_GPU")}
@@ -168,27 +139,22 @@ def notes(run: Run) -> Iterator[str]:
             yield f"{'no ' if wanted else ''}note {code}, which {'has its cause' if wanted else 'has no cause'} here"
         elif wanted and code in again:
             tolerance = SAME if result["schema_version"] == SCHEMA_VERSION else 0.2  # it had whole percents
-            found = differences(by_code[code], again[code], code, relative=tolerance, ignoring=_SENTENCES | {"why"})
-            yield from map(str, found)
+            yield from differences(by_code[code], again[code], code, relative=tolerance, ignoring=_SENTENCES | {"why"})
     if gpu and str(by_code.get("SIMULATED_GPU", {}).get("gpu")).lower() != str(gpu).lower():
         yield f"note SIMULATED_GPU of {by_code.get('SIMULATED_GPU', {}).get('gpu')}, config.yaml {gpu}"
 
 
-def nodes(tree: Tree, path: str, run: Run) -> Iterator[str]:
-    """Fields and tables of a rack with a LoadGen for each node, against the run folders of the nodes.
+def _has_nodes(folder: RunFolder) -> bool:
+    return folder.finished and "node_verdicts" in folder.run.result and "soak" not in folder.run.result
 
-    Raises:
-        UsageError: a node's folder is missing or damaged.
-    """
+
+@compared(
+    "run_folder.nodes", "A rack's result follows from its nodes", "No log covers the whole rack.", TABLES, _has_nodes
+)
+def nodes(folder: RunFolder) -> Iterator[str]:
+    """Fields and tables of a rack with a LoadGen for each node, against the run folders of the nodes."""
+    run, runs = folder.run, _node_runs(folder)
     rack, verdicts = run.result["rack"], run.result["node_verdicts"]
-    runs = {}
-    for name in (name for name, verdict in verdicts.items() if verdict is not None):
-        folder = below(path, f"{NODES}/{name}")
-        if f"{folder}/{RESULT}" not in tree.files:  # a name may lead out of the folder
-            raise UsageError(f"{NODES}/{name} is missing")
-        runs[name] = read_run(tree.path(folder))
-    if not runs:
-        raise UsageError("no node finished")
     offsets = rack["clock_offsets"]
     silent = {loss["node"]: loss["cause"] for loss in rack["lost"] if loss["replica"] is None}
     if silent.keys() != verdicts.keys() - runs.keys():
@@ -210,36 +176,33 @@ def nodes(tree: Tree, path: str, run: Run) -> Iterator[str]:
     yield from map(str, differences(run.result, plain(again), ignoring=_SENTENCES))
 
 
-def far_clocks(run: Run) -> Iterator[str]:
+def _node_runs(folder: RunFolder) -> dict[str, Run]:
+    """The runs of nodes that finished. Raises UnknownError."""
+    runs = {}
+    for name in (name for name, verdict in folder.run.result["node_verdicts"].items() if verdict is not None):
+        path = below(folder.path, f"{NODES}/{name}")
+        if f"{path}/{RESULT}" not in folder.tree.files:  # a name may lead out of the folder
+            raise UnknownError(f"{NODES}/{name} is missing")
+        try:
+            runs[name] = read_run(folder.tree.path(path))
+        except MegatokenError as error:  # the checks of the nodes' folders say so too
+            raise UnknownError(str(error)) from None
+    if not runs:
+        raise UnknownError("no node finished")
+    return runs
+
+
+def far_clocks(folder: RunFolder) -> list[Observation]:
     """Nodes whose clock offset is so long that runs one after the other would look simultaneous."""
-    durations = [node["duration_seconds"] for node in run.result["nodes"]]
-    most = min([MOST_OFFSET_SECONDS, *durations])
-    for one in run.result["rack"]["clock_offsets"]:
-        if abs(one["wall_seconds"]) > most:
-            yield f"{one['node']} {one['wall_seconds']:,.3g} s"
+    result = folder.run.result
+    if not _has_nodes(folder):
+        return []
+    most = min([MOST_OFFSET_SECONDS, *(node["duration_seconds"] for node in result["nodes"])])
+    far = [one for one in result["rack"]["clock_offsets"] if abs(one["wall_seconds"]) > most]
+    expected = "clocks that differ by less than a minute and by less than a node ran"
+    found = shown("; ".join(f"{one['node']} {one['wall_seconds']:,.3g} s" for one in far))
+    return nodes.observations(outcome(False, expected, found, folder.places(RESULT), Severity.WARN) if far else None)
 
 
 def _planned(run: Run) -> dict[str, tuple[int, int]]:
     return {entry["node"]: (entry["replicas"], entry["gpus"]) for entry in run.result.get("rack_nodes") or ()}
-
-
-def _codes(listed: Any) -> str:
-    """The codes of reasons; none for no reason, and for anything else."""
-    if not isinstance(listed, list):
-        return "none"
-    return ", ".join(str(one.get("code")) for one in listed if isinstance(one, Mapping)) or "none"
-
-
-def _same(one: Any, other: Any, relative: float) -> bool:
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if one is None and other == []:
-        return True
-    if (isinstance(one, float) and is_number(other)) or (isinstance(other, float) and is_number(one)):
-        return math.isclose(one, other, rel_tol=relative, abs_tol=1e-12) or (math.isnan(one) and math.isnan(other))
-    return bool(one == other)  # integers too: a seed has 20 digits
-
-
-def _short(value: Any) -> str:
-    text = "none" if value is None else str(value)
-    return text if len(text) <= 120 else f"{text[:120]}..."

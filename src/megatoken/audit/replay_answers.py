@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatoken.accuracy.decoding import AnswerDecoder
 from megatoken.accuracy.evaluate import Scores
@@ -13,8 +13,8 @@ from megatoken.accuracy.gate import FACTS, Judgement, compliance_judgement, refe
 from megatoken.accuracy.judge import scored
 from megatoken.accuracy.targets import BY_SENTENCES, FOLDER, Target, Targets, numbers
 from megatoken.accuracy.verify import cut_samples
+from megatoken.audit.differences import differences
 from megatoken.audit.discovery import Tree, below
-from megatoken.audit.replay import differences
 from megatoken.datasets.references import HELD_OUT, References, load_references
 from megatoken.engine.config import REFERENCE, SHAPES, end_token_ids, model_folder
 from megatoken.errors import MegatokenError
@@ -32,15 +32,54 @@ _NOT_COMPARED = {"log", "references", "notes", "reasons", "schema_version"}  # p
 
 
 class UnknownError(Exception):
-    """The answers cannot be judged here; the message says why."""
+    """What a field follows from is not here; the message says why."""
 
 
-def logged_answers(tree: Tree, path: str) -> Answers | None:
-    """The answers in LoadGen's log of the run folder ``path``; None without a log. Raises UnknownError."""
-    name = below(path, f"{MLPERF}/{ACCURACY_LOG}")
-    if name not in tree.files:
-        return None
-    file = tree.path(name)
+class Rejudged(NamedTuple):
+    """What the answers of a run show when they are judged again.
+
+    Attributes:
+        judged: What the verdict of the run depends on; None where that is not known here.
+        problems: Every stored score, count, target and line that differs; None without logged answers.
+        unknown: Why they cannot be judged here.
+        other_ends: How the end tokens that TEST06 was verified with differ from those of the run.
+    """
+
+    judged: Judgement | None
+    problems: list[str] | None = None
+    unknown: str = ""
+    other_ends: str = ""
+
+
+def judged_again(tree: Tree, path: str, run: Run, *, compliance: bool) -> Rejudged:
+    """The logged answers of a run folder, judged again.
+
+    Args:
+        tree: All files.
+        path: The folder.
+        run: Its contents.
+        compliance: Whether TEST06 judged the answers; else an evaluation, if the run measured accuracy.
+    """
+    if not compliance and run.result.get("mode") != "accuracy":
+        return Rejudged(Judgement({}, ()))
+    try:
+        if below(path, f"{MLPERF}/{ACCURACY_LOG}") not in tree.files:
+            return Rejudged(None)
+        answers = _logged_answers(tree.path(below(path, f"{MLPERF}/{ACCURACY_LOG}")))
+        return (_compliance if compliance else _accuracy)(tree, path, run, answers)
+    except UnknownError as error:
+        return Rejudged(None, [], str(error))
+    except Exception as error:  # fields of a type that no run writes can break any step
+        return Rejudged(None, [not_computed(error)])
+
+
+def not_computed(error: Exception) -> str:
+    """Why something cannot be recomputed."""
+    why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+    return f"cannot be computed: {why}"
+
+
+def _logged_answers(file: Path) -> Answers:
     if file.stat().st_size > MOST_LOG_BYTES:
         raise UnknownError(f"{ACCURACY_LOG} has more than {MOST_LOG_BYTES:,} bytes")
     try:
@@ -51,12 +90,8 @@ def logged_answers(tree: Tree, path: str) -> Answers | None:
     return answers
 
 
-def accuracy(tree: Tree, path: str, run: Run, answers: Answers) -> tuple[Judgement, list[str]]:
-    """What the gate of an accuracy run finds, and every stored score, target and count that differs.
-
-    Raises:
-        UnknownError: the expected answers or the tokenizer are not here, or scores would take too long.
-    """
+def _accuracy(tree: Tree, path: str, run: Run, answers: Answers) -> Rejudged:
+    """Raises UnknownError: the expected answers or the tokenizer are not here, or scores would take too long."""
     document, judged, problems = _json(tree, below(path, SCORES)), Judgement({}, ()), []
     stored = run.result.get("accuracy")
     if _is_gated(run):
@@ -78,7 +113,7 @@ def accuracy(tree: Tree, path: str, run: Run, answers: Answers) -> tuple[Judgeme
     except UnknownError:
         if not problems:
             raise
-    return judged, problems
+    return Rejudged(judged, problems)
 
 
 def _evaluation(tree: Tree, path: str, run: Run, answers: Answers, document: Mapping[str, Any]) -> Iterator[str]:
@@ -104,12 +139,8 @@ def _evaluation(tree: Tree, path: str, run: Run, answers: Answers, document: Map
         )
 
 
-def compliance(tree: Tree, path: str, run: Run, answers: Answers) -> tuple[Judgement, list[str], str | None]:
-    """What TEST06 finds, every stored field and line that differs, and a note on end tokens that were looked for.
-
-    Raises:
-        UnknownError: the end tokens of the model are not here, and nothing differs by those that the run names.
-    """
+def _compliance(tree: Tree, path: str, run: Run, answers: Answers) -> Rejudged:
+    """Raises UnknownError: the model's end tokens are not here, and nothing differs by those that the run names."""
     stored, document = mapping(run.result.get("compliance")), _json(tree, below(path, TESTED))
     known, named = _end_tokens(run), _named(stored)
     ends, later = named if known is None else known, _named(mapping(document))
@@ -126,10 +157,10 @@ def compliance(tree: Tree, path: str, run: Run, answers: Answers) -> tuple[Judge
         problems += [f"{VERIFIED}: no line {line}" for line in again.lines if line not in lines]
     if not problems and known is None:
         raise UnknownError("the model's end tokens are not known here; by those that the run names, nothing differs")
-    other = None
+    other = ""
     if later is not None and ends is not None and set(later) != set(ends):
         other = f"{TESTED} looked for {', '.join(map(str, later))}, the run for {', '.join(map(str, ends))}"
-    return compliance_judgement(outcome), problems, other
+    return Rejudged(compliance_judgement(outcome), problems, other_ends=other)
 
 
 def _scored(

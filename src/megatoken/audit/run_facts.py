@@ -1,7 +1,4 @@
-"""Facts that a run folder states more than once, held against each other: its files have no common writer to replay.
-
-Every function yields contradictions as sentences.
-"""
+"""Facts that a run folder states more than once, compared: its files have no common writer to replay."""
 
 from __future__ import annotations
 
@@ -18,13 +15,16 @@ import numpy as np
 from megatoken.analysis.machine import unix_seconds
 from megatoken.analysis.series import numbers, replicas
 from megatoken.analysis.statistics import ARRIVING, SOAK, Samples
+from megatoken.audit.differences import Doubt
+from megatoken.audit.folder import LOGGED, TABLES, RunFolder, compared
 from megatoken.engine.config import REFERENCE, SHAPES, EngineConfig, ModelConfig, model_folder
 from megatoken.engine.memory import plan_memory_of
+from megatoken.engine.schemes import SCHEMES
 from megatoken.errors import MegatokenError
 from megatoken.files import mapping, read_json_object
 from megatoken.harness.loadgen_plan import library_to_data_set
 from megatoken.mlperf.detail_log import DetailLog
-from megatoken.mlperf.run_figures import RunFigures, completion_seconds, in_seconds, samples_answers, whole
+from megatoken.mlperf.run_figures import completion_seconds, in_seconds, samples_answers, whole
 from megatoken.runs.run import CONFIG, ENVIRONMENT, SERIES, Run
 from megatoken.text import count_of
 
@@ -40,16 +40,18 @@ CLOCK_SECONDS = 1.0  # some dates have whole seconds, and a clock may be adjuste
 CLOCK_DRIFT = 0.01  # of a soak
 LATE_SECONDS = 60.0  # between two steps of a start, on a busy machine
 EARLIER_SECONDS, LATER_SECONDS, LATER_SHARE = 0.1, 1.0, 0.05  # of the last sample in the rows, against LoadGen's
-LOGGED = 1e-4  # relative: LoadGen's rates have six digits, and its clock runs until the last sample is reported to it
+RATE_ERROR = 1e-4  # relative: LoadGen's rates have six digits, and its clock runs until it hears of the last sample
 WEIGHTS_SHARE = 0.05  # releases count a scale or a copy of the head in another way; number formats differ by more
 MOST_LIBRARY_ROWS = 20_000_000
 
 
-def configuration(run: Run, log: DetailLog | None) -> Iterator[str]:
+@compared("run_folder.configuration", "The run was configured as it says", "Other settings give other numbers.")
+def configuration(folder: RunFolder) -> Iterator[str]:
     """What ran against what was configured."""
-    result, config, on_rack = run.result, run.config, "rack_nodes" in run.result
+    run, log = folder.run, folder.log
+    result, config = run.result, run.config
     scenario = {"scenario": SOAK} if "soak" in result and config.get("scenario") == "offline" else {}
-    for field, key in {**_CONFIGURED, **_STEP, **({} if on_rack else _ENGINE)}.items():
+    for field, key in {**_CONFIGURED, **_STEP, **({} if folder.on_rack else _ENGINE)}.items():
         stated, asked = _at(result, field), _at({**config, **scenario}, key)
         left_open = asked in (None, "auto") and key.startswith("engine.") and key not in _STEP.values()
         if asked is not ... and not left_open and (stated is not ... or "." not in field) and stated != asked:
@@ -66,22 +68,19 @@ def configuration(run: Run, log: DetailLog | None) -> Iterator[str]:
         yield f"target.steps_in_flight {steps}, {CONFIG} engine.overlap {overlap}"
     yield from _subject(run)
     yield from _simulated(run)
-    if not on_rack:
+    if not folder.on_rack:
         yield from _device(run)
     if log is not None and "soak" not in result:
         yield from _asked(run, log)
         yield from _library(run, log)
 
 
-def model_name(run: Run) -> str | None:
-    """The configured model, where ``result.json`` names another one; a link may lead to a folder of another name."""
-    model = run.config.get("model")
-    name = PurePath(model).name if isinstance(model, str) else ""
-    return model if name not in ("", "..", run.result.get("model")) else None
-
-
 def _subject(run: Run) -> Iterator[str]:
     result, config = run.result, run.config
+    model = config.get("model")
+    if isinstance(model, str) and PurePath(model).name not in ("", "..", result.get("model")):
+        other = f"model {result.get('model')}, {CONFIG} model {model}"
+        yield Doubt(other) if "/" in model else other  # a link may lead to a folder of another name
     drawn, weights = result.get("random_weights"), result.get("weights")
     if "random_weights" in config and isinstance(weights, str):
         if (drawn or weights.startswith("random")) and weights != f"random, seed {config.get('seed')}":
@@ -116,8 +115,10 @@ def _device(run: Run) -> Iterator[str]:
             yield f"target.device {device}, memory_plan.device {planned}"
         if gpus and device not in (*gpus, "cpu"):
             yield f"target.device {device}, {ENVIRONMENT} {', '.join(dict.fromkeys(gpus))}"
-    if "fp8_scales" in target and (target["fp8_scales"] is not None) is not (run.result.get("precision") == "fp8"):
-        yield f"precision {run.result.get('precision')}, target.fp8_scales {target['fp8_scales']}"
+    precision = run.result.get("precision")
+    scales = {scheme.fp8_scales for scheme in SCHEMES if scheme.precision == precision}
+    if "fp8_scales" in target and target["fp8_scales"] not in scales:
+        yield f"precision {precision}, target.fp8_scales {target['fp8_scales']}"
 
 
 def _asked(run: Run, log: DetailLog) -> Iterator[str]:
@@ -163,9 +164,11 @@ def _library(run: Run, log: DetailLog) -> Iterator[str]:
         yield f"data_set_rows {rows:,} in a library of {library:,}: {what}"
 
 
-def memory(run: Run) -> Iterator[str]:
+@compared("run_folder.memory", "Sizes fit model and machine", "Other sizes belong to another model or precision.")
+def memory(folder: RunFolder) -> Iterator[str]:
     """``memory_plan`` against the plan for a model of known shape, the series and the memory of the machine."""
-    plan, result, alone = mapping(run.result.get("memory_plan")), run.result, "rack_nodes" not in run.result
+    run, alone = folder.run, not folder.on_rack
+    plan, result = mapping(run.result.get("memory_plan")), run.result
     wrong = {name: value for name, value in plan.items() if name != "device" and not _is_size(value)}
     if wrong:
         yield f"memory_plan {', '.join(f'{name} {value}' for name, value in wrong.items())}"
@@ -228,20 +231,19 @@ def _shape(run: Run) -> ModelConfig | None:
     return ModelConfig.from_hugging_face(read_json_object(file)[0], file)
 
 
-def counts(run: Run, log: DetailLog, figures: RunFigures) -> Iterator[str]:
-    """Samples, tokens and duration of the requests against LoadGen's own counts.
-
-    LoadGen learns of the last sample a little after it ended, and leaves answers of one token out of its rates.
-    """
+@compared("run_folder.counts", "LoadGen counted the same", "Two saw the same samples.", LOGGED, lambda it: it.is_logged)
+def counts(folder: RunFolder) -> Iterator[str]:
+    """LoadGen learns of the last sample a little after it ended, and leaves answers of one token out of its rates."""
+    run, log, figures = folder.run, folder.log, folder.figures
     result, scenario = run.result, run.result.get("scenario")
-    if result.get("mode") != "performance":
+    if result.get("mode") != "performance" or log is None or figures is None:
         return
     tokens, samples = result.get("output_tokens"), result.get("samples_completed")
     if figures.output_tokens is not None and isinstance(tokens, int):
         counted = tokens - (result.get("samples_without_tpot") or 0)
         if samples != figures.samples_issued:
             yield f"{samples} samples, LoadGen {figures.samples_issued}"
-        if abs(counted - figures.output_tokens) > LOGGED * max(tokens, 1):
+        if abs(counted - figures.output_tokens) > RATE_ERROR * max(tokens, 1):
             yield f"{counted:,} tokens of answers of more than one, LoadGen {figures.output_tokens:,.0f}"
     last = Samples.of(run.requests).last
     if scenario == "offline":
@@ -256,8 +258,10 @@ def counts(run: Run, log: DetailLog, figures: RunFigures) -> Iterator[str]:
         yield f"the last sample ended after {ours:.3f} s, by LoadGen {logged:.3f} s"
 
 
-def times(run: Run, figures: RunFigures | None) -> Iterator[str]:
+@compared("run_folder.times", "Dates are in order", "A folder with other dates may be of another run.", LOGGED)
+def times(folder: RunFolder) -> Iterator[str]:
     """Dates in their order, against LoadGen's own and the time under load."""
+    run, figures = folder.run, None if folder.logged is None else folder.logged.figures
     result, soak = run.result, run.result.get("soak")
     stated = {"soak.segments started_at": soak["segments"][0]["started_at"]} if soak else {}
     stated |= {name: result[name] for name in ("created_at", "started_at", "ended_at") if name in result}
@@ -308,9 +312,25 @@ def _segments(run: Run, soak: Mapping[str, Any]) -> Iterator[str]:
             yield f"samples_dropped {one['samples_dropped']} at {stop:.3f} s, {dropped} were in flight"
 
 
-def replicas_of_rack(run: Run) -> Iterator[str]:
+def _has_replicas(folder: RunFolder) -> bool:
+    """A soak that went on after an interruption has the nodes of its last segment alone."""
+    run, result = folder.run, folder.run.result
+    of_rack = mapping(run.config.get("rack")).get("cluster") is not None or "ray" in mapping(result.get("target"))
+    stated = bool(result.get("rack") and result.get("rack_nodes"))
+    resumed = mapping(result.get("soak")).get("interruptions")
+    return folder.finished and not resumed and (stated or bool(of_rack and len(run.requests)))
+
+
+@compared(
+    "run_folder.replicas", "A rack has the replicas of its time series", "Rates divide by them.", TABLES, _has_replicas
+)
+def replicas_of_rack(folder: RunFolder) -> Iterator[str]:
     """``rack_nodes`` and ``rack`` against each other, the GPUs that replicas need and the series."""
-    result, target, rack = run.result, mapping(run.result.get("target")), run.result["rack"]
+    run, result = folder.run, folder.run.result
+    if absent := [name for name in ("rack", "rack_nodes") if not result.get(name)]:
+        yield from (f"no {name}" for name in absent)
+        return
+    target, rack = mapping(result.get("target")), result["rack"]
     stated = {entry["node"]: entry["replicas"] for entry in result["rack_nodes"]}
     served = {
         (node, number): bool(numbers(run.series["pages"])[rows].any()) for node, number, rows in replicas(run.series)

@@ -176,4 +176,4 @@ def observe(
 ) -> Observation:
     """An observation of a check that another room defines; see ``outcome``."""
     seen = outcome(holds, expected, found, where, otherwise)
-    return Observation(id_, seen.severity, expected, found, where)
+    return Observation(seen.severity, expected, found, where, id=id_)

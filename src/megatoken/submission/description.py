@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from megatoken.engine.schemes import find_scheme
 from megatoken.mlperf.benchmarks import benchmarks
 from megatoken.mlperf.rounds import rules
 from megatoken.runs.run import Run
@@ -103,7 +104,7 @@ def model_description(run: Run) -> dict[str, Any]:
         "weight_data_types": precision,
         "weight_transformations": f"none: drawn at random in {precision}"
         if random
-        else to_fill(f"how the reference's weights became {precision}, such as none, or scaled to fp8 per tensor"),
+        else to_fill(f"how the reference's weights became {precision}, such as none, or scaled per tensor"),
     }
 
 
@@ -149,7 +150,8 @@ def code_readme(run: Run) -> str:
 def calibration(run: Run) -> str:
     """documentation/calibration.md: how the quantization was calibrated."""
     precision = str(run.result.get("precision"))
-    if precision in ("bf16", "fp32"):
+    scheme = find_scheme(precision)
+    if scheme.weight_bytes == scheme.activation_bytes:
         text = f"No quantization: weights, activations and KV cache are {precision}, so nothing was calibrated."
     else:
         text = f"- {to_fill(f'how the scales of {precision} were found, and on which samples')}"

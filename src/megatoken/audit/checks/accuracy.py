@@ -11,6 +11,7 @@ from megatoken.audit.finding import Observation, Outcome, Severity, check, outco
 from megatoken.audit.view import RunView
 from megatoken.mlperf.accuracy_log import TRUNCATED_BYTES, AccuracyLog
 from megatoken.mlperf.benchmarks import Benchmark
+from megatoken.mlperf.compliance import TEST06_RECORDS
 from megatoken.mlperf.detail_log import LIBRARY_SET
 from megatoken.mlperf.draws import MOST_ROWS, Load, issued_rows, library_order
 from megatoken.mlperf.rounds import round_seeds
@@ -18,7 +19,6 @@ from megatoken.mlperf.run_figures import samples_answers, whole
 from megatoken.text import count_of
 
 ID_BYTES = (4, 8)  # a token id in ``data``: int32, or int64 in a few submissions
-TEST06_SAMPLES = 100
 
 
 def check_accuracy(run: RunView) -> Iterator[Observation]:
@@ -181,16 +181,16 @@ def first_token(log: AccuracyLog, where: tuple[Where, ...]) -> Outcome | None:
 
 @check("compliance.records", "TEST06 logged its samples", "It issues 100 and logs all; others were left out or added.")
 def test06_records(log: AccuracyLog, where: tuple[Where, ...]) -> Outcome | None:
-    expected = f"{TEST06_SAMPLES} records: TEST06 issues so many samples and logs them all"
+    expected = f"{TEST06_RECORDS} records: TEST06 issues so many samples and logs them all"
     found = count_of(log.records, "record")
-    return None if log.truncated else outcome(log.records == TEST06_SAMPLES, expected, found, where)
+    return None if log.truncated else outcome(log.records == TEST06_RECORDS, expected, found, where)
 
 
 @check("compliance.order", "TEST06 asked for the rows of its seeds", "Answers to other rows were selected.")
 def test06_order(
     log: AccuracyLog, where: tuple[Where, ...], scenario: str, benchmark: Benchmark, round_: str | None
 ) -> Outcome:
-    load = Load("Server" if scenario == "Interactive" else scenario, False, False, TEST06_SAMPLES)
+    load = Load("Server" if scenario == "Interactive" else scenario, False, False, TEST06_RECORDS)
     best, by = -1, ""
     for name in (round_,) if round_ else dict.fromkeys((*benchmark.rounds, *round_seeds())):
         library_seed, sample_seed, _ = round_seeds()[name]
@@ -199,7 +199,7 @@ def test06_order(
             before_gcc_11: bool, library_seed: int = library_seed, sample_seed: int = sample_seed
         ) -> tuple[int, ...]:
             library = library_order(library_seed, benchmark.rows, before_gcc_11)
-            return issued_rows(sample_seed, library, load, TEST06_SAMPLES, before_gcc_11)
+            return issued_rows(sample_seed, library, load, TEST06_RECORDS, before_gcc_11)
 
         best, by = max((best, by), (_agreeing(log, issued) or 0, name))
         if best == len(log.rows):

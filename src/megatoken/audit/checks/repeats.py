@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatoken.analysis.repeats import REPEATS, summarise_repeats
+from megatoken.audit.differences import differences
 from megatoken.audit.discovery import Tree, below
 from megatoken.audit.evidence import Where
 from megatoken.audit.finding import Observation, Severity, check, shown
-from megatoken.audit.replay import differences
 from megatoken.audit.view import observe
 from megatoken.errors import MegatokenError
 from megatoken.files import UnreadableError, display, plain, read_json_object

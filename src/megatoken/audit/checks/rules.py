@@ -159,7 +159,7 @@ def offline_samples(run: Subject) -> Outcome | None:
     figures, keys = run.figures, ("effective_samples_per_query", "effective_min_query_count", "n_samples_issued")
     if run.scenario != "Offline" or run.benchmark is None:
         return None
-    if isinstance(run, RunView) and whole(run.detail, keys[1]) == 0:
+    if isinstance(run, RunView) and not whole(run.detail, keys[1]):
         return _line(run, False, f"one query of at least {run.benchmark.rows:,} samples", keys[1], keys[0])
     samples = figures.samples_issued if figures.samples_requested is None else figures.samples_requested
     return _at_least(run, "a query", samples, run.benchmark.rows, "{:,} samples".format, *keys)

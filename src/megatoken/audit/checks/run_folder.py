@@ -2,84 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 
-from megatoken.accuracy.gate import Judgement
 from megatoken.analysis.machine import rate_state, simulated_gpu
-from megatoken.audit import replay, replay_answers, run_facts
+from megatoken.audit import replay, run_facts
 from megatoken.audit.discovery import Tree, below
-from megatoken.audit.evidence import Run, Where
-from megatoken.audit.finding import Observation, Severity, check, shown
-from megatoken.audit.view import observe
+from megatoken.audit.evidence import Run, places
+from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
+from megatoken.audit.folder import LOG, LOGGED, TABLES, RunFolder
 from megatoken.errors import MegatokenError
 from megatoken.files import UnreadableError, display, mapping, read_json_object
 from megatoken.mlperf.detail_log import DetailLog, read_detail_log
-from megatoken.runs.run import CONFIG, MLPERF, REQUESTS, RESULT, SERIES, Verdict, read_run
-from megatoken.runs.run import Run as RunFolder
+from megatoken.runs.run import CONFIG, MLPERF, REQUESTS, RESULT, Verdict, read_run
 from megatoken.text import count_of, natural
-
-Problems = Iterable[object]
-
-for _id, _title, _why in (
-    ("run_folder.interrupted", "The run finished", "An interrupted run has no result, so none is checked."),
-    ("run_folder.simulated", "The hardware exists", "Figures of a cost model are estimates, not a benchmark's result."),
-    (
-        "accuracy.recomputed",
-        "Scores follow from the logged answers",
-        "A score shows whether speed was bought with worse answers.",
-    ),
-    (
-        "compliance.recomputed",
-        "TEST06 follows from the logged answers",
-        "Its rules are arithmetic on the answers, whatever a file says of them.",
-    ),
-    (
-        "compliance.end_tokens",
-        "TEST06 was verified with the end tokens of the run",
-        "With others it says nothing about the model that answered.",
-    ),
-    ("run_folder.whole", "The run folder is whole", "Its rows are the raw data."),
-    ("run_folder.metrics", "Metrics follow from the tables", "Every number can be recomputed from the rows."),
-    ("run_folder.loadgen", "LoadGen logged the run", "Without its log nothing shows that the run took place."),
-    ("run_folder.counts", "LoadGen's counts are those of the rows", "Two counters saw the same samples."),
-    (
-        "run_folder.verdict",
-        "Verdict, reasons and LoadGen's figures follow from log and rows",
-        "A number may be quoted only as its verdict allows.",
-    ),
-    (
-        "run_folder.nodes",
-        "A rack's result follows from its nodes",
-        "Where each node had a LoadGen, no log covers the whole rack.",
-    ),
-    (
-        "run_folder.replicas",
-        "A rack has the replicas of its time series",
-        "Rates for each GPU or replica divide by their number.",
-    ),
-    (
-        "run_folder.configuration",
-        "The run was configured as it says",
-        "A number of one model, precision, data set or machine is not that of another.",
-    ),
-    (
-        "run_folder.notes",
-        "Every note has its cause",
-        "Notes say what a reader must know: random weights, simulated GPUs, a busy machine.",
-    ),
-    (
-        "run_folder.memory",
-        "Sizes fit model and machine",
-        "Weights and cache of another size belong to another model or precision.",
-    ),
-    ("run_folder.times", "Dates are in order", "A folder with other dates may be of another run."),
-    (
-        "run_folder.healthy",
-        "The run reports nothing against itself",
-        "An audit without a fail does not make a run healthy.",
-    ),
-):
-    check(_id, _title, _why)(lambda: None)
 
 
 def run_folders_in(tree: Tree) -> list[str]:
@@ -129,196 +64,136 @@ def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Obs
         path: the folder in it.
         runs: all runs that LoadGen logged; those below the folder are its own.
     """
-    prefix = f"{display(path)}/" if path else ""
-    result = (Where(prefix + RESULT),)
+    result = places(below(path, RESULT))
     try:
-        folder = read_run(tree.path(path))
+        run = read_run(tree.path(path))
     except MegatokenError as error:
-        yield observe("run_folder.whole", False, "a whole run folder", shown(str(error)), result)
+        yield from whole.observations(outcome(False, "a whole run folder", shown(str(error)), result))
         return
     logged = next((run for run in runs if run.path == display(below(path, MLPERF))), None)
+    part = owner(path.rpartition("/")[0], set(run_folders_in(tree)) - {path}) is not None
+    folder = RunFolder(tree, path, run, logged, _detail_log(tree, path), part)
     try:
-        yield from _RunFolder(tree, path, folder, logged, _detail_log(tree, path), prefix).check()
+        for one in _CHECKS:
+            yield from one(folder)
     except Exception as error:  # fields of a type that no run writes can break any step
         found = shown(f"{type(error).__name__}: {error}")
-        yield observe("run_folder.whole", False, "fields of the types that a run writes", found, result)
+        yield from whole.observations(outcome(False, "fields of the types that a run writes", found, result))
 
 
-class _RunFolder:
-    """One run folder that can be read, and LoadGen's log of it."""
-
-    def __init__(
-        self, tree: Tree, path: str, run: RunFolder, logged: Run | None, log: DetailLog | None, prefix: str
-    ) -> None:
-        self._tree, self._path, self._run = tree, path, run
-        self._logged, self._log = logged, log
-        self._prefix = prefix
-        self._tables = self._places(RESULT, REQUESTS, SERIES)
-        self._logs = self._tables if logged is None else (*self._tables, logged.where("result_validity"))
-
-    def check(self) -> Iterator[Observation]:
-        run, result, log = self._run, self._run.result, self._log
-        rows = count_of(len(run.requests), "row")
-        yield observe("run_folder.whole", True, "a whole run folder", rows, self._tables)
-        part = owner(self._path.rpartition("/")[0], set(run_folders_in(self._tree)) - {self._path}) is not None
-        if why := interruptions(self._tree, [self._path]).get(self._path):
-            severity = Severity.NOTE if part else Severity.UNKNOWN  # a search ends probes whose answer is clear
-            found = f"{why}; samples that had ended: {len(run.requests):,}"
-            yield Observation("run_folder.interrupted", severity, "a run that finished", found, self._places(RESULT))
-        if rate_state(run) == "estimate":
-            found = f"simulated {shown(simulated_gpu(run))}: a cost model computes rates and times"
-            places = self._places(CONFIG, RESULT)
-            yield Observation("run_folder.simulated", Severity.NOTE, "GPUs that compute", found, places)
-        yield self._found("metrics", "metrics that its tables give", lambda: replay.metrics(run), self._tables)
-        yield self._configuration()
-        yield self._found("notes", "the notes that its fields call for", lambda: replay.notes(run))
-        yield self._found("memory", "sizes that fit model, machine and series", lambda: run_facts.memory(run))
-        ours = None if self._logged is None else self._logged.figures
-        dates = "dates and segments in order, which fit LoadGen's log and the series"
-        yield self._found("times", dates, lambda: run_facts.times(run, ours), self._logs)
-        if run.verdict is Verdict.INTERRUPTED:
-            return
-        if not part:
-            yield from self._health()
-        if (absent := self._rack_fields()) is not None:
-            fits = "as many replicas as the series shows, except for those lost"
-            yield self._found("replicas", fits, lambda: absent or run_facts.replicas_of_rack(run), self._tables)
-        if "soak" in result:
-            yield self._concluded("verdict and stability that its tables give", lambda: replay.soak(run))
-        elif "node_verdicts" in result:
-            yield from self._nodes()
-        elif log is None or ours is None:
-            # A search that found no rate ends INVALID without a test.
-            holds = False if run.verdict is not Verdict.INVALID else None
-            expected = f"LoadGen's log of a run that ended {run.verdict}"
-            yield observe("run_folder.loadgen", holds, expected, "no log that can be read", self._tables)
-        else:
-            counted = "as many samples and tokens, and as long a run, as LoadGen logged"
-            yield self._found("counts", counted, lambda: run_facts.counts(run, log, ours), self._logs)
-            judged = yield from self._answers()
-            expected = "verdict, reasons and figures that LoadGen's log and the tables give"
-            yield self._concluded(expected, lambda: replay.conclusion(run, log, judged))
-
-    def _places(self, *names: str) -> tuple[Where, ...]:
-        return tuple(Where(self._prefix + name) for name in names)
-
-    def _found(
-        self, check: str, expected: str, problems: Callable[[], Problems], where: tuple[Where, ...] = ()
-    ) -> Observation:
-        """Runs a check; fields of a kind that no run writes can break any step of it."""
-        where = where or self._places(RESULT, CONFIG)
-        try:
-            found = "; ".join(map(str, problems()))
-        except Exception as error:
-            found = _not_computed(error)
-        return observe(f"run_folder.{check}", not found, expected, shown(found) or "nothing differs", where)
-
-    def _configuration(self) -> Observation:
-        run, model = self._run, run_facts.model_name(self._run)
-        renamed = [] if model is None else [f"model {run.result.get('model')}, {CONFIG} {model}"]
-        expected = "a run as it was configured, on one data set and one machine"
-        found = self._found("configuration", expected, lambda: [*run_facts.configuration(run, self._log), *renamed])
-        if renamed and "/" in str(model) and found.found == shown(renamed[0]):
-            return Observation(found.id, Severity.WARN, found.expected, found.found, found.where)  # it may be a link
-        return found
-
-    def _concluded(self, expected: str, replayed: Callable[[], list[replay.Difference]]) -> Observation:
-        """Differences of sentences alone weigh less: another version may have worded them in another way."""
-        kept: list[replay.Difference] = []
-
-        def problems() -> Problems:
-            kept.extend(replayed())
-            return kept
-
-        found = self._found("verdict", expected, problems, self._logs)
-        if kept and all(one.field.endswith((".message", ".finding")) for one in kept):
-            return Observation(found.id, Severity.WARN, found.expected, found.found, found.where)
-        return found
-
-    def _rack_fields(self) -> list[str] | None:
-        """Fields that a rack lacks; None where nothing can be said of replicas.
-
-        A soak that went on after an interruption has the nodes of its last segment alone.
-        """
-        run, result = self._run, self._run.result
-        absent = [f"no {name}" for name in ("rack", "rack_nodes") if not result.get(name)]
-        asked = mapping(run.config.get("rack")).get("cluster") is not None or "ray" in mapping(result.get("target"))
-        resumed = mapping(result.get("soak")).get("interruptions")
-        return None if resumed or (absent and not (asked and len(run.requests))) else absent
-
-    def _nodes(self) -> Iterator[Observation]:
-        run = self._run
-        try:
-            problems = [*replay.nodes(self._tree, self._path, run)]
-        except MegatokenError as error:  # the checks of the nodes' folders say so too
-            yield observe("run_folder.nodes", None, "the run folder of each node", shown(str(error)), self._tables)
-            return
-        except Exception as error:
-            problems = [_not_computed(error)]
-        expected = "tables, starts, verdict and aggregate that the run folders of its nodes give"
-        yield self._found("nodes", expected, lambda: problems, self._tables)
-        if far := [*replay.far_clocks(run)]:
-            expected = "clocks that differ by less than a minute and by less than a node ran"
-            found = shown("; ".join(far))
-            yield Observation("run_folder.nodes", Severity.WARN, expected, found, self._places(RESULT))
-
-    def _answers(self) -> Generator[Observation, None, Judgement | None]:
-        """Returns what the answers show, None where that is not known here."""
-        run = self._run
-        tested = run.config.get("compliance") is not None or "compliance" in run.result
-        if run.result.get("mode") != "accuracy" and not tested:
-            return Judgement({}, ())
-        check, expected = "compliance.recomputed", "the outcome of TEST06 that the logged answers give"
-        if not tested:
-            check, expected = "accuracy.recomputed", "scores, counts and targets that the logged answers give"
-        other = None
-        try:
-            answers = replay_answers.logged_answers(self._tree, self._path)
-            if answers is None:
-                return None
-            if tested:
-                judged, problems, other = replay_answers.compliance(self._tree, self._path, run, answers)
-            else:
-                judged, problems = replay_answers.accuracy(self._tree, self._path, run, answers)
-        except replay_answers.UnknownError as error:
-            yield observe(check, None, expected, shown(str(error)), self._logs)
-            return None
-        except Exception as error:
-            problems, judged = [_not_computed(error)], None
-        found = f"{count_of(len(self._run.requests), 'answer')}, nothing differs"
-        yield observe(check, not problems, expected, shown("; ".join(problems)) or found, self._logs)
-        if other is not None:
-            expected = "a file that was verified with the end tokens of the run"
-            yield Observation("compliance.end_tokens", Severity.NOTE, expected, shown(other), self._places(RESULT))
-        return judged
-
-    def _health(self) -> Iterator[Observation]:
-        """What a finished run reports against itself: an audit without a fail does not make it healthy.
-
-        A compliance test that was not passed breaks a rule. A check of our own that was not, and lost replicas, leave
-        results that are less than they look.
-        """
-        run = self._run
-        if run.verdict not in (Verdict.INVALID, Verdict.DEGRADED) and not run.doubts:
-            return
-        against = [f"{reason['code']} {reason['message']}" for reason in (*run.reasons, *run.doubts)]
-        word = mapping(run.result.get("stability")).get("verdict")
-        severity = Severity.WARN if run.verdict is Verdict.DEGRADED else Severity.NOTE
-        if any(reason["code"] == "COMPLIANCE" for reason in run.reasons):
-            passed = mapping(run.result.get("compliance")).get("passed") is True
-            severity = Severity.WARN if passed else Severity.FAIL
-        found = f"{run.verdict}{f', {word}' if word else ''}: {'; '.join(against) or 'no reason given'}"
-        expected = "a run that reports nothing against itself"
-        yield Observation("run_folder.healthy", severity, expected, shown(found), self._places(RESULT))
+@check("run_folder.interrupted", "The run finished", "An interrupted run has no result, so none is checked.")
+def interrupted(folder: RunFolder) -> Outcome | None:
+    why = interruptions(folder.tree, [folder.path]).get(folder.path)
+    if not why:
+        return None
+    severity = Severity.NOTE if folder.is_part else Severity.UNKNOWN  # a search ends probes whose answer is clear
+    found = f"{why}; samples that had ended: {len(folder.run.requests):,}"
+    return Outcome(severity, "a run that finished", found, folder.places(RESULT))
 
 
-def _not_computed(error: Exception) -> str:
-    why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-    return f"cannot be computed: {why}"
+@check("run_folder.simulated", "The hardware exists", "Figures of a cost model are estimates, not measurements.")
+def simulated(folder: RunFolder) -> Outcome | None:
+    if rate_state(folder.run) != "estimate":
+        return None
+    found = f"simulated {shown(simulated_gpu(folder.run))}: a cost model computes rates and times"
+    return Outcome(Severity.NOTE, "GPUs that compute", found, folder.places(CONFIG, RESULT))
+
+
+@check("run_folder.whole", "The run folder is whole", "Its rows are the raw data.")
+def whole(folder: RunFolder) -> Outcome:
+    rows = count_of(len(folder.run.requests), "row")
+    return outcome(True, "a whole run folder", rows, folder.places(*TABLES))
+
+
+@check(
+    "run_folder.loadgen",
+    "LoadGen logged the run",
+    "Without its log nothing shows that the run took place.",
+    lambda folder: folder.has_one_log and not folder.is_logged,
+)
+def loadgen(folder: RunFolder) -> Outcome:
+    """A search that found no rate ends INVALID without a test."""
+    holds = False if folder.run.verdict is not Verdict.INVALID else None
+    expected = f"LoadGen's log of a run that ended {folder.run.verdict}"
+    return outcome(holds, expected, "no log that can be read", folder.places(*TABLES))
+
+
+def _logged_answers(folder: RunFolder) -> bool:
+    return folder.is_logged and folder.answers.problems is not None
+
+
+def _judged_again(folder: RunFolder, expected: str) -> Outcome:
+    again, where = folder.answers, folder.places(*LOGGED)
+    if again.unknown:
+        return outcome(None, expected, shown(again.unknown), where)
+    otherwise = f"{count_of(len(folder.run.requests), 'answer')}, nothing differs"
+    return free_of(again.problems or (), expected, otherwise, where)
+
+
+@check(
+    "accuracy.recomputed",
+    "Scores follow from the logged answers",
+    "A score shows whether speed was bought with worse answers.",
+    lambda folder: not folder.is_compliance_test and _logged_answers(folder),
+)
+def scores(folder: RunFolder) -> Outcome:
+    return _judged_again(folder, "scores, counts and targets that the logged answers give")
+
+
+@check(
+    "compliance.recomputed",
+    "TEST06 follows from the logged answers",
+    "Its rules are arithmetic on the answers, whatever a file says of them.",
+    lambda folder: folder.is_compliance_test and _logged_answers(folder),
+)
+def compliance(folder: RunFolder) -> Outcome:
+    return _judged_again(folder, "the outcome of TEST06 that the logged answers give")
+
+
+@check(
+    "compliance.end_tokens",
+    "TEST06 was verified with the end tokens of the run",
+    "With others it says nothing about the model that answered.",
+    lambda folder: _logged_answers(folder) and folder.answers.other_ends,
+)
+def end_tokens(folder: RunFolder) -> Outcome:
+    expected = "a file that was verified with the end tokens of the run"
+    return Outcome(Severity.NOTE, expected, shown(folder.answers.other_ends), folder.places(RESULT))
+
+
+@check(
+    "run_folder.healthy",
+    "The run reports nothing against itself",
+    "An audit without a fail does not make a run healthy.",
+    lambda folder: folder.finished and not folder.is_part,
+)
+def healthy(folder: RunFolder) -> Outcome | None:
+    """A compliance test that was not passed breaks a rule.
+
+    A check of our own that was not, and lost replicas, leave results that are less than they look.
+    """
+    run = folder.run
+    if run.verdict not in (Verdict.INVALID, Verdict.DEGRADED) and not run.doubts:
+        return None
+    against = [f"{reason['code']} {reason['message']}" for reason in (*run.reasons, *run.doubts)]
+    word = mapping(run.result.get("stability")).get("verdict")
+    severity = Severity.WARN if run.verdict is Verdict.DEGRADED else Severity.NOTE
+    if any(reason["code"] == "COMPLIANCE" for reason in run.reasons):
+        passed = mapping(run.result.get("compliance")).get("passed") is True
+        severity = Severity.WARN if passed else Severity.FAIL
+    found = f"{run.verdict}{f', {word}' if word else ''}: {'; '.join(against) or 'no reason given'}"
+    return Outcome(severity, "a run that reports nothing against itself", shown(found), folder.places(RESULT))
+
+
+_CHECKS = (
+    *(whole, interrupted, simulated, replay.metrics, run_facts.configuration, replay.notes, run_facts.memory),
+    *(run_facts.times, healthy, run_facts.replicas_of_rack, loadgen, run_facts.counts, scores, compliance, end_tokens),
+    *(replay.verdict, replay.nodes, replay.far_clocks),
+)
 
 
 def _detail_log(tree: Tree, path: str) -> DetailLog | None:
-    name = below(path, f"{MLPERF}/mlperf_log_detail.txt")
+    name = below(path, LOG)
     try:
         return read_detail_log(tree.path(name)) if name in tree.files else None
     except UnreadableError:
