@@ -23,7 +23,7 @@ from megatoken.audit.discovery import Tree, runs_in, walk
 from megatoken.audit.documents import accuracy_results_in, configurations_in, systems_in, user_conf_of
 from megatoken.audit.endpoints import ACCURACY, endpoint_results_in
 from megatoken.audit.evidence import Evidence, Role, Run, System, Where
-from megatoken.audit.examine import ABANDONED, Job
+from megatoken.audit.examine import Job
 from megatoken.audit.finding import Finding, Ledger, Observation, Outcome, Severity, check, outcome
 from megatoken.audit.node_rows import node_rows
 from megatoken.audit.parallel import Progress, examine_all
@@ -31,6 +31,7 @@ from megatoken.audit.placement import meanings, meant, scores_meant
 from megatoken.audit.view import RunFiles
 from megatoken.errors import ExitCode, UsageError
 from megatoken.files import UnreadableError, display, plain, read_text
+from megatoken.mlperf.detail_log import ABANDONED
 from megatoken.mlperf.rounds import known_round
 from megatoken.runs.run import RESULT, Verdict
 from megatoken.text import count_of, utc_now

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 
 from megatoken.audit.discovery import Tree, below
-from megatoken.audit.evidence import AccuracyResult, Configuration, System
+from megatoken.audit.evidence import AccuracyResult, Configuration, Document, System
 from megatoken.files import Damage, UnreadableError, display, key_lines, read_json_object, read_text
 from megatoken.mlperf.accuracy_log import read_accuracy_scores
 from megatoken.mlperf.user_conf import user_conf_entries
@@ -33,24 +33,36 @@ _NAMES = {
     "min_duration_ms": ["min_duration_ms", "min_duration"],
 }
 _USUAL = {spelling: name for name, spellings in _NAMES.items() for spelling in spellings}
+_SYSTEM = re.compile(r"(?:^|/)systems/[^/]*\.json\Z")
 _LITERAL = r"""('[^'\n]{0,200}'|"[^"\n]{0,200}"|-?\d+(?:_\d+)*(?:\.\d+)?(?:e-?\d+)?|True|False|None)"""
 _ASSIGNMENT = re.compile(rf"""['"]?([A-Za-z_][\w.-]{{0,80}})['"]?\s*[:=]\s*{_LITERAL}\s*(?=[,}})#\n]|$)""")
+
+
+def json_document(tree: Tree, path: str) -> Document:
+    """A file with one JSON object. Raises UnreadableError."""
+    values, lines, damages = read_json_object(tree.path(path))
+    return Document(display(path), values, lines, tuple(damages))
+
+
+def json_values(tree: Tree, path: str) -> Mapping[str, Any] | None:
+    """The same without lines: None if there is no such file, empty if it cannot be read."""
+    try:
+        return json_document(tree, path).values if path in tree.files else None
+    except UnreadableError:
+        return {}
 
 
 def systems_in(tree: Tree) -> tuple[list[System], list[tuple[str, Damage]]]:
     """Every ``systems/<name>.json``, and the defects of those files."""
     systems, damages = [], []
-    for path in sorted(tree.files, key=natural):
-        parts = path.split("/")
-        if len(parts) < 2 or parts[-2] != "systems" or not path.endswith(".json"):
-            continue
+    for path in sorted((path for path in tree.files if _SYSTEM.search(path)), key=natural):
         try:
-            values, lines, problems = read_json_object(tree.path(path))
+            found = json_document(tree, path)
         except UnreadableError as error:
             damages.append((path, Damage(None, str(error))))
             continue
-        damages += [(path, problem) for problem in problems]
-        systems.append(System(display(path), values, lines))
+        damages += [(path, damage) for damage in found.damages]
+        systems.append(System(found.path, found.values, found.source_lines))
     return systems, damages
 
 
@@ -113,14 +125,9 @@ def _configuration(path: str, name: str, text: str) -> Configuration:
     else:
         lines = key_lines(text) if name.endswith(".json") else _yaml_lines(text)
         pairs = [(key, value, lines.get(key, 1)) for key, value in _scalars(structured(name, text))]
-    values: dict[str, Any] = {}
-    places: dict[str, int] = {}
-    for key, value, line in pairs:
-        usual = _USUAL.get(key.lower(), key)
-        if usual not in values:
-            values[usual] = value
-            places[usual] = line
-    return Configuration(path, values, places)
+    first = {_USUAL.get(key.lower(), key): (value, line) for key, value, line in reversed(pairs)}
+    values, lines = ({key: found[part] for key, found in first.items()} for part in (0, 1))
+    return Configuration(path, values, lines)
 
 
 def structured(name: str, text: str) -> Any:
@@ -136,16 +143,16 @@ def structured(name: str, text: str) -> Any:
 
 
 def _scalars(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and depth < 20:
-        for key, item in value.items():
-            if isinstance(item, dict | list):
-                yield from _scalars(item, depth + 1)
-            elif isinstance(item, str | int | float | bool):
-                yield str(key), item
-    elif isinstance(value, list) and depth < 20:
-        for item in value:
-            if isinstance(item, dict | list):
-                yield from _scalars(item, depth + 1)
+    if depth >= 20:
+        return
+    items = (
+        value.items() if isinstance(value, dict) else [(None, one) for one in value] if isinstance(value, list) else ()
+    )
+    for key, item in items:
+        if isinstance(item, dict | list):
+            yield from _scalars(item, depth + 1)
+        elif key is not None and isinstance(item, str | int | float | bool):
+            yield str(key), item
 
 
 def _yaml_lines(text: str) -> dict[str, int]:

@@ -12,7 +12,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from megatoken.files import display
+from megatoken.files import Damage, display
 from megatoken.mlperf.run_figures import RunFigures
 
 
@@ -76,18 +76,8 @@ class Run:
                 figures[name] = value.isoformat(timespec="milliseconds")
             elif isinstance(value, Mapping):
                 figures[name] = dict(value)
-        return {
-            "path": self.path,
-            "role": str(self.role),
-            "node": self.node,
-            "benchmark": self.benchmark,
-            "folder_scenario": self.folder_scenario,
-            "division": self.division,
-            "submitter": self.submitter,
-            "system": self.system,
-            "accuracy_records": self.accuracy_records,
-            **figures,
-        }
+        names = ("path", "role", "node", "benchmark", "folder_scenario", "division", "submitter", "system")
+        return {name: getattr(self, name) for name in (*names, "accuracy_records")} | figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +87,7 @@ class Document:
     path: str
     values: Mapping[str, Any]
     source_lines: Mapping[str, int]
+    damages: tuple[Damage, ...] = ()
 
     def where(self, key: str | None = None) -> Where:
         """The line of ``key``, or the file."""

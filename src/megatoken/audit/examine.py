@@ -11,18 +11,18 @@ from typing import TypeVar
 from megatoken.audit.checks import build, lines, results, rules, settings, stopping, summary
 from megatoken.audit.checks.accuracy import check_accuracy, check_test06
 from megatoken.audit.checks.user_conf import check_user_conf
-from megatoken.audit.evidence import Role, Run, Where
+from megatoken.audit.discovery import below
+from megatoken.audit.evidence import Role, Run, places
 from megatoken.audit.finding import Check, Observation, Outcome, Severity, check, outcome, shown
 from megatoken.audit.view import RunFiles, RunView, run_of
 from megatoken.files import UnreadableError, display, read_text
 from megatoken.mlperf.accuracy_log import AccuracyLog, read_accuracy_log
 from megatoken.mlperf.benchmarks import benchmark_of
-from megatoken.mlperf.detail_log import LIBRARY_SET, DetailLog, read_detail_log
+from megatoken.mlperf.detail_log import ABANDONED, LIBRARY_SET, DetailLog, read_detail_log
 from megatoken.mlperf.run_figures import RunFigures, run_figures, samples_answers
 from megatoken.mlperf.summary_log import read_summary_log
 
 BEGINNINGS = ("qsl_name", "effective_scenario", LIBRARY_SET, "generated_query_count")
-ABANDONED = "ABANDONED.txt"  # next to the logs of a run of megatoken that was interrupted
 
 
 def _checks_of(*modules: ModuleType) -> tuple[Callable[[RunView], Iterable[Observation]], ...]:
@@ -70,7 +70,7 @@ def examine(job: Job) -> Examined:
 @check("log.examined", "The run could be examined", "A run that cannot be read can neither be trusted nor refuted.")
 def not_examined(place: str, cause: Exception | str) -> Outcome:
     found = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
-    return outcome(None, "a run that can be checked", shown(found), (Where(place),))
+    return outcome(None, "a run that can be checked", shown(found), places(place))
 
 
 @check("log.present", "Detail log and summary exist", "The detail log is the result; the summary is for people.")
@@ -81,7 +81,7 @@ def _present(job: Job, files: RunFiles) -> Outcome | None:
     missing = [name for name, path in (("detail log", files.detail), ("summary", files.summary)) if path is None]
     found = f"no {' and no '.join(missing)}" if missing else "both"
     severity = Severity.UNKNOWN if job.interrupted else Severity.FAIL if job.rules_claimed else Severity.WARN
-    return outcome(not missing, "a detail log and a summary", found, (Where(files.folder),), severity)
+    return outcome(not missing, "a detail log and a summary", found, places(files.folder), severity)
 
 
 @check("log.abandoned", "LoadGen's test was completed", "An interrupted test has no result.")
@@ -89,9 +89,8 @@ def _abandoned(job: Job, files: RunFiles) -> Outcome | None:
     if ABANDONED not in files.others:
         return None
     found = f"{ABANDONED}: the run was interrupted before all its samples were answered"
-    where = (Where(f"{files.folder}/{ABANDONED}".lstrip("/")),)
     severity = Severity.UNKNOWN if job.interrupted else Severity.FAIL
-    return outcome(False, "a run that was completed", found, where, severity)
+    return outcome(False, "a run that was completed", found, places(below(files.folder, ABANDONED)), severity)
 
 
 def blank_run(job: Job) -> Run:
@@ -101,19 +100,18 @@ def blank_run(job: Job) -> Run:
 
 def _examine(job: Job) -> Examined:
     root = Path(job.root)
-    files = _displayed(job.files)
+    files = job.files.printable()
     observations: list[Observation] = []
 
     def read(reader: Callable[[Path], Read], path: str | None) -> Read | None:
         try:
             return None if path is None else reader(root / path)
         except UnreadableError as error:
-            where = (Where(display(path or "")),)
-            observations.extend(lines.readable.observations(outcome(False, "a file of LoadGen's", str(error), where)))
+            unreadable = outcome(False, "a file of LoadGen's", str(error), places(path or ""))
+            observations.extend(lines.readable.observations(unreadable))
             return None
 
-    detail = read(read_detail_log, job.files.detail)
-    summary_log = read(read_summary_log, job.files.summary)
+    detail, summary_log = read(read_detail_log, job.files.detail), read(read_summary_log, job.files.summary)
     accuracy = read(read_accuracy_log, job.files.accuracy)
     observations += [*_present(job, files), *_abandoned(job, files)]
     if detail is None:
@@ -157,37 +155,17 @@ def _user_conf(root: Path, path: str | None) -> tuple[str, str] | None:
         return None
 
 
-def _displayed(files: RunFiles) -> RunFiles:
-    def printable(path: str | None) -> str | None:
-        return None if path is None else display(path)
-
-    return replace(
-        files,
-        folder=display(files.folder),
-        detail=printable(files.detail),
-        summary=printable(files.summary),
-        accuracy=printable(files.accuracy),
-        node=display(files.node),
-        benchmark=printable(files.benchmark),
-        system=printable(files.system),
-        submitter=printable(files.submitter),
-    )
-
-
-def _beginnings(log: DetailLog) -> tuple[float, ...]:
-    times = tuple(log.first[key].time_ms for key in BEGINNINGS if key in log.first)
-    return times if len(times) == len(BEGINNINGS) else ()
-
-
 def _run(files: RunFiles, job: Job, figures: RunFigures, detail: DetailLog | None, accuracy: AccuracyLog | None) -> Run:
+    first = detail.first if detail else {}
+    beginnings = tuple(first[key].time_ms for key in BEGINNINGS if key in first)
     known = accuracy if accuracy is not None and not accuracy.truncated else None
     return run_of(
         files,
         figures,
         job.system,
         accuracy_records=accuracy.records if accuracy else None,
-        source_lines={key: entry.line for key, entry in detail.first.items()} if detail else {},
-        beginnings=_beginnings(detail) if detail else (),
+        source_lines={key: entry.line for key, entry in first.items()},
+        beginnings=beginnings if len(beginnings) == len(BEGINNINGS) else (),
         accuracy_sha256=known.sha256 if known else None,
         accuracy_bytes=int(known.data_bytes.sum()) if known else None,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatoken.audit.evidence import Role, Run, Where
@@ -43,6 +43,11 @@ class RunFiles(Place):
     accuracy: str | None
     others: tuple[str, ...]  # names of the folder's other files
     size_bytes: int
+
+    def printable(self) -> RunFiles:
+        """The same with printable names."""
+        texts = {item.name: getattr(self, item.name) for item in fields(self)}
+        return replace(self, **{name: display(text) for name, text in texts.items() if type(text) is str})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,7 @@ class RunView:
 
     @property
     def is_accuracy(self) -> bool:
-        """Whether the run measured accuracy."""
+        """Whether the run measured the accuracy of its answers."""
         return self.figures.mode == "AccuracyOnly"
 
     @property
@@ -133,25 +138,10 @@ class RunView:
 
 def run_of(files: RunFiles, figures: RunFigures, system: str | None = None, **more: Any) -> Run:
     """The run of these files, with printable names; ``more`` are fields of ``Run`` that need its logs."""
-
-    def printable(path: str | None) -> str | None:
-        return None if path is None else display(path)
-
-    return Run(
-        path=display(files.folder),
-        role=files.role,
-        node=display(files.node),
-        benchmark=printable(files.benchmark),
-        folder_scenario=files.scenario,
-        division=files.division,
-        submitter=printable(files.submitter),
-        system=system,
-        figures=figures,
-        detail=printable(files.detail),
-        summary=printable(files.summary),
-        accuracy=printable(files.accuracy),
-        **more,
-    )
+    files = files.printable()
+    names = ("role", "node", "benchmark", "division", "submitter", "detail", "summary", "accuracy")
+    same = {name: getattr(files, name) for name in names}
+    return Run(path=files.folder, folder_scenario=files.scenario, system=system, figures=figures, **same, **more)
 
 
 def has_result(run: RunView) -> bool:

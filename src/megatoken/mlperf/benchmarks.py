@@ -34,6 +34,10 @@ class LatencyLimits:
     ttft_seconds: float
     tpot_seconds: float
 
+    def kept_by(self, ttft_seconds: float, tpot_seconds: float) -> bool:
+        """Whether both 99th percentiles stay below their limits."""
+        return ttft_seconds < self.ttft_seconds and tpot_seconds < self.tpot_seconds
+
     @property
     def ttft_ns(self) -> int:
         """As LoadGen logs it."""

@@ -9,7 +9,7 @@ from megatoken.mlperf.run_figures import in_seconds, run_figures, whole
 
 FLAGS = ("result_perf_constraints_met", "result_min_duration_met", "result_min_queries_met", "early_stopping_met")
 SIX_DIGITS = 6e-6  # relative error of a number that LoadGen prints
-_P99 = {
+LIMIT_OF_P99 = {
     "result_first_token_99.00_percentile_latency_ns": "requested_server_ttft_latency",
     "result_time_per_output_token_99.00_percentile_ns": "requested_server_tpot_latency",
 }
@@ -48,7 +48,7 @@ def _latencies_met(log: DetailLog) -> bool | None:
     if log.text("effective_scenario") != "Server" or log.number("effective_target_latency_percentile") != 0.99:
         return None
     with_tokens = log.get("requested_use_token_latencies") is True
-    limits = _P99 if with_tokens else {"result_99.00_percentile_latency_ns": "effective_target_latency_ns"}
+    limits = LIMIT_OF_P99 if with_tokens else {"result_99.00_percentile_latency_ns": "effective_target_latency_ns"}
     known = [(log.number(value), log.number(limit)) for value, limit in limits.items()]
     met = [None if value is None or limit is None else value <= limit for value, limit in known]
     return None if None in met else all(met)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from megatoken.mlperf.benchmarks import SCENARIOS, Benchmark, LatencyLimits
+from megatoken.mlperf.constraints import LIMIT_OF_P99
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.latencies import Latencies
-from megatoken.mlperf.rounds import Seeds, round_seeds, rules
+from megatoken.mlperf.rounds import Seeds, round_of_seeds, round_seeds, rules
 from megatoken.runs.reasons import Reason, Shortfall, reason, shortfall
 from megatoken.runs.run import Verdict
 
@@ -18,6 +20,8 @@ SEND_LAG_SHARE = 0.05  # of the limit on the time to first token
 WALL_CLOCK_STEP_SECONDS = 0.01
 AGREEMENT_SHARE = 0.05  # of the limit on TTFT, and of a percentile, by which LoadGen's and our own may differ
 SINGLE_STREAM_QUERIES = 64  # early stopping needs as many for a 90th percentile
+EQUAL_ISSUE = "effective_sample_concatenate_permutation"
+P99, LIMITS_GIVEN = tuple(LIMIT_OF_P99), tuple(LIMIT_OF_P99.values())  # keys of LoadGen's log, TTFT and then TPOT
 # As LoadGen's summary names them.
 _CONSTRAINTS = {
     "result_perf_constraints_met": "Performance constraints satisfied",
@@ -83,6 +87,40 @@ class Observed:
     client: ClientCapacity | None = None
     samples_per_second: float | None = None
     wall_clock_step_seconds: float = 0.0
+
+
+class Ruling(NamedTuple):
+    """A rule applied to one run; ``holds`` is None if the run does not state what the rule is about."""
+
+    holds: bool | None
+    found: Any
+    required: Any
+
+
+def at_least(found: float | None, required: float) -> Ruling:
+    """A rule that bounds a figure from below."""
+    return Ruling(None if found is None else found >= required, found, required)
+
+
+def long_enough(seconds: float | None) -> Ruling:
+    """The rule on the duration that was requested, and on the one that the run took."""
+    return at_least(seconds, rules()["min_duration_ms"] / 1000)
+
+
+def official_seeds(found: str | None, required: str | None) -> bool:
+    """The rule on seeds, which must be those of the round, or of any round if none is claimed."""
+    return found is not None and required in (None, found)
+
+
+def complete_data_set(rows: int | None, of: Benchmark, *, accuracy: bool) -> Ruling:
+    """The rule on the rows of the data set."""
+    required = of.accuracy_rows if accuracy else of.rows
+    return Ruling(rows == required, rows, required)
+
+
+def were_given(limits: LatencyLimits, log: DetailLog) -> bool:
+    """Whether LoadGen judged by these limits."""
+    return tuple(map(log.number, LIMITS_GIVEN)) == (limits.ttft_ns, limits.tpot_ns)
 
 
 def unmet_rules(round_: Round, log: DetailLog, observed: Observed) -> list[Shortfall]:
@@ -153,28 +191,29 @@ def _unmet(round_: Round, log: DetailLog, observed: Observed) -> Iterator[Shortf
     elif observed.mode == "compliance":
         yield from _seeds(round_, log)
     rows = min(log.get("qsl_reported_total_count"), observed.data_set_rows)
-    if rows != round_.benchmark.rows:
-        yield shortfall("DATA_SET_SIZE", rows, round_.benchmark.rows)
+    data_set = complete_data_set(rows, round_.benchmark, accuracy=observed.mode == "accuracy")
+    if not data_set.holds:
+        yield shortfall("DATA_SET_SIZE", rows, data_set.required)
     if log.error_count:
         yield shortfall("LOADGEN_ERRORS", log.error_count, 0, first=str(log.errors[0].value))
 
 
 def _duration_and_samples(round_: Round, log: DetailLog, observed: Observed) -> Iterator[Shortfall]:
-    required = round_.min_duration_seconds
     offline = observed.scenario == "offline"
-    ran = log.get("result_max_latency_ns") / 1e9 if offline else observed.last_due_seconds
-    requested = log.get("effective_min_duration_ms") / 1e3
-    if ran < required and (offline or not (requested >= required and log.get("result_min_duration_met"))):
-        yield shortfall("MIN_DURATION", ran, required)
-    elif requested < required:
-        yield shortfall("MIN_DURATION", requested, required, requested_seconds=requested)
-    if offline and (samples := log.get("effective_samples_per_query")) < round_.benchmark.rows:
-        yield shortfall("MIN_SAMPLES", samples, round_.benchmark.rows)
+    ran = long_enough(log.get("result_max_latency_ns") / 1e9 if offline else observed.last_due_seconds)
+    requested = long_enough(log.get("effective_min_duration_ms") / 1e3)
+    if not ran.holds and (offline or not (requested.holds and log.get("result_min_duration_met"))):
+        yield shortfall("MIN_DURATION", ran.found, ran.required)
+    elif not requested.holds:
+        yield shortfall("MIN_DURATION", requested.found, requested.required, requested_seconds=requested.found)
+    samples = at_least(log.get("effective_samples_per_query"), round_.benchmark.rows)
+    if offline and not samples.holds:
+        yield shortfall("MIN_SAMPLES", samples.found, samples.required)
 
 
 def _seeds(round_: Round, log: DetailLog) -> Iterator[Shortfall]:
     seeds = Seeds(*(log.get(f"effective_{name}_rng_seed") for name in Seeds._fields))
-    if seeds != round_.seeds:
+    if not official_seeds(round_of_seeds(seeds), round_.name):
         yield shortfall("SEEDS", str(seeds), str(round_.seeds), round=round_.name)
 
 
@@ -183,20 +222,17 @@ def _equal_issue(log: DetailLog, observed: Observed) -> Iterator[Shortfall]:
     rows = min(log.get("qsl_reported_performance_count"), observed.data_set_rows)
     issued = log.get("generated_samples_per_query") * (log.get("generated_query_count") or 1)
     whole = observed.scenario == "singlestream" or issued % rows == 0
-    if not log.get("effective_sample_concatenate_permutation") or not whole:
+    if not log.get(EQUAL_ISSUE) or not whole:
         yield shortfall("EQUAL_ISSUE", issued, -(-issued // rows) * rows, rows=rows)
 
 
 def _latencies(log: DetailLog, observed: Observed) -> Iterator[Shortfall]:
     if observed.limits is not None:
-        for metric, key, limit in (
-            ("TTFT", "result_first_token_99.00_percentile_latency_ns", observed.limits.ttft_seconds),
-            ("TPOT", "result_time_per_output_token_99.00_percentile_ns", observed.limits.tpot_seconds),
-        ):
-            found = log.get(key) / 1e9
+        limits = (observed.limits.ttft_seconds, observed.limits.tpot_seconds)
+        for metric, (key, given), limit in zip(("TTFT", "TPOT"), LIMIT_OF_P99.items(), limits, strict=True):
+            found, requested = log.get(key) / 1e9, log.get(given) / 1e9
             if found >= limit:
                 yield shortfall(f"{metric}_LIMIT", found, limit)
-            requested = log.get(f"requested_server_{metric.lower()}_latency") / 1e9
             if requested > limit:
                 yield shortfall("LATENCY_LIMITS", requested, limit, metric=metric)
     if observed.scenario != "offline" and not log.get("early_stopping_met"):
@@ -242,8 +278,8 @@ def _disagreement(log: DetailLog, own: Latencies, limits: LatencyLimits) -> Iter
     later = AGREEMENT_SHARE * limits.ttft_seconds
     per_token = later / max(1.0, own.tokens_after_first)
     for metric, key, found, tolerance in (
-        ("TTFT", "result_first_token_99.00_percentile_latency_ns", own.ttft_p99_seconds, later),
-        ("TPOT", "result_time_per_output_token_99.00_percentile_ns", own.tpot_p99_seconds, per_token),
+        ("TTFT", P99[0], own.ttft_p99_seconds, later),
+        ("TPOT", P99[1], own.tpot_p99_seconds, per_token),
     ):
         theirs = log.get(key) / 1e9
         if abs(theirs - found) > tolerance + AGREEMENT_SHARE * theirs:

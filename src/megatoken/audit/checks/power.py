@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from megatoken.audit.checks.power_session import check_session
 from megatoken.audit.discovery import Tree, below
-from megatoken.audit.evidence import Power, Role, Run, Where
+from megatoken.audit.evidence import Power, Role, Run, Where, places
 from megatoken.audit.finding import Observation, Outcome, Severity, check, outcome, parts
 from megatoken.files import UnreadableError, display, open_regular
 from megatoken.text import count_of
@@ -25,10 +25,11 @@ def power_of(tree: Tree, runs: Sequence[Run]) -> tuple[list[Power], list[Observa
     measured: list[Power] = []
     observations: list[Observation] = []
     by_path = {run.path: run for run in runs}
+    timed = {path: run for path, run in by_path.items() if run.role is Role.PERFORMANCE}
     for path in sorted(path for path in tree.files if path.rpartition("/")[2] == READINGS):
-        folder, performance = path.rpartition("/")[0], path.rpartition("/")[0].rpartition("/")[0]
-        run = by_path.get(display(folder))
-        if run is None or run.role is not Role.PERFORMANCE:
+        folder = path.rpartition("/")[0]
+        performance, run = folder.rpartition("/")[0], timed.get(display(folder))
+        if run is None:
             continue
         try:
             power = mean_watts(tree, path, run)
@@ -39,29 +40,24 @@ def power_of(tree: Tree, runs: Sequence[Run]) -> tuple[list[Power], list[Observa
         if power is not None and power.readings:
             measured.append(power)
             observations += against_ranging(tree, performance, by_path, power)
-        if (
-            folder and run.figures.began_at and run.figures.ended_at
-        ):  # else the other files are above the audited folder
+        if folder and run.figures.began_at and run.figures.ended_at:  # else other files are above the audited folder
             observations += files(tree, performance)
             observations += check_session(tree, performance, run)
     for folder in sorted(folder for folder in tree.folders if folder.rpartition("/")[2] == "power"):
         path = below(folder.rpartition("/")[0], "run_1")
-        run = by_path.get(display(path))
-        if run is not None and run.role is Role.PERFORMANCE and f"{path}/{READINGS}" not in tree.files:
-            where = (Where(display(folder)), Where(run.path))
-            missing = outcome(False, f"readings in {READINGS} next to the log", f"no {READINGS}", where)
+        run = timed.get(display(path))
+        if run is not None and f"{path}/{READINGS}" not in tree.files:
+            expected = f"readings in {READINGS} next to the log"
+            missing = outcome(False, expected, f"no {READINGS}", (*places(folder), Where(run.path)))
             observations += readings.observations(missing)
     return measured, observations
 
 
 @check("power.readings", "Power readings cover the run", "Watts are a measurement only with readings from the run.")
 def readings(path: str, run: Run, power: Power | None, problem: str = "") -> Outcome:
-    where = (Where(display(path)), run.where("power_begin"))
-    expected = "readings between power_begin and power_end"
-    if problem:
-        return outcome(False, expected, problem, where)
+    where, expected = (*places(path), run.where("power_begin")), "readings between power_begin and power_end"
     if power is None:
-        return outcome(None, expected, "the log gives no times", where)
+        return outcome(False if problem else None, expected, problem or "the log gives no times", where)
     found = f"{count_of(power.readings, 'reading')}, {power.mean_watts:,.2f} W on average"
     return outcome(power.readings > 0, expected, found if power.readings else "no reading in that time", where)
 
@@ -98,9 +94,7 @@ def mean_watts(tree: Tree, path: str, run: Run) -> Power | None:
     return Power(display(path), run.path, total / count if count else 0.0, count)
 
 
-@check(
-    "power.ranging", "Ranging and measured power agree", "A run that draws less than its ranging run was another run."
-)
+@check("power.ranging", "Ranging and measured power agree", "A run that draws less than its ranging run is another.")
 def against_ranging(tree: Tree, performance: str, runs: Mapping[str, Run], power: Power) -> Outcome | None:
     """The measured run may not draw more than 5 % less than the ranging run before it."""
     folder = below(performance, "ranging")
@@ -111,12 +105,12 @@ def against_ranging(tree: Tree, performance: str, runs: Mapping[str, Run], power
         return None
     if before is None or not before.readings:
         return None
-    return outcome(
+    expected = f"at least {100 * TESTING_BELOW_RANGING:.0f} % of the ranging run's {before.mean_watts:,.1f} W"
+    holds, where = (
         power.mean_watts >= TESTING_BELOW_RANGING * before.mean_watts,
-        f"at least {100 * TESTING_BELOW_RANGING:.0f} % of the ranging run's {before.mean_watts:,.1f} W",
-        f"{power.mean_watts:,.1f} W",
         (Where(power.path), Where(before.path)),
     )
+    return outcome(holds, expected, f"{power.mean_watts:,.1f} W", where)
 
 
 @check("power.files", "The power measurement is complete", "Its logs tie meter, clock and run together.")
@@ -124,5 +118,4 @@ def files(tree: Tree, performance: str) -> Outcome:
     place = below(performance, "power")
     missing = sorted(POWER_FILES - set(tree.children(place)))
     expected = f"{', '.join(sorted(POWER_FILES))} of the power measurement"
-    where = (Where(display(place)),)
-    return outcome(not missing, expected, parts(missing=missing) or "complete", where, Severity.WARN)
+    return outcome(not missing, expected, parts(missing=missing) or "complete", places(place), Severity.WARN)

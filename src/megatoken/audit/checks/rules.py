@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from megatoken.audit.endpoints import EndpointResult
 from megatoken.audit.evidence import Role
 from megatoken.audit.finding import Check, Outcome, Severity, check, outcome, shown
 from megatoken.audit.view import RunView
-from megatoken.mlperf.benchmarks import benchmarks
-from megatoken.mlperf.rounds import round_seeds, ruled_rounds, rules
-from megatoken.mlperf.rules import why_invalid
+from megatoken.mlperf import rules
+from megatoken.mlperf.benchmarks import Benchmark, benchmarks
+from megatoken.mlperf.rounds import round_seeds, ruled_rounds
+from megatoken.mlperf.rules import Ruling
 from megatoken.mlperf.run_figures import whole
 from megatoken.text import count_of
 
@@ -26,21 +25,33 @@ def _timed(run: Subject) -> bool:
     return _any_run(run) and run.figures.mode == "PerformanceOnly"
 
 
+def _with_duration(run: Subject) -> bool:
+    return _timed(run) and run.scenario != "MultiStream"
+
+
 def _of_benchmark(run: Subject) -> bool:
     return _timed(run) and run.benchmark is not None
 
 
-def _at_least(
-    run: Subject, what: str, found: float | None, least: float, shown_as: Callable[[float], str], *keys: str
-) -> Outcome:
-    """A rule that a figure must reach; UNKNOWN without the figure."""
-    holds, text = (None, "not known") if found is None else (found >= least, shown_as(found))
-    return outcome(holds, f"{what} of at least {shown_as(least)}", text, run.at(*keys), run.unmet)
+def _offline(run: Subject) -> bool:
+    return _of_benchmark(run) and run.scenario == "Offline"
 
 
-def _line(run: RunView, holds: bool | None, expected: str, key: str, *others: str) -> Outcome:
+def _known(run: Subject) -> Benchmark:
+    """The benchmark of a run that has one."""
+    assert run.benchmark is not None
+    return run.benchmark
+
+
+def _ruled(run: Subject, ruling: Ruling, expected: str, form: str, *keys: str) -> Outcome:
+    """A rule that one figure meets or not; ``form`` makes text of a value, and ``expected`` has the one required."""
+    found = "not known" if ruling.found is None else form.format(ruling.found)
+    return outcome(ruling.holds, expected.format(form.format(ruling.required)), found, run.at(*keys), run.unmet)
+
+
+def _line(run: RunView, holds: bool | None, expected: str, key: str) -> Outcome:
     """A rule about the line ``key`` of the log."""
-    return outcome(holds, expected, run.text(key), run.at(key, *others), run.unmet)
+    return outcome(holds, expected, run.text(key), run.at(key), run.unmet)
 
 
 @check("rules.valid", "LoadGen's verdict is VALID", "An INVALID run did not meet its own constraints.", _timed)
@@ -48,7 +59,7 @@ def valid(run: RunView) -> Outcome:
     validity = run.detail.get("result_validity")
     found = shown(validity or "no verdict")
     if validity not in ("VALID", None):
-        found = shown(f"{validity}: {why_invalid(run.detail)}")
+        found = shown(f"{validity}: {rules.why_invalid(run.detail)}")
     where = run.at("result_validity", "result_invalid_reason", "early_stopping_met")
     return outcome(validity == "VALID" if validity is not None else None, "VALID", found, where, run.unmet)
 
@@ -59,10 +70,8 @@ def no_errors(run: RunView) -> Outcome:
     first = log.errors[0] if log.errors else None
     found = f"{count_of(log.error_count, 'error')}, the first: {shown(first.value)}" if first else "none"
     severe = run.rules_claimed or log.get("result_validity") == "INVALID"
-    where = run.at(first.key if first else "num_errors")
-    return outcome(
-        not log.error_count, "no line marked as an error", found, where, run.unmet if severe else Severity.WARN
-    )
+    where, otherwise = run.at(first.key if first else "num_errors"), run.unmet if severe else Severity.WARN
+    return outcome(not log.error_count, "no line marked as an error", found, where, otherwise)
 
 
 @check("rules.mode", "The mode fits the folder", "A performance run says nothing about accuracy.", _any_run)
@@ -81,7 +90,7 @@ def seeds(run: Subject) -> Outcome:
     found = f"those of {mine}" if mine else shown(", ".join(map(str, run.seeds)))
     keys = [f"effective_{name}_rng_seed" for name in ("qsl", "sample_index", "schedule")]
     where = run.at(*keys, "scheduler_random_seed", "dataloader_random_seed")
-    return outcome(mine is not None and wanted in (None, mine), f"the seeds of {official}", found, where, run.unmet)
+    return outcome(rules.official_seeds(mine, wanted), f"the seeds of {official}", found, where, run.unmet)
 
 
 @check("rules.benchmark", "The round has the benchmark", "Each round has its own list, limits and targets.", _any_run)
@@ -104,30 +113,24 @@ def benchmark(run: RunView) -> Outcome | None:
 def data_set(run: RunView) -> Outcome | None:
     if run.benchmark is None:
         return None
-    found = whole(run.detail, "qsl_reported_total_count")
-    rows = run.benchmark.rows
-    if run.is_accuracy:
-        rows, counted = run.benchmark.accuracy_rows, whole(run.detail, "effective_accuracy_sample_count")
-        found = found if counted is None else counted
-    return outcome(
-        found == rows,
-        f"{rows:,} rows, the data set of {run.benchmark.name}",
-        count_of(found, "row") if found is not None else "not said",
-        run.at("qsl_reported_total_count"),
-        run.unmet,
-    )
+    rows = whole(run.detail, "qsl_reported_total_count")
+    asked = whole(run.detail, "effective_accuracy_sample_count") if run.is_accuracy else None
+    ruling = rules.complete_data_set(rows if asked is None else asked, run.benchmark, accuracy=run.is_accuracy)
+    expected = f"{{}}, the data set of {run.benchmark.name}"
+    return _ruled(run, ruling, expected, "{:,} rows", "qsl_reported_total_count")
 
 
 @check("rules.sample_count", "Enough rows in the library", "A smaller library lets caches answer.", _of_benchmark)
 def sample_count(run: RunView) -> Outcome:
-    key, rows = "effective_performance_sample_count", run.benchmark.rows if run.benchmark else 0
-    return _at_least(run, "a library", whole(run.detail, key) or 0, rows, "{:,} rows".format, key)
+    key = "effective_performance_sample_count"
+    ruling = rules.at_least(whole(run.detail, key) or 0, _known(run).rows)
+    return _ruled(run, ruling, "a library of at least {}", "{:,} rows", key)
 
 
 @check("rules.equal_issue", "Every row equally often", "Answers differ in length.", _of_benchmark)
 def equal_issue(run: RunView) -> Outcome:
-    key = "effective_sample_concatenate_permutation"
-    return _line(run, run.detail.get(key) is True, f"every row issued equally often: {key} true", key)
+    holds = run.detail.get(rules.EQUAL_ISSUE) is True
+    return _line(run, holds, f"every row issued equally often: {rules.EQUAL_ISSUE} true", rules.EQUAL_ISSUE)
 
 
 @check("rules.token_latencies", "Token latencies are on", "They give token rate, TTFT and TPOT.", _of_benchmark)
@@ -136,43 +139,35 @@ def token_latencies(run: RunView) -> Outcome:
     return _line(run, run.detail.get(key) is True, "token latencies switched on", key)
 
 
-@check("rules.min_duration", "The required duration was requested", "Short runs show peaks.", _timed)
-def min_duration(run: Subject) -> Outcome | None:
-    least, asked = rules()["min_duration_ms"] / 1e3, run.figures.min_duration_seconds
-    keys = ("effective_min_duration_ms", "min_duration_ms")
-    if run.scenario == "MultiStream":
-        return None
-    return _at_least(run, "a minimum duration", asked, least, "{:g} s".format, *keys)
+@check("rules.min_duration", "The required duration was requested", "Short runs show peaks.", _with_duration)
+def min_duration(run: Subject) -> Outcome:
+    ruling, keys = rules.long_enough(run.figures.min_duration_seconds), ("effective_min_duration_ms", "min_duration_ms")
+    return _ruled(run, ruling, "a minimum duration of at least {}", "{:g} s", *keys)
 
 
-@check("rules.ran_long_enough", "The run lasted long enough", "The setting is one thing, the run another.", _timed)
-def ran_long_enough(run: Subject) -> Outcome | None:
-    least = rules()["min_duration_ms"] / 1e3
+@check("rules.ran_long_enough", "The run lasted long enough", "The run may not keep to the setting.", _with_duration)
+def ran_long_enough(run: Subject) -> Outcome:
     keys = ("result_max_latency_ns" if run.scenario == "Offline" else "power_end", "duration_ns")
-    if run.scenario == "MultiStream":
-        return None
-    return _at_least(run, "a run", run.ran_seconds, least, "{:.1f} s".format, *keys)
+    return _ruled(run, rules.long_enough(run.ran_seconds), "a run of at least {}", "{:.1f} s", *keys)
 
 
-@check("rules.offline_samples", "Offline: enough samples", "The query holds the data set at least once.", _of_benchmark)
-def offline_samples(run: Subject) -> Outcome | None:
-    figures, keys = run.figures, ("effective_samples_per_query", "effective_min_query_count", "n_samples_issued")
-    if run.scenario != "Offline" or run.benchmark is None:
-        return None
+@check("rules.offline_samples", "Offline: enough samples", "The query holds the data set at least once.", _offline)
+def offline_samples(run: Subject) -> Outcome:
+    """A log without its line on queries asks for none."""
+    figures, rows = run.figures, _known(run).rows
+    keys = ("effective_samples_per_query", "effective_min_query_count", "n_samples_issued")
     if isinstance(run, RunView) and not whole(run.detail, keys[1]):
-        return _line(run, False, f"one query of at least {run.benchmark.rows:,} samples", keys[1], keys[0])
+        return _line(run, False, f"one query of at least {rows:,} samples", keys[1])
     samples = figures.samples_issued if figures.samples_requested is None else figures.samples_requested
-    return _at_least(run, "a query", samples, run.benchmark.rows, "{:,} samples".format, *keys)
+    return _ruled(run, rules.at_least(samples, rows), "a query of at least {}", "{:,} samples", *keys)
 
 
-@check("rules.whole_passes", "Offline: whole passes over the data set", "A part favours some rows.", _of_benchmark)
-def whole_passes(run: RunView) -> Outcome | None:
-    issued, rows = run.figures.samples_issued, run.benchmark.rows if run.benchmark else 1
-    if run.scenario != "Offline":
-        return None
+@check("rules.whole_passes", "Offline: whole passes over the data set", "A part favours some rows.", _offline)
+def whole_passes(run: RunView) -> Outcome:
+    issued, rows = run.figures.samples_issued, _known(run).rows
     found = "not known" if issued is None else f"{count_of(issued, 'sample')}, {issued / rows:g} passes"
-    holds = None if issued is None else issued % rows == 0
-    return outcome(holds, f"whole passes over {rows:,} rows", found, run.at("generated_samples_per_query"), run.unmet)
+    holds, where = None if issued is None else issued % rows == 0, run.at("generated_samples_per_query")
+    return outcome(holds, f"whole passes over {rows:,} rows", found, where, run.unmet)
 
 
 @check("rules.scenario", "The scenario fits the folder", "Limits are chosen by the folder.", _timed)
@@ -183,68 +178,50 @@ def scenario(run: Subject) -> Outcome | None:
     wanted = "Server" if folder == "Interactive" else folder
     expected = f"scenario {wanted} in a folder named {folder}"
     found = f"scenario {ran}" if ran else "a load of no MLPerf scenario"
-    where = run.at("effective_scenario", "load_pattern")
-    return outcome(None if ran is None else ran == wanted, expected, found, where)
+    return outcome(
+        None if ran is None else ran == wanted, expected, found, run.at("effective_scenario", "load_pattern")
+    )
 
 
 @check("rules.latency_limits", "TTFT and TPOT within the limits", "Slower answers are of no use.", _of_benchmark)
 def latency_limits(run: Subject) -> Outcome | None:
     """99th percentiles, by the limits of the folder's scenario; without a folder by the limits LoadGen was given."""
-    if run.scenario not in ("Server", None) or run.benchmark is None:
+    if run.scenario not in ("Server", None):
         return None
     name = _limited_scenario(run)
-    limits, (ttft, tpot) = run.benchmark.limits.get(name), run.p99_seconds
+    limits, (ttft, tpot) = _known(run).limits.get(name), run.p99_seconds
     if limits is None or ttft is None or tpot is None:
         return outcome(None, "TTFT and TPOT below the limits", "limits or figures missing", run.at())
-    return outcome(
-        ttft < limits.ttft_seconds and tpot < limits.tpot_seconds,
-        f"{name}: p99 TTFT < {limits.ttft_seconds * 1e3:g} ms and p99 TPOT < {limits.tpot_seconds * 1e3:g} ms",
-        f"{ttft * 1e3:.6g} ms and {tpot * 1e3:.6g} ms",
-        run.at(
-            *("result_first_token_99.00_percentile_latency_ns", "result_time_per_output_token_99.00_percentile_ns"),
-            *("ttft", "tpot"),
-        ),
-        run.unmet,
-    )
+    expected = f"{name}: p99 TTFT < {limits.ttft_seconds * 1e3:g} ms and p99 TPOT < {limits.tpot_seconds * 1e3:g} ms"
+    found, where = f"{ttft * 1e3:.6g} ms and {tpot * 1e3:.6g} ms", run.at(*rules.P99, "ttft", "tpot")
+    return outcome(limits.kept_by(ttft, tpot), expected, found, where, run.unmet)
 
 
 def _limited_scenario(run: Subject) -> str:
     """The folder's scenario; without one the scenario whose limits LoadGen was given."""
     limits = run.benchmark.limits if run.benchmark and isinstance(run, RunView) else {}
-    given = (name for name, limit in limits.items() if (limit.ttft_ns, limit.tpot_ns) == _limits_given(run))
+    given = (name for name, limit in limits.items() if rules.were_given(limit, run.detail))
     return run.files.scenario or next(given, "Server")
-
-
-def _limits_given(run: Subject) -> tuple[float | None, float | None]:
-    keys = ("requested_server_ttft_latency", "requested_server_tpot_latency")
-    ttft, tpot = (run.detail.number(key) for key in keys) if isinstance(run, RunView) else (None, None)
-    return ttft, tpot
 
 
 def _limited(run: RunView) -> bool:
     """Whether the run has limits, and figures to compare with them."""
-    if run.scenario != "Server" or not _of_benchmark(run) or None in run.p99_seconds or not run.benchmark:
+    if run.scenario != "Server" or not _of_benchmark(run) or None in run.p99_seconds:
         return False
-    return _limited_scenario(run) in run.benchmark.limits
+    return _limited_scenario(run) in _known(run).limits
 
 
 @check("rules.limits_asked", "LoadGen was given the limits", "Its verdict is about these limits.", _limited)
-def limits_asked(run: RunView) -> Outcome | None:
-    limits, given = run.benchmark.limits[_limited_scenario(run)] if run.benchmark else None, _limits_given(run)
-    if limits is None:
-        return None
-    return outcome(
-        given == (limits.ttft_ns, limits.tpot_ns),
-        f"LoadGen given the limits {limits.ttft_ns} and {limits.tpot_ns} ns",
-        f"{shown(given[0])} and {shown(given[1])} ns",
-        run.at("requested_server_ttft_latency", "requested_server_tpot_latency"),
-        run.unmet,
-    )
+def limits_asked(run: RunView) -> Outcome:
+    limits = _known(run).limits[_limited_scenario(run)]
+    expected = f"LoadGen given the limits {limits.ttft_ns} and {limits.tpot_ns} ns"
+    found = f"{' and '.join(shown(run.detail.number(key)) for key in rules.LIMITS_GIVEN)} ns"
+    return outcome(rules.were_given(limits, run.detail), expected, found, run.at(*rules.LIMITS_GIVEN), run.unmet)
 
 
 @check("rules.target_latency", "Target latency within the limit", "The rules bound it.", _limited)
 def target_latency(run: RunView) -> Outcome | None:
-    key, most = "effective_target_latency_ns", run.benchmark.max_target_latency_ns if run.benchmark else None
+    key, most = "effective_target_latency_ns", _known(run).max_target_latency_ns
     target = run.detail.number(key)
     return None if most is None or target is None else _line(run, target <= most, f"{key} of at most {most}", key)
 
@@ -257,14 +234,13 @@ def early_stopping(run: RunView) -> Outcome:
 
 @check("rules.tokens_per_sample", "Tokens per sample", "Shorter or longer answers change the rates.", _of_benchmark)
 def tokens_per_sample(run: Subject) -> Outcome | None:
-    window = run.benchmark.tokens_per_sample if run.benchmark else None
-    if window is None or run.benchmark is None:
+    window, found = _known(run).tokens_per_sample, run.figures.tokens_per_sample
+    if window is None:
         return None
-    found = run.figures.tokens_per_sample
     rates = ("tokens_per_second", "samples_per_second", "completed_tokens_per_second", "completed_samples_per_sec")
     return outcome(
         None if found is None else window[0] <= found <= window[1],
-        f"{window[0]:g} to {window[1]:g} tokens per sample, within 10 % of the reference of {run.benchmark.name}",
+        f"{window[0]:g} to {window[1]:g} tokens per sample, within 10 % of the reference of {_known(run).name}",
         "not known" if found is None else f"{found:.2f}",
         run.at(*(f"result_{name}" for name in rates), "output_sequence_lengths"),
         Severity.WARN if run.rules_claimed else Severity.NOTE,
