@@ -22,7 +22,7 @@ from megatoken.audit.checks.submission import Submission, check_names, check_sub
 from megatoken.audit.discovery import Tree, runs_in, walk
 from megatoken.audit.documents import accuracy_results_in, configurations_in, systems_in, user_conf_of
 from megatoken.audit.endpoints import ACCURACY, endpoint_results_in
-from megatoken.audit.evidence import Evidence, Role, Run, System, Where
+from megatoken.audit.evidence import Evidence, Role, Run, System, places
 from megatoken.audit.examine import Job
 from megatoken.audit.finding import Finding, Ledger, Observation, Outcome, Severity, check, outcome
 from megatoken.audit.node_rows import node_rows
@@ -141,21 +141,13 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         folder = owner(run.folder, set(run_folders))
         return folder in interrupted if folder is not None else ABANDONED in run.others and not rules_claimed
 
-    jobs = [
-        Job(
-            root=str(tree.root),
-            files=run,
-            system=_system_path(run, systems),
-            round=claimed,
-            rules_claimed=rules_claimed,
-            user_conf=user_conf_of(tree, run.folder),
-            interrupted=ended_early(run),
-        )
-        for run in files
-    ]
+    def job(run: RunFiles) -> Job:
+        system, user_conf = _system_path(run, systems), user_conf_of(tree, run.folder)
+        return Job(str(tree.root), run, system, claimed, rules_claimed, user_conf, ended_early(run))
+
     runs = []
     lines: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}  # large, and alike in all runs of one kind
-    for examined in examine_all(jobs, progress, workers):
+    for examined in examine_all(list(map(job, files)), progress, workers):
         own = examined.run.source_lines
         runs.append(replace(examined.run, source_lines=lines.setdefault(tuple(own.items()), own)))
         ledger.add(examined.observations)
@@ -164,10 +156,11 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
         ledger.add(endpoint_checks.check_endpoint(tree, result))
     power, power_observations = power_of(tree, runs)
     ledger.add(power_observations)
+    rounds = {run.figures.round for run in runs}
     evidence = Evidence(
         root=str(path),
         kind=_kind(runs, bool(submissions), run_folders),
-        round=claimed or _only({run.figures.round for run in runs}),
+        round=claimed or (rounds.pop() if len(rounds) == 1 else None),
         runs=tuple(runs),
         systems=tuple(systems),
         configurations=() if submissions else tuple(configurations_in(tree)),
@@ -230,8 +223,8 @@ def _unreadable(tree: Tree) -> Outcome | None:
     if not tree.unreadable:
         return None
     found = f"{len(tree.unreadable)} that cannot, the first: {tree.unreadable[0][1]}"
-    places = tuple(Where(display(path)) for path, _ in tree.unreadable[:50])
-    return outcome(False, "folders that can be read", found, places, Severity.WARN)
+    where = places(*(path for path, _ in tree.unreadable[:50]))
+    return outcome(False, "folders that can be read", found, where, Severity.WARN)
 
 
 @check("tree.links", "Links", "Links to folders, and out of the audited folder, are not followed.")
@@ -239,10 +232,8 @@ def _links(tree: Tree) -> Outcome | None:
     links = [*tree.folder_links, *tree.outside_links]
     if not links:
         return None
-    places = tuple(Where(display(path)) for path in links[:50])
-    return Outcome(
-        Severity.NOTE, "files and folders, no links", f"{count_of(len(links), 'link')}, not followed", places
-    )
+    found = f"{count_of(len(links), 'link')}, not followed"
+    return Outcome(Severity.NOTE, "files and folders, no links", found, places(*links[:50]))
 
 
 def _kind(runs: Sequence[Run], submission: bool, run_folders: Sequence[str]) -> str:
@@ -271,14 +262,10 @@ def _together(evidence: Evidence) -> Aggregate | None:
 def _system_path(run: RunFiles, systems: Sequence[System]) -> str | None:
     """The description named like the run's system folder, else one whose name it begins with, else the only one."""
     own = [system for system in systems if run.submitter is None or f"/{run.submitter}/" in f"/{system.path}"]
-    for system in own:
-        if run.system == system.name:
-            return system.path
-    begun = [
-        system for system in own if run.system and re.match(rf"{re.escape(system.name)}(?![A-Za-z0-9])", run.system)
-    ]
+    named = run.system or ""
+    begun = [one for one in own if named and re.match(rf"{re.escape(one.name)}(?![A-Za-z0-9])", named)]
     if begun:
-        return max(begun, key=lambda system: len(system.name)).path
+        return max(begun, key=lambda system: len(system.name)).path  # the longest is the whole name, if one is
     return own[0].path if len(own) == 1 and run.submitter is None else None
 
 
@@ -311,22 +298,13 @@ def _notes(
 
 
 def _node_document(run: Run, slow: set[str]) -> dict[str, Any]:
-    figures = run.figures
+    names = ("samples_requested", "duration_seconds", "tokens_per_sample", "target_qps", "process_id", "validity")
     return {
         "node": run.node,
         "path": run.path,
-        "output_tokens_per_second": figures.output_tokens_per_second,
-        "samples": figures.samples_issued,
-        "samples_requested": figures.samples_requested,
-        "duration_seconds": figures.duration_seconds,
-        "tokens_per_sample": figures.tokens_per_sample,
-        "target_qps": figures.target_qps,
-        "latency_p50_seconds": figures.latency_seconds.get("p50"),
-        "process_id": figures.process_id,
-        "validity": figures.validity,
+        "output_tokens_per_second": run.figures.output_tokens_per_second,
+        "samples": run.figures.samples_issued,
+        **{name: getattr(run.figures, name) for name in names},
+        "latency_p50_seconds": run.figures.latency_seconds.get("p50"),
         "group": "slow" if run.node in slow else "main",
     }
-
-
-def _only(values: set[str | None]) -> str | None:
-    return next(iter(values)) if len(values) == 1 else None

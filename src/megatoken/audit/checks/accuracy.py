@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 
@@ -34,14 +35,9 @@ def check_accuracy(run: RunView) -> Iterator[Observation]:
 def check_test06(
     log: AccuracyLog, path: str, scenario: str | None, benchmark: Benchmark | None, round_: str | None
 ) -> Iterator[Observation]:
-    """The answers that TEST06 logged, which a submission holds without a detail log.
+    """The answers that TEST06 logged, which a submission holds without a detail log; its folder says what they are of.
 
-    Args:
-        log: The answers.
-        path: Of the log.
-        scenario: By the folder.
-        benchmark: By the folder.
-        round_: Whose seeds are claimed; None: those of any round.
+    ``round_`` is the one whose seeds are claimed, None for any.
     """
     where = (Where(path),)
     for tokens in (fields, token_counts, first_token, test06_records):
@@ -64,11 +60,7 @@ def readable(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Outcom
     return outcome(not bad and ended, "a JSON list of LoadGen's records", found, places, otherwise)
 
 
-@check(
-    "accuracy.performance_log",
-    "Accuracy log of a performance run",
-    "LoadGen leaves it empty; it proves nothing either way.",
-)
+@check("accuracy.performance_log", "Accuracy log of a performance run", "LoadGen leaves it empty.")
 def performance_log(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Outcome | None:
     if not run.is_performance or run.files.role is Role.COMPLIANCE:
         return None
@@ -94,13 +86,11 @@ def records(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Outcome
     distinct = len(np.unique(log.rows))
     in_range = not len(log.rows) or int(log.rows.max()) < max(asked, total or 0)
     found = f"{count_of(log.records, 'record')} of {count_of(distinct, 'row')}"
-    return outcome(
-        log.records == asked == distinct and in_range,
-        f"{count_of(asked, 'record')}, one for each row",
-        found if in_range else f"{found}, some beyond the data set",
-        where,
-        run.absent if distinct == log.records < asked and in_range else Severity.FAIL,
-    )
+    found += "" if in_range else ", some beyond the data set"
+    holds, otherwise = log.records == asked == distinct and in_range, Severity.FAIL
+    if distinct == log.records < asked and in_range:
+        otherwise = run.absent
+    return outcome(holds, f"{count_of(asked, 'record')}, one for each row", found, where, otherwise)
 
 
 @check("accuracy.order", "Answers follow the seed", "The seed determines the order; other rows were not asked for.")
@@ -120,12 +110,11 @@ def order(run: RunView, log: AccuracyLog, where: tuple[Where, ...]) -> Outcome |
     agreeing = _agreeing(log, lambda before_gcc_11: issued_rows(seed, rows, load, count, before_gcc_11))
     if agreeing is None:
         return None
-    return outcome(
-        agreeing == len(log.rows),
-        "rows in the order that the sample index seed gives",
+    found, expected = (
         f"{agreeing:,} of {count_of(len(log.rows), 'record')}",
-        (*where, *run.at("effective_sample_index_rng_seed")),
+        "rows in the order of the sample index seed",
     )
+    return outcome(agreeing == len(log.rows), expected, found, (*where, *run.at("effective_sample_index_rng_seed")))
 
 
 def _agreeing(log: AccuracyLog, issued: Callable[[bool], tuple[int, ...]]) -> int | None:
@@ -191,23 +180,18 @@ def test06_order(
     log: AccuracyLog, where: tuple[Where, ...], scenario: str, benchmark: Benchmark, round_: str | None
 ) -> Outcome:
     load = Load("Server" if scenario == "Interactive" else scenario, False, False, TEST06_RECORDS)
+
+    def issued(name: str, before_gcc_11: bool) -> tuple[int, ...]:
+        library_seed, sample_seed, _ = round_seeds()[name]
+        library = library_order(library_seed, benchmark.rows, before_gcc_11)
+        return issued_rows(sample_seed, library, load, TEST06_RECORDS, before_gcc_11)
+
     best, by = -1, ""
     for name in (round_,) if round_ else dict.fromkeys((*benchmark.rounds, *round_seeds())):
-        library_seed, sample_seed, _ = round_seeds()[name]
-
-        def issued(
-            before_gcc_11: bool, library_seed: int = library_seed, sample_seed: int = sample_seed
-        ) -> tuple[int, ...]:
-            library = library_order(library_seed, benchmark.rows, before_gcc_11)
-            return issued_rows(sample_seed, library, load, TEST06_RECORDS, before_gcc_11)
-
-        best, by = max((best, by), (_agreeing(log, issued) or 0, name))
+        best, by = max((best, by), (_agreeing(log, partial(issued, name)) or 0, name))
         if best == len(log.rows):
             break
-    return outcome(
-        best == len(log.rows),
-        f"the rows that the seeds of {round_ or 'a round'} ask for",
-        f"{best:,} of {count_of(len(log.rows), 'record')}, by the seeds of {by}",
-        where,
-        Severity.WARN,  # another C++ library may shuffle in another order
-    )
+    expected = f"the rows that the seeds of {round_ or 'a round'} ask for"
+    found = f"{best:,} of {count_of(len(log.rows), 'record')}, by the seeds of {by}"
+    # Another C++ library may shuffle in another order.
+    return outcome(best == len(log.rows), expected, found, where, Severity.WARN)

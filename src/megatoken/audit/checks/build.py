@@ -28,12 +28,7 @@ def _version(run: RunView) -> tuple[str, str, Build | None]:
     return name, commit, next((build for build in builds() if commit and build.commit == commit[:10]), None)
 
 
-@check(
-    "build.sources",
-    "LoadGen's source files are those of a release",
-    "A changed LoadGen can report anything; the log holds the SHA-1 of every source file it was built from.",
-    _has_version,
-)
+@check("build.sources", "LoadGen's sources are a release's", "A changed LoadGen can report anything.", _has_version)
 def sources(run: RunView) -> Outcome:
     mine, where = run.detail.get("loadgen_file_sha1"), run.at("loadgen_file_sha1", "loadgen_version")
     name, commit, build = _version(run)
@@ -87,12 +82,9 @@ def commit(run: RunView) -> Outcome | None:
         problems.append(f"commit {known.commit} of {known.commit_date}, not of {shown(date)}")
     if message != "NA" and re.fullmatch(r"[0-9a-f]{7,40}", commit) and not message.startswith(commit):
         problems.append(f"a git log that starts with {commit}, not with {shown(message[:40])}")
-    return outcome(
-        not problems,
-        listed(problems, "version, commit, its date and the git log of one checkout"),
-        shown(f"{log.text('loadgen_version')}, {date}, {message[:60]}"),
-        run.at("loadgen_version", "loadgen_git_commit_date", "loadgen_git_log_message"),
-    )
+    expected = listed(problems, "version, commit, its date and the git log of one checkout")
+    where = run.at("loadgen_version", "loadgen_git_commit_date", "loadgen_git_log_message")
+    return outcome(not problems, expected, shown(f"{log.text('loadgen_version')}, {date}, {message[:60]}"), where)
 
 
 def _same_date(found: str, known: str) -> bool:
@@ -122,12 +114,9 @@ def dates(run: RunView) -> Outcome:
         zone = round(apart / QUARTER_SECONDS) * QUARTER_SECONDS
         if abs(zone) > WIDEST_ZONE_SECONDS or abs(apart - zone) > 1.0:
             keys += ("loadgen_build_date_local", "loadgen_build_date_utc")
-    return outcome(
-        not keys if len(known) > 1 else None,
-        "LoadGen committed before it was built, built at one moment by both its clocks, and before it ran",
-        run.text(*(keys or [key for key, _ in known])) or "no dates",
-        run.at(*(keys or ["loadgen_build_date_utc"])),
-    )
+    expected = "LoadGen committed before it was built, built at one moment by both its clocks, and before it ran"
+    found, where = run.text(*(keys or [key for key, _ in known])), run.at(*(keys or ["loadgen_build_date_utc"]))
+    return outcome(not keys if len(known) > 1 else None, expected, found or "no dates", where)
 
 
 def _iso(log: DetailLog, key: str) -> datetime | None:

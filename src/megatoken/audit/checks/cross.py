@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 
 from megatoken.audit.checks.accuracy import ID_BYTES
 from megatoken.audit.evidence import AccuracyResult, Evidence, Role, Run, Where
-from megatoken.audit.finding import Observation, Outcome, Severity, check, outcome, shown
+from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
 from megatoken.mlperf.benchmarks import Benchmark, benchmark_of, benchmarks
 from megatoken.text import count_of
 
@@ -24,12 +25,9 @@ def check_rounds(evidence: Evidence) -> Outcome | None:
         return None
     usual = rounds.most_common(1)[0][0]
     others = [run for run in evidence.runs if run.role is not Role.COMPLIANCE and run.figures.round != usual]
-    return outcome(
-        len(rounds) == 1,
-        f"seeds of one round, {usual}",
-        ", ".join(f"{name}: {count_of(count, 'run')}" for name, count in rounds.items()),
-        tuple(run.where("effective_qsl_rng_seed") for run in others[:50]),
-    )
+    found = ", ".join(f"{name}: {count_of(count, 'run')}" for name, count in rounds.items())
+    where = tuple(run.where("effective_qsl_rng_seed") for run in others[:50])
+    return outcome(len(rounds) == 1, f"seeds of one round, {usual}", found, where)
 
 
 @check("accuracy.evidence", "Evidence of accuracy", "Less accurate answers, as of FP4 or FP8, can be faster.")
@@ -46,14 +44,11 @@ def accuracy_evidence(evidence: Evidence, claimed: bool, scored: Set[str]) -> Ou
     if evidence.kind == "submission":  # where several models may be submitted for one benchmark
         found += f" ({', '.join(dict.fromkeys(_scenario_folder(run).rpartition('results/')[2] for run in without))})"
     found += f"; next to them {empty} empty accuracy logs" + (f", {absent} other or none" if absent else "")
+    found = shown(found) if without else f"{len(performance)} performance runs have one"
     divisions = {str(system.values.get("division", "")).strip().lower() for system in evidence.systems}
-    return outcome(
-        not without,
-        "an accuracy run for every performance run",
-        shown(found) if without else f"{len(performance)} performance runs have one",
-        tuple(Where(run.accuracy or run.path) for run in without[:50]),
-        Severity.FAIL if claimed else Severity.UNKNOWN if "closed" in divisions else Severity.NOTE,
-    )
+    otherwise = Severity.FAIL if claimed else Severity.UNKNOWN if "closed" in divisions else Severity.NOTE
+    where = tuple(Where(run.accuracy or run.path) for run in without[:50])
+    return outcome(not without, "an accuracy run for every performance run", found, where, otherwise)
 
 
 def check_accuracy_evidence(
@@ -86,27 +81,21 @@ def check_accuracy_evidence(
 @check("accuracy.scores", "Scores reach the targets", "The closed division demands them.")
 def scores(result: AccuracyResult, benchmark: Benchmark, otherwise: Severity) -> Outcome:
     found, targets = result.scores, benchmark.accuracy
-    low = [
-        f"{name} {found[name]:g} below {target:g}" if name in found else f"no {name}"
-        for name, target in targets.items()
-        if found.get(name, -1.0) < target
-    ]
+    bounds = {name: (target, math.inf, f"below {target:g}") for name, target in targets.items()}
     for name, window in (("tokens_per_sample", benchmark.tokens_per_sample), ("gen_len", benchmark.gen_len)):
-        if window is not None and not window[0] <= found.get(name, -1.0) <= window[1]:
-            outside = f"{name} {found[name]:g} outside {window[0]:g} to {window[1]:g}" if name in found else ""
-            low.append(outside or f"no {name}")
-    return outcome(
-        not low,
-        f"{benchmark.name}: {', '.join(f'{name} of at least {target:g}' for name, target in targets.items())}",
-        shown("; ".join(low)) or ", ".join(f"{name} {found[name]:g}" for name in targets),
-        (Where(result.path),),
-        otherwise,
-    )
+        if window is not None:
+            bounds[name] = (*window, f"outside {window[0]:g} to {window[1]:g}")
+    low = [
+        f"{name} {found[name]:g} {how}" if name in found else f"no {name}"
+        for name, (least, most, how) in bounds.items()
+        if not least <= found.get(name, -1.0) <= most
+    ]
+    expected = f"{benchmark.name}: {', '.join(f'{name} of at least {target:g}' for name, target in targets.items())}"
+    reached = ", ".join(f"{name} {found[name]:g}" for name in targets if name in found)
+    return free_of(low, expected, reached, (Where(result.path),), otherwise)
 
 
-@check(
-    "accuracy.scored_log", "accuracy.txt scores the log next to it", "Scores of other answers say nothing about these."
-)
+@check("accuracy.scored_log", "accuracy.txt scores the log next to it", "Scores of other answers say nothing here.")
 def scored_log(result: AccuracyResult, evidence: Evidence) -> Iterator[Outcome]:
     """Where that log was not truncated."""
     folder = result.path.rpartition("/")[0]
@@ -123,9 +112,8 @@ def scored_log(result: AccuracyResult, evidence: Evidence) -> Iterator[Outcome]:
         counted = [run.accuracy_bytes / size / run.accuracy_records for size in ID_BYTES]
         if mean is not None and not any(abs(mean - found) <= 0.05 + 1e-9 * found for found in counted):
             problems.append(f"{mean:g} tokens per sample, the log has {counted[0]:.1f}")
-        expected = "hash, answers and tokens per sample of the log next to it"
         where = (Where(result.path), Where(run.accuracy or run.path))
-        yield outcome(not problems, expected, "; ".join(problems) or "the same", where)
+        yield free_of(problems, "hash, answers and tokens per sample of the log next to it", "the same", where)
 
 
 @check("accuracy.hash", "accuracy.txt has the hash of the full log", "It ties the truncated log to the evaluated one.")
@@ -144,16 +132,9 @@ def tokens_agree(timed: float | None, scored: float | None, where: tuple[Where, 
     return outcome(holds, expected, f"{timed:.1f}", where, Severity.WARN)
 
 
-@check(
-    "submission.layout", "Other parts that the claimed rules ask for", "A run alone meets a part of a round's rules."
-)
+@check("submission.layout", "Other parts that the claimed rules ask for", "A run alone meets only some rules.")
 def check_layout(evidence: Evidence, paths: Iterable[str]) -> Iterator[Outcome]:
-    """Where rules are claimed for logs outside a submission.
-
-    Args:
-        evidence: All that was found.
-        paths: Of all files.
-    """
+    """Where rules are claimed for logs outside a submission; ``paths`` are those of all files."""
     found = {name: [path for path in paths if path.rpartition("/")[2] == name] for name in (USER_CONF, *VERIFIED)}
     runs: dict[str, list[Run]] = {}
     for run in evidence.performance_runs:
@@ -169,9 +150,8 @@ def check_layout(evidence: Evidence, paths: Iterable[str]) -> Iterator[Outcome]:
         scenarios = {run.folder_scenario or run.figures.scenario for run in mine}
         wanted = benchmark.required.get("datacenter", ())
         missing = [choice.replace("|", " or ") for choice in wanted if not scenarios & set(choice.split("|"))]
-        verified = any(
-            _belongs(path, run.path, others, benchmark) for run in mine for at in VERIFIED for path in found[at]
-        )
+        tests = [path for name in VERIFIED for path in found[name]]
+        verified = any(_belongs(path, run.path, others, benchmark) for run in mine for path in tests)
         if benchmark.compliance and not verified:
             missing.append(" and ".join(benchmark.compliance))
         if not evidence.systems:
@@ -180,13 +160,10 @@ def check_layout(evidence: Evidence, paths: Iterable[str]) -> Iterator[Outcome]:
         if bare:
             some = f" of {len(bare)} of {count_of(len(mine), 'run')}" if len(bare) < len(mine) else ""
             missing.append(f"{USER_CONF}{some}")
-        yield outcome(
-            not missing,
-            "every scenario and test that the closed division asks for, and what describes the runs",
-            f"{name}: no {', no '.join(missing)}" if missing else f"{name}: all of them",
-            tuple(Where(run.path) for run in (bare or mine)[:50]),
-            Severity.WARN,
-        )
+        found = f"{name}: no {', no '.join(missing)}" if missing else f"{name}: all of them"
+        where = tuple(Where(run.path) for run in (bare or mine)[:50])
+        expected = "every scenario and test that the closed division asks for, and what describes the runs"
+        yield outcome(not missing, expected, found, where, Severity.WARN)
 
 
 def _belongs(path: str, run: str, others: Iterable[str], benchmark: Benchmark | None = None) -> bool:

@@ -17,9 +17,9 @@ from megatoken.audit.endpoints import (
     percentiles,
     window_seconds,
 )
-from megatoken.audit.evidence import Where
-from megatoken.audit.finding import Observation, Outcome, Severity, check, listed, outcome, shown
-from megatoken.files import UnreadableError, display, mapping, read_json_object
+from megatoken.audit.evidence import Where, places
+from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
+from megatoken.files import UnreadableError, mapping, read_json_object
 from megatoken.mlperf.percentiles import disorder, impossible_mean
 from megatoken.text import count_of
 
@@ -40,7 +40,7 @@ def check_endpoint(tree: Tree, result: EndpointResult) -> Iterator[Observation]:
 
 @check("endpoint.readable", "Results of MLPerf Endpoints can be read", "There is no log as further evidence.")
 def readable(path: str, what: str, line: int | None = None) -> Outcome:
-    return outcome(False, "a JSON object with each key once", what, (Where(display(path), line),))
+    return outcome(False, "a JSON object with each key once", what, places(path, line=line))
 
 
 @check("endpoint.complete", "The run ended, with every sample", "Samples that failed are missing from every figure.")
@@ -50,21 +50,16 @@ def complete(result: EndpointResult) -> Outcome:
     problems = [f"{key} {shown(values.get(key))}" for key, wanted in ENDED.items() if values.get(key, wanted) != wanted]
     if failed != 0:
         problems.append(f"n_samples_failed {shown(failed)}")
-    where = result.at("state", "complete", "n_samples_failed")
-    expected = "a run that was completed, and no failed sample"
-    return outcome(not problems, expected, "; ".join(problems) or "such a run", where, Severity.WARN)
+    where, expected = result.at(*ENDED, "n_samples_failed"), "a run that was completed, and no failed sample"
+    return free_of(problems, expected, "such a run", where, Severity.WARN)
 
 
 @check("endpoint.figures", "Figures follow from each other", "All are computed from one set of samples.")
 def figures(result: EndpointResult) -> Outcome:
     """Counts, rates, means and distributions, each computed from the others."""
     problems = list(_problems(result.summary))
-    return outcome(
-        not problems,
-        "rates that follow from counts and time, and distributions whose parts fit together",
-        listed((text for _, text in problems), "they do"),
-        result.at(*(key for key, _ in problems)),
-    )
+    expected = "rates that follow from counts and time, and distributions whose parts fit together"
+    return free_of((text for _, text in problems), expected, "they do", result.at(*(key for key, _ in problems)))
 
 
 def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -115,28 +110,21 @@ def _counts(part: Mapping[str, Any]) -> list[int]:
 def settings(result: EndpointResult) -> Outcome:
     """What the configuration asks for, compared with what the summary reports."""
     asked, run = mapping(result.settings), mapping(result.summary.get("run_config"))
-    pairs = {
-        "n_samples_issued": (
-            number(asked, "runtime", "n_samples_to_issue"),
-            number(result.summary, "n_samples_issued"),
-        ),
-        **{name: (number(asked, "runtime", name), number(run, name)) for name in SEEDS},
-        "target_qps": (number(asked, "load_pattern", "target_qps"), number(run, "load_pattern", "target_qps")),
-    }
+    load, runtime = mapping(asked.get("load_pattern")), mapping(asked.get("runtime"))
+    pairs = {name: (number(runtime, name), number(run, name)) for name in SEEDS}
+    pairs["n_samples_issued"] = number(runtime, "n_samples_to_issue"), number(result.summary, "n_samples_issued")
+    pairs["target_qps"] = number(load, "target_qps"), number(run, "load_pattern", "target_qps")
     wrong = {key: pair for key, pair in pairs.items() if pair[0] is not None and pair[0] != pair[1]}
     place = (Where(result.settings_path),) if result.settings_path else ()
-    return outcome(
-        None if not result.settings else not wrong,
-        shown(", ".join(f"{key} {wanted}" for key, (wanted, _) in wrong.items())) or "what config.yaml asks for",
-        shown(", ".join(f"{key} {found}" for key, (_, found) in wrong.items()))
-        or ("the same" if place else "no config.yaml"),
-        (*place, *result.at(*wrong)),
-    )
+    expected, found = (shown(", ".join(f"{key} {pair[part]}" for key, pair in wrong.items())) for part in (0, 1))
+    found = found or ("the same" if place else "no config.yaml")
+    holds = not wrong if result.settings else None
+    return outcome(holds, expected or "what config.yaml asks for", found, (*place, *result.at(*wrong)))
 
 
 def _accuracy(tree: Tree, result: EndpointResult) -> Iterator[Observation]:
     """One score a data set, of every row; the target where the benchmark has one score."""
-    folder = result.files.folder.rpartition("/")[0] if "/" in result.files.folder else ""
+    folder = result.files.folder.rpartition("/")[0]
     path, benchmark = below(folder, f"accuracy/{ACCURACY}"), result.benchmark
     if path not in tree.files:
         return
@@ -150,23 +138,18 @@ def _accuracy(tree: Tree, result: EndpointResult) -> Iterator[Observation]:
     lost = [f"{name} {shown(one[name])}" for one in counts for name in ("empty", "missing") if one.get(name)]
     samples = sum(int(number(score, "total_samples") or 0) for score in scores)
     rows = benchmark.accuracy_rows if benchmark else samples
-    found = "; ".join([count_of(samples, "sample"), *lost])
-    where = (Where(display(path), lines.get("total_samples")),)
-    whole = bool(scores) and not lost and samples >= rows
-    expected = f"a scored answer for each of {rows:,} rows"
+    found, where = "; ".join([count_of(samples, "sample"), *lost]), places(path, line=lines.get("total_samples"))
+    whole, expected = bool(scores) and not lost and samples >= rows, f"a scored answer for each of {rows:,} rows"
     yield from accuracy.records.observations(outcome(whole, expected, found, where, result.unmet))
     if benchmark is not None and len(benchmark.accuracy) == 1 and scores:
         (target,) = benchmark.accuracy.values()
         score = number(scores[0], "score") if len(scores) == 1 else number(values, "average_accuracy")
-        found = "no score" if score is None else f"{score:g}"
-        where = (Where(display(path), lines.get("score")),)
-        holds = None if score is None else score >= target
-        expected = f"{benchmark.name}: at least {target:g}"
+        found, where = "no score" if score is None else f"{score:g}", places(path, line=lines.get("score"))
+        holds, expected = None if score is None else score >= target, f"{benchmark.name}: at least {target:g}"
         yield from cross.scores.observations(outcome(holds, expected, found, where, result.unmet))
-    lengths = [number(score, LENGTHS, "avg") for score in scores]
-    if len(lengths) == 1:
-        both = (Where(display(path)), *result.at(LENGTHS))
-        yield from cross.tokens_agree(result.figures.tokens_per_sample, lengths[0], both)
+    if len(scores) == 1:
+        length, both = number(scores[0], LENGTHS, "avg"), (*places(path), *result.at(LENGTHS))
+        yield from cross.tokens_agree(result.figures.tokens_per_sample, length, both)
 
 
 def _close(one: float, other: float) -> bool:

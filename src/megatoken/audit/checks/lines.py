@@ -33,10 +33,6 @@ _WRITTEN_TOGETHER = (
 )
 
 
-def _last_key(log: DetailLog) -> str:
-    return log.order[-1].key if log.order else ""
-
-
 def _is_torn(log: DetailLog) -> bool:
     """Whether the log is damaged only where it was cut off, in its last line."""
     return log.cut_off and [damage.line for damage in log.damages] == [log.lines]
@@ -59,21 +55,16 @@ def readable(run: RunView) -> Outcome:
 
 @check("log.whole", "The log is complete", "A log that was cut off is no evidence of a completed run.")
 def complete(run: RunView) -> Outcome | None:
-    log, keys, optional, last = run.detail, log_keys(run.detail), optional_keys(run.detail), _last_key(run.detail)
-    where = run.lines([log.lines])
+    log, keys, optional = run.detail, log_keys(run.detail), optional_keys(run.detail)
+    where, last = run.lines([log.lines]), log.order[-1].key if log.order else ""
     if not keys:
         if None not in (log.get("effective_scenario"), log.get("effective_test_mode")):
             return None
         found = f"no scenario or no mode; the last line is {shown(last)}"
         return outcome(False, "a log that runs to its last line, num_errors", found, where, run.absent)
-    end = _end(keys, optional)
-    return outcome(
-        not log.cut_off and (end in log.first or last == keys[-1]),
-        f"a log that runs to its last line, {keys[-1]}",
-        f"the last line{' has no end and' if log.cut_off else ''} is {shown(last)}",
-        where,
-        run.absent,
-    )
+    holds = not log.cut_off and (_end(keys, optional) in log.first or last == keys[-1])
+    found = f"the last line{' has no end and' if log.cut_off else ''} is {shown(last)}"
+    return outcome(holds, f"a log that runs to its last line, {keys[-1]}", found, where, run.absent)
 
 
 def _end(keys: Sequence[str], optional: set[str]) -> str:
@@ -91,12 +82,9 @@ def lines(run: RunView) -> Outcome:
         last = max((place for place, key in enumerate(keys) if key in log.first), default=0)
         missing = [key for key in missing if keys.index(key) < last]
     version = log.text("loadgen_version")
-    return outcome(
-        not missing if is_known_version(version) or not missing else None,
-        f"every kind of line that LoadGen {shown(version or '?')} writes",
-        f"{count_of(len(missing), 'kind')} missing: {', '.join(missing)}" if missing else f"all {len(keys)} kinds",
-        run.at(),
-    )
+    found = f"{count_of(len(missing), 'kind')} missing: {', '.join(missing)}" if missing else f"all {len(keys)} kinds"
+    expected = f"every kind of line that LoadGen {shown(version or '?')} writes"
+    return outcome(not missing if is_known_version(version) or not missing else None, expected, found, run.at())
 
 
 @check("log.extra_lines", "No foreign line", "A line that this LoadGen never writes was added after the run.")
@@ -107,11 +95,10 @@ def extra_lines(run: RunView) -> Outcome | None:
     known = {*keys, *optional_keys(log)}
     extra = [entry.key for entry in log.order if entry.key not in known]
     extra = [key for key in extra if not key.startswith("result_inferred_")]
+    holds, found = not extra, shown(", ".join(extra[:20])) or "none"
+    expected = "no kind of line that this LoadGen never writes"
     return outcome(
-        not extra if is_known_version(log.text("loadgen_version")) or not extra else None,
-        "no kind of line that this LoadGen never writes",
-        shown(", ".join(extra[:20])) or "none",
-        run.at(*extra[:20]),
+        holds if is_known_version(log.text("loadgen_version")) else holds or None, expected, found, run.at(*extra[:20])
     )
 
 
@@ -173,12 +160,9 @@ def messages(run: RunView) -> Outcome | None:
 @check("log.numbers", "Numbers are printed as C++ prints them", "Others were typed or computed later.")
 def numbers(run: RunView) -> Outcome:
     strange = [entry for entry in run.detail.order if entry.text not in _NOT_FINITE and not _printed_by_cpp(entry)]
-    return outcome(
-        not strange,
-        "rates with at most six digits, as C++ prints them, and whole nanoseconds and counts",
-        shown(f"{strange[0].key}: {strange[0].text}") if strange else "such numbers",
-        run.lines(strange),
-    )
+    found = shown(f"{strange[0].key}: {strange[0].text}") if strange else "such numbers"
+    expected = "rates with at most six digits, as C++ prints them, and whole nanoseconds and counts"
+    return outcome(not strange, expected, found, run.lines(strange))
 
 
 def _printed_by_cpp(entry: Entry) -> bool:
@@ -215,13 +199,10 @@ def one_process(run: RunView) -> Outcome:
     """The thread that began the test writes all lines but errors, warnings and messages."""
     processes = run.detail.process_ids
     threads = {entry.thread_id: entry.line for entry in reversed(run.detail.order) if entry.key != "generic_message"}
-    places = sorted({*list(processes.values())[:20], *list(threads.values())[:20]})
-    return outcome(
-        len(processes) == 1 and len(threads) <= 1,
-        "one process, and one of its threads",
-        f"process {', '.join(map(str, processes))}; thread {', '.join(map(str, list(threads)[:20]))}",
-        tuple(Where(run.detail_path, line) for line in places) or run.at(),
-    )
+    lines = sorted({*list(processes.values())[:20], *list(threads.values())[:20]})
+    found = f"process {', '.join(map(str, processes))}; thread {', '.join(map(str, list(threads)[:20]))}"
+    holds = len(processes) == 1 and len(threads) <= 1
+    return outcome(holds, "one process, and one of its threads", found, run.lines(lines))
 
 
 @check("log.source_lines", "Each line names its place in LoadGen's code", "Another place is another LoadGen.")
@@ -239,11 +220,8 @@ def source_positions(run: RunView) -> Outcome | None:
     checked = [entry for entry in run.detail.order if entry.key in places]
     # Where a call spans several source lines, compilers differ in which one they report.
     wrong = [entry for entry in checked if not any(0 <= entry.source_line - line <= 3 for line in places[entry.key])]
-    return outcome(
-        not wrong if checked else None,
-        "the places in LoadGen's code that write these lines in the release that the log names",
-        shown(f"{wrong[0].key} from {wrong[0].source}:{wrong[0].source_line}")
-        if wrong
-        else f"{count_of(len(checked), 'line')} agree",
-        run.lines(wrong),
-    )
+    found = f"{count_of(len(checked), 'line')} agree"
+    if wrong:
+        found = shown(f"{wrong[0].key} from {wrong[0].source}:{wrong[0].source_line}")
+    expected = "the places in LoadGen's code that write these lines in the release that the log names"
+    return outcome(not wrong if checked else None, expected, found, run.lines(wrong))

@@ -8,20 +8,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from megatoken.analysis.aggregation import SIMULTANEOUS_SHARE, Aggregate
 from megatoken.audit.evidence import Evidence, Run
-from megatoken.audit.finding import Observation, Outcome, Severity, check, outcome, shown
+from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
 from megatoken.text import count_of
 
 TOKENS_TOLERANCE = 0.01
 
 
 def check_nodes(evidence: Evidence, runs: Sequence[Run], result: Aggregate | None) -> Iterator[Observation]:
-    """Runs of one benchmark and scenario on several nodes.
-
-    Args:
-        evidence: All that was found.
-        runs: The nodes, two or more.
-        result: Their aggregate; None where some have no rate.
-    """
+    """Two or more runs of one benchmark and scenario, and their aggregate; None where some have no rate."""
     for one in (copies, same_settings, same_tokens):
         yield from one(runs)
     claimed_as_one = any((system.nodes or 1) > 1 for system in evidence.systems)
@@ -51,11 +45,7 @@ def process_steps(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-@check(
-    "nodes.simultaneous",
-    "The nodes ran at the same time",
-    "A sum of rates is the rate of a rack only if its nodes ran together, sharing power, cooling and network.",
-)
+@check("nodes.simultaneous", "The nodes ran at the same time", "Only then is a sum of rates the rate of a rack.")
 def simultaneous(runs: Sequence[Run], result: Aggregate, claimed_as_one: bool) -> Outcome:
     share = f"{100 * SIMULTANEOUS_SHARE:.0f} %"
     expected = f"all nodes running together for {share} of the time, if their rates are to be added"
@@ -80,16 +70,13 @@ def copies(runs: Sequence[Run]) -> Outcome:
     alike = _groups(runs, _longest_and_mean)
     copied = [group for group in alike if len(group) > 1]
     begun = [group for group in same_beginnings(runs) if group not in copied]
-    compared = sum(map(len, alike))
     problems = [f"{_names(group)} have the same to the nanosecond" for group in copied]
     problems += [f"{_names(group)} have logs of one run, and other results" for group in begun]
-    found = f"{compared} different results" if compared == len(runs) else f"{compared} of {len(runs)} say latencies"
-    return outcome(
-        not problems if problems or compared == len(runs) else None,
-        "every node with its own results",
-        "; ".join(problems) or found,
-        tuple(run.where("result_max_latency_ns") for group in (*copied, *begun) for run in group),
-    )
+    compared, expected = sum(map(len, alike)), "every node with its own results"
+    if not problems and compared < len(runs):
+        return outcome(None, expected, f"{compared} of {len(runs)} say latencies")
+    where = tuple(run.where("result_max_latency_ns") for group in (*copied, *begun) for run in group)
+    return free_of(problems, expected, f"{compared} different results", where)
 
 
 def _longest_and_mean(run: Run) -> Hashable:
@@ -143,13 +130,9 @@ def same_tokens(runs: Sequence[Run]) -> Outcome | None:
         return None
     middle = sorted(values)[len(values) // 2]
     odd = [run for run, value in zip(known, values, strict=True) if abs(value / middle - 1) > TOKENS_TOLERANCE]
-    return outcome(
-        not odd,
-        f"about {middle:.2f} tokens per sample on every node: they ran one model over one data set",
-        f"{min(values):.2f} to {max(values):.2f}",
-        tuple(run.where() for run in odd or known[:1]),
-        Severity.WARN,
-    )
+    expected = f"about {middle:.2f} tokens per sample on every node: they ran one model over one data set"
+    where = tuple(run.where() for run in odd or known[:1])
+    return outcome(not odd, expected, f"{min(values):.2f} to {max(values):.2f}", where, Severity.WARN)
 
 
 @check("nodes.spread", "How far the nodes differ", "A spread means something only with its definition.")

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 
-from megatoken.audit.finding import Outcome, Severity, check, listed, outcome, shown
+from megatoken.audit.finding import Outcome, Severity, check, free_of, listed, outcome, shown
 from megatoken.audit.view import RunView, has_result
 from megatoken.mlperf.constraints import FLAGS, SIX_DIGITS, constraints_met
 from megatoken.mlperf.draws import MOST_ARRIVALS, PoissonSchedule
@@ -26,7 +26,7 @@ def error_count(run: RunView) -> Outcome:
     where = (*(run.lines(run.detail.errors[:10]) if run.detail.errors else ()), *run.at("num_errors"))
     if logged is None:
         return outcome(True, "no num_errors in this kind of log", count_of(count, "error"), where)
-    expected = f"num_errors {count}: so many lines are marked as errors"
+    expected = f"num_errors {count}, the number of lines marked as errors"
     return outcome(logged == count, expected, f"num_errors {logged}", where)
 
 
@@ -43,13 +43,9 @@ def _offline_rate(run: RunView) -> Outcome:
     samples = run.figures.samples_issued
     if samples is None or found is None or not latency_ns:
         return outcome(None, "samples / largest latency", "figures missing", run.at(*keys))
-    expected = samples / (latency_ns / 1e9)
-    return outcome(
-        _close(found, expected, SIX_DIGITS),
-        f"{expected:.6g} samples/s: {count_of(samples, 'sample')} in {latency_ns / 1e9:.3f} s",
-        f"{found:g} samples/s",
-        run.at(*keys),
-    )
+    rate = samples / (latency_ns / 1e9)
+    expected = f"{rate:.6g} samples/s: {count_of(samples, 'sample')} in {latency_ns / 1e9:.3f} s"
+    return outcome(_close(found, rate, SIX_DIGITS), expected, f"{found:g} samples/s", run.at(*keys))
 
 
 def _stream_rate(run: RunView) -> Outcome:
@@ -68,11 +64,8 @@ def _stream_rate(run: RunView) -> Outcome:
     if issued * (1 + SIX_DIGITS) < least:
         problems.append(f"the last query issued after {least:.6g} s, not {issued:.6g}")
     begin, end = power_times(log)
-    window = elapsed(begin, end) if begin and end else None
-    if (
-        window is not None
-        and not issued * (1 - SIX_DIGITS) - 0.01 <= window <= issued + longest_ns / 1e9 + LATE_SECONDS
-    ):
+    window, most = elapsed(begin, end) if begin and end else issued, issued + longest_ns / 1e9 + LATE_SECONDS
+    if not issued * (1 - SIX_DIGITS) - 0.01 <= window <= most:
         problems.append(f"a power window of {window:.3f} s, not {issued:.3f} s")
     return run.computed(problems, "rates that follow from the mean latency and the clocks", *keys)
 
@@ -127,12 +120,7 @@ def token_counts(run: RunView) -> Outcome | None:
     return run.computed(problems, f"about {tokens:,.0f} tokens by each of three figures", *keys)
 
 
-@check(
-    "result.first_tokens",
-    "First and later tokens add up",
-    "A latency is TTFT plus the time of each later token.",
-    has_result,
-)
+@check("result.first_tokens", "First and later tokens add up", "A latency is TTFT and all later tokens.", has_result)
 def first_tokens(run: RunView) -> Outcome | None:
     """The time after the first tokens is the number of later tokens times what each took, within its bounds."""
     figures = run.figures
@@ -164,38 +152,35 @@ def latencies(run: RunView) -> Outcome | None:
         ("TTFT", figures.ttft_seconds, "result_first_token_50.00_percentile_latency_ns"),
         ("TPOT", figures.tpot_seconds, "result_time_per_output_token_50.00_percentile_ns"),
     )
-    problems, keys = [], []
+    problems = {}
     for name, values, key in tables:
         if found := disorder(values) or impossible_mean(values, figures.samples_issued):
-            problems.append(f"{name}: {found}")
-            keys.append(key)
+            problems[f"{name}: {found}"] = key
     for name, ttft in figures.ttft_seconds.items():
         latency = figures.latency_seconds.get(name, math.inf)
         if ttft > latency:
-            problems.append(f"{name} of TTFT is {ttft:g} s, above that of the latency, {latency:g} s")
-            keys.append("result_first_token_50.00_percentile_latency_ns")
+            problems[f"{name} of TTFT is {ttft:g} s, above that of the latency, {latency:g} s"] = tables[1][2]
             break
-    compared = sum(len(values) for _, values, _ in tables)
-    return outcome(
-        not problems if problems or compared else None,
-        "percentiles that rise, a mean that fits them, first tokens no later than last ones",
-        listed(problems, f"{compared} such latencies" if compared else "no latencies"),
-        run.at(*(keys or ["result_mean_latency_ns"])),
+    expected = "percentiles that rise, a mean that fits them, first tokens no later than last ones"
+    where, compared = (
+        run.at(*(problems.values() or ["result_mean_latency_ns"])),
+        sum(len(values) for _, values, _ in tables),
     )
+    if not compared:
+        return outcome(None, expected, "no latencies", where)
+    return free_of(problems, expected, f"{compared} such latencies", where)
 
 
 @check("result.clock", "The log's clocks fit the duration", "Time stamps, power window and date bound it.")
 def clock(run: RunView) -> Outcome | None:
     if not has_result(run) and not run.is_accuracy:
         return None
-    problems = list(_clock_problems(run))
-    duration = run.figures.duration_seconds
-    return outcome(
-        not problems if duration is not None else None,
-        "a duration that the log's times, its power window and its date agree on",
-        listed((text for text, _ in problems), f"{duration:.3f} s" if duration is not None else "no duration"),
-        run.at(*(itertools.chain(*(keys for _, keys in problems)) if problems else ("result_max_latency_ns",))),
-    )
+    problems, duration = dict(_clock_problems(run)), run.figures.duration_seconds
+    where = run.at(*(itertools.chain(*problems.values()) if problems else ("result_max_latency_ns",)))
+    expected = "a duration that the log's times, its power window and its date agree on"
+    if duration is None:
+        return outcome(None, expected, listed(problems, "no duration"), where)
+    return free_of(problems, expected, f"{duration:.3f} s", where)
 
 
 def _clock_problems(run: RunView) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -231,13 +216,10 @@ def _clock_problems(run: RunView) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield f"{text}, {late:.0f} s apart", ("test_datetime", "power_begin")
 
 
-@check(
-    "result.validity", "The verdict follows from its constraints", "Each can be computed from the figures.", has_result
-)
+@check("result.validity", "The verdict follows from its constraints", "Each can be computed again.", has_result)
 def validity(run: RunView) -> Outcome | None:
     log = run.detail
-    problems: list[str] = []
-    keys: list[str] = ["result_validity"]
+    problems, keys = [], ["result_validity"]
     flags = {key: log.get(key) for key in FLAGS if key in log.first}
     valid = log.get("result_validity")
     if valid != ("VALID" if all(flag is True for flag in flags.values()) else "INVALID"):
@@ -251,8 +233,7 @@ def validity(run: RunView) -> Outcome | None:
         if key in flags and expected is not None and flags[key] is not expected:
             problems.append(f"{key} {shown(flags[key])}, though its figures say {expected}")
             keys.append(key)
-    expected_verdict = "a verdict that follows from the figures"
-    return outcome(not problems, expected_verdict, listed(problems, shown(valid)), run.at(*keys))
+    return free_of(problems, "a verdict that follows from the figures", shown(valid), run.at(*keys))
 
 
 def _close(a: float, b: float, relative: float) -> bool:

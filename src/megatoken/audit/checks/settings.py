@@ -35,13 +35,10 @@ def effective(run: RunView) -> Outcome | None:
     }
     wrong = [name for name, expected in compared.items() if not _same(log.get(f"effective_{name}"), expected)]
     keys = [f"effective_{name}" for name in wrong]
-    return outcome(
-        not wrong if compared else None,
-        shown(", ".join(f"effective_{name} {compared[name]!r}" for name in wrong))
-        or "effective settings that follow from the requested ones",
-        shown(run.text(*keys)) or f"{len(compared)} settings compared, all do",
-        run.at(*keys, *(f"requested_{name}" for name in wrong)),
-    )
+    expected = shown(", ".join(f"effective_{name} {compared[name]!r}" for name in wrong))
+    found = shown(run.text(*keys)) or f"{len(compared)} settings compared, all do"
+    where, follow = run.at(*keys, *(f"requested_{name}" for name in wrong)), "settings that follow from requested ones"
+    return outcome(not wrong if compared else None, expected or follow, found, where)
 
 
 def _same(found: object, expected: object) -> bool:
@@ -81,9 +78,7 @@ def library(run: RunView) -> Outcome | None:
     return outcome(False, expected, found, run.at(LIBRARY_SET, "effective_qsl_rng_seed"))
 
 
-@check(
-    "settings.samples", "Samples follow from rate and duration", "LoadGen computes them; others contradict the rate."
-)
+@check("settings.samples", "Samples follow from rate and duration", "Others contradict the rate.")
 def offline_samples(run: RunView) -> Outcome | None:
     log = run.detail
     keys = ("effective_samples_per_query", "requested_min_query_count", "effective_target_qps")
@@ -93,13 +88,10 @@ def offline_samples(run: RunView) -> Outcome | None:
         return None
     if samples is None or least is None or rate is None or duration_ms is None:
         return outcome(None, "1.1 x rate x duration samples", "figures missing", run.at(*keys))
-    expected = offline_query_samples(log, least, rate, duration_ms)
-    return outcome(
-        abs(samples - expected) <= 1 + SIX_DIGITS * expected,
-        f"{count_of(expected, 'sample')}: the larger of {least:,} and 1.1 x {rate:g}/s x {duration_ms / 1e3:g} s",
-        f"{samples:,}",
-        run.at(*keys, "effective_min_duration_ms"),
-    )
+    follow = offline_query_samples(log, least, rate, duration_ms)
+    expected = f"{count_of(follow, 'sample')}: the larger of {least:,} and 1.1 x {rate:g}/s x {duration_ms / 1e3:g} s"
+    where = run.at(*keys, "effective_min_duration_ms")
+    return outcome(abs(samples - follow) <= 1 + SIX_DIGITS * follow, expected, f"{samples:,}", where)
 
 
 @check("settings.generated", "The queries follow from the settings", "They are computed, not measured.")

@@ -17,6 +17,7 @@ SUCCESS = "Run successful."
 _ESTIMATE = re.compile(r"Early stopping (\d{1,2}(?:\.\d)?)th percentile estimate: (\d{1,18})")
 _NEEDED = re.compile(r"Processed (\d{1,12}) queries\. Would need to run at least (\d{1,12}) more queries")
 _DISCARDED = re.compile(r"Processed at least (\d{1,12}) queries \((\d{1,12})\).*Would discard (\d{1,12})")
+_ESTIMATES = ("early_stopping_latency_ss", "early_stopping_latency_ms")
 _MULTI_STREAM_PERCENTILE = 0.99  # SingleStream estimates it too
 
 
@@ -29,16 +30,14 @@ def check_early_stopping(run: RunView) -> Outcome | None:
         return None
     if not queries or queries > early_stopping.MOST_QUERIES or not 0.5 <= percentile < 1:
         return None
-    keys = ["early_stopping_met", *TEXTS]
     met = log.get("early_stopping_met")
     if scenario == "Server":
         expected = _server_stopping(run, queries, percentile)
         problems = [*_server_texts(run, queries, percentile), *_overlatency(run, queries)]
-        keys.append("result_overlatency_query_count")
     else:
         expected = queries >= early_stopping.queries_needed(1, percentile)
         problems = list(_stream_texts(run, queries, percentile)) if met is True else []
-        keys += ["early_stopping_latency_ss", "early_stopping_latency_ms"]
+    keys = ["early_stopping_met", *TEXTS, "result_overlatency_query_count", *_ESTIMATES]
     if expected is not None and met is not expected:
         problems.insert(0, f"early_stopping_met {expected}")
     follows = f"the rule, recomputed for {count_of(queries, 'query', 'queries')}"
@@ -111,13 +110,9 @@ def _stream_texts(run: RunView, queries: int, percentile: float) -> Iterator[str
         numbers = _DISCARDED.search(text)
         if numbers is None:
             continue
-        expected = (
-            early_stopping.queries_needed(1, percentile),
-            queries,
-            early_stopping.discarded(queries, percentile),
-        )
-        if tuple(int(number) for number in numbers.groups()) != expected:
-            yield f"{key} with at least {expected[0]} of {queries} queries, {expected[2]} discarded"
+        needed, discarded = early_stopping.queries_needed(1, percentile), early_stopping.discarded(queries, percentile)
+        if tuple(map(int, numbers.groups())) != (needed, queries, discarded):
+            yield f"{key} with at least {needed} of {queries} queries, {discarded} discarded"
         estimates = []
         for at, (name, number) in zip((percentile, _MULTI_STREAM_PERCENTILE), _ESTIMATE.findall(text), strict=False):
             estimates.append(int(number))
@@ -125,7 +120,7 @@ def _stream_texts(run: RunView, queries: int, percentile: float) -> Iterator[str
             # MultiStream's text is about queries, whose latencies are not those of samples.
             if scenario == "SingleStream" and not low - 1e-9 <= int(number) / 1e9 <= high + 1e-9:
                 yield f"an estimate of {name} % in {key} between {low:.9g} and {high:.9g} s, not {number} ns"
-    kept = ("early_stopping_latency_ss", "early_stopping_latency_ms")
-    for key, estimate in zip(kept if scenario == "SingleStream" else kept[1:], estimates, strict=False):
+    kept = _ESTIMATES if scenario == "SingleStream" else _ESTIMATES[1:]
+    for key, estimate in zip(kept, estimates, strict=False):
         if whole(log, key) != estimate:  # LoadGen keeps the last: that of the first token
             yield f"{key} {estimate}"

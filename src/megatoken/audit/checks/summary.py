@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from megatoken.audit.evidence import Where
-from megatoken.audit.finding import Outcome, Severity, check, listed, outcome, shown
+from megatoken.audit.finding import Outcome, Severity, check, free_of, listed, outcome, shown
 from megatoken.audit.view import RunView, has_result
 from megatoken.files import Damage
 from megatoken.mlperf.detail_log import DetailLog
@@ -42,13 +42,11 @@ def fields(run: RunView) -> Outcome | None:
         if (key := key_of_label(item.label, run.figures.scenario)) in detail.first and key is not None
     ]
     wrong = [(item, key) for item, key in keyed if not _agrees(item, detail, key)]
-    where = tuple(Where(_path(run), item.line) for item, _ in wrong)
-    return outcome(
-        not wrong if keyed else None,
-        listed((f"{item.label}: {_as_printed(detail, key)}" for item, key in wrong), "the values of the detail log"),
-        listed((f"{item.label}: {item.value}" for item, _ in wrong), f"{len(keyed)} fields agree"),
-        (*where, *run.at(*(key for _, key in wrong))) if wrong else (Where(_path(run)),),
-    )
+    where = (*(Where(_path(run), item.line) for item, _ in wrong), *run.at(*(key for _, key in wrong)))
+    printed = (f"{item.label}: {_as_printed(detail, key)}" for item, key in wrong)
+    expected = listed(printed, "the values of the detail log")
+    found = listed((f"{item.label}: {item.value}" for item, _ in wrong), f"{len(keyed)} fields agree")
+    return outcome(not wrong if keyed else None, expected, found, where if wrong else (Where(_path(run)),))
 
 
 def _agrees(item: SummaryField, detail: DetailLog, key: str) -> bool:
@@ -99,12 +97,10 @@ def reason(run: RunView) -> Outcome | None:
     printed, expected = (
         "".join(words.replace(_SEE_DETAIL, "").replace("*", "").split()) for words in (text, logged or "")
     )
-    return outcome(
-        printed == expected and (logged is None) is (log.recommendations is None),
-        shown(" ".join((logged or "").split())) or "no recommendation",
-        shown(text) or "none",
-        (Where(_path(run), line), *run.at("result_invalid_reason")),
-    )
+    holds = printed == expected and (logged is None) is (log.recommendations is None)
+    recommended = shown(" ".join((logged or "").split())) or "no recommendation"
+    where = (Where(_path(run), line), *run.at("result_invalid_reason"))
+    return outcome(holds, recommended, shown(text) or "none", where)
 
 
 @check("summary.lines", "The summary has LoadGen's lines", "Lines were removed, added, moved or repeated.", has_result)
@@ -112,37 +108,28 @@ def lines(run: RunView) -> Outcome | None:
     log = run.summary
     if log is None:
         return None
-    rows = summary_rows(run.figures.scenario)
-    strange = [
-        *log.strange,
-        *(Damage(item.line, item.label) for item in log.fields if not key_of_label(item.label, run.figures.scenario)),
-    ]
+    rows, scenario = summary_rows(run.figures.scenario), run.figures.scenario
+    foreign = [Damage(item.line, item.label) for item in log.fields if not key_of_label(item.label, scenario)]
+    strange = [*log.strange, *foreign]
     labels = [usual_label(item.label) for item in log.fields]
     allowed = [row["label"] for row in rows]
-    doubled = sorted({item.label for item in log.fields if _too_often(item.label, labels, allowed)})
-    moved = _moved(log, allowed) if run.figures.scenario != "MultiStream" else None  # it prints some latencies twice
+    often = {label for label in labels if labels.count(label) > max(1, allowed.count(label))}
+    doubled = sorted({item.label for item in log.fields if usual_label(item.label) in often})
+    moved = _moved(log, allowed) if scenario != "MultiStream" else None  # it prints some latencies twice
     missing = _missing(run, log, rows, labels)
-    mixed = 0 < log.carriage_returns < log.lines
-    problems = {
-        f"{log.carriage_returns:,} of {count_of(log.lines, 'line')} end in CR LF, the others in LF": mixed,
-        f"{moved.label if moved else ''} where it does not belong": moved,
-        f"missing: {', '.join(missing)}": missing,
-        f"LoadGen does not print: {strange[0].what if strange else ''}": strange,
-        f"more than once: {', '.join(doubled)}": doubled,
-    }
-    places = [Where(_path(run), damage.line) for damage in strange[:20]]
-    places += [Where(_path(run), item.line) for item in log.fields if item.label in doubled or item is moved]
-    return outcome(
-        not any(problems.values()),
-        "every line that LoadGen prints, once, in its order, and no other",
-        listed((text for text, holds in problems.items() if holds), f"{log.lines} lines"),
-        tuple(places) or (Where(_path(run)),),
-        Severity.FAIL if strange or doubled or moved or mixed else run.absent,
-    )
-
-
-def _too_often(label: str, labels: list[str], allowed: list[str]) -> bool:
-    return labels.count(usual_label(label)) > max(1, allowed.count(usual_label(label)))
+    problems = []
+    if 0 < log.carriage_returns < log.lines:
+        ends = f"{log.carriage_returns:,} of {count_of(log.lines, 'line')} end in CR LF"
+        problems.append(f"{ends}, the others in LF")
+    problems += [f"{moved.label} where it does not belong"] if moved else []
+    problems += [f"LoadGen does not print: {strange[0].what}"] if strange else []
+    problems += [f"more than once: {', '.join(doubled)}"] if doubled else []
+    severity = Severity.FAIL if problems else run.absent
+    problems += [f"missing: {', '.join(missing)}"] if missing else []
+    where = [Where(_path(run), damage.line) for damage in strange[:20]]
+    where += [Where(_path(run), item.line) for item in log.fields if item.label in doubled or item is moved]
+    expected = "every line that LoadGen prints, once, in its order, and no other"
+    return free_of(problems, expected, f"{log.lines} lines", tuple(where) or (Where(_path(run)),), severity)
 
 
 def _moved(log: SummaryLog, order: list[str]) -> SummaryField | None:
@@ -175,28 +162,20 @@ def _missing(run: RunView, log: SummaryLog, rows: list[Mapping[str, str]], label
     return missing
 
 
-@check(
-    "summary.counts", "Warnings and errors as counted", "Errors do not make a result INVALID, so their count matters."
-)
+@check("summary.counts", "Warnings and errors as counted", "Errors do not make a result INVALID.")
 def counts(run: RunView) -> Outcome | None:
     log, detail = run.summary, run.detail
     if log is None:
         return None
-    problems, places = [], []
-    for name, printed, count in (
-        ("warnings", log.warnings, detail.warning_count),
-        ("errors", log.errors, detail.error_count),
-    ):
+    problems, where = [], []
+    counted = {"warnings": (log.warnings, detail.warning_count), "errors": (log.errors, detail.error_count)}
+    for name, (printed, count) in counted.items():
         if printed is None:
             problems.append(f"does not say how many {name} there were")
         elif printed[0] != count:
             problems.append(f"says {printed[0]:,} {name}")
-            places.append(Where(_path(run), printed[1]))
-    return outcome(
-        not problems,
-        f"{count_of(detail.warning_count, 'warning')} and {count_of(detail.error_count, 'error')}, "
-        "as in the detail log",
-        listed(problems, "the same"),
-        tuple(places) or (Where(_path(run), log.lines or None),),
-        Severity.FAIL if places else run.absent,
-    )
+            where.append(Where(_path(run), printed[1]))
+    found = f"{count_of(detail.warning_count, 'warning')} and {count_of(detail.error_count, 'error')}"
+    severity = Severity.FAIL if where else run.absent
+    places = tuple(where) or (Where(_path(run), log.lines or None),)
+    return free_of(problems, f"{found}, as in the detail log", "the same", places, severity)

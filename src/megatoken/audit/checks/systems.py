@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from megatoken.audit.evidence import Configuration, Run, System, Where
+from megatoken.audit.evidence import Configuration, Run, System, Where, places
 from megatoken.audit.finding import Observation, Outcome, Severity, check, outcome, parts, shown
-from megatoken.files import display
 from megatoken.mlperf.rounds import load_csv, rules
 from megatoken.text import is_number
 
@@ -37,7 +36,7 @@ def check_system(system: System, submission: bool) -> Iterator[Observation]:
 
 @check("system.readable", "System descriptions can be read", "They say what was measured.")
 def readable(path: str, what: str, line: int | None = None) -> Outcome:
-    return outcome(False, "a JSON object with each key once", what, (Where(display(path), line),))
+    return outcome(False, "a JSON object with each key once", what, places(path, line=line))
 
 
 @check("system.keys", "The system description is complete", "MLPerf asks for these facts.")
@@ -111,13 +110,9 @@ def host_memory(system: System) -> Outcome | None:
         return None
     multiple = re.match(r"\s*(\d{1,3})\s*[x×]", str(system.values[keys[1]]))
     total = other * (int(multiple.group(1)) if multiple else 1)
-    return outcome(
-        _near(one, total) or _near(one, other),
-        "one amount of host memory",
-        shown("; ".join(f"{key}: {system.values[key]}" for key in keys)),
-        tuple(map(system.where, keys)),
-        Severity.NOTE if multiple else Severity.WARN,
-    )
+    holds, otherwise = _near(one, total) or _near(one, other), Severity.NOTE if multiple else Severity.WARN
+    found = shown("; ".join(f"{key}: {system.values[key]}" for key in keys))
+    return outcome(holds, "one amount of host memory", found, tuple(map(system.where, keys)), otherwise)
 
 
 def versions_in(text: str) -> Iterator[tuple[str, str, int]]:
@@ -129,10 +124,7 @@ def versions_in(text: str) -> Iterator[tuple[str, str, int]]:
 @check("system.software", "Software versions agree", "The number can be repeated only with the software that made it.")
 def software(system: System) -> Iterator[Outcome]:
     """Each version is named once, or alike."""
-    said: dict[str, dict[str, str]] = {}
-    for key in _SOFTWARE_KEYS:
-        for name, version, _ in versions_in(str(system.values.get(key, ""))):
-            said.setdefault(name, {}).setdefault(version, key)
+    said = _versions(system, _SOFTWARE_KEYS)
     for name, versions in said.items():
         distinct = [a for a in versions if not any(b != a and b.startswith(f"{a}.") for b in versions)]
         if len(distinct) > 1:
@@ -144,13 +136,19 @@ def software(system: System) -> Iterator[Outcome]:
         yield outcome(True, "no version that contradicts another", found, (system.where(),))
 
 
+def _versions(system: System, keys: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Each version of each software that a description names, with the first key that names it."""
+    said: dict[str, dict[str, str]] = {}
+    for key in keys:
+        for name, version, _ in versions_in(str(system.values.get(key, ""))):
+            said.setdefault(name, {}).setdefault(version, key)
+    return said
+
+
 def check_versions_elsewhere(systems: Sequence[System], texts: Mapping[str, str]) -> Iterator[Observation]:
     """README files, by path, compared with the system descriptions: the same software in one version."""
     for system in systems:
-        mine: dict[str, str] = {}
-        for key in _SOFTWARE_KEYS[:2]:
-            for name, version, _ in versions_in(str(system.values.get(key, ""))):
-                mine.setdefault(name, version)
+        mine = {name: next(iter(versions)) for name, versions in _versions(system, _SOFTWARE_KEYS[:2]).items()}
         for path, text in texts.items():
             for name, version, position in versions_in(text):
                 # TensorRT-LLM is often called TensorRT for short.
@@ -188,13 +186,9 @@ def configured_rate(configuration: Configuration, runs: Sequence[Run]) -> Iterat
         if not is_number(wanted) or not rates:
             continue
         differing = [run for run in mine if abs((run.figures.target_qps or 0) - wanted) > 1e-5 * abs(wanted)]
-        yield outcome(
-            not differing,
-            f"{key} {wanted:g} samples/s as configured",
-            f"runs with {', '.join(f'{rate:g}' for rate in rates[:10])} samples/s",
-            (configuration.where(key), *(run.where("effective_target_qps") for run in differing[:20])),
-            Severity.WARN,
-        )
+        found = f"runs with {', '.join(f'{rate:g}' for rate in rates[:10])} samples/s"
+        where = (configuration.where(key), *(run.where("effective_target_qps") for run in differing[:20]))
+        yield outcome(not differing, f"{key} {wanted:g} samples/s as configured", found, where, Severity.WARN)
 
 
 def _is_about(configuration: Configuration, run: Run) -> bool:
@@ -204,9 +198,7 @@ def _is_about(configuration: Configuration, run: Run) -> bool:
 
 
 @check(
-    "configuration.parallelism",
-    "How the model is spread over GPUs",
-    "With one GPU per copy nothing crosses the link between GPUs: the rack is many independent machines.",
+    "configuration.parallelism", "How the model is spread over GPUs", "One GPU per copy needs no links between GPUs."
 )
 def parallelism(configuration: Configuration) -> Outcome | None:
     tensor = configuration.values.get("tensor_parallelism")

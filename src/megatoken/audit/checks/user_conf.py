@@ -53,13 +53,11 @@ def check_user_conf(run: RunView) -> Outcome | None:
     ]
     if not compared:
         return None
-    return outcome(
-        not wrong,
-        listed((asked for asked, _, _ in wrong), "what user.conf asks for"),
-        listed((run.text(name) for _, name, _ in wrong), f"{len(compared)} settings agree"),
-        (*(place for _, _, place in wrong), *run.at(*(name for _, name, _ in wrong))),
-        Severity.WARN,  # a program may change settings after LoadGen has read the file
-    )
+    expected = listed((asked for asked, _, _ in wrong), "what user.conf asks for")
+    found = listed((run.text(name) for _, name, _ in wrong), f"{len(compared)} settings agree")
+    where = (*(place for _, _, place in wrong), *run.at(*(name for _, name, _ in wrong)))
+    # A program may change settings after LoadGen has read the file.
+    return outcome(not wrong, expected, found, where, Severity.WARN)
 
 
 def _asked(
