@@ -58,13 +58,18 @@ class ComplianceResult:
     @property
     def file(self) -> str:
         """Name of the file that a submission carries."""
-        return "verify_output_len.txt" if self.test == "TEST09" else "verify_accuracy.txt"
+        return compliance_file(self.test)
 
     def write(self, folder: Path) -> Path:
         """Writes that file into ``folder``, and ``compliance.json`` with our own check. Raises StorageError."""
         write_text(folder / DOCUMENT, to_json(self.to_document()), movable=False)
         write_text(folder / self.file, "\n".join(self.lines) + "\n", movable=False)
         return folder / self.file
+
+
+def compliance_file(test: str) -> str:
+    """Name of the file on a test that a submission carries."""
+    return "verify_output_len.txt" if test == "TEST09" else "verify_accuracy.txt"
 
 
 def check_test06(

@@ -14,14 +14,14 @@ from megatoken.audit.evidence import Role
 from megatoken.audit.placement import MODEL_MAPPING
 from megatoken.errors import UsageError
 from megatoken.files import storage_error, to_json
-from megatoken.mlperf.accuracy_log import TRUNCATED_BYTES, read_accuracy_scores
+from megatoken.mlperf.accuracy_log import ACCURACY_LOG, TRUNCATED_BYTES, read_accuracy_scores
 from megatoken.mlperf.benchmarks import Benchmark, benchmarks
+from megatoken.mlperf.compliance import compliance_file
+from megatoken.mlperf.detail_log import DETAIL_LOG
 from megatoken.submission import description
 from megatoken.submission.layout import TO_FILL, Key, Layout, layout_of, supported_round
 from megatoken.submission.runs import (
     ACCURACY_TXT,
-    ANSWERS,
-    DETAIL,
     SUMMARY,
     RefusedRunsError,
     SubmittedRun,
@@ -198,14 +198,14 @@ def _files(
             yield from _performance(run, key, layout)
         elif run.role is Role.ACCURACY:
             place = f"{layout.results(key)}/accuracy"
-            yield from ((f"{place}/{name}", run.logs / name) for name in (SUMMARY, DETAIL))
-            yield f"{place}/{ANSWERS}", truncated(run.logs / ANSWERS)
+            yield from ((f"{place}/{name}", run.logs / name) for name in (SUMMARY, DETAIL_LOG))
+            yield f"{place}/{ACCURACY_LOG}", truncated(run.logs / ACCURACY_LOG)
             yield f"{place}/accuracy.txt", run.path / ACCURACY_TXT
         else:
             for test in benchmark.compliance:
                 place = f"{layout.compliance(key)}/{test}"
-                yield f"{place}/verify_accuracy.txt", run.verified(test)
-                yield f"{place}/accuracy/{ANSWERS}", run.logs / ANSWERS
+                yield f"{place}/{compliance_file(test)}", run.verified(test)
+                yield f"{place}/accuracy/{ACCURACY_LOG}", run.logs / ACCURACY_LOG
     described = description.system_description(
         first, submitter=submitter, division=division, benchmark=benchmark.name, name=system
     )
@@ -217,7 +217,7 @@ def _files(
 
 def _performance(run: SubmittedRun, key: Key, layout: Layout) -> Iterator[tuple[str, Content]]:
     place = f"{layout.results(key)}/performance/run_1"
-    yield from ((f"{place}/{name}", run.logs / name) for name in (SUMMARY, DETAIL, ANSWERS))
+    yield from ((f"{place}/{name}", run.logs / name) for name in (SUMMARY, DETAIL_LOG, ACCURACY_LOG))
     place = layout.description(key)
     yield f"{place}/{layout.description_name(key)}", _json(description.model_description(run.run))
     yield f"{place}/user.conf", run.logs / "user.conf"
@@ -249,7 +249,7 @@ def _write(files: Mapping[str, Content], out: Path) -> None:
 
 def _left(out: Path) -> Iterator[tuple[str, int, str]]:
     for path in sorted(path for path in out.rglob("*") if path.suffix in (".json", ".md")):
-        if path.name == ANSWERS:
+        if path.name == ACCURACY_LOG:
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if TO_FILL in line:

@@ -13,10 +13,10 @@ from megatoken.audit.checks.nodes import check_systems_apart
 from megatoken.audit.checks.power import power_of
 from megatoken.audit.checks.submission import Submission, check_submission, submissions_in
 from megatoken.audit.checks.systems import check_system
-from megatoken.audit.discovery import Tree, runs_in, walk
+from megatoken.audit.discovery import Tree, below, runs_in, walk
 from megatoken.audit.documents import accuracy_results_in, systems_in, user_conf_of
 from megatoken.audit.endpoints import is_endpoint_result
-from megatoken.audit.evidence import Evidence, Role, System, Where
+from megatoken.audit.evidence import Evidence, Role, System, places
 from megatoken.audit.examine import Job
 from megatoken.audit.finding import Observation
 from megatoken.audit.parallel import Progress, examine_all
@@ -24,14 +24,13 @@ from megatoken.audit.placement import Meaning, benchmark_names, meanings, meant,
 from megatoken.audit.view import RunFiles, observe
 from megatoken.errors import ExitCode, UsageError
 from megatoken.files import UnreadableError, display, plain
+from megatoken.mlperf.benchmarks import benchmarks
 from megatoken.mlperf.detail_log import read_detail_log
 from megatoken.mlperf.run_figures import round_of
 from megatoken.submission.evidence_checks import Published, check_compliance, check_scores, published
 from megatoken.submission.judge import Judge, Problem
 from megatoken.submission.layout import ROUNDS, Key, layout_of, supported_round
 from megatoken.submission.tree_checks import (
-    at,
-    benchmark_named,
     check_description,
     check_files,
     check_scenario,
@@ -173,7 +172,7 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
     readable = {system.path for system in systems}
     for file, damage in damages:
         if display(file) not in readable:
-            where = (Where(display(file), damage.line),)
+            where = places(file, line=damage.line)
             judge.take([observe("system.readable", False, "a JSON object", damage.what, where)])
     runs = tuple(item.run for item in examined)
     judge.take(power_of(tree, runs)[1])
@@ -205,13 +204,14 @@ def _check_results(
 ) -> Iterator[Published]:
     layout = layout_of(round_)
     names = benchmark_names(tree, one)
-    described = {system.name: system for system in systems if system.path.startswith(at(one, "systems/"))}
+    described = {system.name: system for system in systems if system.path.startswith(below(one.path, "systems/"))}
     for (system, model, scenario), folder in sorted(one.results.items()):
         if is_endpoint_result(tree, folder):
             continue
         key = Key(system, model, scenario)
-        benchmark = benchmark_named(names, model)
-        judge.take(check_scenario(one, key, folder, names.get(model, model), described.get(system), round_))
+        name = names.get(model, model)
+        benchmark = benchmarks().get(name)
+        judge.take(check_scenario(key, folder, name, described.get(system), round_))
         judge.take(check_description(tree, one, key, layout))
         judge.take(check_scores(tree, folder, benchmark))
         if one.division != "open":
@@ -224,8 +224,8 @@ def _check_results(
 
 def _unreadable(tree: Tree) -> Iterator[Observation]:
     if tree.unreadable:
-        places = tuple(Where(display(path)) for path, _ in tree.unreadable)
-        yield observe("tree.unreadable", False, "folders that can be read", tree.unreadable[0][1], places)
+        where = places(*(path for path, _ in tree.unreadable))
+        yield observe("tree.unreadable", False, "folders that can be read", tree.unreadable[0][1], where)
 
 
 def _is_read(run: RunFiles, known: Mapping[str, Meaning]) -> bool:

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatoken.audit.checks.submission import Submission
-from megatoken.audit.discovery import Tree
-from megatoken.audit.evidence import Where
+from megatoken.audit.discovery import Tree, below
+from megatoken.audit.evidence import Where, places
 from megatoken.audit.finding import Observation, shown
 from megatoken.audit.view import observe
 from megatoken.files import UnreadableError, display, read_text
 from megatoken.mlperf.accuracy_log import read_accuracy_scores
 from megatoken.mlperf.benchmarks import Benchmark
-from megatoken.mlperf.detail_log import DetailLog, read_detail_log
+from megatoken.mlperf.compliance import compliance_file
+from megatoken.mlperf.detail_log import read_detail_log
 from megatoken.submission.layout import Key, Layout
-from megatoken.submission.tree_checks import at
 
 TEST06_LINES = (
     ("First token check pass: True", "First token check pass: Skipped"),
@@ -24,7 +24,6 @@ TEST06_LINES = (
     ("Sample length check pass: True",),
 )
 HIGHEST_SCORE = 100  # every score of language models is a percentage
-COMPLIANCE_FILES = {"TEST09": "verify_output_len.txt"}
 _SPELLING = {"rougel": "rougeL", "rougelsum": "rougeLsum"}
 _TOKENS = {"Offline": "result_tokens_per_second", "Server": "result_completed_tokens_per_second"}
 _STREAM = "result_90.00_percentile_latency_ns"
@@ -52,38 +51,27 @@ def published(
     except UnreadableError as error:
         return None, [observe("check.metric", False, "a detail log of LoadGen", str(error), (Where(place),))]
     scenario = log.text("effective_scenario") or "no scenario"
-    name = _TOKENS.get(scenario)
-    if scenario == "SingleStream":
+    name, stream = _TOKENS.get(scenario, ""), scenario == "SingleStream"
+    if stream:
         name = _STREAM if benchmark and benchmark.name.endswith("-edge") else "early_stopping_latency_ss"
-    value = log.number(name) if name else None
+    value = log.number(name)
+    observations = []
+
+    def add(id_: str, holds: bool, expected: str, found: str, line_of: str) -> None:
+        line = log.first[line_of].line if line_of in log.first else None
+        observations.append(observe(id_, holds, expected, found, (Where(place, line),)))
+
     expected = f"a number under {name}" if name else "a scenario of language models"
-    observations = [
-        observe(
-            "check.metric",
-            value is not None,
-            expected,
-            shown(f"{scenario}: {log.get(name)}" if name else scenario),
-            _line(log, place, name),
-        )
-    ]
+    add("check.metric", value is not None, expected, shown(f"{scenario}: {log.get(name)}" if name else scenario), name)
     if networked:
         named = log.text("sut_name") or ""
-        where = _line(log, place, "sut_name")
-        observations.append(observe("rules.network", "Network SUT" in named, "a name with 'Network SUT'", named, where))
-    if scenario == "SingleStream":
+        add("rules.network", "Network SUT" in named, "a name with 'Network SUT'", named, "sut_name")
+    if stream:
         met = log.get("early_stopping_met")
-        where = _line(log, place, "early_stopping_met")
-        observations.append(observe("rules.early_stopping", met is True, "early stopping met", shown(met), where))
+        add("rules.early_stopping", met is True, "early stopping met", shown(met), "early_stopping_met")
     if value is None:
         return None, observations
-    if scenario == "SingleStream":
-        return Published(key, value / 1e6, "ms"), observations
-    return Published(key, value, "tokens/s"), observations
-
-
-def _line(log: DetailLog, place: str, key: str | None) -> tuple[Where, ...]:
-    entry = log.first.get(key) if key else None
-    return (Where(place, entry.line if entry else None),)
+    return Published(key, value / 1e6 if stream else value, "ms" if stream else "tokens/s"), observations
 
 
 def check_scores(tree: Tree, folder: str, benchmark: Benchmark | None) -> Iterator[Observation]:
@@ -94,7 +82,7 @@ def check_scores(tree: Tree, folder: str, benchmark: Benchmark | None) -> Iterat
     path = f"{folder}/accuracy/accuracy.txt"
     if path not in tree.files or benchmark is None:
         return
-    place = (Where(display(path)),)
+    place = places(path)
     try:
         text, _ = read_text(tree.path(path))
         others = read_accuracy_scores(tree.path(path))
@@ -129,20 +117,12 @@ def check_scores(tree: Tree, folder: str, benchmark: Benchmark | None) -> Iterat
         if not any(text.startswith(f"{name} ") for text in low):
             elsewhere = others.scores.get(name)
             low.append(f"no {name}" if elsewhere is None else f"{name} {elsewhere:g}, not written as {_example(name)}")
-    yield observe(
-        "check.scores",
-        not low,
-        f"{benchmark.name}: " + ", ".join(f"{_example(name, target)} or more" for name, target in least.items()),
-        shown("; ".join(sorted(low))) or ", ".join(f"{name} {value:g}" for name, value in seen.items()),
-        tuple(Where(display(path), line) for line in sorted(set(others.lines.values()))) or place,
-    )
-    yield observe(
-        "check.score_range",
-        not beyond,
-        f"scores from 0 to {HIGHEST_SCORE}",
-        shown("; ".join(beyond)) or "all in range",
-        place,
-    )
+    expected = f"{benchmark.name}: {', '.join(f'{_example(name, target)} or more' for name, target in least.items())}"
+    found = shown("; ".join(sorted(low))) or ", ".join(f"{name} {value:g}" for name, value in seen.items())
+    where = tuple(Where(display(path), line) for line in sorted(set(others.lines.values())))
+    yield observe("check.scores", not low, expected, found, where or place)
+    found = shown("; ".join(beyond)) or "all in range"
+    yield observe("check.score_range", not beyond, f"scores from 0 to {HIGHEST_SCORE}", found, place)
     yield observe("check.hash", digest is not None, "a separate line hash=...", shown(digest or "none"), place)
 
 
@@ -165,9 +145,9 @@ def check_compliance(
 ) -> Iterator[Observation]:
     """The compliance tests of the closed division, each with the lines that show that it passed."""
     for test in benchmark.compliance if benchmark else ():
-        folder = at(one, f"{layout.compliance(key)}/{test}")
-        path = f"{folder}/{COMPLIANCE_FILES.get(test, 'verify_accuracy.txt')}"
-        where = (Where(display(path)),)
+        folder = below(one.path, f"{layout.compliance(key)}/{test}")
+        path = f"{folder}/{compliance_file(test)}"
+        where = places(path)
         if path not in tree.files:
             found = "no such file" if folder in tree.folders else f"no folder {test}"
             yield observe("check.compliance", False, f"{test} with {path.rpartition('/')[2]}", found, where)
@@ -178,10 +158,6 @@ def check_compliance(
                 text = str(error)
             lines = {line.strip() for line in text.splitlines()}
             failed = [choices[0] for choices in TEST06_LINES if not lines & set(choices)]
-            yield observe(
-                "check.compliance",
-                not failed,
-                "the lines: " + "; ".join(" or ".join(choices) for choices in TEST06_LINES),
-                shown(f"no line {'; '.join(failed)}") if failed else "passed",
-                where,
-            )
+            expected = f"the lines: {'; '.join(' or '.join(choices) for choices in TEST06_LINES)}"
+            found = shown(f"no line {'; '.join(failed)}") if failed else "passed"
+            yield observe("check.compliance", not failed, expected, found, where)

@@ -11,9 +11,9 @@ from megatoken.audit.discovery import Tree
 from megatoken.audit.evidence import Role, Run, Where
 from megatoken.audit.finding import Observation, Severity
 from megatoken.files import display
+from megatoken.mlperf.benchmarks import benchmarks
 from megatoken.mlperf.rounds import rules as round_rules
 from megatoken.submission.rules import COVERED, Rule, rules
-from megatoken.submission.tree_checks import benchmark_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +133,7 @@ class Judge:
 
     @staticmethod
     def _within_server_limits(run: Run) -> bool:
-        benchmark = benchmark_named({}, run.benchmark or "")
+        benchmark = benchmarks().get(run.benchmark or "")
         ttft, tpot = run.figures.ttft_seconds.get("p99"), run.figures.tpot_seconds.get("p99")
         limits = benchmark.limits.get("Server") if benchmark else None
-        if limits is None or ttft is None or tpot is None:
-            return False
-        return ttft * 1e9 < limits.ttft_ns and tpot * 1e9 < limits.tpot_ns
+        return limits is not None and ttft is not None and tpot is not None and limits.kept_by(ttft, tpot)

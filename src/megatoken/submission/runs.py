@@ -15,19 +15,19 @@ from megatoken.audit.examine import Job, examine
 from megatoken.audit.finding import Severity
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError, read_json_object
+from megatoken.mlperf.accuracy_log import ACCURACY_LOG
 from megatoken.mlperf.benchmarks import SCENARIOS, Benchmark
-from megatoken.mlperf.detail_log import ABANDONED, DetailLog, read_detail_log
+from megatoken.mlperf.compliance import DOCUMENT, compliance_file
+from megatoken.mlperf.detail_log import ABANDONED, DETAIL_LOG, DetailLog, read_detail_log
+from megatoken.mlperf.rules import LIMITS_GIVEN, were_given
 from megatoken.mlperf.run_figures import run_figures, samples_answers
 from megatoken.runs.run import MLPERF, Run, Verdict, read_run
 from megatoken.submission.description import is_random, same_system
 from megatoken.text import count_of
 
-DETAIL = "mlperf_log_detail.txt"
 SUMMARY = "mlperf_log_summary.txt"
-ANSWERS = "mlperf_log_accuracy.json"
 USER_CONF = "user.conf"
 ACCURACY_TXT, ACCURACY_JSON = "accuracy/accuracy.txt", "accuracy/accuracy.json"
-COMPLIANCE_JSON = "compliance.json"  # of a test, next to the file for the submission
 ONE_FOR_ALL = {"model": "model", "weights": "weights", "precision": "precision", "data_set_sha256": "data set"}
 LATENCY_CODES = {"TTFT_LIMIT", "TPOT_LIMIT"}
 _FAMILIES = {
@@ -71,7 +71,7 @@ class SubmittedRun:
 
     def verified(self, test: str) -> Path:
         """The file that ``megatoken verify`` writes for a compliance test."""
-        return self.path / "compliance" / test / "verify_accuracy.txt"
+        return self.path / "compliance" / test / compliance_file(test)
 
 
 def read_runs(paths: Iterable[Path], round_: str, division: str) -> list[SubmittedRun]:
@@ -150,13 +150,15 @@ def _read(path: Path, round_: str) -> SubmittedRun:
 
 
 def _log(path: Path) -> DetailLog:
-    for name in (DETAIL, SUMMARY, ANSWERS, USER_CONF):
+    for name in (DETAIL_LOG, SUMMARY, ACCURACY_LOG, USER_CONF):
         if not (path / MLPERF / name).is_file():
             raise UsageError(f"{path}: no {MLPERF}/{name}; copy the run folder again or repeat the run")
     try:
-        return read_detail_log(path / MLPERF / DETAIL)
+        return read_detail_log(path / MLPERF / DETAIL_LOG)
     except UnreadableError as error:
-        raise UsageError(f"{path}: {MLPERF}/{DETAIL} {error}; copy the run folder again or repeat the run") from None
+        raise UsageError(
+            f"{path}: {MLPERF}/{DETAIL_LOG} {error}; copy the run folder again or repeat the run"
+        ) from None
 
 
 def _role(log: DetailLog) -> Role:
@@ -239,8 +241,8 @@ def _unevaluated(run: SubmittedRun, benchmark: Benchmark) -> Iterator[str]:
             return
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         digest = next((line.removeprefix("hash=") for line in reversed(lines) if line.startswith("hash=")), None)
-        if digest != sha256(run.logs / ANSWERS):
-            yield f"{path}: not the hash of {ANSWERS}; evaluate the run again: megatoken accuracy {run.path}"
+        if digest != sha256(run.logs / ACCURACY_LOG):
+            yield f"{path}: not the hash of {ACCURACY_LOG}; evaluate the run again: megatoken accuracy {run.path}"
     elif run.role is Role.COMPLIANCE:
         for test in benchmark.compliance:
             file = run.verified(test)
@@ -248,7 +250,7 @@ def _unevaluated(run: SubmittedRun, benchmark: Benchmark) -> Iterator[str]:
                 yield f"{run.path}: no {file.relative_to(run.path)}; create it: megatoken verify {test} {run.path}"
             elif not file.read_text(encoding="utf-8", errors="replace").endswith(f"{test} verification complete\n"):
                 yield f"{file}: the test did not pass; see megatoken verify {test} {run.path}"
-            elif (found := _other_end_tokens(run, file.with_name(COMPLIANCE_JSON))) is not None:
+            elif (found := _other_end_tokens(run, file.with_name(DOCUMENT))) is not None:
                 yield f"{file}: verified with {found}, not those of the run; repeat megatoken verify {test} {run.path}"
 
 
@@ -268,9 +270,9 @@ def _other_end_tokens(run: SubmittedRun, file: Path) -> str | None:
 def _other_limits(run: SubmittedRun, benchmark: Benchmark) -> Iterator[str]:
     """A line if LoadGen was given other latency limits than the benchmark has: its verdict is for these."""
     limits = benchmark.limits.get(run.scenario)
-    given = run.log.number("requested_server_ttft_latency"), run.log.number("requested_server_tpot_latency")
-    if run.role is Role.PERFORMANCE and limits is not None and given != (limits.ttft_ns, limits.tpot_ns):
+    if run.role is Role.PERFORMANCE and limits is not None and not were_given(limits, run.log):
+        given = " and ".join(str(run.log.number(key)) for key in LIMITS_GIVEN)
         yield (
-            f"{run.path}: LoadGen was given TTFT and TPOT limits of {given[0]} and {given[1]} ns, the limits of "
+            f"{run.path}: LoadGen was given TTFT and TPOT limits of {given} ns, the limits of "
             f"{benchmark.name} {run.scenario} are {limits.ttft_ns} and {limits.tpot_ns}; repeat the run"
         )

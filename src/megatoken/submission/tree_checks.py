@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
 from megatoken.audit.checks.submission import ROOT_FILES, Submission, check_names
-from megatoken.audit.discovery import DIVISIONS, Tree
-from megatoken.audit.evidence import System, Where
+from megatoken.audit.discovery import DIVISIONS, Tree, below
+from megatoken.audit.evidence import System, Where, places
 from megatoken.audit.finding import Observation, shown
 from megatoken.audit.view import observe
 from megatoken.files import UnreadableError, display, read_text
-from megatoken.mlperf.benchmarks import SCENARIOS, Benchmark, benchmarks
+from megatoken.mlperf.benchmarks import SCENARIOS, benchmarks
 from megatoken.mlperf.rounds import rules
 from megatoken.submission.layout import TO_FILL, Key, Layout
 
@@ -31,11 +31,6 @@ _FILLED_IN = re.compile(
 )
 
 
-def at(one: Submission, path: str) -> str:
-    """A path of the tree, from one below ``<division>/<submitter>``."""
-    return f"{one.path}/{path}" if one.path else path
-
-
 def check_files(tree: Tree) -> Iterator[Observation]:
     """The audit's check of names, and files outside the submissions: only .md and .pdf, only at the root."""
     papers = {path for path in tree.children("") if path.lower().endswith((".md", ".pdf"))}
@@ -45,18 +40,13 @@ def check_files(tree: Tree) -> Iterator[Observation]:
         outside += [f"{division}/{name}" for division in DIVISIONS for name in tree.children(division)]
         named = tuple(name for name in ROOT_FILES if name != ".git")
         outside = [path for path in outside if path.rpartition("/")[2].lower().startswith(named)]
-        yield observe(
-            "check.root",
-            not outside,
-            "no file outside the submissions except .md and .pdf at the root",
-            shown(", ".join(outside)) or "none",
-            tuple(Where(display(path)) for path in outside),
-        )
+        expected = "no file outside the submissions except .md and .pdf at the root"
+        yield observe("check.root", not outside, expected, shown(", ".join(outside)) or "none", places(*outside))
 
 
 def check_strays(tree: Tree, one: Submission) -> Iterator[Observation]:
     """Files, folders and links in the results folder that belong to no result."""
-    results = at(one, "results")
+    results = below(one.path, "results")
     known = {key[:depth] for key in one.results for depth in range(len(key) + 1)}
     undescribed: list[str] = []
     others = [link for link in tree.folder_links if link.startswith(f"{results}/")]
@@ -64,7 +54,7 @@ def check_strays(tree: Tree, one: Submission) -> Iterator[Observation]:
         levels = tuple(folder.removeprefix(results).split("/")[1:])
         match levels:
             case (system,) if levels not in known:
-                described = at(one, f"systems/{system}.json") in tree.files
+                described = below(one.path, f"systems/{system}.json") in tree.files
                 (others if described else undescribed).append(folder)
             case (system, _) if levels not in known:
                 if (system,) in known:  # otherwise the whole system is a stray
@@ -73,71 +63,44 @@ def check_strays(tree: Tree, one: Submission) -> Iterator[Observation]:
                 others.append(folder)
             case _ if levels in known or levels[3:] == ("performance",):
                 others += [f"{folder}/{name}" for name in tree.children(folder) if not _WITH_RESULTS.search(name)]
-    for id_, found in (("check.stray_system", undescribed), ("check.strays", others)):
-        yield observe(
-            id_,
-            not found,
-            "results/SYSTEM/BENCHMARK/SCENARIO with performance, accuracy and compliance tests, and nothing else",
-            shown(f"stray files, folders or links: {', '.join(path.removeprefix(results)[1:] for path in found)}")
-            if found
-            else "nothing else",
-            tuple(Where(display(path)) for path in found[:MOST_STRAYS]),
-        )
+    expected = "results/SYSTEM/BENCHMARK/SCENARIO with performance, accuracy and compliance tests, and nothing else"
+    for id_, strays in (("check.stray_system", undescribed), ("check.strays", others)):
+        names = ", ".join(path.removeprefix(results)[1:] for path in strays)
+        found = shown(f"stray files, folders or links: {names}") if strays else "nothing else"
+        yield observe(id_, not strays, expected, found, places(*strays[:MOST_STRAYS]))
 
 
-def check_scenario(
-    one: Submission, key: Key, folder: str, benchmark: str, system: System | None, round_: str
-) -> Iterator[Observation]:
+def check_scenario(key: Key, folder: str, benchmark: str, system: System | None, round_: str) -> Iterator[Observation]:
     """Whether the benchmark belongs to the round, and has the scenario for this type of system."""
     known = benchmarks().get(benchmark)
     kind = str(system.values.get("system_type", "datacenter")) if system else "datacenter"
     kinds = [part.strip() for part in kind.split(",")]
-    place = (Where(display(folder)),)
+    place = places(folder)
     there = known is not None and round_ in known.rounds
     of_kind = known is None or not known.required or any(part in known.required for part in kinds)
     expected = ", ".join(name for name, entry in benchmarks().items() if round_ in entry.rounds)
     found = shown(key.benchmark if key.benchmark == benchmark else f"{key.benchmark}, mapped to {benchmark}")
-    yield observe(
-        "check.benchmark",
-        there and of_kind,
-        f"a benchmark of {round_} ({expected})" if not there else f"a benchmark of {kind} systems",
-        found,
-        place,
-    )
+    expected = f"a benchmark of {kind} systems" if there else f"a benchmark of {round_} ({expected})"
+    yield observe("check.benchmark", there and of_kind, expected, found, place)
     if known is not None and there and of_kind:
         named = chain.from_iterable(known.required.get(part, ()) for part in kinds)
         allowed = set(chain.from_iterable(choice.split("|") for choice in named)) or set(SCENARIOS.values())
         allowed -= known.missing_in(round_)
-        yield observe(
-            "check.scenario",
-            SCENARIOS.get(key.scenario.lower()) in allowed,
-            f"one of {', '.join(sorted(allowed))}",
-            key.scenario,
-            place,
-        )
+        holds, expected = SCENARIOS.get(key.scenario.lower()) in allowed, f"one of {', '.join(sorted(allowed))}"
+        yield observe("check.scenario", holds, expected, key.scenario, place)
 
 
 def check_description(tree: Tree, one: Submission, key: Key, layout: Layout) -> Iterator[Observation]:
     """The name of the description, which begins with the system name, and the folder with the code."""
-    place = at(one, layout.description(key))
-    if layout.version == 5:
-        described = [name for name in tree.children(place) if name.endswith(".json")]
-        if described:
-            yield observe(
-                "check.description_name",
-                any(name.startswith(key.system) for name in described),
-                f"a JSON file whose name begins with {key.system}",
-                shown(", ".join(described)),
-                (Where(display(place)),),
-            )
-        code = at(one, layout.code(key.benchmark))
-        yield observe(
-            "check.code",
-            code in tree.folders or code in tree.files,
-            f"a folder {layout.code(key.benchmark)}",
-            "present" if code in tree.folders else "none",
-            (Where(display(code)),),
-        )
+    if layout.version != 5:
+        return
+    place, code = below(one.path, layout.description(key)), below(one.path, layout.code(key.benchmark))
+    if described := [name for name in tree.children(place) if name.endswith(".json")]:
+        holds, expected = any(name.startswith(key.system) for name in described), f"begins with {key.system}"
+        found = shown(", ".join(described))
+        yield observe("check.description_name", holds, f"a JSON file whose name {expected}", found, places(place))
+    holds, found = code in tree.folders or code in tree.files, "present" if code in tree.folders else "none"
+    yield observe("check.code", holds, f"a folder {layout.code(key.benchmark)}", found, places(code))
 
 
 def check_system_values(system: System) -> Iterator[Observation]:
@@ -145,14 +108,10 @@ def check_system_values(system: System) -> Iterator[Observation]:
     empty = [key for key in rules()["system_keys_not_empty"] if system.values.get(key, True) in (0, False, [], {})]
     texts = ["submitter", "division", "status", "is_network"]
     odd = [key for key in texts if not isinstance(system.values.get(key, ""), str) and key not in empty]
-    found = [f"{key}: {system.values[key]!r}" for key in (*empty, *odd)]
-    yield observe(
-        "check.system_values",
-        not found,
-        "text values: 0 and false count as empty; submitter, division, status and is_network must be text",
-        shown(", ".join(found)) or "all text",
-        tuple(system.where(key) for key in (*empty, *odd)) or (system.where(),),
-    )
+    found = shown(", ".join(f"{key}: {system.values[key]!r}" for key in (*empty, *odd)))
+    expected = "text values: 0 and false count as empty; submitter, division, status and is_network must be text"
+    where = tuple(map(system.where, (*empty, *odd))) or (system.where(),)
+    yield observe("check.system_values", not found, expected, found or "all text", where)
     if is_networked(system):
         missing = [key for key in NETWORK_KEYS if key not in system.values]
         found_keys = f"missing: {', '.join(missing)}" if missing else "all keys"
@@ -171,23 +130,13 @@ def check_to_fill(tree: Tree) -> Iterator[Observation]:
             text, _ = read_text(tree.path(path))
         except UnreadableError:
             continue
-        lines = [number for number, line in enumerate(text.split("\n"), 1) if TO_FILL in line]
-        if lines:
-            names = [_field(line) for line in text.split("\n") if TO_FILL in line]
-            yield observe(
-                "check.to_fill",
-                False,
-                f"no '{TO_FILL}'",
-                shown(f"{len(lines)} left: {', '.join(names)}"),
-                tuple(Where(display(path), number) for number in lines),
-            )
+        left = {number: _field(line) for number, line in enumerate(text.split("\n"), 1) if TO_FILL in line}
+        if left:
+            where = tuple(Where(display(path), number) for number in left)
+            found = shown(f"{len(left)} left: {', '.join(left.values())}")
+            yield observe("check.to_fill", False, f"no '{TO_FILL}'", found, where)
 
 
 def _field(line: str) -> str:
     before, _, _ = line.partition(TO_FILL)
     return before.strip(' \t":-*') or "a paragraph"
-
-
-def benchmark_named(names: Mapping[str, str], model: str) -> Benchmark | None:
-    """The benchmark of a model's folder, if known."""
-    return benchmarks().get(names.get(model, model))

@@ -160,10 +160,10 @@ def check_layout(evidence: Evidence, paths: Iterable[str]) -> Iterator[Outcome]:
         if bare:
             some = f" of {len(bare)} of {count_of(len(mine), 'run')}" if len(bare) < len(mine) else ""
             missing.append(f"{USER_CONF}{some}")
-        found = f"{name}: no {', no '.join(missing)}" if missing else f"{name}: all of them"
+        shown_as = f"{name}: no {', no '.join(missing)}" if missing else f"{name}: all of them"
         where = tuple(Where(run.path) for run in (bare or mine)[:50])
         expected = "every scenario and test that the closed division asks for, and what describes the runs"
-        yield outcome(not missing, expected, found, where, Severity.WARN)
+        yield outcome(not missing, expected, shown_as, where, Severity.WARN)
 
 
 def _belongs(path: str, run: str, others: Iterable[str], benchmark: Benchmark | None = None) -> bool:

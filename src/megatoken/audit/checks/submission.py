@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatoken.audit.discovery import DIVISIONS, Tree, below
+from megatoken.audit.documents import json_document
 from megatoken.audit.endpoints import ACCURACY, CONFIGURATIONS, is_endpoint_result
-from megatoken.audit.evidence import System, Where
-from megatoken.audit.finding import Observation, Outcome, Severity, check, outcome, parts, shown
-from megatoken.files import UnreadableError, display, read_json_object, read_text
+from megatoken.audit.evidence import System, places
+from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, parts, shown
+from megatoken.files import UnreadableError, read_text
 from megatoken.mlperf.accuracy_log import TRUNCATED_BYTES
 from megatoken.mlperf.benchmarks import SCENARIOS, benchmark_of
+from megatoken.mlperf.compliance import compliance_file
 from megatoken.mlperf.rounds import rules
 from megatoken.text import count_of
 
@@ -60,14 +62,7 @@ def submissions_in(tree: Tree) -> list[Submission]:
 
 
 def check_submission(tree: Tree, one: Submission, systems: Sequence[System], version: int) -> Iterator[Observation]:
-    """One submitter's results.
-
-    Args:
-        tree: All files.
-        one: The submission.
-        systems: The system descriptions that were found.
-        version: 5 or 6, the layout that the submission must have.
-    """
+    """One submitter's results, in the layout of ``version`` 5 or 6; ``systems`` are all that were described."""
     mine = {system.name: system for system in systems if system.path.startswith(below(one.path, "systems/"))}
     scenarios: dict[tuple[str, str], list[str]] = defaultdict(list)
     for key, folder in sorted(one.results.items()):
@@ -96,22 +91,18 @@ def check_submission(tree: Tree, one: Submission, systems: Sequence[System], ver
     yield from calibration(tree, one, version)
 
 
-def _complete(missing: str, expected: str, *places: str) -> Outcome:
+def _complete(missing: str, expected: str, path: str) -> Outcome:
     """Whether all parts exist; ``missing`` says which do not."""
-    return outcome(not missing, expected, shown(missing) or "complete", tuple(Where(display(path)) for path in places))
+    return outcome(not missing, expected, shown(missing) or "complete", places(path))
 
 
 @check("submission.names", "No stray files", "The rules of a submission repository.")
 def check_names(tree: Tree) -> Outcome:
     """What no submission may hold anywhere."""
     problems = list(_name_problems(tree))
-    return outcome(
-        not problems,
-        "no broken links, hidden or empty folders, names with blanks, stray files, or files over 50 MiB",
-        "; ".join(f"{what}: {count}" for what, count in Counter(what for _, what in problems).items()) or "none",
-        tuple(Where(display(path)) for path, _ in problems[:50]),
-        Severity.WARN,
-    )
+    expected = "no broken links, hidden or empty folders, names with blanks, stray files, or files over 50 MiB"
+    found = [f"{what}: {count}" for what, count in Counter(what for _, what in problems).items()]
+    return free_of(found, expected, "none", places(*(path for path, _ in problems[:50])), Severity.WARN)
 
 
 def _name_problems(tree: Tree) -> Iterator[tuple[str, str]]:
@@ -148,8 +139,7 @@ def _strays(tree: Tree) -> Iterator[str]:
 
 @check("submission.scenario_name", "Scenario folders", "Folders with other names are not read.")
 def scenario_name(scenario: str, folder: str) -> Outcome:
-    where = (Where(display(folder)),)
-    return outcome(scenario.lower() in SCENARIOS, "a folder named as a scenario", shown(scenario), where)
+    return outcome(scenario.lower() in SCENARIOS, "a folder named as a scenario", shown(scenario), places(folder))
 
 
 @check("submission.performance", "Performance logs are in their place", "Without them there is no result.")
@@ -161,7 +151,7 @@ def performance(tree: Tree, folder: str, version: int) -> Iterator[Outcome]:
     yield _complete(missing, "performance/run_1 with LoadGen's summary and detail log", run)
     if second in tree.folders:
         expected, found = "one run, run_1: the rules ask for no other", "run_2 too, and nothing says which one counts"
-        yield outcome(False, expected, found, (Where(display(second)),), Severity.WARN)
+        yield outcome(False, expected, found, places(second), Severity.WARN)
 
 
 def _endpoint(tree: Tree, folder: str) -> Outcome:
@@ -208,35 +198,30 @@ def _without_results(tree: Tree, one: Submission) -> Iterator[Outcome]:
         key = tuple(folder.removeprefix(start).split("/"))
         if len(key) == 3 and key not in one.results:
             found = shown(f"no results of {'/'.join(key)}")
-            yield outcome(False, "results of each run that is described", found, (Where(display(folder)),))
+            yield outcome(False, "results of each run that is described", found, places(folder))
 
 
 @check("submission.measurement_keys", "The description is complete", "Data types and weights decide comparability.")
 def measurement_keys(tree: Tree, place: str, version: int) -> Iterator[Outcome]:
     for name in _descriptions(tree, place, version):
-        path = f"{place}/{name}"
         try:
-            values, lines, _ = read_json_object(tree.path(path))
+            described = json_document(tree, f"{place}/{name}")
         except UnreadableError as error:
-            yield outcome(False, "a JSON object", str(error), (Where(display(path)),))
+            yield outcome(False, "a JSON object", str(error), places(f"{place}/{name}"))
             continue
-        empty = [key for key in rules()["measurement_keys"] if not str(values.get(key) or "").strip()]
-        yield outcome(
-            not empty,
-            f"{', '.join(rules()['measurement_keys'])}, none of them empty",
-            shown(parts(missing_or_empty=empty)) or "complete",
-            tuple(Where(display(path), lines.get(key)) for key in empty) or (Where(display(path)),),
-        )
+        empty = [key for key in rules()["measurement_keys"] if not str(described.values.get(key) or "").strip()]
+        found, where = shown(parts(missing_or_empty=empty)) or "complete", tuple(map(described.where, empty))
+        expected = f"{', '.join(rules()['measurement_keys'])}, none of them empty"
+        yield outcome(not empty, expected, found, where or (described.where(),))
 
 
 @check("submission.compliance", "Compliance tests passed", "They catch caching and false token counts.")
 def compliance(tree: Tree, place: str, benchmark: str) -> Iterator[Outcome]:
     known = benchmark_of(benchmark, None)
     for test in known.compliance if known else ():
-        name = "verify_output_len.txt" if test == "TEST09" else "verify_accuracy.txt"
-        path = f"{place}/{test}/{name}"
+        path = f"{place}/{test}/{compliance_file(test)}"
         if path not in tree.files:
-            yield outcome(False, f"{test} with {name}", "no such file", (Where(display(path)),))
+            yield outcome(False, f"{test} with {compliance_file(test)}", "no such file", places(path))
             continue
         try:
             text, _ = read_text(tree.path(path))
@@ -245,19 +230,17 @@ def compliance(tree: Tree, place: str, benchmark: str) -> Iterator[Outcome]:
         wanted = {line.partition(":")[0]: line for line in _PASSED.get(test, ("TEST PASS",))}
         failed = [what for what, line in wanted.items() if not re.search(line, text)]
         found = shown(parts(no_line=failed)) or "passed"
-        yield outcome(not failed, f"{test}: {' and '.join(wanted)}", found, (Where(display(path)),))
+        yield outcome(not failed, f"{test}: {' and '.join(wanted)}", found, places(path))
 
 
 @check("submission.systems", "Systems and results match", "A result without a system says nothing.")
 def described_systems(one: Submission, mine: Mapping[str, System]) -> Outcome:
     tested = {system for system, _, _ in one.results}
     undescribed, untested = sorted(tested - mine.keys()), sorted(mine.keys() - tested)
-    return outcome(
-        not undescribed and not untested,
-        "a description of each system that has results, and results of each that is described",
-        shown(parts(no_description_of=undescribed, no_results_of=untested)) or count_of(len(tested), "system"),
-        tuple(Where(display(below(one.path, f"systems/{name}.json"))) for name in (*undescribed, *untested)),
-    )
+    where = places(*(below(one.path, f"systems/{name}.json") for name in (*undescribed, *untested)))
+    found = shown(parts(no_description_of=undescribed, no_results_of=untested)) or count_of(len(tested), "system")
+    expected = "a description of each system that has results, and results of each that is described"
+    return outcome(not where, expected, found, where)
 
 
 @check("submission.network", "Networked or not", "The network division has its own rules.")
@@ -265,24 +248,18 @@ def network(one: Submission, system: System) -> Outcome:
     found = system.values.get("is_network", False)
     networked = str(found).strip().lower() == "true"
     wanted = "true or false" if one.division == "open" else str(one.division == "network").lower()
-    return outcome(
-        one.division == "open" or networked == (one.division == "network"),
-        f"is_network {wanted} in division {one.division}",
-        shown(system.values.get("is_network", "not said")),
-        (system.where("is_network"),),
-    )
+    holds = one.division == "open" or networked == (one.division == "network")
+    found, where = shown(system.values.get("is_network", "not said")), (system.where("is_network"),)
+    return outcome(holds, f"is_network {wanted} in division {one.division}", found, where)
 
 
 @check("submission.owner", "Submitter and division are those of the folder", "Division decides the rules.")
 def owner(one: Submission, system: System) -> Outcome:
     wanted = {"submitter": one.submitter, "division": one.division}
     wrong = [key for key, value in wanted.items() if str(system.values.get(key, "")).strip().lower() != value.lower()]
-    return outcome(
-        not wrong,
-        f"submitter {shown(one.submitter)} and division {one.division}, as the folders are named",
-        shown(", ".join(f"{key} {system.values.get(key)!r}" for key in wrong)) or "the same",
-        tuple(map(system.where, wrong)) or (system.where(),),
-    )
+    found = shown(", ".join(f"{key} {system.values.get(key)!r}" for key in wrong)) or "the same"
+    expected = f"submitter {shown(one.submitter)} and division {one.division}, as the folders are named"
+    return outcome(not wrong, expected, found, tuple(map(system.where, wrong)) or (system.where(),))
 
 
 @check("submission.required_scenarios", "Required scenarios exist", "One scenario alone can be a favourable choice.")
@@ -294,23 +271,18 @@ def required_scenarios(
         return
     kinds = str(description.values.get("system_type", "datacenter")) if description else "datacenter"
     shown_scenarios = {SCENARIOS.get(name.lower(), name) for name in names}
-    for kind in kinds.split(","):
-        wanted = known.required.get(kind.strip())
-        if wanted is not None:
-            yield outcome(
-                all(set(choice.split("|")) & shown_scenarios for choice in wanted),
-                f"{benchmark}: {' and '.join(choice.replace('|', ' or ') for choice in wanted)}",
-                shown(f"{system}: {', '.join(names)}"),
-                (Where(display(below(one.path, f"results/{system}/{benchmark}"))),),
-            )
+    found, where = shown(f"{system}: {', '.join(names)}"), places(below(one.path, f"results/{system}/{benchmark}"))
+    for wanted in filter(None, (known.required.get(kind.strip()) for kind in kinds.split(","))):
+        holds = all(set(choice.split("|")) & shown_scenarios for choice in wanted)
+        expected = f"{benchmark}: {' and '.join(choice.replace('|', ' or ') for choice in wanted)}"
+        yield outcome(holds, expected, found, where)
 
 
 @check("submission.code", "The code is there", "It shows how to repeat the run.")
 def code(tree: Tree, one: Submission, version: int) -> Outcome:
     folder = below(one.path, "code" if version == 5 else "src")
     there = folder in tree.folders
-    where = (Where(display(folder)),)
-    return outcome(there, f"a folder {folder.rpartition('/')[2]}", folder if there else "none", where)
+    return outcome(there, f"a folder {folder.rpartition('/')[2]}", folder if there else "none", places(folder))
 
 
 @check("submission.calibration", "The calibration of quantisation is described", "The closed division demands it.")
@@ -319,5 +291,5 @@ def calibration(tree: Tree, one: Submission, version: int) -> Outcome | None:
         return None
     papers = [below(one.path, "calibration.md"), below(one.path, "documentation/calibration.md")]
     there = [path for path in papers if path in tree.files]
-    where = (Where(display((there or papers)[0])),)
-    return outcome(bool(there), "a calibration document", there[0] if there else "none", where)
+    found = there[0] if there else "none"
+    return outcome(bool(there), "a calibration document", found, places((there or papers)[0]))
