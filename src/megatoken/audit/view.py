@@ -47,7 +47,8 @@ class RunFiles(Place):
     def printable(self) -> RunFiles:
         """The same with printable names."""
         texts = {item.name: getattr(self, item.name) for item in fields(self)}
-        return replace(self, **{name: display(text) for name, text in texts.items() if type(text) is str})
+        printable: dict[str, Any] = {name: display(text) for name, text in texts.items() if type(text) is str}
+        return replace(self, **printable)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from megatoken.analysis.aggregation import aggregate
@@ -134,7 +135,7 @@ def gather(evidence: Evidence | None, runs: str | None = None) -> Facts:
     values = {
         **_group("config", evidence.configurations),
         **_group("system", systems),
-        **{f"accuracy.{name}": fact for name, fact in _scores(evidence, chosen).items()},
+        **_scores(evidence, chosen),
     }
     results = {(run.benchmark, run.figures.scenario, run.division) for run in chosen}
     if len(results) > 1 or (runs is None and evidence.kind == "submission" and len(chosen) > 1):
@@ -149,25 +150,23 @@ def gather(evidence: Evidence | None, runs: str | None = None) -> Facts:
 
 def _log_facts(runs: Sequence[Run]) -> dict[str, Fact]:
     found: dict[str, Fact] = {}
-    for name, attribute in LISTS.items():
-        numbers = [getattr(run.figures, attribute) for run in runs]
+
+    def add(name: str, numbers: Sequence[Any], where: Iterable[Where], condition: str | None = None) -> None:
         if None not in numbers:
-            where = tuple(run.where(_key(run, attribute)) for run in runs)
-            found[name] = Fact(tuple(float(number) for number in numbers), where)
-    for kind in LATENCIES:
-        for key in LATENCY_KEYS:
-            numbers = [getattr(run.figures, f"{kind}_seconds").get(key) for run in runs]
-            if None not in numbers:
-                one_each = OWN_PERCENTILES if len(runs) > 1 and key.startswith("p") else None
-                where = tuple(run.where() for run in runs)
-                found[f"{kind}_{key}_seconds"] = Fact(tuple(map(float, numbers)), where, one_each)
+            found[name] = Fact(tuple(map(float, numbers)), tuple(where), condition)
+
+    for name, attribute in LISTS.items():
+        where = (run.where(_key(run, attribute)) for run in runs)
+        add(name, [getattr(run.figures, attribute) for run in runs], where)
+    for kind, key in product(LATENCIES, LATENCY_KEYS):
+        numbers = [getattr(run.figures, f"{kind}_seconds").get(key) for run in runs]
+        one_each = OWN_PERCENTILES if len(runs) > 1 and key.startswith("p") else None
+        add(f"{kind}_{key}_seconds", numbers, map(Run.where, runs), one_each)
     for name in ("scenario", "mode", "validity", "loadgen_version", "round"):
         _add_agreed(found, name, [(getattr(run.figures, name), run.where()) for run in runs])
     _add_agreed(found, "benchmark", [(run.benchmark, run.where()) for run in runs])
-    records = [run.accuracy_records for run in runs]
-    if None not in records:
-        where = tuple(Where(run.accuracy or run.path) for run in runs)
-        found["accuracy_records"] = Fact(tuple(float(count or 0) for count in records), where)
+    logs = (Where(run.accuracy or run.path) for run in runs)
+    add("accuracy_records", [run.accuracy_records for run in runs], logs)
     return found
 
 
@@ -199,13 +198,10 @@ def _node_facts(evidence: Evidence, runs: Sequence[Run], rows: Sequence[NodeRow]
 
 def _scores(evidence: Evidence, runs: Sequence[Run]) -> dict[str, Fact]:
     benchmarks = {run.benchmark for run in runs}
-    results = [
-        result for result in evidence.accuracy_results if result.benchmark is None or result.benchmark in benchmarks
-    ]
+    results = [result for result in evidence.accuracy_results if result.benchmark in (None, *benchmarks)]
     found: dict[str, Fact] = {}
     for name in sorted({name for result in results for name in result.scores}):
-        scores = [(result.scores.get(name), Where(result.path)) for result in results]
-        _add_agreed(found, name, scores)
+        _add_agreed(found, f"accuracy.{name}", [(result.scores.get(name), Where(result.path)) for result in results])
     return found
 
 
@@ -221,10 +217,8 @@ def _add_agreed(found: dict[str, Fact], name: str, stated: Sequence[tuple[Any, W
     values = {value for value, _ in stated if isinstance(value, int | float | str)}
     if len(values) == 1 and len(stated) == sum(value is not None for value, _ in stated):
         (value,) = values
-        fact = (
-            ("yes" if value else "no") if isinstance(value, bool) else value if isinstance(value, str) else float(value)
-        )
-        found[name] = Fact(fact, tuple(where for _, where in stated))
+        text = ("yes" if value else "no") if isinstance(value, bool) else value
+        found[name] = Fact(text if isinstance(text, str) else float(text), tuple(where for _, where in stated))
 
 
 def _key(run: Run, attribute: str) -> str | None:

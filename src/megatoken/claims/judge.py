@@ -7,8 +7,8 @@ power, projections, estimates and forecasts presented as measurements.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from megatoken.audit.evidence import Evidence, Where
 from megatoken.claims.facts import POWER, Facts, UnknownFactError, gather
 from megatoken.claims.formula import FormulaError, NoResultError, Value, claims_named, evaluate, recomputed_text
 from megatoken.claims.lookups import Lookups
-from megatoken.claims.ratio import judge_ratio
+from megatoken.claims.ratio import Objection, judge_ratio
 from megatoken.claims.schema import Answered, Claim, ClaimsFile
 from megatoken.claims.scope import scope_error
 from megatoken.errors import UsageError
@@ -46,10 +46,6 @@ class Recomputed:
     unit: str
     formula: str
 
-    def to_document(self) -> dict[str, Any]:
-        """Plain JSON."""
-        return {"value": self.value, "unit": self.unit, "formula": self.formula}
-
 
 @dataclass(frozen=True, slots=True)
 class ClaimAnswer:
@@ -67,21 +63,15 @@ class ClaimAnswer:
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON."""
-        claim = self.claim
+        claimed = ("value", "unit", "scope", "relation", "presented_as")
         return {
-            "id": claim.id,
-            "text": claim.text,
+            "id": self.claim.id,
+            "text": self.claim.text,
             "source": self.source,
             "answer": self.answer,
-            "claimed": {
-                "value": claim.value,
-                "unit": claim.unit,
-                "scope": claim.scope,
-                "relation": claim.relation,
-                "presented_as": claim.presented_as,
-            },
-            "recomputed": self.recomputed.to_document() if self.recomputed else None,
-            "others": [other.to_document() for other in self.others],
+            "claimed": {name: getattr(self.claim, name) for name in claimed},
+            "recomputed": asdict(self.recomputed) if self.recomputed else None,
+            "others": list(map(asdict, self.others)),
             "errors": list(self.errors),
             "why": self.why,
             "evidence_that_would_settle": list(self.evidence_that_would_settle),
@@ -175,90 +165,76 @@ def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Cl
     chosen = agreeing[0] if agreeing else next(iter(results))
     best, lookups = results[chosen]
     others = {name: result for name, (result, _) in results.items() if name != chosen}
-    errors, reasons = _presentation_errors(claim, lookups)
+    objections = list(_presentation(claim, lookups))
     wrong_scope = scope_error(claim, facts, lookups)
     if wrong_scope:
-        errors.insert(0, "scope")
-        reasons.insert(0, wrong_scope)
+        objections.insert(0, ("scope", wrong_scope))
     elif not agreeing:
-        errors.insert(0, "arithmetic" if claim.is_number and not isinstance(best.value, str) else "fact")
         by_any = " by any definition" if others else ""
-        reasons.insert(0, f"not {_claimed(claim)}{by_any}: recomputed {_amount(best, claim)}")
-    if not errors:
-        reasons.insert(0, f"recomputed {_amount(best, claim)}")
+        kind = "arithmetic" if claim.is_number and not isinstance(best.value, str) else "fact"
+        objections.insert(0, (kind, f"not {_claimed(claim)}{by_any}: recomputed {_amount(best, claim)}"))
+    remarks = []
     if others:
         alternatives = "; ".join(f"{name}: {_amount(result, claim)}" for name, result in others.items())
-        reasons.append(f"that is by the definition {chosen!r}; others give {alternatives}")
+        remarks.append(f"that is by the definition {chosen!r}; others give {alternatives}")
     if not lookups.uses_evidence:
-        reasons.append(OWN_NUMBERS)
+        remarks.append(OWN_NUMBERS)
     if lookups.uses_rates and claim.scope == "rack" and facts.sum_label:
-        reasons.append(facts.sum_label)
-    return ClaimAnswer(
-        claim=claim,
-        source=source,
-        answer="does not hold" if errors else "holds",
-        recomputed=best,
-        why="; ".join([*reasons, *lookups.conditions]),
-        errors=tuple(errors),
-        others=tuple(others.values()),
-        evidence_that_would_settle=(POWER,) if "nameplate sold as measured" in errors else (),
-        where=tuple(dict.fromkeys(place for _, one in results.values() for place in one.where)),
-    )
+        remarks.append(facts.sum_label)
+    where = tuple(dict.fromkeys(place for _, one in results.values() for place in one.where))
+    settle = (POWER,) if lookups.nameplate and claim.presented_as == "measurement" else ()
+    why = "; ".join([*remarks, *lookups.conditions])
+    answer = ClaimAnswer(claim, source, "holds", best, why, (), tuple(others.values()), settle, where)
+    return _objected(answer, _amount(best, claim), objections)
 
 
-def _presentation_errors(claim: Claim, lookups: Lookups) -> tuple[list[str], list[str]]:
-    """Kinds of error, and reasons: values presented as what they are not."""
-    found: list[tuple[str, str]] = []
+def _objected(answer: ClaimAnswer, amount: str, objections: Sequence[Objection]) -> ClaimAnswer:
+    """The answer with the objections to it: a claim does not hold if one of them names an error."""
+    errors = tuple(error for error, _ in objections if error)
+    reasons = [f"recomputed {amount}" if not errors else "", *(reason for _, reason in objections), answer.why]
+    holds: Answered = "does not hold" if errors else "holds"
+    return replace(answer, answer=holds, why="; ".join(filter(None, reasons)), errors=errors)
+
+
+def _presentation(claim: Claim, lookups: Lookups) -> Iterator[Objection]:
+    """Values presented as what they are not."""
     if claim.presented_as == "measurement":
         if lookups.nameplate:
             names = "; ".join(lookups.nameplate)
-            found.append(("nameplate sold as measured", f"uses nameplate power, not measured power: {names}"))
+            yield "nameplate sold as measured", f"uses nameplate power, not measured power: {names}"
         if lookups.projections:
-            found.append(("projection sold as measurement", "; ".join(lookups.projections)))
+            yield "projection sold as measurement", "; ".join(lookups.projections)
         if lookups.estimates:
-            found.append(("estimate sold as measurement", "; ".join(lookups.estimates)))
-    errors, reasons = [error for error, _ in found], [reason for _, reason in found]
-    errors += _forecast(claim)
-    reasons += _future_words(claim)
+            yield "estimate sold as measurement", "; ".join(lookups.estimates)
+    yield from _forecast(claim)
     if claim.counts_users and not lookups.uses_time:
-        errors.append("rate sold as concurrency")
-        reasons.append("a rate does not give the number of users at one time without the time of each (Little's law)")
-    return errors, reasons
+        why = "a rate does not give the number of users at one time without the time of each (Little's law)"
+        yield "rate sold as concurrency", why
 
 
 def _ratio(claim: Claim, source: str, facts: Facts) -> ClaimAnswer:
     judged = judge_ratio(claim, facts)
     others = tuple(Recomputed(value, claim.unit, formula) for formula, value in judged.others)
-    right = Recomputed(judged.value, claim.unit, judged.formula)
-    errors = [*judged.errors, *_forecast(claim)]
-    reasons = [*judged.reasons, *_future_words(claim)]
+    best = Recomputed(judged.value, claim.unit, judged.formula)
+    objections = [*judged.objections, *_forecast(claim)]
     found = " ".join(filter(None, (recomputed_text(judged.stated_value, claim.value), claim.unit, judged.stated_basis)))
     if not agrees(claim, judged.stated_value):
-        errors.append("arithmetic")
-        reasons.insert(0, f"not {_claimed(claim)}: {found}")
-    if not errors:
-        reasons.insert(0, f"recomputed {found}")
-    answer: Answered = "does not hold" if errors else "holds"
-    if not judged.where:
-        reasons.append(OWN_NUMBERS)
+        objections = [("", f"not {_claimed(claim)}: {found}"), *objections, ("arithmetic", "")]
+    remarks = [] if judged.where else [OWN_NUMBERS]
     if claim.ratio and claim.ratio.of.evidence and facts.sum_label:
-        reasons.append(f"{claim.ratio.of.name}: {facts.sum_label}")
-    why = "; ".join([*reasons, *judged.remarks])
-    return ClaimAnswer(claim, source, answer, right, why, tuple(errors), others, where=judged.where)
+        remarks.append(f"{claim.ratio.of.name}: {facts.sum_label}")
+    why = "; ".join([*remarks, *judged.remarks])
+    answer = ClaimAnswer(claim, source, "holds", best, why, (), others, where=judged.where)
+    return _objected(answer, found, objections)
 
 
-def _forecast(claim: Claim) -> list[str]:
-    """The error of a claim about the future that its file presents as a measurement."""
-    called = claim.presented_as == "measurement" and "presented_as" in claim.model_fields_set
-    return ["forecast sold as measurement"] if called and FORECAST_WORDS.search(claim.text) else []
-
-
-def _future_words(claim: Claim) -> list[str]:
-    """A remark on words about the future; without ``presented_as`` in the file they are not an error."""
+def _forecast(claim: Claim) -> Iterator[Objection]:
+    """Words about the future; an error only if the file presents the claim as a measurement."""
     if claim.presented_as != "measurement" or not FORECAST_WORDS.search(claim.text):
-        return []
-    unsaid = "" if _forecast(claim) else ", and the claims file does not say presented_as: measurement or forecast"
-    return [f"the text is about the future{unsaid}"]
+        return
+    called = "presented_as" in claim.model_fields_set
+    unsaid = "" if called else ", and the claims file does not say presented_as: measurement or forecast"
+    yield "forecast sold as measurement" if called else "", f"the text is about the future{unsaid}"
 
 
 def _undetermined(claim: Claim, source: str, why: str, settle: Sequence[str]) -> ClaimAnswer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatoken.analysis.comparison import Difference, Entry, differences
 from megatoken.analysis.entries import published_entry
@@ -10,16 +11,19 @@ from megatoken.analysis.published import RESULTS, published_result
 from megatoken.audit.evidence import Where
 from megatoken.claims.facts import SYSTEM, Facts, UnknownFactError
 from megatoken.claims.formula import FormulaError
-from megatoken.claims.schema import Claim, Side
+from megatoken.claims.schema import BASIS_OF, Claim, Side
 from megatoken.errors import UsageError
 from megatoken.text import precise
 
-BASIS_OF = {"gpu": "per_gpu", "node": "per_node", "rack": "per_rack", None: "total"}
 BASIS_TEXT = {"total": "in total", "per_gpu": "per GPU", "per_node": "per node", "per_rack": "per rack"}
 SIZES = ("accelerators", "accelerators per node")
 SUBJECTS = ("division", "scenario", "model")
+DESCRIBED = (*SUBJECTS, "precision", "accelerator", "accelerators", "nodes")  # of a side and of an entry
 NOT_STATED = "not stated"
 ARTEFACTS = "the artefacts"
+
+
+Objection = tuple[str, str]  # the kind of error, empty if it is none; and the reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +34,7 @@ class JudgedRatio:
     stated_basis: str
     value: float
     formula: str
-    errors: tuple[str, ...]
-    reasons: tuple[str, ...]
+    objections: tuple[Objection, ...]
     remarks: tuple[str, ...]
     others: tuple[tuple[str, float], ...]
     where: tuple[Where, ...]
@@ -47,46 +50,41 @@ def judge_ratio(claim: Claim, facts: Facts) -> JudgedRatio:
     ratio = claim.ratio
     assert ratio is not None
     of, to = side_entry(ratio.of, facts), side_entry(ratio.to, facts)
-    basis = ratio.basis or BASIS_OF[claim.scope]
+    basis = ratio.basis or (BASIS_OF[claim.scope] if claim.scope else "total")
     stated = _in_unit(_rate(of, basis) / _rate(to, basis), claim.unit)
     unlike = differences(of, to, basis)
-    sizes = [one for one in unlike if one.field in SIZES and NOT_STATED not in (one.of, one.to)]
-    subjects = [one for one in unlike if one.field in SUBJECTS and NOT_STATED not in (one.of, one.to)]
-    projected = [one for one in unlike if one.field == "rack"]
+    known = [one for one in unlike if NOT_STATED not in (one.of, one.to)]
+    sizes, subjects = ([one for one in known if one.field in fields] for fields in (SIZES, SUBJECTS))
     remarks = [one for one in unlike if one not in sizes and one not in subjects]
-    errors, reasons = [], []
+    objections: list[Objection] = []
     if sizes or subjects:
-        errors.append("like for like")
-        reasons.append("not like for like: " + _listed([*sizes, *subjects]))
+        objections.append(("like for like", "not like for like: " + _listed([*sizes, *subjects])))
     estimates = [entry.name for entry in (of, to) if entry.state == "estimate"]
     if estimates and claim.presented_as == "measurement":
-        errors.append("estimate sold as measurement")
-        reasons.append(f"an estimate: {', '.join(estimates)}")
-    if projected and claim.presented_as == "measurement":
-        errors.append("projection sold as measurement")
-        reasons.append("compares a measured rack with a projection")
-    per_gpu = of.rate("per_gpu"), to.rate("per_gpu")
+        objections.append(("estimate sold as measurement", f"an estimate: {', '.join(estimates)}"))
+    if claim.presented_as == "measurement" and any(one.field == "rack" for one in unlike):
+        objections.append(("projection sold as measurement", "compares a measured rack with a projection"))
+    mine, theirs = of.rate("per_gpu"), to.rate("per_gpu")
     value, right_basis = stated, basis
-    if sizes and per_gpu[0] and per_gpu[1]:
-        value, right_basis = _in_unit(per_gpu[0] / per_gpu[1], claim.unit), "per_gpu"
-        reasons.append(f"per GPU it is {precise(value)} {claim.unit}".rstrip())
+    if sizes and mine and theirs:
+        value, right_basis = _in_unit(mine / theirs, claim.unit), "per_gpu"
+        objections.append(("", f"per GPU it is {precise(value)} {claim.unit}".rstrip()))
     others = [(f"{of.name} over {to.name}, {BASIS_TEXT[basis]}", stated)] if right_basis != basis else []
     for side in ratio.other_baselines:
         try:
             other = side_entry(side, facts)
         except UnknownFactError as error:
-            reasons.append(f"not shown: {error.name}")
+            objections.append(("", f"not shown: {error.name}"))
             continue
         against = _in_unit(_rate(of, basis) / _rate(other, basis), claim.unit)
         others.append((f"{of.name} over {other.name}, {BASIS_TEXT[basis]}", against))
-        reasons.append(f"against {other.name} ({other.state}) it is {precise(against)} {claim.unit}".rstrip())
+        objections.append(("", f"against {other.name} ({other.state}) it is {precise(against)} {claim.unit}".rstrip()))
     return JudgedRatio(
         stated_value=stated,
         stated_basis=BASIS_TEXT[basis],
         value=value,
         formula=f"{of.name} over {to.name}, {BASIS_TEXT[right_basis]}",
-        errors=tuple(errors),
-        reasons=tuple(reasons),
+        objections=tuple(objections),
         remarks=(f"different on the two sides: {_listed(remarks)}",) if remarks else (),
         others=tuple(others),
         where=tuple(_places(ratio.of, facts) + _places(ratio.to, facts)),
@@ -102,17 +100,9 @@ def side_entry(side: Side, facts: Facts) -> Entry:
         except UsageError as error:
             raise UnknownFactError(f"a published result {side.published}", str(error)) from error
         return replace(published_entry(row), name=side.name)
-    stated = {
-        "division": side.division,
-        "scenario": side.scenario,
-        "model": side.model,
-        "precision": side.precision,
-        "accelerator": side.accelerator,
-        "accelerators": side.accelerators,
-        "nodes": side.nodes,
-    }
+    stated: dict[str, Any] = {name: getattr(side, name) for name in DESCRIBED}
     if side.value is not None:
-        return Entry(side.name, side.source or "as claimed", side.state, side.value, **stated)  # type: ignore[arg-type]
+        return Entry(side.name, side.source or "as claimed", side.state, side.value, **stated)
     rates = facts.find("tokens_per_second").value
     found = {
         "division": facts.division,
@@ -123,9 +113,9 @@ def side_entry(side: Side, facts: Facts) -> Entry:
         "accelerators": sum(row.accelerators or 0 for row in facts.nodes) or None,
         "nodes": facts.node_count,
     }
-    known = {name: value if stated[name] is None else stated[name] for name, value in found.items()}
+    known: dict[str, Any] = {name: value if stated[name] is None else stated[name] for name, value in found.items()}
     assert isinstance(rates, tuple)
-    return Entry(side.name, ARTEFACTS, side.state, sum(rates), **known)  # type: ignore[arg-type]
+    return Entry(side.name, ARTEFACTS, side.state, sum(rates), **known)
 
 
 def _places(side: Side, facts: Facts) -> list[Where]:

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 from megatoken.yaml_files import Strict, read_strict
 
 RATE_UNITS = ("tokens/s", "token/s", "tok/s")
+BASIS_OF = {"gpu": "per_gpu", "node": "per_node", "rack": "per_rack"}  # by scope
 USER_UNITS = ("user", "session", "agent", "conversation")
 
 Basis = Literal["total", "per_gpu", "per_node", "per_rack"]

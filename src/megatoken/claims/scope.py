@@ -7,10 +7,9 @@ import math
 from megatoken.analysis.comparison import Entry
 from megatoken.claims.facts import Facts
 from megatoken.claims.lookups import Lookups
-from megatoken.claims.schema import RATE_UNITS, Claim
+from megatoken.claims.schema import BASIS_OF, RATE_UNITS, Claim
 from megatoken.text import exact
 
-BASIS_OF = {"gpu": "per_gpu", "node": "per_node", "rack": "per_rack"}
 NAMES = {"gpu": "one GPU", "node": "one node", "rack": "the rack"}
 CLOSE_BELOW = 0.9
 

@@ -118,11 +118,11 @@ def check_scores(tree: Tree, folder: str, benchmark: Benchmark | None) -> Iterat
             elsewhere = others.scores.get(name)
             low.append(f"no {name}" if elsewhere is None else f"{name} {elsewhere:g}, not written as {_example(name)}")
     expected = f"{benchmark.name}: {', '.join(f'{_example(name, target)} or more' for name, target in least.items())}"
-    found = shown("; ".join(sorted(low))) or ", ".join(f"{name} {value:g}" for name, value in seen.items())
+    scores = shown("; ".join(sorted(low))) or ", ".join(f"{name} {value:g}" for name, value in seen.items())
     where = tuple(Where(display(path), line) for line in sorted(set(others.lines.values())))
-    yield observe("check.scores", not low, expected, found, where or place)
-    found = shown("; ".join(beyond)) or "all in range"
-    yield observe("check.score_range", not beyond, f"scores from 0 to {HIGHEST_SCORE}", found, place)
+    yield observe("check.scores", not low, expected, scores, where or place)
+    scores = shown("; ".join(beyond)) or "all in range"
+    yield observe("check.score_range", not beyond, f"scores from 0 to {HIGHEST_SCORE}", scores, place)
     yield observe("check.hash", digest is not None, "a separate line hash=...", shown(digest or "none"), place)
 
 

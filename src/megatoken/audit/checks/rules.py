@@ -199,9 +199,10 @@ def latency_limits(run: Subject) -> Outcome | None:
 
 def _limited_scenario(run: Subject) -> str:
     """The folder's scenario; without one the scenario whose limits LoadGen was given."""
-    limits = run.benchmark.limits if run.benchmark and isinstance(run, RunView) else {}
-    given = (name for name, limit in limits.items() if rules.were_given(limit, run.detail))
-    return run.files.scenario or next(given, "Server")
+    if run.files.scenario is not None or isinstance(run, EndpointResult):
+        return run.files.scenario or "Server"
+    limits = _known(run).limits.items()
+    return next((name for name, limit in limits if rules.were_given(limit, run.detail)), "Server")
 
 
 def _limited(run: RunView) -> bool:
