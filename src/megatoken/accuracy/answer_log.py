@@ -15,35 +15,21 @@ SCORES = "accuracy.json"  # of an evaluation
 def find_log(path: Path) -> Path:
     """The accuracy log that ``path`` means: itself, in that folder, or in the ``mlperf`` folder of a run folder.
 
-    Raises:
-        AccuracyLogError: There is none, or it is of a run that was interrupted.
+    Raises AccuracyLogError: There is none, or it is of a run that was interrupted.
     """
     places = (path, path / ACCURACY_LOG, path / MLPERF / ACCURACY_LOG)
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        raise AccuracyLogError(
-            f"{path}: no {ACCURACY_LOG} there; give a run folder, LoadGen's output folder, or the file"
-        )
+        raise AccuracyLogError(f"{path}: no {ACCURACY_LOG}; give a run folder, LoadGen's output folder, or the file")
     if found == path and path.name == SCORES:
-        raise AccuracyLogError(
-            f"{path}: has scores, not answers; give the run folder or the folder with {ACCURACY_LOG}"
-        )
+        raise AccuracyLogError(f"{path}: has scores, not answers; give the folder with {ACCURACY_LOG}")
     if (found.parent / ABANDONED).exists():
         raise AccuracyLogError(f"{found}: the run was interrupted and its last answers are empty; run it again")
     return found
 
 
 def check_rows(answers: Answers, rows: int, *, partial: bool = False) -> None:
-    """Checks that each row of a data set of ``rows`` rows is answered once, and no other row.
-
-    Args:
-        answers: The log.
-        rows: Of the data set.
-        partial: Rows may be missing.
-
-    Raises:
-        AccuracyLogError: A row was answered twice, is outside the data set, or has no answer.
-    """
+    """Raises AccuracyLogError unless each of ``rows`` rows is answered once, or at most once if ``partial``."""
     seen: dict[int, int] = {}
     for record in answers.records:
         place = f"{answers.path}:{record.line}"

@@ -34,15 +34,7 @@ class AnswerDecoder:
         self._cleans_up = _cleans_up(self.file.with_name("tokenizer_config.json"))
 
     def decode(self, ids: Sequence[NDArray[np.int64]], places: Sequence[str]) -> list[str]:
-        """The texts of answers.
-
-        Args:
-            ids: The ids of each answer.
-            places: Where each answer stands, for errors.
-
-        Raises:
-            UsageError: An id is not in the vocabulary.
-        """
+        """The texts of answers; ``places`` say where each stands. Raises UsageError: an id outside the vocabulary."""
         for answer, place in zip(ids, places, strict=True):
             if len(answer) and not 0 <= answer.min() <= answer.max() < self._size:
                 wrong = next(int(token) for token in answer if not 0 <= token < self._size)

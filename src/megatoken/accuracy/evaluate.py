@@ -37,27 +37,16 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of a log of answers.
+    """Scores of a log of answers; ``gen_num``, ``gen_tok_len`` and ``gen_len`` are the names of MLPerf's references."""
 
-    Attributes:
-        metrics: By name, for those of ``METRICS`` that apply.
-        by_task: The same for the rows of each task, if the data set names tasks.
-        answers: Number of answers; ``gen_num`` of the references.
-        tokens: Of all answers, as logged; ``gen_tok_len``.
-        characters: Of all answers, as the references count them; ``gen_len``. None without NLTK's sentence data.
-        identifiers_found: Share of needles found whole, 0 to 100; None if the data set has none.
-        empty: Number of answers without text.
-        empty_and_right: Number of them that the reference's rule for questions counts as right.
-    """
-
-    metrics: Mapping[str, Mean]
-    by_task: Mapping[str, Mapping[str, Mean]]
-    answers: int
-    tokens: int
-    characters: int | None
-    identifiers_found: float | None
-    empty: int
-    empty_and_right: int
+    metrics: Mapping[str, Mean]  # by name, for those of METRICS that apply
+    by_task: Mapping[str, Mapping[str, Mean]]  # the same for the rows of each task, if the data set names tasks
+    answers: int  # gen_num
+    tokens: int  # of all answers, as logged: gen_tok_len
+    characters: int | None  # of all answers: gen_len; None without NLTK's sentence data
+    identifiers_found: float | None  # share of needles found whole, 0 to 100; None if the data set has none
+    empty: int  # answers without text
+    empty_and_right: int  # those of them that the reference's rule for questions counts as right
 
     @property
     def tokens_per_sample(self) -> float:
@@ -77,11 +66,11 @@ def evaluate(
     """Scores every answer.
 
     Args:
-        answers: The log.
+        answers: LoadGen's accuracy log.
         references: Expected answers of the data set that was run.
         decoder: Of the model that answered.
         partial: Rows of the data set may have no answer.
-        processes: Number of processes; None: one per core, if there are many answers.
+        processes: None: one per core, if there are many answers.
         progress: Called with the number of answers scored so far, and of all answers.
 
     Raises:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatoken.accuracy.answer_log import find_log
 from megatoken.accuracy.decoding import AnswerDecoder
-from megatoken.accuracy.judge import judge_answers
+from megatoken.accuracy.files import write_results
+from megatoken.accuracy.judge import scored
 from megatoken.accuracy.scores import check_installed
 from megatoken.accuracy.targets import FOLDER, Targets, of_baseline
 from megatoken.accuracy.verify import cut_samples, write_result
@@ -47,17 +48,11 @@ class Gate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AccuracyGate:
-    """Scores the answers of an accuracy run and compares them with targets.
-
-    Attributes:
-        references: The expected answers.
-        decoder: Of the model that answers.
-        targets: What must be reached; None: only some rows are answered, too few to judge.
-    """
+    """Scores the answers of an accuracy run and compares them with targets."""
 
     references: References
     decoder: AnswerDecoder
-    targets: Targets | None
+    targets: Targets | None  # None: only some rows are answered, too few to judge
 
     def judge(self, run_folder: Path, requests: pa.Table) -> Judgement:
         """Scores the answers in LoadGen's accuracy log; ``accuracy.txt`` and ``accuracy.json`` go into the run folder.
@@ -66,28 +61,18 @@ class AccuracyGate:
             UsageError: The log does not fit the expected answers.
             StorageError: The results cannot be written.
         """
-        judged = judge_answers(
-            read_answers(find_log(run_folder)),
-            run_folder / FOLDER,
-            self.references,
-            self.decoder,
-            self.targets,
-            partial=self.targets is None,
-            processes=1,  # they would outlive a run that a signal ends at once
-        ).document
-        return Judgement({"accuracy": {name: judged[name] for name in FACTS}}, judged["reasons"])
+        answers, partial = read_answers(find_log(run_folder)), self.targets is None
+        # Further processes would outlive a run that a signal ends at once.
+        judged, scores = scored(answers, self.references, self.decoder, self.targets, partial=partial, processes=1)
+        write_results(run_folder / FOLDER, answers, scores, judged)
+        return accuracy_judgement(judged)
 
 
 @dataclass(frozen=True, slots=True)
 class ComplianceGate:
-    """TEST06: MLPerf's check, and our own check of the model's end tokens.
+    """TEST06: MLPerf's check, and our own check of the model's end tokens."""
 
-    Attributes:
-        offline: Whether the scenario reports no first tokens.
-        end_token_ids: Of the model.
-    """
-
-    offline: bool
+    offline: bool  # the scenario reports no first tokens
     end_token_ids: Sequence[int]
 
     def judge(self, run_folder: Path, requests: pa.Table) -> Judgement:
@@ -97,14 +82,15 @@ class ComplianceGate:
             UsageError: The log holds no answers.
             StorageError: The file cannot be written.
         """
-        result = check_test06(
-            read_answers(find_log(run_folder)),
-            offline=self.offline,
-            end_token_ids=self.end_token_ids,
-            cut_samples=cut_samples(requests),
-        )
+        answers, cut = read_answers(find_log(run_folder)), cut_samples(requests)
+        result = check_test06(answers, offline=self.offline, end_token_ids=self.end_token_ids, cut_samples=cut)
         write_result(result, run_folder)
         return compliance_judgement(result)
+
+
+def accuracy_judgement(document: Mapping[str, Any]) -> Judgement:
+    """What an ``accuracy.json`` adds to ``result.json``, and the reasons that it gives."""
+    return Judgement({"accuracy": {name: document[name] for name in FACTS}}, document["reasons"])
 
 
 def compliance_judgement(result: ComplianceResult) -> Judgement:
@@ -114,14 +100,9 @@ def compliance_judgement(result: ComplianceResult) -> Judgement:
 
 
 def reference_gate(content_hash: str, rows: int) -> AccuracyGate | None:
-    """The gate of a run of the reference model; None unless it answers rows of its held-out set, once each.
+    """The gate of a run of the reference model; None unless it answers the first ``rows`` rows of its held-out set.
 
-    Args:
-        content_hash: Of the run's data set.
-        rows: How many rows are answered, counted from the first.
-
-    Raises:
-        UsageError: rouge-score is not installed, or the baseline cannot be read.
+    Raises UsageError: rouge-score is not installed, or the baseline cannot be read.
     """
     references = load_references(HELD_OUT)
     if content_hash != references.content_hash or rows > len(references.texts):

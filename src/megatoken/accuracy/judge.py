@@ -57,7 +57,7 @@ def judge(
         model: Folder of the model that answered, for its tokenizer; by default the model of the run.
         benchmark: MLPerf benchmark whose targets must be reached.
         baseline: Result of another evaluation; ``share`` of its metrics must be reached.
-        share: See ``baseline``.
+        share: Of each metric of the baseline.
         partial: Rows of the data set may have no answer.
         progress: Called with the number of answers scored so far, and of all answers.
 
@@ -91,28 +91,7 @@ def judge(
     notes = []
     if run is not None and references is not None and expected.content_hash != run.result.get("data_set_sha256"):
         notes.append(reason("OTHER_REFERENCES", references=str(expected.path)))
-    return judge_answers(answers, folder, expected, decoder, targets, notes=notes, partial=partial, progress=progress)
-
-
-def judge_answers(
-    answers: Answers,
-    folder: Path,
-    references: References,
-    decoder: AnswerDecoder,
-    targets: Targets | None,
-    *,
-    notes: Sequence[Reason] = (),
-    partial: bool = False,
-    processes: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Judged:
-    """Scores the answers of one log and writes both files into ``folder``, which is made if missing.
-
-    The other arguments are those of ``scored``. Raises UsageError and StorageError as ``judge`` does.
-    """
-    result, scores = scored(
-        answers, references, decoder, targets, notes=notes, partial=partial, processes=processes, progress=progress
-    )
+    result, scores = scored(answers, expected, decoder, targets, notes=notes, partial=partial, progress=progress)
     write_results(folder, answers, scores, result)
     return Judged(result, folder)
 
@@ -128,20 +107,9 @@ def scored(
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[str, Any], Scores]:
-    """The content of ``accuracy.json`` for the answers of one log, and the scores that ``accuracy.txt`` states.
+    """The content of ``accuracy.json``, and the scores that ``accuracy.txt`` states.
 
-    Args:
-        answers: LoadGen's accuracy log.
-        references: The answers expected.
-        decoder: Of the model that answered.
-        targets: What must be reached.
-        notes: Further notes of the evaluation.
-        partial: Rows of the data set may have no answer.
-        processes: As of ``evaluate``.
-        progress: As of ``judge``.
-
-    Raises:
-        UsageError: As ``evaluate``.
+    Arguments are those of ``evaluate``, with the targets that must be reached and further notes. Raises UsageError.
     """
     scores = evaluate(answers, references, decoder, partial=partial, processes=processes, progress=progress)
     reasons = [*missed(scores, targets)] if targets else []

@@ -20,6 +20,7 @@ from megatoken.errors import UsageError, how_to_install
 
 _UUID = re.compile(r"\w{8}-\w{4}-\w{4}-\w{4}-\w{12}")
 _ANSWER = "Answer: "
+_ROUGES = ("rouge1", "rouge2", "rougeL")
 SENTENCES_FIX = (
     "get NLTK's sentence data with: python -m nltk.downloader punkt_tab (or set NLTK_DATA to a folder with it)"
 )
@@ -36,19 +37,12 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Scores of one answer.
+    """Scores of one answer, 0 to 100."""
 
-    Attributes:
-        metrics: 0 to 100 by name: ``rouge1``, ``rouge2``, ``rougeL``, ``rougeLsum``, ``exact_match``.
-        characters: Length of the answer as the references count it; None without NLTK's sentence data.
-        identifiers_found: For ``niah_em``: 100 if the answer has every expected identifier, else 0; otherwise None.
-        empty: Whether the answer has no text.
-    """
-
-    metrics: Mapping[str, float]
-    characters: int | None
-    identifiers_found: float | None
-    empty: bool
+    metrics: Mapping[str, float]  # rouge1, rouge2, rougeL, rougeLsum, exact_match
+    characters: int | None  # of the answer as the references count them; None without NLTK's sentence data
+    identifiers_found: float | None  # niah_em: 100 if the answer has every expected identifier, else 0
+    empty: bool  # the answer has no text
 
 
 def check_installed() -> None:
@@ -65,7 +59,7 @@ def score(pairs: Sequence[Pair], sentences: bool) -> list[Score]:
 def _score(pair: Pair, sentences: bool) -> Score:
     answer, reference = pair.answer.strip(), pair.reference.strip()
     if pair.scoring == "exact":
-        metrics = _rouge(("rouge1", "rouge2", "rougeL"), reference, answer)
+        metrics = _rouge(_ROUGES, reference, answer)
         return Score(metrics | {"exact_match": 100.0 * (answer == reference)}, None, None, not answer)
     split = sentence_splitter() if sentences else None
     if split is not None:
@@ -73,8 +67,7 @@ def _score(pair: Pair, sentences: bool) -> Score:
     found = None
     match pair.scoring:
         case "summary":
-            kinds = ("rouge1", "rouge2", "rougeL", "rougeLsum") if sentences else ("rouge1", "rouge2", "rougeL")
-            metrics = _rouge(kinds, reference, answer)
+            metrics = _rouge((*_ROUGES, "rougeLsum") if sentences else _ROUGES, reference, answer)
         case "rouge":
             metrics = _rouge(("rougeL",), reference, answer)
         case "niah_em":

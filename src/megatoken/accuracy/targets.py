@@ -46,13 +46,8 @@ class Targets:
 def of_benchmark(name: str, references: References) -> Targets:
     """The targets of MLPerf's submission checker for a benchmark, such as ``llama2-70b-99.9``.
 
-    Args:
-        name: Of the benchmark.
-        references: Expected answers of this evaluation; they must be of the benchmark's data set.
-
-    Raises:
-        UsageError: No benchmark of that name can be scored, its data set is another, or one of its scores needs
-            NLTK's sentence data, which is missing.
+    Raises UsageError: No benchmark of that name can be scored, ``references`` are not of its data set, or one of its
+    scores needs NLTK's sentence data, which is missing.
     """
     benchmark = benchmark_of(name, None)
     scored = {known: entry for entry in catalog().values() for known in entry.benchmarks}
@@ -82,16 +77,8 @@ def of_baseline(
 ) -> Targets:
     """Targets from another evaluation: a share of each of its metrics, and its tokens per sample within 10 %.
 
-    Args:
-        path: An ``accuracy.json``, or the folder that has one.
-        share: Of each metric that must be reached.
-        references: Expected answers of this evaluation; the baseline's must be the same.
-        answers: The log of this evaluation; the baseline's must be another.
-        replaces: The file that will be written.
-
-    Raises:
-        UsageError: It cannot be read, has other expected answers or the same log, would be replaced, or requires
-            nothing.
+    Raises UsageError: ``path`` has no ``accuracy.json`` that can be read, it has other expected answers than
+    ``references`` or the same log as ``answers``, it is the file that this evaluation replaces, or requires nothing.
     """
     file, document = read_result(path)
     try:
@@ -124,8 +111,7 @@ def of_baseline(
 def read_result(path: Path) -> tuple[Path, dict[str, Any]]:
     """An ``accuracy.json``: itself, in that folder, or in the ``accuracy`` folder of a run folder; and its content.
 
-    Raises:
-        UsageError: There is none, or it cannot be read.
+    Raises UsageError: There is none, or it cannot be read.
     """
     places = (path, path / SCORES, path / FOLDER / SCORES)
     file = next((place for place in places if place.is_file()), None)

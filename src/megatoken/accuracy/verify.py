@@ -14,13 +14,7 @@ from megatoken.engine.config import SHAPES, end_token_ids, model_folder
 from megatoken.errors import UsageError
 from megatoken.files import UnreadableError
 from megatoken.mlperf.accuracy_log import WHOLE_RUN, read_answers
-from megatoken.mlperf.compliance import (
-    TEST06_RUN,
-    ComplianceResult,
-    check_test06,
-    check_test07,
-    check_test09,
-)
+from megatoken.mlperf.compliance import TEST06_RUN, ComplianceResult, check_test06, check_test07, check_test09
 from megatoken.mlperf.detail_log import DETAIL_LOG, read_detail_log
 from megatoken.runs.run import RESULT, Run
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from megatoken.accuracy.decoding import AnswerDecoder
 from megatoken.accuracy.evaluate import Scores
 from megatoken.accuracy.files import TEXT
-from megatoken.accuracy.gate import FACTS, Judgement, compliance_judgement, reference_gate
+from megatoken.accuracy.gate import Judgement, accuracy_judgement, compliance_judgement, reference_gate
 from megatoken.accuracy.judge import scored
 from megatoken.accuracy.targets import BY_SENTENCES, FOLDER, Target, Targets, numbers
 from megatoken.accuracy.verify import cut_samples
@@ -101,7 +101,7 @@ def _accuracy(tree: Tree, path: str, run: Run, answers: Answers) -> Rejudged:
         if gate is None:
             raise UnknownError("the gate of the reference model is of another data set")
         again, _ = _scored(answers, references, run, gate.targets)
-        judged = Judgement({"accuracy": {name: again[name] for name in FACTS}}, again["reasons"])
+        judged = accuracy_judgement(again)
         problems += _unlike(f"{RESULT} accuracy", stored, judged.facts["accuracy"], references)
         if run.result.get("data_set_rows") != rows:
             problems.append(f"{RESULT} data_set_rows {run.result.get('data_set_rows')}, the data set has {rows}")

@@ -112,7 +112,7 @@ def official_seeds(found: str | None, required: str | None) -> bool:
     return found is not None and required in (None, found)
 
 
-def complete_data_set(rows: int | None, of: Benchmark, *, accuracy: bool) -> Ruling:
+def complete_data_set(rows: int | None, of: Benchmark, *, accuracy: bool = False) -> Ruling:
     """The rule on the rows of the data set."""
     required = of.accuracy_rows if accuracy else of.rows
     return Ruling(rows == required, rows, required)
@@ -191,7 +191,7 @@ def _unmet(round_: Round, log: DetailLog, observed: Observed) -> Iterator[Shortf
     elif observed.mode == "compliance":
         yield from _seeds(round_, log)
     rows = min(log.get("qsl_reported_total_count"), observed.data_set_rows)
-    data_set = complete_data_set(rows, round_.benchmark, accuracy=observed.mode == "accuracy")
+    data_set = complete_data_set(rows, round_.benchmark)
     if not data_set.holds:
         yield shortfall("DATA_SET_SIZE", rows, data_set.required)
     if log.error_count:
