@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,7 @@ def audit(
     Args:
         path: A folder of LoadGen's logs (one run, many nodes, a submission), a megatoken run folder, or a zip or tar
             archive of one of these.
-        round: The MLPerf round whose rules are claimed, such as v5.1; None: that of a submission's seeds, and for other
-            folders none, so that unmet rules are notes.
+        round: Whose rules are claimed, such as v5.1; None: that of a submission's seeds, elsewhere none.
         progress: Called with (entries seen, 0) while the folder is listed, then with (runs done, runs).
         workers: Processes; by default one a core.
 
@@ -183,13 +182,10 @@ def _audit(tree: Tree, path: Path, claimed: str | None, progress: Progress | Non
 def _nothing_to_audit(tree: Tree, path: Path) -> UsageError:
     lost = without_result(tree)
     if lost is not None:
-        return UsageError(
-            f"{path / lost}: a run folder without {RESULT}, so there is no result to audit; "
-            "copy it again or repeat the run"
-        )
-    return UsageError(
-        f"{path}: no LoadGen logs below it; expected files named mlperf_log_detail.txt and mlperf_log_summary.txt"
-    )
+        why = f"a run folder without {RESULT}, so there is no result to audit; copy it again or repeat the run"
+        return UsageError(f"{path / lost}: {why}")
+    expected = "expected files named mlperf_log_detail.txt and mlperf_log_summary.txt"
+    return UsageError(f"{path}: no LoadGen logs below it; {expected}")
 
 
 def _check_evidence(
@@ -271,24 +267,21 @@ def _system_path(run: RunFiles, systems: Sequence[System]) -> str | None:
 
 def _readmes(tree: Tree) -> dict[str, str]:
     texts: dict[str, str] = {}
-    for path in sorted(tree.files):
-        if path.lower().endswith(("readme.md", "readme.txt", "readme")) and len(texts) < MOST_READMES:
-            try:
-                texts[display(path)] = read_text(tree.path(path), MOST_README_BYTES)[0]
-            except UnreadableError:
-                continue
+    names = ("readme.md", "readme.txt", "readme")
+    for path in sorted(path for path in tree.files if path.lower().endswith(names))[:MOST_READMES]:
+        with suppress(UnreadableError):
+            texts[display(path)] = read_text(tree.path(path), MOST_README_BYTES)[0]
     return texts
 
 
 def _notes(
     tree: Tree, evidence: Evidence, claimed: str | None, interrupted: Mapping[str, str], logs: int, endpoints: int
 ) -> tuple[str, ...]:
-    whole_runs = [
-        folder for folder in interrupted if owner(folder.rpartition("/")[0], interrupted.keys() - {folder}) is None
-    ]
-    notes = [f"{display(folder)}: {interrupted[folder]}".removeprefix(": ") for folder in whole_runs[:MOST_INTERRUPTED]]
-    if len(whole_runs) > MOST_INTERRUPTED:
-        notes.append(f"{count_of(len(whole_runs) - MOST_INTERRUPTED, 'more run')} {Verdict.INTERRUPTED}")
+    above = {folder: owner(folder.rpartition("/")[0], interrupted.keys() - {folder}) for folder in interrupted}
+    whole = [folder for folder, holder in above.items() if holder is None]
+    notes = [f"{display(folder)}: {interrupted[folder]}".removeprefix(": ") for folder in whole[:MOST_INTERRUPTED]]
+    if len(whole) > MOST_INTERRUPTED:
+        notes.append(f"{count_of(len(whole) - MOST_INTERRUPTED, 'more run')} {Verdict.INTERRUPTED}")
     held = f"{count_of(len(tree.files), 'file')}, {count_of(logs, 'set')} of LoadGen's logs"
     notes.append(held + (f", {count_of(endpoints, 'result')} of MLPerf Endpoints" if endpoints else ""))
     if evidence.kind != "submission":

@@ -60,13 +60,10 @@ class Tree:
 def walk(root: Path, progress: Callable[[int], None] | None = None) -> Tree:
     """Lists a folder. Links to folders are not followed, so that a loop of links ends nowhere.
 
-    Raises:
-        UsageError: ``root`` is no folder, cannot be read, or holds more than MOST_ENTRIES entries.
+    Raises UsageError: ``root`` is no folder, cannot be read, or holds more than MOST_ENTRIES entries.
     """
     root = root.resolve()
-    tree = Tree(root)
-    todo = [""]
-    seen = 0
+    tree, todo, seen = Tree(root), [""], 0
     while todo:
         folder = todo.pop()
         try:
@@ -176,22 +173,18 @@ def place_of(parts: Sequence[str], inside: int) -> Place:
 
     Args:
         parts: Names of all folders down to the log's.
-        inside: How many of them, from the end, are below the audited folder. The others count only below the name of
-            a benchmark.
+        inside: How many of them are below the audited folder; the others count only below the name of a benchmark.
     """
     outer = len(parts) - inside
     role = {"ranging": Role.RANGING, "accuracy": Role.ACCURACY}.get(parts[-1] if parts else "", Role.PERFORMANCE)
     if any(_COMPLIANCE.fullmatch(part) for part in parts[outer:] or parts[-3:]):
         role = Role.COMPLIANCE
-    at = max(
-        (place for place in range(max(0, len(parts) - 6), len(parts)) if _BENCHMARK.fullmatch(parts[place])), default=-1
-    )
+    last = range(max(0, len(parts) - 6), len(parts))
+    at = max((place for place in last if _BENCHMARK.fullmatch(parts[place])), default=-1)
     known = at >= 0
     benchmark = parts[at] if known else None
-    if known:
-        scenario = SCENARIOS.get(parts[at + 1].lower()) if at + 1 < len(parts) else None
-    else:
-        scenario = next((SCENARIOS[part.lower()] for part in parts[outer:][::-1] if part.lower() in SCENARIOS), None)
+    named = parts[at + 1 : at + 2] if known else parts[outer:][::-1]
+    scenario = next((SCENARIOS[part.lower()] for part in named if part.lower() in SCENARIOS), None)
     believed = at > 0 and (at - 1 >= outer or "results" in parts[max(0, at - 3) : at])
     system = node = parts[at - 1] if believed else None
     if "nodes" in parts[outer:-1]:

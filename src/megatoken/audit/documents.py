@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import yaml
@@ -52,18 +53,22 @@ def json_values(tree: Tree, path: str) -> Mapping[str, Any] | None:
         return {}
 
 
-def systems_in(tree: Tree) -> tuple[list[System], list[tuple[str, Damage]]]:
-    """Every ``systems/<name>.json``, and the defects of those files."""
-    systems, damages = [], []
-    for path in sorted((path for path in tree.files if _SYSTEM.search(path)), key=natural):
+def json_documents(tree: Tree, paths: Iterable[str]) -> tuple[dict[str, Document], list[tuple[str, Damage]]]:
+    """The documents that can be read, in natural order, and what is wrong with these and the others."""
+    found, damages = {}, []
+    for path in sorted(paths, key=natural):
         try:
-            found = json_document(tree, path)
+            found[path] = json_document(tree, path)
+            damages += [(path, damage) for damage in found[path].damages]
         except UnreadableError as error:
             damages.append((path, Damage(None, str(error))))
-            continue
-        damages += [(path, damage) for damage in found.damages]
-        systems.append(System(found.path, found.values, found.source_lines))
-    return systems, damages
+    return found, damages
+
+
+def systems_in(tree: Tree) -> tuple[list[System], list[tuple[str, Damage]]]:
+    """Every ``systems/<name>.json``, and the defects of those files."""
+    documents, damages = json_documents(tree, filter(_SYSTEM.search, tree.files))
+    return [System(one.path, one.values, one.source_lines) for one in documents.values()], damages
 
 
 def configurations_in(tree: Tree) -> list[Configuration]:
@@ -103,16 +108,10 @@ def user_conf_of(tree: Tree, folder: str) -> str | None:
 def accuracy_results_in(tree: Tree) -> list[AccuracyResult]:
     """Every accuracy.txt that can be read."""
     results = []
-    for path in sorted(tree.files, key=natural):
-        folder, _, name = path.rpartition("/")
-        if name != "accuracy.txt":
-            continue
-        try:
-            scores = read_accuracy_scores(tree.path(path))
-        except UnreadableError:
-            continue
-        parts = folder.split("/")
-        results.append(AccuracyResult(display(path), parts[-3] if len(parts) > 2 else None, scores.scores, scores.hash))
+    for path in sorted((path for path in tree.files if path.rpartition("/")[2] == "accuracy.txt"), key=natural):
+        with suppress(UnreadableError):
+            read, parts = read_accuracy_scores(tree.path(path)), path.split("/")
+            results.append(AccuracyResult(display(path), parts[-4] if len(parts) > 3 else None, read.scores, read.hash))
     return results
 
 

@@ -13,15 +13,14 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from megatoken.audit.discovery import Tree, below, run_files
-from megatoken.audit.documents import structured
+from megatoken.audit.documents import json_documents, structured
 from megatoken.audit.evidence import Run, Where
 from megatoken.audit.finding import Severity
 from megatoken.audit.view import RunFiles, run_of, unmet
-from megatoken.files import Damage, UnreadableError, display, mapping, read_json_object, read_text
+from megatoken.files import Damage, UnreadableError, display, mapping, read_text
 from megatoken.mlperf.benchmarks import Benchmark, benchmark_of
 from megatoken.mlperf.rounds import round_seeds
 from megatoken.mlperf.run_figures import RunFigures
-from megatoken.text import natural
 
 SUMMARY = "result_summary.json"
 ACCURACY = "accuracy_results.json"
@@ -79,11 +78,9 @@ class EndpointResult:
     @property
     def p99_seconds(self) -> tuple[float | None, float | None]:
         """TTFT and TPOT by the early-stopping estimate of the 99th percentile, as MLPerf's checker takes them."""
-        measured = {"ttft": self.figures.ttft_seconds, "tpot": self.figures.tpot_seconds}
-        ttft, tpot = (
-            percentiles(self.summary.get(key), 1e9, CAUTIOUS).get("p99", values.get("p99"))
-            for key, values in measured.items()
-        )
+        cautious = [percentiles(self.summary.get(key), 1e9, CAUTIOUS).get("p99") for key in ("ttft", "tpot")]
+        measured = [values.get("p99") for values in (self.figures.ttft_seconds, self.figures.tpot_seconds)]
+        ttft, tpot = (one if other is None else other for one, other in zip(measured, cautious, strict=True))
         return ttft, tpot
 
     def at(self, *keys: str) -> tuple[Where, ...]:
@@ -99,24 +96,16 @@ def endpoint_results_in(
 ) -> tuple[list[EndpointResult], list[tuple[str, Damage]]]:
     """Every result below the folder, in natural order, and what is wrong with their files.
 
-    Args:
-        tree: All files.
-        round_: Whose rules are claimed; None: those of each result's own seeds.
-        rules_claimed: Whether any are.
+    ``round_`` is the one whose rules are claimed; None: that of each result's own seeds.
     """
-    results, damages = [], []
-    for path in sorted((path for path in tree.files if is_endpoint_summary(path)), key=natural):
-        try:
-            values, lines, problems = read_json_object(tree.path(path))
-        except UnreadableError as error:
-            damages.append((path, Damage(None, str(error))))
-            continue
-        damages += [(path, problem) for problem in problems]
-        scenario_folder = path.rpartition("/performance/")[0] if "/performance/" in path else ""
-        settings, settings_path = _settings(tree, scenario_folder)
+    results = []
+    documents, damages = json_documents(tree, filter(is_endpoint_summary, tree.files))
+    for path, summary in documents.items():
+        settings, settings_path = _settings(tree, path.rpartition("/performance/")[0])
         files = run_files(tree, path.rpartition("/")[0], {"detail": path})
-        run = run_of(files, _figures(values, settings), accuracy_records=None, source_lines=lines)
-        results.append(EndpointResult(run, files, values, settings, settings_path, round_, rules_claimed))
+        figures = _figures(summary.values, settings)
+        run = run_of(files, figures, accuracy_records=None, source_lines=summary.source_lines)
+        results.append(EndpointResult(run, files, summary.values, settings, settings_path, round_, rules_claimed))
     return results, damages
 
 
@@ -134,7 +123,7 @@ def number(values: Mapping[str, Any], *keys: str) -> float | None:
     """The number under nested keys; None where there is none."""
     value: Any = values
     for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
+        value = mapping(value).get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
         return None
     return value
@@ -142,18 +131,12 @@ def number(values: Mapping[str, Any], *keys: str) -> float | None:
 
 def percentiles(part: Any, scale: float, kind: str = "percentiles") -> dict[str, float]:
     """Minimum, mean, maximum and percentiles of a distribution, divided by ``scale``."""
-    found: dict[str, float] = {}
-    if not isinstance(part, dict):
-        return found
-    for name, own in (("min", "min"), ("mean", "avg"), ("max", "max")):
-        if (value := number(part, own)) is not None:
-            found[name] = value / scale
+    part = mapping(part)
+    found = {name: number(part, own) for name, own in (("min", "min"), ("mean", "avg"), ("max", "max"))}
     for percent in PERCENTILES:
         value = number(part, kind, percent)
-        value = number(part, kind, f"{percent}.0") if value is None else value
-        if value is not None:
-            found[f"p{percent}"] = value / scale
-    return found
+        found[f"p{percent}"] = number(part, kind, f"{percent}.0") if value is None else value
+    return {name: value / scale for name, value in found.items() if value is not None}
 
 
 def window_seconds(values: Mapping[str, Any]) -> float | None:
@@ -164,17 +147,14 @@ def window_seconds(values: Mapping[str, Any]) -> float | None:
 
 
 def _settings(tree: Tree, folder: str) -> tuple[Mapping[str, Any], str | None]:
-    for name in CONFIGURATIONS:
-        path = below(folder, name)
-        if path in tree.files:
-            try:
-                text, _ = read_text(tree.path(path), MOST_CONFIGURATION_BYTES)
-            except UnreadableError:
-                return {}, display(path)
-            values = structured(name, text)
-            settings = values.get("settings") if isinstance(values, dict) else None
-            return (settings if isinstance(settings, dict) else {}), display(path)
-    return {}, None
+    path = next((path for name in CONFIGURATIONS if (path := below(folder, name)) in tree.files), None)
+    if path is None:
+        return {}, None
+    try:
+        text, _ = read_text(tree.path(path), MOST_CONFIGURATION_BYTES)
+    except UnreadableError:
+        return {}, display(path)
+    return mapping(mapping(structured(path, text)).get("settings")), display(path)
 
 
 def _figures(values: Mapping[str, Any], settings: Mapping[str, Any]) -> RunFigures:

@@ -97,9 +97,7 @@ class Document:
 class Configuration(Document):
     """A run's configuration as published: values from a JSON, YAML, user.conf or Python file, which is never run.
 
-    ``values`` uses these names for any usual spelling of them: tensor_parallelism, pipeline_parallelism, precision,
-    kv_cache_dtype, gpu_batch_size, offline_expected_qps, server_target_qps, min_duration_ms; other scalar keys keep
-    their own name.
+    Keys of any usual spelling have the one name that ``documents`` lists for them.
     """
 
 

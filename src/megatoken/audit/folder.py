@@ -24,23 +24,14 @@ LOGGED = (*TABLES, LOG)
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run folder that can be read.
-
-    Attributes:
-        tree: all files.
-        path: the folder in it.
-        run: its contents.
-        logged: what LoadGen logged of the run; None without its log.
-        log: that log.
-        is_part: whether it is a part of another run folder: a node, or a probe of a search.
-    """
+    """One run folder that can be read."""
 
     tree: Tree
     path: str
     run: RunOfFolder
-    logged: Run | None
+    logged: Run | None  # what LoadGen logged of the run
     log: DetailLog | None
-    is_part: bool
+    is_part: bool  # of another run folder: a node, or a probe of a search
 
     def places(self, *names: str) -> tuple[Where, ...]:
         """Files of the folder; of LoadGen's log the line with its verdict."""

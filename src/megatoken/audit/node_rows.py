@@ -13,10 +13,7 @@ PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p97": 0.97, "p99": 0.99, "p
 
 
 def node_rows(evidence: Evidence, runs: Sequence[Run] | None = None) -> list[NodeRow]:
-    """The runs of one result as rows for the aggregation, without those that have no rate or duration.
-
-    Several runs are nodes, each with the accelerators of one node; a single run is the complete system.
-    """
+    """The runs of one result that have a rate and a duration: several are nodes, a single one the whole system."""
     runs = evidence.performance_runs if runs is None else runs
     rows = []
     for run in runs:
@@ -58,6 +55,5 @@ def _progress(run: Run) -> tuple[tuple[float, float], ...]:
 
 def _accelerators(evidence: Evidence, run: Run, *, alone: bool) -> int | None:
     system = evidence.system_of(run)
-    if system is None or not system.accelerators_per_node:
-        return None
-    return system.accelerators_per_node * (system.nodes or 1) if alone else system.accelerators_per_node
+    each = system.accelerators_per_node if system else None
+    return each * (system.nodes or 1) if system and each and alone else each or None

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from megatoken.audit.checks.submission import Submission
 from megatoken.audit.discovery import Tree, below
+from megatoken.audit.documents import json_values
 from megatoken.audit.evidence import AccuracyResult
 from megatoken.audit.view import RunFiles
-from megatoken.files import UnreadableError, display, read_json_object
+from megatoken.files import display
 from megatoken.mlperf.benchmarks import benchmarks
 
 MODEL_MAPPING = "model_mapping.json"  # of a submission to the open division: model's folder -> benchmark
@@ -27,14 +28,8 @@ class Meaning:
 
 def benchmark_names(tree: Tree, one: Submission) -> dict[str, str]:
     """The benchmark that each model's folder of a submission stands for, by model_mapping.json in the open division."""
-    names: dict[str, str] = {}
-    path = below(one.path, MODEL_MAPPING)
-    if one.division == "open" and path in tree.files:
-        try:
-            mapping, _, _ = read_json_object(tree.path(path))
-        except UnreadableError:
-            mapping = {}
-        names = {model: name for model, name in mapping.items() if isinstance(name, str)}
+    mapped = json_values(tree, below(one.path, MODEL_MAPPING)) if one.division == "open" else None
+    names = {model: name for model, name in (mapped or {}).items() if isinstance(name, str)}
     names |= ALIASES | {name: name for name in benchmarks()}  # a benchmark's own name cannot be mapped away
     return {model: names.get(model, model) for _, model, _ in one.results}
 

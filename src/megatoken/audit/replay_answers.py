@@ -15,6 +15,7 @@ from megatoken.accuracy.targets import BY_SENTENCES, FOLDER, Target, Targets, nu
 from megatoken.accuracy.verify import cut_samples
 from megatoken.audit.differences import differences
 from megatoken.audit.discovery import Tree, below
+from megatoken.audit.documents import json_values
 from megatoken.datasets.references import HELD_OUT, References, load_references
 from megatoken.engine.config import REFERENCE, SHAPES, end_token_ids, model_folder
 from megatoken.errors import MegatokenError
@@ -92,7 +93,7 @@ def _logged_answers(file: Path) -> Answers:
 
 def _accuracy(tree: Tree, path: str, run: Run, answers: Answers) -> Rejudged:
     """Raises UnknownError: the expected answers or the tokenizer are not here, or scores would take too long."""
-    document, judged, problems = _json(tree, below(path, SCORES)), Judgement({}, ()), []
+    document, judged, problems = json_values(tree, below(path, SCORES)), Judgement({}, ()), []
     stored = run.result.get("accuracy")
     if _is_gated(run):
         references = _references(tree, path, run, {})
@@ -141,7 +142,7 @@ def _evaluation(tree: Tree, path: str, run: Run, answers: Answers, document: Map
 
 def _compliance(tree: Tree, path: str, run: Run, answers: Answers) -> Rejudged:
     """Raises UnknownError: the model's end tokens are not here, and nothing differs by those that the run names."""
-    stored, document = mapping(run.result.get("compliance")), _json(tree, below(path, TESTED))
+    stored, document = mapping(run.result.get("compliance")), json_values(tree, below(path, TESTED))
     known, named = _end_tokens(run), _named(stored)
     ends, later = named if known is None else known, _named(mapping(document))
     outcome = _tested(run, answers, ends or ())
@@ -251,12 +252,3 @@ def _end_tokens(run: Run) -> tuple[int, ...] | None:
 def _named(stored: Mapping[str, Any]) -> tuple[int, ...] | None:
     named = stored.get("end_token_ids")
     return tuple(named) if isinstance(named, list) and all(isinstance(one, int) for one in named) else None
-
-
-def _json(tree: Tree, path: str) -> Mapping[str, Any] | None:
-    if path not in tree.files:
-        return None
-    try:
-        return read_json_object(tree.path(path))[0]
-    except UnreadableError:
-        return {}

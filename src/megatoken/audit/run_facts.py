@@ -201,14 +201,9 @@ def _planned(run: Run, plan: Mapping[str, Any]) -> Iterator[str]:
     sizes = {name: plan[name] for name in ("page_size", "max_batched_tokens", "max_sequences", "max_length")}
     own = {name: config[name] for name in ("fp8_scales", "cuda_graphs") if config.get(name) is not None}
     available = plan["available_bytes"] * (ranks if plan["device"] == "cpu" else 1)
+    own |= {"tensor_parallel": ranks, "cache_tokens": plan["pages"] * plan["page_size"]}
     try:
-        asked = EngineConfig(
-            precision=run.result["precision"],
-            tensor_parallel=ranks,
-            cache_tokens=plan["pages"] * plan["page_size"],
-            **sizes,
-            **own,
-        )
+        asked = EngineConfig(precision=run.result["precision"], **sizes, **own)
         again = plan_memory_of(model, asked, plan["device"], available)
     except (MegatokenError, ArithmeticError) as error:
         yield f"memory_plan of {model.name}: {error}"

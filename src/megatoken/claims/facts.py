@@ -98,12 +98,7 @@ class Facts:
         return f"sum of {len(self.nodes)} node rates, {shown} simultaneous"
 
     def find(self, name: str) -> Fact:
-        """The fact ``name``.
-
-        Raises:
-            UnknownFactError: the artefacts do not contain it.
-            FormulaError: unknown name.
-        """
+        """The fact ``name``. Raises UnknownFactError if the artefacts lack it, FormulaError for unknown names."""
         if name in self.values:
             return self.values[name]
         group, dot, _ = name.partition(".")
@@ -119,12 +114,8 @@ class Facts:
 def gather(evidence: Evidence | None, runs: str | None = None) -> Facts:
     """The facts of the result in ``evidence``; without evidence, no facts.
 
-    Args:
-        evidence: what the audit read.
-        runs: pattern of the run paths of the result. Default: all performance runs.
-
-    Raises:
-        UsageError: ``runs`` matches no run.
+    ``runs`` is a pattern of the run paths of the result; by default all performance runs. Raises UsageError if it
+    matches no run.
     """
     if evidence is None:
         return Facts()

@@ -91,14 +91,9 @@ def judge_files(files: Mapping[Path, ClaimsFile], evidence: Evidence | None) -> 
 
 
 def judge(claims: ClaimsFile, evidence: Evidence | None) -> list[ClaimAnswer]:
-    """Answer every claim, in the order of the file.
+    """Answer every claim, in the order of the file; without evidence from published results and the file alone.
 
-    Args:
-        claims: from ``load_claims``.
-        evidence: what an audit read; None: only the published results and the numbers of the file.
-
-    Raises:
-        UsageError: a formula or ratio is malformed, claims use each other in a circle, or ``runs`` matches nothing.
+    Raises UsageError: a formula or ratio is malformed, claims use each other in a circle, or ``runs`` matches nothing.
     """
     facts = gather(evidence, claims.runs)
     by_id = {claim.id: claim for claim in claims.claims}
@@ -133,17 +128,16 @@ def _answer(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Claim]
     try:
         if claim.presented_as == "forecast":
             settle = claim.settle or ["a measurement, when one exists"]
-            return _undetermined(claim, source, "a forecast, not a measurement", settle)
+            return _unknown(claim, source, "a forecast, not a measurement", settle)
         if claim.ratio is not None:
             return _ratio(claim, source, facts)
         if claim.formula is None and not claim.is_plain_rate:
-            return _undetermined(claim, source, "the artefacts contain nothing about it", claim.settle)
+            return _unknown(claim, source, "the artefacts contain nothing about it", claim.settle)
         return _recomputed(claim, source, facts, claims)
     except UnknownFactError as error:
-        return _undetermined(claim, source, f"not shown: {error.name}", (error.settle, *claim.settle))
+        return _unknown(claim, source, f"not shown: {error.name}", (error.settle, *claim.settle))
     except NoResultError as error:
-        settle = ["artefacts for which the formula has a result", *claim.settle]
-        return _undetermined(claim, source, str(error), settle)
+        return _unknown(claim, source, str(error), ("artefacts for which the formula has a result", *claim.settle))
 
 
 def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Claim]) -> ClaimAnswer:
@@ -237,7 +231,7 @@ def _forecast(claim: Claim) -> Iterator[Objection]:
     yield "forecast sold as measurement" if called else "", f"the text is about the future{unsaid}"
 
 
-def _undetermined(claim: Claim, source: str, why: str, settle: Sequence[str]) -> ClaimAnswer:
+def _unknown(claim: Claim, source: str, why: str, settle: Sequence[str]) -> ClaimAnswer:
     return ClaimAnswer(claim, source, "cannot be determined", None, why, evidence_that_would_settle=tuple(settle))
 
 

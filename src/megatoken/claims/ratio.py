@@ -43,9 +43,8 @@ class JudgedRatio:
 def judge_ratio(claim: Claim, facts: Facts) -> JudgedRatio:
     """Recompute the ratio of ``claim``.
 
-    Raises:
-        UnknownFactError: the artefacts or the published results do not have a side.
-        FormulaError: a side has no rate on the basis, because the file does not state its accelerators or nodes.
+    Raises UnknownFactError: the artefacts or the published results do not have a side; FormulaError: a side has no
+    rate on the basis, because the file does not state its accelerators or nodes.
     """
     ratio = claim.ratio
     assert ratio is not None

@@ -17,7 +17,7 @@ from megatoken.analysis.repeats import missing_notes
 from megatoken.audit.evidence import Evidence
 from megatoken.audit.node_rows import node_rows
 from megatoken.claims.facts import gather
-from megatoken.claims.schema import RATE_UNITS, Claim, load_claims
+from megatoken.claims.schema import RATE_UNITS, load_claims
 from megatoken.errors import UsageError
 from megatoken.runs.run import Run, read_run
 
@@ -27,12 +27,7 @@ Reader = Callable[[Path], Evidence]
 def aggregation_rows(paths: Sequence[Path], read: Reader) -> list[NodeRow]:
     """The nodes below ``paths``: run folders, folders of run folders, and folders of LoadGen logs.
 
-    Args:
-        paths: paths on the command line.
-        read: reads LoadGen logs.
-
-    Raises:
-        UsageError: a path contains neither, or logs of several results.
+    Raises UsageError: a path contains neither, or logs of several results.
     """
     rows: list[NodeRow] = []
     for path in paths:
@@ -57,7 +52,10 @@ def comparison_entry(reference: str, read: Reader, *, benchmark: str, scenario: 
     path = Path(reference)
     if path.is_dir():
         runs = _runs(path)
-        return _runs_entry(path, runs, reference) if runs else _logs_entry(path, read(path))
+        if not runs:
+            return _logs_entry(path, read(path))
+        entry = run_entry(runs, reference)
+        return replace(entry, note="; ".join(filter(None, (*missing_notes(path, runs), entry.note))) or None)
     file, hash_sign, claim = reference.rpartition("#")
     if hash_sign:
         return _claim_entry(Path(file), claim)
@@ -69,12 +67,6 @@ def comparison_entry(reference: str, read: Reader, *, benchmark: str, scenario: 
     if re.search(r"[/\\]", reference):
         raise UsageError(f"{reference}: no such folder")
     return accelerator_entry(reference, benchmark, scenario)
-
-
-def _runs_entry(path: Path, runs: Sequence[Run], name: str) -> Entry:
-    """Run folders below a path as one entry, with a note on missing repeats."""
-    entry = run_entry(runs, name)
-    return replace(entry, note="; ".join(filter(None, (*missing_notes(path, runs), entry.note))) or None)
 
 
 def _runs(path: Path) -> list[Run]:
@@ -98,12 +90,8 @@ def _logs_entry(path: Path, evidence: Evidence) -> Entry:
     facts = gather(evidence)
     entry = aggregate_entry(result, str(path), state="unverified", accelerator=facts.accelerator)
     precision = facts.values.get("config.precision")
-    return replace(
-        entry,
-        division=facts.division,
-        precision=str(precision.value) if precision else None,
-        nodes=facts.node_count,
-    )
+    stated = str(precision.value) if precision else None
+    return replace(entry, division=facts.division, precision=stated, nodes=facts.node_count)
 
 
 def _claim_entry(file: Path, name: str) -> Entry:
@@ -118,11 +106,7 @@ def _claim_entry(file: Path, name: str) -> Entry:
         source=f"{claims.source}: {claim.text}",
         state="claimed",
         output_tokens_per_second=claim.value,
-        accelerators=_claimed_accelerators(claim),
+        accelerators=claim.accelerators or (1 if claim.scope == "gpu" else None),
         nodes=1 if claim.scope == "node" else None,
         racks=1 if claim.scope == "rack" else None,
     )
-
-
-def _claimed_accelerators(claim: Claim) -> int | None:
-    return claim.accelerators or (1 if claim.scope == "gpu" else None)

@@ -6,14 +6,14 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatoken.audit.evidence import Role
 from megatoken.audit.placement import MODEL_MAPPING
 from megatoken.errors import UsageError
-from megatoken.files import storage_error, to_json
+from megatoken.files import plain, storage_error, to_json
 from megatoken.mlperf.accuracy_log import ACCURACY_LOG, TRUNCATED_BYTES, read_accuracy_scores
 from megatoken.mlperf.benchmarks import Benchmark, benchmarks
 from megatoken.mlperf.compliance import compliance_file
@@ -54,16 +54,9 @@ class Built:
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON of the kind ``submission_build``."""
-        return {
-            "kind": "submission_build",
-            "schema_version": SCHEMA_VERSION,
-            "path": str(self.path),
-            "benchmark": self.benchmark,
-            "system": self.system,
-            "scenarios": list(self.scenarios),
-            "to_fill": [{"file": file, "line": line, "text": text} for file, line, text in self.to_fill],
-            "notes": list(self.notes),
-        }
+        left = [dict(zip(("file", "line", "text"), one, strict=True)) for one in self.to_fill]
+        document = {"kind": "submission_build", "schema_version": SCHEMA_VERSION, **asdict(self), "to_fill": left}
+        return dict(plain(document))
 
     def describe(self) -> Iterator[str]:
         """Text lines."""
@@ -89,14 +82,12 @@ def build(
     """Write the submission of one system and one model to ``out``.
 
     Args:
-        paths: for each scenario, the run folders of a performance run, an accuracy run and, in the closed
-            division, the compliance test.
+        paths: for each scenario a performance run, an accuracy run and, in the closed division, the compliance test.
         submitter: name of the submitter's folder, also in the system description.
         division: closed or open.
         round_: v5.1, v6.0 or v6.1.
         out: folder to create; must not exist, or be empty.
-        benchmark: MLPerf's folder name. None: from the model name and the scores; in the open division, for another
-            model, the benchmark that its runs claim.
+        benchmark: MLPerf's folder name. None: from the model name and the scores, or as the runs claim.
         system: name of the system. None: from the hardware inventory.
 
     Raises:
@@ -151,21 +142,16 @@ def _benchmark(runs: Sequence[SubmittedRun], round_: str, division: str, wanted:
         if wanted not in known:
             raise UsageError(f"--benchmark {wanted}: {round_} has {', '.join(known)}")
         if division == "closed" and wanted not in candidates:
-            raise UsageError(
-                f"{runs[0].path}: model {runs[0].model} is not the model of {wanted}; give runs of that model, "
-                "or --division open"
-            )
+            fix = "give runs of that model, or --division open"
+            raise UsageError(f"{runs[0].path}: model {runs[0].model} is not the model of {wanted}; {fix}")
         if candidates and wanted not in candidates:
-            raise UsageError(
-                f"{runs[0].path}: claims the rules of {family}, not of {wanted}; use {' or '.join(candidates)}, "
-                f"or repeat the runs for {wanted}"
-            )
+            fix = f"use {' or '.join(candidates)}, or repeat the runs for {wanted}"
+            raise UsageError(f"{runs[0].path}: claims the rules of {family}, not of {wanted}; {fix}")
         return known[wanted]
     if not candidates:
         fix = "give --division open and --benchmark" if division == "closed" else "give --benchmark"
-        raise UsageError(
-            f"{runs[0].path}: model {runs[0].model} belongs to no benchmark of {round_} ({', '.join(known)}); {fix}"
-        )
+        what = f"belongs to no benchmark of {round_} ({', '.join(known)})"
+        raise UsageError(f"{runs[0].path}: model {runs[0].model} {what}; {fix}")
     rows = {name for name in candidates if known[name].rows == runs[0].run.result.get("data_set_rows")}
     reached = [name for name in candidates if (not rows or name in rows) and _reaches(runs, known[name])]
     chosen = reached[-1] if reached else next((name for name in candidates if name in rows), candidates[0])
@@ -206,10 +192,8 @@ def _files(
                 place = f"{layout.compliance(key)}/{test}"
                 yield f"{place}/{compliance_file(test)}", run.verified(test)
                 yield f"{place}/accuracy/{ACCURACY_LOG}", run.logs / ACCURACY_LOG
-    described = description.system_description(
-        first, submitter=submitter, division=division, benchmark=benchmark.name, name=system
-    )
-    yield f"systems/{system}.json", _json(described)
+    names = {"submitter": submitter, "division": division, "benchmark": benchmark.name, "name": system}
+    yield f"systems/{system}.json", _json(description.system_description(first, **names))
     yield f"{layout.code(folder)}/README.md", description.code_readme(first).encode()
     if division == "closed":
         yield "documentation/calibration.md", description.calibration(first).encode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +92,8 @@ class Check:
             "warnings": [problem.to_document() for problem in self.warnings],
             "undecided": list(self.undecided),
             "results": [
-                {
-                    "division": division,
-                    "submitter": submitter,
-                    "system": result.key.system,
-                    "benchmark": result.key.benchmark,
-                    "scenario": result.key.scenario,
-                    "value": result.value,
-                    "unit": result.unit,
-                }
-                for division, submitter, result in self.results
+                {"division": division, "submitter": submitter, **asdict(one.key), "value": one.value, "unit": one.unit}
+                for division, submitter, one in self.results
             ],
         }
         return dict(plain(document))
@@ -140,15 +132,14 @@ def _lines(kind: str, problem: Problem) -> Iterator[str]:
 
 
 def check(path: Path, *, round: str | None = None, progress: Progress | None = None) -> Check:
-    """Check all submissions at ``path`` together.
+    """Check all submissions at ``path`` together: the folder with closed or open, or a folder inside it.
 
     Args:
-        path: the folder with closed, open or network, or a folder inside it, down to a submitter's folder.
+        path: down to a submitter's folder.
         round: the round to check against. None: the round of most seeds; without seeds, v5.1 or v6.1 by the layout.
         progress: called with (runs read, number of runs).
 
-    Raises:
-        UsageError: no such folder, no submission in it, or an unsupported round.
+    Raises UsageError: no such folder, no submission in it, or an unsupported round.
     """
     if not path.is_dir():
         raise UsageError(f"{path}: no such folder; give the folder that contains closed or open")
@@ -161,23 +152,22 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
     known = meanings(tree, submissions)
     files = [meant(run, known) for run in runs_in(tree) if _is_read(run, known)]
     chosen = wanted or _round_of(tree, files)
-    jobs = [
-        Job(str(tree.root), run, _system_of(run, systems), chosen, True, user_conf_of(tree, run.folder))
-        for run in files
-    ]
-    examined = list(examine_all(jobs, progress))
-    judge = Judge(tree, submissions, layout_of(chosen).version)
-    for item in examined:
+    judge, runs = Judge(tree, submissions, layout_of(chosen).version), []
+
+    def job(run: RunFiles) -> Job:
+        return Job(str(tree.root), run, _system_of(run, systems), chosen, True, user_conf_of(tree, run.folder))
+
+    for item in examine_all(list(map(job, files)), progress):
         judge.take(item.observations, item.run)
+        runs.append(item.run)
     readable = {system.path for system in systems}
     for file, damage in damages:
         if display(file) not in readable:
             where = places(file, line=damage.line)
             judge.take([observe("system.readable", False, "a JSON object", damage.what, where)])
-    runs = tuple(item.run for item in examined)
     judge.take(power_of(tree, runs)[1])
     scores = tuple(scores_meant(accuracy_results_in(tree), known))
-    evidence = Evidence(str(path), "submission", chosen, runs, tuple(systems), accuracy_results=scores)
+    evidence = Evidence(str(path), "submission", chosen, tuple(runs), tuple(systems), accuracy_results=scores)
     judge.take(check_accuracy_evidence(evidence, claimed=True))
     judge.take(check_systems_apart(evidence.performance_runs))
     judge.take(check_files(tree))
@@ -186,17 +176,15 @@ def check(path: Path, *, round: str | None = None, progress: Progress | None = N
     for system in systems:
         judge.take(check_system(system, True))
         judge.take(check_system_values(system))
-    results = []
-    undecided = []
+    results, undecided = [], []
     for one in submissions:
         judge.take(check_submission(tree, one, systems, judge.version))
         judge.take(check_strays(tree, one))
         undecided += [display(folder) for folder in one.results.values() if is_endpoint_result(tree, folder)]
-        for figure in _check_results(tree, one, systems, chosen, judge):
-            results.append((one.division, one.submitter, figure))
-    return Check(
-        str(path), chosen, wanted is not None, tuple(judge.problems()), tuple(results), tuple(sorted(undecided))
-    )
+        figures = _check_results(tree, one, systems, chosen, judge)
+        results += [(one.division, one.submitter, figure) for figure in figures]
+    problems = tuple(judge.problems())
+    return Check(str(path), chosen, wanted is not None, problems, tuple(results), tuple(sorted(undecided)))
 
 
 def _check_results(
@@ -236,10 +224,9 @@ def _is_read(run: RunFiles, known: Mapping[str, Meaning]) -> bool:
 
 
 def _system_of(run: RunFiles, systems: Sequence[System]) -> str | None:
-    for system in systems:
-        if run.system == system.name and (run.submitter is None or f"/{run.submitter}/" in f"/{system.path}"):
-            return system.path
-    return None
+    named = (system for system in systems if run.system == system.name)
+    mine = (one.path for one in named if run.submitter is None or f"/{run.submitter}/" in f"/{one.path}")
+    return next(mine, None)
 
 
 def _round_of(tree: Tree, files: Sequence[RunFiles]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from megatoken.engine.schemes import find_scheme
+from megatoken.files import mapping
 from megatoken.mlperf.benchmarks import benchmarks
 from megatoken.mlperf.rounds import rules
 from megatoken.runs.run import Run
@@ -62,15 +63,14 @@ def system_name(run: Run) -> str:
 
 def same_system(one: Run, other: Run) -> bool:
     """Whether two runs have the same hardware and LoadGen version."""
+    return _system(one) == _system(other)
 
-    def facts(run: Run) -> tuple[Any, ...]:
-        environment = run.environment
-        cpu, memory = environment.get("cpu") or {}, environment.get("memory") or {}
-        gpus = [(gpu.get("name"), gpu.get("memory_bytes")) for gpu in environment.get("gpus") or []]
-        total = round((memory.get("total_bytes") or 0) / 2**30)
-        return cpu.get("model"), cpu.get("logical_cores"), total, gpus, run.result.get("loadgen_version")
 
-    return facts(one) == facts(other)
+def _system(run: Run) -> tuple[Any, ...]:
+    cpu, memory = mapping(run.environment.get("cpu")), mapping(run.environment.get("memory"))
+    gpus = [(gpu.get("name"), gpu.get("memory_bytes")) for gpu in run.environment.get("gpus") or []]
+    total = round((memory.get("total_bytes") or 0) / 2**30)
+    return cpu.get("model"), cpu.get("logical_cores"), total, gpus, run.result.get("loadgen_version")
 
 
 def system_description(run: Run, *, submitter: str, division: str, benchmark: str, name: str) -> dict[str, Any]:
@@ -78,12 +78,13 @@ def system_description(run: Run, *, submitter: str, division: str, benchmark: st
 
     Unknown values are empty if the rules allow it, otherwise a placeholder that begins with TO_FILL.
     """
+    kinds = benchmarks()[benchmark].required
     known = {
         "division": division,
         "submitter": submitter,
         "system_name": name,
         "number_of_nodes": str(len(run.result.get("nodes") or []) or 1),
-        **_type(benchmark),
+        "system_type": next(iter(kinds)) if len(kinds) == 1 else None,
         **_host(run.environment),
         **_used_accelerators(run),
         **_software(run),
@@ -158,15 +159,8 @@ def calibration(run: Run) -> str:
     return f"# Calibration\n\n{text}\n"
 
 
-def _type(benchmark: str) -> dict[str, str]:
-    """The type of system, if the benchmark has only one."""
-    kinds = benchmarks()[benchmark].required
-    return {"system_type": next(iter(kinds))} if len(kinds) == 1 else {}
-
-
 def _host(environment: Mapping[str, Any]) -> dict[str, Any]:
-    cpu, memory = environment.get("cpu") or {}, environment.get("memory") or {}
-    total = memory.get("total_bytes")
+    cpu, total = mapping(environment.get("cpu")), mapping(environment.get("memory")).get("total_bytes")
     return {
         "host_processor_model_name": cpu.get("model"),
         "host_memory_capacity": f"{total / 2**30:.1f} GiB" if total else None,

@@ -43,17 +43,18 @@ class Problem:
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON."""
+        rule = self.rule
         return {
             "check": self.check,
-            "rule": self.rule.id if self.rule else None,
-            "title": self.rule.title if self.rule else None,
+            "rule": rule and rule.id,
+            "title": rule and rule.title,
             "refused": self.refused,
             "refused_by_mlcommons_checker": self.by_mlcommons,
             "expected": self.expected,
             "found": self.found,
             "where": [place.to_document() for place in self.where],
-            "fix": self.rule.fix if self.rule else None,
-            "source": self.rule.source if self.rule else None,
+            "fix": rule and rule.fix,
+            "source": rule and rule.source,
         }
 
 
@@ -102,9 +103,8 @@ class Judge:
             refused = by_mlcommons or rule.by_us(division)
             if observation.severity is Severity.WARN and observation.id == "submission.performance":
                 refused = by_mlcommons = False  # a second run, which no version reads
-        return Problem(
-            observation.id, rule, refused, by_mlcommons, observation.expected, observation.found, observation.where
-        )
+        found = (observation.expected, observation.found, observation.where)
+        return Problem(observation.id, rule, refused, by_mlcommons, *found)
 
     def _division(self, observation: Observation) -> str:
         """The division of the first place; for a place outside the submissions, the strictest division of the tree."""

@@ -14,7 +14,7 @@ from megatoken.audit.evidence import Role
 from megatoken.audit.examine import Job, examine
 from megatoken.audit.finding import Severity
 from megatoken.errors import UsageError
-from megatoken.files import UnreadableError, read_json_object
+from megatoken.files import UnreadableError, mapping, read_json_object
 from megatoken.mlperf.accuracy_log import ACCURACY_LOG
 from megatoken.mlperf.benchmarks import SCENARIOS, Benchmark
 from megatoken.mlperf.compliance import DOCUMENT, compliance_file
@@ -56,7 +56,7 @@ class SubmittedRun:
 
     @property
     def path(self) -> Path:
-        """The run folder."""
+        """The folder of the run."""
         return self.run.path
 
     @property
@@ -75,11 +75,7 @@ class SubmittedRun:
 
 
 def read_runs(paths: Iterable[Path], round_: str, division: str) -> list[SubmittedRun]:
-    """Read every run folder and compare it with the round and with the first run.
-
-    Raises:
-        RefusedRunsError: some run folders cannot be submitted; one line each.
-    """
+    """Read every run folder and compare it with the round and with the first run. Raises RefusedRunsError."""
     runs: list[SubmittedRun] = []
     refused: list[str] = []
     for path in paths:
@@ -127,10 +123,8 @@ def missing_runs(runs: Sequence[SubmittedRun], benchmark: Benchmark, division: s
         yield from _unevaluated(run, benchmark)
         yield from _other_limits(run, benchmark)
         if division == "closed" and (references := other_references(run)):
-            yield (
-                f"{run.path}: its answers were scored against {references}, not a data set of MLPerf; the closed "
-                "division needs one (--prompts, --references)"
-            )
+            what = f"its answers were scored against {references}, not a data set of MLPerf"
+            yield f"{run.path}: {what}; the closed division needs one (--prompts, --references)"
 
 
 def sha256(path: Path) -> str:
@@ -209,12 +203,9 @@ def _unlike_log(run: Run, log: DetailLog, role: Role, round_: str) -> str | None
     tree = walk(run.path)
     files = [files for files in runs_in(tree) if files.folder == MLPERF]
     own = [examine(Job(str(tree.root), one, None, None, False)).run for one in files]
-    for observation in check_run_folder(tree, "", own):
-        if observation.severity is Severity.FAIL:
-            return (
-                f"changed after the run, by {observation.id}: expected {observation.expected}, "
-                f"found {observation.found}; repeat the run"
-            )
+    for one in check_run_folder(tree, "", own):
+        if one.severity is Severity.FAIL:
+            return f"changed after the run, by {one.id}: expected {one.expected}, found {one.found}; repeat the run"
     return None
 
 
@@ -256,8 +247,7 @@ def _unevaluated(run: SubmittedRun, benchmark: Benchmark) -> Iterator[str]:
 
 def _other_end_tokens(run: SubmittedRun, file: Path) -> str | None:
     """The end tokens with which a test was verified, if they differ from those of the run."""
-    compliance = run.run.result.get("compliance")
-    mine = compliance.get("end_token_ids") if isinstance(compliance, dict) else None
+    mine = mapping(run.run.result.get("compliance")).get("end_token_ids")
     try:
         theirs = read_json_object(file)[0].get("end_token_ids")
     except UnreadableError:
@@ -272,7 +262,5 @@ def _other_limits(run: SubmittedRun, benchmark: Benchmark) -> Iterator[str]:
     limits = benchmark.limits.get(run.scenario)
     if run.role is Role.PERFORMANCE and limits is not None and not were_given(limits, run.log):
         given = " and ".join(str(run.log.number(key)) for key in LIMITS_GIVEN)
-        yield (
-            f"{run.path}: LoadGen was given TTFT and TPOT limits of {given} ns, the limits of "
-            f"{benchmark.name} {run.scenario} are {limits.ttft_ns} and {limits.tpot_ns}; repeat the run"
-        )
+        theirs = f"the limits of {benchmark.name} {run.scenario} are {limits.ttft_ns} and {limits.tpot_ns}"
+        yield f"{run.path}: LoadGen was given TTFT and TPOT limits of {given} ns, {theirs}; repeat the run"

@@ -54,12 +54,9 @@ def accuracy_evidence(evidence: Evidence, claimed: bool, scored: Set[str]) -> Ou
 def check_accuracy_evidence(
     evidence: Evidence, *, claimed: bool, scored: Set[str] = frozenset()
 ) -> Iterator[Observation]:
-    """Accuracy runs and their scores, and the performance runs that need them.
+    """Accuracy runs and their scores, and the performance runs that need them, if the closed division is claimed.
 
-    Args:
-        evidence: All that was found.
-        claimed: Whether the rules of the closed division are claimed.
-        scored: Folders of scenarios whose scores are in another file than accuracy.txt.
+    ``scored`` are folders of scenarios whose scores are in another file than accuracy.txt.
     """
     for result in evidence.accuracy_results:
         yield from scored_log(result, evidence)

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from megatoken.analysis.machine import rate_state, simulated_gpu
 from megatoken.audit import replay, run_facts
 from megatoken.audit.discovery import Tree, below
+from megatoken.audit.documents import json_values
 from megatoken.audit.evidence import Run, places
 from megatoken.audit.finding import Observation, Outcome, Severity, check, free_of, outcome, shown
 from megatoken.audit.folder import LOG, LOGGED, TABLES, RunFolder
 from megatoken.errors import MegatokenError
-from megatoken.files import UnreadableError, display, mapping, read_json_object
+from megatoken.files import UnreadableError, display, mapping
 from megatoken.mlperf.detail_log import DetailLog, read_detail_log
 from megatoken.runs.run import CONFIG, MLPERF, REQUESTS, RESULT, Verdict, read_run
 from megatoken.text import count_of, natural
@@ -43,10 +44,7 @@ def interruptions(tree: Tree, folders: Iterable[str]) -> dict[str, str]:
     """Those of the run folders that say INTERRUPTED, and why, in their own words."""
     found: dict[str, str] = {}
     for folder in folders:
-        try:
-            result, _, _ = read_json_object(tree.path(below(folder, RESULT)))
-        except UnreadableError:
-            continue  # run_folder.whole says why
+        result = json_values(tree, below(folder, RESULT)) or {}  # run_folder.whole says what is wrong with it
         if result.get("verdict") == Verdict.INTERRUPTED:
             reasons = result.get("reasons")
             stated = [reason for reason in reasons if isinstance(reason, dict)] if isinstance(reasons, list) else []
@@ -57,13 +55,7 @@ def interruptions(tree: Tree, folders: Iterable[str]) -> dict[str, str]:
 
 
 def check_run_folder(tree: Tree, path: str, runs: Sequence[Run]) -> Iterator[Observation]:
-    """One run folder.
-
-    Args:
-        tree: all files.
-        path: the folder in it.
-        runs: all runs that LoadGen logged; those below the folder are its own.
-    """
+    """One run folder; of all ``runs`` that LoadGen logged, those below the folder are its own."""
     result = places(below(path, RESULT))
     try:
         run = read_run(tree.path(path))
