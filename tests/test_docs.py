@@ -12,6 +12,8 @@ import pytest
 from typer.main import get_command
 
 from cli_support import call_here, make_checkpoint
+from megatoken.audit import audit as _audit  # noqa: F401 # defines all checks
+from megatoken.audit.finding import CHECKS, FAMILIES
 from megatoken.cli.application import app
 from megatoken.config import FLAG_ALIASES, KEYS
 from megatoken.runs.reasons import REASONS, TEMPLATES
@@ -93,6 +95,17 @@ def test_every_code_is_listed_with_its_fields() -> None:
         code: {name for template in templates for _, name, _, _ in formatter.parse(template) if name}
         for code, templates in TEMPLATES.items()
     }
+
+
+def test_every_family_of_checks_and_every_check_of_a_run_folder_is_listed() -> None:
+    listed: dict[str, set[str]] = {"ids": set(), "id": set()}
+    for head, _, *rows in tables((DOCS / "audit.md").read_text()):
+        if head[0] in listed:
+            listed[head[0]] |= {name for row in rows for name in re.findall(r"`([a-z_.*]+)`", row[0])}
+    of_run_folders = {"accuracy.recomputed", "compliance.recomputed", "compliance.end_tokens"}
+    assert listed["ids"] == {f"{family}.*" for family in FAMILIES}
+    assert listed["id"] == {id_ for id_ in CHECKS if id_.startswith("run_folder.")} | of_run_folders
+    assert of_run_folders <= CHECKS.keys()
 
 
 def queueing_runs(folder: Path) -> Iterator[dict[str, Any]]:

@@ -34,19 +34,15 @@ def check_rows(answers: Answers, rows: int, *, partial: bool = False) -> None:
     for record in answers.records:
         place = f"{answers.path}:{record.line}"
         if record.row >= rows:
-            raise AccuracyLogError(
-                f"{place}: qsl_idx {record.row:,} is outside the data set of {count_of(rows, 'row')}; give the "
-                "data set of this run"
-            )
+            what = f"is outside the data set of {count_of(rows, 'row')}"
+            raise AccuracyLogError(f"{place}: qsl_idx {record.row:,} {what}; give the data set of this run")
         if record.row in seen:
-            raise AccuracyLogError(
-                f"{place}: qsl_idx {record.row:,} was already answered on line {seen[record.row]:,}; an accuracy run "
-                "asks for each row once, so this log is of another kind of run, or of two runs"
-            )
+            why = "an accuracy run asks for each row once, so this log is of another kind of run, or of two runs"
+            line = f"was already answered on line {seen[record.row]:,}"
+            raise AccuracyLogError(f"{place}: qsl_idx {record.row:,} {line}; {why}")
         seen[record.row] = record.line
     if len(seen) < rows and not partial:
         first = next(row for row in range(rows) if row not in seen)
-        raise AccuracyLogError(
-            f"{answers.path}: {rows - len(seen):,} of {count_of(rows, 'row')} have no answer, the first is "
-            f"qsl_idx {first:,}; {WHOLE_RUN} answers all rows; with --partial, only the answered rows are scored"
-        )
+        missing = f"{rows - len(seen):,} of {count_of(rows, 'row')} have no answer, the first is qsl_idx {first:,}"
+        fix = f"{WHOLE_RUN} answers all rows; with --partial, only the answered rows are scored"
+        raise AccuracyLogError(f"{answers.path}: {missing}; {fix}")

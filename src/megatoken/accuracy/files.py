@@ -66,7 +66,7 @@ def write_results(folder: Path, answers: Answers, scores: Scores, result: Mappin
 
 
 def make_folder(folder: Path) -> None:
-    """Creates a folder in a run folder if it is missing. Raises StorageError."""
+    """Creates a folder if it is missing. Raises StorageError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

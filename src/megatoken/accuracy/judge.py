@@ -68,10 +68,8 @@ def judge(
     log = find_log(path)
     run = run_of(log)
     if not partial and (sampled := sampled_by(run)) is not None:
-        raise UsageError(
-            f"{path}: a run of {sampled} logs only some answers; {WHOLE_RUN} logs all; with --partial, only the "
-            "answered rows are scored"
-        )
+        fix = f"{WHOLE_RUN} logs all; with --partial, only the answered rows are scored"
+        raise UsageError(f"{path}: a run of {sampled} logs only some answers; {fix}")
     expected = _references(run, references, log)
     decoder = AnswerDecoder(_model(run, model, log))
     if benchmark is not None and baseline is not None:
@@ -84,10 +82,9 @@ def judge(
     elif baseline is not None:
         targets = of_baseline(baseline, share, expected, answers, replaces=folder / SCORES)
         if targets.rows != len(expected.texts) and not partial:
-            raise UsageError(
-                f"--baseline {baseline}: scores {targets.rows:,} of {count_of(len(expected.texts), 'row')}, like a "
-                f"compliance test or a run with --samples; give a baseline of {WHOLE_RUN}, or add --partial"
-            )
+            what = f"scores {targets.rows:,} of {count_of(len(expected.texts), 'row')}, like a compliance test"
+            fix = f"give a baseline of {WHOLE_RUN}, or add --partial"
+            raise UsageError(f"--baseline {baseline}: {what} or a run with --samples; {fix}")
     notes = []
     if run is not None and references is not None and expected.content_hash != run.result.get("data_set_sha256"):
         notes.append(reason("OTHER_REFERENCES", references=str(expected.path)))
@@ -146,10 +143,8 @@ def _references(run: Run | None, given: Path | None, log: Path) -> References:
         raise UsageError(f"{log}: the expected answers are unknown; name the data set with --references")
     references = load_references(Path(prompts))
     if references.content_hash != run.result.get("data_set_sha256"):
-        raise DatasetError(
-            f"{prompts}: changed since the run: expected SHA-256 {str(run.result.get('data_set_sha256'))[:16]}, got "
-            f"{references.content_hash[:16]}; restore the file or run again"
-        )
+        hashes = f"expected SHA-256 {str(run.result.get('data_set_sha256'))[:16]}, got {references.content_hash[:16]}"
+        raise DatasetError(f"{prompts}: changed since the run: {hashes}; restore the file or run again")
     return references
 
 

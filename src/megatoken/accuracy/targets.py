@@ -94,10 +94,8 @@ def of_baseline(
             f"{file}: scored against other expected answers than {references.path}; score it again with those"
         )
     if answers is not None and document.get("log_sha256") == answers.sha256:
-        raise UsageError(
-            f"{file}: scored from the same log, or a copy of it (SHA-256 {answers.sha256[:16]}), so the comparison "
-            "would prove nothing; give the evaluation of another run"
-        )
+        same = f"scored from the same log, or a copy of it (SHA-256 {answers.sha256[:16]})"
+        raise UsageError(f"{file}: {same}, so the comparison would prove nothing; give the evaluation of another run")
     if replaces is not None and replaces.exists() and file.samefile(replaces):
         raise UsageError(f"{file}: would be replaced by the new result; give a baseline in another folder")
     targets = [Target(name, share * value) for name, value in metrics.items()]

@@ -32,13 +32,10 @@ def verify(
     Args:
         test: TEST06, TEST07 (from the ``accuracy.json`` of the same run) or TEST09.
         path: A run folder, LoadGen's output folder or accuracy log.
-        model: TEST06: folder of the model that answered, ``reference`` or a named shape. By default the end tokens that
-            the run was judged by, else those of its model.
+        model: TEST06: the model whose end tokens count; by default those that the run was judged by.
         end_tokens: TEST06: comma-separated end token ids instead of a model.
 
-    Raises:
-        UsageError: A file cannot be read; the message names it.
-        StorageError: The file cannot be written.
+    Raises UsageError: A file cannot be read; StorageError: The file cannot be written.
     """
     log = find_log(path)
     run = run_of(log)
@@ -49,12 +46,9 @@ def verify(
     elif test == "TEST09":
         result = check_test09(read_answers(log))
     else:
-        result = check_test06(
-            read_answers(log, TEST06_RUN),
-            offline=_scenario(log) == "Offline",
-            end_token_ids=_end_token_ids(run, model, end_tokens, log),
-            cut_samples=None if run is None else cut_samples(run.requests),
-        )
+        answers, offline = read_answers(log, TEST06_RUN), _scenario(log) == "Offline"
+        ends, cut = _end_token_ids(run, model, end_tokens, log), None if run is None else cut_samples(run.requests)
+        result = check_test06(answers, offline=offline, end_token_ids=ends, cut_samples=cut)
     if run is not None:
         return result, write_result(result, run.path)
     make_folder(log.parent)
@@ -117,7 +111,5 @@ def _exact_match(log: Path, folder: Path) -> tuple[float, int]:
     try:
         return float(document["metrics"]["exact_match"]["value"]), int(document["gen_num"])
     except (KeyError, TypeError, ValueError):
-        raise UsageError(
-            f"{file}: has no exact_match, which TEST07 needs; run megatoken accuracy {folder} --references FILE, "
-            "where FILE has JSON lines with the expected answers as reference"
-        ) from None
+        fix = f"run megatoken accuracy {folder} --references FILE, JSON lines with the expected answers as reference"
+        raise UsageError(f"{file}: has no exact_match, which TEST07 needs; {fix}") from None

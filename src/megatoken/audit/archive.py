@@ -29,8 +29,7 @@ _LONGEST_END = 22 + 2**16 + 20 + 56  # the record of the end with the longest co
 def unpacked(path: Path) -> Iterator[Path]:
     """A temporary folder with the regular files of a zip or tar archive; removed afterwards.
 
-    Raises:
-        UsageError: no archive, a damaged one, one that unpacks to more than the bounds, or one with a name outside.
+    Raises UsageError: no archive, a damaged one, one that unpacks to more than the bounds, or one with a name outside.
     """
     with tempfile.TemporaryDirectory(prefix="megatoken-audit-") as folder:
         room = _Room(path, Path(folder))
@@ -121,7 +120,5 @@ class _Room:
                 file.write(chunk)
 
     def _refuse(self) -> None:
-        raise UsageError(
-            f"{self._archive}: unpacks to more than {self._most // 2**20:,} MiB, which no logs of its size do; "
-            "unpack it yourself if you trust it"
-        )
+        size = f"unpacks to more than {self._most // 2**20:,} MiB, which no logs of its size do"
+        raise UsageError(f"{self._archive}: {size}; unpack it yourself if you trust it")

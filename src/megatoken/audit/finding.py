@@ -110,11 +110,8 @@ def check(
 ) -> Callable[[Callable[Args, Outcomes]], Check[Args]]:
     """Decorator: registers a function that returns one outcome, several or None.
 
-    Args:
-        id: Stable name of the findings: family and name.
-        title: What the check is about.
-        why: Why a reader should care.
-        when: Whether the check applies; if not, it finds nothing.
+    ``id`` is the stable name of its findings, family and name; ``why`` says why a reader should care; where ``when``
+    says no, the check does not apply and finds nothing.
     """
 
     def register(function: Callable[Args, Outcomes]) -> Check[Args]:

@@ -25,13 +25,7 @@ Progress = Callable[[int, int], None]  # runs done, of how many; 0: not known ye
 def examine_all(
     jobs: Sequence[Job], progress: Progress | None = None, workers: int | None = None
 ) -> Iterator[Examined]:
-    """Examines every job, in their order.
-
-    Args:
-        jobs: The runs.
-        progress: Called after each run.
-        workers: Processes; by default one for each core this process may use.
-    """
+    """Examines every job, in their order; by default with a process for each core that this one may use."""
     workers = workers or _cores()
     size = sum(job.files.size_bytes for job in jobs)
     if workers >= 2 and len(jobs) >= 2 and (len(jobs) >= FEW_RUNS or size >= SMALL_BYTES):
@@ -129,12 +123,8 @@ class _Pool:
             self._progress(self._given + len(self._done), len(self._jobs))
 
     def _send(self, worker: _Worker) -> None:
-        while (
-            worker.started
-            and len(worker.jobs) < WAITING_JOBS
-            and self._todo
-            and self._todo[0] < self._given + MOST_AHEAD
-        ):
+        most = self._given + MOST_AHEAD
+        while worker.started and len(worker.jobs) < WAITING_JOBS and self._todo and self._todo[0] < most:
             worker.jobs.append(self._todo.popleft())
             with suppress(OSError):  # a worker that died is noticed next
                 worker.connection.send(self._jobs[worker.jobs[-1]])

@@ -126,13 +126,7 @@ class RunView:
         return self.figures.ttft_seconds.get("p99"), self.figures.tpot_seconds.get("p99")
 
     def computed(self, problems: Iterable[str], follows: str, *keys: str) -> Outcome:
-        """Lines that were recomputed.
-
-        Args:
-            problems: Values that differ, as they should be.
-            follows: What the lines follow from.
-            keys: The lines.
-        """
+        """The lines of ``keys``, recomputed; ``problems`` are values as they should be, if others stand there."""
         texts = list(problems)
         return outcome(not texts, listed(texts, follows), shown(self.text(*keys)), self.at(*keys))
 

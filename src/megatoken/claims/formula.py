@@ -64,10 +64,7 @@ def evaluate(formula: str, names: Names) -> Value:
 
     Arithmetic is + - * / ** on numbers; functions are those of ``OF_LISTS`` on a list of facts, those of
     ``OF_NUMBERS``, ``number(text)`` or ``number(text, unit)`` for the first number in a text, and ``names``.
-
-    Raises:
-        FormulaError: not a formula of this form.
-        NoResultError: no result for these facts.
+    Raises FormulaError: not a formula of this form; NoResultError: no result for these facts.
     """
     if len(formula) > LONGEST_FORMULA:
         raise FormulaError(f"formula longer than {LONGEST_FORMULA} characters")
@@ -144,8 +141,7 @@ def _call(function: str, arguments: list[Value], names: Names) -> Value:
 def first_number(*arguments: Value) -> float:
     """The first number in a text, or the first before a unit: 2 for ``4-GPU node: 2 TB SSD`` and ``TB``.
 
-    Raises:
-        NoResultError: the text has no such number.
+    Raises NoResultError: the text has no such number.
     """
     match arguments:
         case [str(text)]:

@@ -68,10 +68,8 @@ class Lookups:
         if len(texts) < len(arguments):
             raise FormulaError(f"{function}() takes texts in quotes")
         match function, texts:
-            case "published", [submission, benchmark, scenario]:
-                return self._published(submission, benchmark, scenario, "total")
-            case "published", [submission, benchmark, scenario, what]:
-                return self._published(submission, benchmark, scenario, what)
+            case "published", [submission, benchmark, scenario, *what] if len(what) < 2:
+                return self._published(submission, benchmark, scenario, *(what or ["total"]))
             case "accelerator", [name, column]:
                 return self._accelerator(name, column)
             case "model", [name]:
@@ -92,10 +90,8 @@ class Lookups:
             watts = _known(accelerator_table(), given.accelerator, "accelerator").tdp_watts
             nameplate = (watts or 0.0) * given.accelerators
             if nameplate and abs(given.value * WATTS[given.unit] - nameplate) <= 0.005 * nameplate:
-                self._add_nameplate(
-                    f"{name}, {given.value:,g} {given.unit}, is {given.accelerators} x {watts:,g} W TDP of"
-                    f" {given.accelerator}: the accelerators only"
-                )
+                product = f"{given.accelerators} x {watts:,g} W TDP of {given.accelerator}"
+                self._add_nameplate(f"{name}, {given.value:,g} {given.unit}, is {product}: the accelerators only")
         return given.value
 
     def _published(self, submission: str, benchmark: str, scenario: str, what: str) -> Value:
@@ -121,13 +117,11 @@ class Lookups:
         return float(value)
 
     def _note_projection(self, entry: Entry, basis: str) -> None:
-        covered = self._claim.accelerators
-        measured = entry.accelerators or 0
+        covered, measured = self._claim.accelerators, entry.accelerators or 0
         rack = basis == "per_rack" or self._claim.scope == "rack"
         if (covered is not None and covered > measured) or (covered is None and rack and not entry.rack_is_measured):
-            self.projections.append(
-                f"a projection: {entry.name} measured {measured} accelerators, not {covered or 'a rack'}"
-            )
+            what = f"{entry.name} measured {measured} accelerators, not {covered or 'a rack'}"
+            self.projections.append(f"a projection: {what}")
 
     def _accelerator(self, name: str, column: str) -> float:
         facts = _known(accelerator_table(), name, "accelerator")

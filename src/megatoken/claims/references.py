@@ -46,8 +46,7 @@ def comparison_entry(reference: str, read: Reader, *, benchmark: str, scenario: 
         benchmark: benchmark of published rows if the reference names none, ``llama2-70b-99``.
         scenario: scenario of published rows if the reference names none, ``Offline``.
 
-    Raises:
-        UsageError: the reference is none of these, or has no rate.
+    Raises UsageError: the reference is none of these, or has no rate.
     """
     path = Path(reference)
     if path.is_dir():

@@ -112,10 +112,8 @@ class Claim(Strict):
         if self.ratio is not None and not self.is_number:
             raise ValueError("value must be a number, because the claim is a ratio")
         if self.formula is None and self.ratio is None and not self.is_plain_rate and not self.settle:
-            raise ValueError(
-                "nothing to recompute: give formula or ratio, a value in tokens/s with scope, or the missing evidence "
-                "under settle"
-            )
+            fix = "give formula or ratio, a value in tokens/s with scope, or the missing evidence under settle"
+            raise ValueError(f"nothing to recompute: {fix}")
         return self
 
     @property

@@ -127,12 +127,6 @@ def missing_runs(runs: Sequence[SubmittedRun], benchmark: Benchmark, division: s
             yield f"{run.path}: {what}; the closed division needs one (--prompts, --references)"
 
 
-def sha256(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _read(path: Path, round_: str) -> SubmittedRun:
     run = read_run(path)
     log = _log(path)
@@ -232,7 +226,9 @@ def _unevaluated(run: SubmittedRun, benchmark: Benchmark) -> Iterator[str]:
             return
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         digest = next((line.removeprefix("hash=") for line in reversed(lines) if line.startswith("hash=")), None)
-        if digest != sha256(run.logs / ACCURACY_LOG):
+        with (run.logs / ACCURACY_LOG).open("rb") as file:
+            scored = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != scored:
             yield f"{path}: not the hash of {ACCURACY_LOG}; evaluate the run again: megatoken accuracy {run.path}"
     elif run.role is Role.COMPLIANCE:
         for test in benchmark.compliance:

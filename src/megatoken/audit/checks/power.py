@@ -65,8 +65,7 @@ def readings(path: str, run: Run, power: Power | None, problem: str = "") -> Out
 def mean_watts(tree: Tree, path: str, run: Run) -> Power | None:
     """The mean of the positive readings in ``path`` during a run; None if its log gives no times.
 
-    Raises:
-        UnreadableError: The readings cannot be read.
+    Raises UnreadableError: The readings cannot be read.
     """
     begin, end = run.figures.began_at, run.figures.ended_at
     if begin is None or end is None:

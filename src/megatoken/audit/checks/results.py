@@ -32,8 +32,7 @@ def error_count(run: RunView) -> Outcome:
 
 @check("result.rate", "The rate follows from samples and time", "That is the definition of the rate.", has_result)
 def rate(run: RunView) -> Outcome | None:
-    kinds = {"Offline": _offline_rate, "Server": _server_rate, "SingleStream": _stream_rate}
-    kind = kinds.get(run.figures.scenario or "")
+    kind = {"Offline": _offline_rate, "Server": _server_rate, "SingleStream": _stream_rate}.get(run.scenario or "")
     return None if kind is None else kind(run)
 
 
@@ -135,13 +134,12 @@ def first_tokens(run: RunView) -> Outcome | None:
     after = (latency - ttft) * samples / (tokens - samples)
     slack = 2e-9 + PRODUCT * abs(after)  # whole nanoseconds
     possible = least - slack <= after <= most + slack
-    return outcome(
-        possible and after <= UNLIKE * (tpot + slack) and tpot <= UNLIKE * (after + slack),
-        f"{after * 1e3:.6g} ms a token after the first, by mean latency, mean TTFT and the number of tokens",
-        f"time per output token {tpot * 1e3:.6g} ms on average, from {least * 1e3:.6g} to {most * 1e3:.6g} ms",
-        run.at("result_first_token_mean_latency_ns", "result_mean_latency_ns", "result_time_to_output_token_mean"),
-        Severity.WARN if possible else Severity.FAIL,  # answers of many tokens may be the fast or the slow ones
-    )
+    holds = possible and after <= UNLIKE * (tpot + slack) and tpot <= UNLIKE * (after + slack)
+    expected = f"{after * 1e3:.6g} ms a token after the first, by mean latency, mean TTFT and the number of tokens"
+    found = f"time per output token {tpot * 1e3:.6g} ms on average, from {least * 1e3:.6g} to {most * 1e3:.6g} ms"
+    where = run.at("result_first_token_mean_latency_ns", "result_mean_latency_ns", "result_time_to_output_token_mean")
+    # Answers of many tokens may be the fast or the slow ones.
+    return outcome(holds, expected, found, where, Severity.WARN if possible else Severity.FAIL)
 
 
 @check("result.latencies", "Latencies can be of one set", "Percentiles rise, and they bound the mean.", has_result)

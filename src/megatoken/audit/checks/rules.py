@@ -238,14 +238,11 @@ def tokens_per_sample(run: Subject) -> Outcome | None:
     window, found = _known(run).tokens_per_sample, run.figures.tokens_per_sample
     if window is None:
         return None
+    holds, text = (None, "not known") if found is None else (window[0] <= found <= window[1], f"{found:.2f}")
+    expected = f"{window[0]:g} to {window[1]:g} tokens per sample, within 10 % of the reference of {_known(run).name}"
     rates = ("tokens_per_second", "samples_per_second", "completed_tokens_per_second", "completed_samples_per_sec")
-    return outcome(
-        None if found is None else window[0] <= found <= window[1],
-        f"{window[0]:g} to {window[1]:g} tokens per sample, within 10 % of the reference of {_known(run).name}",
-        "not known" if found is None else f"{found:.2f}",
-        run.at(*(f"result_{name}" for name in rates), "output_sequence_lengths"),
-        Severity.WARN if run.rules_claimed else Severity.NOTE,
-    )
+    where = run.at(*(f"result_{name}" for name in rates), "output_sequence_lengths")
+    return outcome(holds, expected, text, where, Severity.WARN if run.rules_claimed else Severity.NOTE)
 
 
 @check("rules.network", "Network division: name of the SUT", "The division's rules ask for it.", _any_run)

@@ -97,12 +97,11 @@ def whole(folder: RunFolder) -> Outcome:
     return outcome(True, "a whole run folder", rows, folder.places(*TABLES))
 
 
-@check(
-    "run_folder.loadgen",
-    "LoadGen logged the run",
-    "Without its log nothing shows that the run took place.",
-    lambda folder: folder.has_one_log and not folder.is_logged,
-)
+def _lacks_log(folder: RunFolder) -> bool:
+    return folder.has_one_log and not folder.is_logged
+
+
+@check("run_folder.loadgen", "LoadGen logged the run", "Nothing else shows that the run took place.", _lacks_log)
 def loadgen(folder: RunFolder) -> Outcome:
     """A search that found no rate ends INVALID without a test."""
     holds = False if folder.run.verdict is not Verdict.INVALID else None
@@ -110,8 +109,12 @@ def loadgen(folder: RunFolder) -> Outcome:
     return outcome(holds, expected, "no log that can be read", folder.places(*TABLES))
 
 
-def _logged_answers(folder: RunFolder) -> bool:
-    return folder.is_logged and folder.answers.problems is not None
+def _scored(folder: RunFolder) -> bool:
+    return folder.is_logged and not folder.is_compliance_test and folder.answers.problems is not None
+
+
+def _tested(folder: RunFolder) -> bool:
+    return folder.is_logged and folder.is_compliance_test and folder.answers.problems is not None
 
 
 def _judged_again(folder: RunFolder, expected: str) -> Outcome:
@@ -122,50 +125,33 @@ def _judged_again(folder: RunFolder, expected: str) -> Outcome:
     return free_of(again.problems or (), expected, otherwise, where)
 
 
-@check(
-    "accuracy.recomputed",
-    "Scores follow from the logged answers",
-    "A score shows whether speed was bought with worse answers.",
-    lambda folder: not folder.is_compliance_test and _logged_answers(folder),
-)
+@check("accuracy.recomputed", "Scores follow from the logged answers", "Speed may cost accuracy.", _scored)
 def scores(folder: RunFolder) -> Outcome:
     return _judged_again(folder, "scores, counts and targets that the logged answers give")
 
 
-@check(
-    "compliance.recomputed",
-    "TEST06 follows from the logged answers",
-    "Its rules are arithmetic on the answers, whatever a file says of them.",
-    lambda folder: folder.is_compliance_test and _logged_answers(folder),
-)
+@check("compliance.recomputed", "TEST06 follows from the logged answers", "It is arithmetic on them.", _tested)
 def compliance(folder: RunFolder) -> Outcome:
     return _judged_again(folder, "the outcome of TEST06 that the logged answers give")
 
 
-@check(
-    "compliance.end_tokens",
-    "TEST06 was verified with the end tokens of the run",
-    "With others it says nothing about the model that answered.",
-    lambda folder: _logged_answers(folder) and folder.answers.other_ends,
-)
-def end_tokens(folder: RunFolder) -> Outcome:
+@check("compliance.end_tokens", "TEST06 used the end tokens of the run", "Others say nothing of the model.", _tested)
+def end_tokens(folder: RunFolder) -> Outcome | None:
+    if not folder.answers.other_ends:
+        return None
     expected = "a file that was verified with the end tokens of the run"
     return Outcome(Severity.NOTE, expected, shown(folder.answers.other_ends), folder.places(RESULT))
 
 
-@check(
-    "run_folder.healthy",
-    "The run reports nothing against itself",
-    "An audit without a fail does not make a run healthy.",
-    lambda folder: folder.finished and not folder.is_part,
-)
+@check("run_folder.healthy", "The run reports nothing against itself", "A consistent run may still be a bad one.")
 def healthy(folder: RunFolder) -> Outcome | None:
     """A compliance test that was not passed breaks a rule.
 
     A check of our own that was not, and lost replicas, leave results that are less than they look.
     """
     run = folder.run
-    if run.verdict not in (Verdict.INVALID, Verdict.DEGRADED) and not run.doubts:
+    clean = run.verdict not in (Verdict.INVALID, Verdict.DEGRADED) and not run.doubts
+    if clean or not folder.finished or folder.is_part:
         return None
     against = [f"{reason['code']} {reason['message']}" for reason in (*run.reasons, *run.doubts)]
     word = mapping(run.result.get("stability")).get("verdict")
