@@ -226,8 +226,8 @@ def _unevaluated(run: SubmittedRun, benchmark: Benchmark) -> Iterator[str]:
             return
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         digest = next((line.removeprefix("hash=") for line in reversed(lines) if line.startswith("hash=")), None)
-        with (run.logs / ACCURACY_LOG).open("rb") as file:
-            scored = hashlib.file_digest(file, "sha256").hexdigest()
+        with (run.logs / ACCURACY_LOG).open("rb") as answers:
+            scored = hashlib.file_digest(answers, "sha256").hexdigest()
         if digest != scored:
             yield f"{path}: not the hash of {ACCURACY_LOG}; evaluate the run again: megatoken accuracy {run.path}"
     elif run.role is Role.COMPLIANCE:
