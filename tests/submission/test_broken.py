@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatoken.mlperf.rounds import rules
 from megatoken.submission import Check, check
-from megatoken.submission.tree_checks import NETWORK_KEYS
 
 DETAIL = "mlperf_log_detail.txt"
 SUMMARY = "mlperf_log_summary.txt"
@@ -381,7 +381,7 @@ def test_a_networked_system_in_the_open_division(built: Callable[[str, str], Pat
     tree = Tree(Path(shutil.copytree(built("v5.1", "open"), tmp_path / "tree")), "open")
     changed(tree.system, is_network="true")
     assert refused(check(tree.root)) == ["P16", "S1"]
-    changed(tree.system, **dict.fromkeys(NETWORK_KEYS, "as stated by its maker"))
+    changed(tree.system, **dict.fromkeys(rules()["network_keys"], "as stated by its maker"))
     for scenario in ("Offline", "Server"):
         logged(tree.run(scenario) / DETAIL, "sut_name", "A Network SUT")
     assert check(tree.root).refusals == ()

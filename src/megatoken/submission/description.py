@@ -18,25 +18,6 @@ from megatoken.runs.run import Run
 from megatoken.submission.layout import IMPLEMENTATION, TO_FILL
 
 NONE = "N/A"  # for accelerators, on a CPU
-_HINTS = {
-    "status": "available, preview or rdi (whether the system can be bought or rented)",
-    "system_type": "datacenter or edge",
-    "host_processors_per_node": "number of sockets",
-    "host_processor_core_count": "cores of one processor",
-    "host_memory_configuration": "number, size and kind of modules",
-    "host_storage_capacity": "number and size of drives",
-    "host_storage_type": "such as NVMe SSD",
-    "host_networking": "such as 400 Gb/s InfiniBand; N/A if none",
-    "host_networking_topology": "such as non-blocking fat tree; N/A if none",
-    "host_network_card_count": "number and kind",
-    "accelerators_per_node": "number that the runs used",
-    "accelerator_model_name": "name used by the manufacturer",
-    "accelerator_memory_capacity": "memory of one accelerator",
-    "accelerator_memory_configuration": "kind of memory, such as HBM3e",
-    "accelerator_host_interconnect": "such as PCIe Gen5 x16",
-    "accelerator_interconnect": "such as NVLink 4; N/A with one accelerator",
-    "cooling": "such as air, liquid",
-}
 _OF_ACCELERATORS = (
     *("accelerator_model_name", "accelerator_memory_capacity", "accelerator_memory_configuration"),
     *("accelerator_host_interconnect", "accelerator_interconnect"),
@@ -89,9 +70,9 @@ def system_description(run: Run, *, submitter: str, division: str, benchmark: st
         **_used_accelerators(run),
         **_software(run),
     }
-    needed = rules()["system_keys_not_empty"]
+    needed, hints = rules()["system_keys_not_empty"], rules()["system_hints"]
     keys: Sequence[str] = rules()["system_keys"]
-    return {key: known.get(key) or (to_fill(_HINTS.get(key, key)) if key in needed else "") for key in keys}
+    return {key: known.get(key) or (to_fill(hints.get(key, key)) if key in needed else "") for key in keys}
 
 
 def model_description(run: Run) -> dict[str, Any]:

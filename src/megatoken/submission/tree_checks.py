@@ -17,11 +17,6 @@ from megatoken.mlperf.benchmarks import SCENARIOS, benchmarks
 from megatoken.mlperf.rounds import rules
 from megatoken.submission.layout import TO_FILL, Key, Layout
 
-NETWORK_KEYS = (
-    *("network_type", "network_media", "network_rate", "nic_loadgen", "number_nic_loadgen", "nic_sut"),
-    *("net_software_stack_loadgen", "network_protocol", "number_connections", "number_nic_sut"),
-    *("net_software_stack_sut", "network_topology"),
-)
 MOST_STRAYS = 50
 # Folders of a scenario in any round; descriptions belong there from v6.0 on and are allowed in v5.1.
 _FOLDERS_OF_RESULTS = re.compile(r"performance|accuracy|TEST\d\d|images")
@@ -113,7 +108,7 @@ def check_system_values(system: System) -> Iterator[Observation]:
     where = tuple(map(system.where, (*empty, *odd))) or (system.where(),)
     yield observe("check.system_values", not found, expected, found or "all text", where)
     if is_networked(system):
-        missing = [key for key in NETWORK_KEYS if key not in system.values]
+        missing = [key for key in rules()["network_keys"] if key not in system.values]
         found_keys = f"missing: {', '.join(missing)}" if missing else "all keys"
         yield observe("system.keys", not missing, "the keys of a networked system", found_keys, (system.where(),))
 
