@@ -73,9 +73,8 @@ def evaluate(
         processes: None: one per core, if there are many answers.
         progress: Called with the number of answers scored so far, and of all answers.
 
-    Raises:
-        AccuracyLogError: The log does not fit the data set.
-        UsageError: It does not fit the tokenizer; rouge-score or NLTK is not installed.
+    Raises AccuracyLogError: The log does not fit the data set; UsageError: it does not fit the tokenizer, or
+    rouge-score or NLTK is not installed.
     """
     check_rows(answers, len(references.texts), partial=partial)
     ids = answers.token_ids()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.accuracy.answer_log import SCORES
-from megatoken.accuracy.evaluate import Mean, Scores
+from megatoken.accuracy.evaluate import Scores
 from megatoken.accuracy.targets import Targets, numbers
 from megatoken.datasets.references import References
 from megatoken.files import storage_error, to_json, write_text
@@ -30,17 +30,14 @@ def document(
 ) -> dict[str, Any]:
     """``accuracy.json``: verdict, scores, and the files they come from. Without targets the verdict is MEASURED."""
     verdict = Verdict.MEASURED if targets is None else Verdict.INVALID if reasons else Verdict.VALID
-
-    def plain(metrics: Mapping[str, Mean]) -> dict[str, Any]:
-        return {name: asdict(mean) for name, mean in metrics.items()}
-
+    plain = asdict(scores)
     return {
         "kind": "accuracy",
         "schema_version": SCHEMA_VERSION,
         "verdict": verdict,
         "reasons": list(reasons),
-        "metrics": plain(scores.metrics),
-        "by_task": {task: plain(metrics) for task, metrics in scores.by_task.items()},
+        "metrics": plain["metrics"],
+        "by_task": plain["by_task"],
         "gen_len": scores.characters,
         "gen_num": scores.answers,
         "gen_tok_len": scores.tokens,

@@ -57,9 +57,7 @@ class AccuracyGate:
     def judge(self, run_folder: Path, requests: pa.Table) -> Judgement:
         """Scores the answers in LoadGen's accuracy log; ``accuracy.txt`` and ``accuracy.json`` go into the run folder.
 
-        Raises:
-            UsageError: The log does not fit the expected answers.
-            StorageError: The results cannot be written.
+        Raises UsageError: The log does not fit the expected answers; StorageError: The results cannot be written.
         """
         answers, partial = read_answers(find_log(run_folder)), self.targets is None
         # Further processes would outlive a run that a signal ends at once.
@@ -78,9 +76,7 @@ class ComplianceGate:
     def judge(self, run_folder: Path, requests: pa.Table) -> Judgement:
         """Checks the answers; writes the file that a submission carries, and ours, into the run folder.
 
-        Raises:
-            UsageError: The log holds no answers.
-            StorageError: The file cannot be written.
+        Raises UsageError: The log holds no answers; StorageError: The file cannot be written.
         """
         answers, cut = read_answers(find_log(run_folder)), cut_samples(requests)
         result = check_test06(answers, offline=self.offline, end_token_ids=self.end_token_ids, cut_samples=cut)

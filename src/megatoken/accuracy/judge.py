@@ -33,7 +33,7 @@ class Judged:
 
     @property
     def verdict(self) -> Verdict:
-        """VALID or INVALID if there were targets, otherwise MEASURED."""
+        """Whether the targets were reached; MEASURED without any."""
         return Verdict(self.document["verdict"])
 
 
@@ -61,9 +61,7 @@ def judge(
         partial: Rows of the data set may have no answer.
         progress: Called with the number of answers scored so far, and of all answers.
 
-    Raises:
-        UsageError: A file cannot be read or does not fit; the message names it.
-        StorageError: The results cannot be written.
+    Raises UsageError: A file cannot be read or does not fit; StorageError: The results cannot be written.
     """
     log = find_log(path)
     run = run_of(log)

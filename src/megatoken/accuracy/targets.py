@@ -63,10 +63,8 @@ def of_benchmark(name: str, references: References) -> Targets:
         )
     names = {"rougel": "rougeL", "rougelsum": "rougeLsum"}
     targets = [Target(names.get(metric, metric), at_least) for metric, at_least in benchmark.accuracy.items()]
-    if benchmark.tokens_per_sample:
-        targets.append(Target("tokens_per_sample", *benchmark.tokens_per_sample))
-    if benchmark.gen_len:
-        targets.append(Target("gen_len", *benchmark.gen_len))
+    windows = {"tokens_per_sample": benchmark.tokens_per_sample, "gen_len": benchmark.gen_len}
+    targets += [Target(metric, *window) for metric, window in windows.items() if window]
     if any(target.name in BY_SENTENCES for target in targets) and sentence_splitter() is None:
         raise UsageError(f"--benchmark {name}: needs sentences; {SENTENCES_FIX}")
     return Targets(f"MLPerf {benchmark.name}", tuple(targets), benchmark.accuracy_rows)

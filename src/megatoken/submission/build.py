@@ -90,10 +90,8 @@ def build(
         benchmark: MLPerf's folder name. None: from the model name and the scores, or as the runs claim.
         system: name of the system. None: from the hardware inventory.
 
-    Raises:
-        RefusedRunsError: run folders that cannot be submitted, one line each; nothing is written.
-        UsageError: an invalid name, division or round, or ``out`` is in use; nothing is written.
-        StorageError: ``out`` cannot be written; nothing is left behind.
+    Raises RefusedRunsError: run folders that cannot be submitted, one line each; UsageError: an invalid name, division
+    or round, or ``out`` is in use; StorageError: ``out`` cannot be written. Nothing is left behind.
     """
     round_ = supported_round(round_)
     if division not in DIVISIONS:
