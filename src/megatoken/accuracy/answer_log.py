@@ -20,9 +20,11 @@ def find_log(path: Path) -> Path:
     places = (path, path / ACCURACY_LOG, path / MLPERF / ACCURACY_LOG)
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        raise AccuracyLogError(f"{path}: no {ACCURACY_LOG}; give a run folder, LoadGen's output folder, or the file")
+        fix = "give a run folder, LoadGen's output folder, or the file"
+        raise AccuracyLogError(f"{path}: no {ACCURACY_LOG} there; {fix}")
     if found == path and path.name == SCORES:
-        raise AccuracyLogError(f"{path}: has scores, not answers; give the folder with {ACCURACY_LOG}")
+        fix = f"give the run folder or the folder with {ACCURACY_LOG}"
+        raise AccuracyLogError(f"{path}: has scores, not answers; {fix}")
     if (found.parent / ABANDONED).exists():
         raise AccuracyLogError(f"{found}: the run was interrupted and its last answers are empty; run it again")
     return found
