@@ -22,7 +22,20 @@ def two_runs(factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def _two_runs(out: Path) -> tuple[Path, Path]:
     for _ in range(2):
         code, stdout, err = call_here(
-            "run", "--samples", 5, "--engine.threads", 1, "--warm-up", 0.1, "--out", out, "--json"
+            *(
+                "run",
+                "--samples",
+                5,
+                "--precision",
+                "fp32",
+                "--engine.threads",
+                1,
+                "--warm-up",
+                0.1,
+                "--out",
+                out,
+                "--json",
+            )
         )
         assert code == 0, (stdout, err)
     first, second = sorted(out.iterdir())

@@ -23,8 +23,12 @@ if "gpu" not in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ:  # workers
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
 
-LONGEST = ("rack", "harness", "test_cli_run.py", "submission", "test_docs.py", "reference_model", "accuracy")
-"""Files, and folders of files, that take longest."""
+LONGEST = (
+    *("rack/", "test_cli_run.py", "accuracy/test_gate.py", "harness/test_scenarios.py", "submission/"),
+    *("accuracy/test_compliance_run.py", "audit/test_run_folder_fields.py", "reference_model/", "harness/test_soak.py"),
+    *("harness/", "audit/", "test_docs.py", "test_cli_generate.py"),
+)
+"""How the paths of the files that take longest begin, the longest first."""
 TOGETHER = ("tests/rack/", "tests/submission/")
 """Folders whose files share what takes long to make: a Ray cluster, submissions."""
 
@@ -32,8 +36,13 @@ TOGETHER = ("tests/rack/", "tests/submission/")
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: with ``--dist loadfile`` a worker takes whole files, and none should end alone."""
-    places = {item: item.path.relative_to(Path(__file__).parent).parts[0] for item in items}
-    items.sort(key=lambda item: LONGEST.index(places[item]) if places[item] in LONGEST else len(LONGEST))
+    folder = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.relative_to(folder).as_posix()
+        return next((place for place, begin in enumerate(LONGEST) if path.startswith(begin)), len(LONGEST))
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -135,7 +135,7 @@ def test_every_field_that_a_run_writes_is_told(tmp_path: Path) -> None:
     model, prompts = make_checkpoint(tmp_path / "model"), tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": "a" * (3 + i), "max_tokens": 4}) + "\n" for i in range(5)))
     written = [*queueing_runs(tmp_path)]
-    shared = ("--warm-up", 0.1, "--engine.threads", 1, "--json", "--out", tmp_path / "runs")
+    shared = ("--warm-up", 0.1, "--engine.threads", 1, "--precision", "fp32", "--json", "--out", tmp_path / "runs")
     for flags in (
         ("--model", model, "--prompts", prompts, "--text", "--samples", 5),
         ("--model", model, "--prompts", prompts, "--compliance", "TEST06"),
