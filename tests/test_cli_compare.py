@@ -86,8 +86,8 @@ def test_outputs_that_are_closed_or_know_few_letters(monkeypatch: pytest.MonkeyP
     assert (code, err) == (1, "megatoken: cannot write to standard output: Bad file descriptor\n")
     monkeypatch.setitem(ENVIRONMENT, "PYTHONIOENCODING", "ascii")
     assert os.environ.get("PYTHONIOENCODING") != "ascii"
-    code, stdout, err = call("compare", "5.1-0016", "GB200")
+    code, stdout, err = redirected("", "compare", "5.1-0016", "GB200")
     assert (code, err) == (0, "")
     assert "\\xd7" in stdout
-    code, stdout, err = call("compare", "5.1-0016", "GB200", "--json")
+    code, stdout, err = redirected("", "compare", "5.1-0016", "GB200", "--json")
     assert (code, err, json.loads(stdout)["kind"]) == (0, "", "comparison")
