@@ -119,10 +119,8 @@ class Exchange:
     def end(self) -> None:
         """End the stream."""
         if self._state is _State.STREAMING:
-            self.flush()
+            self.flush(last=True)
             self._state = _State.ENDED
-            if not self.request.http_1_0:
-                self.connection.transport.write(b"0\r\n\r\n")
             self._finish()
 
     def on_disconnect(self, callback: Callable[[], object]) -> None:
@@ -132,18 +130,19 @@ class Exchange:
         else:
             self._callbacks.append(callback)
 
-    def flush(self) -> None:
-        """Write what was collected as one chunk."""
-        if self._state is not _State.STREAMING or not (self._head_bytes or self._parts):
+    def flush(self, *, last: bool = False) -> None:
+        """Write what was collected as one chunk; with ``last`` also the end of the body."""
+        if self._state is not _State.STREAMING or not (self._head_bytes or self._parts or last):
             return
         head, data = self._head_bytes, b"".join(self._parts)
         self._head_bytes = b""
         self._parts.clear()
-        if data and not self.request.http_1_0:
-            self.connection.transport.write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
-        else:
-            self.connection.transport.write(head + data)
         self.body_bytes += len(data)
+        if not self.request.http_1_0:
+            data = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+            data += b"0\r\n\r\n" if last else b""
+        if head or data:
+            self.connection.transport.write(head + data)
 
     def abandon(self) -> None:
         """The client has left: call the callbacks."""

@@ -26,6 +26,7 @@ LINGER_SECONDS = 1.0
 UNREAD_BYTES = 64 << 10  # beyond it, a client counts as slow
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _VERSION = re.compile(rb"^[A-Za-z]+ \S+ HTTP/(?!1\.[01]\r?\n)[0-9.]+\r?$", re.MULTILINE)
+_ORIGIN = re.compile(r"^https?://[^/?]*(?=/)", re.IGNORECASE)  # of a request that was meant for a proxy
 _KNOWN_METHODS = rb"GET|HEAD|POST|PUT|DELETE|OPTIONS|PATCH|CONNECT|TRACE"
 _UNKNOWN_METHOD = re.compile(rb"^(?!(?:%b) )[A-Z]{1,32} \S{1,1000} HTTP/1\.[01]\r?$" % _KNOWN_METHODS, re.MULTILINE)
 _BODY_METHODS = ("POST", "PUT", "PATCH")
@@ -270,7 +271,7 @@ class Connection(asyncio.Protocol):
 
     def _new_request(self) -> HttpRequest:
         given = self._headers.get("x-request-id", "")
-        path, _, query = self._url.decode("latin-1").partition("?")
+        path, _, query = _ORIGIN.sub("", self._url.decode("latin-1")).partition("?")
         method = self._parser.get_method().decode("latin-1")
         version = self._parser.get_http_version()
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
@@ -319,7 +320,9 @@ class Connection(asyncio.Protocol):
             self._queue_refusal(self._large_head())
 
     def _refuse_broken(self, data: bytes, error: Exception) -> None:
-        if _VERSION.search(data[: self._limits.line_bytes]):
+        if isinstance(error, httptools.HttpParserCallbackError):
+            self._refuse(500, "the server failed to read this request")
+        elif _VERSION.search(data[: self._limits.line_bytes]):
             self._refuse(505, "only HTTP/1.1 and HTTP/1.0 are supported")
         elif isinstance(error, httptools.HttpParserInvalidMethodError) and _UNKNOWN_METHOD.search(data):
             self._refuse(501, "the method is not one of HTTP's")

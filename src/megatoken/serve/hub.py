@@ -33,6 +33,7 @@ STUCK_SECONDS = 10.0
 STATUS_SECONDS = 1.0
 MOST_UNSENT_BYTES = 256 << 20  # of an HTTP process that does not read; then it is given up
 STEPS_AHEAD = 2  # steps' worth of prompt tokens that the engine's own queue may hold
+SEQUENCES_AHEAD = 16  # with one tenant, one request in so many waits in the engine, so that no free sequence does
 
 
 class SharedEngine(Protocol):
@@ -119,6 +120,8 @@ class Hub:
             cache_tokens=sizes.cache_tokens,
             reserve=self._several_tenants,
         )
+        ahead = 0 if self._several_tenants else max(1, sizes.max_sequences // SEQUENCES_AHEAD)
+        self._most_entries = sizes.max_sequences + ahead
         self.metrics = Metrics(model.name)
         self._model, self._health, self._message = model, Health.READY, "ready"
         self.send_status()
@@ -276,7 +279,7 @@ class Hub:
         """Hand requests over while the engine's own queue is short: the order is decided as late as possible."""
         limit = STEPS_AHEAD * self._sizes.max_batched_tokens
         while self._queue.waiting and self._unstarted_tokens < limit:
-            if len(self._entries) >= self._sizes.max_sequences:
+            if len(self._entries) >= self._most_entries:
                 return
             entry = self._queue.take()
             if entry is None:
