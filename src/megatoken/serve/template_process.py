@@ -8,6 +8,7 @@ or an error.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import struct
 import sys
@@ -152,7 +153,14 @@ def _answer(settings: dict[str, Any], job: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Render chats until the input ends."""
+    """Render chats until the input ends, or the process that reads the answers has gone."""
+    try:
+        _render_all()
+    except BrokenPipeError:
+        os._exit(0)  # Python would complain about what it cannot flush
+
+
+def _render_all() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     given, taken = sys.stdin.buffer, sys.stdout.buffer
