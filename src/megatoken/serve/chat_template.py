@@ -135,7 +135,9 @@ class TemplateRenderer:
         if process is not None:
             with suppress(ProcessLookupError):
                 process.kill()
-            await process.communicate()
+            assert process.stdin is not None
+            process.stdin.close()
+            await process.wait()  # not communicate: a chat, or the start, may be reading
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from megatoken.serve.engine_client import fault
+
 _LENGTH = struct.Struct("<Q")
 _STOP = b"s"
 
@@ -88,7 +90,11 @@ def run_loop(control: Control, main: Coroutine[Any, Any, None]) -> None:
 
     import uvloop
 
-    uvloop.run(watched())
+    try:
+        uvloop.run(watched())
+    except Exception as error:  # the supervisor starts the process again, or ends
+        print(f"megatoken: {fault('a process of the server failed', error)}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def _exactly(file: Any, count: int) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -217,8 +216,3 @@ def fault(what: str, error: BaseException) -> str:
     if traceback is not None:
         place = f" at {traceback.tb_frame.f_code.co_filename.rpartition('/')[2]}:{traceback.tb_lineno}"
     return " ".join(f"{what}: {type(error).__name__}: {error}{place}".split())[:1000]
-
-
-def complain(line: str) -> None:
-    """Write a line on standard error."""
-    print(f"megatoken: {line}", file=sys.stderr, flush=True)
