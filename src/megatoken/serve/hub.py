@@ -215,14 +215,18 @@ class Hub:
             self._pump()
 
     def _deliver(self, step: Step) -> None:
-        ended = self._last_step = step.ended_ns / 1e9
+        before, ended = self._last_step, step.ended_ns / 1e9
+        self._last_step = ended
         entries = self._entries
         latencies = self.metrics.histograms["inter_token_latency_seconds"]
+        of_step_before = 0  # tokens whose answer got the one before in the last step: nearly all
         for event in step.events:
             entry = entries[event.request_id]
             count = len(event.token_ids)
             if count:
-                if entry.generated:
+                if entry.generated and entry.last == before:
+                    of_step_before += 1
+                elif entry.generated:
                     latencies.observe(ended - entry.last)
                 else:
                     self._started(entry, event, ended)
@@ -235,6 +239,7 @@ class Hub:
                 self._ended(entry, event, ended)
             if link is not None:
                 link.collect(entry.client_id, event)
+        latencies.observe(ended - before, of_step_before)
         for link in self._links:
             link.end_step()
         computed = self._engine.state().processed_tokens
