@@ -32,6 +32,8 @@ LIMITS: dict[str, Any] = {
     "step_max_items": 10_000,
 }
 """Of llguidance. By default regular expressions with nested repetitions and ambiguous grammars took seconds a token."""
+JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
+"""Room for indentation. With any number of spaces, as JSON has it, small models write spaces up to their limit."""
 MASK_SECONDS = 1.0
 """Longest wait for a mask, which holds up the step: what the limits do not catch ends the request."""
 KEPT_GRAMMARS = 256
@@ -148,9 +150,9 @@ class Grammars:
         try:
             match grammar.kind:
                 case GrammarKind.JSON_OBJECT:
-                    text = matcher_class.grammar_from_json_schema('{"type": "object"}')
+                    text = matcher_class.grammar_from_json_schema('{"type": "object"}', JSON_OPTIONS)
                 case GrammarKind.JSON_SCHEMA:
-                    text = matcher_class.grammar_from_json_schema(grammar.text)
+                    text = matcher_class.grammar_from_json_schema(grammar.text, JSON_OPTIONS)
                 case GrammarKind.REGEX:
                     text = matcher_class.grammar_from_regex(grammar.text)
                 case _:
