@@ -6,10 +6,12 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from over_admission import expect_short_answers
 
+from megatoken.engine.page_forecast import PageForecast, SharedPages
 from megatoken.engine.prefix_cache import PrefixCache, extend_keys
 from megatoken.engine.scheduler import Scheduler, StepPlan
 
@@ -28,6 +30,7 @@ class Sequence:
     num_tokens: int
     slot: int | None = None
     computed: int = 0
+    found: int = 0  # tokens found in the cache when it was last admitted
     pages: list[int] = field(default_factory=list)
     done: bool = False
 
@@ -138,6 +141,7 @@ class Sharing(RuleBasedStateMachine):
             one = self.live[request_id]
             if one.slot is None:
                 one.slot, one.computed = slot, starts[request_id]
+                one.found = one.computed
                 assert one.computed % self.page_size == 0
                 if one.num_tokens == len(one.prompt) and request_id in self.prefixes.cached_tokens:
                     assert self.prefixes.cached_tokens.pop(request_id) in range(0, len(one.prompt))
@@ -258,5 +262,106 @@ class Sharing(RuleBasedStateMachine):
 
 def test_any_order_of_requests_steps_and_ends() -> None:
     test = Sharing.TestCase
-    test.settings = settings(max_examples=400, stateful_step_count=30, deadline=None)
+    test.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
     test("runTest").runTest()
+
+
+def test_under_pressure_requests_share_find_their_own_pages_again_and_get_their_tokens() -> None:
+    """The same machine with fewer pages than its requests want: every way through the cache comes up many times."""
+    random = np.random.default_rng(3)
+    machine = Sharing()
+    machine.start(page_size=2, num_pages=24, max_batched_tokens=12, max_sequences=6, lookahead=1, hopeful=True)
+    found_again = evictions = 0
+    make_empty = machine.prefixes._make_empty
+
+    def counted(pages: list[int]) -> None:
+        nonlocal evictions
+        evictions += sum(machine.prefixes._key_of[page] is not None for page in pages)
+        make_empty(pages)
+
+    machine.prefixes._make_empty = counted
+    for _ in range(1500):
+        if machine.scheduler.waiting < 8:
+            machine.add(
+                origin=int(random.integers(0, 21)),
+                share=float(random.random()),
+                more=random.integers(0, 3, random.integers(0, 10)).tolist(),
+                max_tokens=int(random.integers(1, 13)),
+                salt=str(random.choice(["", "tenant"])),
+            )
+        preempted = {one for one in machine.live if machine.live[one].num_tokens > len(machine.live[one].prompt)}
+        waiting = {one for one in preempted if machine.live[one].slot is None}
+        machine.step()
+        found_again += sum(machine.live[one].found > 0 for one in waiting if one in machine.live)
+        if random.random() < 0.05:
+            machine.end(int(random.integers(0, 31)), fails=False)
+        machine.every_page_has_one_role()
+        machine.what_can_be_found_is_there()
+        machine.ends_of_chains_go_first()
+    machine.teardown()
+    prefixes = machine.prefixes
+    assert machine.scheduler.preemptions > 50
+    assert evictions > 200
+    assert found_again > 20
+    assert 0.1 * prefixes.queried_tokens < prefixes.found_tokens < prefixes.queried_tokens
+
+
+@dataclass
+class Shared:
+    """Sequences that share beginnings, the last of them not admitted yet."""
+
+    size: int
+    table: np.ndarray
+    found: np.ndarray
+    num_tokens: list[int]
+    end: list[int]
+
+    def peak(self, count: int, last_step: int = 1000) -> int:
+        """Most tokens in distinct pages, with the empty places that each last page has at its sequence's end."""
+        steps = [end - tokens for end, tokens in zip(self.end, self.num_tokens, strict=True)][:count]
+        most = 0
+        for step in {one for one in steps if one <= last_step}:
+            running = [slot for slot in range(count) if steps[slot] >= step]
+            tokens = sum(self.num_tokens[slot] + step + -self.end[slot] % self.size for slot in running)
+            pages = [self.table[slot, : self.num_tokens[slot] // self.size].tolist() for slot in running]
+            most = max(most, tokens - self.size * (sum(map(len, pages)) - len(set().union(*pages))))
+        return most
+
+
+def draw_shared(random: np.random.Generator) -> Shared:
+    size, count = int(random.integers(1, 4)), int(random.integers(2, 9))
+    drawn = Shared(size, np.zeros((count, 12), dtype=np.int32), np.zeros(count, dtype=np.int32), [], [])
+    next_page = 0
+    for slot in range(count):
+        tokens, other = int(random.integers(1, 8 * size)), int(random.integers(0, slot + 1))
+        if other < slot:
+            drawn.found[slot] = random.integers(0, min((tokens - 1) // size, drawn.num_tokens[other] // size) + 1)
+        found, pages = drawn.found[slot], -(-tokens // size)
+        drawn.table[slot, :found] = drawn.table[other, :found]
+        drawn.table[slot, found:pages] = np.arange(next_page, next_page + pages - found)
+        next_page += int(pages - found)
+        drawn.num_tokens.append(tokens)
+        drawn.end.append(tokens + int(random.integers(0, 10)))
+    return drawn
+
+
+def test_a_shared_page_counts_once_until_its_last_reader_ends() -> None:
+    """Against distinct pages counted at every step to come; the newest sequence is admitted or not."""
+    random = np.random.default_rng(9)
+    fitted = refused = 0
+    for _ in range(500):
+        drawn = draw_shared(random)
+        size, old = drawn.size, len(drawn.num_tokens) - 1
+        num_pages = int(drawn.table.max()) + 1 + int(random.integers(0, 12))
+        tokens, end = np.array(drawn.num_tokens[:old]), np.array(drawn.end[:old])
+        slots, held = np.arange(old, dtype=np.int32), (-(-tokens // size)).astype(np.int32)
+        shared = SharedPages(drawn.table, slots, held, drawn.found[:old])
+        forecast = PageForecast(tokens, end, size, num_pages, shared)
+        assert forecast._peaks.max() == drawn.peak(old)
+        newest, newest_end = drawn.num_tokens[old], drawn.end[old]
+        fits = forecast.admit(newest, newest_end, drawn.table[old, : drawn.found[old]].tolist())
+        assert fits == (drawn.peak(old + 1, newest_end - newest) <= num_pages * size)
+        if fits:
+            assert forecast._peaks.max() == drawn.peak(old + 1)
+        fitted, refused = fitted + fits, refused + (not fits)
+    assert min(fitted, refused) > 30
