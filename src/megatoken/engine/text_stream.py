@@ -43,7 +43,7 @@ class TextStream:
         texts = tokenizer.token_texts(keep_special=keep_special)
         self._decoder = _WindowDecoder(tokenizer, keep_special) if texts is None else _TableDecoder(texts)
         self._cutter = _StopCutter(stop, include_stop) if stop else None
-        self._before_stop = min_tokens if stop else 0
+        self._before_stop = min_tokens
 
     @property
     def stopped(self) -> str | None:
@@ -52,13 +52,14 @@ class TextStream:
 
     def add(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens make certain."""
+        if self._cutter is None:
+            return self._decoder.add(token_ids)
         before = ""
         if self._before_stop:
             first, token_ids = token_ids[: self._before_stop], token_ids[self._before_stop :]
             self._before_stop -= len(first)
             before = self._decoder.add(first)
-        text = self._decoder.add(token_ids)
-        return before + text if self._cutter is None else before + self._cutter.add(text)
+        return before + self._cutter.add(self._decoder.add(token_ids))
 
     def flush(self) -> str:
         """What was held back, when the answer has ended."""

@@ -68,6 +68,7 @@ class Choice:
 
     __slots__ = (
         "_answer",
+        "_can_stop",
         "_ending",
         "_text",
         "cached_tokens",
@@ -84,6 +85,7 @@ class Choice:
     ) -> None:
         self._answer = answer
         self._ending = ending
+        self._can_stop = bool(ending.stop)
         self._text: TextStream | _IdText = _IdText()
         if tokenizer is not None:
             self._text = TextStream(
@@ -100,24 +102,23 @@ class Choice:
     def on_event(self, event: TokenEvent) -> None:
         """Take new tokens from the engine."""
         try:
-            self._on_event(event)
+            if self.write_text is None or event.finish_reason is not None:
+                self._take(event)
+                return
+            token_ids = event.token_ids
+            self.tokens += len(token_ids)
+            text = self._text.add(token_ids)
+            if self._can_stop and self._text.stopped is not None:
+                self._end(Delta(text, token_ids))
+            elif text:
+                self.write_text(text)
         except Exception:
             self._answer.fail(ApiError("the server failed to write this answer; its log says more", 500))
             raise
 
-    def _on_event(self, event: TokenEvent) -> None:
-        if self.write_text is not None and event.finish_reason is None:
-            self.tokens += len(event.token_ids)
-            text = self._text.add(event.token_ids)
-            if not self._ending.stop or self._text.stopped is None:
-                if text:
-                    self.write_text(text)
-                return
-            self._end(Delta(text, event.token_ids, event.logprobs))
-        elif not self.ended:
-            self._take(event)
-
     def _take(self, event: TokenEvent) -> None:
+        if self.ended:
+            return
         if event.error is not None or event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
             self.ended = True
             self._answer.fail(as_api_error(event.error or MegatokenError("the engine cancelled this request")))
