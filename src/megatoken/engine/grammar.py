@@ -32,7 +32,7 @@ LIMITS: dict[str, Any] = {
     "step_max_items": 10_000,
 }
 """Of llguidance. By default regular expressions with nested repetitions and ambiguous grammars took seconds a token."""
-JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
+JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
 """Room for indentation. With any number of spaces, as JSON has it, small models write spaces up to their limit."""
 MASK_SECONDS = 1.0
 """Longest wait for a mask, which holds up the step: what the limits do not catch ends the request."""
