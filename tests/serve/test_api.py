@@ -140,6 +140,8 @@ def test_tokenize_and_detokenize(server: Served) -> None:
     long = "word " * 20_000
     assert server.post("/tokenize", {"prompt": long}).json()["tokens"] == tokenizer.encode(long)
     assert "more than the 131,072 that can ever fit" in server.post("/tokenize", {"prompt": long * 2}).error["message"]
+    reply = chat(server, messages=[{"role": "user", "content": long}, {"role": "user", "content": long}])
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
     many = list(range(256, 512)) * 64
     assert server.post("/detokenize", {"tokens": many}).json()["prompt"] == tokenizer.decode(many, keep_special=True)
 

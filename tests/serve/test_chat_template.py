@@ -248,3 +248,10 @@ def test_no_way_to_continue_a_message_that_is_left_out(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "assistant", "content": "half"}], "continue_final_message": True}
     (error,) = rendered(write_model(tmp_path, "nothing"), ("default", chat))
     assert "leaves out the final message" in str(error)
+
+
+def test_a_chat_that_the_process_has_no_memory_for(tmp_path: Path) -> None:
+    many = {"messages": [{"role": "user", "content": ""}] * 10, "deep": [[{}] * 10] * 400_000}
+    first, after = rendered(write_model(tmp_path, CHATML), ("default", many), ("default", CHAT))
+    assert isinstance(first, ApiError) and first.status == 400
+    assert str(after).startswith("<|im_start|>user\nhello")

@@ -143,7 +143,13 @@ class TemplateRenderer:
         if self._process is None or self._process.returncode is not None:
             pipe = asyncio.subprocess.PIPE
             self._process = process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", _MAIN, stdin=pipe, stdout=pipe, start_new_session=True
+                sys.executable,
+                "-c",
+                _MAIN,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=asyncio.subprocess.DEVNULL,  # out of memory, it may end with a traceback, which is no news
+                start_new_session=True,
             )
             try:
                 await asyncio.wait_for(_exchange(process, self._settings), START_SECONDS)

@@ -125,19 +125,27 @@ class ApiContext:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise ApiError("the model has no tokenizer; give the prompt as token ids", param=param)
-        longest = max(LONG_TEXT, LONGEST_PROMPT * self.model.max_length)
-        if len(text) > longest:
-            raise ApiError(
-                f"the prompt has {len(text):,} characters, more than the {longest:,} that can ever fit",
-                param=param,
-                code="context_length_exceeded",
-            )
+        self.check_length(len(text), param)
         try:
             if len(text) < LONG_TEXT:
                 return tokenizer.encode(text, add_special=add_special)
             return await asyncio.to_thread(tokenizer.encode, text, add_special=add_special)
         except RequestError as error:
             raise ApiError(str(error), param=param) from None
+
+    def check_length(self, characters: int, param: str) -> None:
+        """Refuse a text that can never fit, before any work is done on it.
+
+        Raises:
+            ApiError: it is too long.
+        """
+        longest = max(LONG_TEXT, LONGEST_PROMPT * self.model.max_length)
+        if characters > longest:
+            raise ApiError(
+                f"the prompt has {characters:,} characters, more than the {longest:,} that can ever fit",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def fit(self, token_ids: list[int], body: GenerationFields, max_tokens: int | None, param: str) -> list[int]:
         """The prompt, cut to ``truncate_prompt_tokens``; of the model, and with room for an answer.
