@@ -35,7 +35,7 @@ HOSTILE = {
     "nested repetition": Grammar(GrammarKind.REGEX, "(((a{100}){100}){100}){100}"),
     "repetition after a prefix": Grammar(GrammarKind.REGEX, "[a-z]*(((a{100}){100}){100}){100}"),
     "ambiguous": Grammar(GrammarKind.EBNF, 'start: s\ns: s s s | s s | "a" | "b" | '),
-    "intersections": Grammar(GrammarKind.EBNF, "start: /(.*[ab].{30}){30}/ & /(.*[bc].{31}){30}/"),
+    "intersections": Grammar(GrammarKind.EBNF, "start: BOTH\nBOTH: /(.*[ab].{30}){30}/ & /(.*[bc].{31}){30}/"),
     "deep": Grammar(GrammarKind.JSON_SCHEMA, '{"not":' * 3000 + "{}" + "}" * 3000),
     "large": Grammar(GrammarKind.REGEX, "a" * 300_000),
 }
@@ -126,11 +126,17 @@ def test_hostile_grammars_end_or_are_refused_and_stall_no_step(name: str) -> Non
     assert tokens == expected.token_ids
 
 
+def test_a_grammar_whose_first_mask_takes_long_is_refused_where_it_is_checked(engine: Engine) -> None:
+    for _ in range(2):
+        with pytest.raises(RequestError, match="the grammar of kind regex is too complex: its first mask took over"):
+            engine.check(guided(0, Grammar(GrammarKind.REGEX, "(((ab{200}){200}){200}){200}")))
+
+
 def test_a_mask_that_takes_too_long_ends_its_request_and_refuses_its_grammar(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling_module, "MASK_SECONDS", 0.0)
-    slow = Grammar(GrammarKind.REGEX, "(((b{100}){100}){100}){100}")
+    slow = Grammar(GrammarKind.REGEX, "(.*[ab].{30}){30}")
     other = Request("Tell me about rivers.", 12, ignore_end_token=True)
     with pytest.raises(RequestError, match="too complex: the tokens it allows were not known within"):
         engine.generate([other, guided(0, slow)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +37,8 @@ JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
 """Room for indentation. With any number of spaces, as JSON has it, small models write spaces up to their limit."""
 MASK_SECONDS = 1.0
 """Longest wait for a mask, which holds up the step: what the limits do not catch ends the request."""
+FIRST_MASK_SECONDS = 0.1
+"""Longest time of a processor for the first mask, which is computed where the request is checked."""
 KEPT_GRAMMARS = 256
 MASK_THREADS = 8
 
@@ -90,6 +93,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer | None, model: ModelConfig) -> None:
         self._tokenizer, self._model = tokenizer, model
+        self._mask_words = -(-model.vocabulary_size // 32)
         self._lock = threading.Lock()
         self._library_tokenizer: Any = None
         self._kept: OrderedDict[Grammar, Any] = OrderedDict()  # matchers, or errors; the latest used last
@@ -123,7 +127,7 @@ class Grammars:
             self._keep(grammar, kept)
         if isinstance(kept, RequestError):
             raise RequestError(str(kept))
-        return Guide(self, grammar, kept.deep_copy(), -(-self._model.vocabulary_size // 32))
+        return Guide(self, grammar, kept.deep_copy(), self._mask_words)
 
     def refuse(self, grammar: Grammar, error: RequestError) -> None:
         """Raise ``error`` for later requests with this grammar."""
@@ -161,8 +165,17 @@ class Grammars:
             matcher = matcher_class(self._tokenizer_of(llguidance), text, log_level=0, limits=limits)
         except (ValueError, RecursionError) as error:
             return RequestError(f"the grammar of kind {grammar.kind} cannot be read: {_one_line(str(error))}")
+        mask = np.zeros(self._mask_words, dtype=np.int32)
+        began = time.thread_time()
+        if not matcher.is_error():
+            matcher.deep_copy().unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
             return RequestError(f"the grammar of kind {grammar.kind} is refused: {_one_line(matcher.get_error())}")
+        if time.thread_time() - began > FIRST_MASK_SECONDS:
+            return RequestError(
+                f"the grammar of kind {grammar.kind} is too complex: its first mask took over {FIRST_MASK_SECONDS:g} s "
+                "of a processor; simplify it"
+            )
         return matcher
 
     def _tokenizer_of(self, llguidance: Any) -> Any:
