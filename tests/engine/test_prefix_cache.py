@@ -365,3 +365,37 @@ def test_a_shared_page_counts_once_until_its_last_reader_ends() -> None:
             assert forecast._peaks.max() == drawn.peak(old + 1)
         fitted, refused = fitted + fits, refused + (not fits)
     assert min(fitted, refused) > 30
+
+
+def keys_of(tokens: list[int], page_size: int, salt: str = "") -> list[bytes]:
+    keys: list[bytes] = []
+    extend_keys(keys, tokens, page_size, salt)
+    return keys
+
+
+def test_pages_that_are_found_without_a_reader_are_not_free_twice() -> None:
+    """Two idle pages are all that is free; a prompt of three pages that begins with them has to wait."""
+    scheduler = Scheduler(
+        max_batched_tokens=32, max_sequences=4, page_size=4, num_pages=6, max_length=64, prefix_cache=True
+    )
+    prompt = list(range(9))
+    scheduler.add(0, 8, 1, keys_of(prompt[:8], 4))
+    scheduler.plan()
+    scheduler.prefixes.keep(0)
+    for request_id, prompt_tokens, max_tokens, keys in ((1, 5, 4, []), (2, 5, 4, []), (3, 9, 2, keys_of(prompt, 4))):
+        scheduler.add(request_id, prompt_tokens, max_tokens, keys)
+    assert scheduler.plan().request_id.tolist() == [1, 2]
+    assert scheduler.free_pages == 2
+    plans = [scheduler.plan() for _ in range(4)]
+    assert (plans[3].request_id.tolist(), plans[3].start.tolist(), plans[3].count.tolist()) == ([3], [8], [1])
+
+
+def test_keys_depend_on_salt_beginning_and_order() -> None:
+    keys = keys_of([1, 2, 3, 4, 5], 2)
+    assert len(keys) == 2
+    assert keys_of([1, 2, 3, 4], 2) == keys
+    assert not set(keys) & set(keys_of([1, 2, 3, 4], 2, "a"))
+    assert keys_of([2, 1, 3, 4], 2)[1] != keys[1]
+    longer = list(keys)
+    extend_keys(longer, [5, 6], 2, "")
+    assert longer == keys_of([1, 2, 3, 4, 5, 6], 2)

@@ -264,7 +264,7 @@ class Scheduler:
         start[:decodes] = computed[:decodes]
         if partial:
             start[decodes] = self._partial_computed
-        if self.prefixes is not None:
+        if self.prefixes is not None and running > decodes + partial:
             start[decodes + partial :] = self._found_pages.take(slot[decodes + partial :]) * self._page_size
         count = num_tokens - start
         excess = decodes + sum(count[decodes:].tolist()) - budget
@@ -437,7 +437,7 @@ class Scheduler:
         page_index = np.concatenate(
             [computed[full] // self._page_size, *[self._page_indices[:count] for count in pages]]
         )
-        if self.prefixes is None:
+        if self.prefixes is None or first_admitted == self.running:
             page = self._pages.allocate(len(page_slot))
             self.page_table[page_slot, page_index] = page
         else:  # those just admitted have theirs
