@@ -220,6 +220,8 @@ class Hub:
         entries = self._entries
         latencies = self.metrics.histograms["inter_token_latency_seconds"]
         of_step_before = 0  # tokens whose answer got the one before in the last step: nearly all
+        served: dict[str, int] = {}  # tokens by tenant
+        tenants: dict[str, Tenant] = {}
         for event in step.events:
             entry = entries[event.request_id]
             count = len(event.token_ids)
@@ -232,14 +234,20 @@ class Hub:
                     self._started(entry, event, ended)
                 entry.last = ended
                 entry.generated += count
-                self.metrics.tenant(entry.tenant.name).generation_tokens += count
-                self._queue.served(entry.tenant, count)
+                name = entry.tenant.name
+                if name in served:
+                    served[name] += count
+                else:
+                    served[name], tenants[name] = count, entry.tenant
             link = entry.link
             if event.finish_reason is not None:
                 self._ended(entry, event, ended)
             if link is not None:
                 link.collect(entry.client_id, event)
         latencies.observe(ended - before, of_step_before)
+        for name, tokens in served.items():
+            self.metrics.tenant(name).generation_tokens += tokens
+            self._queue.served(tenants[name], tokens)
         for link in self._links:
             link.end_step()
         computed = self._engine.state().processed_tokens
