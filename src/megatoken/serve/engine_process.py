@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.config import ModelConfig, model_folder
+from megatoken.engine.request import Request, check_options
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, ExitCode, MegatokenError
 from megatoken.serve.child import Control, read_settings, run_loop
@@ -34,6 +35,7 @@ class _Opened:
     close: Callable[[], None]
     model: ServedModel
     sizes: EngineSizes
+    check: Callable[[Request], object]
 
 
 def _open_real(options: ServeConfig, hub: Hub) -> _Opened:
@@ -54,7 +56,7 @@ def _open_real(options: ServeConfig, hub: Hub) -> _Opened:
         thread.close()
         engine.close()  # ends the processes of other ranks
 
-    return _Opened(thread, close, model, sizes)
+    return _Opened(thread, close, model, sizes, engine.check)
 
 
 def _open_mock(options: ServeConfig, hub: Hub) -> _Opened:
@@ -68,9 +70,8 @@ def _open_mock(options: ServeConfig, hub: Hub) -> _Opened:
         vocabulary = plain or vocabulary
     engine = MockEngine(shape, vocabulary, options.tokens_per_second, hub.take_step, MOCK_SEQUENCES)
     cache_tokens = MOCK_SEQUENCES * shape.max_positions
-    return _Opened(
-        engine, engine.close, model, EngineSizes(MOCK_SEQUENCES, cache_tokens, cache_tokens, MOCK_PAGE_TOKENS)
-    )
+    sizes = EngineSizes(MOCK_SEQUENCES, cache_tokens, cache_tokens, MOCK_PAGE_TOKENS)
+    return _Opened(engine, engine.close, model, sizes, check_options)
 
 
 def _is_word(tokenizer: Tokenizer, token_id: int) -> bool:
@@ -105,7 +106,7 @@ async def _serve(settings: EngineProcessSettings, control: Control) -> None:
         _leave(control, str(error), error.exit_code)
     except Exception as error:
         _leave(control, fault("the engine cannot be started", error), ExitCode.ERROR)
-    hub.start(opened.engine, opened.model, opened.sizes)
+    hub.start(opened.engine, opened.model, opened.sizes, opened.check)
     control.send({"ready": True, "model": opened.model.name})
     stopping = loop.create_task(control.wait_for_stop())
     await asyncio.wait((stopping, failed), return_when=asyncio.FIRST_COMPLETED)

@@ -108,12 +108,15 @@ class Hub:
         self._last_step = time.monotonic()
         self._computed_tokens = 0
         self._failed = False
+        self._compiling: set[asyncio.Task[None]] = set()
 
     # life
 
-    def start(self, engine: SharedEngine, model: ServedModel, sizes: EngineSizes) -> None:
-        """Take requests from now on."""
-        self._engine, self._sizes = engine, sizes
+    def start(
+        self, engine: SharedEngine, model: ServedModel, sizes: EngineSizes, check: Callable[[Request], object]
+    ) -> None:
+        """Take requests from now on; ``check``, called on any thread, keeps what it has compiled of a grammar."""
+        self._engine, self._sizes, self._check_request = engine, sizes, check
         self._queue: FairQueue[_Entry] = FairQueue(
             max_queued=self._max_queued,
             max_running=sizes.max_sequences,
@@ -172,12 +175,35 @@ class Hub:
         if not self._health.serves:
             self._end_with(entry, MegatokenError(self._message))
             return
+        if request.grammar is None:
+            self._queue_entry(entry)
+        else:
+            task = self._loop.create_task(self._compile(entry))
+            self._compiling.add(task)
+            task.add_done_callback(self._compiling.discard)
+
+    async def _compile(self, entry: _Entry) -> None:
+        """Compile the grammar of a request on a thread of its own, then queue the request."""
+        try:
+            await asyncio.to_thread(self._check_request, entry.request)
+        except MegatokenError as error:
+            self.metrics.tenant(entry.tenant.name).refused += 1
+            self._end_with(entry, error)
+            return
+        if entry.link is None:  # the client has left
+            return
+        if self._health.serves:
+            self._queue_entry(entry)
+        else:
+            self._end_with(entry, MegatokenError(self._message))
+
+    def _queue_entry(self, entry: _Entry) -> None:
         try:
             if not entry.prompt_tokens:
                 raise RequestError("the prompt is empty; give at least one token")
-            self._queue.add(tenant, entry, entry.prompt_tokens, request.max_tokens, time.monotonic())
+            self._queue.add(entry.tenant, entry, entry.prompt_tokens, entry.request.max_tokens, time.monotonic())
         except MegatokenError as error:
-            self.metrics.tenant(tenant.name).refused += 1
+            self.metrics.tenant(entry.tenant.name).refused += 1
             self._end_with(entry, error)
             return
         self._pump()
