@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, processors
 
 from megatoken.engine import Engine, EngineConfig, Request
-from megatoken.engine.tokenizer import Tokenizer
+from megatoken.engine.tokenizer import LONG_TEXT, Tokenizer
 from megatoken.errors import CheckpointError, RequestError
 
 
@@ -49,6 +51,26 @@ def test_text_that_is_not_unicode_or_has_no_tokens(tokenizers: dict[str, Tokeniz
     words.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(RequestError, match="cannot be encoded"):
         Tokenizer(tmp_path / "tokenizer.json").encode("three")
+    with pytest.raises(RequestError, match="cannot be encoded"):
+        Tokenizer(tmp_path / "tokenizer.json").encode("three" * LONG_TEXT)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    tokenizer = Tokenizer(Path(__file__).parents[2] / "src/megatoken/data/reference_model/tokenizer.json")
+    encoding = threading.Thread(target=tokenizer.encode, args=("a word, and 123 more\n" * 20_000,))
+    turns = 0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 20  # with the interpreter's lock held it is one or two
+
+
+def test_long_texts_have_the_same_ids(tokenizers: dict[str, Tokenizer]) -> None:
+    text = "the dog é 12\n" * (LONG_TEXT // 8)
+    for tokenizer in tokenizers.values():
+        expected = FastTokenizer.from_file(str(tokenizer.file)).encode(text).ids
+        assert tokenizer.encode(text) == expected
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megatoken.engine.request import FinishReason, Request, TokenEvent
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import CapacityError, MegatokenError
 from megatoken.serve import frames
-from megatoken.serve.answer import Prompt
+from megatoken.serve.answer import Answer, FullAnswer, Prompt
 from megatoken.serve.api_settings import ApiSettings, ToolFormat
 from megatoken.serve.chat import Chat, ChatStream
 from megatoken.serve.context import ApiContext
@@ -25,6 +25,7 @@ from megatoken.serve.exchange import Exchange, HttpRequest
 from megatoken.serve.logprobs import TokenNames
 from megatoken.serve.messages import Busy, ServedModel
 from megatoken.serve.request_errors import ApiError
+from megatoken.serve.responses import ResponseStream, whole_response
 from megatoken.serve.schema_chat import ChatBody
 from megatoken.serve.tenants import Tenant
 from megatoken.serve.tool_calls import CallParser, call_parser
@@ -81,7 +82,7 @@ class Connection:
 class Started:
     """A stream that has begun."""
 
-    answer: ChatStream
+    answer: Answer
     engine: Engine
     exchange: Exchange
     connection: Connection
@@ -98,7 +99,16 @@ class Started:
         return int(self.connection.data.split(b" ")[1])
 
 
-def start(places: int = 8, make_parser: Callable[[], CallParser] | None = None, **fields: Any) -> Started:
+Made = Callable[[Exchange, ApiContext, Chat], Answer]
+
+
+def chat_stream(exchange: Exchange, api: ApiContext, chat: Chat) -> Answer:
+    return ChatStream(exchange, api, chat, {"id": "chatcmpl-id", "model": "m"})
+
+
+def start(
+    places: int = 8, make_parser: Callable[[], CallParser] | None = None, made: Made = chat_stream, **fields: Any
+) -> Started:
     body = ChatBody.model_validate({"messages": [{"role": "user", "content": "?"}], "stream": True, **fields})
     engine, connection = Engine(places=places), Connection()
     request = HttpRequest("POST", "/v1/chat/completions", "", {}, b"", "id", 0, http_1_0=True)
@@ -106,7 +116,7 @@ def start(places: int = 8, make_parser: Callable[[], CallParser] | None = None, 
     model = ServedModel("m", 2048, 3072, (2,), REFERENCE_MODEL, 0)
     api = ApiContext.open(cast(EngineClient, engine), model, TOKENIZER, ApiSettings(), lambda line: None)
     chat = Chat(body, Prompt([1]), [Request([1])] * body.n, make_parser, TokenNames(TOKENIZER, as_ids=False))
-    answer = ChatStream(exchange, api, chat, {"id": "chatcmpl-id", "model": "m"})
+    answer = made(exchange, api, chat)
     answer.choices = chat.choices(answer, api)
     answer.begin()
     return Started(answer, engine, exchange, connection)
@@ -163,6 +173,47 @@ def test_calls_in_a_stream() -> None:
     assert calls[0]["function"] == {"name": "add", "arguments": ""}
     assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls" and done == "[DONE]"
+
+
+def test_items_of_a_response_are_distinct_and_the_same_in_a_stream() -> None:
+    head = {"id": "resp_1"}
+    text = 'One. <tool_call>{"name": "add", "arguments": {}}</tool_call> Two. <tool_call>{"name": "add", "arguments": {'
+    outputs = []
+    for made in (
+        lambda exchange, api, chat: FullAnswer(
+            exchange, api.client, [chat.prompt], lambda full: whole_response(full, head, chat)
+        ),
+        lambda exchange, api, chat: ResponseStream(exchange, api, chat, head),
+    ):
+        begun = start(make_parser=lambda: call_parser(ToolFormat.HERMES, {"add"}), made=made)
+        for at in range(0, len(text), 7):
+            begun.engine.send(0, text[at : at + 7])
+        begun.engine.send(0, "", FinishReason.LENGTH)
+        body = begun.connection.data.partition(b"\r\n\r\n")[2]
+        response = json.loads(body) if body.startswith(b"{") else begun.events()[-1]["response"]
+        output = response["output"]
+        assert len({item["id"] for item in output}) == 4
+        assert [item["status"] for item in output] == ["completed"] * 3 + ["incomplete"]
+        outputs.append([(item["type"], item.get("arguments", item.get("content"))) for item in output])
+    assert outputs[0] == outputs[1]
+    assert [kind for kind, _ in outputs[0]] == ["message", "function_call"] * 2
+
+
+def test_usage_is_that_of_all_choices() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = start(n=2, stream_options=options)
+    for sent in (0, 1, 1):
+        stream.engine.send(sent, "a", cached_tokens=1 if sent == 0 else 0)
+    assert stream.events()[-1]["usage"]["completion_tokens"] == 3
+    stream.engine.send(0, "b", FinishReason.STOP)
+    stream.engine.send(1, "c", FinishReason.STOP, cached_tokens=1)
+    *_, last, _ = stream.events()
+    assert last["usage"] == {
+        "prompt_tokens": 1,
+        "completion_tokens": 5,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
 
 
 def test_a_fault_of_ours_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:

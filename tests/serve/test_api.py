@@ -142,6 +142,7 @@ def test_tokenize_and_detokenize(server: Served) -> None:
     assert "more than the 131,072 that can ever fit" in server.post("/tokenize", {"prompt": long * 2}).error["message"]
     reply = chat(server, messages=[{"role": "user", "content": long}, {"role": "user", "content": long}])
     assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+    assert server.post("/tokenize", {"prompt": long, "return_token_strs": True}).error["param"] == "return_token_strs"
     many = list(range(256, 512)) * 64
     assert server.post("/detokenize", {"tokens": many}).json()["prompt"] == tokenizer.decode(many, keep_special=True)
 
@@ -194,6 +195,13 @@ def test_echo_of_a_prompt_alone(server: Served) -> None:
     assert reply["choices"][0]["text"] == TEXT["prompt"] and reply["choices"][0]["finish_reason"] == "length"
     events = text(server, echo=True, max_tokens=0, stream=True).events()
     assert "".join(event["choices"][0]["text"] for event in events) == TEXT["prompt"]
+    details = {"echo": True, "max_tokens": 0, "return_token_ids": True, "n": 2}
+    reply = text(server, **details).json()
+    assert [choice["token_ids"] for choice in reply["choices"]] == [[], []]
+    usage = reply["usage"]
+    assert usage["completion_tokens"] == 0 and usage["total_tokens"] == usage["prompt_tokens"] > 0
+    *events, last = text(server, **details, stream=True, stream_options={"include_usage": True}).events()
+    assert [event["choices"][0]["token_ids"] for event in events] == [[], []] and last["usage"] == usage
 
 
 def test_endings(server: Served) -> None:
@@ -268,5 +276,6 @@ def test_a_named_shape_has_neither_tokenizer_nor_template() -> None:
         choice = server.post("/v1/completions", body).json()["choices"][0]
         assert choice["text"] == "".join(f"{one} " for one in choice["token_ids"]) and len(choice["token_ids"]) == 4
         assert "has no tokenizer" in server.post("/v1/completions", {"prompt": "text"}).error["message"]
+        assert server.post("/v1/completions", {**body, "stop": "5"}).error["param"] == "stop"
         reply = server.post("/v1/chat/completions", CHAT)
         assert reply.status == 400 and "start the server with --chat-template FILE" in reply.error["message"]

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megatoken.errors import CheckpointError, UsageError
-from megatoken.serve.chat_template import DEADLINE_SECONDS, ModelTemplates, TemplateRenderer
+from megatoken.serve.chat_template import DEADLINE_SECONDS, MOST_WAITING, ModelTemplates, TemplateRenderer
 from megatoken.serve.request_errors import ApiError
 
 # Templates in the styles that checkpoints bring, written for this test.
@@ -252,6 +252,42 @@ def test_no_way_to_continue_a_message_that_is_left_out(tmp_path: Path) -> None:
 
 def test_a_chat_that_the_process_has_no_memory_for(tmp_path: Path) -> None:
     many = {"messages": [{"role": "user", "content": ""}] * 10, "deep": [[{}] * 10] * 400_000}
-    first, after = rendered(write_model(tmp_path, CHATML), ("default", many), ("default", CHAT))
+    templates = write_model(tmp_path, CHATML)
+    first, after = rendered(templates, ("default", many), ("default", CHAT), max_length=1 << 20)
     assert isinstance(first, ApiError) and first.status == 400
     assert str(after).startswith("<|im_start|>user\nhello")
+
+
+def test_the_whole_chat_is_bounded(tmp_path: Path) -> None:
+    large = [{**CHAT, "tools": [{"text": "x" * 70_000}]}, {**CHAT, "deep": [[]] * 40_000}]
+    *errors, after = rendered(
+        write_model(tmp_path, CHATML), *(("default", chat) for chat in (*large, CHAT)), max_length=1024
+    )
+    for error in errors:
+        assert (error.status, error.code) == (400, "context_length_exceeded")
+        assert "more than the 65,536 characters that can ever fit" in str(error)
+    assert str(after).startswith("<|im_start|>user\nhello")
+
+
+def test_chats_wait_in_a_bounded_queue_and_only_for_clients_that_stay(tmp_path: Path) -> None:
+    templates = write_model(tmp_path, CHATML)
+    slow = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+    async def wait() -> None:
+        renderer = TemplateRenderer(templates, 4096)
+        await renderer.render("default", CHAT)
+        hanging = [asyncio.ensure_future(renderer.render(slow, CHAT)) for _ in range(MOST_WAITING + 1)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="send the request again") as refused:
+            await renderer.render("default", CHAT)
+        assert (refused.value.status, refused.value.retry_after) == (429, 1)
+        for one in hanging[1:]:
+            one.cancel()
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        assert (await renderer.render("default", CHAT)).startswith("<|im_start|>user\nhello")
+        assert time.monotonic() - began < 20 * DEADLINE_SECONDS  # of the 65 seconds that all would have taken
+        await asyncio.gather(*hanging, return_exceptions=True)
+        await renderer.close()
+
+    asyncio.run(wait())

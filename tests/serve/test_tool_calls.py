@@ -10,8 +10,16 @@ import pytest
 from hypothesis import example, given, settings
 
 from megatoken.serve.api_settings import ToolFormat
-from megatoken.serve.chat import gather_calls
-from megatoken.serve.tool_calls import CallParser, CallStart, NamedParser, call_parser, forced_parser, forced_schema
+from megatoken.serve.tool_calls import (
+    Call,
+    CallParser,
+    CallStart,
+    NamedParser,
+    call_parser,
+    forced_parser,
+    forced_schema,
+    whole_parts,
+)
 from megatoken.serve.tool_calls import format_of as format_of_templates
 
 NAMES = frozenset({"weather", "add"})
@@ -32,9 +40,11 @@ def parsed(make: Callable[[], CallParser], pieces: list[str]) -> Result:
     assert [piece.index for piece in found if isinstance(piece, CallStart)] == list(
         range(sum(isinstance(piece, CallStart) for piece in found))
     )
-    text, calls = gather_calls(found)
-    assert all(call["id"].startswith("call_") for call in calls)
-    return text, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    parts = whole_parts(found)
+    calls = [part for part in parts if isinstance(part, Call)]
+    assert all(call.call_id.startswith("call_") for call in calls)
+    text = "".join(part for part in parts if isinstance(part, str))
+    return text, [(call.name, call.arguments) for call in calls]
 
 
 TRICKY = '{"city": "Zürich } ] \\" \\\\", "deep": [{"a": {"b": []}}], "tag": "</tool_call>"}'
@@ -52,6 +62,14 @@ CASES: list[tuple[Callable[[], CallParser], str, Result]] = [
     (hermes, '<tool_call>{"no": "name"}</tool_call>', ('<tool_call>{"no": "name"}</tool_call>', [])),
     (hermes, '<tool_call>{"name": "add", "arguments": {"a": [1, 2', ("", [("add", '{"a": [1, 2')])),
     (hermes, '<tool_call>{"name": "ad', ('<tool_call>{"name": "ad', [])),
+    (
+        hermes,
+        '<tool_call>{"name": "unknown", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "add", "arguments": {}}',
+        ('<tool_call>{"name": "unknown", "arguments": {"a": 1}}</tool_call>', [("add", "{}")]),
+    ),
+    (hermes, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", [("add", '{"a": 1}')])),
+    (hermes, '<tool_call>{"name": "add", "arguments": "a"}</tool_call>', ("", [("add", '"a"')])),
+    (llama3, '{"name": "add", "parameters": "{\\"a\\": 1}"}', ("", [("add", '{"a": 1}')])),
     (llama3, '{"name": "weather", "parameters": {"city": "Rome"}}', ("", [("weather", '{"city": "Rome"}')])),
     (llama3, '\n<|python_tag|>{"name": "add", "parameters": {}}', ("", [("add", "{}")])),
     (
@@ -115,6 +133,13 @@ def test_calls_are_found_however_the_text_is_cut(
 @pytest.mark.parametrize("make", [hermes, llama3, forced_parser])
 def test_no_text_is_too_odd(make: Callable[[], CallParser], text: str) -> None:
     assert parsed(make, list(text)) == parsed(make, [text])
+
+
+def test_texts_and_calls_keep_their_order() -> None:
+    parser = hermes()
+    found = parser.add('one <tool_call>{"name": "add", "arguments": {}}</tool_call> two <tool_call>{"name": "add"}')
+    parts = [part if isinstance(part, str) else part.name for part in whole_parts([*found, *parser.end()])]
+    assert parts == ["one ", "add", "two ", "add"]
 
 
 def test_arguments_are_reported_as_they_arrive() -> None:

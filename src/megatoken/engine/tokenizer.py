@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,10 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from megatoken.engine.token_texts import TokenTexts, token_texts
 from megatoken.errors import CheckpointError, RequestError
+
+LONG_TEXT = 4096  # characters; encoding takes milliseconds from there on
+# One text is encoded at a time, so the library's threads bring nothing, and it warns of them at every fork.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
@@ -34,6 +39,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of ``text``; with ``add_special`` also the special tokens that the tokenizer itself puts around it.
 
+        Other threads run while a text of ``LONG_TEXT`` characters or more is encoded.
+
         Raises:
             RequestError: ``text`` is not Unicode text (lone surrogates), or holds what the tokenizer has no token for.
         """
@@ -44,7 +51,11 @@ class Tokenizer:
                 f"the prompt is not Unicode text: character {error.start + 1} is half of a surrogate pair; remove it"
             ) from error
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
+            if len(text) < LONG_TEXT:
+                return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
+            # Of the library's methods only those for batches release the interpreter's lock.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
+            return list(encoding.ids)
         except Exception as error:  # as in __init__
             raise RequestError(f"the prompt cannot be encoded: {_one_line(error)}; change the text") from error
 

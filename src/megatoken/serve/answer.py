@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from typing import Any
 
 from megatoken.engine.request import FinishReason, Request, TokenEvent, TokenLogprobs
@@ -60,8 +62,6 @@ class Choice:
     """One of the answers to a prompt: the sink of one engine request.
 
     Attributes:
-        tokens: generated so far.
-        cached_tokens: of the prompt, taken from the prefix cache.
         write_text: set by a stream to take pieces of text, in place of ``Answer.add``, between the first event and the
             last.
     """
@@ -71,12 +71,10 @@ class Choice:
         "_can_stop",
         "_ending",
         "_text",
-        "cached_tokens",
         "ended",
         "index",
         "request",
         "request_id",
-        "tokens",
         "write_text",
     )
 
@@ -94,8 +92,6 @@ class Choice:
         self.index = index
         self.request = request
         self.request_id: int | None = None
-        self.tokens = 0
-        self.cached_tokens = 0
         self.ended = False
         self.write_text: Callable[[str], None] | None = None
 
@@ -106,7 +102,7 @@ class Choice:
                 self._take(event)
                 return
             token_ids = event.token_ids
-            self.tokens += len(token_ids)
+            self._answer.completion_tokens += len(token_ids)
             text = self._text.add(token_ids)
             if self._can_stop and self._text.stopped is not None:
                 self._end(Delta(text, token_ids))
@@ -123,8 +119,7 @@ class Choice:
             self.ended = True
             self._answer.fail(as_api_error(event.error or MegatokenError("the engine cancelled this request")))
             return
-        self.cached_tokens = self.cached_tokens or event.cached_tokens
-        self.tokens += len(event.token_ids)
+        self._answer.count(self, event)
         shown, stop_id = event.token_ids, None
         if event.finish_reason is FinishReason.STOP and shown:
             stop_id = shown[-1] if shown[-1] in self._ending.stop_token_ids else None
@@ -159,13 +154,23 @@ class Prompt:
 
 @dataclass
 class Answer(ABC):
-    """The answer to one HTTP request: one choice or several, all of which must succeed."""
+    """The answer to one HTTP request: one choice or several, all of which must succeed.
+
+    Attributes:
+        completion_tokens: generated so far, for all choices.
+        cached_tokens: of the prompts, taken from the prefix cache by the first choice of each.
+    """
 
     exchange: Exchange
     client: EngineClient
     prompts: list[Prompt]
     choices: list[Choice] = field(default_factory=list)
     failed: bool = False
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._prompt_tokens = sum(len(one.token_ids) for one in self.prompts)
 
     @abstractmethod
     def add(self, choice: Choice, delta: Delta) -> None:
@@ -193,6 +198,13 @@ class Answer(ABC):
             except Refused as error:
                 self.cancel()
                 raise ApiError(str(error), error.status, retry_after=error.retry_after_seconds) from None
+
+    def end_without_tokens(self) -> None:
+        """Complete the answer without the engine, which makes at least one token."""
+        for choice in self.choices:
+            choice.ended = True
+            self.add(choice, Delta("", finish_reason="length"))
+        self.choice_ended()
 
     def cancel(self) -> None:
         """End every choice in the engine."""
@@ -223,19 +235,32 @@ class Answer(ABC):
 
     def usage(self) -> dict[str, Any]:
         """Tokens of the prompts and answers so far."""
-        prompt = sum(len(one.token_ids) for one in self.prompts)
-        completion = sum(choice.tokens for choice in self.choices)
-        per_prompt = len(self.choices) // len(self.prompts)
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in self.choices[::per_prompt])},
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self._prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+    def count(self, choice: Choice, event: TokenEvent) -> None:
+        """Add an event's tokens to the usage."""
+        self.completion_tokens += len(event.token_ids)
+        if event.cached_tokens and choice.index % (len(self.choices) // len(self.prompts)) == 0:
+            self.cached_tokens += event.cached_tokens
 
     def _note_tokens(self) -> None:
         usage = self.usage()
         self.exchange.notes |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+
+
+@dataclass(slots=True)
+class _Collected:
+    """What has come of a choice, with few bytes for each token."""
+
+    text: StringIO = field(default_factory=StringIO)
+    token_ids: array[int] = field(default_factory=lambda: array("q"))
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    last: Delta = field(default_factory=lambda: Delta(""))
 
 
 class FullAnswer(Answer):
@@ -247,21 +272,25 @@ class FullAnswer(Answer):
         """``render`` makes the body when all choices have ended."""
         super().__init__(exchange, client, prompts)
         self._render = render
-        self.deltas: dict[int, list[Delta]] = {}
+        self._collected: dict[int, _Collected] = {}
 
     def add(self, choice: Choice, delta: Delta) -> None:
         """Keep it."""
-        self.deltas.setdefault(choice.index, []).append(delta)
+        collected = self._collected.setdefault(choice.index, _Collected())
+        collected.text.write(delta.text)
+        collected.token_ids.extend(delta.token_ids)
+        collected.logprobs.extend(delta.logprobs)
+        collected.last = delta
 
     def whole(self, choice: Choice) -> Delta:
         """All of a choice in one."""
-        deltas = self.deltas[choice.index]
+        collected = self._collected[choice.index]
         return Delta(
-            "".join(one.text for one in deltas),
-            tuple(token_id for one in deltas for token_id in one.token_ids),
-            tuple(entry for one in deltas for entry in one.logprobs),
-            deltas[-1].finish_reason,
-            deltas[-1].stop_reason,
+            collected.text.getvalue(),
+            tuple(collected.token_ids),
+            tuple(collected.logprobs),
+            collected.last.finish_reason,
+            collected.last.stop_reason,
         )
 
     def complete(self) -> None:

@@ -19,6 +19,7 @@ from megatoken.serve.request_errors import ApiError
 from megatoken.serve.schema_chat import ChatBody, NamedTool, Tool
 from megatoken.serve.schema_common import StreamOptions, parse_body, schema_grammar
 from megatoken.serve.tool_calls import (
+    Call,
     CallArguments,
     CallParser,
     CallStart,
@@ -27,6 +28,7 @@ from megatoken.serve.tool_calls import (
     call_parser,
     forced_parser,
     forced_schema,
+    whole_parts,
 )
 
 
@@ -48,6 +50,13 @@ class Chat:
         """Where the events of the requests go."""
         end = ending(self.body)
         return [Choice(answer, at, one, end, api.tokenizer) for at, one in enumerate(self.requests)]
+
+    def parts(self, text: str) -> list[str | Call]:
+        """Text and calls of a whole answer, in their order."""
+        if self.make_parser is None:
+            return [text] if text else []
+        parser = self.make_parser()
+        return whole_parts([*parser.add(text), *parser.end()])
 
 
 async def prepare_chat(api: ApiContext, exchange: Exchange, body: ChatBody) -> Chat:
@@ -164,12 +173,11 @@ def _completion(answer: FullAnswer, head: Mapping[str, Any], chat: Chat) -> dict
     body, choices = chat.body, []
     for choice in answer.choices:
         whole = answer.whole(choice)
-        message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
-        calls: list[dict[str, Any]] = []
-        if chat.make_parser is not None:
-            parser = chat.make_parser()
-            content, calls = gather_calls([*parser.add(whole.text), *parser.end()])
-            message["content"] = content or None
+        parts = chat.parts(whole.text)
+        text = "".join(part for part in parts if isinstance(part, str))
+        calls = [_call(part) for part in parts if isinstance(part, Call)]
+        content = text if text or chat.make_parser is None else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message["tool_calls"] = calls
         entry: dict[str, Any] = {
@@ -188,18 +196,8 @@ def _completion(answer: FullAnswer, head: Mapping[str, Any], chat: Chat) -> dict
     return completion
 
 
-def gather_calls(pieces: list[Piece]) -> tuple[str, list[dict[str, Any]]]:
-    """Text, and whole calls as a message has them."""
-    text = ""
-    calls: list[dict[str, Any]] = []
-    for piece in pieces:
-        if isinstance(piece, str):
-            text += piece
-        elif isinstance(piece, CallStart):
-            calls.append({"id": piece.call_id, "type": "function", "function": {"name": piece.name, "arguments": ""}})
-        else:
-            calls[-1]["function"]["arguments"] += piece.text
-    return text, calls
+def _call(call: Call) -> dict[str, Any]:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class ChatStream(StreamedAnswer):

@@ -7,18 +7,22 @@ import json
 import re
 import sys
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from megatoken.errors import CheckpointError, UsageError
+from megatoken.serve.json_pipe import framed, receive_message
 from megatoken.serve.request_errors import ApiError
 
 DEADLINE_SECONDS = 1.0
 START_SECONDS = 60.0
-_LENGTH_BYTES = 4
+MOST_WAITING = 64  # chats; more are refused
 _LARGEST_PROMPT_PER_TOKEN = 64  # characters; text that is longer for each token that fits is not a prompt
 _SMALLEST_LIMIT = 1 << 16
+_PIECES_OF_JSON = 1024  # made at a time, so that a large chat does not hold up the streams
 _MAIN = "from megatoken.serve.template_process import main; main()"
+_JSON = json.JSONEncoder()  # pure ASCII: texts may hold half surrogates
 DEFAULT = "default"
 TOOL_USE = "tool_use"
 
@@ -79,16 +83,18 @@ class ModelTemplates:
 class TemplateRenderer:
     """A process that renders chats, started at the first one, and killed when one takes too long.
 
-    Chats are rendered one after the other; the event loop never waits for one.
+    Chats are rendered one after the other; the event loop never waits for one. Those of clients that leave before their
+    turn are not rendered.
     """
 
     def __init__(self, templates: ModelTemplates, max_length: int) -> None:
         """``max_length``: tokens of the longest prompt; a text that can never fit is refused."""
-        largest = max(_SMALLEST_LIMIT, max_length * _LARGEST_PROMPT_PER_TOKEN)
-        settings = {"templates": templates.by_name, "tokens": templates.tokens, "largest_text": largest}
-        self._settings = _message(settings)
+        self._largest = max(_SMALLEST_LIMIT, max_length * _LARGEST_PROMPT_PER_TOKEN)
+        settings = {"templates": templates.by_name, "tokens": templates.tokens, "largest_text": self._largest}
+        self._settings = framed(json.dumps(settings))
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
+        self._waiting = 0  # chats whose turn has not come
 
     async def render(self, template: str, chat: dict[str, Any]) -> str:
         """The prompt of a chat.
@@ -98,27 +104,58 @@ class TemplateRenderer:
             chat: what the template sees.
 
         Raises:
-            ApiError: the template fails, or takes too long.
+            ApiError: the template fails, or takes too long; the chat is too large, or too many wait.
         """
-        rendering = asyncio.ensure_future(self._render(_message({"template": template, "chat": chat})))
-        rendering.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if self._waiting >= MOST_WAITING:
+            raise ApiError(
+                f"{MOST_WAITING} chats wait for the chat template; send the request again later",
+                HTTPStatus.TOO_MANY_REQUESTS,
+                retry_after=1,
+            )
+        self._waiting += 1
+        try:
+            job = framed(f'{{"template": {json.dumps(template)}, "chat": {await self._chat_json(chat)}}}')
+            await self._lock.acquire()
+        finally:
+            self._waiting -= 1
+        rendering = asyncio.ensure_future(self._render(job))
+        rendering.add_done_callback(self._rendered)
         return await asyncio.shield(rendering)  # if the client leaves, its answer is still taken off the pipe
 
+    def _rendered(self, done: asyncio.Future[str]) -> None:
+        """It is the next chat's turn, even if nobody waits for this one any more."""
+        self._lock.release()
+        if not done.cancelled():
+            done.exception()
+
+    async def _chat_json(self, chat: dict[str, Any]) -> str:
+        parts, size = [], 0
+        for count, part in enumerate(_JSON.iterencode(chat), 1):
+            parts.append(part)
+            size += len(part)
+            if size > self._largest:
+                raise ApiError(
+                    f"messages, tools and chat_template_kwargs have more than the {self._largest:,} characters that "
+                    "can ever fit",
+                    param="messages",
+                    code="context_length_exceeded",
+                )
+            if count % _PIECES_OF_JSON == 0:
+                await asyncio.sleep(0)
+        return "".join(parts)
+
     async def _render(self, job: bytes) -> str:
-        async with self._lock:
-            try:
-                process = await self._started()
-                answer = await asyncio.wait_for(_exchange(process, job), DEADLINE_SECONDS)
-            except TimeoutError:
-                await self.close()
-                raise ApiError(
-                    f"the chat template did not end within {DEADLINE_SECONDS:g} s; shorten the messages or fix it"
-                ) from None
-            except (asyncio.IncompleteReadError, ConnectionError):
-                await self.close()
-                raise ApiError(
-                    "the chat template ended its process, for want of memory or by a fault of its own"
-                ) from None
+        try:
+            process = await self._started()
+            answer = await asyncio.wait_for(_exchange(process, job), DEADLINE_SECONDS)
+        except TimeoutError:
+            await self.close()
+            raise ApiError(
+                f"the chat template did not end within {DEADLINE_SECONDS:g} s; shorten the messages or fix it"
+            ) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            await self.close()
+            raise ApiError("the chat template ended its process, for want of memory or by a fault of its own") from None
         if "error" in answer:
             raise ApiError(f"the chat template cannot render these messages: {answer['error']}", param="messages")
         return str(answer["text"])
@@ -161,13 +198,7 @@ class TemplateRenderer:
 async def _exchange(process: asyncio.subprocess.Process, job: bytes) -> Any:
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(job)
-    head = await process.stdout.readexactly(_LENGTH_BYTES)
-    return json.loads(await process.stdout.readexactly(int.from_bytes(head)))
-
-
-def _message(value: Any) -> bytes:
-    data = json.dumps(value).encode()
-    return len(data).to_bytes(_LENGTH_BYTES) + data
+    return await receive_message(process.stdout)
 
 
 def _configured(value: Any) -> dict[str, str]:

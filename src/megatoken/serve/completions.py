@@ -52,7 +52,10 @@ async def completions(api: ApiContext, exchange: Exchange) -> None:
     else:
         answer = FullAnswer(exchange, api.client, prompts, lambda full: _completion(full, head, body, names))
     answer.choices = [Choice(answer, at, one, ending(body), api.tokenizer) for at, one in enumerate(requests)]
-    answer.begin()
+    if body.max_tokens:
+        answer.begin()
+    else:
+        answer.end_without_tokens()
 
 
 async def _prompt(api: ApiContext, body: CompletionBody, prompt: str | list[int]) -> Prompt:
@@ -77,8 +80,6 @@ def _completion(answer: FullAnswer, head: Mapping[str, Any], body: CompletionBod
     for choice in answer.choices:
         prompt = answer.prompts[choice.index // body.n]
         whole = answer.whole(choice)
-        if body.max_tokens == 0:  # the engine makes at least one token
-            whole = Delta("", finish_reason="length")
         entry = {
             "index": choice.index,
             "text": prompt.text + whole.text,
@@ -120,8 +121,7 @@ class CompletionStream(StreamedAnswer):
         first = choice.index not in self._offsets
         offset = self._offsets.setdefault(choice.index, 0)
         prompt = self.prompts[choice.index // self._body.n]
-        text = "" if self._body.max_tokens == 0 else delta.text
-        text = prompt.text + text if first else text
+        text = prompt.text + delta.text if first else delta.text
         self._offsets[choice.index] += len(text)
         if text or first or self._detailed or delta.finish_reason is not None:
             chunk = self._chunk(choice, text)
@@ -135,7 +135,7 @@ class CompletionStream(StreamedAnswer):
             if self._continuous:
                 chunk["usage"] = self.usage()
             self.exchange.write(frames.event(chunk))
-        if first and not self._detailed and self._body.max_tokens:
+        if first and not self._detailed:
             template = frames.TextFrames(lambda piece: self._chunk(choice, piece))
             head, tail, write, escaped = template.head, template.tail, self.exchange.write, encode_basestring
             choice.write_text = lambda text: write(head + escaped(text).encode() + tail)

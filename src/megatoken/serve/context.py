@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from megatoken.engine.request import Request
-from megatoken.engine.tokenizer import Tokenizer
+from megatoken.engine.tokenizer import LONG_TEXT, Tokenizer
 from megatoken.errors import CheckpointError, MegatokenError, RequestError
 from megatoken.serve.answer import Ending, reply_error
 from megatoken.serve.api_settings import ApiSettings, ToolFormat
@@ -26,7 +27,7 @@ from megatoken.serve.request_errors import ApiError, as_api_error
 from megatoken.serve.schema_common import Body, GenerationFields, SamplingDefaults
 from megatoken.serve.tool_calls import format_of
 
-LONG_TEXT = 4096  # characters; longer ones are encoded in a thread, so that streams do not wait
+ENCODERS = 2  # threads that encode long texts; others wait, so that streams do not
 LONGEST_PROMPT = 64  # characters for each token of the model's context; a text that is longer can never fit
 MOST_UNKNOWN = 1000  # names of unknown fields that are remembered
 MOST_REQUESTS = 1024  # of one body: prompts times n
@@ -51,6 +52,7 @@ class ApiContext:
     tool_format: ToolFormat | None
     note: Callable[[str], None]
     _unknown: set[str] = field(default_factory=set)
+    _encoders: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(ENCODERS, "encode"))
 
     @classmethod
     def open(
@@ -129,7 +131,8 @@ class ApiContext:
         try:
             if len(text) < LONG_TEXT:
                 return tokenizer.encode(text, add_special=add_special)
-            return await asyncio.to_thread(tokenizer.encode, text, add_special=add_special)
+            encode = partial(tokenizer.encode, text, add_special=add_special)
+            return await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
         except RequestError as error:
             raise ApiError(str(error), param=param) from None
 
@@ -196,8 +199,10 @@ def engine_requests(
     """The engine's requests: ``n`` for each prompt, with seeds one after the other.
 
     Raises:
-        ApiError: there are too many, or ``logit_bias`` is wrong.
+        ApiError: there are too many, ``logit_bias`` is wrong, or ``stop`` cannot be found in token ids.
     """
+    if api.tokenizer is None and body.stops:
+        raise ApiError("stop: the model has no tokenizer; use stop_token_ids", param="stop")
     if len(prompts) * body.n > MOST_REQUESTS:
         raise ApiError(
             f"prompts times n is {len(prompts) * body.n:,}; at most {MOST_REQUESTS:,} are allowed", param="n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 from megatoken.engine.text_stream import TextStream
@@ -17,7 +18,7 @@ from megatoken.serve.request_errors import ApiError
 from megatoken.serve.schema_common import parse_body
 from megatoken.serve.schema_completions import DetokenizeBody, TokenizeBody
 
-PART_TOKENS = 4096  # decoded at a time, so that a long list does not hold up the streams
+PART_TOKENS = 4096  # handled at a time, so that a long list does not hold up the streams
 
 
 @api_route
@@ -54,11 +55,28 @@ async def tokenize(api: ApiContext, exchange: Exchange) -> None:
     else:
         add_special = True if body.add_special_tokens is None else body.add_special_tokens
         token_ids = await api.encode(body.prompt or "", add_special=add_special, param="prompt")
-    answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": api.model.max_length, "tokens": token_ids}
+    members = [
+        f'"count":{len(token_ids)},"max_model_len":{api.model.max_length}',
+        f'"tokens":{await _array(token_ids, lambda one: one)}',
+    ]
     if body.return_token_strs:
-        names = TokenNames(api.tokenizer, as_ids=False)
-        answer["token_strs"] = [names.text(one) for one in token_ids]
-    _reply(exchange, answer)
+        if len(token_ids) > api.model.max_length:
+            raise ApiError(
+                f"return_token_strs: the text has {len(token_ids):,} tokens, more than the model's context of "
+                f"{api.model.max_length:,}; leave it out",
+                param="return_token_strs",
+            )
+        members.append(f'"token_strs":{await _array(token_ids, TokenNames(api.tokenizer, as_ids=False).text)}')
+    exchange.reply(200, f"{{{','.join(members)}}}".encode())
+
+
+async def _array(token_ids: list[int], of: Callable[[int], int | str]) -> str:
+    """A JSON array of what ``of`` makes of each token, made in parts."""
+    parts = []
+    for start in range(0, len(token_ids), PART_TOKENS):
+        parts.append(frames.json_text([of(one) for one in token_ids[start : start + PART_TOKENS]])[1:-1])
+        await asyncio.sleep(0)
+    return f"[{','.join(parts)}]"
 
 
 @api_route

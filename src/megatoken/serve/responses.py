@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from megatoken.serve import frames
 from megatoken.serve.answer import Answer, Choice, Delta, FullAnswer, StreamedAnswer
-from megatoken.serve.chat import Chat, gather_calls, prepare_chat
+from megatoken.serve.chat import Chat, prepare_chat
 from megatoken.serve.context import ApiContext, api_route
 from megatoken.serve.exchange import Exchange
 from megatoken.serve.request_errors import ApiError, field_error
@@ -42,7 +42,7 @@ async def responses(api: ApiContext, exchange: Exchange) -> None:
     if body.stream:
         answer = ResponseStream(exchange, api, chat, head)
     else:
-        answer = FullAnswer(exchange, api.client, [chat.prompt], lambda full: _response(full, head, chat))
+        answer = FullAnswer(exchange, api.client, [chat.prompt], lambda full: whole_response(full, head, chat))
     answer.choices = chat.choices(answer, api)
     answer.begin()
 
@@ -123,12 +123,12 @@ def _response_head(api: ApiContext, exchange: Exchange, body: ResponsesBody) -> 
 
 
 def _ended(head: dict[str, Any], reason: str | None, output: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
-    cut = reason == "length"
+    status = _status(reason)
     usage = answer.usage()
     return {
         **head,
-        "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "status": status,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "output": output,
         "usage": {
             "input_tokens": usage["prompt_tokens"],
@@ -140,7 +140,8 @@ def _ended(head: dict[str, Any], reason: str | None, output: list[dict[str, Any]
     }
 
 
-def _message_item(item_id: str, text: str, status: str) -> dict[str, Any]:
+def _message_item(head: dict[str, Any], place: int, text: str, status: str) -> dict[str, Any]:
+    item_id = f"{head['id'].replace('resp_', 'msg_')}_{place}"
     return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": [_part(text)]}
 
 
@@ -159,18 +160,22 @@ def _call_item(call_id: str, name: str, arguments: str, status: str) -> dict[str
     }
 
 
-def _response(answer: FullAnswer, head: dict[str, Any], chat: Chat) -> dict[str, Any]:
+def whole_response(answer: FullAnswer, head: dict[str, Any], chat: Chat) -> dict[str, Any]:
+    """The body of an answer that is not streamed."""
     whole = answer.whole(answer.choices[0])
-    text = whole.text
-    calls: list[dict[str, Any]] = []
-    if chat.make_parser is not None:
-        parser = chat.make_parser()
-        text, calls = gather_calls([*parser.add(whole.text), *parser.end()])
-    status = "incomplete" if whole.finish_reason == "length" else "completed"
-    output = [_message_item(head["id"].replace("resp_", "msg_"), text, status)] if text or not calls else []
-    for call in calls:
-        output.append(_call_item(call["id"], call["function"]["name"], call["function"]["arguments"], status))
+    output: list[dict[str, Any]] = []
+    for part in chat.parts(whole.text) or [""]:  # an empty answer has an empty message
+        if isinstance(part, str):
+            output.append(_message_item(head, len(output), part, "completed"))
+        else:
+            output.append(_call_item(part.call_id, part.name, part.arguments, "completed"))
+    output[-1]["status"] = _status(whole.finish_reason)
     return _ended(head, whole.finish_reason, output, answer)
+
+
+def _status(reason: str | None) -> str:
+    """Of an answer and its last item."""
+    return "incomplete" if reason == "length" else "completed"
 
 
 class ResponseStream(StreamedAnswer):
@@ -208,7 +213,7 @@ class ResponseStream(StreamedAnswer):
 
     def complete(self) -> None:
         """Close the last item and report the whole response."""
-        self._close_item()
+        self._close_item(_status(self._reason))
         response = _ended(self._head, self._reason, self._output, self)
         self._event(f"response.{response['status']}", response=response)
         self.exchange.end()
@@ -238,7 +243,7 @@ class ResponseStream(StreamedAnswer):
 
     def _open_message(self) -> None:
         self._close_item()
-        item = _message_item(self._head["id"].replace("resp_", "msg_"), "", "in_progress")
+        item = _message_item(self._head, len(self._output), "", "in_progress")
         self._open(item | {"content": []})
         self._text = []
         self._event("response.content_part.added", **self._place(), content_index=0, part=_part(""))
@@ -247,11 +252,10 @@ class ResponseStream(StreamedAnswer):
         self._item = item
         self._event("response.output_item.added", output_index=len(self._output), item=item)
 
-    def _close_item(self) -> None:
+    def _close_item(self, status: str = "completed") -> None:
         item = self._item
         if item is None:
             return
-        status = "incomplete" if self._reason == "length" else "completed"
         if self._text is not None:
             text = "".join(self._text)
             self._event("response.output_text.done", **self._place(), content_index=0, text=text, logprobs=[])

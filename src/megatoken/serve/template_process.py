@@ -1,8 +1,7 @@
 """The process that renders chat templates: jinja2's sandbox, under a limit on memory, killed when it takes too long.
 
-It speaks over its standard input and output: four bytes of length, then JSON. The first message brings the model's
-templates and special tokens; each further one is a chat with the name or text of its template, answered by the prompt
-or an error.
+It speaks over its standard input and output. The first message brings the model's templates and special tokens; each
+further one is a chat with the name or text of its template, answered by the prompt or an error.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from __future__ import annotations
 import json
 import os
 import resource
-import struct
 import sys
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 from uuid import uuid4
 
 import jinja2
@@ -24,8 +22,9 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from megatoken.serve.json_pipe import framed, read_message
+
 MEMORY_BYTES = 512 << 20
-LENGTH = struct.Struct(">I")
 
 
 class _Generation(Extension):
@@ -132,18 +131,6 @@ def render(template: str, chat: dict[str, Any]) -> str:
     return kept if text.startswith(mark, cut) else kept.rstrip()  # without its space the mark was trimmed: so is text
 
 
-def read_message(stream: BinaryIO) -> Any:
-    """The next message, None at the end."""
-    head = stream.read(LENGTH.size)
-    return json.loads(stream.read(LENGTH.unpack(head)[0])) if len(head) == LENGTH.size else None
-
-
-def message_bytes(message: Any) -> bytes:
-    """A message as it travels."""
-    data = json.dumps(message).encode()
-    return LENGTH.pack(len(data)) + data
-
-
 def _answer(settings: dict[str, Any], job: dict[str, Any]) -> dict[str, str]:
     text = render(settings["templates"].get(job["template"], job["template"]), settings["tokens"] | job["chat"])
     if len(text) > settings["largest_text"]:
@@ -165,7 +152,7 @@ def _render_all() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     given, taken = sys.stdin.buffer, sys.stdout.buffer
     settings = read_message(given)
-    taken.write(message_bytes({"ready": True}))
+    taken.write(framed(json.dumps({"ready": True})))
     taken.flush()
     while (job := read_message(given)) is not None:
         try:
@@ -177,7 +164,7 @@ def _render_all() -> None:
         except Exception as error:  # a template can raise anything; it is the template's fault, never the server's
             answer = {"error": f"{error or type(error).__name__}"[:1000]}
         del job
-        taken.write(message_bytes(answer))
+        taken.write(framed(json.dumps(answer)))
         taken.flush()
 
 

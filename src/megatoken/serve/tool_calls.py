@@ -45,6 +45,15 @@ class CallArguments:
 Piece = str | CallStart | CallArguments  # a string is text outside of calls
 
 
+@dataclass(slots=True)
+class Call:
+    """A whole call; ``arguments`` is JSON."""
+
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
 class CallParser(Protocol):
     """Separates calls from text."""
 
@@ -55,9 +64,26 @@ class CallParser(Protocol):
         """What was held back, when the answer has ended."""
 
 
+def whole_parts(pieces: Iterable[Piece]) -> list[str | Call]:
+    """Texts and calls in their order."""
+    parts: list[str | Call] = []
+    for piece in pieces:
+        last = parts[-1] if parts else None
+        if isinstance(piece, CallStart):
+            parts.append(Call(piece.call_id, piece.name))
+        elif isinstance(piece, CallArguments):
+            assert isinstance(last, Call)
+            last.arguments += piece.text
+        elif isinstance(last, str):
+            parts[-1] = last + piece
+        else:
+            parts.append(piece)
+    return parts
+
+
 def call_parser(tool_format: ToolFormat, names: Collection[str]) -> CallParser:
     """A parser of an answer that may call the functions ``names``."""
-    return _HermesParser() if tool_format is ToolFormat.HERMES else _ObjectsParser(names, between=" \t\r\n;")
+    return _HermesParser(names) if tool_format is ToolFormat.HERMES else _ObjectsParser(names, between=" \t\r\n;")
 
 
 def forced_parser() -> CallParser:
@@ -164,15 +190,17 @@ class _Object:
         pieces.append(CallStart(self._index, _call_id(), name))
 
     def _take_whole(self, pieces: list[Piece]) -> None:
-        """The members came in another order."""
+        """The members came in another order, or the arguments as a string."""
         value = _parsed(self.text)
         name = value.get("name") if isinstance(value, dict) else None
         if not isinstance(name, str) or (self._names is not None and name not in self._names):
             self.refused = True
             return
         arguments = value.get("parameters", value.get("arguments", {}))
+        if not isinstance(arguments, str) or not isinstance(_parsed(arguments), dict):  # some models quote the object
+            arguments = json.dumps(arguments)
         self._arguments, self._sent = len(self.text), -1
-        pieces += [CallStart(self._index, _call_id(), name), CallArguments(self._index, json.dumps(arguments))]
+        pieces += [CallStart(self._index, _call_id(), name), CallArguments(self._index, arguments)]
 
     def _scan(self, text: str) -> int:
         """Follow the structure; returns how many characters belong to the object."""
@@ -247,7 +275,9 @@ class _ObjectsParser:
 class _HermesParser:
     """Calls between tags, text around them."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str]) -> None:
+        """``names``: of functions; a call of another one is text."""
+        self._names = names
         self._calls = 0
         self._held = ""
         self._after_call = False  # only white space and the end tag have come since a call
@@ -285,7 +315,7 @@ class _HermesParser:
             before, tag, after = self._held.partition(_HERMES_BEGIN)
             if tag:
                 pieces += [before] if before else []
-                self._object, self._held = _Object(self._calls, None), after
+                self._object, self._held = _Object(self._calls, self._names), after
                 continue
             certain = len(self._held) - _partial(self._held, _HERMES_BEGIN)
             pieces += [self._held[:certain]] if certain else []
