@@ -123,7 +123,7 @@ class TemplateRenderer:
         return await asyncio.shield(rendering)  # if the client leaves, its answer is still taken off the pipe
 
     def _rendered(self, done: asyncio.Future[str]) -> None:
-        """It is the next chat's turn, even if nobody waits for this one any more."""
+        """It is the next chat's turn, even if the client of this one has left."""
         self._lock.release()
         if not done.cancelled():
             done.exception()
