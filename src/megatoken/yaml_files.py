@@ -95,6 +95,9 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
+SECRET = "secret"
+"""Type of a ``PydanticCustomError`` about a value that no message may show."""
+
 _Schema = TypeVar("_Schema", bound=Strict)
 
 
@@ -162,7 +165,7 @@ def _requirement(error: ErrorDetails) -> str:
 
 
 def _got(error: ErrorDetails) -> str:
-    value = error["input"]
+    value = error["input"] if error["type"] != SECRET else None
     return f", got {value!r:.{LONGEST_VALUE}}" if isinstance(value, str | int | float) else ""
 
 
@@ -234,7 +237,12 @@ def _keys(schema: Any, at: Place) -> list[str]:
     """Keys that the section at ``at`` of ``schema`` has."""
     for part in at:
         is_model = isinstance(schema, type) and issubclass(schema, BaseModel)
-        schema = schema.model_fields[str(part)].annotation if is_model else get_args(schema)[-1]
+        schema = schema.model_fields[str(part)].annotation if is_model else _item(schema)
         if type(None) in get_args(schema):
             schema = get_args(schema)[0]
     return list(schema.model_fields)
+
+
+def _item(schema: Any) -> Any:
+    """The type of what a list, a tuple of any length or a dictionary holds."""
+    return [one for one in get_args(schema) if one is not ...][-1]

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import inspect
 import socket
-import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from http import HTTPStatus
@@ -23,6 +22,7 @@ from megatoken.serve.http_protocol import Connection, Refusal
 from megatoken.serve.messages import ServedModel
 from megatoken.serve.options import HttpProcessSettings
 from megatoken.serve.tenants import Keys
+from megatoken.serve.tls import tls_context
 
 Route = Callable[["Server", Exchange], Awaitable[None] | None]
 OPEN_PATHS = ("/health", "/version", "/metrics", "/ping")  # answered without a key
@@ -194,7 +194,7 @@ class Server:
         listener = await loop.create_server(
             lambda: Connection(self),
             sock=socket.socket(fileno=self.settings.listener),
-            ssl=self._tls(),
+            ssl=tls_context(self.options.tls_certificate, self.options.tls_key),
             backlog=BACKLOG,
         )
         sweeping = loop.create_task(self._sweep())
@@ -218,11 +218,3 @@ class Server:
             now = time.monotonic()
             for connection in list(self.connections):
                 connection.check(now)
-
-    def _tls(self) -> ssl.SSLContext | None:
-        certificate = self.options.tls_certificate
-        if certificate is None:
-            return None
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(certificate, self.options.tls_key)
-        return context

@@ -23,6 +23,7 @@ from megatoken.serve.access_log import AccessLog
 from megatoken.serve.child import first_message, stop_message
 from megatoken.serve.options import EngineProcessSettings, HttpProcessSettings, ServeConfig
 from megatoken.serve.tenants import KEY_VARIABLE, Keys, load_keys
+from megatoken.serve.tls import tls_context
 
 BACKLOG = 4096
 MOST_QUICK_DEATHS = 5
@@ -41,6 +42,7 @@ def serve(options: ServeConfig) -> int:
     _check_packages()
     keys = load_keys(options.api_key, options.api_keys)
     _check_model_files(options)
+    tls_context(options.tls_certificate, options.tls_key)
     _allow_many_files()
     with tempfile.TemporaryDirectory(prefix="megatoken-serve-") as folder:
         sockets = _listen(options)

@@ -8,11 +8,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from megatoken.errors import ConfigError, UsageError
-from megatoken.yaml_files import Strict, read_strict
+from megatoken.yaml_files import SECRET, Strict, read_strict
 
 KEY_VARIABLE = "MEGATOKEN_API_KEY"
 LONGEST_NAME = 64
@@ -37,9 +39,15 @@ class Tenant:
 DEFAULT_TENANT = Tenant("default")
 
 
+def _secret(value: object) -> object:
+    if not isinstance(value, str) or not value.strip():
+        raise PydanticCustomError(SECRET, "must be text that is not empty; put it in quotes")
+    return value
+
+
 class _KeyEntry(Strict):
     name: str = Field(min_length=1, max_length=LONGEST_NAME, pattern=r"^[A-Za-z0-9._-]+$")
-    key: str = Field(min_length=1)
+    key: Annotated[str, BeforeValidator(_secret)]
     weight: float = Field(default=1.0, gt=0, le=1e6)
     max_running: int | None = Field(default=None, ge=1)
     max_queued: int | None = Field(default=None, ge=1)
@@ -74,7 +82,7 @@ class Keys:
 
 
 def load_keys(api_keys: Sequence[str], file: Path | None) -> Keys:
-    """The keys given as flags, else in ``MEGATOKEN_API_KEY``, and those of a file.
+    """The keys given as flags, else in ``MEGATOKEN_API_KEY`` (several with commas), and those of a file.
 
     The file is YAML: ``keys``, a list of entries with ``name``, ``key`` and, if wanted, ``weight``, ``max_running``,
     ``max_queued``, ``requests_per_minute``, ``tokens_per_minute``.
@@ -83,7 +91,8 @@ def load_keys(api_keys: Sequence[str], file: Path | None) -> Keys:
         ConfigError: the file cannot be used, or two entries have the same key or name.
         UsageError: a key is empty.
     """
-    given = list(api_keys) or [key for key in [os.environ.get(KEY_VARIABLE)] if key is not None]
+    variable = os.environ.get(KEY_VARIABLE)
+    given = list(api_keys) or ([] if variable is None else [key.strip() for key in variable.split(",")])
     if not all(key.strip() for key in given):
         raise UsageError(f"an API key is empty; give a key, or leave --api-key and {KEY_VARIABLE} out")
     entries = [(_digest(key), Tenant("default" if at == 0 else f"key-{at + 1}")) for at, key in enumerate(given)]
