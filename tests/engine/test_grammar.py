@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 from engines import assert_idle, drain, make_engine, request
 
 from megatoken.engine import Engine, EngineConfig, EngineThread, FinishReason, Grammar, GrammarKind, Request, Sampling
+from megatoken.engine import grammar as grammar_module
 from megatoken.engine import sampling as sampling_module
 from megatoken.errors import RequestError
 
@@ -135,14 +139,68 @@ def test_a_grammar_whose_first_mask_takes_long_is_refused_where_it_is_checked(en
 def test_a_mask_that_takes_too_long_ends_its_request_and_refuses_its_grammar(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling_module, "MASK_SECONDS", 0.0)
+    monkeypatch.setattr(grammar_module, "MASK_CPU_SECONDS", 0.0)
     slow = Grammar(GrammarKind.REGEX, "(.*[ab].{30}){30}")
     other = Request("Tell me about rivers.", 12, ignore_end_token=True)
-    with pytest.raises(RequestError, match="too complex: the tokens it allows were not known within"):
+    with pytest.raises(RequestError, match="too complex: a mask took over"):
         engine.generate([other, guided(0, slow)])
     with pytest.raises(RequestError, match="too complex"):
         engine.check(guided(1, slow))
     assert len(engine.generate([other])[0].token_ids) == 12
+
+
+def test_a_mask_that_had_to_wait_ends_its_request_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = guided(0, Grammar(GrammarKind.REGEX, "[p-q]{8}"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling_module, "MASK_SECONDS", -1.0)
+        patch.setattr(engine._grammars.threads, "submit", lambda *_: Future())
+        with pytest.raises(RequestError, match="were not known within"):
+            engine.generate([waiting])
+    assert engine.generate([waiting])[0].text
+
+
+def chained(length: int) -> dict[str, Grammar]:
+    rules = [f"r{number}: r{number + 1}" for number in range(length)]
+    schema = {f"d{number}": {"$ref": f"#/$defs/d{number + 1}"} for number in range(length)}
+    whole = json.dumps({"$ref": "#/$defs/d0", "$defs": schema | {f"d{length}": {"type": "string"}}})
+    return {
+        "rules": Grammar(GrammarKind.EBNF, "\n".join(["start: r0", *rules, f'r{length}: "a"'])),
+        "schema": Grammar(GrammarKind.JSON_SCHEMA, whole),
+        "schema in rules": Grammar(GrammarKind.EBNF, f"start: %json {whole}"),
+    }
+
+
+@pytest.mark.parametrize("kind", chained(1))
+def test_long_chains_of_references_are_refused_before_they_overflow_a_stack(engine: Engine, kind: str) -> None:
+    with pytest.raises(RequestError, match=r"the grammar of kind \w+ has [\d,]+ .*; at most 1,000 are taken"):
+        engine.check(guided(0, chained(3500)[kind]))
+    engine.check(guided(0, chained(300)[kind]))
+
+
+def test_the_deepest_grammars_taken_compile_on_a_thread_with_a_small_stack() -> None:
+    """In another process, which an overflow would end."""
+    code = """
+import json, threading
+from megatoken.engine import Engine, EngineConfig, Grammar, GrammarKind, Request
+from megatoken.errors import RequestError
+engine = Engine("reference", EngineConfig(precision="fp32", threads=1))
+rules = ["start: r0", *(f'r{n}: ' + '("b" ' * 9 + f'r{n + 1}' + ')?' * 9 for n in range(990)), 'r990: "a"']
+nested = {f"d{n}": {"properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(200)}
+schema = json.dumps({"$ref": "#/$defs/d0", "$defs": {**nested, "d200": {"type": "string"}}})
+def check():
+    for grammar in (Grammar(GrammarKind.EBNF, "\\n".join(rules)), Grammar(GrammarKind.JSON_SCHEMA, schema)):
+        try:
+            engine.check(Request("x", 5, grammar=grammar))
+        except RequestError as error:
+            assert "are taken" not in str(error), error
+    print("alive")
+threading.stack_size(1 << 20)
+thread = threading.Thread(target=check)
+thread.start()
+thread.join()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout == "alive\n", (ended.returncode, ended.stderr)
 
 
 WRONG = [

@@ -196,3 +196,14 @@ def test_an_idle_thread_wakes_at_once_and_uses_no_processor() -> None:
         used = time.process_time()
         time.sleep(0.3)
         assert time.process_time() - used < 0.05
+
+
+def test_a_stream_that_is_dropped_before_its_first_event_is_cancelled(directory: Path) -> None:
+    with EngineThread(make_engine(directory, threads=1)) as shared:
+        stream = shared.stream(request(1, 5, 30))
+        del stream
+        deadline = time.monotonic() + 20
+        while shared.state().in_flight and time.monotonic() < deadline:
+            time.sleep(0.005)
+        state = shared.state()
+        assert state.in_flight == 0 and state.output_tokens < 30

@@ -47,7 +47,7 @@ class Engine:
         self.sinks[len(self.sinks)] = sink
         return len(self.sinks) - 1
 
-    def cancel(self, request_id: int) -> None:
+    def cancel(self, request_id: int, *, stopped: bool = False) -> None:
         self.cancelled.append(request_id)
 
     def send(self, request_id: int, text: str, reason: FinishReason | None = None, **more: Any) -> None:

@@ -44,8 +44,71 @@ def test_tenants_with_work_queued_get_tokens_by_weight(tenants: list[tuple[float
         left[tenant.name] -= 1
         costs[tenant.name] += (prompt + OUTPUT_TOKEN_COST * answer) / tenant.weight
         queue.served(tenant, answer)
-        queue.ended(tenant, prompt, answer)
+        queue.ended(tenant, prompt, answer, answer)
         assert max(costs.values()) - min(costs.values()) <= largest * 1.000001
+
+
+ACTIONS = st.tuples(st.integers(0, 1), st.booleans(), st.integers(1, 500), st.integers(1, 500))
+
+
+@given(st.lists(ACTIONS, max_size=60), st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), st.data())
+def test_after_any_history_tenants_share_from_the_moment_that_both_have_work(
+    history: list[tuple[int, bool, int, int]], weights: tuple[float, float], data: st.DataObject
+) -> None:
+    """Each may start with one request's worth of credit or debt, and a request is not divided."""
+    queue = queue_of()
+    tenants = [Tenant("a", weights[0]), Tenant("b", weights[1])]
+
+    def cost(which: int, prompt: int, answer: int) -> float:
+        return (prompt + OUTPUT_TOKEN_COST * answer) / weights[which]
+
+    def serve() -> tuple[int, float] | None:
+        taken = queue.take()
+        if taken is None:
+            return None
+        assert isinstance(taken, tuple)
+        which, prompt, answer = taken
+        queue.served(tenants[which], answer)
+        queue.ended(tenants[which], prompt, answer, answer)
+        return which, cost(*taken)
+
+    for which, add, prompt, answer in history:
+        if add:
+            queue.add(tenants[which], (which, prompt, answer), prompt, answer, 0.0)
+        else:
+            serve()
+    for which in data.draw(st.permutations([0, 1])):
+        for _ in range(100):
+            queue.add(tenants[which], (which, 500, 500), 500, 500, 0.0)
+    largest = max(cost(which, 500, 500) for which in (0, 1))
+    served = [0.0, 0.0]
+    while all(one.queued for one in queue.tenants()):
+        taken = serve()
+        assert taken is not None
+        served[taken[0]] += taken[1]
+        assert abs(served[0] - served[1]) <= 2 * largest * 1.000001
+
+
+def test_a_tenant_that_had_an_idle_server_for_itself_is_not_starved_by_the_next_one() -> None:
+    queue = queue_of()
+    first, second = Tenant("first"), Tenant("second")
+    for _ in range(1000):
+        queue.add(first, "first", 1000, 10, 0.0)
+        queue.take()
+    for _ in range(50):
+        queue.add(second, "second", 1000, 10, 1.0)
+        queue.add(first, "first", 1000, 10, 1.0)
+    assert 9 <= [queue.take() for _ in range(20)].count("first") <= 11
+
+
+def test_answers_that_may_be_long_run_together() -> None:
+    queue = queue_of(max_running=8, cache_tokens=32_000, reserve=True)
+    for _ in range(8):
+        queue.add(Tenant("chats"), "chat", 100, 30_000, 0.0)
+    assert [queue.take() for _ in range(8)] == ["chat"] * 7 + [None]
+    queue.ended(Tenant("chats"), 100, 30_000, 0)
+    queue.served(Tenant("chats"), 26_000)  # now they hold most of the cache
+    assert queue.take() is None
 
 
 def test_a_tenant_that_comes_late_starts_level_and_is_served_next() -> None:
@@ -101,7 +164,7 @@ def test_every_request_leaves_once_in_order_within_the_limits(steps: list[tuple[
                 running.append(first)
         elif what == "end" and running:
             _, tenant, size = running.pop(which % len(running))
-            queue.ended(tenant, size, size)
+            queue.ended(tenant, size, size, 0)
         elif what == "remove" and waiting:
             item = waiting.pop(which % len(waiting))
             assert queue.remove(item[1], item)

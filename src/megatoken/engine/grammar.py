@@ -6,7 +6,9 @@ milliseconds, and a mask takes some tens of microseconds.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -35,8 +37,17 @@ LIMITS: dict[str, Any] = {
 """Of llguidance. By default regular expressions with nested repetitions and ambiguous grammars took seconds a token."""
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
 """Room for indentation. With any number of spaces, as JSON has it, small models write spaces up to their limit."""
+MOST_DEFINITIONS = 1000
+"""Definitions of an EBNF grammar, and levels of a JSON schema along its references.
+
+llguidance recurses along references, and a stack that overflows ends the process: 3,500 rules did so on 8 MiB.
+"""
+COMPILE_STACK_BYTES = 256 << 20
+"""Stack of the thread that compiles: address space, of which only what is used takes memory."""
 MASK_SECONDS = 1.0
-"""Longest wait for a mask, which holds up the step: what the limits do not catch ends the request."""
+"""Longest wait for a mask, which holds up the step: then the request ends, but its grammar is not to blame."""
+MASK_CPU_SECONDS = 1.0
+"""Longest time of a processor for a mask; a grammar that takes more is refused from then on."""
 FIRST_MASK_SECONDS = 0.1
 """Longest time of a processor for the first mask, which is computed where the request is checked."""
 KEPT_GRAMMARS = 256
@@ -66,16 +77,15 @@ class Guide:
         return self._grammars.threads.submit(self._next, new)
 
     def give_up(self) -> RequestError:
-        """The error of a mask that took too long; the grammar is refused from now on."""
+        """The error of a mask that was waited for too long, be it because all threads are busy."""
         self.failed = True
-        error = RequestError(
-            f"the grammar is too complex: the tokens it allows were not known within {MASK_SECONDS:g} s; simplify it"
+        return RequestError(
+            f"the tokens that the grammar allows were not known within {MASK_SECONDS:g} s; try again, or simplify it"
         )
-        self._grammars.refuse(self._grammar, error)
-        return error
 
     def _next(self, new: list[int]) -> NDArray[np.int32]:
         matcher = self._matcher
+        began = time.thread_time()
         try:
             if not new or matcher.consume_tokens(new):
                 matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
@@ -85,6 +95,13 @@ class Guide:
         if problem:
             self.failed = True
             raise RequestError(f"the answer cannot follow its grammar any further: {_one_line(problem)}")
+        if time.thread_time() - began > MASK_CPU_SECONDS:
+            self.failed = True
+            error = RequestError(
+                f"the grammar is too complex: a mask took over {MASK_CPU_SECONDS:g} s of a processor; simplify it"
+            )
+            self._grammars.refuse(self._grammar, error)
+            raise error
         return self._mask
 
 
@@ -123,7 +140,8 @@ class Grammars:
             if kept is not None:
                 self._kept.move_to_end(grammar)
         if kept is None:
-            kept = self._compile(grammar)
+            check_depth(grammar)
+            kept = self._compile_on_deep_stack(grammar)
             self._keep(grammar, kept)
         if isinstance(kept, RequestError):
             raise RequestError(str(kept))
@@ -143,6 +161,25 @@ class Grammars:
             self._kept[grammar] = result
             if len(self._kept) > KEPT_GRAMMARS:
                 self._kept.popitem(last=False)
+
+    def _compile_on_deep_stack(self, grammar: Grammar) -> Any:
+        """What ``_compile`` returns or raises, from a thread whose stack does not overflow."""
+        result: Future[Any] = Future()
+
+        def compile_it() -> None:
+            try:
+                result.set_result(self._compile(grammar))
+            except BaseException as error:
+                result.set_exception(error)
+
+        thread = threading.Thread(target=compile_it, name="grammar")
+        with _STACK_SIZE_LOCK:
+            before = threading.stack_size(COMPILE_STACK_BYTES)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(before)
+        return result.result()
 
     def _compile(self, grammar: Grammar) -> Any:
         """A matcher at the beginning, or a RequestError."""
@@ -187,6 +224,49 @@ class Grammars:
                     self._tokenizer.file.read_text(encoding="utf-8"), self._model.vocabulary_size, ends
                 )
             return self._library_tokenizer
+
+
+_STACK_SIZE_LOCK = threading.Lock()  # threading.stack_size holds for the whole process
+
+
+def check_depth(grammar: Grammar) -> None:
+    """Refuse a grammar along whose references the library could recurse too deeply.
+
+    Raises:
+        RequestError: it has more than ``MOST_DEFINITIONS`` definitions or levels.
+    """
+    if grammar.kind == GrammarKind.EBNF:
+        count, what = len(re.findall(":(?!:)", grammar.text)), "definitions (colons)"
+    elif grammar.kind == GrammarKind.JSON_SCHEMA:
+        count, what = _schema_depth(grammar.text), "levels of objects, lists and references"
+    else:
+        return  # the library limits the nesting of regular expressions itself
+    if count > MOST_DEFINITIONS:
+        raise RequestError(
+            f"the grammar of kind {grammar.kind} has {count:,} {what}; at most {MOST_DEFINITIONS:,} are taken"
+        )
+
+
+def _schema_depth(text: str) -> int:
+    """An upper bound of the levels of a schema's longest path, each reference of which is followed once."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        problem = "it is nested too deeply" if isinstance(error, RecursionError) else _one_line(str(error))
+        raise RequestError(f"the grammar of kind json_schema cannot be read: {problem}") from None
+    deepest = 0
+    references: dict[str, int] = {}  # the deepest place of each
+    waiting = [(schema, 1)]
+    while waiting:
+        value, depth = waiting.pop()
+        deepest = max(deepest, depth)
+        if isinstance(value, dict):
+            for key, reference in value.items():
+                if key in ("$ref", "$dynamicRef", "$recursiveRef") and isinstance(reference, str):
+                    references[reference] = max(references.get(reference, 0), depth)
+        children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        waiting += [(child, depth + 1) for child in children if isinstance(child, dict | list)]
+    return deepest + sum(references.values())
 
 
 def _one_line(message: str) -> str:

@@ -111,6 +111,7 @@ def _masks(requests: Sequence[ActiveRequest], failed: MutableMapping[int, Except
         try:
             masks[row] = mask.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
+            mask.cancel()
             failed[row] = guides[row].give_up()
         except RequestError as error:
             failed[row] = error

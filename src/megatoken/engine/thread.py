@@ -83,14 +83,16 @@ class EngineThread:
         return self._enqueue(checked, None)
 
     def stream(self, request: Request) -> Iterator[TokenEvent]:
-        """Queue a request now, and iterate over its events; leaving the loop early cancels it.
+        """Queue a request now, and iterate over its events. To leave the loop early, or to drop the iterator, cancels it.
 
         Raises:
             RequestError, CapacityError: as ``Engine.submit``, at once.
             MegatokenError: what ended the request, in the iteration.
         """
         events: SimpleQueue[TokenEvent] = SimpleQueue()
-        return self._events(self._enqueue(self._engine.check(request, text=True), events), events)
+        stream = self._events(self._enqueue(self._engine.check(request, text=True), events), events)
+        next(stream)  # a generator that has not started would not notice that it is dropped
+        return stream
 
     def cancel(self, request_id: int) -> None:
         """End a request after the step that runs; its last event says so. Ids of ended requests pass."""
@@ -133,6 +135,7 @@ class EngineThread:
 
     def _events(self, request_id: int, events: SimpleQueue[TokenEvent]) -> Iterator[TokenEvent]:
         try:
+            yield TokenEvent(request_id, (), None)  # taken by ``stream``
             while True:
                 event = events.get()
                 if event.error is not None:

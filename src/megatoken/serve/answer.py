@@ -138,7 +138,7 @@ class Choice:
     def _end(self, delta: Delta) -> None:
         if self._text.stopped is not None:
             delta.finish_reason, delta.stop_reason = "stop", self._text.stopped
-            self._answer.cancel_choice(self)
+            self._answer.cancel_choice(self, stopped=True)
         self.ended = True
         self._answer.add(self, delta)
         self._answer.choice_ended()
@@ -213,10 +213,10 @@ class Answer(ABC):
                 choice.ended = True
                 self.cancel_choice(choice)
 
-    def cancel_choice(self, choice: Choice) -> None:
-        """End one choice in the engine."""
+    def cancel_choice(self, choice: Choice, *, stopped: bool = False) -> None:
+        """End one choice in the engine; ``stopped``: by a stop string."""
         if choice.request_id is not None:
-            self.client.cancel(choice.request_id)
+            self.client.cancel(choice.request_id, stopped=stopped)
 
     def choice_ended(self) -> None:
         """Complete the answer if it was the last."""

@@ -126,10 +126,13 @@ class EngineClient(asyncio.Protocol):
         self._transport.write(pickled(Kind.SUBMIT, tuple(submission)))
         return request_id
 
-    def cancel(self, request_id: int) -> None:
-        """End a request; its sink gets no further event. Ids of ended requests pass."""
+    def cancel(self, request_id: int, *, stopped: bool = False) -> None:
+        """End a request; its sink gets no further event. Ids of ended requests pass.
+
+        ``stopped``: its answer is complete, as far as metrics are concerned.
+        """
         if self._sinks.pop(request_id, None) is not None and self._transport is not None:
-            self._transport.write(pickled(Kind.CANCEL, request_id))
+            self._transport.write(pickled(Kind.CANCEL, (request_id, stopped)))
 
     async def metrics(self) -> str:
         """The engine process's metrics in Prometheus's text format.

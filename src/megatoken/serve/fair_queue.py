@@ -18,6 +18,7 @@ from megatoken.serve.tenants import Tenant
 OUTPUT_TOKEN_COST = 2.0  # of one token of an answer, in prompt tokens; the paper's value
 RETRY_AFTER_SECONDS = 1
 MINUTE_SECONDS = 60.0
+GROWTH_TOKENS = 256  # by so much an answer may grow before another request of its tenant has to wait for it
 RESERVE = 8  # one in so many sequences, and as much of the cache, is out of reach for any one tenant of several
 
 Item = TypeVar("Item")
@@ -52,8 +53,9 @@ class TenantQueue(Generic[Item]):
     tokens: _Bucket
     counter: float = 0.0  # tokens served, by cost, divided by the weight
     running: int = 0
-    footprint: int = 0  # tokens of its running requests in the cache, at most
-    queued: deque[tuple[Item, int, int]] = field(default_factory=deque)  # item, prompt tokens, most tokens in the cache
+    largest: float = 0.0  # most that one of its requests may add to the counter
+    footprint: int = 0  # tokens of its running requests in the cache, and room for them to grow
+    queued: deque[tuple[Item, int, int]] = field(default_factory=deque)  # item, prompt tokens, footprint at its start
 
 
 class FairQueue(Generic[Item]):
@@ -109,11 +111,14 @@ class FairQueue(Generic[Item]):
                 raise Busy(f"this key is limited to {bucket.per_minute:,} {what} a minute; wait {after} s", after)
         queue.requests.level -= 1
         queue.tokens.level -= prompt_tokens
-        if not queue.queued and not queue.running:
-            # A tenant that was away has not saved up a share: it starts level with the least served one at work.
-            others = [other.counter for other in self._tenants.values() if other.queued or other.running]
-            queue.counter = max(queue.counter, min(others, default=0.0))
-        queue.queued.append((item, prompt_tokens, prompt_tokens + max_tokens))
+        queue.largest = max(queue.largest, (prompt_tokens + max_tokens * OUTPUT_TOKEN_COST) / tenant.weight)
+        others = [other.counter for other in self._tenants.values() if other.queued]
+        if not queue.queued and others:
+            # What a tenant did not use is not saved up for it, and what no other wanted is not held against it. Only
+            # one request's worth of debt stays, or sending one request at a time would cost nothing.
+            level = min(others)
+            queue.counter = min(max(queue.counter, level), level + queue.largest)
+        queue.queued.append((item, prompt_tokens, _first_footprint(prompt_tokens, max_tokens)))
         self._waiting += 1
 
     def take(self) -> Item | None:
@@ -146,17 +151,18 @@ class FairQueue(Generic[Item]):
         """Charge tokens of an answer."""
         queue = self._tenants[tenant.name]
         queue.counter += tokens * OUTPUT_TOKEN_COST / tenant.weight
+        queue.footprint += tokens
         queue.tokens.level -= tokens
 
     def refund(self, tenant: Tenant, tokens: int) -> None:
         """Give back prompt tokens that came from the prefix cache."""
         self._tenants[tenant.name].counter -= tokens / tenant.weight
 
-    def ended(self, tenant: Tenant, prompt_tokens: int, max_tokens: int) -> None:
-        """A running request has ended."""
+    def ended(self, tenant: Tenant, prompt_tokens: int, max_tokens: int, generated: int) -> None:
+        """A running request has ended, of whose answer so many tokens were charged in all."""
         queue = self._tenants[tenant.name]
         queue.running -= 1
-        queue.footprint -= prompt_tokens + max_tokens
+        queue.footprint -= _first_footprint(prompt_tokens, max_tokens) + generated
 
     def drain(self) -> Iterator[Item]:
         """Remove and yield everything that waits."""
@@ -181,3 +187,8 @@ class FairQueue(Generic[Item]):
         if self._most_running is not None and queue.running >= self._most_running:
             return False
         return self._most_footprint is None or queue.footprint + queue.queued[0][2] <= self._most_footprint
+
+
+def _first_footprint(prompt_tokens: int, max_tokens: int) -> int:
+    """Tokens in the cache that a request counts for at its start. Few answers are as long as ``max_tokens`` allows."""
+    return prompt_tokens + min(max_tokens, GROWTH_TOKENS)

@@ -13,6 +13,7 @@ from megatoken.engine.request import FinishReason, Request, TokenEvent
 from megatoken.engine.state import ReplicaState
 from megatoken.engine.thread import Step
 from megatoken.errors import MegatokenError, RequestError
+from megatoken.serve.engine_client import fault
 from megatoken.serve.fair_queue import FairQueue
 from megatoken.serve.messages import (
     FrameReader,
@@ -21,6 +22,7 @@ from megatoken.serve.messages import (
     ServedModel,
     Status,
     Submission,
+    Unavailable,
     frame,
     pickled,
     step_frame,
@@ -81,6 +83,7 @@ class _Entry:
     first: float = 0.0
     last: float = 0.0
     generated: int = 0
+    stopped: bool = False  # cancelled because its answer has come to a stop string
 
 
 class Hub:
@@ -173,7 +176,7 @@ class Hub:
         entry = _Entry(link, client_id, request, tenant, len(request.prompt), arrival_ns / 1e9)
         link.open[client_id] = entry
         if not self._health.serves:
-            self._end_with(entry, MegatokenError(self._message))
+            self._end_with(entry, Unavailable(self._message))
             return
         if request.grammar is None:
             self._queue_entry(entry)
@@ -186,32 +189,31 @@ class Hub:
         """Compile the grammar of a request on a thread of its own, then queue the request."""
         try:
             await asyncio.to_thread(self._check_request, entry.request)
-        except MegatokenError as error:
-            self.metrics.tenant(entry.tenant.name).refused += 1
-            self._end_with(entry, error)
+        except Exception as error:
+            self._refuse(entry, error)
             return
         if entry.link is None:  # the client has left
             return
         if self._health.serves:
             self._queue_entry(entry)
         else:
-            self._end_with(entry, MegatokenError(self._message))
+            self._end_with(entry, Unavailable(self._message))
 
     def _queue_entry(self, entry: _Entry) -> None:
         try:
             if not entry.prompt_tokens:
                 raise RequestError("the prompt is empty; give at least one token")
             self._queue.add(entry.tenant, entry, entry.prompt_tokens, entry.request.max_tokens, time.monotonic())
-        except MegatokenError as error:
-            self.metrics.tenant(entry.tenant.name).refused += 1
-            self._end_with(entry, error)
+        except Exception as error:
+            self._refuse(entry, error)
             return
         self._pump()
 
-    def cancel(self, link: Link, client_id: int) -> None:
-        """A client has left."""
+    def cancel(self, link: Link, client_id: int, *, stopped: bool) -> None:
+        """A client has left, or its answer has come to a stop string."""
         entry = link.open.pop(client_id, None)
         if entry is not None:
+            entry.stopped = stopped
             self._cancel(entry)
             entry.link = None
             self._pump()
@@ -230,14 +232,19 @@ class Hub:
 
     def _take_steps(self) -> None:
         while self._steps:
-            step = self._steps[0]
-            self._deliver(step)
-            self._steps.popleft()  # only now: take_step wakes this thread when it finds the deque empty
+            try:
+                if not self._failed:
+                    self._deliver(self._steps[0])
+            except Exception as error:
+                self._die(fault("the events of a step cannot be delivered", error))
+            finally:
+                self._steps.popleft()  # only now: take_step wakes this thread when it finds the deque empty
         for link in self._links:
             link.flush()
-        if self._engine.failure is not None:
-            self._die()
-        else:
+        failure = self._engine.failure
+        if failure is not None:
+            self._die(str(failure))
+        elif not self._failed:
             self._pump()
 
     def _deliver(self, step: Step) -> None:
@@ -298,13 +305,15 @@ class Hub:
         del self._entries[entry.engine_id]
         if not entry.first:
             self._unstarted_tokens -= entry.prompt_tokens
-        self._queue.ended(entry.tenant, entry.prompt_tokens, entry.request.max_tokens)
+        self._queue.ended(entry.tenant, entry.prompt_tokens, entry.request.max_tokens, entry.generated)
         if entry.link is not None:
             entry.link.open.pop(entry.client_id, None)
         observe = self.metrics.histograms
         tenant = self.metrics.tenant(entry.tenant.name)
         assert event.finish_reason is not None
-        reason = "abort" if event.finish_reason is FinishReason.CANCELLED else event.finish_reason.value
+        reason = event.finish_reason.value
+        if event.finish_reason is FinishReason.CANCELLED:
+            reason = FinishReason.STOP.value if entry.stopped else "abort"
         tenant.ended[reason] = tenant.ended.get(reason, 0) + 1
         observe["e2e_request_latency_seconds"].observe(now - entry.arrival)
         observe["request_inference_time_seconds"].observe(now - entry.handed_over)
@@ -325,9 +334,10 @@ class Hub:
                 return
             try:
                 entry.engine_id = self._engine.submit(entry.request)
-            except MegatokenError as error:
-                self._queue.ended(entry.tenant, entry.prompt_tokens, entry.request.max_tokens)
-                self._end_with(entry, error)
+            except Exception as error:
+                self._queue.ended(entry.tenant, entry.prompt_tokens, entry.request.max_tokens, 0)
+                failure = self._engine.failure
+                self._refuse(entry, error if failure is None else Unavailable(f"the engine has failed: {failure}"))
                 continue
             entry.handed_over = time.monotonic()
             if not self._entries:
@@ -345,23 +355,30 @@ class Hub:
             tenant = self.metrics.tenant(entry.tenant.name)
             tenant.ended["abort"] = tenant.ended.get("abort", 0) + 1
 
+    def _refuse(self, entry: _Entry, error: Exception) -> None:
+        self.metrics.tenant(entry.tenant.name).refused += 1
+        expected = isinstance(error, MegatokenError)
+        self._end_with(entry, error if expected else MegatokenError(fault("the request cannot be taken", error)))
+
     def _end_with(self, entry: _Entry, error: MegatokenError) -> None:
-        if (link := entry.link) is not None:
+        link, entry.link = entry.link, None
+        if link is not None:
             link.open.pop(entry.client_id, None)
             link.collect(entry.client_id, TokenEvent(entry.client_id, (), FinishReason.ERROR, error))
             link.end_step()
             link.flush()
 
-    def _die(self) -> None:
-        """The engine's thread has ended every request that it had; end those that wait, and report."""
+    def _die(self, message: str) -> None:
+        """End every request, and report that the engine, or the hub itself, has failed."""
         if self._failed:
             return
         self._failed = True
-        error = self._engine.failure
         self._health = Health.DEAD
-        self._message = f"the engine has failed: {error}" if error is not None else "the engine has stopped"
-        for entry in self._queue.drain():
-            self._end_with(entry, MegatokenError(self._message))
+        self._message = f"the engine has failed: {message}"
+        for _ in self._queue.drain():
+            pass
+        for entry in [entry for link in self._links for entry in link.open.values()]:
+            self._end_with(entry, Unavailable(self._message))
         self.send_status()
         self._fail(self._message)
 
@@ -414,7 +431,8 @@ class Link(asyncio.Protocol):
             if kind is Kind.SUBMIT:
                 self._hub.submit(self, Submission(*unpickled(payload)))
             elif kind is Kind.CANCEL:
-                self._hub.cancel(self, unpickled(payload))
+                client_id, stopped = unpickled(payload)
+                self._hub.cancel(self, client_id, stopped=stopped)
             elif kind is Kind.METRICS:
                 self._hub.answer_metrics(self)
 

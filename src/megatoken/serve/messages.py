@@ -85,11 +85,15 @@ class Busy(MegatokenError):  # noqa: N818
         return Busy, (str(self), self.retry_after_seconds)
 
 
+class Unavailable(MegatokenError):  # noqa: N818
+    """The engine does not answer requests now: it starts, is stuck or has failed."""
+
+
 class Kind(IntEnum):
     """What the payload of a frame is."""
 
     SUBMIT = 1  # Submission
-    CANCEL = 2  # list of request ids
+    CANCEL = 2  # request id, and whether its answer is complete: it ended with a stop string
     METRICS = 3  # to the engine: nothing; back: text
     STEP = 4  # events
     STATUS = 5  # Status

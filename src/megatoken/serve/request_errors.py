@@ -10,8 +10,9 @@ from pydantic import ValidationError
 
 from megatoken.errors import CapacityError, MegatokenError, RequestError
 from megatoken.serve.api_errors import error_body
-from megatoken.serve.messages import Busy
+from megatoken.serve.messages import Busy, Unavailable
 
+UNAVAILABLE_SECONDS = 5  # after which to try again
 _TYPES = ("str", "int", "float", "bool")
 
 
@@ -51,6 +52,8 @@ def as_api_error(error: MegatokenError) -> ApiError:
         return error
     if isinstance(error, Busy):
         return ApiError(str(error), HTTPStatus.TOO_MANY_REQUESTS, retry_after=error.retry_after_seconds)
+    if isinstance(error, Unavailable):
+        return ApiError(str(error), HTTPStatus.SERVICE_UNAVAILABLE, retry_after=UNAVAILABLE_SECONDS)
     if isinstance(error, RequestError | CapacityError):
         return ApiError(str(error))
     return ApiError(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
