@@ -61,10 +61,6 @@ class Connection:
 
     data: bytes = b""
 
-    @property
-    def transport(self) -> Connection:
-        return self
-
     def write(self, data: bytes) -> None:
         self.data += data
 
@@ -75,6 +71,9 @@ class Connection:
         pass
 
     def answered(self, exchange: Exchange) -> None:
+        pass
+
+    def release_body(self, count: int) -> None:
         pass
 
 
@@ -113,7 +112,7 @@ def start(
     engine, connection = Engine(places=places), Connection()
     request = HttpRequest("POST", "/v1/chat/completions", "", {}, b"", "id", 0, http_1_0=True)
     exchange = Exchange(request, cast(Any, connection))
-    model = ServedModel("m", 2048, 3072, (2,), REFERENCE_MODEL, 0)
+    model = ServedModel("m", 2048, 3072, REFERENCE_MODEL, 0)
     api = ApiContext.open(cast(EngineClient, engine), model, TOKENIZER, ApiSettings(), lambda line: None)
     chat = Chat(body, Prompt([1]), [Request([1])] * body.n, make_parser, TokenNames(TOKENIZER, as_ids=False))
     answer = made(exchange, api, chat)

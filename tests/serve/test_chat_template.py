@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatoken.errors import CheckpointError, UsageError
 from megatoken.serve.chat_template import DEADLINE_SECONDS, MOST_WAITING, ModelTemplates, TemplateRenderer
+from megatoken.serve.json_pipe import framed
 from megatoken.serve.request_errors import ApiError
 
 # Templates in the styles that checkpoints bring, written for this test.
@@ -291,3 +295,12 @@ def test_chats_wait_in_a_bounded_queue_and_only_for_clients_that_stay(tmp_path: 
         await renderer.close()
 
     asyncio.run(wait())
+
+
+def test_a_template_that_hangs_ends_without_the_process_that_would_kill_it() -> None:
+    code = "from megatoken.serve import template_process as one; one.CPU_SECONDS = 1; one.main()"
+    hanging = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    messages = [{"templates": {}, "tokens": {}, "largest_text": 100}, {"template": hanging, "chat": {}}]
+    given = b"".join(framed(json.dumps(one)) for one in messages)
+    ended = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGXCPU

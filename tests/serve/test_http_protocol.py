@@ -111,6 +111,8 @@ REFUSED = [
     (404, b"GET /nothing HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"),
     (405, b"DELETE /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"),
     (411, POST + b"\r\n"),
+    (400, b"GET /health HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}"),
+    (400, b"GET /health HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
     (413, POST + b"Content-Length: 100001\r\n\r\n"),
     (400, POST + b"Content-Length: 99999999999999999999999\r\n\r\n"),
     (413, POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"10000\r\n" + b"a" * 65536 + b"\r\n10000\r\n" + b"a" * 65536),
@@ -122,6 +124,9 @@ REFUSED = [
     (431, b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 70_000 + b"\r\n\r\n"),
     (431, b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 90_000),
     (431, b"GET /health HTTP/1.1\r\nHost: a\r\n" + b"X: aaaaaaaa\r\n" * 9000),
+    (431, POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX: " + b"a" * 1_000_000),
+    (431, POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"X: aaaaaaaa\r\n" * 90_000),
+    (431, POST + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"a" * 1_000_000),
     (501, b"FETCH /health HTTP/1.1\r\nHost: a\r\n\r\n"),
     (501, POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n"),
     (505, b"GET /health HTTP/3.0\r\nHost: a\r\n\r\n"),
@@ -195,6 +200,18 @@ def test_a_client_that_does_not_read_is_given_up_and_its_request_cancelled(serve
         wait_until(lambda: server.metric("vllm:num_requests_running") > 0, "the request runs")
         wait_until(lambda: server.metric("vllm:num_requests_running") == 0, "the request is cancelled")
         wait_until(lambda: any("status=499" in line for line in server.log), "the log says so")
+
+
+def test_a_client_that_reads_slowly_but_steadily_gets_everything(server: Running) -> None:
+    """It reads for longer than a client may read nothing, and data waits for it all the time."""
+    with server.connect(receive_bytes=4096) as connection:
+        body = {"model": "reference", "prompt": [5], "max_tokens": 1900, "n": 12, "stream": True, "ignore_eos": True}
+        connection.sendall(request("POST", "/v1/completions", body, headers={"Connection": "close"}))
+        data = bytearray()
+        while piece := connection.recv(1 << 14):
+            data += piece
+            time.sleep(0.01)
+        assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 def test_a_client_that_leaves_cancels_its_request(server: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -16,7 +17,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from servers import Running, answers, completion, read_until_closed, request, running, wait_until
+from servers import Answer, Running, answers, completion, read_until_closed, request, running, wait_until
+
+from megatoken.serve.options import HttpProcessSettings, load_serve_config
+from megatoken.serve.supervisor import _Supervisor
+from megatoken.serve.tenants import Keys
 
 MOCK = ("--engine", "mock", "--tokens-per-second", "50")
 SECRET = "a-key-that-must-never-be-shown"
@@ -179,8 +184,10 @@ def test_keys_open_the_server_and_are_never_shown(tmp_path: Path) -> None:
         server.stream(3, key=SECRET).close()
         statuses = [answers(server.raw(limited()))[0].status for _ in range(3)]
         assert statuses == [200, 200, 429]
-        metrics = server.ask("GET", "/metrics").body.decode()
+        metrics = server.ask("GET", "/metrics", key=SECRET).body.decode()
         assert 'key="batch"' in metrics and 'key="chat"' in metrics
+        open_metrics = server.ask("GET", "/metrics").body.decode()
+        assert "vllm:num_requests_running" in open_metrics and "megatoken:key_" not in open_metrics
         assert SECRET not in metrics + "".join(server.log)
         command_lines = [" ".join(one.cmdline()) for one in psutil.Process(server.process.pid).children(recursive=True)]
         assert not any(SECRET in line for line in command_lines)
@@ -197,7 +204,7 @@ def test_a_key_that_floods_waits_for_itself(tmp_path: Path) -> None:
     with running("--precision", "fp32", "--engine.max-sequences", "8", "--api-keys", str(file)) as server:
 
         def waiting() -> int:
-            metrics = server.ask("GET", "/metrics").body.decode()
+            metrics = server.ask("GET", "/metrics", key="other").body.decode()
             found = re.search(r'megatoken:key_requests_waiting\{.*key="flood"\} (\d+)', metrics)
             return int(found[1]) if found else 0
 
@@ -231,6 +238,8 @@ def test_a_key_from_the_environment() -> None:
     with running(*MOCK, environment={"MEGATOKEN_API_KEY": SECRET}) as server:
         assert server.ask("GET", "/v1/models").status == 401
         assert server.ask("GET", "/v1/models", key=SECRET).status == 200
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert children and not any("MEGATOKEN_API_KEY" in one.environ() for one in children)
 
 
 def test_other_machines_without_a_key_are_a_loud_warning() -> None:
@@ -260,6 +269,64 @@ def test_tls_by_files(tmp_path: Path) -> None:
         with server.connect() as plain:
             plain.sendall(request("GET", "/version"))
             assert not read_until_closed(plain).startswith(b"HTTP/1.1 200")
+
+
+def test_a_process_that_starts_while_the_server_stops_is_stopped(tmp_path: Path) -> None:
+    async def start() -> int:
+        options = load_serve_config({})
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            supervisor = _Supervisor(options, Keys(), [listener], tmp_path / "engine.sock")
+            supervisor._stopping.set()
+            settings = HttpProcessSettings(options, Keys(), str(tmp_path / "engine.sock"), listener.fileno())
+            child = await supervisor._start("http_process", settings, [listener.fileno()])
+            try:
+                return await asyncio.wait_for(child.process.wait(), 60)
+            finally:
+                child.kill()
+
+    assert asyncio.run(start()) == 0
+
+
+def test_browsers_may_call_and_a_name_may_have_slashes() -> None:
+    name, origin = "meta-llama/Llama-3.1-8B", "https://a.example"
+    with running(*MOCK, "--cors-origins", origin, "--served-model-name", name) as server:
+        for path in (name, name.replace("/", "%2F")):
+            answer = server.ask("GET", f"/v1/models/{path}")
+            assert (answer.status, json.loads(answer.body)["id"]) == (200, name)
+        assert server.ask("GET", "/v1/models/").status == 404
+        asked = "authorization, content-type, x-stainless-arch, x-stainless-retry-count"
+        for wanted, allowed in ((asked, asked), ("a b", "authorization, content-type, x-request-id")):
+            headers = {"Origin": origin, "Access-Control-Request-Headers": wanted, "Connection": "close"}
+            (answer,) = answers(server.raw(request("OPTIONS", "/v1/completions", headers=headers)))
+            assert answer.headers["access-control-allow-headers"] == allowed
+            assert answer.headers["access-control-expose-headers"] == "x-request-id, retry-after"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+        (answer,) = answers(server.raw(head + b"2\r\n{}\r\n0\r\nOrigin: https://a.example\r\n\r\n"))
+        assert answer.status == 400 and "access-control-allow-origin" not in answer.headers
+
+
+def test_all_bodies_together_are_limited() -> None:
+    with running(*MOCK, "--max-body-bytes", "100000") as server:
+        body = request("POST", "/v1/completions", b" " * 100_000)
+        senders = [server.connect() for _ in range(16)]
+        for connection in senders:
+            connection.sendall(body[:-1])
+        refused = wait_for_refusal(server)
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        for connection in senders:
+            connection.close()
+        wait_until(lambda: answers(server.raw(completion_that_closes()))[0].status == 200, "they are released")
+
+
+def wait_for_refusal(server: Running) -> Answer:
+    """The answer once the server has read what was sent before."""
+    while (answer := answers(server.raw(completion_that_closes()))[0]).status == 200:
+        time.sleep(0.05)
+    return answer
+
+
+def completion_that_closes() -> bytes:
+    return completion(2).replace(b"Host", b"Connection: close\r\nHost", 1)
 
 
 def test_json_logs_name_requests_and_never_their_text() -> None:

@@ -93,7 +93,7 @@ async def prepare_chat(api: ApiContext, exchange: Exchange, body: ChatBody) -> C
 @api_route
 async def chat_completions(api: ApiContext, exchange: Exchange) -> None:
     """Answer a chat."""
-    body = parse_body(ChatBody, exchange.request.body)
+    body = parse_body(ChatBody, exchange.take_body())
     api.check_body(body)
     chat = await prepare_chat(api, exchange, body)
     head = {

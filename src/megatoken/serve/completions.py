@@ -21,7 +21,7 @@ from megatoken.serve.schema_completions import CompletionBody
 @api_route
 async def completions(api: ApiContext, exchange: Exchange) -> None:
     """Continue prompts."""
-    body = parse_body(CompletionBody, exchange.request.body)
+    body = parse_body(CompletionBody, exchange.take_body())
     api.check_body(body)
     if body.echo and body.logprobs is not None:
         raise ApiError("logprobs: not supported together with echo; leave one of them out", param="logprobs")

@@ -105,11 +105,6 @@ class EngineClient(asyncio.Protocol):
             return Health.STUCK
         return self._health
 
-    @property
-    def open_requests(self) -> int:
-        """Requests that have not ended."""
-        return len(self._sinks)
-
     def submit(self, request: Request, sink: AnswerSink, tenant: Tenant) -> int:
         """Send a request; its events go to ``sink``. Returns its id.
 

@@ -85,7 +85,6 @@ def _served(options: ServeConfig, shape: ModelConfig, max_length: int) -> Served
         name=options.served_model_name or shape.name,
         max_length=max_length,
         vocabulary_size=shape.vocabulary_size,
-        end_token_ids=tuple(shape.end_token_ids),
         folder=folder.resolve() if folder.is_dir() else None,
         created=int(time.time()),
     )

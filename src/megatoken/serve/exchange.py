@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -35,7 +34,11 @@ class HttpRequest:
 class Carrier(Protocol):
     """The connection of an exchange, as the exchange sees it."""
 
-    transport: asyncio.Transport
+    def write(self, data: bytes) -> None:
+        """Send data to the client."""
+
+    def release_body(self, count: int) -> None:
+        """``count`` bytes of a body are no longer held."""
 
     def flush_soon(self, exchange: Exchange) -> None:
         """Flush ``exchange`` in the next turn of the loop; end it if its client does not read."""
@@ -79,6 +82,12 @@ class Exchange:
         """Whether it takes nothing more: answered, or the client has left."""
         return self._state is _State.ENDED
 
+    def take_body(self) -> bytes:
+        """The body of the request, once: what is parsed need not be held while the answer is made."""
+        body, self.request.body = self.request.body, b""
+        self.connection.release_body(len(body))
+        return body
+
     def reply(
         self, status: int, body: bytes = b"", content_type: str = "application/json", headers: Headers = ()
     ) -> None:
@@ -90,7 +99,7 @@ class Exchange:
         has_body = status not in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
         own = [("content-type", content_type), ("content-length", str(len(body)))] if has_body else []
         head = self._head([*own, *headers])
-        self.connection.transport.write(head + body if self.request.method != "HEAD" else head)
+        self.connection.write(head + body if self.request.method != "HEAD" else head)
         self._finish()
 
     def fail(self, status: int, message: str, *, param: str | None = None, headers: Headers = ()) -> None:
@@ -142,7 +151,7 @@ class Exchange:
             data = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
             data += b"0\r\n\r\n" if last else b""
         if head or data:
-            self.connection.transport.write(head + data)
+            self.connection.write(head + data)
 
     def abandon(self) -> None:
         """The client has left: call the callbacks."""

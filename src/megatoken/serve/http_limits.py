@@ -11,7 +11,8 @@ class HttpLimits:
 
     line_bytes: int = 8 << 10
     head_bytes: int = 64 << 10
-    body_bytes: int = 32 << 20
+    body_bytes: int = 8 << 20
+    held_body_bytes: int = 128 << 20  # of all requests of a process whose bodies are still being sent, or wait
     head_seconds: float = 10.0
     body_seconds: float = 60.0
     idle_seconds: float = 75.0

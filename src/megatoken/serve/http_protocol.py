@@ -7,8 +7,11 @@ A protocol of our own, because a general server's coroutine and messages per chu
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import re
 import secrets
+import sys
+import termios
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -47,6 +50,7 @@ class Handler(Protocol):
 
     limits: HttpLimits
     connections: set[Connection]
+    held_body_bytes: int  # of all connections
 
     def admit(self, request: HttpRequest) -> Refusal | None:
         """Look at a request's head, before its body is read: authenticate, find the route. Sets its tenant."""
@@ -86,12 +90,17 @@ class Connection(asyncio.Protocol):
         self._pipeline: deque[tuple[HttpRequest, Refusal | None]] = deque()
         self._refused = False  # nothing after a refused request is read
         self._stalled_since: float | None = None
+        self._written_bytes = 0
+        self._taken_bytes = 0  # of those written, what the client had taken when that was last looked at
+        self._held_bytes = 0  # of bodies that no route has taken
         # of the message that is being read
+        self._body_came = False  # in the data that is being parsed
         self._url = b""
         self._headers: dict[str, str] = {}
         self._repeated: set[str] = set()
         self._body: list[bytes] = []
-        self._head_bytes = self._body_bytes = self._unparsed_bytes = 0
+        self._head_bytes = self._body_bytes = 0
+        self._unparsed_bytes = 0  # since a header, or a piece of the body, was complete
         self._arrival_ns = 0
         self._request: HttpRequest | None = None
         self._refusal: Refusal | None = None
@@ -115,6 +124,7 @@ class Connection(asyncio.Protocol):
             self._current = None
             exchange.abandon()
             self._handler.finished(exchange)
+        self.release_body(self._held_bytes)
 
     def eof_received(self) -> bool:
         """The client closed its side. It may have left altogether, so its request is not worth computing."""
@@ -140,6 +150,7 @@ class Connection(asyncio.Protocol):
             self._arrival_ns = time.monotonic_ns()
             self._deadline = time.monotonic() + self._limits.head_seconds
         waiting, unparsed_bytes = len(self._pipeline), self._unparsed_bytes
+        self._body_came = False
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -148,8 +159,10 @@ class Connection(asyncio.Protocol):
                 self._pipeline[-1][0].keep_alive = False
         except httptools.HttpParserError as error:
             self._refuse_broken(data, error)
-        if self._phase is _Phase.HEAD and not self._refused and len(self._pipeline) == waiting:
-            self._unparsed_bytes = unparsed_bytes + len(data)  # the parser holds them until a header is complete
+        reading = self._phase in (_Phase.HEAD, _Phase.BODY)
+        if reading and not self._body_came and not self._refused and len(self._pipeline) == waiting:
+            # The parser holds them until a header is complete; in a body, a trailer or the extension of a chunk.
+            self._unparsed_bytes = unparsed_bytes + len(data)
             if self._unparsed_bytes > self._limits.head_bytes:
                 self._refuse_large_head()
         if self._current is not None and self._pipeline:
@@ -174,6 +187,8 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header. Repeated ones are joined, as RFC 9110 says."""
+        if self._phase is _Phase.BODY:
+            return  # a trailer, which must not change a request that has been admitted
         self._head_bytes += len(name) + len(value) + 4
         if self._head_bytes > self._limits.head_bytes:
             return
@@ -188,28 +203,35 @@ class Connection(asyncio.Protocol):
         if self._refused:
             return
         self._phase = _Phase.BODY
+        self._unparsed_bytes = 0
+        self._body_came = True
         self._deadline = time.monotonic() + self._limits.body_seconds
         request = self._request = self._new_request()
         refusal = self._refusal_of_head() or self._handler.admit(request)
         if refusal is None:
             if self._headers.get("expect", "").lower() == "100-continue" and self._current is None:
-                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             return
-        has_body = "transfer-encoding" in self._headers or self._headers.get("content-length", "0").strip("0") != ""
-        if refusal.keep_alive and not has_body:
+        if refusal.keep_alive and not self._has_body():
             self._refusal = refusal
         else:
             self._queue_refusal(refusal)
 
     def on_body(self, body: bytes) -> None:
         """Part of the body."""
+        self._body_came = True
+        self._unparsed_bytes = 0
         if self._refused:
             return
         self._body_bytes += len(body)
         if self._body_bytes > self._limits.body_bytes:
             self._queue_refusal(self._too_large())
-            return
-        self._body.append(body)
+        elif self._handler.held_body_bytes + len(body) > self._limits.held_body_bytes:
+            self._queue_refusal(Refusal(503, "too many large requests; try again later", (("retry-after", "1"),)))
+        else:
+            self._held_bytes += len(body)
+            self._handler.held_body_bytes += len(body)
+            self._body.append(body)
 
     def on_message_complete(self) -> None:
         """Queue the request."""
@@ -226,6 +248,17 @@ class Connection(asyncio.Protocol):
 
     # for exchanges
 
+    def write(self, data: bytes) -> None:
+        """Send data to the client."""
+        self._written_bytes += len(data)
+        self.transport.write(data)
+
+    def release_body(self, count: int) -> None:
+        """``count`` bytes of a body are no longer held. After the connection was lost, none are."""
+        count = min(count, self._held_bytes)
+        self._held_bytes -= count
+        self._handler.held_body_bytes -= count
+
     def flush_soon(self, exchange: Exchange) -> None:
         """Flush ``exchange`` in the next turn of the loop; end it if its client does not read."""
         if self._stalled_since is not None and self.transport.get_write_buffer_size() > self._limits.buffered_bytes:
@@ -240,6 +273,7 @@ class Connection(asyncio.Protocol):
     def answered(self, exchange: Exchange) -> None:
         """Go on to the next request, or close."""
         self._current = None
+        self.release_body(len(exchange.request.body))
         self._handler.finished(exchange)
         if not exchange.request.keep_alive or exchange.request.http_1_0:
             self._close()
@@ -254,6 +288,10 @@ class Connection(asyncio.Protocol):
         Args:
             now: ``time.monotonic()``.
         """
+        if self._stalled_since is not None:
+            taken_bytes = self._written_bytes - self._unread_bytes()
+            if taken_bytes > self._taken_bytes:
+                self._taken_bytes, self._stalled_since = taken_bytes, now
         if self._stalled_since is not None and now - self._stalled_since > self._limits.stalled_seconds:
             self.transport.abort()
         elif self._phase is _Phase.LINGERING:
@@ -268,6 +306,17 @@ class Connection(asyncio.Protocol):
                 self._next()
 
     # inside
+
+    def _unread_bytes(self) -> int:
+        """Written bytes that the client has not acknowledged, here and in the kernel, which holds megabytes."""
+        try:
+            answer = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        except OSError:
+            answer = bytes(4)
+        return self.transport.get_write_buffer_size() + int.from_bytes(answer, sys.byteorder)
+
+    def _has_body(self) -> bool:
+        return "transfer-encoding" in self._headers or self._headers.get("content-length", "0").strip("0") != ""
 
     def _new_request(self) -> HttpRequest:
         given = self._headers.get("x-request-id", "")
@@ -303,6 +352,8 @@ class Connection(asyncio.Protocol):
         length = headers.get("content-length", "0")
         if len(length) > 18 or int(length) > self._limits.body_bytes:
             return self._too_large()
+        if method in ("GET", "HEAD") and self._has_body():
+            return Refusal(400, f"a {method} request must not have a body")
         if headers.get("expect", "100-continue").lower() != "100-continue":
             return Refusal(417, "the only expectation that is supported is 100-continue")
         return None
@@ -338,6 +389,8 @@ class Connection(asyncio.Protocol):
         """Answer with an error after the requests before it, then close: what follows cannot be trusted."""
         request = self._request or HttpRequest("", "", "", {}, b"", secrets.token_hex(16), self._arrival_ns)
         request.keep_alive = False
+        self.release_body(sum(map(len, self._body)))
+        self._body = []
         self._pipeline.append((request, refusal))
         self._refused = True
 

@@ -53,10 +53,6 @@ class SharedEngine(Protocol):
     def state(self) -> ReplicaState:
         """What it holds and has done."""
 
-    @property
-    def dead(self) -> bool:
-        """Whether it makes no more steps."""
-
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:

@@ -46,7 +46,6 @@ class ServedModel:
     name: str
     max_length: int
     vocabulary_size: int
-    end_token_ids: tuple[int, ...]
     folder: Path | None  # of the model's files; None for a named shape
     created: int  # seconds since 1970, when the engine was ready
 

@@ -95,11 +95,6 @@ class MockEngine:
             output_tokens=self._output_tokens,
         )
 
-    @property
-    def dead(self) -> bool:
-        """Whether the thread has ended."""
-        return not self._thread.is_alive()
-
     def close(self, *, drain: bool = False) -> None:
         """End the thread."""
         self._closing = True

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import unquote
 
 from megatoken.engine.text_stream import TextStream
 from megatoken.serve import frames
@@ -30,7 +31,7 @@ async def models(api: ApiContext, exchange: Exchange) -> None:
 @api_route
 async def model(api: ApiContext, exchange: Exchange) -> None:
     """One model by its name, the rest of the path."""
-    name = exchange.request.path.removeprefix("/v1/models/")
+    name = unquote(exchange.request.path.removeprefix("/v1/models/"))
     if name != api.model.name:
         raise ApiError(f"the model {name[:200]!r} is not served here", 404, param="model", code="model_not_found")
     _reply(exchange, _model(api))
@@ -39,7 +40,7 @@ async def model(api: ApiContext, exchange: Exchange) -> None:
 @api_route
 async def tokenize(api: ApiContext, exchange: Exchange) -> None:
     """Token ids of a text or a chat."""
-    body = parse_body(TokenizeBody, exchange.request.body)
+    body = parse_body(TokenizeBody, exchange.take_body())
     api.check_body(body)
     if body.messages is not None:
         _, token_ids = await chat_prompt(
@@ -82,7 +83,7 @@ async def _array(token_ids: list[int], of: Callable[[int], int | str]) -> str:
 @api_route
 async def detokenize(api: ApiContext, exchange: Exchange) -> None:
     """Text of token ids, special tokens included."""
-    body = parse_body(DetokenizeBody, exchange.request.body)
+    body = parse_body(DetokenizeBody, exchange.take_body())
     api.check_body(body)
     if api.tokenizer is None:
         raise ApiError("the model has no tokenizer", param="tokens")

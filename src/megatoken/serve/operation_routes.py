@@ -26,8 +26,9 @@ def version(server: Server, exchange: Exchange) -> None:
 
 
 async def metrics(server: Server, exchange: Exchange) -> None:
-    """Metrics of the engine process in Prometheus's text format."""
-    exchange.reply(200, (await server.client.metrics()).encode(), METRICS_TYPE)
+    """Metrics of the engine process in Prometheus's text format; those of single keys only to clients with a key."""
+    text = await (server.open_metrics() if exchange.request.tenant is None else server.client.metrics())
+    exchange.reply(200, text.encode(), METRICS_TYPE)
 
 
 OPERATION_ROUTES: Mapping[tuple[str, str], Route] = {

@@ -26,6 +26,7 @@ from megatoken.serve.api_settings import ApiSettings, ToolFormat
 from megatoken.serve.http_limits import HttpLimits
 from megatoken.serve.tenants import Keys
 
+BODIES_HELD = 16  # of the largest size, in one HTTP process
 Names = Annotated[tuple[str, ...], BeforeValidator(separated)]
 
 
@@ -59,7 +60,9 @@ class ServeConfig(Section):
         default=None, description="YAML file of keys with names, weights and limits of requests and tokens"
     )
     max_queued: Count = Field(default=4096, description="requests that may wait; more are refused with 429")
-    max_body_bytes: Count = Field(default=32 << 20, le=1 << 32, description="largest body of a request")
+    max_body_bytes: Count = Field(
+        default=8 << 20, le=1 << 32, description="largest body of a request; an HTTP process holds 16 of them at most"
+    )
     max_connections: Count = Field(default=16_384, description="open connections of one HTTP process")
     idle_seconds: Rate = Field(default=75.0, lt=1e6, description="how long an idle connection stays open")
     head_seconds: Rate = Field(default=10.0, lt=1e6, description="how long the head of a request may take")
@@ -93,6 +96,7 @@ class ServeConfig(Section):
         """What clients may send, and how long they may take."""
         return HttpLimits(
             body_bytes=self.max_body_bytes,
+            held_body_bytes=BODIES_HELD * self.max_body_bytes,
             connections=self.max_connections,
             idle_seconds=self.idle_seconds,
             head_seconds=self.head_seconds,

@@ -30,7 +30,7 @@ from megatoken.serve.tool_calls import CallArguments, CallParser, CallStart, Pie
 @api_route
 async def responses(api: ApiContext, exchange: Exchange) -> None:
     """Answer an input."""
-    body = parse_body(ResponsesBody, exchange.request.body)
+    body = parse_body(ResponsesBody, exchange.take_body())
     api.check_body(body)
     try:
         chat_body = ChatBody.model_validate(_chat_fields(body))

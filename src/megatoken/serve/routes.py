@@ -1,4 +1,4 @@
-"""Which route answers which method and path. A path that ends in ``/*`` takes any last part."""
+"""Which route answers which method and path. A path that ends in ``/*`` takes any rest of a path."""
 
 from __future__ import annotations
 

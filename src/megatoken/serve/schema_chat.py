@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatoken.serve.schema_common import GenerationFields, Part, ResponseFormat
+from megatoken.serve.schema_common import MOST_MESSAGES, MOST_PARTS, GenerationFields, Items, Part, ResponseFormat
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 MOST_TOOLS = 128
@@ -38,8 +38,8 @@ class Message(Part):
     """One message. Further fields are passed to the chat template."""
 
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Annotated[Items[TextPart], Field(max_length=MOST_PARTS)] | None = None
+    tool_calls: Annotated[Items[ToolCall], Field(max_length=MOST_PARTS)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -83,13 +83,13 @@ class NamedTool(Part):
 class ChatBody(GenerationFields):
     """A chat to continue."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[Tool] = Field(default_factory=list, max_length=MOST_TOOLS)
+    tools: Items[Tool] = Field(default_factory=list, max_length=MOST_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     chat_template: str | None = Field(default=None, min_length=1, max_length=1 << 18)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from megatoken.engine.request import Grammar, GrammarKind, Sampling
 from megatoken.serve.request_errors import ApiError, field_error
@@ -15,8 +15,16 @@ from megatoken.serve.request_errors import ApiError, field_error
 LONGEST_STOP = 1024  # characters
 MOST_STOPS = 16
 MOST_CHOICES = 128
+MOST_BIASES = 1024
 LARGEST_GRAMMAR = 1 << 18  # characters
 
+MOST_TOKEN_IDS = 1 << 20
+MOST_MESSAGES = 8192
+MOST_PARTS = 4096  # of a message's content, and of its tool calls
+
+_T = TypeVar("_T")
+# A list whose first bad item ends the check: an error for each of a million bad items would take seconds.
+Items = Annotated[list[_T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
@@ -167,7 +175,7 @@ class StructuredOutputs(Part):
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = Field(default=None, min_length=1, max_length=LARGEST_GRAMMAR)
     grammar: str | None = Field(default=None, min_length=1, max_length=LARGEST_GRAMMAR)
-    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, min_length=1, max_length=1024)
+    choice: Items[Annotated[str, Field(min_length=1)]] | None = Field(default=None, min_length=1, max_length=1024)
     json_object: bool | None = None
 
     @model_validator(mode="after")
@@ -221,6 +229,16 @@ class SamplingDefaults(BaseModel):
     repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
 
 
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def _few_biases(value: Any) -> Any:
+    """Counted before they are looked at, because a dictionary gets an error for each bad value."""
+    if isinstance(value, dict) and len(value) > MOST_BIASES:
+        raise ValueError(f"must have at most {MOST_BIASES:,} token ids")
+    return value
+
+
 class GenerationFields(Body):
     """How to continue a prompt: the fields that all routes share."""
 
@@ -231,11 +249,11 @@ class GenerationFields(Body):
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_few_biases)] = Field(default_factory=dict)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
-    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] = Field(default_factory=list)
-    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
+    stop: StopString | Annotated[Items[StopString], Field(max_length=MOST_STOPS)] = Field(default_factory=list)
+    stop_token_ids: Items[TokenId] = Field(default_factory=list, max_length=1024)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = Field(default=0, ge=0)

@@ -4,20 +4,45 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from megatoken.serve.schema_chat import Message, Tool
-from megatoken.serve.schema_common import Body, GenerationFields, ResponseFormat, TokenId
+from megatoken.serve.schema_chat import MOST_TOOLS, Message, Tool
+from megatoken.serve.schema_common import (
+    MOST_MESSAGES,
+    MOST_TOKEN_IDS,
+    Body,
+    GenerationFields,
+    Items,
+    ResponseFormat,
+    TokenId,
+)
 
 MOST_PROMPTS = 1024
 
-Ids = Annotated[list[TokenId], Field(min_length=1)]
+Ids = Annotated[Items[TokenId], Field(min_length=1, max_length=MOST_TOKEN_IDS)]
+
+
+def _kind(prompt: Any) -> str:
+    """Which form of prompt it is, by its first item, so that only one form is checked and reported."""
+    if not isinstance(prompt, list):
+        return "str"
+    first = prompt[0] if prompt else ""
+    return "list[list[int]]" if isinstance(first, list) else "list[str]" if isinstance(first, str) else "list[int]"
+
+
+AnyPrompt = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[Ids, Tag("list[int]")]
+    | Annotated[Items[str], Field(min_length=1, max_length=MOST_PROMPTS), Tag("list[str]")]
+    | Annotated[Items[Ids], Field(min_length=1, max_length=MOST_PROMPTS), Tag("list[list[int]]")],
+    Discriminator(_kind),
+]
 
 
 class CompletionBody(GenerationFields):
     """A prompt, or a batch of them, to continue: text or token ids."""
 
-    prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
+    prompt: AnyPrompt
     max_tokens: int = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool = False
@@ -44,8 +69,8 @@ class TokenizeBody(Body):
     """A text or a chat to encode."""
 
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
-    tools: list[Tool] = Field(default_factory=list)
+    messages: Items[Message] | None = Field(default=None, min_length=1, max_length=MOST_MESSAGES)
+    tools: Items[Tool] = Field(default_factory=list, max_length=MOST_TOOLS)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -63,4 +88,4 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """Token ids to decode."""
 
-    tokens: list[TokenId]
+    tokens: Items[TokenId] = Field(max_length=MOST_TOKEN_IDS)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from megatoken.serve.schema_chat import FUNCTION_NAME, MOST_TOOLS
-from megatoken.serve.schema_common import Body, NamedSchema, Part, TokenId
+from megatoken.serve.schema_common import MOST_MESSAGES, MOST_PARTS, Body, Items, NamedSchema, Part, TokenId
 
 
 class InputText(Part):
@@ -22,7 +22,7 @@ class InputMessage(Part):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText]
+    content: str | Annotated[Items[InputText], Field(max_length=MOST_PARTS)]
 
 
 class FunctionCall(Part):
@@ -39,7 +39,7 @@ class FunctionCallOutput(Part):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputText]
+    output: str | Annotated[Items[InputText], Field(max_length=MOST_PARTS)]
 
 
 class ResponsesTool(Part):
@@ -93,25 +93,25 @@ Item = Annotated[
 class ResponsesBody(Body):
     """An input to answer."""
 
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | Annotated[Items[Item], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] = Field(default_factory=list)
-    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    stop: str | Items[str] = Field(default_factory=list)
+    stop_token_ids: Items[TokenId] = Field(default_factory=list)
     ignore_eos: bool = False
     cache_salt: str = ""
     stream: bool = False
-    tools: list[ResponsesTool] = Field(default_factory=list, max_length=MOST_TOOLS)
+    tools: Items[ResponsesTool] = Field(default_factory=list, max_length=MOST_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: Reasoning = Field(default_factory=Reasoning)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    include: list[str] = Field(default_factory=list, max_length=0)
+    include: Items[str] = Field(default_factory=list, max_length=0)
     top_logprobs: int = Field(default=0, ge=0, le=0)
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -26,6 +27,9 @@ from megatoken.serve.tls import tls_context
 
 Route = Callable[["Server", Exchange], Awaitable[None] | None]
 OPEN_PATHS = ("/health", "/version", "/metrics", "/ping")  # answered without a key
+HEADER_NAMES = re.compile(r"[A-Za-z0-9_-]+(, *[A-Za-z0-9_-]+)*")
+USUAL_HEADERS = "authorization, content-type, x-request-id"
+OPEN_METRICS_SECONDS = 0.5  # how long metrics are kept for clients without a key
 SWEEP_SECONDS = 0.5
 BACKLOG = 4096
 
@@ -44,11 +48,16 @@ class Server:
         self.options = settings.options
         self.limits: HttpLimits = settings.options.http_limits()
         self.connections: set[Connection] = set()
+        self.held_body_bytes = 0
         self.api: ApiContext | None = None
         self.log = AccessLog(as_json=settings.options.json_logs, quiet=not settings.options.access_log)
         self.client = EngineClient(settings.engine_path, self._take_model, self.log.note)
         self._routes = routes
         self._paths = {path for _, path in routes}
+        self._stars = [path for path in self._paths if path.endswith("/*")]
+        self._open_metrics = ""
+        self._metrics_until = 0.0  # time.monotonic() to which they are good
+        self._metrics_lock = asyncio.Lock()
         self._keys: Keys = settings.keys
         self._control = control
         self._ready = False
@@ -69,11 +78,10 @@ class Server:
         if (method, path) not in self._routes:
             allowed = (("allow", ", ".join(self._methods(path))),)
             return Refusal(405, f"{request.method} is not supported for {path}", allowed, keep_alive=True)
-        if path not in OPEN_PATHS:
-            request.tenant = self._keys.tenant_of(request.headers.get("authorization"))
-            if request.tenant is None:
-                challenge = (("www-authenticate", "Bearer"),)
-                return Refusal(401, "a valid API key is needed: Authorization: Bearer KEY", challenge, keep_alive=True)
+        request.tenant = self._keys.tenant_of(request.headers.get("authorization"))
+        if request.tenant is None and path not in OPEN_PATHS:
+            challenge = (("www-authenticate", "Bearer"),)
+            return Refusal(401, "a valid API key is needed: Authorization: Bearer KEY", challenge, keep_alive=True)
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if method == "POST" and kind != "application/json":
             return Refusal(415, "the body must be JSON, with Content-Type: application/json")
@@ -120,10 +128,12 @@ class Server:
         if origin is None or not allowed or (origin not in allowed and "*" not in allowed):
             return ()
         headers = [("access-control-allow-origin", "*" if "*" in allowed else origin), ("vary", "origin")]
+        headers.append(("access-control-expose-headers", "x-request-id, retry-after"))
         if request.method == "OPTIONS":
+            wanted = request.headers.get("access-control-request-headers", "")
             headers += [
                 ("access-control-allow-methods", "GET, POST, OPTIONS"),
-                ("access-control-allow-headers", "authorization, content-type, x-request-id"),
+                ("access-control-allow-headers", wanted if HEADER_NAMES.fullmatch(wanted) else USUAL_HEADERS),
                 ("access-control-max-age", "600"),
             ]
         return headers
@@ -134,6 +144,15 @@ class Server:
             asyncio.get_running_loop().call_soon(self._flush)
         self._dirty.append(exchange)
 
+    async def open_metrics(self) -> str:
+        """Metrics for a client without a key: without the series of keys, and the engine is seldom asked."""
+        async with self._metrics_lock:
+            if time.monotonic() >= self._metrics_until:
+                lines = (await self.client.metrics()).splitlines(keepends=True)
+                self._open_metrics = "".join(line for line in lines if "megatoken:key_" not in line)
+                self._metrics_until = time.monotonic() + OPEN_METRICS_SECONDS
+        return self._open_metrics
+
     # inside
 
     def _keep(self, task: asyncio.Future[None]) -> None:
@@ -142,11 +161,10 @@ class Server:
         task.add_done_callback(self._tasks.discard)
 
     def _known_path(self, path: str) -> str | None:
-        """The path of the route that answers: the same one, or one that ends in a star in place of the last part."""
+        """The path of the route that answers: the same one, or one whose star stands for the rest, slashes included."""
         if path in self._paths:
             return path
-        parent, _, last = path.rpartition("/")
-        return f"{parent}/*" if last and f"{parent}/*" in self._paths else None
+        return next((known for known in self._stars if path.startswith(known[:-1]) and path != known[:-1]), None)
 
     def _methods(self, path: str) -> list[str]:
         methods = sorted(method for method, known in self._routes if known == path)

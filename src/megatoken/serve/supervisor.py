@@ -133,8 +133,8 @@ class _Supervisor:
         options = self._options
         if not self._keys.entries and not _is_loopback(options.host):
             self._log.note(
-                f"WARNING: anybody who can reach {options.host}:{self._port()} may use this server; give --api-key or "
-                f"{KEY_VARIABLE}, or listen on 127.0.0.1"
+                f"WARNING: without a key, every client that reaches {options.host}:{self._port()} may use this server; "
+                f"give --api-key or {KEY_VARIABLE}, or listen on 127.0.0.1"
             )
 
     async def _drain(self) -> None:
@@ -209,6 +209,7 @@ class _Supervisor:
 
     async def _start(self, module: str, settings: object, descriptors: list[int]) -> _Child:
         ours, theirs = socket.socketpair()
+        environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
         with theirs:
             # -P: modules of the working directory are not imported.
             process = await asyncio.create_subprocess_exec(
@@ -216,12 +217,14 @@ class _Supervisor:
                 *("-P", "-m", f"megatoken.serve.{module}", str(theirs.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *descriptors),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         reader, writer = await asyncio.open_connection(sock=ours)
         child = _Child(process, reader, writer, time.monotonic())
         self._children.add(child)
         writer.write(first_message(settings))
+        if self._stopping.is_set():
+            child.stop()  # it did not exist yet when the others were stopped
         return child
 
     def _announce(self) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import lru_cache
+from math import ceil
 from typing import Any, NoReturn
 from uuid import uuid4
 
@@ -25,6 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from megatoken.serve.json_pipe import framed, read_message
 
 MEMORY_BYTES = 512 << 20
+CPU_SECONDS = 5  # of one chat; only met when the process that would kill this one after a second has been killed itself
 
 
 class _Generation(Extension):
@@ -150,11 +152,15 @@ def main() -> None:
 def _render_all() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)  # -1: no limit
     given, taken = sys.stdin.buffer, sys.stdout.buffer
     settings = read_message(given)
     taken.write(framed(json.dumps({"ready": True})))
     taken.flush()
     while (job := read_message(given)) is not None:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        limit = ceil(used.ru_utime + used.ru_stime) + CPU_SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (limit if most < 0 else min(limit, most), most))
         try:
             answer = _answer(settings, job)
         except MemoryError:
