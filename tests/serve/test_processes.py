@@ -283,6 +283,9 @@ def test_a_process_that_starts_while_the_server_stops_is_stopped(tmp_path: Path)
                 return await asyncio.wait_for(child.process.wait(), 60)
             finally:
                 child.kill()
+                child.writer.close()
+                await child.writer.wait_closed()
+                supervisor._engine_listener.close()
 
     assert asyncio.run(start()) == 0
 
