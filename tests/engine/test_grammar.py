@@ -185,8 +185,8 @@ from megatoken.engine import Engine, EngineConfig, Grammar, GrammarKind, Request
 from megatoken.errors import RequestError
 engine = Engine("reference", EngineConfig(precision="fp32", threads=1))
 rules = ["start: r0", *(f'r{n}: ' + '("b" ' * 9 + f'r{n + 1}' + ')?' * 9 for n in range(990)), 'r990: "a"']
-nested = {f"d{n}": {"properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(200)}
-schema = json.dumps({"$ref": "#/$defs/d0", "$defs": {**nested, "d200": {"type": "string"}}})
+nested = {f"d{n}": {"properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(190)}
+schema = json.dumps({"$ref": "#/$defs/d0", "$defs": {**nested, "d190": {"type": "string"}}})
 def check():
     for grammar in (Grammar(GrammarKind.EBNF, "\\n".join(rules)), Grammar(GrammarKind.JSON_SCHEMA, schema)):
         try:

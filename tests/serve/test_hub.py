@@ -29,7 +29,7 @@ class Engine:
         self.cancelled: list[int] = []
 
     def submit(self, request: Request) -> int:
-        if list(request.prompt)[0] == 13:
+        if 13 in request.prompt:
             raise ZeroDivisionError("a fault")
         self.requests.append(request)
         return len(self.requests) - 1

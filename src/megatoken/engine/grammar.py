@@ -97,11 +97,11 @@ class Guide:
             raise RequestError(f"the answer cannot follow its grammar any further: {_one_line(problem)}")
         if time.thread_time() - began > MASK_CPU_SECONDS:
             self.failed = True
-            error = RequestError(
+            refusal = RequestError(
                 f"the grammar is too complex: a mask took over {MASK_CPU_SECONDS:g} s of a processor; simplify it"
             )
-            self._grammars.refuse(self._grammar, error)
-            raise error
+            self._grammars.refuse(self._grammar, refusal)
+            raise refusal
         return self._mask
 
 

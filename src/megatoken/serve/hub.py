@@ -353,8 +353,9 @@ class Hub:
 
     def _refuse(self, entry: _Entry, error: Exception) -> None:
         self.metrics.tenant(entry.tenant.name).refused += 1
-        expected = isinstance(error, MegatokenError)
-        self._end_with(entry, error if expected else MegatokenError(fault("the request cannot be taken", error)))
+        if not isinstance(error, MegatokenError):
+            error = MegatokenError(fault("the request cannot be taken", error))
+        self._end_with(entry, error)
 
     def _end_with(self, entry: _Entry, error: MegatokenError) -> None:
         link, entry.link = entry.link, None
