@@ -83,7 +83,7 @@ class EngineThread:
         return self._enqueue(checked, None)
 
     def stream(self, request: Request) -> Iterator[TokenEvent]:
-        """Queue a request now, and iterate over its events; leaving the loop early, or dropping the iterator, cancels it.
+        """Queue a request now, and iterate over its events; leaving the loop, or dropping the iterator, cancels it.
 
         Raises:
             RequestError, CapacityError: as ``Engine.submit``, at once.
