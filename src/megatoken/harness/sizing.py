@@ -44,7 +44,9 @@ def estimate_rate(target: Target, data_set: Dataset, seconds: float, learning_se
     steps = answer_tokens / min(residents, rows * answer_tokens / (prompt_tokens + answer_tokens))
     read_tokens = answer_tokens * (prompt_tokens + answer_tokens / 2)
     work = steps, prompt_tokens + answer_tokens, answer_tokens, read_tokens
-    return float(state.replicas / np.dot(work, prices))
+    sample_seconds = float(np.dot(work, prices))
+    # Zero on a machine so busy that no price could be fitted: then at least one sample took all the warm-up.
+    return state.replicas / (sample_seconds or seconds)
 
 
 def estimate_latency(target: Target, data_set: Dataset, seconds: float) -> float:
