@@ -326,7 +326,7 @@ def _arrow_texts(array: object) -> list[object]:
             content = [None if buffer is None else pa.py_buffer(buffer) for buffer in buffers]
             types = {"string": pa.string(), "large_string": pa.large_string()}
             if offset < 0:  # Arrow would read what lies before its buffers
-                raise ValueError("a negative offset")
+                raise ValueError("a text column is malformed")
             texts = pa.Array.from_buffers(types[kind], length, content, offset=offset)
             texts.validate(full=True)
             cells: list[object] = texts.to_pylist()
