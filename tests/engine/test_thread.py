@@ -152,14 +152,14 @@ def test_closing_cancels_what_is_open_and_draining_waits_for_it(directory: Path)
 
 def test_an_error_of_the_engine_reaches_every_open_request(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(directory, threads=1)
-    step, steps = engine._runner._step, itertools.count()
+    step, steps = engine._runner._compute, itertools.count()
 
     def fail_after_the_first(*arguments: object) -> object:
         if next(steps):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return step(*arguments)
 
-    monkeypatch.setattr(engine._runner, "_step", fail_after_the_first)
+    monkeypatch.setattr(engine._runner, "_compute", fail_after_the_first)
     ended = []
     shared = EngineThread(engine, lambda step: ended.extend(one for one in step.events if one.finish_reason))
     stream = shared.stream(request(tokens=40))

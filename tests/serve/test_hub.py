@@ -66,7 +66,7 @@ def setting() -> tuple[Hub, Engine, Client, list[str]]:
     failures: list[str] = []
     hub = Hub(10, several_tenants=False, fail=failures.append)
     engine = Engine()
-    hub.start(engine, ServedModel("m", 100, 100, (2,), None, 0), EngineSizes(2, 100, 1000, 16), lambda request: None)
+    hub.start(engine, ServedModel("m", 100, 100, None, 0), EngineSizes(2, 100, 1000, 16), lambda request: None)
     return hub, engine, Client(hub), failures
 
 
