@@ -454,7 +454,7 @@ def test_a_step_that_runs_out_of_gpu_memory_says_what_to_lower(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
 
     engine = make_engine(directory)
-    monkeypatch.setattr(engine._runner, "_step", exhausted)
+    monkeypatch.setattr(engine._runner, "_compute", exhausted)
     engine.submit(request(prompt_tokens=9))
     with pytest.raises(
         CapacityError, match=r"in a step of 9 tokens: CUDA out of memory. Tried .* GiB; .*lower memory_"

@@ -325,7 +325,7 @@ def _arrow_texts(array: object) -> list[object]:
         case Record("arrow_array", ((Record("arrow_type", (str(kind),)), length, _, offset, [*buffers], *_),)):
             content = [None if buffer is None else pa.py_buffer(buffer) for buffer in buffers]
             types = {"string": pa.string(), "large_string": pa.large_string()}
-            if offset < 0:  # Arrow would read what lies before its buffers
+            if not isinstance(offset, int) or offset < 0:  # Arrow would read what lies before its buffers
                 raise ValueError("a text column is malformed")
             texts = pa.Array.from_buffers(types[kind], length, content, offset=offset)
             texts.validate(full=True)
