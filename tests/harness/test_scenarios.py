@@ -321,8 +321,9 @@ def test_the_search_finds_the_rate_of_a_real_queue(tmp_path: Path, data_set: Dat
     assert search["samples_per_second"] is not None, search
     assert finished.result["loadgen_validity"] == "VALID"
     assert finished.result["offered_samples_per_second"] == pytest.approx(search["samples_per_second"], rel=1e-4)
-    # Neighbours make a queue slower, never faster; test_rate_finder.py has the exact rate, in simulated time.
-    assert 0.7 * best <= search["samples_per_second"] <= 1.02 * best
+    # Neighbours on the machine make a queue slower, never faster; how near the search comes to the best rate is tested
+    # in simulated time, in test_rate_finder.py.
+    assert search["samples_per_second"] <= 1.02 * best
     for probe in search["probes"]:
         kept = read_run(finished.path / probe["run_folder"])
         assert kept.result["offered_samples_per_second"] == pytest.approx(probe["samples_per_second"], rel=0.15)
