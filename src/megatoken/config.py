@@ -20,6 +20,9 @@ from megatoken.text import nearest
 from megatoken.yaml_files import compose, demand
 
 FLAG_ALIASES = {name: f"{name}_seconds" for name in ("min_duration", "warm_up", "probe", "ttft_limit", "tpot_limit")}
+FLAG_ALIASES |= {name: f"endpoint.{name}" for name in ("served_model", "api_key_file", "api", "start_server")}
+FLAG_ALIASES["endpoint"] = "endpoint.urls"
+REPEATED = "endpoint.urls"  # the flag may be given several times; its values are then joined by commas
 
 
 def _not_empty(value: Any) -> Any:
@@ -110,6 +113,38 @@ class RackSection(Section):
     replace: bool = Field(default=True, description="restart lost replicas, and start replicas on nodes that join")
 
 
+class EndpointSection(Section):
+    """How a server of others is measured over HTTP. Null urls: no endpoint, but our own engine."""
+
+    urls: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="address of the API, such as http://host:8000/v1; several: with commas between"
+    )
+    served_model: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="name of the model to ask for; null: the first one that the server lists"
+    )
+    api_key_file: GivenPath | None = Field(default=None, description="file that holds the API key; it is never stored")
+    api: Literal["chat", "completions", "responses"] | None = Field(
+        default=None, description="route to call; null: chat for prompts of messages, else completions"
+    )
+    stream: bool | None = Field(default=None, description="answers as streams; null: except in the scenario offline")
+    start_server: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="command that starts the server to measure; it is stopped afterwards"
+    )
+    start_seconds: Rate = Field(default=900.0, lt=1e6, description="how long that server may take until it is ready")
+    timeout_seconds: Rate = Field(default=600.0, lt=1e6, description="how long one answer may take; then it has failed")
+    connect_seconds: Rate = Field(default=10.0, lt=1e6, description="how long opening a connection may take")
+    max_in_flight: Count = Field(default=1024, le=65_536, description="requests that are open at once; others wait")
+    processes: Count | None = Field(
+        default=None, le=256, description="client processes; null: half as many as cores, at most 4"
+    )
+    ca_file: GivenPath | None = Field(default=None, description="PEM file of certificates to trust, for https")
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The URLs one by one."""
+        return tuple(url.strip() for url in self.urls.split(",")) if self.urls else ()
+
+
 class RunConfig(Section):
     """All settings of ``megatoken run``; the resolved configuration is written to the run folder."""
 
@@ -156,6 +191,7 @@ class RunConfig(Section):
     out: GivenPath = Field(default=Path("runs"), description="folder in which the run folder is created")
     engine: EngineSection = EngineSection()
     rack: RackSection = RackSection()
+    endpoint: EndpointSection = EndpointSection()
 
     def engine_config(self) -> EngineConfig:
         """The settings of the engine, as its own type."""
@@ -361,6 +397,13 @@ def _check_together(config: RunConfig, settings: Mapping[str, _Setting]) -> None
             refuse("mode", "not supported with rack.simulated_gpu, which computes nothing; leave it out")
         if config.rack.count == "per_node":
             refuse("rack.count", "must be one_sut for simulated nodes, which share one machine")
+    if config.endpoint.urls is None:
+        for key in (key for key in KEYS if key.startswith("endpoint.")):
+            refuse(key, "only for a server to measure; give --endpoint http://host:8000/v1")
+    else:
+        own = ("random_weights", "precision", "text", "rack.cluster")
+        for key in (*own, *(key for key in KEYS if key.startswith("engine."))):
+            refuse(key, "not supported with an endpoint, whose server decides it; leave it out")
     if config.find_rate:
         for key in ("repeat", "samples"):
             refuse(key, "not supported with find_rate; leave it out")

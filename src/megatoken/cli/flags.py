@@ -40,6 +40,13 @@ MODEL_KEYS = {
     "random-weights": ("", "Use random weights in the shape of the model."),
     "precision": ("fp32|bf16|fp8|fp4", "Number format of the weights."),
 }
+ENDPOINT_KEYS = {
+    "endpoint": ("URL", "Measure a server over HTTP, such as http://host:8000/v1; may be repeated."),
+    "served-model": ("NAME", "Model to ask that server for. Default: the first that it lists."),
+    "api-key-file": ("FILE", "File that holds the server's API key."),
+    "api": ("chat|completions|responses", "Route to call. Default: chat for messages, else completions."),
+    "start-server": ("COMMAND", "Start that server first, and stop it afterwards."),
+}
 PROMPT_KEYS = {
     "prompts": ("FILE", "Prompts: JSON lines, or a data set of MLPerf."),
     "lengths": ("FILE", "Token lengths (CSV); prompts are random tokens."),
@@ -78,12 +85,12 @@ class Command(TyperCommand):
             elif not self.is_key(typed[2:]):
                 known = [*self.other_flags(), *(option[2:] for option in options)]
                 raise _unknown_flag(typed, known, ctx.command_path)
-            elif equals:
-                flags[typed[2:]] = value
-            elif rest and not rest[0].startswith("--"):
-                flags[typed[2:]] = rest.pop(0)
-            else:
+            elif not equals and (not rest or rest[0].startswith("--")):
                 raise UsageError(f"{typed}: needs a value")
+            else:
+                value = value if equals else rest.pop(0)
+                again = typed[2:] in flags and self.repeats(typed[2:])
+                flags[typed[2:]] = f"{flags[typed[2:]]},{value}" if again else value
         ctx.meta[FLAGS] = flags
         return list(super().parse_args(ctx, kept))
 
@@ -94,6 +101,10 @@ class Command(TyperCommand):
     def switches(self) -> Collection[str]:
         """Flags, with dashes, that need no value: without one they are true."""
         return ()
+
+    def repeats(self, flag: str) -> bool:
+        """Whether a key may be given several times; its values are then joined by commas."""
+        return False
 
     def other_flags(self) -> Sequence[str]:
         """Flags that the command takes in addition to those it declares."""
@@ -115,6 +126,12 @@ class SchemaCommand(Command):
     def switches(self) -> Collection[str]:
         """The configuration keys that are true or false."""
         return {f"--{key.replace('_', '-')}" for key, setting in self.keys().items() if setting.is_switch}
+
+    def repeats(self, flag: str) -> bool:
+        """Whether ``flag`` takes several values."""
+        from megatoken.config import REPEATED, flag_key
+
+        return flag_key(flag) == REPEATED
 
     def other_flags(self) -> Sequence[str]:
         """The keys and their short names."""

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megatoken.cli.flags import FLAGS, MODEL_KEYS, OUT_KEYS, PROMPT_KEYS, ConfigFile, DryRun, Rack, key_command
+from megatoken.cli.flags import (
+    ENDPOINT_KEYS,
+    FLAGS,
+    MODEL_KEYS,
+    OUT_KEYS,
+    PROMPT_KEYS,
+    ConfigFile,
+    DryRun,
+    Rack,
+    key_command,
+)
 from megatoken.cli.output import Json
 from megatoken.cli.streams import complain, standard_output
 from megatoken.errors import ExitCode, StorageError
@@ -25,6 +35,7 @@ if TYPE_CHECKING:
 RunCommand = key_command(
     {
         **MODEL_KEYS,
+        **ENDPOINT_KEYS,
         "scenario": ("offline|server|interactive|singlestream", "How requests arrive."),
         "mode": ("performance|accuracy", "Measure speed, or log all answers."),
         **PROMPT_KEYS,
@@ -47,7 +58,7 @@ def run(
     dry_run: DryRun = False,
     json_only: Json = False,
 ) -> int:
-    """Measure how fast this machine serves a model. Uses MLPerf LoadGen; writes a run folder."""
+    """Measure how fast this machine, or a server, serves a model. Uses MLPerf LoadGen; writes a run folder."""
     from megatoken.config import load_run_config
 
     config = load_run_config(config_file, ctx.meta[FLAGS], rack)

@@ -22,7 +22,8 @@ class SampleRow(NamedTuple):
     In order: it is due, the load generator sends it, the run gives it to the target, the target starts on it, its first
     and its last token are seen. ``tokenise_seconds`` and ``detokenise_seconds`` are durations; None where the run has
     no text in it. ``finish_reason`` is ``stop``, ``length`` or ``cancelled``. ``error`` is set only on one that failed.
-    ``input_tokens`` is None if the prompt was not counted.
+    ``input_tokens`` is None if the prompt was not counted. ``request_sent_seconds`` is when the first byte of the
+    request was given to the kernel; None where no request was sent over a network.
     """
 
     sample_id: int
@@ -41,6 +42,7 @@ class SampleRow(NamedTuple):
     started_seconds: float | None = None
     tokenise_seconds: float | None = None
     detokenise_seconds: float | None = None
+    request_sent_seconds: float | None = None
 
 
 class SeriesRow(NamedTuple):

@@ -21,7 +21,9 @@ from os import getpid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from megatoken.errors import StorageError
 from megatoken.files import plain, redact, storage_error, to_json, write_atomically, write_text
@@ -39,6 +41,7 @@ from megatoken.runs.run import (
     read_run,
 )
 from megatoken.runs.tables import SampleRow, SeriesRow, append, to_table, write_parquet
+from megatoken.runs.token_times import TOKENS, TokenTimes
 from megatoken.text import utc_now
 
 if TYPE_CHECKING:
@@ -77,7 +80,9 @@ class RunFolder:
         self._facts = facts
         self._new_samples: list[SampleRow] = []
         self._new_series: list[SeriesRow] = []
-        self._handover = threading.Lock()  # the two lists
+        self._new_times: list[tuple[int, NDArray[np.int64]]] = []
+        self._token_times: TokenTimes | None = None
+        self._handover = threading.Lock()  # the three lists
         self._requests = to_table(SampleRow, [])
         self._series = to_table(SeriesRow, [])
         self._written_rows = (-1, -1)
@@ -178,6 +183,11 @@ class RunFolder:
         with self._handover:
             self._new_series.append(row)
 
+    def add_token_times(self, sample_id: int, times_ns: NDArray[np.int64]) -> None:
+        """Record when the tokens of a sample were seen, in nanoseconds since the start of the run [tokens]."""
+        with self._handover:
+            self._new_times.append((sample_id, times_ns))
+
     def add_tables(self, requests: pa.Table, series: pa.Table) -> None:
         """Record the tables of other runs: of ``SampleRow`` and of ``SeriesRow``."""
         self._raise_failure()
@@ -227,6 +237,8 @@ class RunFolder:
         run = read_run(other)
         try:
             shutil.copytree(other / MLPERF, self.mlperf_directory, dirs_exist_ok=True)
+            if (other / TOKENS).exists():
+                shutil.copyfile(other / TOKENS, self.path / TOKENS)
         except (OSError, shutil.Error) as error:
             raise StorageError(f"{self.mlperf_directory}: cannot be written ({error})") from error
         self._requests, self._series = run.requests, run.series
@@ -235,6 +247,8 @@ class RunFolder:
 
     def _write_last(self, verdict: Verdict, reasons: Sequence[Reason], result: Mapping[str, Any]) -> None:
         self._write_tables()
+        if self._token_times is not None:
+            self._token_times.close()
         self._write_result(verdict, reasons, result)
         self._ended = True
 
@@ -266,6 +280,12 @@ class RunFolder:
         with self._handover:
             samples, self._new_samples = self._new_samples, []
             series, self._new_series = self._new_series, []
+            times, self._new_times = self._new_times, []
+        if times and self._token_times is None:
+            self._token_times = TokenTimes(self.path)
+        for sample_id, times_ns in times:
+            assert self._token_times is not None
+            self._token_times.add(sample_id, times_ns)
         if samples:
             self._requests = append(self._requests, to_table(SampleRow, samples))
         if series:

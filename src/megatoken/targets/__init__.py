@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatoken.engine.request import Request
 from megatoken.engine.state import ReplicaState
 from megatoken.hardware.telemetry import Telemetry
@@ -26,6 +29,11 @@ class SampleEvent:
     A target that answers in text sets ``text``, the new text, and leaves ``token_ids`` empty. It sets ``first_ns`` on
     the first event, and ``output_tokens`` on the last. ``input_tokens``, on the last event, is the length of a prompt
     that the data set has not counted, where the target knows it.
+
+    ``sent_ns``, on the first event that has it, is when the first byte of the request was handed to the kernel.
+    ``token_times_ns``, on the last event of a sample whose tokens were not reported one by one, is when each token was
+    seen, int64 [tokens]; tokens that came together share a time. Where only the number of pieces of text is known, it
+    has one time for each piece.
     """
 
     sample_id: int
@@ -40,6 +48,8 @@ class SampleEvent:
     error: str | None = None
     text: str = ""
     input_tokens: int | None = None
+    sent_ns: int | None = None
+    token_times_ns: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
