@@ -44,7 +44,15 @@ class DatasetError(UsageError):
 
 
 class RequestError(UsageError):
-    """One request cannot be served: empty prompt, unknown token id, longer than the context."""
+    """One request cannot be served: empty prompt, unknown token id, longer than the context.
+
+    Attributes:
+        field: of the request, the one at fault; None: no single one.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class CapacityError(UsageError):

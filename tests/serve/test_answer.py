@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -41,7 +42,7 @@ class Engine:
     cancelled: list[int] = field(default_factory=list)
     places: int = 8
 
-    def submit(self, request: Request, sink: AnswerSink, tenant: Tenant) -> int:
+    def submit(self, request: Request, sink: AnswerSink, tenant: Tenant, priority: int) -> int:
         if len(self.sinks) == self.places:
             raise Refused(503, "full", 5)
         self.sinks[len(self.sinks)] = sink
@@ -114,7 +115,8 @@ def start(
     exchange = Exchange(request, cast(Any, connection))
     model = ServedModel("m", 2048, 3072, REFERENCE_MODEL, 0)
     api = ApiContext.open(cast(EngineClient, engine), model, TOKENIZER, ApiSettings(), lambda line: None)
-    chat = Chat(body, Prompt([1]), [Request([1])] * body.n, make_parser, TokenNames(TOKENIZER, as_ids=False))
+    names = TokenNames(TOKENIZER, as_ids=False)
+    chat = Chat(body, Prompt(array("i", [1])), [Request([1])] * body.n, make_parser, names, {})
     answer = made(exchange, api, chat)
     answer.choices = chat.choices(answer, api)
     answer.begin()

@@ -28,43 +28,51 @@ def text(server: Served, **fields: Any) -> Reply:
     return server.post("/v1/completions", TEXT | fields)
 
 
+CALL = {"type": "function_call", "call_id": "c", "name": "f"}
 WRONG: list[tuple[dict[str, Any], str | None, str]] = [
-    ({"messages": []}, "messages", "at least 1 item"),
+    ({"messages": []}, "messages", "must not be empty"),
     ({"messages": None}, "messages", "required"),
-    ({"messages": "hello"}, "messages", "array"),
+    ({"messages": "hello"}, "messages", "must be a list"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages.0.content.0.type",
         "'text'",
     ),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "must be a string or a list"),
     ({"temperature": "0.5"}, "temperature", "number"),
     ({"temperature": 10**400}, "temperature", "number"),
-    ({"top_p": 0}, "top_p", "greater than 0"),
-    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"top_p": 0}, "top_p", "must be more than 0"),
+    ({"max_tokens": 0}, "max_tokens", "must be at least 1"),
     ({"max_tokens": 10**9}, "messages", "more than the model's context of 2,048"),
     ({"max_tokens": 2.5}, "max_tokens", "integer"),
-    ({"n": 129}, "n", "less than or equal to 128"),
+    ({"n": 129}, "n", "must be at most 128"),
     ({"n": True}, "n", "integer"),
     ({"stop": ["a"] * 17}, "stop", "at most 16"),
-    ({"stop": [""]}, "stop.0", "at least 1"),
+    ({"stop": [""]}, "stop.0", "must not be empty"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
-    ({"logit_bias": {"5": 1000}}, "logit_bias.5", "less than or equal to 100"),
-    ({"top_logprobs": 3}, None, "top_logprobs needs logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
-    ({"stream_options": {"include_usage": True}}, None, "only allowed when stream is true"),
+    ({"logit_bias": {"5": 1000}}, "logit_bias.5", "must be at most 100"),
+    ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be at most 20"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed when stream is true"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "needs the field json_schema"),
     ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
-    ({"tool_choice": "required"}, None, "tool_choice needs tools"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [{"type": "browser"}]}, "tools.0.type", "'function'"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "how this model calls tools is unknown"),
-    ({"add_generation_prompt": True, "continue_final_message": True}, None, "cannot both be true"),
+    ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "together"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages is a field of its own"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "does not have it"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids.0", "greater than or equal to 0"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0", "must be at least 0"),
+    ({"stop_token_ids": [3072]}, "stop_token_ids", "outside the vocabulary of 3,072"),
     ({"seed": 2**63}, "seed", "less than"),
+    # found by the engine process:
+    ({"logit_bias": {"3072": 1}}, "logit_bias", "outside the vocabulary"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "must be at most 8"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs", "is refused"),
+    ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs", "to itself alone"),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "response_format", "ignore_eos"),
     ({"request_id": "a b"}, "request_id", "match"),
 ]
 
@@ -87,6 +95,36 @@ def test_a_field_that_is_known_and_not_supported_is_refused(server: Served, name
     assert "not supported here; leave it out" in reply.error["message"]
     for harmless in (None, *UNSUPPORTED[name]):
         assert chat(server, max_tokens=1, **{name: harmless}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"max_output_tokens": 10**9}, "input", "max_output_tokens of 1,000,000,000"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
+            "input",
+            "must be JSON",
+        ),
+        ({"input": [{"role": "user", "content": 5}]}, "input.0.content", "must be a string or a list"),
+        ({"input": [{"type": "shell"}]}, "input.0", "its type must be one of 'message'"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort", "does not have it"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "needs a schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"enum": []}}}}, "text.format", "is refused"),
+        ({"tools": [{"type": "function", "name": "f"}]}, "tools", "how this model calls tools is unknown"),
+    ],
+)
+def test_responses_names_its_own_fields(server: Served, fields: dict[str, Any], param: str, message: str) -> None:
+    reply = server.post("/v1/responses", {"input": "?", **fields})
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert message in reply.error["message"] and "messages" not in reply.error["message"]
+
+
+def test_a_list_of_tokens_beyond_the_context_is_refused(server: Served) -> None:
+    assert server.post("/detokenize", {"tokens": [5] * 2048}).status == 200
+    error = server.post("/detokenize", {"tokens": [5] * 2049}).error
+    assert (error["param"], error["code"]) == ("tokens", "context_length_exceeded")
 
 
 def test_other_fields_that_are_refused_or_accepted(server: Served) -> None:
@@ -136,14 +174,14 @@ def test_tokenize_and_detokenize(server: Served) -> None:
     plain = server.post("/tokenize", {"prompt": "Add 3 é", "add_special_tokens": False}).json()
     assert plain["tokens"] == reply["tokens"][1:]
     assert server.post("/detokenize", {"tokens": reply["tokens"]}).json() == {"prompt": "<s>Add 3 é"}
-    assert server.post("/tokenize", {}).error["message"] == "give either prompt or messages"
+    assert server.post("/tokenize", {}).error["message"] == "prompt: give either prompt or messages"
     long = "word " * 20_000
     assert server.post("/tokenize", {"prompt": long}).json()["tokens"] == tokenizer.encode(long)
     assert "more than the 131,072 that can ever fit" in server.post("/tokenize", {"prompt": long * 2}).error["message"]
     reply = chat(server, messages=[{"role": "user", "content": long}, {"role": "user", "content": long}])
     assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
     assert server.post("/tokenize", {"prompt": long, "return_token_strs": True}).error["param"] == "return_token_strs"
-    many = list(range(256, 512)) * 64
+    many = list(range(256, 512)) * 8
     assert server.post("/detokenize", {"tokens": many}).json()["prompt"] == tokenizer.decode(many, keep_special=True)
 
 

@@ -101,6 +101,18 @@ def test_a_tenant_that_had_an_idle_server_for_itself_is_not_starved_by_the_next_
     assert 9 <= [queue.take() for _ in range(20)].count("first") <= 11
 
 
+def test_priorities_order_the_requests_of_one_tenant_and_change_no_share() -> None:
+    queue = queue_of()
+    for number, priority in enumerate((0, 5, -1, 0, 5, -1)):
+        queue.add(Tenant("a"), f"a{number}", 100, 10, 0.0, priority)
+    for number in range(6):
+        queue.add(Tenant("b"), f"b{number}", 100, 10, 0.0, 9)
+    taken = [str(queue.take()) for _ in range(12)]
+    assert [one for one in taken if one[0] == "a"] == ["a2", "a5", "a0", "a3", "a1", "a4"]
+    assert [one for one in taken if one[0] == "b"] == [f"b{number}" for number in range(6)]
+    assert all({taken[at][0], taken[at + 1][0]} == {"a", "b"} for at in range(0, 12, 2))
+
+
 def test_answers_that_may_be_long_run_together() -> None:
     queue = queue_of(max_running=8, cache_tokens=32_000, reserve=True)
     for _ in range(8):

@@ -184,6 +184,17 @@ def test_an_idle_connection_is_closed(server: Running) -> None:
         assert read_until_closed(connection) == b""
 
 
+def test_a_client_that_closes_its_side_before_the_answer_is_told_so(server: Running) -> None:
+    with server.connect() as connection:
+        connection.sendall(completion(500, stream=False))
+        wait_until(lambda: server.metric("vllm:num_requests_running") == 1, "it runs")
+        connection.shutdown(socket.SHUT_WR)
+        (answer,) = answers(read_until_closed(connection))
+    assert answer.status == 400 and "keep it open" in answer.error["message"]
+    assert answer.headers["connection"] == "close"
+    wait_until(lambda: server.metric("vllm:num_requests_running") == 0, "it has ended")
+
+
 @pytest.mark.parametrize("length", [1, 20, 60, 150])
 def test_a_half_open_client_is_answered_or_closed(server: Running, length: int) -> None:
     with server.connect() as connection:

@@ -10,9 +10,9 @@ import pytest
 from megatoken.engine.request import FinishReason, Request, TokenEvent
 from megatoken.engine.state import ReplicaState
 from megatoken.engine.thread import Step
-from megatoken.errors import MegatokenError
-from megatoken.serve.hub import EngineSizes, Hub, Link
-from megatoken.serve.messages import FrameReader, Health, Kind, ServedModel, Submission, Unavailable, step_events
+from megatoken.errors import CapacityError, MegatokenError
+from megatoken.serve.hub import MOST_WAITING_BYTES, EngineSizes, Hub, Link
+from megatoken.serve.messages import Busy, FrameReader, Health, Kind, ServedModel, Submission, Unavailable, step_events
 from megatoken.serve.request_errors import as_api_error
 from megatoken.serve.tenants import DEFAULT_TENANT
 
@@ -64,14 +64,14 @@ class Client:
 
 def setting() -> tuple[Hub, Engine, Client, list[str]]:
     failures: list[str] = []
-    hub = Hub(10, several_tenants=False, fail=failures.append)
+    hub = Hub(10, several_tenants=False, restarts=True, fail=failures.append)
     engine = Engine()
     hub.start(engine, ServedModel("m", 100, 100, None, 0), EngineSizes(2, 100, 1000, 16), lambda request: None)
     return hub, engine, Client(hub), failures
 
 
 def submit(hub: Hub, client: Client, number: int, token: int = 5) -> None:
-    hub.submit(client.link, Submission(number, Request([token], 4), DEFAULT_TENANT, 0))
+    hub.submit(client.link, Submission(number, Request([token], 4), DEFAULT_TENANT, 0), 100)
 
 
 def test_a_fault_of_one_request_ends_it_alone() -> None:
@@ -104,6 +104,47 @@ def test_a_step_that_cannot_be_delivered_ends_every_request_and_later_ones_get_5
         hub.take_step(Step([TokenEvent(0, (1,), FinishReason.LENGTH)], 0, 1))
         await asyncio.sleep(0)
         assert len(failures) == 1 and len(client.events) == 5
+
+    asyncio.run(main())
+
+
+def test_a_failed_engine_ends_its_requests_with_503_and_the_reason() -> None:
+    async def main() -> None:
+        hub, engine, client, failures = setting()
+        for number in range(4):
+            submit(hub, client, number)
+        engine.failure = CapacityError("the GPU ran out of memory")
+        hub.take_step(Step([TokenEvent(one, (), FinishReason.ERROR, engine.failure) for one in range(3)], 0, 1))
+        await asyncio.sleep(0)
+        assert failures == ["the engine has failed: the GPU ran out of memory"]
+        assert sorted(event.request_id for event in client.events) == list(range(4))
+        for event in client.events:
+            assert isinstance(event.error, Unavailable)
+            error = as_api_error(event.error)
+            assert (error.status, error.retry_after) == (503, 5)
+            assert str(error) == f"{failures[0]}; it is started again; send the request again"
+
+    asyncio.run(main())
+
+
+def test_the_bytes_of_what_waits_are_bounded_and_free_again_afterwards() -> None:
+    async def main() -> None:
+        hub, engine, client, _ = setting()
+        size = MOST_WAITING_BYTES // 2
+
+        def refused() -> list[int]:
+            return [event.request_id for event in client.events if isinstance(event.error, Busy)]
+
+        for number in range(6):  # two run, one waits in the engine, two in front of it
+            hub.submit(client.link, Submission(number, Request([5], 4), DEFAULT_TENANT, 0), size)
+        assert refused() == [5] and len(engine.requests) == 3
+        hub.cancel(client.link, 4, stopped=False)
+        hub.submit(client.link, Submission(6, Request([5], 4), DEFAULT_TENANT, 0), size)
+        assert refused() == [5]
+        hub.take_step(Step([TokenEvent(0, (1,), FinishReason.LENGTH)], 0, 1))
+        await asyncio.sleep(0)
+        hub.submit(client.link, Submission(7, Request([5], 4), DEFAULT_TENANT, 0), size)
+        assert refused() == [5] and len(engine.requests) == 4
 
     asyncio.run(main())
 

@@ -139,9 +139,26 @@ def test_a_dead_engine_is_started_again_where_that_is_wanted() -> None:
             os.kill(server.child("engine_process"), signal.SIGKILL)
             assert b"the engine stopped" in read_until_closed_or_ended(stream)
         server.wait_for_line("the engine is started again")
+        health = server.ask("GET", "/health")
+        if health.status == 503:  # else it is ready already
+            assert json.loads(health.body)["status"] == "starting"
         wait_until(lambda: server.ask("GET", "/health").status == 200, "it serves again")
         server.stream(3).close()
         assert server.process.poll() is None
+
+
+def noticed(server: Running, deaths: int) -> bool:
+    return server.process.poll() is not None or sum("started again" in line for line in server.log) == deaths
+
+
+def test_an_engine_that_keeps_dying_is_given_up_with_a_line_that_says_so() -> None:
+    with running(*MOCK, "--restart", "true") as server:
+        for count in range(1, 6):
+            wait_until(lambda: server.ask("GET", "/health").status == 200, "it serves")
+            os.kill(server.child("engine_process"), signal.SIGKILL)
+            wait_until(lambda count=count: noticed(server, count), "it is noticed")
+        assert server.process.wait(10) == 1
+        server.wait_for_line("ended by SIGKILL, 5 times in a row; the server gives up")
 
 
 def read_until_closed_or_ended(stream: socket.socket) -> bytes:

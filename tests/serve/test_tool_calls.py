@@ -61,7 +61,7 @@ CASES: list[tuple[Callable[[], CallParser], str, Result]] = [
     (hermes, "<tool_call>no object</tool_call>", ("<tool_call>no object</tool_call>", [])),
     (hermes, '<tool_call>{"no": "name"}</tool_call>', ('<tool_call>{"no": "name"}</tool_call>', [])),
     (hermes, '<tool_call>{"name": "add", "arguments": {"a": [1, 2', ("", [("add", '{"a": [1, 2')])),
-    (hermes, '<tool_call>{"name": "ad', ('<tool_call>{"name": "ad', [])),
+    (hermes, '<tool_call>{"name": "ad', ("", [])),
     (
         hermes,
         '<tool_call>{"name": "unknown", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "add", "arguments": {}}',
@@ -151,6 +151,21 @@ def test_arguments_are_reported_as_they_arrive() -> None:
     assert shown == '[add]({"a": )(1)(2)(})'
 
 
+@pytest.mark.parametrize(
+    ("make", "text", "shown"),
+    [
+        (forced_parser, '[{"name": "ad', ""),
+        (llama3, '{"name": "ad', ""),
+        (llama3, '{"colour": "re', '{"colour": "re'),
+        (hermes, 'Well, <tool_call>\n{"name": "ad', "Well, "),
+    ],
+)
+def test_a_call_that_was_cut_off_before_it_began_is_not_shown(
+    make: Callable[[], CallParser], text: str, shown: str
+) -> None:
+    assert parsed(make, [text]) == (shown, [])
+
+
 def test_formats_are_found_in_templates() -> None:
     assert format_of_templates(["... <tool_call> ..."]) is ToolFormat.HERMES
     assert format_of_templates(["x", 'respond with {"name": function name, "parameters": dictionary of ...}']) is (
@@ -162,9 +177,11 @@ def test_formats_are_found_in_templates() -> None:
 def test_the_schema_of_forced_calls() -> None:
     inner = {"type": "object", "properties": {"x": {"$ref": "#/$defs/t"}}, "$defs": {"t": {"type": "string"}}}
     schema = forced_schema([{"name": "f", "parameters": inner}, {"name": "g"}], several=False)
-    assert schema["$defs"] == {"t": {"type": "string"}} and schema["maxItems"] == 1
+    assert schema["maxItems"] == 1
     first, second = schema["items"]["anyOf"]
     assert first["properties"]["name"] == {"type": "string", "enum": ["f"]}
-    assert "$defs" not in first["properties"]["parameters"] and "$defs" in inner
-    assert second["properties"]["parameters"] == {"type": "object"}
+    assert first["properties"]["parameters"] == {"$ref": "#/$defs/0"}
+    moved = {"type": "object", "properties": {"x": {"$ref": "#/$defs/0/$defs/t"}}, "$defs": {"t": {"type": "string"}}}
+    assert schema["$defs"] == {"0": moved, "1": {"type": "object"}}
+    assert second["properties"]["parameters"] == {"$ref": "#/$defs/1"}
     json.dumps(schema)

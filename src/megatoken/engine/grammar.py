@@ -79,7 +79,7 @@ class Guide:
     def give_up(self) -> RequestError:
         """The error of a mask that was waited for too long, be it because all threads are busy."""
         self.failed = True
-        return RequestError(
+        return _refusal(
             f"the tokens that the grammar allows were not known within {MASK_SECONDS:g} s; try again, or simplify it"
         )
 
@@ -94,10 +94,10 @@ class Guide:
             problem = f"{type(error).__name__}: {error}"
         if problem:
             self.failed = True
-            raise RequestError(f"the answer cannot follow its grammar any further: {_one_line(problem)}")
+            raise _refusal(f"the answer cannot follow its grammar any further: {_problem(problem)}")
         if time.thread_time() - began > MASK_CPU_SECONDS:
             self.failed = True
-            refusal = RequestError(
+            refusal = _refusal(
                 f"the grammar is too complex: a mask took over {MASK_CPU_SECONDS:g} s of a processor; simplify it"
             )
             self._grammars.refuse(self._grammar, refusal)
@@ -130,11 +130,11 @@ class Grammars:
             RequestError: the grammar is wrong, too complex, or cannot be followed by this model or request.
         """
         if self._tokenizer is None or not self._model.end_token_ids:
-            raise RequestError(f"{self._model.name} has no tokenizer.json or no end token, so grammar must be left out")
+            raise _refusal(f"{self._model.name} has no tokenizer.json or no end token, so grammar must be left out")
         if request.ignore_end_token:
-            raise RequestError("grammar and ignore_end_token exclude each other: the end token ends what is complete")
+            raise _refusal("grammar and ignore_end_token exclude each other: the end token ends what is complete")
         if len(grammar.text) > LARGEST_TEXT:
-            raise RequestError(f"the grammar has {len(grammar.text):,} characters; at most {LARGEST_TEXT:,} are taken")
+            raise _refusal(f"the grammar has {len(grammar.text):,} characters; at most {LARGEST_TEXT:,} are taken")
         with self._lock:
             kept = self._kept.get(grammar)
             if kept is not None:
@@ -144,7 +144,7 @@ class Grammars:
             kept = self._compile_on_deep_stack(grammar)
             self._keep(grammar, kept)
         if isinstance(kept, RequestError):
-            raise RequestError(str(kept))
+            raise _refusal(str(kept))
         return Guide(self, grammar, kept.deep_copy(), self._mask_words)
 
     def refuse(self, grammar: Grammar, error: RequestError) -> None:
@@ -186,7 +186,7 @@ class Grammars:
         try:
             import llguidance
         except ImportError as error:
-            raise RequestError(f"grammar needs llguidance; {how_to_install('serve')}") from error
+            raise _refusal(f"grammar needs llguidance; {how_to_install('serve')}") from error
         matcher_class = llguidance.LLMatcher
         try:
             match grammar.kind:
@@ -201,15 +201,16 @@ class Grammars:
             limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
             matcher = matcher_class(self._tokenizer_of(llguidance), text, log_level=0, limits=limits)
         except (ValueError, RecursionError) as error:
-            return RequestError(f"the grammar of kind {grammar.kind} cannot be read: {_one_line(str(error))}")
+            return _refusal(f"the grammar of kind {grammar.kind} cannot be read: {_one_line(str(error))}")
         mask = np.zeros(self._mask_words, dtype=np.int32)
+        first = matcher.deep_copy()
         began = time.thread_time()
-        if not matcher.is_error():
-            matcher.deep_copy().unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if matcher.is_error():
-            return RequestError(f"the grammar of kind {grammar.kind} is refused: {_one_line(matcher.get_error())}")
+        if not first.is_error():
+            first.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if first.is_error():
+            return _refusal(f"the grammar of kind {grammar.kind} is refused: {_problem(first.get_error())}")
         if time.thread_time() - began > FIRST_MASK_SECONDS:
-            return RequestError(
+            return _refusal(
                 f"the grammar of kind {grammar.kind} is too complex: its first mask took over {FIRST_MASK_SECONDS:g} s "
                 "of a processor; simplify it"
             )
@@ -242,7 +243,7 @@ def check_depth(grammar: Grammar) -> None:
     else:
         return  # the library limits the nesting of regular expressions itself
     if count > MOST_DEFINITIONS:
-        raise RequestError(
+        raise _refusal(
             f"the grammar of kind {grammar.kind} has {count:,} {what}; at most {MOST_DEFINITIONS:,} are taken"
         )
 
@@ -253,7 +254,7 @@ def _schema_depth(text: str) -> int:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         problem = "it is nested too deeply" if isinstance(error, RecursionError) else _one_line(str(error))
-        raise RequestError(f"the grammar of kind json_schema cannot be read: {problem}") from None
+        raise _refusal(f"the grammar of kind json_schema cannot be read: {problem}") from None
     deepest = 0
     references: dict[str, int] = {}  # the deepest place of each
     waiting = [(schema, 1)]
@@ -271,3 +272,14 @@ def _schema_depth(text: str) -> int:
 
 def _one_line(message: str) -> str:
     return " ".join(message.replace("<non-verbose/>", "").split())[:300]
+
+
+def _problem(message: str) -> str:
+    """What the library reports, in one line."""
+    if message.startswith("NoExtensionBias"):
+        return 'nothing may come next; look for a contradiction, or a reference such as {"$ref": "#"} to itself alone'
+    return _one_line(message)
+
+
+def _refusal(message: str) -> RequestError:
+    return RequestError(message, "grammar")

@@ -187,7 +187,7 @@ class Engine:
         prompt = self.encode(request.prompt) if isinstance(request.prompt, str) else token_ids(request.prompt)
         check_request(prompt, request, self.model_config.vocabulary_size)
         for name in sorted(used_options(request) & self._runner.unsupported):
-            raise RequestError(f"{name} is not supported by this engine; leave it out")
+            raise RequestError(f"{name} is not supported by this engine; leave it out", name)
         self._scheduler.check(len(prompt), request.max_tokens)
         stream = None
         if request.stop or (text and self.tokenizer is not None):
@@ -218,14 +218,16 @@ class Engine:
             RequestError: the model has no tokenizer, or ``text`` is not Unicode text.
         """
         if self.tokenizer is None:
-            raise RequestError(f"{self.model_config.name} has no tokenizer.json, so prompts must be token ids")
+            raise RequestError(
+                f"{self.model_config.name} has no tokenizer.json, so prompts must be token ids", "prompt"
+            )
         return self.tokenizer.encode(text)
 
     def _text_stream(self, request: Request) -> TextStream:
         from megatoken.engine.text_stream import TextStream
 
         if self.tokenizer is None:
-            raise RequestError(f"{self.model_config.name} has no tokenizer.json, so stop must be empty")
+            raise RequestError(f"{self.model_config.name} has no tokenizer.json, so stop must be empty", "stop")
         return TextStream(self.tokenizer, request.stop)
 
     @property

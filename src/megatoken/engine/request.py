@@ -157,7 +157,7 @@ def token_ids(prompt: Sequence[int]) -> list[int]:
     try:
         return list(map(index, prompt))
     except TypeError as error:
-        raise RequestError(f"the prompt must be text or token ids, not {_shown(prompt)}") from error
+        raise RequestError(f"the prompt must be text or token ids, not {_shown(prompt)}", "prompt") from error
 
 
 def check_request(prompt: Sequence[int], request: Request, vocabulary_size: int) -> None:
@@ -167,18 +167,21 @@ def check_request(prompt: Sequence[int], request: Request, vocabulary_size: int)
         RequestError: says which field and why.
     """
     if not prompt:
-        raise RequestError("the prompt is empty; give at least one token")
+        raise RequestError("the prompt is empty; give at least one token", "prompt")
     lowest, highest = min(prompt), max(prompt)
     if lowest < 0 or highest >= vocabulary_size:
         wrong = lowest if lowest < 0 else highest
         raise RequestError(
             f"prompt token id {_shown(wrong)} is outside the vocabulary of {vocabulary_size:,}; "
-            "use the model's own tokenizer"
+            "use the model's own tokenizer",
+            "prompt",
         )
     check_options(request)
     for biased in request.sampling.logit_bias:
         if biased >= vocabulary_size:
-            raise RequestError(f"logit_bias holds token id {biased:,}, outside the vocabulary of {vocabulary_size:,}")
+            raise RequestError(
+                f"logit_bias holds token id {biased:,}, outside the vocabulary of {vocabulary_size:,}", "logit_bias"
+            )
 
 
 def check_options(request: Request) -> None:
@@ -189,9 +192,9 @@ def check_options(request: Request) -> None:
     """
     sampling, stop_ids = request.sampling, request.stop_token_ids
     if not isinstance(sampling, Sampling):
-        raise RequestError(f"sampling is {_shown(sampling)}; write Sampling(temperature=0.8)")
+        raise RequestError(f"sampling is {_shown(sampling)}; write Sampling(temperature=0.8)", "sampling")
     if not isinstance(stop_ids, Collection) or not all(isinstance(one, Integral) for one in stop_ids):
-        raise RequestError(f"stop_token_ids is {_shown(stop_ids)}; it must be a tuple of token ids")
+        raise RequestError(f"stop_token_ids is {_shown(stop_ids)}; it must be a tuple of token ids", "stop_token_ids")
     _check_count("max_tokens", request.max_tokens, 1, _LARGEST_MAX_TOKENS, "at least 1")
     _check_count("min_tokens", request.min_tokens, 0, request.max_tokens, "0 or more")
     for name, count in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
@@ -199,9 +202,9 @@ def check_options(request: Request) -> None:
             _check_count(name, count, 0, _MOST_LOGPROBS, "0 or more")
     stop = request.stop
     if not isinstance(stop, list | tuple) or not all(isinstance(one, str) and one for one in stop):
-        raise RequestError(f"stop is {_shown(stop)}; it must be a tuple of strings that are not empty")
+        raise RequestError(f"stop is {_shown(stop)}; it must be a tuple of strings that are not empty", "stop")
     if not isinstance(request.cache_salt, str):
-        raise RequestError(f"cache_salt is {_shown(request.cache_salt)}; it must be a string")
+        raise RequestError(f"cache_salt is {_shown(request.cache_salt)}; it must be a string", "cache_salt")
     if request.grammar is not None:
         _check_grammar(request.grammar)
     _check_sampling(sampling)
@@ -231,53 +234,59 @@ def _check_sampling(sampling: Sampling) -> None:
     if sampling.seed is not None:
         _check_count("seed", sampling.seed, -_LARGEST_SEED - 1, _LARGEST_SEED, f"at least {-_LARGEST_SEED - 1:,}")
     if not 0 <= _number("temperature", sampling.temperature) < math.inf:
-        raise RequestError(f"temperature is {_shown(sampling.temperature)}; it must be finite and not negative")
+        raise RequestError(
+            f"temperature is {_shown(sampling.temperature)}; it must be finite and not negative", "temperature"
+        )
     if not 0 < _number("top_p", sampling.top_p) <= 1:
-        raise RequestError(f"top_p is {_shown(sampling.top_p)}; it must be above 0 and at most 1")
+        raise RequestError(f"top_p is {_shown(sampling.top_p)}; it must be above 0 and at most 1", "top_p")
     if not 0 <= _number("min_p", sampling.min_p) <= 1:
-        raise RequestError(f"min_p is {_shown(sampling.min_p)}; it must be at least 0 and at most 1")
+        raise RequestError(f"min_p is {_shown(sampling.min_p)}; it must be at least 0 and at most 1", "min_p")
     if not 0 < _number("repetition_penalty", sampling.repetition_penalty) < math.inf:
         raise RequestError(
-            f"repetition_penalty is {_shown(sampling.repetition_penalty)}; it must be finite and above 0"
+            f"repetition_penalty is {_shown(sampling.repetition_penalty)}; it must be finite and above 0",
+            "repetition_penalty",
         )
     for name in ("presence_penalty", "frequency_penalty"):
         penalty = getattr(sampling, name)
         if not -_LARGEST_PENALTY <= _number(name, penalty) <= _LARGEST_PENALTY:
-            raise RequestError(f"{name} is {_shown(penalty)}; it must be at least -2 and at most 2")
+            raise RequestError(f"{name} is {_shown(penalty)}; it must be at least -2 and at most 2", name)
     bias = sampling.logit_bias
     if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias is {_shown(bias)}; it must map token ids to numbers")
+        raise RequestError(f"logit_bias is {_shown(bias)}; it must map token ids to numbers", "logit_bias")
     for token_id, value in bias.items():
-        _check_count("logit_bias's token id", token_id, 0, _LARGEST_TOP_K, "0 or more")
+        _check_count("logit_bias", token_id, 0, _LARGEST_TOP_K, "0 or more", "logit_bias's token id")
         if not -_LARGEST_BIAS <= _number("logit_bias", value) <= _LARGEST_BIAS:
             raise RequestError(
-                f"logit_bias of token id {token_id} is {_shown(value)}; it must be at least -100 and at most 100"
+                f"logit_bias of token id {token_id} is {_shown(value)}; it must be at least -100 and at most 100",
+                "logit_bias",
             )
 
 
 def _check_grammar(grammar: object) -> None:
     if not isinstance(grammar, Grammar):
-        raise RequestError(f"grammar is {_shown(grammar)}; write Grammar('regex', '[0-9]+')")
+        raise RequestError(f"grammar is {_shown(grammar)}; write Grammar('regex', '[0-9]+')", "grammar")
     if grammar.kind not in list(GrammarKind):
-        raise RequestError(f"the kind of grammar is {_shown(grammar.kind)}; it must be one of {', '.join(GrammarKind)}")
+        kinds = ", ".join(GrammarKind)
+        raise RequestError(f"the kind of grammar is {_shown(grammar.kind)}; it must be one of {kinds}", "grammar")
     if not isinstance(grammar.text, str):
-        raise RequestError(f"the text of the grammar is {_shown(grammar.text)}; it must be a string")
+        raise RequestError(f"the text of the grammar is {_shown(grammar.text)}; it must be a string", "grammar")
     if bool(grammar.text) == (grammar.kind == GrammarKind.JSON_OBJECT):
         wanted = "no text" if grammar.text else "a text"
-        raise RequestError(f"a grammar of kind {grammar.kind} needs {wanted}")
+        raise RequestError(f"a grammar of kind {grammar.kind} needs {wanted}", "grammar")
 
 
-def _check_count(name: str, value: object, lowest: int, highest: int, wanted: str) -> None:
+def _check_count(field: str, value: object, lowest: int, highest: int, wanted: str, name: str | None = None) -> None:
+    name = name or field
     if not isinstance(value, int) or isinstance(value, bool):
-        raise RequestError(f"{name} is {_shown(value)}; it must be a whole number")
+        raise RequestError(f"{name} is {_shown(value)}; it must be a whole number", field)
     if not lowest <= value <= highest:
         wanted = wanted if value < lowest else f"at most {highest:,}"
-        raise RequestError(f"{name} is {_shown(value)}; it must be {wanted}")
+        raise RequestError(f"{name} is {_shown(value)}; it must be {wanted}", field)
 
 
 def _number(name: str, value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise RequestError(f"{name} is {_shown(value)}; it must be a number")
+        raise RequestError(f"{name} is {_shown(value)}; it must be a number", name)
     try:
         return float(value)
     except OverflowError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
@@ -146,9 +146,12 @@ class Choice:
 
 @dataclass(slots=True)
 class Prompt:
-    """Token ids to continue, and their text where the answer repeats it."""
+    """Token ids to continue, and their text where the answer repeats it.
 
-    token_ids: list[int]
+    As an array, because an open request holds its prompt: a list of integers takes nine times the memory.
+    """
+
+    token_ids: array[int]
     text: str = ""
 
 
@@ -157,6 +160,8 @@ class Answer(ABC):
     """The answer to one HTTP request: one choice or several, all of which must succeed.
 
     Attributes:
+        names: of the route's fields, by those of the engine's requests, where they differ.
+        priority: of its requests, lowest first, among those of one tenant that wait.
         completion_tokens: generated so far, for all choices.
         cached_tokens: of the prompts, taken from the prefix cache by the first choice of each.
     """
@@ -165,6 +170,8 @@ class Answer(ABC):
     client: EngineClient
     prompts: list[Prompt]
     choices: list[Choice] = field(default_factory=list)
+    names: Mapping[str, str] = field(default_factory=dict)
+    priority: int = 0
     failed: bool = False
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -194,7 +201,7 @@ class Answer(ABC):
         tenant = self.exchange.request.tenant or DEFAULT_TENANT
         for choice in self.choices:
             try:
-                choice.request_id = self.client.submit(choice.request, choice, tenant)
+                choice.request_id = self.client.submit(choice.request, choice, tenant, self.priority)
             except Refused as error:
                 self.cancel()
                 raise ApiError(str(error), error.status, retry_after=error.retry_after_seconds) from None
@@ -231,7 +238,7 @@ class Answer(ABC):
         self.failed = True
         self.cancel()
         self._note_tokens()
-        self.report_failure(error)
+        self.report_failure(error.renamed(self.names))
 
     def usage(self) -> dict[str, Any]:
         """Tokens of the prompts and answers so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from json.encoder import encode_basestring
@@ -12,7 +13,7 @@ from megatoken.engine.request import Grammar, Request
 from megatoken.serve import frames
 from megatoken.serve.answer import Answer, Choice, Delta, FullAnswer, Prompt, StreamedAnswer
 from megatoken.serve.chat_prompt import chat_prompt
-from megatoken.serve.context import ApiContext, api_route, cache_salt, ending, engine_requests
+from megatoken.serve.context import ENGINE_NAMES, ApiContext, api_route, cache_salt, ending, engine_requests, grammar_of
 from megatoken.serve.exchange import Exchange
 from megatoken.serve.logprobs import TokenNames, chat_logprobs
 from megatoken.serve.request_errors import ApiError
@@ -38,6 +39,7 @@ class Chat:
 
     Attributes:
         make_parser: makes what separates calls from text in one answer; None: nothing does.
+        engine_names: fields of the body by those of the engine's requests, where they differ.
     """
 
     body: ChatBody
@@ -45,6 +47,7 @@ class Chat:
     requests: list[Request]
     make_parser: Callable[[], CallParser] | None
     names: TokenNames
+    engine_names: Mapping[str, str]
 
     def choices(self, answer: Answer, api: ApiContext) -> list[Choice]:
         """Where the events of the requests go."""
@@ -66,8 +69,8 @@ async def prepare_chat(api: ApiContext, exchange: Exchange, body: ChatBody) -> C
         ApiError: a field has a value that cannot be used.
     """
     make_parser = tool_parser(api, body)
-    grammar = _grammar(body)
-    text, token_ids = await chat_prompt(
+    grammar, grammar_field = _grammar(body)
+    token_ids = await chat_prompt(
         api,
         body.messages,
         tools=() if body.tool_choice == "none" else body.tools,
@@ -85,9 +88,11 @@ async def prepare_chat(api: ApiContext, exchange: Exchange, body: ChatBody) -> C
         "grammar": grammar,
         "cache_salt": cache_salt(exchange, body),
     }
-    requests = engine_requests(api, body, [token_ids], fields)
+    prompt = Prompt(array("i", token_ids))
+    requests = engine_requests(api, body, [prompt], fields)
     names = TokenNames(api.tokenizer, body.return_tokens_as_token_ids)
-    return Chat(body, Prompt(token_ids, text), requests, make_parser, names)
+    engine_names = {**ENGINE_NAMES, "prompt": "messages", "grammar": grammar_field}
+    return Chat(body, prompt, requests, make_parser, names, engine_names)
 
 
 @api_route
@@ -108,6 +113,7 @@ async def chat_completions(api: ApiContext, exchange: Exchange) -> None:
     else:
         answer = FullAnswer(exchange, api.client, [chat.prompt], lambda full: _completion(full, head, chat))
     answer.choices = chat.choices(answer, api)
+    answer.names, answer.priority = chat.engine_names, body.priority
     answer.begin()
 
 
@@ -146,14 +152,13 @@ def tool_grammar(tools: list[Tool], choice: str | NamedTool | None, several: boo
     return None
 
 
-def _grammar(body: ChatBody) -> Grammar | None:
+def _grammar(body: ChatBody) -> tuple[Grammar | None, str]:
+    """What the engine holds the answer to, and the field that says so."""
     forced = tool_grammar(body.tools, body.tool_choice, body.parallel_tool_calls)
-    stated = body.structured_outputs.to_grammar() if body.structured_outputs is not None else None
-    if stated is None and body.response_format is not None:
-        stated = body.response_format.grammar()
+    stated, field = grammar_of(body)
     if forced is not None and stated is not None:
         raise ApiError("tool_choice: an answer cannot be a call and have another form", param="tool_choice")
-    return forced or stated
+    return (forced, "tools") if forced is not None else (stated, field)
 
 
 def _variables(api: ApiContext, body: ChatBody) -> dict[str, Any]:
@@ -192,7 +197,7 @@ def _completion(answer: FullAnswer, head: Mapping[str, Any], chat: Chat) -> dict
         choices.append(entry)
     completion = {**head, "choices": choices, "usage": answer.usage(), "system_fingerprint": None}
     if body.return_token_ids:
-        completion["prompt_token_ids"] = answer.prompts[0].token_ids
+        completion["prompt_token_ids"] = answer.prompts[0].token_ids.tolist()
     return completion
 
 
@@ -225,7 +230,7 @@ class ChatStream(StreamedAnswer):
             if self._make_parser is not None:
                 self._parsers[choice.index] = self._make_parser()
             first: dict[str, Any] = {"role": "assistant", "content": ""}
-            prompt = {"prompt_token_ids": self.prompts[0].token_ids} if self._body.return_token_ids else {}
+            prompt = {"prompt_token_ids": self.prompts[0].token_ids.tolist()} if self._body.return_token_ids else {}
             self._write(choice, first, more=prompt)
             choice.write_text = self._text_writer(choice)
         ended = delta.finish_reason is not None

@@ -23,8 +23,8 @@ async def chat_prompt(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
-) -> tuple[str, list[int]]:
-    """The text of the prompt, and its token ids. The template writes the special tokens.
+) -> list[int]:
+    """The token ids of the prompt. The template writes the special tokens.
 
     Args:
         api: the model.
@@ -64,7 +64,7 @@ async def chat_prompt(
             "--trust-request-chat-template true",
             param="chat_template",
         )
-    return text, await api.encode(text, add_special=add_special_tokens, param="messages")
+    return await api.encode(text, add_special=add_special_tokens, param="messages")
 
 
 def _plain_message(api: ApiContext, place: int, message: Message) -> dict[str, Any]:

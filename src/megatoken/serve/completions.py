@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Mapping
 from json.encoder import encode_basestring
 from typing import Any
 
 from megatoken.serve import frames
 from megatoken.serve.answer import Choice, Delta, FullAnswer, Prompt, StreamedAnswer
-from megatoken.serve.context import ApiContext, api_route, cache_salt, ending, engine_requests
+from megatoken.serve.context import ENGINE_NAMES, ApiContext, api_route, cache_salt, ending, engine_requests, grammar_of
 from megatoken.serve.exchange import Exchange
 from megatoken.serve.logprobs import TokenNames, completion_logprobs
 from megatoken.serve.request_errors import ApiError
@@ -29,16 +30,14 @@ async def completions(api: ApiContext, exchange: Exchange) -> None:
     for prompt in body.prompts:
         prompts.append(await _prompt(api, body, prompt))
         await asyncio.sleep(0)  # a batch must not hold up the streams
-    grammar = body.structured_outputs.to_grammar() if body.structured_outputs is not None else None
-    if grammar is None and body.response_format is not None:
-        grammar = body.response_format.grammar()
+    grammar, grammar_field = grammar_of(body)
     fields = {
         "max_tokens": max(body.max_tokens, 1),
         "logprobs": body.logprobs,
         "grammar": grammar,
         "cache_salt": cache_salt(exchange, body),
     }
-    requests = engine_requests(api, body, [prompt.token_ids for prompt in prompts], fields)
+    requests = engine_requests(api, body, prompts, fields)
     names = TokenNames(api.tokenizer, body.return_tokens_as_token_ids)
     head = {
         "id": f"cmpl-{body.request_id or exchange.request.request_id}",
@@ -52,6 +51,7 @@ async def completions(api: ApiContext, exchange: Exchange) -> None:
     else:
         answer = FullAnswer(exchange, api.client, prompts, lambda full: _completion(full, head, body, names))
     answer.choices = [Choice(answer, at, one, ending(body), api.tokenizer) for at, one in enumerate(requests)]
+    answer.names, answer.priority = {**ENGINE_NAMES, "grammar": grammar_field}, body.priority
     if body.max_tokens:
         answer.begin()
     else:
@@ -68,7 +68,7 @@ async def _prompt(api: ApiContext, body: CompletionBody, prompt: str | list[int]
     if body.echo:
         cut = body.truncate_prompt_tokens is not None
         text = prompt if isinstance(prompt, str) and not cut else _text(api, token_ids)
-    return Prompt(token_ids, text)
+    return Prompt(array("i", token_ids), text)
 
 
 def _text(api: ApiContext, token_ids: list[int]) -> str:
@@ -88,7 +88,7 @@ def _completion(answer: FullAnswer, head: Mapping[str, Any], body: CompletionBod
             "stop_reason": whole.stop_reason,
         }
         if body.return_token_ids:
-            entry |= {"token_ids": whole.token_ids, "prompt_token_ids": prompt.token_ids}
+            entry |= {"token_ids": whole.token_ids, "prompt_token_ids": prompt.token_ids.tolist()}
         choices.append(entry)
     return {**head, "choices": choices, "usage": answer.usage(), "system_fingerprint": None}
 
@@ -130,7 +130,7 @@ class CompletionStream(StreamedAnswer):
                 entry["logprobs"] = completion_logprobs(delta.logprobs, self._names, offset)
             if self._body.return_token_ids:
                 entry["token_ids"] = delta.token_ids
-                entry |= {"prompt_token_ids": prompt.token_ids} if first else {}
+                entry |= {"prompt_token_ids": prompt.token_ids.tolist()} if first else {}
             entry |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
             if self._continuous:
                 chunk["usage"] = self.usage()

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from megatoken.engine.request import Request
+from megatoken.engine.request import Grammar, Request
 from megatoken.engine.tokenizer import LONG_TEXT, Tokenizer
 from megatoken.errors import CheckpointError, MegatokenError, RequestError
-from megatoken.serve.answer import Ending, reply_error
+from megatoken.serve.answer import Ending, Prompt, reply_error
 from megatoken.serve.api_settings import ApiSettings, ToolFormat
 from megatoken.serve.chat_template import ModelTemplates, TemplateRenderer
 from megatoken.serve.engine_client import EngineClient, Refused
@@ -31,6 +31,7 @@ ENCODERS = 2  # threads that encode long texts; others wait, so that streams do 
 LONGEST_PROMPT = 64  # characters for each token of the model's context; a text that is longer can never fit
 MOST_UNKNOWN = 1000  # names of unknown fields that are remembered
 MOST_REQUESTS = 1024  # of one body: prompts times n
+ENGINE_NAMES = {"ignore_end_token": "ignore_eos"}  # fields of the API by those of the engine's requests
 
 
 @dataclass(slots=True)
@@ -182,6 +183,13 @@ class ApiContext:
         return token_ids
 
 
+def grammar_of(body: GenerationFields) -> tuple[Grammar | None, str]:
+    """What the engine holds the answer to, and the field that says so."""
+    if body.structured_outputs is not None:
+        return body.structured_outputs.to_grammar(), "structured_outputs"
+    return body.response_format.grammar() if body.response_format is not None else None, "response_format"
+
+
 def ending(body: GenerationFields) -> Ending:
     """What ends the answers to a body."""
     return Ending(
@@ -194,7 +202,7 @@ def ending(body: GenerationFields) -> Ending:
 
 
 def engine_requests(
-    api: ApiContext, body: GenerationFields, prompts: Sequence[Sequence[int]], fields: dict[str, Any]
+    api: ApiContext, body: GenerationFields, prompts: Sequence[Prompt], fields: dict[str, Any]
 ) -> list[Request]:
     """The engine's requests: ``n`` for each prompt, with seeds one after the other.
 
@@ -203,6 +211,9 @@ def engine_requests(
     """
     if api.tokenizer is None and body.stops:
         raise ApiError("stop: the model has no tokenizer; use stop_token_ids", param="stop")
+    size = api.model.vocabulary_size
+    if outside := [one for one in body.stop_token_ids if one >= size]:
+        raise ApiError(f"stop_token_ids: {outside[0]} is outside the vocabulary of {size:,}", param="stop_token_ids")
     if len(prompts) * body.n > MOST_REQUESTS:
         raise ApiError(
             f"prompts times n is {len(prompts) * body.n:,}; at most {MOST_REQUESTS:,} are allowed", param="n"
@@ -210,7 +221,7 @@ def engine_requests(
     tenant_salt = fields.pop("cache_salt")
     return [
         Request(
-            prompt,
+            prompt.token_ids,
             sampling=body.sampling(api.defaults, choice),
             stop_token_ids=tuple(body.stop_token_ids),
             ignore_end_token=body.ignore_eos,

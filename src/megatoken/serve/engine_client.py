@@ -16,6 +16,7 @@ from megatoken.serve.messages import (
     ServedModel,
     Status,
     Submission,
+    Unavailable,
     frame,
     pickled,
     step_events,
@@ -53,19 +54,23 @@ class EngineClient(asyncio.Protocol):
         draining: set when new requests are refused because the server is stopping.
     """
 
-    def __init__(self, path: str, on_model: Callable[[ServedModel], None], log: Callable[[str], None]) -> None:
+    def __init__(
+        self, path: str, on_model: Callable[[ServedModel], None], log: Callable[[str], None], *, restarts: bool
+    ) -> None:
         """Prepares the client; ``run`` connects.
 
         Args:
             path: of the engine process's Unix socket.
             on_model: called whenever an engine has become ready.
             log: takes a line about a fault.
+            restarts: whether an engine process that has ended is started again.
         """
         self.message = "the engine is starting"
         self.draining = False
         self._path = path
         self._on_model = on_model
         self._log = log
+        self._restarts = restarts
         self._health = Health.STARTING
         self._model: ServedModel | None = None
         self._sinks: dict[int, AnswerSink] = {}
@@ -105,8 +110,10 @@ class EngineClient(asyncio.Protocol):
             return Health.STUCK
         return self._health
 
-    def submit(self, request: Request, sink: AnswerSink, tenant: Tenant) -> int:
+    def submit(self, request: Request, sink: AnswerSink, tenant: Tenant, priority: int = 0) -> int:
         """Send a request; its events go to ``sink``. Returns its id.
+
+        ``priority``: the lowest first, among the requests of ``tenant`` that wait.
 
         Raises:
             Refused: the engine does not take requests now.
@@ -117,7 +124,7 @@ class EngineClient(asyncio.Protocol):
         request_id = self._next_id
         self._next_id += 1
         self._sinks[request_id] = sink
-        submission = Submission(request_id, request, tenant, time.monotonic_ns())
+        submission = Submission(request_id, request, tenant, time.monotonic_ns(), priority)
         self._transport.write(pickled(Kind.SUBMIT, tuple(submission)))
         return request_id
 
@@ -168,14 +175,14 @@ class EngineClient(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """The engine process has ended: end every open request with an error."""
         self._transport = None
-        self._health = Health.DEAD
-        self.message = "the engine has stopped"
+        self._health = Health.STARTING if self._restarts else Health.DEAD
+        self.message = "the engine has stopped" + (" and is started again" if self._restarts else "")
         self._lost.set()
         for answer in self._metrics:
             if not answer.done():
                 answer.set_exception(Refused(503, self.message, RETRY_AFTER_SECONDS))
         self._metrics.clear()
-        failure = MegatokenError("the engine stopped while it computed this answer; send the request again")
+        failure = Unavailable("the engine stopped while it computed this answer; send the request again")
         for request_id in list(self._sinks):
             self._deliver(TokenEvent(request_id, (), FinishReason.ERROR, failure))
 

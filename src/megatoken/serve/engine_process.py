@@ -95,7 +95,12 @@ async def _serve(settings: EngineProcessSettings, control: Control) -> None:
     loop = asyncio.get_running_loop()
     options = settings.options
     failed = loop.create_future()
-    hub = Hub(options.max_queued, several_tenants=settings.several_tenants, fail=failed.set_result)
+    hub = Hub(
+        options.max_queued,
+        several_tenants=settings.several_tenants,
+        restarts=options.restart,
+        fail=failed.set_result,
+    )
     listener = socket.socket(fileno=settings.listener)  # a collected socket, or server, closes its descriptor
     server = await loop.create_unix_server(lambda: Link(hub), sock=listener)
     watching = loop.create_task(hub.watch())

@@ -153,6 +153,17 @@ class Exchange:
         if head or data:
             self.connection.write(head + data)
 
+    def half_closed(self) -> None:
+        """The client sends no more; whether it still reads cannot be seen. Say so to one that does, and end."""
+        if self._state is _State.WAITING:
+            message = "the connection was closed on the client's side before the answer; keep it open until then"
+            body = error_body(HTTPStatus.BAD_REQUEST, message)
+            self.status = HTTPStatus.BAD_REQUEST
+            self.request.keep_alive = False
+            own = [("content-type", "application/json"), ("content-length", str(len(body)))]
+            self.connection.write(self._head(own) + body)
+        self.abandon()
+
     def abandon(self) -> None:
         """The client has left: call the callbacks."""
         if self._state is _State.ENDED:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from megatoken.serve.messages import Busy
 from megatoken.serve.tenants import Tenant
@@ -44,6 +44,13 @@ class _Bucket:
         return max(0.0, (min(needed, self.per_minute) - self.level) * MINUTE_SECONDS / self.per_minute)
 
 
+class _Waiting(NamedTuple, Generic[Item]):
+    item: Item
+    prompt_tokens: int
+    footprint: int  # tokens in the cache that it counts for at its start
+    priority: int
+
+
 @dataclass(slots=True)
 class TenantQueue(Generic[Item]):
     """What one tenant has queued and running, and was served."""
@@ -55,7 +62,7 @@ class TenantQueue(Generic[Item]):
     running: int = 0
     largest: float = 0.0  # most that one of its requests may add to the counter
     footprint: int = 0  # tokens of its running requests in the cache, and room for them to grow
-    queued: deque[tuple[Item, int, int]] = field(default_factory=deque)  # item, prompt tokens, footprint at its start
+    queued: deque[_Waiting[Item]] = field(default_factory=deque)  # lowest priority first, then in order of arrival
 
 
 class FairQueue(Generic[Item]):
@@ -85,7 +92,9 @@ class FairQueue(Generic[Item]):
         """Every tenant that was seen."""
         return iter(self._tenants.values())
 
-    def add(self, tenant: Tenant, item: Item, prompt_tokens: int, max_tokens: int, now: float) -> None:
+    def add(
+        self, tenant: Tenant, item: Item, prompt_tokens: int, max_tokens: int, now: float, priority: int = 0
+    ) -> None:
         """Queue a request.
 
         Args:
@@ -94,6 +103,7 @@ class FairQueue(Generic[Item]):
             prompt_tokens: length of its prompt.
             max_tokens: most tokens of its answer.
             now: seconds on a steady clock.
+            priority: the lowest first, among the tenant's own requests; it changes no tenant's share.
 
         Raises:
             Busy: the queue is full, or the tenant is over one of its limits.
@@ -118,7 +128,11 @@ class FairQueue(Generic[Item]):
             # one request's worth of debt stays, or sending one request at a time would cost nothing.
             level = min(others)
             queue.counter = min(max(queue.counter, level), level + queue.largest)
-        queue.queued.append((item, prompt_tokens, _first_footprint(prompt_tokens, max_tokens)))
+        place = len(queue.queued)
+        while place and queue.queued[place - 1].priority > priority:
+            place -= 1
+        footprint = _first_footprint(prompt_tokens, max_tokens)
+        queue.queued.insert(place, _Waiting(item, prompt_tokens, footprint, priority))
         self._waiting += 1
 
     def take(self) -> Item | None:
@@ -129,7 +143,7 @@ class FairQueue(Generic[Item]):
                 best = queue
         if best is None:
             return None
-        item, prompt_tokens, footprint = best.queued.popleft()
+        item, prompt_tokens, footprint, _ = best.queued.popleft()
         self._waiting -= 1
         best.running += 1
         best.footprint += footprint
@@ -139,8 +153,8 @@ class FairQueue(Generic[Item]):
     def remove(self, tenant: Tenant, item: Item) -> bool:
         """Drop a request that waits; False if it does not."""
         queue = self._tenants.get(tenant.name)
-        for at, (queued, _, _) in enumerate(queue.queued if queue is not None else ()):
-            if queued is item:
+        for at, waiting in enumerate(queue.queued if queue is not None else ()):
+            if waiting.item is item:
                 assert queue is not None
                 del queue.queued[at]
                 self._waiting -= 1
@@ -169,7 +183,7 @@ class FairQueue(Generic[Item]):
         for queue in self._tenants.values():
             while queue.queued:
                 self._waiting -= 1
-                yield queue.queued.popleft()[0]
+                yield queue.queued.popleft().item
 
     def _of(self, tenant: Tenant, now: float) -> TenantQueue[Item]:
         if tenant.name not in self._tenants:
@@ -186,7 +200,7 @@ class FairQueue(Generic[Item]):
             return False
         if self._most_running is not None and queue.running >= self._most_running:
             return False
-        return self._most_footprint is None or queue.footprint + queue.queued[0][2] <= self._most_footprint
+        return self._most_footprint is None or queue.footprint + queue.queued[0].footprint <= self._most_footprint
 
 
 def _first_footprint(prompt_tokens: int, max_tokens: int) -> int:

@@ -128,6 +128,8 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """The client closed its side. It may have left altogether, so its request is not worth computing."""
+        if self._current is not None:
+            self._current.half_closed()
         if self._phase in (_Phase.HEAD, _Phase.BODY) and self._current is None and not self._pipeline:
             self._refuse(400, "the request ended before it was complete")
             self._next()

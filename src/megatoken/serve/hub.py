@@ -14,8 +14,9 @@ from megatoken.engine.state import ReplicaState
 from megatoken.engine.thread import Step
 from megatoken.errors import MegatokenError, RequestError
 from megatoken.serve.engine_client import fault
-from megatoken.serve.fair_queue import FairQueue
+from megatoken.serve.fair_queue import RETRY_AFTER_SECONDS, FairQueue
 from megatoken.serve.messages import (
+    Busy,
     FrameReader,
     Health,
     Kind,
@@ -33,6 +34,7 @@ from megatoken.serve.tenants import Tenant
 
 STUCK_SECONDS = 10.0
 STATUS_SECONDS = 1.0
+MOST_WAITING_BYTES = 256 << 20  # of requests in front of the engine, as their HTTP processes sent them
 MOST_UNSENT_BYTES = 256 << 20  # of an HTTP process that does not read; then it is given up
 STEPS_AHEAD = 2  # steps' worth of prompt tokens that the engine's own queue may hold
 SEQUENCES_AHEAD = 16  # with one tenant, one request in so many waits in the engine, so that no free sequence does
@@ -74,6 +76,8 @@ class _Entry:
     tenant: Tenant
     prompt_tokens: int
     arrival: float  # seconds of time.monotonic()
+    priority: int
+    waiting_bytes: int = 0  # of its message, until the engine has it
     engine_id: int | None = None
     handed_over: float = 0.0
     first: float = 0.0
@@ -85,17 +89,20 @@ class _Entry:
 class Hub:
     """Lives on the event loop's thread. ``take_step`` alone may be called from another one."""
 
-    def __init__(self, max_queued: int, *, several_tenants: bool, fail: Callable[[str], None]) -> None:
+    def __init__(self, max_queued: int, *, several_tenants: bool, restarts: bool, fail: Callable[[str], None]) -> None:
         """Prepares the hub; requests are taken from ``start`` on.
 
         Args:
             max_queued: requests that may wait.
             several_tenants: whether a share of the engine is kept free of any one tenant.
+            restarts: whether an engine that has failed is started again.
             fail: called once when the engine has ended by an error, after everyone was sent that error.
         """
         self._loop = asyncio.get_running_loop()
         self._max_queued = max_queued
         self._several_tenants = several_tenants
+        self._restarts = restarts
+        self._waiting_bytes = 0
         self._fail = fail
         self._links: set[Link] = set()
         self._steps: deque[Step] = deque()
@@ -166,14 +173,19 @@ class Hub:
             entry.link = None
         link.open.clear()
 
-    def submit(self, link: Link, submission: Submission) -> None:
-        """Queue a request of an HTTP process; errors go back as its last event."""
-        client_id, request, tenant, arrival_ns = submission
-        entry = _Entry(link, client_id, request, tenant, len(request.prompt), arrival_ns / 1e9)
+    def submit(self, link: Link, submission: Submission, message_bytes: int) -> None:
+        """Queue a request of an HTTP process, which came in so many bytes; errors go back as its last event."""
+        client_id, request, tenant, arrival_ns, priority = submission
+        entry = _Entry(link, client_id, request, tenant, len(request.prompt), arrival_ns / 1e9, priority)
         link.open[client_id] = entry
         if not self._health.serves:
             self._end_with(entry, Unavailable(self._message))
             return
+        if self._waiting_bytes + message_bytes > MOST_WAITING_BYTES or len(self._compiling) >= self._max_queued:
+            self._refuse(entry, Busy("too much waits for the engine already; try again later", RETRY_AFTER_SECONDS))
+            return
+        entry.waiting_bytes = message_bytes
+        self._waiting_bytes += message_bytes
         if request.grammar is None:
             self._queue_entry(entry)
         else:
@@ -198,8 +210,9 @@ class Hub:
     def _queue_entry(self, entry: _Entry) -> None:
         try:
             if not entry.prompt_tokens:
-                raise RequestError("the prompt is empty; give at least one token")
-            self._queue.add(entry.tenant, entry, entry.prompt_tokens, entry.request.max_tokens, time.monotonic())
+                raise RequestError("the prompt is empty; give at least one token", "prompt")
+            lengths = entry.prompt_tokens, entry.request.max_tokens
+            self._queue.add(entry.tenant, entry, *lengths, time.monotonic(), entry.priority)
         except Exception as error:
             self._refuse(entry, error)
             return
@@ -228,18 +241,21 @@ class Hub:
 
     def _take_steps(self) -> None:
         while self._steps:
+            step = self._steps[0]
             try:
-                if not self._failed:
-                    self._deliver(self._steps[0])
+                # The last step of an engine that has failed ends every request by the same error: _die says more.
+                last = self._engine.failure is not None and all(event.error is not None for event in step.events)
+                if not self._failed and not last:
+                    self._deliver(step)
             except Exception as error:
-                self._die(fault("the events of a step cannot be delivered", error))
+                self._die(MegatokenError(fault("the events of a step cannot be delivered", error)))
             finally:
                 self._steps.popleft()  # only now: take_step wakes this thread when it finds the deque empty
         for link in self._links:
             link.flush()
         failure = self._engine.failure
         if failure is not None:
-            self._die(str(failure))
+            self._die(failure)
         elif not self._failed:
             self._pump()
 
@@ -328,12 +344,13 @@ class Hub:
             entry = self._queue.take()
             if entry is None:
                 return
+            self._not_waiting(entry)
             try:
                 entry.engine_id = self._engine.submit(entry.request)
             except Exception as error:
                 self._queue.ended(entry.tenant, entry.prompt_tokens, entry.request.max_tokens, 0)
                 failure = self._engine.failure
-                self._refuse(entry, error if failure is None else Unavailable(f"the engine has failed: {failure}"))
+                self._refuse(entry, error if failure is None else Unavailable(self._failed_by(failure)))
                 continue
             entry.handed_over = time.monotonic()
             if not self._entries:
@@ -344,7 +361,12 @@ class Hub:
 
     # ends
 
+    def _not_waiting(self, entry: _Entry) -> None:
+        self._waiting_bytes -= entry.waiting_bytes
+        entry.waiting_bytes = 0
+
     def _cancel(self, entry: _Entry) -> None:
+        self._not_waiting(entry)
         if entry.engine_id is not None:
             self._engine.cancel(entry.engine_id)
         elif self._queue.remove(entry.tenant, entry):
@@ -358,6 +380,7 @@ class Hub:
         self._end_with(entry, error)
 
     def _end_with(self, entry: _Entry, error: MegatokenError) -> None:
+        self._not_waiting(entry)
         link, entry.link = entry.link, None
         if link is not None:
             link.open.pop(entry.client_id, None)
@@ -365,19 +388,23 @@ class Hub:
             link.end_step()
             link.flush()
 
-    def _die(self, message: str) -> None:
+    def _failed_by(self, error: BaseException) -> str:
+        what_next = "it is started again" if self._restarts else "the server stops"
+        return f"{_failure(error)}; {what_next}; send the request again"
+
+    def _die(self, failure: BaseException) -> None:
         """End every request, and report that the engine, or the hub itself, has failed."""
         if self._failed:
             return
         self._failed = True
         self._health = Health.DEAD
-        self._message = f"the engine has failed: {message}"
+        self._message = self._failed_by(failure)
         for _ in self._queue.drain():
             pass
         for entry in [entry for link in self._links for entry in link.open.values()]:
             self._end_with(entry, Unavailable(self._message))
         self.send_status()
-        self._fail(self._message)
+        self._fail(_failure(failure))
 
     def _greet(self, link: Link) -> None:
         link.send(pickled(Kind.STATUS, tuple(Status(self._health, self._message, self._model))))
@@ -393,6 +420,14 @@ class Hub:
             "num_gpu_blocks": self._sizes.cache_tokens // max(1, self._sizes.page_size),
         }
         return self.metrics.text(self._engine.state(), queues, cache, healthy=self._health.serves)
+
+
+def _failure(error: BaseException) -> str:
+    return (
+        f"the engine has failed: {error}"
+        if isinstance(error, MegatokenError)
+        else fault("the engine has failed", error)
+    )
 
 
 class Link(asyncio.Protocol):
@@ -426,7 +461,7 @@ class Link(asyncio.Protocol):
         """Take requests and cancellations."""
         for kind, payload in self._reader.feed(data):
             if kind is Kind.SUBMIT:
-                self._hub.submit(self, Submission(*unpickled(payload)))
+                self._hub.submit(self, Submission(*unpickled(payload)), len(payload))
             elif kind is Kind.CANCEL:
                 client_id, stopped = unpickled(payload)
                 self._hub.cancel(self, client_id, stopped=stopped)

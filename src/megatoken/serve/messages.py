@@ -71,6 +71,7 @@ class Submission(NamedTuple):
     request: Request
     tenant: Tenant
     arrival_ns: int  # time.monotonic_ns() of the HTTP process; Linux has one such clock for all processes
+    priority: int = 0  # the lowest first, among the requests of one tenant that wait
 
 
 class Busy(MegatokenError):  # noqa: N818

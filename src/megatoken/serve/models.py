@@ -43,7 +43,7 @@ async def tokenize(api: ApiContext, exchange: Exchange) -> None:
     body = parse_body(TokenizeBody, exchange.take_body())
     api.check_body(body)
     if body.messages is not None:
-        _, token_ids = await chat_prompt(
+        token_ids = await chat_prompt(
             api,
             body.messages,
             tools=body.tools,
@@ -87,6 +87,12 @@ async def detokenize(api: ApiContext, exchange: Exchange) -> None:
     api.check_body(body)
     if api.tokenizer is None:
         raise ApiError("the model has no tokenizer", param="tokens")
+    if len(body.tokens) > api.model.max_length:
+        raise ApiError(
+            f"tokens: {len(body.tokens):,} are more than the model's context of {api.model.max_length:,}",
+            param="tokens",
+            code="context_length_exceeded",
+        )
     stream = TextStream(api.tokenizer, keep_special=True)
     text = ""
     for start in range(0, len(body.tokens), PART_TOKENS):

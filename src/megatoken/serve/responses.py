@@ -26,6 +26,14 @@ from megatoken.serve.schema_responses import (
 )
 from megatoken.serve.tool_calls import CallArguments, CallParser, CallStart, Piece
 
+_NAMES = {  # of this route's fields, by those of a chat
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+
 
 @api_route
 async def responses(api: ApiContext, exchange: Exchange) -> None:
@@ -33,10 +41,11 @@ async def responses(api: ApiContext, exchange: Exchange) -> None:
     body = parse_body(ResponsesBody, exchange.take_body())
     api.check_body(body)
     try:
-        chat_body = ChatBody.model_validate(_chat_fields(body))
+        chat = await prepare_chat(api, exchange, ChatBody.model_validate(_chat_fields(body)))
     except ValidationError as error:
-        raise field_error(error) from None
-    chat = await prepare_chat(api, exchange, chat_body)
+        raise field_error(error).renamed(_NAMES) from None
+    except ApiError as error:
+        raise error.renamed(_NAMES) from None
     head = _response_head(api, exchange, body)
     answer: Answer
     if body.stream:
@@ -44,6 +53,7 @@ async def responses(api: ApiContext, exchange: Exchange) -> None:
     else:
         answer = FullAnswer(exchange, api.client, [chat.prompt], lambda full: whole_response(full, head, chat))
     answer.choices = chat.choices(answer, api)
+    answer.names = {name: _NAMES.get(field, field) for name, field in chat.engine_names.items()} | _NAMES
     answer.begin()
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatoken.serve.schema_common import MOST_MESSAGES, MOST_PARTS, GenerationFields, Items, Part, ResponseFormat
+from megatoken.serve.schema_common import MOST_MESSAGES, MOST_PARTS, GenerationFields, Items, Part
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 MOST_TOOLS = 128
@@ -88,7 +88,6 @@ class ChatBody(GenerationFields):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
-    response_format: ResponseFormat | None = None
     tools: Items[Tool] = Field(default_factory=list, max_length=MOST_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
@@ -106,15 +105,13 @@ class ChatBody(GenerationFields):
             and "add_generation_prompt" in self.model_fields_set
             and self.add_generation_prompt
         ):
-            raise ValueError("continue_final_message and add_generation_prompt cannot both be true")
+            raise ValueError("continue_final_message: cannot be true together with add_generation_prompt")
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+            raise ValueError("top_logprobs: needs logprobs to be true")
         if self.tool_choice not in (None, "none") and not self.tools:
-            raise ValueError("tool_choice needs tools")
+            raise ValueError("tool_choice: needs tools")
         if isinstance(self.tool_choice, NamedTool):
             wanted = self.tool_choice.function.name
             if wanted not in {tool.function.name for tool in self.tools}:
-                raise ValueError(f"tool_choice names {wanted[:64]!r}, which is not one of the tools")
-        if self.response_format is not None and self.response_format.type != "text" and self.structured_outputs:
-            raise ValueError("give response_format or structured_outputs, not both")
+                raise ValueError(f"tool_choice: {wanted[:64]!r} is not one of the tools")
         return self

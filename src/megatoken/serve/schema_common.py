@@ -264,13 +264,17 @@ class GenerationFields(Body):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
 
     @model_validator(mode="after")
-    def _options_of_streams(self) -> Self:
+    def _options_agree(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed when stream is true")
+            raise ValueError("stream_options: only allowed when stream is true")
+        if self.response_format is not None and self.response_format.type != "text" and self.structured_outputs:
+            raise ValueError("structured_outputs: give it or response_format, not both")
         return self
 
     @property

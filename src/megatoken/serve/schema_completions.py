@@ -13,7 +13,6 @@ from megatoken.serve.schema_common import (
     Body,
     GenerationFields,
     Items,
-    ResponseFormat,
     TokenId,
 )
 
@@ -22,10 +21,10 @@ MOST_PROMPTS = 1024
 Ids = Annotated[Items[TokenId], Field(min_length=1, max_length=MOST_TOKEN_IDS)]
 
 
-def _kind(prompt: Any) -> str:
+def _kind(prompt: Any) -> str | None:
     """Which form of prompt it is, by its first item, so that only one form is checked and reported."""
     if not isinstance(prompt, list):
-        return "str"
+        return "str" if isinstance(prompt, str) else None
     first = prompt[0] if prompt else ""
     return "list[list[int]]" if isinstance(first, list) else "list[str]" if isinstance(first, str) else "list[int]"
 
@@ -35,7 +34,7 @@ AnyPrompt = Annotated[
     | Annotated[Ids, Tag("list[int]")]
     | Annotated[Items[str], Field(min_length=1, max_length=MOST_PROMPTS), Tag("list[str]")]
     | Annotated[Items[Ids], Field(min_length=1, max_length=MOST_PROMPTS), Tag("list[list[int]]")],
-    Discriminator(_kind),
+    Discriminator(_kind, "prompt_type", "must be a string, a list of token ids, or a list of either"),
 ]
 
 
@@ -47,14 +46,11 @@ class CompletionBody(GenerationFields):
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool = False
     add_special_tokens: bool = True
-    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens must be at least 1, or 0 with echo")
-        if self.response_format is not None and self.response_format.type != "text" and self.structured_outputs:
-            raise ValueError("give response_format or structured_outputs, not both")
+            raise ValueError("max_tokens: must be at least 1, or 0 with echo")
         return self
 
     @property
@@ -81,7 +77,7 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("prompt: give either prompt or messages")
         return self
 
 

@@ -117,5 +117,5 @@ class ResponsesBody(Body):
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         if self.text.format.type == "json_schema" and "schema_" not in self.text.format.model_fields_set:
-            raise ValueError("text.format of type json_schema needs a schema")
+            raise ValueError("text.format: type json_schema needs a schema")
         return self

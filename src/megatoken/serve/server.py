@@ -51,7 +51,9 @@ class Server:
         self.held_body_bytes = 0
         self.api: ApiContext | None = None
         self.log = AccessLog(as_json=settings.options.json_logs, quiet=not settings.options.access_log)
-        self.client = EngineClient(settings.engine_path, self._take_model, self.log.note)
+        self.client = EngineClient(
+            settings.engine_path, self._take_model, self.log.note, restarts=settings.options.restart
+        )
         self._routes = routes
         self._paths = {path for _, path in routes}
         self._stars = [path for path in self._paths if path.endswith("/*")]

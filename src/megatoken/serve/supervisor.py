@@ -151,8 +151,9 @@ class _Supervisor:
             await asyncio.sleep(0.01)
 
     async def _keep_engine(self) -> None:
-        """Run the engine process; again with --restart, once it was ready."""
+        """Run the engine process; again with --restart, once the first one was ready."""
         settings = EngineProcessSettings(self._options, self._engine_listener.fileno(), len(self._keys.entries) > 1)
+        was_ready, quick = False, 0
         while True:
             reported: dict[str, object] = {}
             child = await self._start("engine_process", settings, [self._engine_listener.fileno()])
@@ -169,14 +170,19 @@ class _Supervisor:
                 return
             code = child.process.returncode or 0
             why = str(reported.get("error") or f"the engine process was ended by {_ending(code)}")
-            if not reported.get("ready") or not self._options.restart:
-                self._failure = MegatokenError(why)
+            ready = bool(reported.get("ready"))
+            was_ready |= ready
+            quick = quick + 1 if not ready or time.monotonic() - child.started < QUICK_SECONDS else 0
+            if not self._options.restart or not was_ready or quick >= MOST_QUICK_DEATHS:
+                again = f", {quick} times in a row; the server gives up" if quick > 1 else ""
+                self._failure = MegatokenError(why + again)
                 self._failure.exit_code = ExitCode(int(str(reported.get("exit_code", ExitCode.ERROR))))
                 self._stopping.set()
                 return
-            self._log.note(f"{why}; open answers ended with an error; the engine is started again")
-            if time.monotonic() - child.started < QUICK_SECONDS:
-                await asyncio.sleep(AGAIN_SECONDS)
+            ended = "; open answers ended with an error" if ready else ""
+            self._log.note(f"{why}{ended}; the engine is started again")
+            if quick:
+                await asyncio.sleep(AGAIN_SECONDS * quick)
 
     async def _keep_http(self, at: int) -> None:
         """Run one HTTP process, again and again."""

@@ -12,6 +12,7 @@ from uuid import uuid4
 from megatoken.serve.api_settings import ToolFormat
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:parameters|arguments)"\s*:\s*(?=\{)')
+_CALL_BEGIN = re.compile(r'\{\s*"name"\s*:')
 _HERMES_BEGIN, _HERMES_END = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 LONGEST_HEAD = 4096  # characters of an object in which a name and the beginning of arguments must have come
@@ -61,7 +62,7 @@ class CallParser(Protocol):
         """What a piece of the answer's text brings."""
 
     def end(self) -> list[Piece]:
-        """What was held back, when the answer has ended."""
+        """What was held back, when the answer has ended, unless it can only be the beginning of a call."""
 
 
 def whole_parts(pieces: Iterable[Piece]) -> list[str | Call]:
@@ -99,12 +100,11 @@ def forced_schema(functions: Sequence[Mapping[str, Any]], *, several: bool) -> d
         several: it may hold more than one call.
     """
     calls: list[dict[str, Any]] = []
-    definitions: dict[str, dict[str, Any]] = {}
-    for function in functions:
-        parameters = dict(function.get("parameters") or {"type": "object"})
-        for name in ("$defs", "definitions"):  # references begin at the root of the schema
-            definitions.setdefault(name, {}).update(parameters.pop(name, {}))
-        properties = {"name": {"type": "string", "enum": [function["name"]]}, "parameters": parameters}
+    definitions: dict[str, Any] = {}
+    for number, function in enumerate(functions):
+        root = f"#/$defs/{number}"
+        definitions[str(number)] = _moved(function.get("parameters") or {"type": "object"}, root)
+        properties = {"name": {"type": "string", "enum": [function["name"]]}, "parameters": {"$ref": root}}
         calls.append(
             {
                 "type": "object",
@@ -114,10 +114,22 @@ def forced_schema(functions: Sequence[Mapping[str, Any]], *, several: bool) -> d
             }
         )
     item = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": item}
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": item, "$defs": definitions}
     if not several:
         schema["maxItems"] = 1
-    return schema | {name: found for name, found in definitions.items() if found}
+    return schema
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A JSON schema whose references begin at ``root``, because the schema is no longer a document of its own."""
+    if isinstance(schema, list):
+        return [_moved(one, root) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: root + value[1:] if key == "$ref" and isinstance(value, str) and value[:1] == "#" else _moved(value, root)
+        for key, value in schema.items()
+    }
 
 
 class NamedParser:
@@ -266,9 +278,11 @@ class _ObjectsParser:
         return pieces
 
     def end(self) -> list[Piece]:
-        """What was held back, when the answer has ended."""
+        """What was held back, when the answer has ended, unless it can only be the beginning of a call."""
+        if self._names is None:  # held to calls, so that anything else was cut off
+            return []
         if self._object is not None and not self._object.begun:
-            return [self._object.text]
+            return [] if _CALL_BEGIN.match(self._object.text) else [self._object.text]
         return [self._held] if self._held.strip(self._between) and self._object is None else []
 
 
@@ -324,9 +338,9 @@ class _HermesParser:
         return pieces
 
     def end(self) -> list[Piece]:
-        """What was held back, when the answer has ended."""
+        """What was held back, when the answer has ended, unless it can only be the beginning of a call."""
         if self._object is not None:
-            return [] if self._object.begun else [_HERMES_BEGIN + self._object.text]
+            return []
         return [self._held] if self._held and not self._after_call else []
 
 
