@@ -385,3 +385,10 @@ def test_help_names_every_option_and_loads_nothing_heavy() -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
     assert code == 0
     assert "..." not in stdout.partition("Commands:")[2]
+
+
+def test_the_example_of_the_docs_is_answered_as_it_says() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "accuracy.md").read_text()
+    example = json.loads(text.partition("```json\n")[2].partition("```")[0])
+    out = call_here("generate", "--prompt", example["prompt"], "--max-tokens", example["max_tokens"])
+    assert out == (0, f"{example['reference']}\n", "")

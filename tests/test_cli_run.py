@@ -713,6 +713,22 @@ def test_words_that_cannot_be_written_are_one_line(arguments: list[str]) -> None
     assert err.startswith("megatoken: ") and "No space left on device" in err
 
 
+def test_a_working_directory_that_is_gone_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    words = "megatoken: the working directory is gone (No such file or directory); change to another one\n"
+    assert call_here("generate", "--prompt", "x") == (2, "", words)
+
+
+def test_too_little_address_space_is_one_line() -> None:
+    limit = partial(resource.setrlimit, resource.RLIMIT_AS, (300 * 2**20, 300 * 2**20))
+    code, out, err = call("generate", "--prompt", "x", before=limit)
+    assert (code, out) == (1, "")
+    assert re.fullmatch(r"megatoken: not enough memory( \(.*\))?; free some, or raise the limit \(ulimit -v\)\n", err)
+
+
 def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
     with started("run", "--dry-run") as process:
         assert process.stdout is not None and process.stderr is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -383,7 +384,7 @@ def test_no_weights_at_all(broken: Path) -> None:
 def test_missing_shard(broken_shards: Path) -> None:
     shard = sorted(broken_shards.glob("*.safetensors"))[1]
     shard.unlink()
-    assert refusal(broken_shards).startswith(f"{shard.name}: No such file")
+    assert refusal(broken_shards).startswith(f"{shard.name}: cannot be read: No such file")
 
 
 @pytest.mark.parametrize("kept", [0, 3, 8, 40, -40, -1])
@@ -401,6 +402,28 @@ def test_shard_with_bytes_too_many(broken: Path) -> None:
     assert "too long" in refusal(broken)
 
 
+def test_files_that_would_fill_the_memory_are_not_read(broken_shards: Path) -> None:
+    """Sparse files of 20 GB; a header of small lists, which take 20 times as much memory as their text."""
+    for name in ("generation_config.json", "model.safetensors.index.json", "config.json"):
+        path = broken_shards / name
+        intact = path.read_bytes()
+        os.truncate(path, 20 * 10**9)
+        assert refusal(broken_shards).startswith(f"{name}: larger than 16 MiB")
+        path.write_bytes(intact)
+    shard = min(broken_shards.glob("*.safetensors"))
+    with shard.open("wb") as file:
+        file.write((99 * 10**6).to_bytes(8, "little"))
+        file.truncate(8 + 99 * 10**6)
+    assert refusal(broken_shards).startswith(f"{shard.name}: a header of 99,000,000 bytes; at most 16 MiB are read")
+
+
+def test_a_pipe_in_place_of_a_shard_is_not_waited_for(broken_shards: Path) -> None:
+    shard = min(broken_shards.glob("*.safetensors"))
+    shard.unlink()
+    os.mkfifo(shard)
+    assert refusal(broken_shards).startswith(f"{shard.name}: is not a regular file")
+
+
 def test_large_file_pointer_in_place_of_a_shard(broken: Path) -> None:
     (broken / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
     assert "Git LFS" in refusal(broken)
@@ -415,7 +438,8 @@ def test_large_file_pointer_in_place_of_a_shard(broken: Path) -> None:
         ({"dtype": "F32", "shape": [32.0], "data_offsets": [0, 128]}, "damaged header entry"),
         ({"dtype": 1, "shape": [32], "data_offsets": [0, 128]}, "damaged header entry"),
         ({"dtype": "F32", "shape": [31], "data_offsets": [0, 128]}, "F32 of shape [31], spans 128 bytes"),
-        ({"dtype": "F32", "shape": [2**62] * 500, "data_offsets": [0, 128]}, "spans 128 bytes"),
+        ({"dtype": "F32", "shape": [2**62] * 300_000, "data_offsets": [0, 128]}, "damaged header entry"),
+        ({"dtype": "F32", "shape": [2**62] * 8, "data_offsets": [0, 128]}, "spans 128 bytes"),
         ({"dtype": "F32", "shape": [10**4000], "data_offsets": [0, 128]}, "damaged header entry"),
         ({"dtype": "F32", "shape": [32], "data_offsets": [-128, 0]}, "damaged header entry"),
         ({"dtype": "F32", "shape": [32], "data_offsets": [False, 128]}, "damaged header entry"),

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import os
 import threading
 import time
 from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from tokenizer_kinds import byte_level
+from tokenizer_kinds import byte_fallback, byte_level
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, processors
 
 from megatoken.engine import Engine, EngineConfig, Request
 from megatoken.engine.tokenizer import LONG_TEXT, Tokenizer
+from megatoken.engine.tokenizer_growth import growth
 from megatoken.errors import CheckpointError, RequestError
 
 
@@ -85,6 +89,80 @@ def test_a_file_that_is_no_tokenizer(content: bytes, tmp_path: Path) -> None:
     assert message.startswith(f"{path}: not a tokenizer.json that can be read")
     assert message.endswith("; export it again")
     assert "\n" not in message
+
+
+def saved_with(folder: Path, **parts: object) -> Path:
+    """A byte-level tokenizer with other parts."""
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(byte_level().to_str()), **parts}))
+    return path
+
+
+def use(path: Path) -> None:
+    tokenizer = Tokenizer(path)
+    tokenizer.encode("the dog")
+    tokenizer.decode(range(tokenizer.largest_id))
+
+
+PREFIXED = {**json.loads(byte_level().to_str())["model"], "continuing_subword_prefix": "é"}
+TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+UNKNOWN_PART = {"SpecialToken": {"id": "X", "type_id": 0}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "failing"),
+    [
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "////f2FiYw=="}}, "not a tokenizer.json"),
+        ({"model": PREFIXED}, "not a tokenizer.json"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "cannot be encoded"),
+        ({"normalizer": {"type": "Prepend", "prepend": ""}}, "cannot be encoded"),
+        ({"post_processor": {**TEMPLATE, "single": [UNKNOWN_PART]}}, "cannot be encoded"),
+        ({"decoder": {"type": "Strip", "content": "t", "start": 1, "stop": 1}}, "the decoder fails"),
+    ],
+)
+def test_a_panic_of_the_library_is_one_line(parts: dict[str, object], failing: str, tmp_path: Path) -> None:
+    """A panic is a BaseException, which only a traceback would show."""
+    path = saved_with(tmp_path, **parts)
+    with pytest.raises((CheckpointError, RequestError), match=failing) as caught:
+        use(path)
+    assert "\n" not in str(caught.value)
+
+
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 40}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{**DOUBLE, "pattern": {"Regex": ""}}] * 40}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 40}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "a" * 5000}, DOUBLE]}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 40}},
+        {"decoder": {"type": "Sequence", "decoders": [DOUBLE] * 40}},
+    ],
+)
+def test_a_tokenizer_that_makes_texts_longer_without_bound(parts: dict[str, object], tmp_path: Path) -> None:
+    """Added tokens are normalized while the file is loaded, so that 40 doublings would end the process."""
+    with pytest.raises(CheckpointError, match=r"can make a text more than 1,000 times as long\); export it again$"):
+        Tokenizer(saved_with(tmp_path, **parts))
+
+
+def test_how_much_longer_a_text_becomes() -> None:
+    """Llama 2's: a mark of three bytes before the text, and one for each space."""
+    llama2 = json.loads(byte_fallback().to_str())
+    assert growth(llama2["normalizer"]) == 12
+    assert growth(llama2["decoder"]) == growth(None) == 1
+    table = base64.b64encode((4).to_bytes(4, "little") + b"trie" + b"ab\0abcdefg\0").decode()
+    assert growth({"type": "Precompiled", "precompiled_charsmap": table}) == 7
+
+
+def test_a_tokenizer_too_large_to_be_one(tmp_path: Path) -> None:
+    path = saved_with(tmp_path)
+    os.truncate(path, 20 * 10**9)
+    with pytest.raises(CheckpointError, match=r"larger than 64 MiB, which no such file is"):
+        Tokenizer(path)
 
 
 @pytest.mark.parametrize("damage", [0.1, 0.5, 0.99])

@@ -7,7 +7,7 @@ import pytest
 
 from megatoken.engine.state import ReplicaState
 from megatoken.harness import progress
-from megatoken.harness.progress import Progress
+from megatoken.harness.progress import ExpectedWork, Progress, duration, seconds_left
 
 STATE = ReplicaState(in_flight=1234, pages_free=8, pages=2008)
 
@@ -25,8 +25,8 @@ def test_off_a_terminal_a_line_now_and_then(
     live.running(61.0, None, 1.0, 4321.0, STATE)
     live.clear()
     live.note("note: this stays")
-    line = "20 s, 60 s left  25 %  4,321 tokens/s  1,234 in flight  2,000 of 2,008 pages"
-    drain = "61 s, draining  4,321 tokens/s  1,234 in flight  2,000 of 2,008 pages"
+    line = "20 s, 1 min 0 s left  25 %  4,321 tokens/s  1,234 in flight  2,000 of 2,008 pages"
+    drain = "1 min 1 s, draining  4,321 tokens/s  1,234 in flight  2,000 of 2,008 pages"
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == ["loading", line, line, line, drain, "note: this stays"]
@@ -65,9 +65,46 @@ def test_on_a_terminal_the_line_is_redrawn_in_place_and_taken_off(monkeypatch: p
             shown += screen.read(4096).decode()
     parts = shown.split("\r")[1:]
     assert parts[0] == "x" * 40
-    assert parts[1].startswith("0 s, ? left  0 %")
-    assert parts[2].startswith("10 s, 10 s left  50 %")
+    bars = ("━" * 10, "─" * 10) if terminal.encoding.lower().startswith("utf") else ("#" * 10, "-" * 10)
+    assert parts[1].startswith(f"{2 * bars[1]} 0 s, ? left  0 %")
+    assert parts[2].startswith(f"{''.join(bars)} 10 s, 10 s left  50 %")
     assert parts[3].isspace()
     assert len(parts[3]) >= len(parts[2].rstrip())
     assert parts[4] == ""
     assert all(len(part) < 80 for part in parts)
+
+
+def test_answers_that_end_before_their_limits_do_not_delay_the_end() -> None:
+    """2,000 samples at a steady pace, 200 at a time; answers end after 40 of 1,024 tokens."""
+    samples, prompt, limit, answer, seconds = 2000, 100, 1024, 40, 840
+    work = ExpectedWork(samples * prompt, samples * limit)
+    estimates = []
+    for second in range(1, seconds):
+        ended = second * samples // seconds
+        while work.ended_limits < ended * limit:
+            work.end(limit, answer)
+        share = work.share(min(samples, ended + 200) * prompt + ended * answer + 200 * answer // 2)
+        left = seconds_left(second, share, ended / samples)
+        assert share == pytest.approx(second / seconds, abs=0.12)
+        estimates.append(left)
+    assert math.isinf(estimates[0]), "one second says nothing"
+    assert max(left for left in estimates if math.isfinite(left)) < 1.2 * seconds
+    assert estimates[-1] < 5
+
+
+def test_without_an_answer_that_ended_the_limits_count() -> None:
+    work = ExpectedWork(prompt_tokens=1000, open_limits=9000)
+    assert work.share(2000) == 0.2
+    assert math.isinf(seconds_left(20.0, 0.2, 0.0))
+    assert seconds_left(40.0, 0.2, 0.0) == pytest.approx(160.0)
+    assert ExpectedWork().share(0) == 0.0
+
+
+def test_times_have_two_units() -> None:
+    assert [duration(seconds) for seconds in (0.4, 59.4, 59.6, 725, 12_000)] == [
+        "0 s",
+        "59 s",
+        "1 min 0 s",
+        "12 min 5 s",
+        "3 h 20 min",
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from megatoken.engine.tensor_files import read_json
 from megatoken.errors import CheckpointError, UsageError
 
 # ``clean_up_tokenization_spaces`` of a Hugging Face tokenizer removes the space before each of these.
@@ -48,10 +48,10 @@ class AnswerDecoder:
 
 def _cleans_up(config: Path) -> bool:
     try:
-        values = json.loads(config.read_bytes())
-    except (OSError, ValueError):
+        values = read_json(config)
+    except CheckpointError:
         return False
-    return isinstance(values, dict) and values.get("clean_up_tokenization_spaces") is True
+    return values.get("clean_up_tokenization_spaces") is True
 
 
 def _cleaned(text: str) -> str:

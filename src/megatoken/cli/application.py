@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from errno import ENOMEM
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
 
@@ -34,7 +36,7 @@ from megatoken.cli.streams import (
     stand_in_for_closed_streams,
     standard_output,
 )
-from megatoken.errors import ExitCode, MegatokenError
+from megatoken.errors import ExitCode, MegatokenError, UsageError
 from megatoken.signals import handle_stop_signals, leave_at_once
 
 # Base of all errors that typer raises for a wrong command line; it has no public name.
@@ -106,8 +108,16 @@ def _outcome() -> int:
         return ExitCode.ERROR
     except UnicodeEncodeError:
         return complain("a path is not UTF-8 and cannot be written into a file; rename it", ExitCode.USAGE)
-    except OSError as error:
-        return complain(str(error), ExitCode.ERROR)
+    except (MemoryError, ImportError, OSError) as error:
+        return complain(_of_the_machine(error), ExitCode.ERROR)
+
+
+def _of_the_machine(error: MemoryError | ImportError | OSError) -> str:
+    """What the machine or the installation lacks, and how to fix it. Libraries are loaded when a command needs them."""
+    text = str(error)
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == ENOMEM or "failed to map segment" in text:
+        return f"not enough memory{f' ({text})' if text else ''}; free some, or raise the limit (ulimit -v)"
+    return f"cannot load a library ({text}); install megatoken again" if isinstance(error, ImportError) else text
 
 
 def _explained(error: Exception) -> str:
@@ -126,6 +136,10 @@ def _explained(error: Exception) -> str:
 
 def _command() -> int:
     """Run the command of the command line. Does not call ``app``, which would hide interruptions."""
+    try:
+        Path.cwd()  # libraries that need it end the process in their own words
+    except OSError as error:
+        raise UsageError(f"the working directory is gone ({error.strerror}); change to another one") from error
     command = get_command(app)
     try:
         with command.make_context("megatoken", sys.argv[1:]) as context:

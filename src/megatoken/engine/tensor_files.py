@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatoken.errors import CheckpointError
+from megatoken.files import UnreadableError, open_regular
 
 if TYPE_CHECKING:  # looking at a checkpoint needs no PyTorch
     import torch
@@ -23,7 +25,8 @@ DTYPES = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4),
 FETCH = "fetch the file again"
 
 _CONFIGURATION_FILES = ("config.json", "generation_config.json", "hf_quant_config.json")
-_LARGEST_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+LARGEST_JSON_BYTES = 16 * 2**20  # of a configuration, an index or a header; parsed lists take 20 times as much memory
+_MOST_DIMENSIONS = 8
 _CHUNK_ELEMENTS = 1 << 20  # small enough to stay in cache while it is read, converted and checked
 
 
@@ -51,7 +54,7 @@ class StoredTensor:
         rows, most = math.prod(self.shape) // width, max(1, _CHUNK_ELEMENTS // width)
         buffer = torch.empty(min(rows, most), width, dtype=getattr(torch, DTYPES[self.dtype][0]))
         raw = buffer.view(-1).view(torch.uint8).numpy().data
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             file.seek(self.offset_bytes)
             for start in range(0, rows, most):
                 count = min(rows - start, most)
@@ -81,13 +84,38 @@ def one_line_errors(place: Path) -> Iterator[None]:
         ) from error
 
 
+def open_file(path: Path) -> io.BufferedReader:
+    """Open a file for reading.
+
+    Raises:
+        CheckpointError: it cannot be opened, or is a pipe, a device or a folder.
+    """
+    try:
+        return open_regular(path)
+    except UnreadableError as error:
+        raise CheckpointError(f"{path}: {error}; make it readable or {FETCH}") from error
+
+
+def read_whole(path: Path, most_bytes: int = LARGEST_JSON_BYTES) -> bytes:
+    """The content of a file.
+
+    Raises:
+        CheckpointError: as ``open_file``, or the file is larger than ``most_bytes``.
+    """
+    with open_file(path) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise CheckpointError(f"{path}: larger than {most_bytes // 2**20} MiB, which no such file is; {FETCH}")
+    return content
+
+
 def read_json(path: Path) -> dict[str, object]:
     """The JSON object in a file.
 
     Raises:
-        CheckpointError: the file holds something else.
+        CheckpointError: as ``read_whole``, or the file holds something else.
     """
-    return _parse_json(path, path.read_bytes())
+    return _parse_json(path, read_whole(path))
 
 
 def find_tensors(directory: Path) -> tuple[dict[str, StoredTensor], str]:
@@ -99,7 +127,7 @@ def find_tensors(directory: Path) -> tuple[dict[str, StoredTensor], str]:
     digest = hashlib.sha256()
     for path in (directory / name for name in _CONFIGURATION_FILES):
         if path.is_file():
-            digest.update(_stamp(path, path.read_bytes()))
+            digest.update(_stamp(path, read_whole(path)))
     tensors: dict[str, StoredTensor] = {}
     for file, names in sorted(_placement(directory).items()):
         path = directory / file
@@ -149,12 +177,16 @@ def _placement(directory: Path) -> dict[str, set[str]]:
 
 
 def _read_header(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         available = os.fstat(file.fileno()).st_size - 8
         length = int.from_bytes(file.read(8), "little")
-        if length > min(available, _LARGEST_HEADER_BYTES):
+        if length > available:
             raise CheckpointError(
                 f"{path}: no complete header: truncated, not safetensors or a Git LFS pointer; {FETCH}"
+            )
+        if length > LARGEST_JSON_BYTES:
+            raise CheckpointError(
+                f"{path}: a header of {length:,} bytes; at most {LARGEST_JSON_BYTES // 2**20} MiB are read; {FETCH}"
             )
         return file.read(length)
 
@@ -168,7 +200,9 @@ def _parse_header(path: Path, header: bytes) -> dict[str, StoredTensor]:
         if name == "__metadata__":
             continue
         match entry:
-            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if all(
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if len(
+                shape
+            ) <= _MOST_DIMENSIONS and all(
                 type(number) is int and 0 <= number < 2**63 for number in (*shape, begin, end)
             ):
                 if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype][1]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from megatoken.engine.tensor_files import read_whole
 from megatoken.engine.token_texts import TokenTexts, token_texts
+from megatoken.engine.tokenizer_growth import growth
 from megatoken.errors import CheckpointError, RequestError
 
 LONG_TEXT = 4096  # characters; encoding takes milliseconds from there on
+LARGEST_FILE_BYTES = 64 * 2**20
+LARGEST_GROWTH = (
+    1000  # a text becomes at most so many times as long, in bytes; Llama 2's tokenizer can make it 12 times
+)
 # One text is encoded at a time, so the library's threads bring nothing, and it warns of them at every fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -22,11 +29,14 @@ class Tokenizer:
     def __init__(self, file: Path) -> None:
         self.file = file
         self._token_texts: dict[bool, TokenTexts | None] = {}  # by whether special tokens are kept; made at first use
+        content = read_whole(file, LARGEST_FILE_BYTES)
         try:
-            self._tokenizer = FastTokenizer.from_file(str(file))
+            _check_growth(json.loads(content))
+            self._tokenizer = FastTokenizer.from_buffer(content)
             self._tokenizer.no_truncation()  # a saved file may carry both, and would cut or pad prompts in silence
             self._tokenizer.no_padding()
-        except Exception as error:  # the library raises bare Exception for every kind of bad file
+        except BaseException as error:
+            _raise_unless_of_the_library(error)
             raise CheckpointError(
                 f"{file}: not a tokenizer.json that can be read ({_one_line(error)}); export it again"
             ) from error
@@ -56,12 +66,23 @@ class Tokenizer:
             # Of the library's methods only those for batches release the interpreter's lock.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
             return list(encoding.ids)
-        except Exception as error:  # as in __init__
+        except BaseException as error:
+            _raise_unless_of_the_library(error)
             raise RequestError(f"the prompt cannot be encoded: {_one_line(error)}; change the text") from error
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
-        """Text of ``token_ids``."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=not keep_special))
+        """Text of ``token_ids``.
+
+        Raises:
+            CheckpointError: the tokenizer cannot decode its own tokens.
+        """
+        try:
+            return str(self._tokenizer.decode(token_ids, skip_special_tokens=not keep_special))
+        except BaseException as error:
+            _raise_unless_of_the_library(error)
+            raise CheckpointError(
+                f"{self.file}: the decoder fails on tokens of the vocabulary ({_one_line(error)}); export it again"
+            ) from error
 
     def token_texts(self, *, keep_special: bool = False) -> TokenTexts | None:
         """What each token adds to a text; None if that depends on the tokens around it."""
@@ -70,5 +91,24 @@ class Tokenizer:
         return self._token_texts[keep_special]
 
 
-def _one_line(error: Exception) -> str:
+def _raise_unless_of_the_library(error: BaseException) -> None:
+    """Raise an interruption again; return if the library failed.
+
+    It raises bare Exception for every kind of bad file, and its panics are no Exception.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+
+
+def _check_growth(values: object) -> None:
+    """ValueError if the file could make a text longer without bound."""
+    if not isinstance(values, dict):
+        return
+    before = growth(values.get("normalizer")) * growth(values.get("pre_tokenizer"))
+    for times, part in ((before, "normalizer"), (growth(values.get("decoder")), "decoder")):
+        if times > LARGEST_GROWTH:
+            raise ValueError(f"its {part} can make a text more than {LARGEST_GROWTH:,} times as long")
+
+
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())

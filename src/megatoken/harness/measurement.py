@@ -29,14 +29,13 @@ from megatoken.harness.clock import WallClockSteps
 from megatoken.harness.loadgen import LOADGEN_SCENARIOS, TestSettings
 from megatoken.harness.loadgen_plan import samples_drawn
 from megatoken.harness.loadgen_wire import Issued
-from megatoken.harness.progress import Progress
+from megatoken.harness.progress import ExpectedWork, Progress, seconds_left
 from megatoken.harness.text_stages import TextStages
 from megatoken.mlperf.draws import PoissonSchedule
 from megatoken.runs.tables import SampleRow, SeriesRow
 from megatoken.targets import ReplicaReading, SampleEvent, Target
 
 SERIES_PERIOD_NS = 1_000_000_000
-PACE_SHARE = 0.3  # weight of the last second in the moving average behind the time left
 QUEUED_SAMPLES = 1024  # that wait in the target, so that a million samples need not be built before the first step
 QUEUED_PER_REPLICA = 128  # the same if many replicas pull: all of them get samples before the next step of this loop
 OFFLINE_POLL_SECONDS = 0.1
@@ -173,9 +172,9 @@ class Measurement:
         self._open: dict[int, _Sample] = {}
         self._queue: deque[_Query] = deque()  # issued, not yet given to the target
         self._spent = _Spent()
-        self._all_tokens = self._input_tokens = self._output_tokens = 0
-        self._noted_output_tokens = self._noted_done_tokens = 0
-        self._pace = 0.0  # tokens a second of prompts and answers, lately
+        self._work = ExpectedWork()
+        self._input_tokens = self._output_tokens = 0
+        self._noted_output_tokens = 0
         self.failed = 0
         # This also reads power for the first time: each later reading is the mean since the one before.
         self._before = {(one.node, one.replica): one.state for one in target.replicas()}
@@ -256,13 +255,10 @@ class Measurement:
             self._record.add_series(row)
         # Replicas count tokens before a target that reports samples at their end has events of them.
         output_tokens = sum(row.output_tokens for row in rows)
-        done_tokens = self._input_tokens + self._output_tokens
         since_seconds = (now_ns - self._noted_ns) / 1e9
         # The tokens of unfinished answers of a lost replica are subtracted, because those answers start over.
         rate = max(0, output_tokens - self._noted_output_tokens) / since_seconds
-        pace = (done_tokens - self._noted_done_tokens) / since_seconds
-        self._pace = PACE_SHARE * pace + (1 - PACE_SHARE) * self._pace if self._pace else pace
-        self._noted_ns, self._noted_output_tokens, self._noted_done_tokens = now_ns, output_tokens, done_tokens
+        self._noted_ns, self._noted_output_tokens = now_ns, output_tokens
         self.wall_clock.look()
         happened = self._target.outcome(self._start_ns)
         own = {
@@ -309,12 +305,9 @@ class Measurement:
         if self._planned_seconds is not None:
             left_seconds = self._planned_seconds - self._seconds(now_ns)
             return (left_seconds, 1 - left_seconds / self._planned_seconds) if left_seconds > 0 else (None, 1.0)
-        if self._offline:
-            done_tokens = self._noted_done_tokens
-            left_seconds = (self._all_tokens - done_tokens) / self._pace if self._pace else math.inf
-            return left_seconds, done_tokens / self._all_tokens
-        share = min(1.0, self.ended / max(self._planned, self.issued))
-        return self._seconds(now_ns) * (1 / share - 1) if share else math.inf, share
+        ended = min(1.0, self.ended / max(self._planned, self.issued))
+        share = self._work.share(self._input_tokens + self._output_tokens) if self._offline else ended
+        return seconds_left(self._seconds(now_ns), share, ended), share
 
     def _loop_seconds(self, now_ns: int) -> dict[str, float | None]:
         spent = self._spent
@@ -343,7 +336,8 @@ class Measurement:
         number = self._test.issued - sum(len(query.rows) for query in issued)
         for query in issued:
             rows = self._library[query.rows]
-            self._all_tokens += int((self._data_set.input_tokens[rows] + self._data_set.output_limits[rows]).sum())
+            self._work.prompt_tokens += int(self._data_set.input_tokens[rows].sum())
+            self._work.open_limits += int(self._data_set.output_limits[rows].sum())
             self._queue.append(_Query(range(number, number + len(rows)), rows, query.issued_ns))
             if self._schedule is not None:  # the query issued with the least delay shows when LoadGen started
                 self._start_ns = min(self._start_ns, query.issued_ns - self._schedule.due_ns(number))
@@ -424,7 +418,7 @@ class Measurement:
             detokenise_ns = self._text.detokenise(sample.token_ids)
             self._spent.detokenise += detokenise_ns
         self._test.complete(number, sample.output_tokens, sample.token_ids)
-        self._all_tokens -= int(self._data_set.output_limits[sample.row]) - sample.output_tokens
+        self._work.end(int(self._data_set.output_limits[sample.row]), sample.output_tokens)
         return SampleRow(
             sample_id=number,
             sample_index=sample.row,

@@ -7,10 +7,45 @@ import shutil
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 
 from megatoken.engine.state import ReplicaState
 
 PLAIN_PERIOD_SECONDS = 5.0
+ENDED_SHARE, PATIENCE_SECONDS = 0.01, 30.0  # of the samples or of the time, before which an estimate would be a guess
+BAR_LETTERS = 20
+
+
+@dataclass(slots=True)
+class ExpectedWork:
+    """The tokens that a run computes if its other answers become as long, next to their limits, as those that ended.
+
+    Before one has ended, answers count with their limits.
+    """
+
+    prompt_tokens: int = 0
+    open_limits: int = 0  # of issued samples that have not ended
+    ended_limits: int = 0
+    ended_tokens: int = 0
+
+    def end(self, limit: int, output_tokens: int) -> None:
+        """Counts a sample that ended after ``output_tokens`` of at most ``limit``."""
+        self.open_limits -= limit
+        self.ended_limits += limit
+        self.ended_tokens += output_tokens
+
+    def share(self, done_tokens: int) -> float:
+        """Share of the work that ``done_tokens`` of prompts and answers are."""
+        used = self.ended_tokens / self.ended_limits if self.ended_limits else 1.0
+        expected = self.prompt_tokens + self.ended_tokens + self.open_limits * used
+        return min(1.0, done_tokens / expected) if expected else 0.0
+
+
+def seconds_left(elapsed_seconds: float, share: float, ended_share: float) -> float:
+    """Time until all is done at the mean pace so far; infinite while too little has ended to know."""
+    if not share or (ended_share < ENDED_SHARE and elapsed_seconds < PATIENCE_SECONDS):
+        return math.inf
+    return elapsed_seconds * (1 / share - 1)
 
 
 class Progress:
@@ -54,11 +89,11 @@ class Progress:
         if left_seconds is None:
             way = "draining"
         else:
-            way = f"{f'{left_seconds:.0f} s' if math.isfinite(left_seconds) else '?'} left  {100 * done_share:.0f} %"
+            way = f"{duration(left_seconds) if math.isfinite(left_seconds) else '?'} left  {100 * done_share:.0f} %"
         pages = f"  {state.pages - state.pages_free:,} of {state.pages:,} pages" if state.pages else ""
-        self._write(
-            f"{elapsed_seconds:.0f} s, {way}  {tokens_per_second:,.0f} tokens/s  {state.in_flight:,} in flight{pages}"
-        )
+        rate = f"{tokens_per_second:,.0f} tokens/s  {state.in_flight:,} in flight{pages}"
+        bar = f"{_bar(done_share)} " if self._terminal else ""
+        self._write(f"{bar}{duration(elapsed_seconds)}, {way}  {rate}")
 
     def clear(self) -> None:
         """Removes the live line from the terminal."""
@@ -75,6 +110,22 @@ class Progress:
             self._width = len(text)
         else:
             _put(f"{text}\n")
+
+
+def duration(seconds: float) -> str:
+    """A time in its two largest units: 45 s, 12 min 5 s, 3 h 20 min."""
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {left} s" if minutes else f"{left} s"
+
+
+def _bar(share: float) -> str:
+    """A bar of which ``share`` is full, in letters that standard error can show."""
+    full, empty = ("━", "─") if (sys.stderr.encoding or "").lower().startswith("utf") else ("#", "-")
+    letters = round(share * BAR_LETTERS)
+    return full * letters + empty * (BAR_LETTERS - letters)
 
 
 def _put(text: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.errors import CheckpointError, UsageError
+from megatoken.files import UnreadableError, read_text
 from megatoken.serve.json_pipe import framed, receive_message
 from megatoken.serve.request_errors import ApiError
 
@@ -235,6 +236,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); export the model again") from error
+        text, damages = read_text(path)
+    except UnreadableError as error:
+        raise CheckpointError(f"{path}: {error}; export the model again") from error
+    if damages:
+        raise CheckpointError(f"{path}: {damages[0].what}; export the model again")
+    return text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from megatoken.engine.request import Grammar, Request
+from megatoken.engine.tensor_files import read_json
 from megatoken.engine.tokenizer import LONG_TEXT, Tokenizer
 from megatoken.errors import CheckpointError, MegatokenError, RequestError
 from megatoken.serve.answer import Ending, Prompt, reply_error
@@ -281,7 +281,7 @@ def _defaults(file: Path) -> SamplingDefaults:
     if not file.is_file():
         return SamplingDefaults()
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config: dict[str, Any] = read_json(file)
         known = {name: config[name] for name in SamplingDefaults.model_fields if config.get(name) is not None}
         defaults = SamplingDefaults(**known)
     except (OSError, ValueError, AttributeError, ValidationError) as error:

@@ -84,7 +84,7 @@ def run_view(run: Run) -> View:
             "Evidence",
             Facts("Machine and versions", run.environment),
             Facts("Configuration", run.config),
-            Facts("Files in this folder", FILES),
+            Facts("Files in this folder", {name: text for name, text in FILES.items() if name not in _absent(run)}),
         ),
     )
     return View(run.path.name, str(run.verdict), tuple(_summary(run)), sections, FOOTER)
@@ -133,10 +133,15 @@ def _subject(run: Run) -> dict[str, Any]:
         "CPU": _cpu(environment.get("cpu") or {}),
         "GPU": ", ".join(f"{count} × {name}" for name, count in gpus.items()),
         **{name.replace("_", " ").capitalize(): value for name, value in (result.get("target") or {}).items()},
-        "LoadGen": result.get("loadgen_version") or packages.get("mlcommons-loadgen"),
+        "LoadGen": None if _absent(run) else result.get("loadgen_version") or packages.get("mlcommons-loadgen"),
         "megatoken": packages.get("megatoken"),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _absent(run: Run) -> set[str]:
+    """Of ``FILES``, those that a run of its kind does not have: a soak does not use LoadGen."""
+    return {"mlperf/"} if run.result.get("scenario") == SOAK else set()
 
 
 def _cpu(cpu: Mapping[str, Any]) -> str:
