@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from errno import EDQUOT, EFBIG, EINVAL, ENOSPC
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from megatoken.errors import StorageError
 
@@ -194,7 +194,7 @@ class UnreadableError(Exception):
     """A file that cannot be read at all; its text says why, without the path."""
 
 
-def open_regular(path: Path) -> io.BufferedReader:
+def open_regular(path: Path) -> BinaryIO:
     """Opens ``path`` for reading if it is a regular file, without waiting for pipes; UnreadableError otherwise."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -203,7 +203,7 @@ def open_regular(path: Path) -> io.BufferedReader:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise UnreadableError("is not a regular file")
-        return io.BufferedReader(io.FileIO(descriptor), 2**18)
+        return os.fdopen(descriptor, "rb", buffering=2**18)
     except BaseException:
         os.close(descriptor)
         raise

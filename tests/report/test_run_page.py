@@ -76,6 +76,13 @@ def test_the_page_says_what_ran_on_what_and_what_to_know_about_it(make_run):
     }
 
 
+def test_a_soak_does_not_list_loadgen(make_run):
+    packages = {"packages": {"megatoken": "0.1.0", "mlcommons-loadgen": "5.1.2"}}
+    root = page_of(make_run(scenario="soak", environment=packages))
+    assert list(table_rows(root, "Model and environment")) == ["Model", "megatoken"]
+    assert "mlperf/" not in table_rows(root, "Files in this folder")
+
+
 def test_one_node_without_telemetry_has_seven_charts(make_run):
     root = page_of(make_run())
     assert figures(root) == [

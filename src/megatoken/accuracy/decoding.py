@@ -49,7 +49,7 @@ class AnswerDecoder:
 def _cleans_up(config: Path) -> bool:
     try:
         values = read_json(config)
-    except CheckpointError:
+    except (OSError, CheckpointError):
         return False
     return values.get("clean_up_tokenization_spaces") is True
 

@@ -41,6 +41,18 @@ OF_NUMBERS: dict[str, Callable[[float], float]] = {
 }
 
 
+COMPUTING = ("sum", "mean", "median", "stdev")  # max, min and count choose or count what the evidence states
+
+
+def computes(formula: str) -> bool:
+    """Whether the formula calculates, rather than looks a fact up."""
+    return any(
+        isinstance(node, ast.BinOp)
+        or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in COMPUTING)
+        for node in ast.walk(ast.parse(formula.strip(), mode="eval"))
+    )
+
+
 class FormulaError(UsageError):
     """The formula is wrong, whatever the evidence."""
 

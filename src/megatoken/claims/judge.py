@@ -13,9 +13,18 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+from megatoken.analysis.published import accelerator_table
 from megatoken.audit.evidence import Evidence, Where
 from megatoken.claims.facts import POWER, Facts, UnknownFactError, gather
-from megatoken.claims.formula import FormulaError, NoResultError, Value, claims_named, evaluate, recomputed_text
+from megatoken.claims.formula import (
+    FormulaError,
+    NoResultError,
+    Value,
+    claims_named,
+    computes,
+    evaluate,
+    recomputed_text,
+)
 from megatoken.claims.lookups import Lookups
 from megatoken.claims.ratio import Objection, judge_ratio
 from megatoken.claims.schema import Answered, Claim, ClaimsFile
@@ -165,8 +174,12 @@ def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Cl
         objections.insert(0, ("scope", wrong_scope))
     elif not agreeing:
         by_any = " by any definition" if others else ""
-        kind = "arithmetic" if claim.is_number and not isinstance(best.value, str) else "fact"
-        objections.insert(0, (kind, f"not {_claimed(claim)}{by_any}: recomputed {_amount(best, claim)}"))
+        kind = "arithmetic" if any(map(computes, _formulas(claim).values())) else "fact"
+        what = f"not {_claimed(claim)}{by_any}: recomputed {_amount(best, claim)}{_figure_of_another(claim, lookups)}"
+        objections.insert(0, (kind, what))
+    if claim.one_run and lookups.uses_rates and not agrees(claim, largest := _largest_run(facts)):
+        runs = f"the sum of {len(facts.nodes)} runs, each with a LoadGen of its own"
+        objections.insert(0, ("scope", f"{runs}; the largest single run has {exact(largest)} {claim.unit}"))
     remarks = []
     if others:
         alternatives = "; ".join(f"{name}: {_amount(result, claim)}" for name, result in others.items())
@@ -180,6 +193,20 @@ def _recomputed(claim: Claim, source: str, facts: Facts, claims: Mapping[str, Cl
     why = "; ".join([*remarks, *lookups.conditions])
     answer = ClaimAnswer(claim, source, "holds", best, why, (), tuple(others.values()), settle, where)
     return _objected(answer, _amount(best, claim), objections)
+
+
+def _largest_run(facts: Facts) -> float:
+    return max(row.output_tokens_per_second for row in facts.nodes)
+
+
+def _figure_of_another(claim: Claim, lookups: Lookups) -> str:
+    """The accelerators whose figure the claimed one is."""
+    names = [
+        name
+        for name, facts in accelerator_table().items()
+        if any(column in facts.values and agrees(claim, facts.values[column]) for column in lookups.columns)
+    ]
+    return f"; that is the figure of {', '.join(names)}" if names else ""
 
 
 def _objected(answer: ClaimAnswer, amount: str, objections: Sequence[Objection]) -> ClaimAnswer:

@@ -45,6 +45,7 @@ class Lookups:
         self.estimates: list[str] = []
         self.conditions: list[str] = []
         self.published: list[Entry] = []
+        self.columns: list[str] = []  # of the table of accelerators
         self.uses_time = self.uses_rates = False
         self.uses_evidence = False  # anything from outside the claims file
 
@@ -131,6 +132,7 @@ class Lookups:
         if column not in facts.values:
             raise UnknownFactError(f"{column} of {name}", f"a data sheet of {name} with {column}")
         self._place(ACCELERATORS, facts.line)
+        self.columns.append(column)
         if column == "tdp_w":
             self._add_nameplate(f"TDP of {name}")
         return facts.values[column]

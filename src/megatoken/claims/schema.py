@@ -92,6 +92,7 @@ class Claim(Strict):
     value: bool | float | str
     unit: str = ""
     scope: Scope | None = None
+    one_run: bool = Field(False, description="the text says that one run had this rate")
     presented_as: PresentedAs = "measurement"
     relation: Literal["equal", "at least", "at most"] = "equal"
     rounded_to: Positive | None = Field(None, description="step to which the value is rounded; default: its last digit")

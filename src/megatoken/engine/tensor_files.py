@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import stat
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatoken.errors import CheckpointError
-from megatoken.files import UnreadableError, open_regular
 
 if TYPE_CHECKING:  # looking at a checkpoint needs no PyTorch
     import torch
@@ -85,22 +85,24 @@ def one_line_errors(place: Path) -> Iterator[None]:
 
 
 def open_file(path: Path) -> io.BufferedReader:
-    """Open a file for reading.
+    """Open a file for reading, without waiting for the writer of a pipe.
 
     Raises:
-        CheckpointError: it cannot be opened, or is a pipe, a device or a folder.
+        CheckpointError: it is a pipe, a device or a folder.
+        OSError: the system's.
     """
-    try:
-        return open_regular(path)
-    except UnreadableError as error:
-        raise CheckpointError(f"{path}: {error}; make it readable or {FETCH}") from error
+    file = io.BufferedReader(io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK)), 2**18)
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise CheckpointError(f"{path}: is not a regular file; {FETCH}")
 
 
 def read_whole(path: Path, most_bytes: int = LARGEST_JSON_BYTES) -> bytes:
     """The content of a file.
 
     Raises:
-        CheckpointError: as ``open_file``, or the file is larger than ``most_bytes``.
+        CheckpointError, OSError: as ``open_file``, or the file is larger than ``most_bytes``.
     """
     with open_file(path) as file:
         content = file.read(most_bytes + 1)
@@ -113,7 +115,7 @@ def read_json(path: Path) -> dict[str, object]:
     """The JSON object in a file.
 
     Raises:
-        CheckpointError: as ``read_whole``, or the file holds something else.
+        CheckpointError, OSError: as ``read_whole``, or the file holds something else.
     """
     return _parse_json(path, read_whole(path))
 

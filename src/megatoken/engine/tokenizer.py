@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from megatoken.engine.tensor_files import read_whole
+from megatoken.engine.tensor_files import one_line_errors, read_whole
 from megatoken.engine.token_texts import TokenTexts, token_texts
 from megatoken.engine.tokenizer_growth import growth
 from megatoken.errors import CheckpointError, RequestError
@@ -29,7 +29,8 @@ class Tokenizer:
     def __init__(self, file: Path) -> None:
         self.file = file
         self._token_texts: dict[bool, TokenTexts | None] = {}  # by whether special tokens are kept; made at first use
-        content = read_whole(file, LARGEST_FILE_BYTES)
+        with one_line_errors(file):
+            content = read_whole(file, LARGEST_FILE_BYTES)
         try:
             _check_growth(json.loads(content))
             self._tokenizer = FastTokenizer.from_buffer(content)
