@@ -91,7 +91,7 @@ def open_file(path: Path) -> io.BufferedReader:
         CheckpointError: it is a pipe, a device or a folder.
         OSError: the system's.
     """
-    file = io.BufferedReader(io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK)), 2**18)
+    file: io.BufferedReader = io.BufferedReader(io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK)), 2**18)
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
