@@ -25,6 +25,7 @@ SHORTEST_STEADY_LIVES = 3.0
 
 ARRIVING = ("server", "interactive")  # scenarios whose samples are due at times that do not depend on answers
 SOAK = "soak"  # not an MLPerf scenario: keeps the target full for a given time
+SWEEP = "sweep"  # not an MLPerf scenario: a point of a sweep
 STAGES = ("tokenise", "queue", "prefill", "decode", "detokenise")
 
 
@@ -132,6 +133,8 @@ def latency_origin(scenario: str) -> str:
         return "start of the one Offline query, so the time in the queue is included; no user waits like this"
     if scenario == SOAK:
         return "issue of each sample, when another has ended, so the time in a queue that is never empty is included"
+    if scenario == SWEEP:
+        return "moment at which each request is due: its arrival, or in a closed loop the end of the one before it"
     if scenario == "singlestream":
         return "issue of each sample, when the one before it has ended"
     return "scheduled time of each sample"

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatoken.analysis.machine import unix_seconds
 from megatoken.analysis.series import numbers, replicas
-from megatoken.analysis.statistics import ARRIVING, SOAK, Samples
+from megatoken.analysis.statistics import ARRIVING, SOAK, SWEEP, Samples
 from megatoken.audit.differences import Doubt
 from megatoken.audit.folder import LOGGED, TABLES, RunFolder, compared
 from megatoken.engine.config import REFERENCE, SHAPES, EngineConfig, ModelConfig, model_folder
@@ -51,6 +51,8 @@ def configuration(folder: RunFolder) -> Iterator[str]:
     run, log = folder.run, folder.log
     result, config = run.result, run.config
     scenario = {"scenario": SOAK} if "soak" in result and config.get("scenario") == "offline" else {}
+    if "load" in result and config.get("scenario") == "server":  # a sweep takes its limits and how it streams
+        scenario = {"scenario": SWEEP}
     for field, key in {**_CONFIGURED, **_STEP, **({} if folder.on_rack else _ENGINE)}.items():
         stated, asked = _at(result, field), _at({**config, **scenario}, key)
         left_open = asked in (None, "auto") and key.startswith("engine.") and key not in _STEP.values()

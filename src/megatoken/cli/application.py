@@ -26,6 +26,7 @@ from megatoken.cli import (
     serve,
     soak,
     submission,
+    sweep,
     verify,
 )
 from megatoken.cli.flags import Command
@@ -54,6 +55,7 @@ app = typer.Typer(
 )
 app.command(cls=run.RunCommand)(run.run)
 app.command(cls=soak.SoakCommand)(soak.soak)
+app.command(cls=sweep.SweepCommand)(sweep.sweep)
 app.command(cls=generate.GenerateCommand)(generate.generate)
 app.command(cls=serve.ServeCommand)(serve.serve)
 app.command(cls=Command)(audit.audit)

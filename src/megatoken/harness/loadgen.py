@@ -245,6 +245,10 @@ class LoadGenTest:
                 raise MegatokenError(f"LoadGen failed: {message.removeprefix(FAILED).decode()}")
         return taken
 
+    def patience_seconds(self, longest: float) -> float:
+        """The longest: LoadGen says when a sample is due."""
+        return longest
+
     def first_token(self, sample: int, token_id: int) -> None:
         """Notes that the first token of a sample exists; sent with the next ``flush``."""
         self._first.append(FirstToken(sample, token_id))

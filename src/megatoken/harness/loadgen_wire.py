@@ -22,10 +22,14 @@ _COUNTS = struct.Struct("=qqq")
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """Samples of one call of LoadGen; numbers continue from the call before; the time is ``time.monotonic_ns()``."""
+    """Samples of one call of LoadGen; numbers continue from the call before; the times are ``time.monotonic_ns()``.
+
+    ``due_ns`` is when a load of our own says that they were due; None: at issue, or by LoadGen's schedule.
+    """
 
     issued_ns: int
     rows: list[int]
+    due_ns: int | None = None
 
 
 class FirstToken(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import socket
 import time
+from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -44,7 +45,7 @@ PROMPT_POLL_SECONDS = 0.001  # longest that a due sample waits for a target with
 
 
 class Load(Protocol):
-    """Issues samples, numbered from 0, and receives their ends: a test of LoadGen, or the load of a soak."""
+    """Issues samples, numbered from 0, and receives their ends: a test of LoadGen, the load of a soak or of a sweep."""
 
     @property
     def issued(self) -> int:
@@ -60,6 +61,9 @@ class Load(Protocol):
 
     def take_issued(self, timeout_seconds: float) -> list[Issued]:
         """Samples issued since the last call; waits for the first at most about this long."""
+
+    def patience_seconds(self, longest: float) -> float:
+        """How long the target may be polled, at most ``longest``: a load may know when its next sample is due."""
 
     def first_token(self, sample: int, token_id: int) -> None:
         """Notes that the first token of a sample exists."""
@@ -80,6 +84,9 @@ class Record(Protocol):
     def add_series(self, row: SeriesRow) -> None:
         """Adds the state of a replica."""
 
+    def add_token_times(self, sample_id: int, times_ns: NDArray[np.int64]) -> None:
+        """Adds when the tokens of a sample were seen, in nanoseconds since the start [tokens]."""
+
     def add_facts(self, facts: Mapping[str, Any]) -> None:
         """Adds or replaces facts."""
 
@@ -98,6 +105,7 @@ class _Sample:
     tokenise_ns: int | None = None
     output_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
+    token_times: array[int] = field(default_factory=lambda: array("q"))
 
 
 @dataclass(slots=True)
@@ -107,6 +115,7 @@ class _Query:
     numbers: range
     rows: NDArray[np.int64]  # of the data set; of all samples of the call
     issued_ns: int
+    due_ns: int | None  # as the load says; None: at issue, or by LoadGen's schedule
 
 
 @dataclass(slots=True)
@@ -131,7 +140,7 @@ class Measurement:
     def __init__(
         self,
         test: Load,
-        settings: TestSettings,
+        settings: TestSettings | None,
         rows: NDArray[np.int64],
         data_set: Dataset,
         target: Target,
@@ -139,12 +148,14 @@ class Measurement:
         progress: Progress,
         text: TextStages | None = None,
         planned_seconds: float | None = None,
+        *,
+        keeps_token_times: bool = False,
     ) -> None:
         """Waits for the first sample; the test has been started.
 
         Args:
             test: the load.
-            settings: what the load was asked for.
+            settings: what LoadGen was asked for; None: a load that says itself when its samples are due.
             rows: data set row of each row of LoadGen's library [library_rows].
             data_set: the requests.
             target: what serves them.
@@ -152,6 +163,7 @@ class Measurement:
             progress: where to report how far it is.
             text: where prompts and answers are text within the measured time.
             planned_seconds: when the load ends, if it ends by time and not by samples.
+            keeps_token_times: whether to record when each token was seen.
         """
         self._test = test
         self._library = rows
@@ -160,14 +172,15 @@ class Measurement:
         self._record = record
         self._progress = progress
         self._text = text
-        self._keep_ids = settings.keeps_token_ids or text is not None
-        self._offline = settings.scenario == "offline"
+        self._keep_ids = (settings is not None and settings.keeps_token_ids) or text is not None
+        self._keeps_token_times = keeps_token_times
+        self._offline = settings is not None and settings.scenario == "offline"
         self._streams = not self._offline  # LoadGen asks for first tokens
         self._schedule = None
-        if LOADGEN_SCENARIOS[settings.scenario] == "Server":
+        if settings is not None and LOADGEN_SCENARIOS[settings.scenario] == "Server":
             self._schedule = PoissonSchedule(settings.seeds.schedule, settings.offered_rate)
         self._planned_seconds = planned_seconds
-        self._planned = samples_drawn(settings)
+        self._planned = samples_drawn(settings) if settings is not None else 0
         self._node = socket.gethostname()
         self._open: dict[int, _Sample] = {}
         self._queue: deque[_Query] = deque()  # issued, not yet given to the target
@@ -183,7 +196,8 @@ class Measurement:
         issued: list[Issued] = []
         while not issued:
             issued = test.take_issued(timeout_seconds=0.1)
-        self._start_ns = self._noted_ns = issued[0].issued_ns
+        first = issued[0]
+        self._start_ns = self._noted_ns = first.issued_ns if first.due_ns is None else first.due_ns
         record.add_facts({"started_at": utc_text(datetime.now(UTC)), "peak_memory_bytes": peak_memory_bytes()})
         self._accept(issued)
 
@@ -216,9 +230,7 @@ class Measurement:
         samples = self._open.values()
         due = [self._seconds(sample.due_ns) for sample in samples]
         first = [math.nan if sample.first_ns is None else self._seconds(sample.first_ns) for sample in samples]
-        queued = [
-            self._seconds(self._due_ns(number, query.issued_ns)) for query in self._queue for number in query.numbers
-        ]
+        queued = [self._seconds(self._due_ns(number, query)) for query in self._queue for number in query.numbers]
         return np.array(due + queued, np.float64), np.array(first + [math.nan] * len(queued), np.float64)
 
     def step(self) -> None:
@@ -226,7 +238,8 @@ class Measurement:
         self._wait_for_issue()
         ended = self._feed()
         began_ns = time.monotonic_ns()
-        events = self._target.poll(OFFLINE_POLL_SECONDS if self._offline else PROMPT_POLL_SECONDS)
+        longest = OFFLINE_POLL_SECONDS if self._offline else PROMPT_POLL_SECONDS
+        events = self._target.poll(self._test.patience_seconds(longest))
         self._spent.target += time.monotonic_ns() - began_ns
         ended += [row for event in events if (row := self._take(event)) is not None]
         self._test.flush()
@@ -246,6 +259,17 @@ class Measurement:
             del self._open[number]
             numbers.append(number)
         return numbers
+
+    def abandon(self) -> None:
+        """Ends every sample that has not ended as cancelled, here and in the target; each has its row."""
+        self._target.cancel_all()
+        for query in self._queue:
+            for number in query.numbers:
+                self._open_sample(number, query)
+        self._queue.clear()
+        rows = [self._end(number, "cancelled", last_ns=None) for number in list(self._open)]
+        if rows:
+            self._record.add_samples(rows)
 
     def note_state(self) -> None:
         """Adds a row to the time series, notes the memory and refreshes the live line."""
@@ -338,13 +362,15 @@ class Measurement:
             rows = self._library[query.rows]
             self._work.prompt_tokens += int(self._data_set.input_tokens[rows].sum())
             self._work.open_limits += int(self._data_set.output_limits[rows].sum())
-            self._queue.append(_Query(range(number, number + len(rows)), rows, query.issued_ns))
+            self._queue.append(_Query(range(number, number + len(rows)), rows, query.issued_ns, query.due_ns))
             if self._schedule is not None:  # the query issued with the least delay shows when LoadGen started
                 self._start_ns = min(self._start_ns, query.issued_ns - self._schedule.due_ns(number))
             number += len(rows)
 
-    def _due_ns(self, number: int, issued_ns: int) -> int:
-        return issued_ns if self._schedule is None else self._start_ns + self._schedule.due_ns(number)
+    def _due_ns(self, number: int, query: _Query) -> int:
+        if self._schedule is not None:
+            return self._start_ns + self._schedule.due_ns(number)
+        return query.issued_ns if query.due_ns is None else query.due_ns
 
     def _feed(self) -> list[SampleRow]:
         refused: list[SampleRow] = []
@@ -357,18 +383,22 @@ class Measurement:
             numbers, query.numbers = query.numbers[:room], query.numbers[room:]
             room -= len(numbers)
             for number in numbers:
-                row = int(query.rows[number - query.numbers.stop])
-                refused += self._submit(number, row, query.issued_ns)
+                refused += self._submit(number, query)
             if not query.numbers:
                 self._queue.popleft()
         return refused
 
-    def _submit(self, number: int, row: int, issued_ns: int) -> list[SampleRow]:
-        """Gives a sample to the target; returns its row if it is refused."""
+    def _open_sample(self, number: int, query: _Query) -> _Sample:
+        row = int(query.rows[number - query.numbers.stop])
         counted = self._data_set.prompts_counted
         input_tokens = int(self._data_set.input_tokens[row]) if counted else None
-        sample = _Sample(row, input_tokens, self._due_ns(number, issued_ns), issued_ns)
-        self._open[number] = sample
+        self._open[number] = _Sample(row, input_tokens, self._due_ns(number, query), query.issued_ns)
+        return self._open[number]
+
+    def _submit(self, number: int, query: _Query) -> list[SampleRow]:
+        """Gives a sample to the target; returns its row if it is refused."""
+        sample = self._open_sample(number, query)
+        row = sample.row
         if self._text:
             sample.tokenise_ns = self._text.tokenise(row)
             self._spent.tokenise += sample.tokenise_ns
@@ -396,6 +426,8 @@ class Measurement:
         new_tokens = len(event.token_ids) if event.output_tokens is None else event.output_tokens - sample.output_tokens
         sample.output_tokens += new_tokens
         self._output_tokens += new_tokens
+        if self._keeps_token_times and event.output_tokens is None:
+            sample.token_times.extend([event.time_ns] * len(event.token_ids))
         if self._keep_ids:
             if event.output_tokens is not None:
                 sample.token_ids.clear()
@@ -419,6 +451,8 @@ class Measurement:
             self._spent.detokenise += detokenise_ns
         self._test.complete(number, sample.output_tokens, sample.token_ids)
         self._work.end(int(self._data_set.output_limits[sample.row]), sample.output_tokens)
+        if sample.token_times:
+            self._record.add_token_times(number, np.array(sample.token_times) - self._start_ns)
         return SampleRow(
             sample_id=number,
             sample_index=sample.row,

@@ -125,6 +125,13 @@ def concluded_soak(
     return {"verdict": verdict, "reasons": reasons, "rules_unmet": [], "doubts": [], "stability": stability}
 
 
+def concluded_point(facts: Mapping[str, Any], requests: pa.Table) -> dict[str, Any]:
+    """What the end of a point of a sweep adds to ``result.json``; arguments as those of ``concluded_soak``."""
+    verdict, reasons = judge(False, [], int(Samples.of(requests).failed.sum()), len(requests))
+    verdict, reasons = _without_replicas(verdict, reasons, lost_replicas(facts))
+    return {"verdict": verdict, "reasons": reasons, "rules_unmet": [], "doubts": []}
+
+
 def lost_replicas(facts: Mapping[str, Any]) -> list[Reason]:
     """One reason if a rack lost replicas: how many and why."""
     rack = facts.get("rack")

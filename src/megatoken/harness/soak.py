@@ -11,7 +11,7 @@ import fcntl
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +35,7 @@ from megatoken.harness.progress import Progress
 from megatoken.harness.result import concluded_soak, core_wait_notes, run_notes
 from megatoken.harness.session import TestSession
 from megatoken.harness.stop import Stop, StopSignals
+from megatoken.harness.sweep.loads import passes
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import Run, Verdict, read_run
 from megatoken.runs.tables import MOMENTS, SampleRow, SeriesRow
@@ -63,7 +64,7 @@ class SteadyLoad:
             seconds: how long samples are issued, counted from the first.
             seed: of the orders.
         """
-        self._order = _passes(rows, seed)
+        self._order = passes(rows, seed)
         self._population = population
         self._seconds = seconds
         self._end_ns: int | None = None
@@ -89,6 +90,10 @@ class SteadyLoad:
         self.issued += wanted
         return [Issued(now_ns, [next(self._order) for _ in range(wanted)])]
 
+    def patience_seconds(self, longest: float) -> float:
+        """The longest: samples are due when others end."""
+        return longest
+
     def first_token(self, sample: int, token_id: int) -> None:
         """Does nothing: the load does not depend on first tokens."""
 
@@ -102,12 +107,6 @@ class SteadyLoad:
     def withdraw(self, samples: Sequence[int]) -> None:
         """Drops samples that will not end."""
         self._outstanding.difference_update(samples)
-
-
-def _passes(rows: int, seed: Sequence[int]) -> Iterator[int]:
-    draws = np.random.default_rng(seed)
-    while True:
-        yield from draws.permutation(rows).tolist()
 
 
 @dataclass(frozen=True, slots=True)

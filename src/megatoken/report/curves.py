@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,15 @@ class Between:
     x: Floats
     low: Floats
     high: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Words next to a point of a curve."""
+
+    x: float
+    y: float
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +163,17 @@ def line_chart(
     between: Between | None = None,
     window: tuple[float, float] | None = None,
     marks: Sequence[Mark] = (),
+    labels: Sequence[Label] = (),
+    dots: bool = False,
+    doubling: bool = False,
 ) -> Figure:
-    """Curves of ``unit`` over ``x_label``, with labelled areas and references; ``data`` is the table behind them."""
-    x_ticks = ticks(*x_range)
+    """Curves of ``unit`` over ``x_label``, with labelled areas and references; ``data`` is the table behind them.
+
+    ``dots`` draws the points of the curves. With ``doubling``, x are logarithms to the base of 2, and the axis shows
+    the numbers.
+    """
+    x_ticks = [float(power) for power in range(math.floor(x_range[0]), math.ceil(x_range[1]) + 1)] if doubling else []
+    x_ticks = x_ticks or ticks(*x_range)
     x_low, x_top = (0.0, x_range[1]) if x_range[0] == 0 else (x_ticks[0], x_ticks[-1])
     heights = [*(line.y for line in lines), *([between.high] if between else [])]
     level_marks = [mark.at for mark in marks if not mark.upright]
@@ -179,12 +197,22 @@ def line_chart(
     for value in (tick for tick in y_ticks if tick <= y_top):
         parts.append(rule(LEFT, y_at(value), WIDTH - RIGHT, y_at(value)))
         parts.append(text(LEFT - 6, y_at(value) + 4, tick_text(value), "tick end"))
-    parts += [text(x_at(value), floor + 16, tick_text(value), "tick middle") for value in x_ticks if value <= x_top]
+    parts += [
+        text(x_at(value), floor + 16, tick_text(2**value if doubling else value), "tick middle")
+        for value in x_ticks
+        if value <= x_top
+    ]
     if between:
         outline = f"{path(between.x, between.high)} {path(between.x[::-1], between.low[::-1])}"
         parts.append(f'<polygon class="between" points="{outline}"/>')
     for index, line in enumerate(lines):
         parts.append(f'<polyline class="curve curve{index}" points="{path(line.x, line.y)}"/>')
+        if dots:
+            parts += [_dot(x_at(x), y_at(y), index) for x, y in zip(line.x.tolist(), line.y.tolist(), strict=True)]
+    for label in labels:
+        right = x_at(label.x) > (WIDTH + LEFT) / 2
+        offset, style = (-6, "tick end") if right else (6, "tick")
+        parts.append(text(x_at(label.x) + offset, max(y_at(label.y) - 6, TOP + 8), label.text, style))
     for index, mark in enumerate(marks):
         style = f"mark mark{index}"
         if mark.upright:
@@ -201,6 +229,10 @@ def line_chart(
         data=data,
         legend=_legend(lines, between, window, marks),
     )
+
+
+def _dot(x: float, y: float, index: int) -> str:
+    return f'<circle class="point{index}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>'
 
 
 def _range(line: Line, unit: str, x_label: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatoken.analysis.lookup import read_consistent_run, run_folders
 from megatoken.analysis.repeats import REPEATS, are_repeats, missing_notes, read_repeats, summarise_repeats
+from megatoken.analysis.sweep import SWEEP, are_points, summarise_sweep
 from megatoken.errors import UsageError
 from megatoken.files import plain, storage_error, to_json, write_text
 from megatoken.report.documents import Document, checked, document_in, read_document
@@ -103,6 +104,10 @@ def _subjects(path: Path) -> Iterator[tuple[Run | Document, Path]]:
         below.setdefault(folder.parent, []).append(read_consistent_run(folder))
     for parent, runs in below.items():
         yield from ((run, run.path / REPORT) for run in runs)
+        if are_points(runs):
+            place = parent / SWEEP
+            yield checked(plain(summarise_sweep(runs, parent.name)), str(place)), place.with_suffix(".html")
+            continue
         known = read_repeats(parent)
         if (known or len(runs) > 1) and are_repeats(runs):
             known = known or {}

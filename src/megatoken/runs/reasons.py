@@ -66,6 +66,12 @@ REASONS: Mapping[str, tuple[str, ...]] = {
         "served {served_samples_per_second:precise} of {offered_samples_per_second:precise} samples/s for"
         " {seconds:.1f} s while others waited",
     ),
+    # the end of a point of a sweep
+    "OVERLOAD": (
+        "the target cannot keep up: requests under way grew from {before:,} to {after:,} while {due:count request} came"
+        " due",
+    ),
+    "FAILING": ("{failed:,} of {samples:count request} failed",),
     # MLPerf's rules
     "SCENARIO": ("{benchmark} has no scenario {found}, only {required}",),
     "MIN_DURATION": (
@@ -170,6 +176,10 @@ NOTES: Mapping[str, tuple[str, ...]] = {
     "COMPLIANCE_TEST": ("compliance test {test}: logs the answers of a few samples, and does not measure speed",),
     "SOAK": (
         "a soak issues its own samples, without LoadGen; it shows whether a rate holds and claims no MLPerf rules",
+    ),
+    "SWEEP_POINT": (
+        "a point of a sweep: its own numbers cover warm-up and cool-down too; those of its window are in the sweep's"
+        " report",
     ),
     "NO_KERNELS": ("without compiled kernels, so the result is low: {why}; on Linux, install GCC (g++)",),
     "BF16_WIDENED": (

@@ -10,10 +10,17 @@ from megatoken.report.views.comparison import comparison_view
 from megatoken.report.views.plan import plan_view
 from megatoken.report.views.repeats import repeats_view
 from megatoken.report.views.run import run_view
+from megatoken.report.views.sweep import sweep_view
 
 __all__ = ["document_view", "run_view"]
 
-VIEWS = {"audit": audit_view, "aggregate": aggregate_view, "comparison": comparison_view, "repeats": repeats_view}
+VIEWS = {
+    "audit": audit_view,
+    "aggregate": aggregate_view,
+    "comparison": comparison_view,
+    "repeats": repeats_view,
+    "sweep": sweep_view,
+}
 
 
 def document_view(document: Document) -> View:

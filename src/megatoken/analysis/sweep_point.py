@@ -1,0 +1,230 @@
+"""One point of a sweep: every figure of its window, from the tables of its run folder.
+
+The requests that count are those that were due within the window; those that failed or did not end count as outside of
+every limit. Tokens count where they were seen: all tokens seen within the window, of any request that did not fail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatoken.analysis.energy import run_energy
+from megatoken.analysis.goodput import goodput
+from megatoken.analysis.machine import run_accelerators
+from megatoken.analysis.series import Floats, numbers
+from megatoken.analysis.stability import theil_sen
+from megatoken.analysis.statistics import Samples, percentiles
+from megatoken.runs.run import Run
+from megatoken.runs.token_times import read_token_times
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+BACKLOG_SHARE, BACKLOG_DEVIATIONS = 0.1, 4.0
+SPANS = 10  # of a window, whose rates show a trend
+TREND_SHARE = 0.1  # of the rate, from the first to the last moment of the window
+STALL_GAPS, SHORTEST_STALL_SECONDS = 5.0, 0.05
+MOST_BUCKETS = 6
+TIMELINE_SPANS = 24
+STEADY_RULE = (
+    f"the output rates of {SPANS} spans of the window have no trend (Theil-Sen, 99 % confidence) that changes the rate"
+    f" by more than {100 * TREND_SHARE:g} % over the window, and in an open loop the requests under way do not grow by"
+    f" more than {100 * BACKLOG_SHARE:g} % of those due and {BACKLOG_DEVIATIONS:g} times their square root"
+)
+STALL_RULE = (
+    f"a gap between two tokens of one answer longer than {STALL_GAPS:g} times the median gap of the point, and than"
+    f" {1000 * SHORTEST_STALL_SECONDS:g} ms"
+)
+
+
+def backlog_grows(before: int, after: int, due: int) -> bool:
+    """Whether requests under way grew from ``before`` to ``after`` by more than chance while ``due`` became due."""
+    return after - before > max(BACKLOG_SHARE * due, BACKLOG_DEVIATIONS * math.sqrt(due))
+
+
+def point_figures(run: Run) -> dict[str, Any]:
+    """The figures of a point; None for what is unknown. ``run`` has the field ``load`` with a window."""
+    load, samples = run.result["load"], _sent_over_network(run)
+    start, end = load["window_seconds"]
+    length = end - start
+    inside = samples.only((samples.scheduled >= start) & (samples.scheduled < end))
+    done = inside.only(inside.completed)
+    tokens = SeenTokens.of(run, samples)
+    output_rate = tokens.within(start, end) / length
+    accelerators = run_accelerators(run)
+    tpot = percentiles(done.tpot)
+    steady = _steadiness(samples, tokens, start, end, waits=load["waits"])
+    limits = run.result.get("ttft_limit_seconds"), run.result.get("tpot_limit_seconds")
+    energy = run_energy(run.series)
+    return {
+        "run": run.path.name,
+        "verdict": run.verdict,
+        "kind": load["kind"],
+        "value": load["value"],
+        "window_seconds": [start, end],
+        **steady,
+        "ended_by": load["ended_by"],
+        "requests": len(inside),
+        "requests_completed": len(done),
+        "requests_failed": int(inside.failed.sum()),
+        "requests_unended": len(inside) - len(done) - int(inside.failed.sum()),
+        "in_flight": _mean_under_way(samples, start, end),
+        "offered_requests_per_second": len(inside) / length,
+        "requests_per_second": int((samples.completed & (samples.last >= start) & (samples.last < end)).sum()) / length,
+        "output_tokens_per_second": output_rate,
+        "accelerators": accelerators,
+        "output_tokens_per_second_per_gpu": output_rate / accelerators if accelerators else None,
+        "user_tokens_per_second": {
+            name: 1 / tpot[of] if tpot[of] else None for name, of in (("p50", "p50"), ("p10", "p90"), ("p1", "p99"))
+        },
+        "ttft_seconds": percentiles(done.ttft),
+        "ttft_from_send_seconds": percentiles(done.first - done.sent),
+        "latency_seconds": percentiles(done.last - done.scheduled),
+        "latency_from_send_seconds": percentiles(done.last - done.sent),
+        "send_lag_seconds": percentiles(inside.sent - inside.scheduled),
+        "tpot_seconds": tpot,
+        **tokens.gap_figures(samples.completed & (samples.scheduled >= start) & (samples.scheduled < end)),
+        "ttft_by_input_tokens": _by_input(done),
+        "goodput": _goodput(inside, *limits, length),
+        "energy_joules_per_output_token": energy.joules_per_output_token,
+        "timeline": _timeline(samples, tokens),
+    }
+
+
+class SeenTokens:
+    """When each token of each request was seen, in seconds since the run's start; those of failed requests left out.
+
+    Without ``tokens.parquet``, the tokens of an answer count as evenly spaced from its first to its last, and gaps are
+    unknown. Where pieces of text were seen and not tokens, a piece counts as its share of the answer's tokens.
+    """
+
+    def __init__(self, times: Floats, owners: NDArray[np.int64], weights: Floats, *, known: bool) -> None:
+        """Takes times, rows of the requests and tokens [T], the times of one request in order."""
+        self._times, self._owners, self._weights, self._known = times, owners, weights, known
+
+    @classmethod
+    def of(cls, run: Run, samples: Samples) -> SeenTokens:
+        """Those of a run folder."""
+        table = read_token_times(run.path)
+        if table is not None:
+            return cls._recorded(table, run.requests, samples)
+        counts = np.where(samples.completed, samples.output_tokens, 0).astype(np.int64)
+        owners = np.repeat(np.arange(len(samples)), counts)
+        position = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+        share = position / np.maximum(counts[owners] - 1, 1)
+        first, last = samples.first[owners], samples.last[owners]
+        return cls(first + share * (last - first), owners, np.ones(len(owners)), known=False)
+
+    @classmethod
+    def _recorded(cls, table: pa.Table, requests: pa.Table, samples: Samples) -> SeenTokens:
+        ids = requests["sample_id"].to_numpy()
+        order = np.argsort(ids)
+        lists = table["token_times_ns"].combine_chunks()
+        counts = np.diff(lists.offsets.to_numpy())
+        rows = order[np.searchsorted(ids, table["sample_id"].to_numpy(), sorter=order)]
+        owners = np.repeat(rows, counts)
+        weights = np.repeat(samples.output_tokens[rows] / np.maximum(counts, 1), counts)
+        kept = ~samples.failed[owners]
+        return cls(lists.flatten().to_numpy()[kept] / 1e9, owners[kept], weights[kept], known=True)
+
+    def within(self, start: float, end: float) -> float:
+        """Tokens seen from ``start`` until before ``end``."""
+        return float(self._weights[(self._times >= start) & (self._times < end)].sum())
+
+    def gap_figures(self, counted: NDArray[np.bool_]) -> dict[str, Any]:
+        """Gaps between tokens of the requests ``counted`` [N]; tokens of one frame share a time and have no gap."""
+        if not self._known:
+            return {"itl_seconds": None, "tokens_per_frame": None, "stalls": None}
+        together = np.diff(self._owners) == 0
+        gaps, owners = np.diff(self._times)[together], self._owners[1:][together]
+        chosen = counted[owners]
+        frames = chosen & (gaps > 0)
+        gaps, owners = gaps[frames], owners[frames]
+        tokens = int(chosen.sum())
+        longest = max(STALL_GAPS * float(np.median(gaps)), SHORTEST_STALL_SECONDS) if len(gaps) else math.inf
+        stalled = gaps > longest
+        requests = int(counted.sum())
+        return {
+            "itl_seconds": percentiles(gaps),
+            "tokens_per_frame": tokens / len(gaps) if len(gaps) else None,
+            "stalls": {
+                "longer_than_seconds": longest if math.isfinite(longest) else None,
+                "count": int(stalled.sum()),
+                "requests_share": len(np.unique(owners[stalled])) / requests if requests else None,
+                "longest_seconds": float(gaps.max()) if len(gaps) else None,
+            },
+        }
+
+
+def _sent_over_network(run: Run) -> Samples:
+    """The samples of a run; where requests went over a network, they count as sent when their first byte did."""
+    samples, sent = Samples.of(run.requests), numbers(run.requests["request_sent_seconds"])
+    return replace(samples, sent=np.where(np.isfinite(sent), sent, samples.sent))
+
+
+def _steadiness(samples: Samples, tokens: SeenTokens, start: float, end: float, *, waits: bool) -> dict[str, Any]:
+    """Whether the point was steady by ``STEADY_RULE``, and the figures behind it."""
+    edges = np.linspace(start, end, SPANS + 1)
+    rates = np.array([tokens.within(*span) for span in pairwise(edges)]) / (edges[1] - edges[0])
+    mean = float(rates.mean())
+    trend = theil_sen(edges[:-1], rates)
+    change = trend.slope * (end - start) / mean if mean else 0.0
+    drifts = abs(change) > TREND_SHARE and trend.low * trend.high > 0
+    due = int(((samples.scheduled >= start) & (samples.scheduled < end)).sum())
+    grows = not waits and backlog_grows(_under_way(samples, start), _under_way(samples, end), due)
+    return {"steady": bool(mean) and not drifts and not grows, "change_share": change, "overloaded": grows}
+
+
+def _timeline(samples: Samples, tokens: SeenTokens) -> dict[str, Any]:
+    """Output and mean requests under way of spans of equal length over the whole point."""
+    end = float(max(np.nanmax(samples.last, initial=0.0), samples.scheduled.max(initial=0.0))) or 1.0
+    edges = np.linspace(0.0, end, TIMELINE_SPANS + 1)
+    spans = list(pairwise(edges.tolist()))
+    length = end / TIMELINE_SPANS
+    return {
+        "span_seconds": length,
+        "output_tokens_per_second": [tokens.within(*span) / length for span in spans],
+        "in_flight": [_mean_under_way(samples, *span) for span in spans],
+    }
+
+
+def _under_way(samples: Samples, moment: float) -> int:
+    ended = samples.last <= moment  # false where there is no last token
+    return int(((samples.scheduled <= moment) & ~ended & ~samples.failed).sum())
+
+
+def _mean_under_way(samples: Samples, start: float, end: float) -> float:
+    """Requests between due and end, averaged over the window; one that never ended counts to the window's end."""
+    until = np.clip(np.where(np.isfinite(samples.last), samples.last, end), start, end)
+    spans = until - np.clip(samples.scheduled, start, end)
+    return float(spans[~samples.failed].sum()) / (end - start)
+
+
+def _by_input(done: Samples) -> list[dict[str, Any]]:
+    """Times to first token by prompt length: buckets that begin at powers of two, rare ones joined to the one below."""
+    lengths = done.input_tokens
+    if not len(done) or not np.isfinite(lengths).all():
+        return []
+    powers = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
+    powers = np.clip(powers, powers.max() - MOST_BUCKETS + 1, None)
+    return [
+        {
+            "from_tokens": int(lengths[powers == power].min()),
+            "to_tokens": int(lengths[powers == power].max()),
+            "ttft_seconds": percentiles(done.ttft[powers == power]),
+        }
+        for power in np.unique(powers)
+    ]
+
+
+def _goodput(inside: Samples, ttft: float | None, tpot: float | None, length: float) -> Mapping[str, Any] | None:
+    if ttft is None or tpot is None or not len(inside):
+        return None
+    return asdict(goodput(inside, ttft_seconds=ttft, tpot_seconds=tpot, duration_seconds=length))

@@ -1,0 +1,122 @@
+"""``megatoken sweep``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from megatoken.cli.flags import FLAGS, MODEL_KEYS, OUT_KEYS, PROMPT_KEYS, ConfigFile, DryRun, Rack, flag, key_command
+from megatoken.cli.output import Json
+from megatoken.cli.run import measure_and_show
+from megatoken.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from megatoken.config import RunConfig
+    from megatoken.harness.prepare import Prepared
+    from megatoken.harness.progress import Progress
+    from megatoken.harness.sweep.plan import SweepPlan
+    from megatoken.targets import Target
+
+# Settings that a sweep makes itself: it has its own loads, and claims no MLPerf rules.
+_OWN = (
+    "scenario",
+    "mode",
+    "rules",
+    "compliance",
+    "rate",
+    "find_rate",
+    "probe_seconds",
+    "samples",
+    "text",
+    "rack.count",
+)
+_OWN += ("min_duration_seconds",)
+
+SweepCommand = key_command(
+    {
+        **MODEL_KEYS,
+        **PROMPT_KEYS,
+        "ttft-limit": ("SECONDS", "Longest time to first token that counts as good."),
+        "tpot-limit": ("SECONDS", "Longest time per output token that counts as good."),
+        "repeat": ("N", "Number of times to run each load."),
+        **OUT_KEYS,
+    }
+)
+
+
+def sweep(
+    ctx: typer.Context,
+    config_file: ConfigFile = None,
+    concurrency: Annotated[
+        str | None, flag("1,2,4|1-64", "Closed loop: numbers of requests at once; 1-64 doubles.")
+    ] = None,
+    rates: Annotated[str | None, flag("0.5,1,2|auto", "Open loop: requests per second; auto: by the warm-up.")] = None,
+    arrivals: Annotated[
+        Literal["constant", "poisson", "gamma"], flag("constant|poisson|gamma", "Arrivals of the open loop.")
+    ] = "poisson",
+    burstiness: Annotated[
+        float | None, flag("SHAPE", "Of gamma arrivals: 1 is Poisson, less is burstier. Default: 0.5.")
+    ] = None,
+    window: Annotated[float, flag("SECONDS", "Length of the measured window of each load.")] = 10.0,
+    settle: Annotated[float, flag("SECONDS", "Shortest time of a load before its window.")] = 2.0,
+    rack: Rack = None,
+    dry_run: DryRun = False,
+    json_only: Json = False,
+) -> int:
+    """Measure latency against throughput: one load after the other, closed loop or open loop; finds the knee."""
+    plan = _plan(concurrency, rates, arrivals, burstiness, window, settle)
+
+    def test(prepared: Prepared, config: RunConfig, target: Target, progress: Progress) -> Path:
+        from megatoken.harness.sweep.sweep import run_sweep
+
+        return run_sweep(prepared, config, plan, target, progress)
+
+    config = _config(config_file, ctx.meta[FLAGS], rack)
+    return measure_and_show(config, test, dry_run=dry_run, json_only=json_only)
+
+
+def _config(config_file: Path | None, given: Mapping[str, str], rack: str | None) -> RunConfig:
+    """The configuration of every point: that of the scenario server, whose limits and first tokens a sweep needs."""
+    from megatoken.config import KEYS, flag_key, load_run_config
+
+    for name in given:
+        if (key := flag_key(name)) in _OWN:
+            raise ConfigError(f"--{name}: not a setting of a sweep, which has loads of its own; leave it out")
+    config = load_run_config(config_file, {**given, "scenario": "server"}, rack)
+    for key in _OWN[1:]:
+        value: object = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        if value != KEYS[key].default:
+            raise ConfigError(f"{key}: not a setting of a sweep, which has loads of its own; leave it out")
+    return config
+
+
+def _plan(
+    concurrency: str | None,
+    rates: str | None,
+    arrivals: Literal["constant", "poisson", "gamma"],
+    burstiness: float | None,
+    window: float,
+    settle: float,
+) -> SweepPlan:
+    from megatoken.harness.sweep.plan import SweepPlan, values_of
+    from megatoken.harness.sweep.point import Phases
+
+    if concurrency is not None and rates is not None:
+        raise UsageError("--concurrency is a closed loop and --rates an open loop; give one of them")
+    if rates is None and arrivals != "poisson":
+        raise UsageError("--arrivals: only for an open loop; give --rates")
+    if burstiness is not None and (arrivals != "gamma" or not 0 < burstiness < 1000):
+        raise UsageError("--burstiness: a number above zero, with --arrivals gamma")
+    if not 1 <= window <= 86_400 or not 0 <= settle <= 86_400:
+        raise UsageError("--window: from 1 to 86,400 seconds; --settle: from 0 to 86,400 seconds")
+    if rates is not None:
+        values = () if rates == "auto" else values_of("--rates", rates, whole=False)
+    else:
+        values = values_of("--concurrency", concurrency, whole=True) if concurrency is not None else ()
+    kind = "concurrency" if rates is None else "rate"
+    return SweepPlan(kind, values, arrivals, 0.5 if burstiness is None else burstiness, Phases(settle, window))

@@ -1,0 +1,202 @@
+"""When requests are due: a closed loop, an open loop, conversations.
+
+A load decides, given the time and the ends of its requests, which rows of the data set are due. It knows no target.
+The driver of a point (``point.py``) numbers the requests from 0 in the order in which the load gives them, sends them,
+and reports each end once. All times are ``time.monotonic_ns()``.
+
+``OpenLoop`` takes any iterator of due times and rows, so constant, Poisson and gamma arrivals and a trace are the same
+load. Whatever waits for answers (a user who reads one and asks again) implements ``Load`` directly.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, repeat
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+
+ArrivalKind = Literal["constant", "poisson", "gamma"]
+GAPS_DRAWN = 1024  # at once
+
+
+class Arrival(NamedTuple):
+    """A request: when it is due, and its row of the data set."""
+
+    due_ns: int
+    row: int
+
+
+class Load(Protocol):
+    """Decides which requests are due.
+
+    Attributes:
+        waits: whether new requests wait for the ends of others (a closed loop); an open loop can be overloaded.
+    """
+
+    waits: bool
+
+    def start(self, now_ns: int) -> None:
+        """Begins; called once, before any other method."""
+
+    def take_due(self, now_ns: int) -> list[Arrival]:
+        """The requests that became due since the last call, in the order of their due times."""
+
+    def ended(self, request: int, now_ns: int) -> None:
+        """Notes that a request has ended, by completion or failure."""
+
+    def next_due_ns(self) -> int | None:
+        """When the next request is due; None: not before another one ends, or no more come."""
+
+
+class ClosedLoop:
+    """Keeps ``concurrency`` requests under way: a new one is due at the moment at which another ends."""
+
+    waits = True
+
+    def __init__(self, rows: Iterator[int], concurrency: int) -> None:
+        self._rows = rows
+        self._free_ns = [0] * concurrency
+
+    def start(self, now_ns: int) -> None:
+        """All are due at once."""
+        self._free_ns = [now_ns] * len(self._free_ns)
+
+    def take_due(self, now_ns: int) -> list[Arrival]:
+        """One request for each that has ended since the last call."""
+        due, self._free_ns = [Arrival(free_ns, next(self._rows)) for free_ns in self._free_ns], []
+        return due
+
+    def ended(self, request: int, now_ns: int) -> None:
+        """Makes room for another request."""
+        self._free_ns.append(now_ns)
+
+    def next_due_ns(self) -> int | None:
+        """The end of the request whose place is free."""
+        return self._free_ns[0] if self._free_ns else None
+
+
+class OpenLoop:
+    """Requests that are due at given times, whatever the target does."""
+
+    waits = False
+
+    def __init__(self, arrivals: Iterable[tuple[float, int]]) -> None:
+        """Takes pairs of seconds since the start, never falling, and rows of the data set; they may be endless."""
+        self._arrivals = iter(arrivals)
+        self._start_ns = 0
+        self._next: Arrival | None = None
+
+    def start(self, now_ns: int) -> None:
+        """Times count from now."""
+        self._start_ns = now_ns
+        self._advance()
+
+    def take_due(self, now_ns: int) -> list[Arrival]:
+        """The requests whose time has come."""
+        due = []
+        while self._next is not None and self._next.due_ns <= now_ns:
+            due.append(self._next)
+            self._advance()
+        return due
+
+    def ended(self, request: int, now_ns: int) -> None:
+        """Does nothing: arrivals do not depend on answers."""
+
+    def next_due_ns(self) -> int | None:
+        """The time of the next arrival."""
+        return self._next.due_ns if self._next is not None else None
+
+    def _advance(self) -> None:
+        arrival = next(self._arrivals, None)
+        self._next = None if arrival is None else Arrival(self._start_ns + round(arrival[0] * 1e9), arrival[1])
+
+
+class Turn(NamedTuple):
+    """One request of a conversation: how long its user thinks before it is sent, and its row of the data set."""
+
+    think_seconds: float
+    row: int
+
+
+class Conversations:
+    """Users who each hold one conversation after the other: a turn is due when its user has read and thought.
+
+    The first turn of a conversation is due when the last turn of the one before has ended and its own think time is
+    over, so think times of first turns are the pauses between conversations.
+    """
+
+    waits = True
+
+    def __init__(self, conversations: Iterator[Sequence[Turn]], users: int) -> None:
+        self._conversations = conversations
+        self._users = users
+        self._due: list[tuple[int, int, int]] = []  # due_ns, user, row: a heap
+        self._left: list[list[Turn]] = [[] for _ in range(users)]  # turns to come, the next one last
+        self._user_of: dict[int, int] = {}
+        self._given = 0
+
+    def start(self, now_ns: int) -> None:
+        """Every user begins a conversation; its first turn is due at once."""
+        for user in range(self._users):
+            self._begin(user, now_ns, pause=False)
+
+    def take_due(self, now_ns: int) -> list[Arrival]:
+        """The turns whose users have done thinking."""
+        due = []
+        while self._due and self._due[0][0] <= now_ns:
+            due_ns, user, row = heapq.heappop(self._due)
+            self._user_of[self._given] = user
+            self._given += 1
+            due.append(Arrival(due_ns, row))
+        return due
+
+    def ended(self, request: int, now_ns: int) -> None:
+        """The user reads the answer and thinks about the next turn, or begins another conversation."""
+        user = self._user_of.pop(request)
+        if self._left[user]:
+            self._ask(user, now_ns, self._left[user].pop())
+        else:
+            self._begin(user, now_ns, pause=True)
+
+    def next_due_ns(self) -> int | None:
+        """When the next user has done thinking."""
+        return self._due[0][0] if self._due else None
+
+    def _begin(self, user: int, now_ns: int, *, pause: bool) -> None:
+        turns = next(self._conversations, None)
+        if turns is not None:
+            self._left[user] = list(reversed(turns))
+            first = self._left[user].pop()
+            self._ask(user, now_ns, first if pause else first._replace(think_seconds=0.0))
+
+    def _ask(self, user: int, now_ns: int, turn: Turn) -> None:
+        heapq.heappush(self._due, (now_ns + round(turn.think_seconds * 1e9), user, turn.row))
+
+
+def arrival_seconds(kind: ArrivalKind, rate: float, burstiness: float, seed: Sequence[int]) -> Iterator[float]:
+    """Endless due times in seconds at a mean of ``rate`` a second; the first is one gap after the start.
+
+    Args:
+        kind: equal gaps, exponential gaps (Poisson), or gaps of a gamma distribution.
+        rate: requests per second.
+        burstiness: shape of the gamma distribution: 1 is Poisson, less is burstier; the squared coefficient of
+            variation of the gaps is 1 / burstiness.
+        seed: of the draws.
+    """
+    return accumulate(repeat(1 / rate) if kind == "constant" else _drawn_gaps(kind, rate, burstiness, seed))
+
+
+def _drawn_gaps(kind: ArrivalKind, rate: float, burstiness: float, seed: Sequence[int]) -> Iterator[float]:
+    shape = 1.0 if kind == "poisson" else burstiness
+    draws = np.random.default_rng(seed)
+    while True:
+        yield from draws.gamma(shape, 1 / (rate * shape), GAPS_DRAWN).tolist()
+
+
+def passes(rows: int, seed: Sequence[int]) -> Iterator[int]:
+    """Endless passes over the rows of a data set, each in its own order."""
+    draws = np.random.default_rng(seed)
+    while True:
+        yield from draws.permutation(rows).tolist()

@@ -1,0 +1,100 @@
+"""What a sweep runs: its loads, one after the other, and the phases of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from megatoken.errors import UsageError
+from megatoken.harness.sweep.loads import ArrivalKind, ClosedLoop, Load, OpenLoop, arrival_seconds, passes
+from megatoken.harness.sweep.point import Phases
+
+LARGEST_CONCURRENCY = 1024  # of a sweep that finds its own end
+RATE_SHARES = (0.1, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25)  # of the warm-up's rate
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPlan:
+    """The loads of a sweep.
+
+    Attributes:
+        kind: ``concurrency`` (closed loop) or ``rate`` (open loop).
+        values: requests at once, or requests per second, rising. Empty: concurrency doubles until output no longer
+            grows, and rates are ``RATE_SHARES`` of what the warm-up expects.
+        arrivals: of the open loop.
+        burstiness: of gamma arrivals: shape of their gaps.
+        phases: of every point.
+    """
+
+    kind: str
+    values: tuple[float, ...]
+    arrivals: ArrivalKind
+    burstiness: float
+    phases: Phases
+
+    def loads(self, estimated_rate: float) -> Iterator[float]:
+        """The values to run, given the requests per second that the warm-up expects of a full target."""
+        if self.values:
+            return iter(self.values)
+        if self.kind == "rate":
+            return (float(f"{share * estimated_rate:.3g}") for share in RATE_SHARES)
+        return (float(2**power) for power in count() if 2**power <= LARGEST_CONCURRENCY)
+
+    @property
+    def finds_its_end(self) -> bool:
+        """Whether a closed loop ends when output no longer grows; values that were asked for all run."""
+        return not self.values and self.kind == "concurrency"
+
+    def load(self, value: float, rows: int, seed: Sequence[int]) -> Load:
+        """The load of one point.
+
+        Args:
+            value: requests at once, or requests per second.
+            rows: of the data set.
+            seed: of the order of the rows and of the arrivals.
+        """
+        order = passes(rows, (*seed, 0))
+        if self.kind == "concurrency":
+            return ClosedLoop(order, round(value))
+        return OpenLoop(zip(arrival_seconds(self.arrivals, value, self.burstiness, (*seed, 1)), order, strict=False))
+
+    def facts(self, value: float, seed: int) -> dict[str, Any]:
+        """The field ``load`` of a point's ``result.json``, as far as it is known before the point runs."""
+        open_loop = self.kind == "rate"
+        return {
+            "kind": self.kind,
+            "value": value,
+            "waits": not open_loop,
+            "arrivals": self.arrivals if open_loop else None,
+            "burstiness": self.burstiness if open_loop and self.arrivals == "gamma" else None,
+            "seed": seed,
+            "warm_up_seconds": self.phases.warm_up_seconds,
+            "asked_window_seconds": self.phases.window_seconds,
+            "window_seconds": None,
+            "ended_by": None,
+        }
+
+
+def values_of(flag: str, text: str, *, whole: bool) -> tuple[float, ...]:
+    """Rising values of a flag such as ``1,2,4``, ``1-64`` (doubling) or a mixture of both.
+
+    Raises:
+        UsageError: a value is no positive number, or a whole one is wanted.
+    """
+    values: list[float] = []
+    for part in text.split(","):
+        low, dash, high = part.strip().partition("-")
+        try:
+            first, last = float(low), float(high if dash else low)
+        except ValueError:
+            first = last = 0.0
+        if not 0 < first <= last < 1e6 or (whole and not (first.is_integer() and last.is_integer())):
+            kind = "whole numbers" if whole else "numbers"
+            raise UsageError(f"{flag} {text}: expected {kind} above zero, such as 1,2,4,8 or 1-64, got {part!r}")
+        while first < last:
+            values.append(first)
+            first *= 2
+        values.append(last)
+    return tuple(sorted(set(values)))

@@ -1,0 +1,171 @@
+"""``megatoken sweep``: one point after the other on one target, each a run folder, and the document on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatoken.analysis.machine import utc_text
+from megatoken.analysis.summary import summarise_run
+from megatoken.analysis.sweep import SWEEP, saturated, summarise_sweep
+from megatoken.analysis.sweep_point import point_figures
+from megatoken.config import RunConfig
+from megatoken.errors import MegatokenError
+from megatoken.files import to_json, write_text
+from megatoken.hardware.inventory import take_inventory
+from megatoken.harness.loadgen_plan import run_limits
+from megatoken.harness.measurement import Measurement
+from megatoken.harness.prepare import Prepared
+from megatoken.harness.progress import Progress
+from megatoken.harness.result import concluded_point, core_wait_notes, run_notes
+from megatoken.harness.sizing import estimate_rate
+from megatoken.harness.stop import StopSignals
+from megatoken.harness.sweep.plan import SweepPlan
+from megatoken.harness.sweep.point import PointLoad
+from megatoken.runs.reasons import reason
+from megatoken.runs.run import Run, read_run
+from megatoken.runs.writer import RunFolder, run_name
+from megatoken.targets import Target
+from megatoken.text import precise
+
+DRAIN_WINDOWS = 1.0  # how long the last requests of a point may take to end, in windows
+
+
+def run_sweep(prepared: Prepared, config: RunConfig, plan: SweepPlan, target: Target, progress: Progress) -> Path:
+    """Warms up and runs the points.
+
+    Args:
+        prepared: what to run.
+        config: resolved.
+        plan: the loads.
+        target: what serves; no other load may use it meanwhile.
+        progress: where to report how far it is.
+
+    Returns:
+        The sweep's folder: a run folder for each point, and ``sweep.json``.
+
+    Raises:
+        StorageError: a folder cannot be written.
+    """
+    progress.stage(f"warming up for {config.warm_up_seconds:g} s")
+    rate = estimate_rate(target, prepared.data_set, config.warm_up_seconds, 0.0)
+    name = run_name(datetime.now(UTC), "sweep", config.model)
+    with StopSignals() as stop:
+        sweep = _Sweep(prepared, config, plan, target, progress, stop, config.out / name)
+        try:
+            sweep.run(rate)
+        finally:
+            progress.clear()
+    return sweep.path
+
+
+@dataclass(slots=True)
+class _Sweep:
+    prepared: Prepared
+    config: RunConfig
+    plan: SweepPlan
+    target: Target
+    progress: Progress
+    stop: StopSignals
+    path: Path
+
+    def run(self, estimated_rate: float) -> None:
+        """Every load as often as ``config.repeat`` says, until one ends the sweep or a signal comes."""
+        runs: list[Run] = []
+        points: list[dict[str, Any]] = []
+        for number, value in enumerate(self.plan.loads(estimated_rate), 1):
+            for repeat in range(self.config.repeat):
+                run = self._point(number, value, repeat)
+                runs.append(run)
+                write_text(self.path / SWEEP, to_json(summarise_sweep(runs, self.path.name)))
+                if self.stop.received:
+                    return
+                points.append(point_figures(run))
+                self._report(points[-1])
+            if points[-1]["ended_by"] or (self.plan.finds_its_end and saturated(points)):
+                return
+
+    def _report(self, point: Mapping[str, Any]) -> None:
+        ttft, latency = (point[name]["p50"] for name in ("ttft_seconds", "latency_seconds"))
+        times = f"TTFT p50 {1000 * ttft:.0f} ms, latency p50 {latency:.2f} s" if ttft is not None else "no answer"
+        ended = f"; {point['ended_by']['message']}" if point["ended_by"] else ""
+        self.progress.note(
+            f"{point['kind']} {precise(point['value'])}: {precise(point['output_tokens_per_second'])} tokens/s, "
+            f"{times}{ended}"
+        )
+
+    def _point(self, number: int, value: float, repeat: int) -> Run:
+        seed = self.config.seed
+        load = self.plan.load(value, len(self.prepared.data_set.requests), (seed, repeat))
+        folder = self._folder(f"{number:02}-{self.plan.kind}-{value:g}-{repeat + 1}", self.plan.facts(value, seed))
+        self.stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
+        self.stop.write_seconds = folder.write_seconds
+        try:
+            self._measure(PointLoad(load, self.plan.phases), folder)
+        except BaseException as error:
+            folder.interrupt(reason("INTERRUPTED", error=type(error).__name__, cause=str(error)))
+            if isinstance(error, MegatokenError):
+                error.args = (f"{error}; {folder.path} says INTERRUPTED and keeps what was done",)
+            raise
+        return read_run(folder.path)
+
+    def _folder(self, name: str, load: Mapping[str, Any]) -> RunFolder:
+        facts = {**self.prepared.facts(), **self.target.facts()}
+        limits = run_limits(self.config)
+        assert limits is not None  # the configuration has the scenario server
+        more = {
+            "notes": [*run_notes(facts), reason("SWEEP_POINT")],
+            "mode": self.config.mode,
+            "rules": None,
+            "text": self.config.text,
+            "ttft_limit_seconds": limits.ttft_seconds,
+            "tpot_limit_seconds": limits.tpot_seconds,
+            "load": load,
+        }
+        return RunFolder.create(
+            self.path,
+            name,
+            self.config.model_dump(mode="json"),
+            take_inventory(),
+            scenario="sweep",
+            facts={**facts, **more},
+            summarise=summarise_run,
+        )
+
+    def _measure(self, load: PointLoad, folder: RunFolder) -> None:
+        data_set = self.prepared.data_set
+        window = self.plan.phases.window_seconds
+        measurement = Measurement(
+            load,
+            None,
+            np.arange(len(data_set.requests)),
+            data_set,
+            self.target,
+            folder,
+            self.progress,
+            planned_seconds=None if window is None else self.plan.phases.warm_up_seconds + window,
+            keeps_token_times=True,
+        )
+        while not load.all_issued and not self.stop.received:
+            measurement.step()
+        deadline = measurement.elapsed_seconds() + DRAIN_WINDOWS * (window or 0.0)
+        while not measurement.over and not self.stop.received and measurement.elapsed_seconds() < deadline:
+            measurement.step()
+        measurement.abandon()
+        measurement.note_state()
+        facts = {**folder.facts["load"], "window_seconds": load.window_seconds(measurement.start_ns)}
+        folder.add_facts({"load": {**facts, "ended_by": load.ended_by}})
+        if self.stop.received:
+            folder.interrupt(
+                reason("INTERRUPTED", signal=self.stop.received, ended=measurement.ended, issued=load.issued)
+            )
+            return
+        requests, _ = folder.end_recording()
+        waited = core_wait_notes(measurement.core_wait.share(), folder.facts)
+        folder.add_facts({**self.target.outcome(measurement.start_ns), "notes": [*folder.facts["notes"], *waited]})
+        folder.finish({**concluded_point(folder.facts, requests), "ended_at": utc_text(datetime.now(UTC))})

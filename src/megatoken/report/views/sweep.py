@@ -1,0 +1,251 @@
+"""A sweep: latency against throughput, what a user gets, percentiles against load, and every figure of each point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from megatoken.report.blocks import (
+    Badge,
+    Block,
+    Cell,
+    Column,
+    Figure,
+    Headline,
+    Points,
+    Table,
+    Terms,
+    Verdict,
+    View,
+    section,
+)
+from megatoken.report.curves import stairs, time_chart
+from megatoken.report.documents import Document
+from megatoken.report.metrics import MEANING, PERCENTILES, UNRELIABLE_NOTE, of_simulated, verdict_badge
+from megatoken.report.views.common import view
+from megatoken.report.views.load_charts import Sweep, load_figures, per_machine, rate_unit
+from megatoken.text import ABSENT, precise
+
+KNOWN = (
+    *("verdict", "reasons", "name", "load_kind", "load_unit", "load", "model", "precision", "data_set", "hostname"),
+    *(
+        "simulated_gpu",
+        "accelerator",
+        "ttft_limit_seconds",
+        "tpot_limit_seconds",
+        "points",
+        "repeats",
+        "found",
+        "rules",
+    ),
+)
+LATENCIES = {
+    "TTFT": ("ms", "ttft_seconds", 1000.0),
+    "TTFT from send": ("ms", "ttft_from_send_seconds", 1000.0),
+    "Time per output token": ("ms", "tpot_seconds", 1000.0),
+    "Time between tokens": ("ms", "itl_seconds", 1000.0),
+    "Latency": ("s", "latency_seconds", 1.0),
+    "Latency from send": ("s", "latency_from_send_seconds", 1.0),
+    "Sent after due": ("ms", "send_lag_seconds", 1000.0),
+}
+TITLES = {
+    "steady": "Steady",
+    "knee": "Knee",
+    "within_limits": "Within the limits",
+    "stall": "Stall",
+    "percentiles": "Percentiles",
+}
+
+
+def sweep_view(document: Document) -> View:
+    """The report on ``megatoken sweep``."""
+    sweep, found = Sweep.of(document), document.part("found")
+    marked = [value for key in ("knee", "highest_within_limits", "peak") if (value := found.number(key)) is not None]
+    verdict, simulated = document.text("verdict"), document.text("simulated_gpu")
+    meaning = next((words for known, words in MEANING.items() if known == verdict), "nothing known here")
+    if simulated:
+        meaning = f"{of_simulated(simulated)}; {meaning}"
+    reasons = [
+        (reason.text("code"), f"{reason.text('run')}: {reason.text('message')}") for reason in document.parts("reasons")
+    ]
+    summary: tuple[Block, ...] = (
+        *_headline(document, sweep),
+        Verdict((verdict_badge(verdict),), meaning),
+        *([Points("", tuple(reasons))] if reasons else []),
+        Points("", tuple(("", words) for words in _findings(document, sweep))),
+    )
+    sections = (
+        section("Curves", *load_figures([sweep], marked)),
+        section("Points", _points_table(document, sweep)),
+        section("Latencies", *_latencies(sweep)),
+        section("First token by prompt length", _by_input(sweep)),
+        section("Stalls and late sends", _stalls(sweep)),
+        section("Repeats", _repeats(document)),
+        section("Over time", *_over_time(sweep)),
+        section("Definitions", Terms({TITLES[key]: document.part("rules").text(key) for key in TITLES})),
+    )
+    return view(document, "sweep", summary, sections, KNOWN)
+
+
+def _headline(document: Document, sweep: Sweep) -> Iterator[Headline]:
+    found = document.part("found")
+    rate, peak = found.number("peak_output_tokens_per_second"), found.number("peak")
+    if rate is not None:
+        of = [document.text(name) for name in ("model", "precision", "hostname")]
+        at = f"highest, at {precise(peak)} {sweep.unit}"
+        yield Headline(precise(rate), "output tokens/s", " · ".join(filter(None, (at, *of))))
+
+
+def _findings(document: Document, sweep: Sweep) -> Iterator[str]:
+    found = document.part("found")
+    if (knee := found.number("knee")) is not None:
+        yield f"Knee: {precise(knee)} {sweep.unit}"
+    ttft, tpot = document.number("ttft_limit_seconds"), document.number("tpot_limit_seconds")
+    if ttft is not None and tpot is not None:
+        within = found.number("highest_within_limits")
+        at = f"up to {precise(within)} {sweep.unit}" if within is not None else "at no load"
+        yield f"Within TTFT {precise(ttft)} s and {precise(1000 * tpot)} ms per output token: {at}"
+    if (early := found.part("ended_early_by")).values:
+        yield f"The sweep ended early: {early.text('message')}"
+    elif found.flag("saturated"):
+        yield "Saturated: the last loads gave no more output than those before them"
+
+
+def _points_table(document: Document, sweep: Sweep) -> Table:
+    """What a reader compares first; narrow enough for a terminal."""
+    rows = [
+        (
+            precise(point.number("value")),
+            precise(per_machine(point)),
+            precise(point.number("requests_per_second")),
+            precise(point.part("user_tokens_per_second").number("p50")),
+            *(_cell(point.part("ttft_seconds"), name, 1000) for name in ("p50", "p99")),
+            _cell(point.part("tpot_seconds"), "p99", 1000),
+            _percent(point.part("goodput").number("share")),
+            _state(point),
+        )
+        for point in sweep.points
+    ]
+    columns = (
+        Column("Load", numeric=True),
+        Column("Output", "tokens/s", numeric=True),
+        Column("Done", "1/s", numeric=True),
+        Column("User", "tokens/s", numeric=True),
+        Column("TTFT p50", "ms", numeric=True),
+        Column("p99", "ms", numeric=True),
+        Column("TPOT p99", "ms", numeric=True),
+        Column("Good", "%", numeric=True),
+        Column("State"),
+    )
+    note = f"Load in {sweep.unit}; Output is {rate_unit([sweep])}; User is the rate of the median user's answer."
+    return Table("Points", columns, tuple(rows), note=f"{note} {UNRELIABLE_NOTE}" if _has_star(rows) else note)
+
+
+def _state(point: Document) -> Cell:
+    if point.text("verdict") == "INVALID":
+        return Badge("INVALID", "bad")
+    if point.flag("overloaded") or "ended_by" in point:
+        return Badge("overloaded", "bad")
+    return Badge("steady", "good") if point.flag("steady") else Badge("not steady", "warn")
+
+
+def _latencies(sweep: Sweep) -> Iterator[Table]:
+    for name, (unit, key, scale) in LATENCIES.items():
+        known = [point for point in sweep.points if key in point]
+        rows = tuple(
+            (precise(point.number("value")), *(_cell(point.part(key), of, scale) for of in PERCENTILES))
+            for point in known
+        )
+        columns = (Column("Load", numeric=True), *(Column(of, unit, numeric=True) for of in PERCENTILES))
+        yield Table(name, columns, rows, narrow=True)
+
+
+def _by_input(sweep: Sweep) -> Table:
+    rows = tuple(
+        (
+            precise(point.number("value")),
+            f"{precise(part.number('from_tokens'))} to {precise(part.number('to_tokens'))}",
+            precise(part.part("ttft_seconds").number("samples")),
+            *(_cell(part.part("ttft_seconds"), name, 1000) for name in PERCENTILES),
+        )
+        for point in sweep.points
+        for part in point.parts("ttft_by_input_tokens")
+    )
+    heads = (Column("Load", numeric=True), Column("Prompt", "tokens"), Column("Requests", numeric=True))
+    columns = (*heads, *(Column(name, "ms", numeric=True) for name in PERCENTILES))
+    return Table("Time to first token by prompt length", columns, rows)
+
+
+def _stalls(sweep: Sweep) -> Table:
+    rows = tuple(
+        (
+            precise(point.number("value")),
+            precise(stalls.number("count")),
+            _percent(stalls.number("requests_share")),
+            precise(stalls.number("longest_seconds")),
+            precise(point.number("tokens_per_frame")),
+            precise(point.number("in_flight")),
+            precise(point.number("requests_failed")),
+            precise(point.number("requests_unended")),
+        )
+        for point in sweep.points
+        if (stalls := point.part("stalls")).values
+    )
+    columns = (
+        Column("Load", numeric=True),
+        Column("Stalls", numeric=True),
+        Column("Answers with one", "%", numeric=True),
+        Column("Longest gap", "s", numeric=True),
+        Column("Tokens per frame", numeric=True),
+        Column("Mean under way", numeric=True),
+        Column("Failed", numeric=True),
+        Column("Without end", numeric=True),
+    )
+    return Table("Stalls and requests without an end", columns, rows)
+
+
+def _repeats(document: Document) -> Table:
+    rows = tuple(
+        (
+            precise(part.number("value")),
+            key.replace("_", " "),
+            *(precise(part.part(key).number(name)) for name in ("geometric_mean", "low", "high")),
+        )
+        for part in document.parts("repeats")
+        for key in part.without(("value", "runs"))
+    )
+    heads = ("Geometric mean", "Low", "High")
+    columns = (Column("Load", numeric=True), Column("Metric"), *(Column(head, numeric=True) for head in heads))
+    return Table("Repeats of each load, with 95 % confidence", columns, rows)
+
+
+def _over_time(sweep: Sweep) -> Iterator[Figure]:
+    """Output and requests under way of all points, one after the other."""
+    parts = [point.part("timeline") for point in sweep.points if "timeline" in point]
+    lengths = [part.number("span_seconds") or 0.0 for part in parts]
+    for title, unit, key in (
+        ("Output over the sweep", "tokens/s", "output_tokens_per_second"),
+        ("Requests under way over the sweep", "requests", "in_flight"),
+    ):
+        heights = [part.numbers(key) for part in parts]
+        spans = [length for length, values in zip(lengths, heights, strict=True) for _ in values]
+        if len(spans) > 1:
+            edges = np.cumsum([0.0, *spans])
+            yield time_chart(
+                title, unit, [stairs(title, edges, np.array([one for values in heights for one in values]))]
+            )
+
+
+def _cell(part: Document, name: str, scale: float) -> str:
+    value = part.number(name)
+    star = "*" if name in part.texts("unreliable") else ""
+    return ABSENT if value is None else f"{precise(scale * value)}{star}"
+
+
+def _percent(share: float | None) -> str:
+    return ABSENT if share is None else precise(100 * share)
+
+
+def _has_star(rows: list[tuple[Cell, ...]]) -> bool:
+    return any(isinstance(cell, str) and cell.endswith("*") for row in rows for cell in row)
