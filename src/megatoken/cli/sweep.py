@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatoken.targets import Target
 
 # Settings that a sweep makes itself: it has its own loads, and claims no MLPerf rules.
-_OWN = (
+_OWN: tuple[str, ...] = (
     "scenario",
     "mode",
     "rules",

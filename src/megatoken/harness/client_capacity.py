@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatoken.datasets.requests import Dataset
 from megatoken.engine.request import Request
@@ -111,6 +112,9 @@ class _Counts:
         self.output_tokens += sum(row.output_tokens for row in rows)
 
     def add_series(self, row: SeriesRow) -> None:
+        pass
+
+    def add_token_times(self, sample_id: int, times_ns: NDArray[np.int64]) -> None:
         pass
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:

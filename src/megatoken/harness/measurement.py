@@ -103,6 +103,7 @@ class _Sample:
     started_ns: int | None = None
     first_ns: int | None = None
     tokenise_ns: int | None = None
+    sent_ns: int | None = None  # over a network
     output_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     token_times: array[int] = field(default_factory=lambda: array("q"))
@@ -426,7 +427,11 @@ class Measurement:
         new_tokens = len(event.token_ids) if event.output_tokens is None else event.output_tokens - sample.output_tokens
         sample.output_tokens += new_tokens
         self._output_tokens += new_tokens
-        if self._keeps_token_times and event.output_tokens is None:
+        if event.sent_ns is not None:
+            sample.sent_ns = event.sent_ns
+        if event.token_times_ns is not None:
+            self._record.add_token_times(event.sample_id, event.token_times_ns - self._start_ns)
+        elif self._keeps_token_times and event.output_tokens is None:
             sample.token_times.extend([event.time_ns] * len(event.token_ids))
         if self._keep_ids:
             if event.output_tokens is not None:
@@ -470,6 +475,7 @@ class Measurement:
             started_seconds=self._optional_seconds(sample.started_ns),
             tokenise_seconds=None if sample.tokenise_ns is None else sample.tokenise_ns / 1e9,
             detokenise_seconds=None if detokenise_ns is None else detokenise_ns / 1e9,
+            request_sent_seconds=self._optional_seconds(sample.sent_ns),
         )
 
     def _seconds(self, moment_ns: int) -> float:

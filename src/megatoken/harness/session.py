@@ -226,6 +226,7 @@ class _Watched:
         self._folder = folder
         self._watch = watch
         self.add_series = folder.add_series
+        self.add_token_times = folder.add_token_times
         self.add_facts = folder.add_facts
 
     def add_samples(self, rows: Sequence[SampleRow]) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatoken.analysis.machine import unix_seconds, utc_text
 from megatoken.analysis.series import numbers, replicas
@@ -389,6 +390,10 @@ class _Continued:
             if (total := getattr(row, name)) is not None
         }
         self._folder.add_series(row._replace(elapsed_seconds=row.elapsed_seconds + self._begins_seconds, **totals))
+
+    def add_token_times(self, sample_id: int, times_ns: NDArray[np.int64]) -> None:
+        """Adds token times; those of a resumed soak count from its first start."""
+        self._folder.add_token_times(sample_id + self._first_id, times_ns + round(self._begins_seconds * 1e9))
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
         """Adds facts; the start and the peak memory are those of the whole soak."""

@@ -74,13 +74,14 @@ def load_figures(sweeps: Sequence[Sweep], marked: Sequence[float]) -> Iterator[F
         marked=marked,
     )
     load_unit = sweeps[0].unit
-    for title, of_unit, curves in (
+    charts: tuple[tuple[str, str, dict[str, Value]], ...] = (
         ("Throughput against load", unit, {"": rate}),
         ("Time to first token against load", "ms", _percentiles("ttft_seconds", 1000)),
         ("Time per output token against load", "ms", _percentiles("tpot_seconds", 1000)),
         ("Time between tokens against load", "ms", _percentiles("itl_seconds", 1000)),
         ("Requests within the limits", "%", {"": _good}),
-    ):
+    )
+    for title, of_unit, curves in charts:
         yield from _against(title, of_unit, load_unit, sweeps, _load, curves)
     if len(sweeps) == 1:
         lag = {
@@ -136,8 +137,8 @@ def _against(
         lines = [Line(line.name, np.log2(line.x), line.y) for line in lines]
     x_top = top_of([line.x for line in lines])
     first = next(iter(curves)) if len(sweeps) > 1 else ""
-    columns = (Column("Curve"), Column("Load", sweeps[0].unit, numeric=True))
-    columns = (*columns, Column("Across", x_label, numeric=True), Column("Up", unit, numeric=True))
+    heads = (("Load", sweeps[0].unit), ("Across", x_label), ("Up", unit))
+    columns = (Column("Curve"), *(Column(name, of, numeric=True) for name, of in heads))
     yield line_chart(
         f"{title}, {first}" if first else title,
         unit,

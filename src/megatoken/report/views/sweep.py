@@ -78,7 +78,7 @@ def sweep_view(document: Document) -> View:
     sections = (
         section("Curves", *load_figures([sweep], marked)),
         section("Points", _points_table(document, sweep)),
-        section("Latencies", *_latencies(sweep)),
+        section("Latencies", _latencies(sweep)),
         section("First token by prompt length", _by_input(sweep)),
         section("Stalls and late sends", _stalls(sweep)),
         section("Repeats", _repeats(document)),
@@ -150,15 +150,15 @@ def _state(point: Document) -> Cell:
     return Badge("steady", "good") if point.flag("steady") else Badge("not steady", "warn")
 
 
-def _latencies(sweep: Sweep) -> Iterator[Table]:
-    for name, (unit, key, scale) in LATENCIES.items():
-        known = [point for point in sweep.points if key in point]
-        rows = tuple(
-            (precise(point.number("value")), *(_cell(point.part(key), of, scale) for of in PERCENTILES))
-            for point in known
-        )
-        columns = (Column("Load", numeric=True), *(Column(of, unit, numeric=True) for of in PERCENTILES))
-        yield Table(name, columns, rows, narrow=True)
+def _latencies(sweep: Sweep) -> Table:
+    rows = tuple(
+        (name, precise(point.number("value")), unit, *(_cell(point.part(key), of, scale) for of in PERCENTILES))
+        for name, (unit, key, scale) in LATENCIES.items()
+        for point in sweep.points
+        if key in point
+    )
+    heads = (Column("Latency"), Column("Load", numeric=True), Column("Unit"))
+    return Table("Latencies", (*heads, *(Column(of, numeric=True) for of in PERCENTILES)), rows)
 
 
 def _by_input(sweep: Sweep) -> Table:
