@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 from megatoken.errors import UsageError
@@ -40,7 +39,7 @@ class SweepPlan:
             return iter(self.values)
         if self.kind == "rate":
             return (float(f"{share * estimated_rate:.3g}") for share in RATE_SHARES)
-        return (float(2**power) for power in count() if 2**power <= LARGEST_CONCURRENCY)
+        return (float(2**power) for power in range(LARGEST_CONCURRENCY.bit_length()))
 
     @property
     def finds_its_end(self) -> bool:

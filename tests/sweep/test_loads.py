@@ -1,0 +1,172 @@
+"""Loads and their phases in simulated time: what is due when, when a point ends and why."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from megatoken.errors import UsageError
+from megatoken.harness.sweep import point as point_module
+from megatoken.harness.sweep.loads import ClosedLoop, Conversations, OpenLoop, Turn, arrival_seconds, passes
+from megatoken.harness.sweep.plan import SweepPlan, values_of
+from megatoken.harness.sweep.point import Phases, PointLoad
+
+SECOND = 10**9
+
+
+def test_a_closed_loop_sends_one_request_for_each_that_ends() -> None:
+    load = ClosedLoop(iter(range(100)), 3)
+    load.start(5)
+    assert [tuple(arrival) for arrival in load.take_due(6)] == [(5, 0), (5, 1), (5, 2)]
+    assert load.take_due(7) == []
+    assert load.next_due_ns() is None
+    load.ended(1, 9)
+    assert load.next_due_ns() == 9
+    assert [tuple(arrival) for arrival in load.take_due(11)] == [(9, 3)]
+
+
+def test_an_open_loop_does_not_wait_for_answers() -> None:
+    load = OpenLoop([(0.5, 7), (0.5, 8), (2.0, 9)])
+    load.start(SECOND)
+    assert load.next_due_ns() == 1.5 * SECOND
+    assert load.take_due(SECOND) == []
+    assert [arrival.row for arrival in load.take_due(2 * SECOND)] == [7, 8]
+    assert [arrival.due_ns for arrival in load.take_due(9 * SECOND)] == [3 * SECOND]
+    assert load.next_due_ns() is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "burstiness", "variation"), [("constant", 1.0, 0.0), ("poisson", 1.0, 1.0), ("gamma", 0.25, 2.0)]
+)
+def test_arrivals_have_their_rate_and_variation(kind: str, burstiness: float, variation: float) -> None:
+    times = np.array(list(itertools.islice(arrival_seconds(kind, 20.0, burstiness, (3,)), 40_000)))  # type: ignore[arg-type]
+    gaps = np.diff(times, prepend=0.0)
+    assert gaps.mean() == pytest.approx(1 / 20, rel=0.03)
+    assert gaps.std() / gaps.mean() == pytest.approx(variation, abs=0.06)
+
+
+def test_a_user_thinks_between_turns_and_pauses_between_conversations() -> None:
+    conversations = [[Turn(4.0, 10), Turn(2.0, 11)], [Turn(3.0, 20)]]
+    load = Conversations(iter(conversations), users=1)
+    load.start(0)
+    assert [tuple(arrival) for arrival in load.take_due(0)] == [(0, 10)]
+    load.ended(0, 5 * SECOND)
+    assert load.take_due(6 * SECOND) == []
+    assert [tuple(arrival) for arrival in load.take_due(7 * SECOND)] == [(7 * SECOND, 11)]
+    load.ended(1, 8 * SECOND)
+    assert [tuple(arrival) for arrival in load.take_due(20 * SECOND)] == [(11 * SECOND, 20)]
+    load.ended(2, 21 * SECOND)
+    assert load.next_due_ns() is None
+
+
+def test_every_pass_over_a_data_set_has_every_row_once() -> None:
+    rows = list(itertools.islice(passes(5, (1,)), 10))
+    assert sorted(rows[:5]) == sorted(rows[5:]) == list(range(5))
+    assert rows[:5] != rows[5:]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> "Clock":
+    made = Clock()
+    monkeypatch.setattr(point_module, "time", made)
+    return made
+
+
+class Clock:
+    """Stands in for the module ``time``."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def sleep(self, seconds: float) -> None:
+        self.now_ns += round(seconds * 1e9)
+
+
+def drive(load: PointLoad, clock: Clock, serve_seconds: float, servers: int, longest: float = 100.0) -> None:
+    """Serves requests first come, first served, each for ``serve_seconds``, until no more come."""
+    busy: list[tuple[int, int]] = []
+    waiting: list[int] = []
+    while not load.all_issued and clock.now_ns < longest * SECOND:
+        before = load.issued
+        load.take_issued(0.0)
+        waiting += range(before, load.issued)
+        while waiting and len(busy) < servers:
+            busy.append((clock.now_ns + round(serve_seconds * 1e9), waiting.pop(0)))
+        for end in [one for one in busy if one[0] <= clock.now_ns]:
+            busy.remove(end)
+            load.complete(end[1], 10)
+        clock.now_ns += SECOND // 100
+
+
+def test_a_window_begins_when_every_place_has_been_through_an_answer(clock: Clock) -> None:
+    load = PointLoad(ClosedLoop(passes(10, (0,)), 4), Phases(1.0, 10.0))
+    drive(load, clock, serve_seconds=2.0, servers=4)
+    window = load.window_seconds(0)
+    assert window is not None
+    assert window == pytest.approx((2.0, 12.0), abs=0.05)
+    assert load.ended_by is None
+    assert clock.now_ns / SECOND == pytest.approx(14.0, abs=2.1)  # until those due in the window have ended
+
+
+def test_an_open_loop_beyond_what_is_served_ends_early(clock: Clock) -> None:
+    arrivals = zip(arrival_seconds("poisson", 20.0, 1.0, (0,)), passes(10, (0,)), strict=False)
+    load = PointLoad(OpenLoop(arrivals), Phases(1.0, 30.0))
+    drive(load, clock, serve_seconds=0.5, servers=5)  # 10 a second
+    assert load.ended_by is not None
+    assert load.ended_by["code"] == "OVERLOAD"
+    assert clock.now_ns / SECOND < 1.0 + 30.0 + 3 * 30.0
+    assert load.all_issued
+
+
+def test_an_open_loop_that_is_served_runs_to_its_end(clock: Clock) -> None:
+    arrivals = zip(arrival_seconds("poisson", 6.0, 1.0, (0,)), passes(10, (0,)), strict=False)
+    load = PointLoad(OpenLoop(arrivals), Phases(1.0, 30.0))
+    drive(load, clock, serve_seconds=0.5, servers=5)
+    assert load.ended_by is None
+    window = load.window_seconds(0)
+    assert window is not None
+    assert window[1] - window[0] == pytest.approx(30.0, abs=0.05)
+
+
+def test_a_target_that_fails_every_request_is_given_up(clock: Clock) -> None:
+    load = PointLoad(ClosedLoop(passes(10, (0,)), 2), Phases(1.0, 10.0))
+    while not load.all_issued:
+        for number in range(load.issued, load.issued + sum(len(one.rows) for one in load.take_issued(0.0))):
+            load.complete(number, 0)
+        clock.now_ns += 1000
+    assert load.ended_by is not None
+    assert load.ended_by["code"] == "FAILING"
+    assert load.issued < 40
+
+
+def test_a_load_that_ends_ends_the_point(clock: Clock) -> None:
+    load = PointLoad(OpenLoop([(0.0, 1), (3.0, 2)]), Phases(0.0, None))
+    drive(load, clock, serve_seconds=0.5, servers=1)
+    assert load.issued == 2
+    assert load.all_issued
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [("1,2,4", (1, 2, 4)), ("1-8", (1, 2, 4, 8)), ("3-10", (3, 6, 10)), ("8,1-2", (1, 2, 8)), ("5", (5,))],
+)
+def test_values_of_a_flag(text: str, values: tuple[float, ...]) -> None:
+    assert values_of("--concurrency", text, whole=True) == values
+
+
+@pytest.mark.parametrize("text", ["", "0", "a", "1,,2", "8-2", "1.5", "-3", "inf", "nan"])
+def test_bad_values_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--concurrency"):
+        values_of("--concurrency", text, whole=True)
+
+
+def test_a_plan_without_values_doubles_or_takes_shares_of_the_estimate() -> None:
+    phases = Phases(1.0, 10.0)
+    closed = SweepPlan("concurrency", (), "poisson", 1.0, phases)
+    assert list(closed.loads(10.0))[:4] == [1, 2, 4, 8]
+    assert closed.finds_its_end
+    assert list(SweepPlan("rate", (), "poisson", 1.0, phases).loads(10.0))[:3] == [1.0, 2.0, 4.0]
+    assert not SweepPlan("concurrency", (1, 2), "poisson", 1.0, phases).finds_its_end

@@ -1,0 +1,155 @@
+"""A short sweep with the real engine, from the command line to its page; its figures against formulas written apart."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from cli_support import call_here, make_checkpoint
+from megatoken.analysis.sweep import found, saturated, summarise_sweep
+from megatoken.analysis.sweep_point import backlog_grows, point_figures
+from megatoken.files import plain
+from megatoken.report.console import show
+from megatoken.report.documents import checked
+from megatoken.runs.run import Run, read_run
+
+ROWS = 20
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    """A tiny model and short requests."""
+    folder = tmp_path_factory.mktemp("load")
+    lengths = folder / "lengths.csv"
+    lengths.write_text("input_tokens,output_tokens\n" + "".join(f"{4 + i % 7},{2 + i % 5}\n" for i in range(ROWS)))
+    model = make_checkpoint(folder / "model")
+    engine = ("--engine.threads", 1, "--engine.max_sequences", 4)
+    return ["--model", model, "--lengths", lengths, *engine, "--warm-up", 0.1, "--settle", 0.1, "--window", 1]
+
+
+@pytest.fixture(scope="module")
+def swept(flags: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep of two loads, each twice."""
+    out = tmp_path_factory.mktemp("out")
+    code, _, err = call_here("sweep", *flags, "--concurrency", "1,3", "--repeat", 2, "--out", out)
+    assert code == 0, err
+    (path,) = out.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(swept: Path) -> list[Run]:
+    return [read_run(folder) for folder in sorted(swept.iterdir()) if folder.is_dir()]
+
+
+def test_a_sweep_leaves_a_run_folder_for_each_point_and_one_document(swept: Path, runs: list[Run]) -> None:
+    assert [run.path.name for run in runs] == [
+        *("01-concurrency-1-1", "01-concurrency-1-2", "02-concurrency-3-1", "02-concurrency-3-2")
+    ]
+    document = json.loads((swept / "sweep.json").read_text())
+    assert document["verdict"] == "MEASURED"
+    assert [point["value"] for point in document["points"]] == [1, 1, 3, 3]
+    assert [row["runs"] for row in document["repeats"]] == [2, 2]
+    assert "<svg" in (swept / "sweep.html").read_text()
+    for run in runs:
+        assert (run.path / "report.html").is_file()
+        assert (run.path / "tokens.parquet").is_file()
+
+
+def test_the_document_follows_from_the_run_folders(swept: Path, runs: list[Run]) -> None:
+    stored = json.loads((swept / "sweep.json").read_text())
+    again = plain(summarise_sweep(runs, swept.name))
+    assert {**again, "created_at": ""} == {**stored, "created_at": ""}
+
+
+def test_figures_of_a_point_against_loops_over_its_rows(runs: list[Run]) -> None:
+    run = runs[-1]
+    figures = point_figures(run)
+    start, end = run.result["load"]["window_seconds"]
+    assert end - start == pytest.approx(1.0, abs=0.5)
+    rows = run.requests.to_pylist()
+    inside = [row for row in rows if start <= row["scheduled_seconds"] < end]
+    assert figures["requests"] == len(inside) > 10
+    assert figures["requests_unended"] == figures["requests_failed"] == 0
+    times = {row["sample_id"]: row["token_times_ns"] for row in pq.read_table(run.path / "tokens.parquet").to_pylist()}
+    assert {row["sample_id"]: row["output_tokens"] for row in rows} == {id_: len(of) for id_, of in times.items()}
+    seen = sum(start <= time / 1e9 < end for of in times.values() for time in of)
+    assert figures["output_tokens_per_second"] == pytest.approx(seen / (end - start))
+    ttft = [row["first_token_seconds"] - row["scheduled_seconds"] for row in inside]
+    assert figures["ttft_seconds"]["p50"] == pytest.approx(float(np.median(ttft)))
+    gaps = [b - a for row in inside for a, b in zip(times[row["sample_id"]], times[row["sample_id"]][1:], strict=False)]
+    assert figures["itl_seconds"]["p90"] == pytest.approx(np.percentile([gap for gap in gaps if gap], 90) / 1e9)
+    assert figures["goodput"]["samples_per_second"] == pytest.approx(len(inside) / (end - start))
+    assert figures["in_flight"] == pytest.approx(3, abs=0.2)
+    assert sum(part["ttft_seconds"]["samples"] for part in figures["ttft_by_input_tokens"]) == len(inside)
+    assert figures["user_tokens_per_second"]["p50"] == pytest.approx(1 / figures["tpot_seconds"]["p50"])
+
+
+def test_an_open_loop_counts_from_the_time_due(flags: list[object], tmp_path: Path) -> None:
+    code, out, err = call_here("sweep", *flags, "--rates", "20", "--json", "--out", tmp_path)
+    assert code == 0, err
+    (point,) = json.loads(out)["points"]
+    assert point["kind"] == "rate"
+    assert point["offered_requests_per_second"] == pytest.approx(20, rel=0.6)
+    for name in ("p50", "p99"):
+        assert point["ttft_seconds"][name] >= point["ttft_from_send_seconds"][name] > 0
+    assert point["send_lag_seconds"]["p50"] > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (("--concurrency", "1", "--rates", "2"), "give one of them"),
+        (("--arrivals", "gamma"), "give --rates"),
+        (("--burstiness", "1", "--rates", "2"), "--arrivals gamma"),
+        (("--scenario", "offline"), "not a setting of a sweep"),
+        (("--rate", "3"), "not a setting of a sweep"),
+        (("--window", "0"), "--window"),
+        (("--concurrency", "0"), "whole numbers above zero"),
+    ],
+)
+def test_what_a_sweep_refuses(wrong: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    code, _, err = call_here("sweep", *wrong, "--out", tmp_path / "none")
+    assert code == 2
+    assert message in err
+    assert not (tmp_path / "none").exists()
+
+
+def made_point(value: float, rate: float, latency: float, good: float = 1.0, **more: Any) -> dict[str, Any]:
+    usual = {"kind": "concurrency", "ended_by": None, "overloaded": False, "latency_seconds": {"p50": latency}}
+    return {**usual, "value": value, "output_tokens_per_second": rate, "goodput": {"share": good}, **more}
+
+
+def test_the_knee_the_limits_and_the_peak_of_a_known_curve() -> None:
+    """A batch engine: a step takes 10 ms and 1 ms for each request, so the knee is at 10 requests."""
+    loads = (1, 2, 4, 8, 10, 16, 32, 64, 128)
+    points = [made_point(n, n / (0.01 + 0.001 * n), 0.01 + 0.001 * n, good=float(n <= 16)) for n in loads]
+    result = found(points)
+    assert result["knee"] == 10
+    assert result["highest_within_limits"] == 16
+    assert result["peak"] == 128
+    assert not saturated(points)
+    assert saturated([*points, made_point(256, 935, 0.27), made_point(512, 930, 0.55)])
+
+
+def test_a_load_that_overloads_is_not_within_the_limits() -> None:
+    points = [made_point(1, 10, 1), made_point(2, 20, 1, overloaded=True)]
+    assert found(points)["highest_within_limits"] == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "due", "grows"),
+    [(5, 9, 100, False), (5, 46, 100, True), (5, 100, 1000, False), (0, 127, 1000, True)],
+)
+def test_a_backlog_grows_only_beyond_chance(before: int, after: int, due: int, grows: bool) -> None:
+    assert backlog_grows(before, after, due) is grows
+
+
+def test_the_terminal_shows_the_points(swept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show(checked(json.loads((swept / "sweep.json").read_text())))
+    shown = capsys.readouterr().out
+    assert "Points" in shown
+    assert "requests at once" in shown
