@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.datasets.lines import read_lines
-from megatoken.datasets.requests import Dataset, LazyRequests
+from megatoken.datasets.requests import Dataset, LazyRows
 from megatoken.engine.request import Request
 from megatoken.errors import DatasetError
 from megatoken.text import count_of
@@ -65,7 +65,7 @@ def load_lengths(path: Path | None, *, vocabulary_size: int, max_length: int, se
     return Dataset(
         name=path.name,
         source=" ".join(comments) or str(path),
-        requests=LazyRequests(len(inputs), make),
+        requests=LazyRows(len(inputs), make),
         content_hash=digest.hexdigest(),
         input_tokens=inputs,
         output_limits=outputs,

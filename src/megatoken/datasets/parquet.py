@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatoken.datasets.catalog import Algorithm, MlperfDataSet, Role, Sums, catalog, missing
+from megatoken.datasets.requests import LazyRows
 from megatoken.errors import DatasetError, UsageError
 from megatoken.files import open_input, write_atomically
 
@@ -102,7 +103,8 @@ def read_parquet(path: Path, roles: Collection[Role]) -> tuple[MlperfDataSet, di
         role: table[role].to_pylist() for role in TEXTS if role in roles and role in table.column_names
     }
     if "tokens" in roles:
-        columns["tokens"] = _TokenLists(*_flat(table["tokens"]))
+        values, ends = _flat(table["tokens"])
+        columns["tokens"] = LazyRows(len(ends) - 1, lambda row: values[ends[row] : ends[row + 1]])
     sums: Sums = {"sha256": facts["source_sha256"], "md5": facts["source_md5"]}
     return catalog()[facts["data_set"]], columns, sums
 
@@ -151,24 +153,3 @@ def _flat(column: pa.ChunkedArray) -> tuple[NDArray[np.int32], NDArray[np.int64]
     lengths = whole.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     values = whole.flatten().to_numpy(zero_copy_only=False)
     return values.astype(np.int32, copy=False), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-
-
-class _TokenLists(Sequence[object]):
-    """Rows of token ids as arrays, created on access: Python lists would take ten times the memory."""
-
-    def __init__(self, values: NDArray[np.int32], ends: NDArray[np.int64]) -> None:
-        self._values = values
-        self._ends = ends
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    @overload
-    def __getitem__(self, index: int) -> object: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[object]: ...
-    def __getitem__(self, index: int | slice) -> object:
-        rows = range(len(self))[index]
-        if isinstance(rows, range):
-            return [self[row] for row in rows]
-        return self._values[self._ends[rows] : self._ends[rows + 1]]

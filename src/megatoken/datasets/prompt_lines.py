@@ -1,14 +1,16 @@
-"""Parse one line of a prompt file: JSON -> checked prompt and options, or an error with its place."""
+"""The lines of a prompt file: JSON -> checked prompt and options, or an error with its place."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from megatoken.datasets.lines import read_lines
 from megatoken.engine.request import Sampling
 from megatoken.errors import DatasetError
 
@@ -36,14 +38,23 @@ class PromptLine:
     messages: tuple[tuple[str, str], ...] = ()
 
 
-def parse_prompt_line(line: bytes, defaults: Sampling, place: str) -> PromptLine:
-    """Parses and checks one line: a UTF-8 JSON object of the keys in ``_RULES``; ``place`` begins every error.
+def read_prompt_lines(
+    path: Path, defaults: Sampling, update: Callable[[bytes], None]
+) -> Iterator[tuple[str, PromptLine]]:
+    """Yield (place for error messages, line) of JSON lines; blank ones are skipped. ``update`` gets every byte.
 
-    ``defaults`` are the sampling values for keys that the line leaves out.
+    ``defaults`` are the sampling values for keys that a line leaves out.
 
     Raises:
-        DatasetError: The line is not such an object, or a key or value in it is wrong.
+        DatasetError: The file cannot be read, or a line of it is wrong.
     """
+    for place, line in read_lines(path, update):
+        if not line.isspace():
+            yield place, _parse(line, defaults, place)
+
+
+def _parse(line: bytes, defaults: Sampling, place: str) -> PromptLine:
+    """Parses and checks one line: a UTF-8 JSON object of the keys in ``_RULES``; ``place`` begins every error."""
     fields = _parse_object(line, place)
     for key, value in fields.items():
         if key not in _RULES:
@@ -56,31 +67,20 @@ def parse_prompt_line(line: bytes, defaults: Sampling, place: str) -> PromptLine
     if len(_PROMPT_KEYS & fields.keys()) != 1:
         raise DatasetError(f"{place}: give one of prompt, prompt_token_ids and messages")
     messages = tuple((one["role"], one["content"]) for one in fields.get("messages", ()))
-    sampling = defaults
-    if not _SAMPLING_KEYS.isdisjoint(fields):
-        sampling = Sampling(
-            temperature=float(fields.get("temperature", defaults.temperature)),
-            top_k=fields.get("top_k", defaults.top_k),
-            top_p=float(fields.get("top_p", defaults.top_p)),
-            seed=fields.get("seed", defaults.seed),
-        )
+    stated = {key: fields[key] for key in _SAMPLING_KEYS & fields.keys()}
+    prompt: str | list[int] = "\n".join(content for _, content in messages)
+    for key in ("prompt", "prompt_token_ids"):
+        prompt = fields.get(key, prompt)
     return PromptLine(
-        prompt=_prompt(fields, messages),
+        prompt=prompt,
         max_tokens=fields.get("max_tokens"),
-        sampling=sampling,
+        sampling=replace(defaults, **stated) if stated else defaults,
         stop_token_ids=tuple(fields.get("stop_token_ids", ())),
         ignore_end_token=fields.get("ignore_end_token", False),
         reference=fields.get("reference"),
         task=fields.get("task"),
         messages=messages,
     )
-
-
-def _prompt(fields: dict[str, Any], messages: tuple[tuple[str, str], ...]) -> str | list[int]:
-    if messages:
-        return "\n".join(content for _, content in messages)
-    prompt: str | list[int] = fields["prompt"] if "prompt" in fields else fields["prompt_token_ids"]
-    return prompt
 
 
 class _DuplicateKeyError(Exception):

@@ -6,8 +6,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from megatoken.datasets.lines import read_lines
-from megatoken.datasets.prompt_lines import parse_prompt_line
+from megatoken.datasets.prompt_lines import read_prompt_lines
 from megatoken.datasets.requests import GREEDY, Dataset, RequestRows
 from megatoken.engine.request import Sampling
 from megatoken.errors import DatasetError, RequestError
@@ -33,10 +32,7 @@ def load_prompts(
     """
     rows = RequestRows(path, vocabulary_size, max_length, default_max_tokens)
     digest = hashlib.sha256()
-    for place, line in read_lines(path, digest.update):
-        if line.isspace():
-            continue
-        fields = parse_prompt_line(line, sampling, place)
+    for place, fields in read_prompt_lines(path, sampling, digest.update):
         if fields.messages:
             raise DatasetError(f"{place}: messages are for a target that takes text; give prompt or prompt_token_ids")
         ids = fields.prompt

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatoken.datasets.lines import read_lines
-from megatoken.datasets.prompt_lines import parse_prompt_line
+from megatoken.datasets.prompt_lines import read_prompt_lines
+from megatoken.datasets.requests import GREEDY
 from megatoken.datasets.tables import SUFFIXES, read_table
 from megatoken.engine.config import REFERENCE, model_folder
-from megatoken.engine.request import Sampling
 from megatoken.errors import DatasetError
 
 HELD_OUT = model_folder(REFERENCE) / "held_out.jsonl"  # test set of the reference model
@@ -71,10 +70,7 @@ def _of_table(path: Path) -> References:
 def _of_lines(path: Path) -> References:
     digest = hashlib.sha256()
     texts, tasks = [], []
-    for place, line in read_lines(path, digest.update):
-        if line.isspace():
-            continue
-        fields = parse_prompt_line(line, Sampling(), place)
+    for place, fields in read_prompt_lines(path, GREEDY, digest.update):
         if fields.reference is None:
             raise DatasetError(f'{place}: no reference; add the expected answer, such as {{"reference": "Paris"}}')
         texts.append(fields.reference)

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
+from typing import TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from megatoken.errors import DatasetError
 from megatoken.text import count_of
 
 GREEDY = Sampling()
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,10 +60,10 @@ class ChatRequest(Request):
     messages: tuple[tuple[str, str], ...] = ()
 
 
-class LazyRequests(Sequence[Request]):
-    """Requests that ``make`` creates by row, on each access."""
+class LazyRows(Sequence[Row]):
+    """Objects that ``make`` creates by row, on each access: stored as objects, they would take far more memory."""
 
-    def __init__(self, count: int, make: Callable[[int], Request]) -> None:
+    def __init__(self, count: int, make: Callable[[int], Row]) -> None:
         self._rows = range(count)
         self._make = make
 
@@ -70,10 +71,10 @@ class LazyRequests(Sequence[Request]):
         return len(self._rows)
 
     @overload
-    def __getitem__(self, index: int) -> Request: ...
+    def __getitem__(self, index: int) -> Row: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Request]: ...
-    def __getitem__(self, index: int | slice) -> Request | list[Request]:
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
         rows = self._rows[index]
         return self._make(rows) if isinstance(rows, int) else [self._make(row) for row in rows]
 
@@ -199,7 +200,7 @@ class RequestRows:
         return Dataset(
             name=self._path.name,
             source=str(self._path),
-            requests=LazyRequests(len(options), make),
+            requests=LazyRows(len(options), make),
             content_hash=content_hash,
             input_tokens=np.diff(ends),
             output_limits=options["max_tokens"].astype(np.int64),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +156,8 @@ def _read_json(data: bytes, roles: Collection[Role], path: Path) -> tuple[Mlperf
     except json.JSONDecodeError as error:
         raise DatasetError(f"{path}, line {error.lineno}: not JSON ({error.msg}); fetch it again") from None
     except ValueError as error:
-        raise DatasetError(f"{path}: not JSON in UTF-8 ({_one_line(error)}); fetch it again") from None
+        problem = " ".join(str(error).split())[:120]
+        raise DatasetError(f"{path}: not JSON in UTF-8 ({problem}); fetch it again") from None
     if not isinstance(records, list):
         raise DatasetError(f"{path}: not a list of articles as in MLPerf's {entries[0].file}; fetch it again")
     data_set = next((entry for entry in entries if entry.rows == len(records)), entries[0])
@@ -170,7 +171,7 @@ def _read_json(data: bytes, roles: Collection[Role], path: Path) -> tuple[Mlperf
         for role, column in columns.items()
         if role in roles and (not records or any(column in record for record in records))
     }
-    return data_set, {role: _cells(records, column) for role, column in present.items()}
+    return data_set, {role: [record.get(column) for record in records] for role, column in present.items()}
 
 
 def _compact(record: dict[str, Any]) -> dict[str, Any]:
@@ -180,11 +181,3 @@ def _compact(record: dict[str, Any]) -> dict[str, Any]:
             with suppress(OverflowError):  # more than 64 bits: refused later, with its place
                 record[key] = np.array(value, np.int64)
     return record
-
-
-def _cells(records: Iterable[Mapping[str, Any]], column: str) -> list[object]:
-    return [record.get(column) for record in records]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:120]

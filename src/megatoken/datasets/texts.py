@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatoken.datasets.lines import read_lines
-from megatoken.datasets.prompt_lines import parse_prompt_line
+from megatoken.datasets.prompt_lines import read_prompt_lines
 from megatoken.datasets.requests import GREEDY, ChatRequest, Dataset
 from megatoken.engine.request import Request, Sampling
 from megatoken.errors import DatasetError
@@ -29,10 +28,7 @@ def load_texts(
     requests: list[Request] = []
     default_used = False
     digest = hashlib.sha256()
-    for place, line in read_lines(path, digest.update):
-        if line.isspace():
-            continue
-        fields = parse_prompt_line(line, sampling, place)
+    for place, fields in read_prompt_lines(path, sampling, digest.update):
         if not isinstance(fields.prompt, str):
             raise DatasetError(f"{place}: the target takes text, not token ids; give prompt or messages")
         default_used = default_used or fields.max_tokens is None
