@@ -222,7 +222,7 @@ def run_to_the_end(target: RackTarget, samples: int, at: dict[int, Any] | None =
 def test_answers_are_those_of_the_engine(rig: Rig) -> None:
     rig.add(0)
     rig.add(1)
-    target = RackTarget(rig.hub, {}, streams=rig.streams)
+    target = RackTarget(rig.hub, {})
     requests = [Request([3 + n, 5, 7], 4 + n % 5, ignore_end_token=True) for n in range(40)]
     for number, request in enumerate(requests):
         target.submit(number, request)
@@ -242,7 +242,7 @@ def test_answers_are_those_of_the_engine(rig: Rig) -> None:
 def test_what_a_lost_worker_held_is_done_by_others(rig: Rig) -> None:
     rig.add(0)
     rig.add(1)
-    target = RackTarget(rig.hub, {}, streams=rig.streams)
+    target = RackTarget(rig.hub, {})
     began_ns = time.monotonic_ns()
     for number in range(400):
         target.submit(number, Request([3, 5, number], 10 + number % 21, ignore_end_token=True))
@@ -334,7 +334,7 @@ def test_answers_that_crossed_a_cancellation_are_not_late() -> None:
 
 def test_cancelled_samples_never_answer(rig: Rig) -> None:
     rig.add(0)
-    target = RackTarget(rig.hub, {}, streams=rig.streams)
+    target = RackTarget(rig.hub, {})
     for number in range(30):
         target.submit(number, Request([3, 5], 30, ignore_end_token=True))
     target.poll(0.1)
@@ -346,7 +346,7 @@ def test_cancelled_samples_never_answer(rig: Rig) -> None:
 
 def test_what_no_replica_holds_is_withdrawn(rig: Rig) -> None:
     rig.add(0)
-    target = RackTarget(rig.hub, {}, streams=rig.streams)
+    target = RackTarget(rig.hub, {})
     for number in range(300):
         target.submit(number, Request([3, 5], 10, ignore_end_token=True))
     target.poll(0.1)
@@ -360,7 +360,7 @@ def test_what_no_replica_holds_is_withdrawn(rig: Rig) -> None:
 
 def test_a_rack_without_replicas_gives_up(rig: Rig) -> None:
     rig.add(0)
-    target = RackTarget(rig.hub, {}, streams=rig.streams)
+    target = RackTarget(rig.hub, {})
     target.submit(0, Request([3], 50, ignore_end_token=True))
     rig.hub.unregister(0, "taken out")
     with pytest.raises(MegatokenError, match=r"no replica has served for 2 s, waiting: 1; .* taken out"):

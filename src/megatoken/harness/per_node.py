@@ -78,7 +78,7 @@ class _NodeBackend:
     @contextmanager
     def load(self) -> Iterator[RackTarget]:
         """The replicas, which have loaded the model; they serve until the hub is closed."""
-        yield RackTarget(self.hub, self.target_facts, streams=self.config.scenario != "offline")
+        yield RackTarget(self.hub, self.target_facts)
 
 
 class NodeDriver:

@@ -97,7 +97,6 @@ class WorkerActor:
                 keep_ids=spec.keep_ids,
                 dead_after_seconds=spec.dead_after_seconds,
                 reconnect_seconds=spec.reconnect_seconds,
-                gpus=self._gpus,
             )
             worker.serve((host, port), key)
         finally:  # Ray may no longer reach this process
@@ -124,7 +123,6 @@ class WorkerActor:
 
     def _load(self) -> dict[str, Any]:
         self._engines = [self._engine() for _ in range(self._count)]
-        self._gpus = [engine.gpu_uuids for engine in self._engines]
         return {"memory_plan": asdict(self._engines[0].memory_plan), "target": self._engines[0].describe()}
 
     def _engine(self) -> Engine:

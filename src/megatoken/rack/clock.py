@@ -26,18 +26,14 @@ class OffsetEstimate:
 
     def __init__(self) -> None:
         self._rounds: deque[tuple[int, int, int]] = deque(maxlen=ROUNDS_KEPT)  # round trip, monotonic, wall, all ns
-        self._count = 0
+        self.rounds = 0
+        """Round trips so far."""
         self._best = (0, 0, 0)
 
     @property
     def monotonic_ns(self) -> int:
         """The other monotonic clock minus ours; 0 before the first round."""
         return self._best[1]
-
-    @property
-    def rounds(self) -> int:
-        """Round trips so far."""
-        return self._count
 
     def note(self, sent_ns: int, received_ns: int, wall_ns: int, their_monotonic_ns: int, their_wall_ns: int) -> None:
         """Takes one round trip.
@@ -52,12 +48,12 @@ class OffsetEstimate:
         trip = received_ns - sent_ns
         middle = sent_ns + trip // 2
         self._rounds.append((trip, their_monotonic_ns - middle, their_wall_ns - (wall_ns - trip // 2)))
-        self._count += 1
+        self.rounds += 1
         self._best = min(self._rounds)
 
     def offset(self) -> ClockOffset | None:
         """The best estimate; None before the first round."""
-        if not self._count:
+        if not self.rounds:
             return None
         trip, monotonic, wall = self._best
-        return ClockOffset(wall / 1e9, monotonic / 1e9, trip / 2e9, self._count)
+        return ClockOffset(wall / 1e9, monotonic / 1e9, trip / 2e9, self.rounds)

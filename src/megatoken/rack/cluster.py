@@ -58,13 +58,12 @@ class Lease:
 class Cluster:
     """A driver's hold on a Ray cluster. After ``start`` a thread watches it."""
 
-    def __init__(self, address: str, *, note: Callable[[str], None], local_cpus: int | None = None) -> None:
+    def __init__(self, address: str, note: Callable[[str], None]) -> None:
         """Connects; ``auto`` without a cluster starts a local one that listens on 127.0.0.1 only.
 
         Args:
             address: ``auto`` or host:port.
             note: called with messages about events of the cluster.
-            local_cpus: cores of a local cluster; None: all.
 
         Raises:
             UsageError: Ray is missing, no cluster answers, or another driver holds this one.
@@ -83,8 +82,7 @@ class Cluster:
         except ImportError:
             raise UsageError(MISSING) from None
         self._ray: Any = ray
-        self.is_local = found is None
-        _connect(ray, found, local_cpus)
+        _connect(ray, found)
         self.host: str = self._ray.util.get_node_ip_address()
         self._processes: dict[int, Process] = {}
         self._names: dict[str, str] = {}  # of nodes, by Ray's id
@@ -374,7 +372,7 @@ def new_key() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
 
 
-def _connect(ray: Any, address: str | None, local_cpus: int | None) -> None:
+def _connect(ray: Any, address: str | None) -> None:
     import logging
 
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -384,13 +382,7 @@ def _connect(ray: Any, address: str | None, local_cpus: int | None) -> None:
         if address is not None:
             ray.init(address=address, **quiet)
         else:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                num_cpus=local_cpus,
-                object_store_memory=LOCAL_STORE_BYTES,
-                **quiet,
-            )
+            ray.init(address="local", include_dashboard=False, object_store_memory=LOCAL_STORE_BYTES, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where, fix = address or "this machine", ""
         if address is not None:

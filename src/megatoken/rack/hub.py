@@ -26,9 +26,10 @@ from numpy.typing import NDArray
 from megatoken.engine.state import TOTALS
 from megatoken.errors import MegatokenError
 from megatoken.rack.clock import ClockOffset, OffsetEstimate
-from megatoken.rack.records import Event, Loss, Place, ReplicaRecord
+from megatoken.rack.records import Loss, Place, ReplicaRecord, SampleEvent
 from megatoken.rack.wire import (
     FINISH_REASONS,
+    FRAME_HEAD_BYTES,
     NUMBER,
     PING,
     PONG,
@@ -38,6 +39,7 @@ from megatoken.rack.wire import (
     WireError,
     authenticate,
     pack_submit,
+    receive_exactly,
     unpack_report,
 )
 
@@ -89,10 +91,10 @@ class Hub:
         self._tickets: dict[int, tuple[int, ReplicaRecord]] = {}
         self._next_ticket = 0
         self._gone: dict[Place, NDArray[Any]] = {}  # totals of replicas that were lost, by place
-        self._events: SimpleQueue[list[Event]] = SimpleQueue()
-        self._failures: list[tuple[int, str]] = []
+        self._events: SimpleQueue[list[SampleEvent]] = SimpleQueue()
         self._cancelling = 0
-        self._late = 0
+        self.late_answers = 0
+        """Since the last ``cancel_all``, dropped because their replicas had been declared lost."""
         self._empty_since: float | None = time.monotonic()
         self.losses: list[Loss] = []
         self.joins: list[tuple[Place, int]] = []
@@ -105,7 +107,6 @@ class Hub:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
         self._wake_reader.setblocking(False)
-        self._arrived: SimpleQueue[tuple[socket.socket, int]] = SimpleQueue()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="rack-hub", daemon=True)
@@ -147,13 +148,13 @@ class Hub:
                         self._give(peer, replica, count)
                 hungry = [entry for entry in hungry if entry[1].wanted > 0 and entry[0].number in self._peers]
 
-    def take(self, timeout_seconds: float) -> list[Event]:
+    def take(self, timeout_seconds: float) -> list[SampleEvent]:
         """Events since the last call; waits at most this long for one, or for the queue to run low.
 
         Raises:
             MegatokenError: there has been no replica for ``wait_seconds``.
         """
-        events: list[Event] = []
+        events: list[SampleEvent] = []
         with suppress(Empty):
             events += self._events.get(timeout=timeout_seconds)
             while True:
@@ -168,12 +169,6 @@ class Hub:
             )
         return events
 
-    def take_failures(self) -> list[tuple[int, str]]:
-        """Samples that an engine refused, with the reason."""
-        with self._lock:
-            failures, self._failures = self._failures, []
-        return failures
-
     @property
     def unended(self) -> int:
         """Samples submitted and not ended."""
@@ -183,11 +178,6 @@ class Hub:
     def waiting(self) -> int:
         """Samples that no replica holds."""
         return len(self._queue)
-
-    @property
-    def late_answers(self) -> int:
-        """Answers since the last ``cancel_all`` that were dropped: their replicas had been declared lost."""
-        return self._late
 
     def states(self) -> list[tuple[Place, NDArray[Any]]]:
         """Every replica that ever served, with its ``wire.STATE``: totals over all its connections, levels now."""
@@ -228,7 +218,6 @@ class Hub:
             self._queue.clear()
             self._requests.clear()
             self._tickets.clear()
-            self._failures.clear()
             self._cancelling += 1
             number = self._cancelling
             for peer in list(self._peers.values()):
@@ -239,12 +228,10 @@ class Hub:
         while True:
             with self._lock:  # a worker that joins meanwhile holds nothing
                 if all(peer.cancelled >= number for peer in self._peers.values()):
-                    self._late = 0  # answers that crossed the cancellation
-                    break
+                    self.late_answers = 0  # answers that crossed the cancellation
+                    self._events = SimpleQueue()
+                    return
             time.sleep(0.01)
-        with suppress(Empty):
-            while True:
-                self._events.get_nowait()
 
     def close(self) -> None:
         """Ends every worker and the thread."""
@@ -258,9 +245,6 @@ class Hub:
         self._thread.join()
         for peer in self._peers.values():
             peer.channel.close()
-        with suppress(Empty):
-            while True:
-                self._arrived.get_nowait()[0].close()
         for held in (self._listener, self._selector, self._wake_reader, self._wake_writer):
             held.close()
 
@@ -300,7 +284,6 @@ class Hub:
                     elif key.fileobj is self._wake_reader:
                         with suppress(BlockingIOError):
                             self._wake_reader.recv(4096)
-                        self._add_arrived()
                     else:
                         self._serve(key.data, mask)
                 now = time.monotonic()
@@ -325,47 +308,30 @@ class Hub:
         """Accepts a worker that knows the key; runs on its own thread, because it waits."""
         try:
             authenticate(connection, self._key, HANDSHAKE_SECONDS, driver=True)
-            connection.settimeout(HANDSHAKE_SECONDS)
-            hello = b""
-            while len(hello) < 5 + NUMBER.size:
-                piece = connection.recv(5 + NUMBER.size - len(hello))
-                if not piece:
-                    raise WireError("closed")
-                hello += piece
+            hello = receive_exactly(connection, FRAME_HEAD_BYTES + NUMBER.size)
             with self._lock:
-                if self._over:
-                    raise WireError("closed")
-                self._arrived.put((connection, NUMBER.unpack_from(hello, 5)[0]))
-            self._wake()
+                self._add(connection, NUMBER.unpack_from(hello, FRAME_HEAD_BYTES)[0])
         except (OSError, WireError):
             connection.close()
         finally:
             self._handshakes -= 1
 
-    def _add_arrived(self) -> None:
-        """Adds the workers whose handshake is done and whose number is registered."""
-        with suppress(Empty):
-            while True:
-                connection, number = self._arrived.get_nowait()
-                with self._lock:
-                    places = self._registered.get(number)
-                    if places is None:
-                        connection.close()
-                        continue
-                    if (before := self._peers.get(number)) is not None:
-                        self._remove(before, "its worker connected again")
-                    now_ns = time.monotonic_ns()
-                    replicas = [
-                        ReplicaRecord(place, channel_place, np.zeros((), STATE))
-                        for channel_place, place in enumerate(places)
-                    ]
-                    peer = _Peer(number, Channel(connection), replicas, time.monotonic(), cancelled=self._cancelling)
-                    self._peers[number] = peer
-                    self._served.update(places)
-                    self.joins += [(place, now_ns) for place in places]
-                    self._empty_since = None
-                    self._selector.register(connection, selectors.EVENT_READ, peer)
-                    self._ping(peer)
+    def _add(self, connection: socket.socket, number: int) -> None:
+        """Adds a worker. Raises WireError if its number is not registered, or the run is over."""
+        places = self._registered.get(number)
+        if places is None:
+            raise WireError("not expected")
+        if (before := self._peers.get(number)) is not None:
+            self._remove(before, "its worker connected again")
+        now_ns = time.monotonic_ns()
+        replicas = [ReplicaRecord(place, index, np.zeros((), STATE)) for index, place in enumerate(places)]
+        peer = _Peer(number, Channel(connection), replicas, time.monotonic(), cancelled=self._cancelling)
+        self._peers[number] = peer
+        self._served.update(places)
+        self.joins += [(place, now_ns) for place in places]
+        self._empty_since = None
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._ping(peer)
 
     def _serve(self, peer: _Peer, mask: int) -> None:
         with self._lock:
@@ -414,29 +380,31 @@ class Hub:
         for ticket, token, started_ns in report.first.tolist():
             held = self._tickets.get(ticket)
             if held is None:
-                self._late += 1
+                self.late_answers += 1
                 continue
             sample, replica = held
-            events.append(Event(sample, (token,), None, arrived_ns, arrived_ns, ours(started_ns), 1, replica.place))
+            place = (replica.place.node, replica.place.replica)
+            events.append(SampleEvent(sample, (token,), None, arrived_ns, ours(started_ns), arrived_ns, None, *place))
         ids, begin = report.ids, 0
         for ticket, tokens, count, reason, first_ns, last_ns, started_ns in report.done.tolist():
             begin += count
             held = self._tickets.pop(ticket, None)
             if held is None:
-                self._late += 1
+                self.late_answers += 1
                 continue
             sample, replica = held
             del replica.tickets[ticket], self._requests[sample]
-            times = (arrived_ns, None) if self._streams else (ours(last_ns) or arrived_ns, ours(first_ns))
+            time_ns, seen_ns = (arrived_ns, None) if self._streams else (ours(last_ns) or arrived_ns, ours(first_ns))
             own = tuple(ids[begin - count : begin].tolist())
-            reason = FINISH_REASONS[reason].value
-            events.append(Event(sample, own, reason, *times, ours(started_ns), tokens, replica.place))
+            reason, place = FINISH_REASONS[reason].value, (replica.place.node, replica.place.replica)
+            events.append(SampleEvent(sample, own, reason, time_ns, ours(started_ns), seen_ns, tokens, *place))
         for ticket, why in report.failures:
             held = self._tickets.pop(ticket, None)
             if held is not None:
-                del held[1].tickets[ticket], self._requests[held[0]]
-                self._failures.append((held[0], why))
-        if events or report.failures:
+                sample, replica = held
+                del replica.tickets[ticket], self._requests[sample]
+                events.append(SampleEvent(sample, (), None, arrived_ns, error=why))
+        if events:
             self._events.put(events)
 
     def _ping(self, peer: _Peer) -> None:

@@ -17,17 +17,41 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """An event of one sample, as in ``targets.SampleEvent``; times are this process's monotonic clock's."""
+class SampleEvent:
+    """New tokens of one sample; ``time_ns`` is ``time.monotonic_ns()`` when they were seen.
+
+    ``finish_reason`` is set on the last event of a sample and only there. ``started_ns``, on the first event, is when
+    the target began to compute the sample; None if the target does not know.
+
+    A target that reports a sample only at its end, or its first token and its end, sets ``output_tokens`` on the last
+    event: the number of all tokens of the sample. ``token_ids`` are then all of them, or none if the run does not need
+    them, and ``first_ns`` is when the first was seen, unless an earlier event reported it. ``node`` and ``replica`` are
+    where the sample was computed; None is this machine. ``error``, on the last event, says why the sample failed.
+
+    A target that answers in text sets ``text``, the new text, and leaves ``token_ids`` empty. It sets ``first_ns`` on
+    the first event, and ``output_tokens`` on the last. ``input_tokens``, on the last event, is the length of a prompt
+    that the data set has not counted, where the target knows it.
+
+    ``sent_ns``, on the first event that has it, is when the first byte of the request was handed to the kernel.
+    ``token_times_ns``, on the last event of a sample whose tokens were not reported one by one, is when each token was
+    seen, int64 [tokens]; tokens that came together share a time. Where only the number of pieces of text is known, it
+    has one time for each piece.
+    """
 
     sample_id: int
     token_ids: tuple[int, ...]
     finish_reason: str | None
     time_ns: int
-    first_ns: int | None
-    started_ns: int | None
-    output_tokens: int
-    place: Place
+    started_ns: int | None = None
+    first_ns: int | None = None
+    output_tokens: int | None = None
+    node: str | None = None
+    replica: int = 0
+    error: str | None = None
+    text: str = ""
+    input_tokens: int | None = None
+    sent_ns: int | None = None
+    token_times_ns: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,6 @@ class Replica:
         *,
         streams: bool,
         keep_ids: bool,
-        gpus: Sequence[str],
         notify: Callable[[], None],
     ) -> None:
         """Starts the engine's thread.
@@ -57,12 +56,11 @@ class Replica:
             name: of the thread.
             streams: whether first tokens are reported at once.
             keep_ids: whether the ids of answers are reported, not only their number.
-            gpus: UUIDs of the GPUs whose sensors are read.
             notify: called, on any thread, when the driver should get a report soon.
         """
         self._engine = engine
         self._streams, self._keep_ids = streams, keep_ids
-        self._sensors = GpuTelemetry.open(gpus)
+        self._sensors = GpuTelemetry.open(engine.gpu_uuids)
         self._notify = notify
         self._lock = threading.Lock()  # guards the fields below, which the engine's thread changes after every step
         self._answers: dict[int, _Answer] = {}  # by request id

@@ -29,6 +29,7 @@ LARGEST_FRAME_BYTES = 2**28
 RECEIVE_BYTES = 2**20
 
 _FRAME = struct.Struct("<IB")
+FRAME_HEAD_BYTES = _FRAME.size
 _REQUEST = struct.Struct("<iiidIdq?")  # prompt ids, stop ids, max tokens, temperature, top k, top p, seed, ignore end
 _SUBMIT = struct.Struct("<II")  # replica, samples
 _REPORT = struct.Struct("<IIIII")  # replicas, first tokens, answers, ids of answers, bytes of failures
@@ -111,9 +112,8 @@ class Channel:
         """Whether bytes wait to be sent."""
         return bool(self._outgoing)
 
-    def send(self, kind: Kind, *parts: bytes) -> None:
+    def send(self, kind: Kind, body: bytes = b"") -> None:
         """Sends a frame, now or with later ``flush``es. Raises WireError when the other side is gone."""
-        body = b"".join(parts)
         self._outgoing.append(memoryview(_FRAME.pack(len(body), kind) + body))
         self.flush()
 
@@ -180,14 +180,25 @@ def authenticate(connection: socket.socket, key: bytes, timeout_seconds: float, 
     try:
         connection.settimeout(timeout_seconds)
         connection.sendall(nonce)
-        theirs = _exactly(connection, NONCE_BYTES)
+        theirs = receive_exactly(connection, NONCE_BYTES)
         if theirs == nonce:
             raise WireError("the other side repeats our nonce")
         connection.sendall(_proof(key, names[0], theirs))
-        if not hmac.compare_digest(_exactly(connection, sha256().digest_size), _proof(key, names[1], nonce)):
+        if not hmac.compare_digest(receive_exactly(connection, sha256().digest_size), _proof(key, names[1], nonce)):
             raise WireError("the other side does not know this run's key")
     except OSError as error:
         raise WireError(f"no handshake: {error.strerror or error}") from None
+
+
+def receive_exactly(connection: socket.socket, count: int) -> bytes:
+    """So many bytes, before the first frame. Raises WireError if the other side closes the connection."""
+    got = b""
+    while len(got) < count:
+        piece = connection.recv(count - len(got))
+        if not piece:
+            raise WireError("the other side closed the connection during the handshake")
+        got += piece
+    return got
 
 
 def pack_request(request: Request) -> bytes:
@@ -254,16 +265,6 @@ def unpack_report(body: bytes) -> Report:
         begin += 2 * NUMBER.size + length
         failures.append((ticket, body[begin - length : begin].decode(errors="replace")))
     return Report(arrays[0], arrays[1], arrays[2], arrays[3], failures)
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    got = b""
-    while len(got) < count:
-        piece = connection.recv(count - len(got))
-        if not piece:
-            raise WireError("the other side closed the connection during the handshake")
-        got += piece
-    return got
 
 
 def _proof(key: bytes, name: bytes, nonce: bytes) -> bytes:

@@ -57,7 +57,6 @@ class Worker:
         keep_ids: bool,
         dead_after_seconds: float,
         reconnect_seconds: float,
-        gpus: Sequence[Sequence[str]] | None = None,
     ) -> None:
         """Starts a thread for each engine.
 
@@ -68,7 +67,6 @@ class Worker:
             keep_ids: whether the ids of answers are reported.
             dead_after_seconds: silence after which the driver counts as out of reach.
             reconnect_seconds: how long the driver may be out of reach before the worker ends.
-            gpus: UUIDs of each engine's GPUs.
         """
         self._number = number
         self._streams = streams
@@ -78,14 +76,7 @@ class Worker:
         os.set_blocking(self._wake_writer, False)
         os.set_blocking(self._wake_reader, False)
         self._replicas = [
-            Replica(
-                engine,
-                f"replica-{place}",
-                streams=streams,
-                keep_ids=keep_ids,
-                gpus=gpus[place] if gpus else (),
-                notify=self._wake,
-            )
+            Replica(engine, f"replica-{place}", streams=streams, keep_ids=keep_ids, notify=self._wake)
             for place, engine in enumerate(engines)
         ]
 

@@ -13,25 +13,18 @@ from megatoken.engine.request import Request
 from megatoken.engine.state import ReplicaState
 from megatoken.hardware.telemetry import Telemetry
 from megatoken.rack.hub import Hub
-from megatoken.rack.records import Event, Place
+from megatoken.rack.records import SampleEvent
 from megatoken.rack.wire import STATE, STATE_FIELDS, pack_request
-from megatoken.targets import ReplicaReading, SampleEvent
+from megatoken.targets import ReplicaReading
 
 
 class RackTarget:
     """Drives the replicas that are connected to ``hub``."""
 
-    def __init__(self, hub: Hub, facts: Mapping[str, Any], *, streams: bool) -> None:
-        """Takes a hub whose replicas are connected.
-
-        Args:
-            hub: takes samples from this target only.
-            facts: fields of ``result.json`` that stay the same.
-            streams: whether first tokens come as events of their own.
-        """
+    def __init__(self, hub: Hub, facts: Mapping[str, Any]) -> None:
+        """Takes a hub whose replicas are connected, for itself alone. ``facts``: fields of ``result.json``."""
         self._hub = hub
         self._facts = facts
-        self._streams = streams
         self._planned = len(hub.live())
 
     def facts(self) -> Mapping[str, Any]:
@@ -45,10 +38,7 @@ class RackTarget:
     def poll(self, timeout_seconds: float) -> list[SampleEvent]:
         """Gives queued samples to replicas, waits for events. Raises MegatokenError without replicas for too long."""
         self._hub.dispatch()
-        events = [self._event(event) for event in self._hub.take(timeout_seconds)]
-        for sample_id, why in self._hub.take_failures():
-            events.append(SampleEvent(sample_id, (), None, 0, error=why))
-        return events
+        return self._hub.take(timeout_seconds)
 
     def state(self) -> ReplicaState:
         """All replicas together; ``waiting`` counts what is in the shared queue."""
@@ -112,20 +102,6 @@ class RackTarget:
     def close(self) -> None:
         """Ends the replicas."""
         self._hub.close()
-
-    def _event(self, event: Event) -> SampleEvent:
-        place: Place = event.place
-        return SampleEvent(
-            event.sample_id,
-            event.token_ids,
-            event.finish_reason,
-            event.time_ns,
-            event.started_ns,
-            event.first_ns,
-            event.output_tokens if event.finish_reason is not None else None,
-            place.node,
-            place.replica,
-        )
 
 
 def _known(value: Any) -> float | None:

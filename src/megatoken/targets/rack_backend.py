@@ -103,17 +103,17 @@ class RackBackend:
         """Loads the model everywhere and connects every process to one hub; ends the replicas afterwards."""
         self.load_replicas()
         config, cluster = self.config, self.cluster
-        key, streams = new_key(), config.scenario != "offline"
+        key = new_key()
         hub = Hub(
             cluster.host,
             key,
-            streams=streams,
+            streams=config.scenario != "offline",
             dead_after_seconds=config.rack.dead_after_seconds,
             wait_seconds=config.rack.wait_seconds,
         )
         try:
             cluster.serve(hub, key, lambda nodes: _slots(config, nodes, self.memory.device), config.rack.replace)
-            yield RackTarget(hub, self.target_facts(), streams=streams)
+            yield RackTarget(hub, self.target_facts())
         finally:
             hub.close()
 
