@@ -10,6 +10,7 @@ from megatoken.errors import UsageError
 from megatoken.harness.loadgen_plan import MLPERF_SECONDS, full_length, plan_test, run_limits
 from megatoken.harness.rate_finder import Goal, Outcome, Probe, RateFinder, too_few
 from megatoken.harness.rate_search import Try
+from megatoken.harness.recording import interrupted_by_errors
 from megatoken.harness.session import TestSession
 from megatoken.harness.stop import StopSignals
 from megatoken.runs.reasons import reason
@@ -37,19 +38,13 @@ def find_rate(session: TestSession, first_rate: float) -> Path:
     if (why := too_few(first_rate, *full_length(settings))) is not None:
         raise UsageError(why)
     with StopSignals() as stop:
-        folder = session.create_folder(config, settings, config.out)
-        stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
-        try:
+        folder = session.create_folder(config, settings, config.out, stop=stop)
+        with interrupted_by_errors(folder, session.progress):
             prober = _Prober(session, folder, stop)
             goal = Goal(limits, prober.full_length, settings.seeds.schedule, config.probe_seconds)
             finder = RateFinder(goal, first_rate, prober.measure, session.progress.note)
             prober.finder = finder
             _finish(folder, finder, None if stop.received else finder.run(), stop)
-        except BaseException as error:
-            folder.interrupt(reason("INTERRUPTED", error=type(error).__name__, cause=str(error)))
-            raise
-        finally:
-            session.progress.clear()
     return folder.path
 
 

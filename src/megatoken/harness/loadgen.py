@@ -141,8 +141,10 @@ class LoadGenTest:
         self._settings = settings
         self._start_wall_ns = start_wall_ns
         self._directory = directory
-        self._issued = 0
-        self._all_issued = False
+        self.issued = 0
+        """Samples issued so far; they are numbered from 0."""
+        self.all_issued = False
+        """Whether LoadGen has reported that no more samples come."""
         self._ended = False
         self._outstanding: set[int] = set()
         self._first: list[FirstToken] = []
@@ -199,22 +201,12 @@ class LoadGenTest:
                 write_text(
                     self._directory / ABANDONED,
                     f"The run was interrupted when {len(self._outstanding):,} of the "
-                    f"{count_of(self._issued, 'sample')} issued "
+                    f"{count_of(self.issued, 'sample')} issued "
                     "had no answer, and LoadGen was ended. Its files in this folder are no result.\n",
                 )
             self._process.kill()
         self._process.wait()
         self._close()
-
-    @property
-    def issued(self) -> int:
-        """Samples issued so far; they are numbered from 0."""
-        return self._issued
-
-    @property
-    def all_issued(self) -> bool:
-        """Whether LoadGen has reported that no more samples come."""
-        return self._all_issued
 
     @property
     def outstanding(self) -> int:
@@ -234,10 +226,10 @@ class LoadGenTest:
             if kind == ISSUED:
                 taken.append(unpack_issued(message))
                 samples = len(taken[-1].rows)
-                self._outstanding.update(range(self._issued, self._issued + samples))
-                self._issued += samples
+                self._outstanding.update(range(self.issued, self.issued + samples))
+                self.issued += samples
             elif kind == ALL_ISSUED:
-                self._all_issued = True
+                self.all_issued = True
                 break
             elif kind == ENDED:
                 self._ended = True

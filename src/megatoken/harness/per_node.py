@@ -20,17 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from megatoken.analysis.machine import utc_text
-from megatoken.analysis.summary import summarise_run
 from megatoken.config import RunConfig
 from megatoken.engine.checkpoint import open_model
 from megatoken.engine.memory import MemoryPlan
 from megatoken.engine.tokenizer import Tokenizer
 from megatoken.errors import MegatokenError, UsageError
-from megatoken.hardware.inventory import take_inventory
 from megatoken.harness.loadgen_plan import plan_test
 from megatoken.harness.prepare import Prepared, prepare, resolve
 from megatoken.harness.progress import Progress
-from megatoken.harness.result import asked_facts, run_notes
+from megatoken.harness.recording import interrupted_by_errors, record
+from megatoken.harness.result import asked_facts
 from megatoken.harness.session import TestSession
 from megatoken.harness.stop import StopSignals
 from megatoken.harness.together import concluded_nodes, gathered, joined_tables, node_starts
@@ -40,7 +39,7 @@ from megatoken.rack.hub import Hub
 from megatoken.rack.records import Place
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import NODES, Run, read_run
-from megatoken.runs.writer import RunFolder, run_name
+from megatoken.runs.writer import RunFolder
 from megatoken.targets.backend import ServedModel, engine_model, tokenizer_of
 from megatoken.targets.rack import RackTarget
 from megatoken.targets.rack_backend import RackBackend
@@ -177,7 +176,7 @@ def run_per_node(rack: RackBackend, prepared: Prepared, progress: Progress) -> P
     with StopSignals() as stop:
         folder = _create_folder(rack, prepared)
         stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED"
-        try:
+        with interrupted_by_errors(folder, progress):
             _measure_clocks(rack, nodes)
             start_ns = time.time_ns() + round(HEAD_START_SECONDS * 1e9)
             asked = rack.config.samples
@@ -189,9 +188,6 @@ def run_per_node(rack: RackBackend, prepared: Prepared, progress: Progress) -> P
                 node.answer = node.driver.run.remote(start_ns + ahead_ns)
             _collect(rack, nodes, folder, stop)
             _conclude(nodes, folder, stop)
-        except BaseException as error:
-            folder.interrupt(reason("INTERRUPTED", error=type(error).__name__, cause=str(error)))
-            raise
     return folder.path
 
 
@@ -216,16 +212,7 @@ def _create_folder(rack: RackBackend, prepared: Prepared) -> RunFolder:
     config = resolve(prepared.config, rack.memory)
     settings = plan_test(config, len(prepared.data_set.requests), config.rate or 1.0)
     asked = {**asked_facts(config, settings), "offered_samples_per_second": None}
-    facts = {**prepared.facts(), **rack.target_facts()}
-    return RunFolder.create(
-        config.out,
-        run_name(datetime.now(UTC), config.scenario, config.model),
-        config.model_dump(mode="json"),
-        take_inventory(),
-        scenario=config.scenario,
-        facts={**facts, "notes": run_notes(facts), "mode": config.mode, "rules": config.rules, **asked},
-        summarise=summarise_run,
-    )
+    return record(config, {**prepared.facts(), **rack.target_facts(), **asked}, config.out)
 
 
 def _measure_clocks(rack: RackBackend, nodes: Sequence[_Node]) -> None:

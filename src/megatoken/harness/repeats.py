@@ -27,9 +27,7 @@ def repeat(session: TestSession, settings: TestSettings) -> Path:
     with StopSignals() as stop:
         while not runs or (len(runs) < config.repeat and not stop.received):
             session.progress.note(f"run {len(runs) + 1} of {config.repeat}")
-            folder = session.create_folder(config, settings, parent, f"{len(runs) + 1:03}")
-            stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
-            stop.write_seconds = folder.write_seconds
+            folder = session.create_folder(config, settings, parent, f"{len(runs) + 1:03}", stop)
             session.run(config, settings, folder, stop)
             runs.append(read_run(folder.path))
             write_text(parent / REPEATS, to_json(summarise_repeats(runs, config.repeat)))

@@ -51,7 +51,6 @@ def asked_facts(config: RunConfig, settings: TestSettings) -> dict[str, Any]:
         "offered_samples_per_second": settings.offered_rate if offers else None,
         "ttft_limit_seconds": limits.ttft_seconds if limits else None,
         "tpot_limit_seconds": limits.tpot_seconds if limits else None,
-        "text": config.text,
     }
 
 

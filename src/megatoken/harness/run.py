@@ -41,8 +41,6 @@ def run_scenario(
     if config.repeat > 1:
         return repeat(session, settings)
     with StopSignals() as stop:
-        folder = session.create_folder(config, settings, config.out)
-        stop.parting_words = f"stopped at once; {folder.path} says INTERRUPTED and keeps what was done"
-        stop.write_seconds = folder.write_seconds
+        folder = session.create_folder(config, settings, config.out, stop=stop)
         session.run(config, settings, folder, stop)
     return folder.path

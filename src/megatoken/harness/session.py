@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatoken.accuracy.gate import Gate, Judgement
 from megatoken.analysis.machine import utc_text
-from megatoken.analysis.summary import summarise_run
 from megatoken.config import RunConfig
 from megatoken.datasets.requests import Dataset
-from megatoken.errors import MegatokenError
-from megatoken.hardware.inventory import peak_memory_bytes, take_inventory
+from megatoken.hardware.inventory import peak_memory_bytes
 from megatoken.harness.client_capacity import measure_client_capacity
 from megatoken.harness.loadgen import LoadGenTest, TestSettings
 from megatoken.harness.loadgen_plan import (
@@ -28,16 +26,17 @@ from megatoken.harness.loadgen_plan import (
 )
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.progress import Progress
-from megatoken.harness.result import asked_facts, concluded, core_wait_notes, run_notes
+from megatoken.harness.recording import interrupted_by_errors, record
+from megatoken.harness.result import asked_facts, concluded, core_wait_notes
 from megatoken.harness.saturation import Saturation, SaturationWatch
 from megatoken.harness.sizing import estimate_latency, estimate_rate
-from megatoken.harness.stop import Stop
+from megatoken.harness.stop import Stop, StopSignals
 from megatoken.harness.text_stages import Codec, TextStages
 from megatoken.mlperf.detail_log import DetailLog
 from megatoken.mlperf.rules import ClientCapacity
 from megatoken.runs.reasons import reason
 from megatoken.runs.tables import SampleRow
-from megatoken.runs.writer import RunFolder, run_name
+from megatoken.runs.writer import RunFolder
 from megatoken.targets import Target
 
 if TYPE_CHECKING:
@@ -104,26 +103,27 @@ class TestSession:
         facts = {**facts, "estimated_samples_per_second": rate}
         return cls(config, data_set, target, facts, progress, text, client, gate), settings, offered
 
-    def create_folder(self, config: RunConfig, settings: TestSettings, out: Path, name: str | None = None) -> RunFolder:
-        """Creates the run folder of one test; it says INTERRUPTED until there is a verdict."""
-        facts = {**self.facts, **self.target.facts()}
-        return RunFolder.create(
-            out,
-            name or run_name(datetime.now(UTC), config.scenario, config.model),
-            resolve_test(config, settings).model_dump(mode="json"),
-            take_inventory(),
-            scenario=config.scenario,
-            facts={
-                **facts,
-                "notes": run_notes(facts),
-                "mode": config.mode,
-                "rules": config.rules,
-                "data_set_rows": len(self.data_set.requests),
-                **asked_facts(config, settings),
-                "client_capacity": asdict(self.client) if self.client else None,
-            },
-            summarise=summarise_run,
-        )
+    def create_folder(
+        self,
+        config: RunConfig,
+        settings: TestSettings,
+        out: Path,
+        name: str | None = None,
+        stop: StopSignals | None = None,
+    ) -> RunFolder:
+        """Creates the run folder of one test, which ``stop`` will name if a signal ends the process at once."""
+        facts = {
+            **self.facts,
+            **self.target.facts(),
+            "data_set_rows": len(self.data_set.requests),
+            **asked_facts(config, settings),
+            "client_capacity": asdict(self.client) if self.client else None,
+        }
+        folder = record(resolve_test(config, settings), facts, out, name=name)
+        if stop is not None:
+            stop.parting_words = f"stopped at once; {says_interrupted(folder)}"
+            stop.write_seconds = folder.write_seconds
+        return folder
 
     def run(
         self,
@@ -149,11 +149,11 @@ class TestSession:
         """
         rows = len(self.data_set.requests)
         library = library_to_data_set(config.mode, settings.library_rows, rows)
-        try:
+        with interrupted_by_errors(folder, self.progress, says_interrupted(folder)):
             with LoadGenTest(settings, folder.mlperf_directory, start_wall_ns) as test:
-                record = _Watched(folder, watch) if watch else folder
+                watched = _Watched(folder, watch) if watch else folder
                 measurement = Measurement(
-                    test, settings, library, self.data_set, self.target, record, self.progress, self.text
+                    test, settings, library, self.data_set, self.target, watched, self.progress, self.text
                 )
                 saturation = self._drive(measurement, stop, watch)
                 if not stop.received and saturation is None:
@@ -167,13 +167,6 @@ class TestSession:
                     folder.interrupt(reason("INTERRUPTED", signal=stop.received, ended=measurement.ended, **issued))
             self.target.cancel_all()
             return saturation
-        except BaseException as error:
-            folder.interrupt(reason("INTERRUPTED", error=type(error).__name__, cause=str(error)))
-            if isinstance(error, MegatokenError):
-                error.args = (f"{error}; {folder.path} says INTERRUPTED and keeps what was done",)
-            raise
-        finally:
-            self.progress.clear()
 
     def _drive(self, measurement: Measurement, stop: Stop, watch: SaturationWatch | None) -> Saturation | None:
         looked = 0.0
@@ -206,6 +199,11 @@ class TestSession:
             return Judgement({}, ())
         self.progress.stage("judging the answers")
         return self.gate.judge(folder.path, requests)
+
+
+def says_interrupted(folder: RunFolder) -> str:
+    """What is left of a run that has no verdict."""
+    return f"{folder.path} says INTERRUPTED and keeps what was done"
 
 
 def _warm_up(config: RunConfig, data_set: Dataset, target: Target, progress: Progress) -> float:

@@ -26,21 +26,22 @@ from megatoken.analysis.statistics import SOAK
 from megatoken.analysis.summary import summarise_run
 from megatoken.config import KEYS, RunConfig
 from megatoken.engine.state import TOTALS
-from megatoken.errors import MegatokenError, UsageError
+from megatoken.errors import UsageError
 from megatoken.hardware.inventory import take_inventory
 from megatoken.harness.loadgen import TestSettings
 from megatoken.harness.loadgen_wire import Issued
 from megatoken.harness.measurement import Measurement
 from megatoken.harness.prepare import Prepared
 from megatoken.harness.progress import Progress
-from megatoken.harness.result import concluded_soak, core_wait_notes, run_notes
+from megatoken.harness.recording import interrupted_by_errors, record
+from megatoken.harness.result import concluded_soak, core_wait_notes
 from megatoken.harness.session import TestSession
 from megatoken.harness.stop import Stop, StopSignals
 from megatoken.harness.sweep.loads import passes
 from megatoken.runs.reasons import reason
 from megatoken.runs.run import Run, Verdict, read_run
 from megatoken.runs.tables import MOMENTS, SampleRow, SeriesRow
-from megatoken.runs.writer import RunFolder, run_name
+from megatoken.runs.writer import RunFolder
 from megatoken.targets import Target
 from megatoken.text import count_of
 
@@ -216,15 +217,8 @@ def run_soak(
                 folder.add_series(row)
         stop.parting_words = f"stopped at once; {_how_to_resume(folder)}"
         stop.write_seconds = folder.write_seconds
-        try:
+        with interrupted_by_errors(folder, progress, _how_to_resume(folder)):
             _run(session, settings, folder, stop, population, earlier)
-        except BaseException as error:
-            folder.interrupt(reason("INTERRUPTED", error=type(error).__name__, cause=str(error)))
-            if isinstance(error, MegatokenError):
-                error.args = (f"{error}; {_how_to_resume(folder)}",)
-            raise
-        finally:
-            progress.clear()
     return folder.path
 
 
@@ -256,23 +250,8 @@ def _create(config: RunConfig, facts: Mapping[str, Any], population: int, conten
         "segments": [{"begins_seconds": 0.0, "started_at": utc_text(now)}],
         "interruptions": [],
     }
-    more = {
-        "notes": [*run_notes(facts), reason("SOAK")],
-        "mode": config.mode,
-        "rules": None,
-        "text": config.text,
-        "started_at": utc_text(now),
-        "soak": soak,
-    }
-    return RunFolder.create(
-        config.out,
-        run_name(now, SOAK, config.model),
-        config.model_dump(mode="json"),
-        take_inventory(),
-        scenario=SOAK,
-        facts={**facts, **more},
-        summarise=summarise_run,
-    )
+    facts = {**facts, "started_at": utc_text(now), "soak": soak}
+    return record(config, facts, config.out, scenario=SOAK, notes=[reason("SOAK")])
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
