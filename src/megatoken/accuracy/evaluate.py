@@ -65,13 +65,8 @@ def evaluate(
 ) -> Scores:
     """Scores every answer.
 
-    Args:
-        answers: LoadGen's accuracy log.
-        references: Expected answers of the data set that was run.
-        decoder: Of the model that answered.
-        partial: Rows of the data set may have no answer.
-        processes: None: one per core, if there are many answers.
-        progress: Called with the number of answers scored so far, and of all answers.
+    ``partial``: rows of the data set may have no answer. ``processes``: None means one per core, if there are many
+    answers. ``progress`` is called with the number of answers scored so far, and of all answers.
 
     Raises AccuracyLogError: The log does not fit the data set; UsageError: it does not fit the tokenizer, or
     rouge-score or NLTK is not installed.

@@ -51,12 +51,7 @@ def activate(
 ) -> ActiveRequest:
     """A checked request, ready to be queued.
 
-    Args:
-        request: what was asked.
-        prompt: its token ids.
-        model: that answers it.
-        text: makes the text of its events.
-        guide: along its grammar.
+    ``text`` makes the text of its events; ``guide`` leads along its grammar.
     """
     stop_ids = frozenset(request.stop_token_ids)
     if not request.ignore_end_token:

@@ -77,12 +77,7 @@ def adjustments_of(
 ) -> Adjustments | None:
     """The adjustments of a checked request, or None if its options do not change any logit.
 
-    Args:
-        request: what was asked.
-        prompt: its token ids.
-        stop_ids: token ids that end it.
-        vocabulary_size: of the model.
-        guide: along the request's grammar.
+    ``stop_ids`` end it; ``guide`` leads along its grammar.
     """
     sampling = request.sampling
     repeats = sampling.repetition_penalty != 1

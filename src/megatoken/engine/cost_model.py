@@ -207,11 +207,8 @@ class CostModel:
     ) -> StepCost:
         """The cost of a step.
 
-        Args:
-            decodes: sequences that decode one token each.
-            cached_tokens: keys that they see, summed.
-            chunks: first position and length of each prompt chunk.
-            samples: tokens that are sampled.
+        ``cached_tokens``: keys that the decodes see, summed. ``chunks``: first position and length of each prompt
+        chunk. ``samples``: tokens that are sampled.
         """
         tokens, pairs, sequences = float(decodes), 0.0, decodes
         longest_chunk = longest_context = 0

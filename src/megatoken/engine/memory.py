@@ -240,11 +240,7 @@ def gathers_contexts(group: int, chunks: int, longest_chunk: int, longest_contex
 
     Gathering takes no more memory than the partial results of decode attention, which are freed before.
 
-    Args:
-        group: query heads of a key head.
-        chunks: prompts in the step.
-        longest_chunk: tokens of the longest prompt chunk.
-        longest_context: most keys that a chunk's last token sees.
+    ``group``: query heads of a key head. ``longest_context``: most keys that a chunk's last token sees.
     """
     fits = chunks * gathered_tokens(longest_context) <= PARTIAL_RESULTS * group
     return fits and longest_context > PAGED_CONTEXT and longest_chunk * group >= GATHERED_QUERIES

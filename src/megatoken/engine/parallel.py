@@ -256,9 +256,7 @@ class TPWorkers:
     def __init__(self, ranks: int, specification: bytes) -> None:
         """Starts them.
 
-        Args:
-            ranks: rank 0 included.
-            specification: see ``worker_specification``.
+        ``ranks`` includes rank 0. ``specification``: see ``worker_specification``.
         """
         self.folder = Path(tempfile.mkdtemp(prefix="megatoken-ranks-"))
         self._groups: list[RankGroup] = []  # one, once the ranks are connected

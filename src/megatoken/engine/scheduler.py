@@ -212,9 +212,7 @@ class Scheduler:
 
         Steps run in order, so a later step may write to those pages although one in flight still reads them.
 
-        Args:
-            request_id: of the request.
-            answered: its answer is whole, so its length counts in the estimate for others.
+        ``answered``: its answer is whole, so its length counts in the estimate for others.
 
         Returns:
             True if the request was still active; one that reached its limit has been removed already.
@@ -463,9 +461,7 @@ class Scheduler:
     def _remove(self, gone: NDArray[np.intp], *, answered: bool) -> None:
         """Take the running sequences at the indices ``gone`` (ascending) out of their slots and free their pages.
 
-        Args:
-            gone: their indices.
-            answered: their answers are whole: they count in the estimate of answer lengths.
+        ``answered``: their answers are whole: they count in the estimate of answer lengths.
         """
         slots, lengths = self._running[gone].tolist(), self._length[gone].tolist()
         num_tokens, size = self._num_tokens[gone].tolist(), self._page_size

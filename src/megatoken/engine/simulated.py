@@ -93,11 +93,8 @@ def plan_simulation(
 ) -> Simulation:
     """Sizes and prices of a model on a GPU, by the same memory plan as on a real one.
 
-    Args:
-        model: its shape, or the name of one (``megatoken.engine.config.SHAPES``).
-        config: of the engine; ``tensor_parallel`` GPUs serve as one.
-        gpu: a name in ``gpu_specs.csv``.
-        seconds_per_sequence: see ``CostModel``.
+    ``model``: its shape, or the name of one (``megatoken.engine.config.SHAPES``). ``gpu``: a name in ``gpu_specs.csv``;
+    ``tensor_parallel`` of them serve as one. ``seconds_per_sequence``: see ``CostModel``.
 
     Raises:
         CheckpointError: no such shape.

@@ -29,9 +29,7 @@ MAX_SECONDS = 1.0
 def measure_client_capacity(settings: TestSettings, data_set: Dataset) -> ClientCapacity:
     """Runs LoadGen's Server scenario for at most a second against a target that answers at once.
 
-    Args:
-        settings: of the run to come; its benchmark and seeds are used.
-        data_set: whose answers are given.
+    ``settings``: of the run to come; its benchmark and seeds are used.
     """
     rows = len(data_set.requests)
     test_settings = TestSettings(

@@ -25,12 +25,9 @@ def measure(
 ) -> tuple[Prepared, Path | None]:
     """Opens the backend of ``config``, prepares, loads and runs ``test``.
 
-    Args:
-        config: what to run.
-        test: leaves a run folder; gets the configuration with the sizes that the engines took.
-        progress: where to report how far it is.
-        check: may refuse what is known before the weights are loaded: fields of ``result.json``, with a rack's nodes.
-        dry_run: stop once everything is checked.
+    ``test`` leaves a run folder; it gets the configuration with the sizes that the engines took. ``check`` may refuse
+    what is known before the weights are loaded: fields of ``result.json``, with a rack's nodes. With ``dry_run`` it
+    stops once everything is checked.
 
     Returns:
         What was prepared, and the run folder; None of a dry run.

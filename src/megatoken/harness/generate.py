@@ -33,12 +33,9 @@ def generate_file(config: RunConfig, answers: AnswerConfig, prompts: Path, out: 
 
     Until then each finished answer is in ``OUT.partial``, in the order of finishing.
 
-    Args:
-        config: model, precision, engine and ``max_tokens`` for lines that state none.
-        answers: sampling for lines that state none; its stop ids are added to those of every line.
-        prompts: JSON lines, see ``load_prompts``.
-        out: file to write: ``index``, ``token_ids`` (null from a target that answers in text), ``text`` (null without
-            a tokenizer), ``finish_reason``.
+    ``config`` and ``answers`` give what a line does not state; the stop ids of ``answers`` are added to those of every
+    line. ``prompts``: JSON lines, see ``load_prompts``. An answer has ``index``, ``token_ids`` (null from a target that
+    answers in text), ``text`` (null without a tokenizer) and ``finish_reason``.
 
     Raises:
         CheckpointError, CapacityError, DatasetError, RequestError: the first thing that cannot be used; nothing is

@@ -133,10 +133,8 @@ class LoadGenTest:
     def __init__(self, settings: TestSettings, directory: Path, start_wall_ns: int | None = None) -> None:
         """Prepares the test.
 
-        Args:
-            settings: what LoadGen is asked for.
-            directory: for the user.conf and LoadGen's logs.
-            start_wall_ns: the moment of the wall clock (``time.time_ns()``) to start at; None: at once.
+        ``directory`` gets the user.conf and LoadGen's logs. ``start_wall_ns``: the moment of the wall clock
+        (``time.time_ns()``) to start at; None: at once.
         """
         self._settings = settings
         self._start_wall_ns = start_wall_ns
@@ -248,10 +246,8 @@ class LoadGenTest:
     def complete(self, sample: int, output_tokens: int, token_ids: Sequence[int] = ()) -> None:
         """Notes that a sample has ended; sent with the next ``flush``.
 
-        Args:
-            sample: its number.
-            output_tokens: how many tokens were generated. LoadGen logs an error below 2, and the run cannot be valid.
-            token_ids: the tokens; LoadGen keeps them only if the settings say so.
+        LoadGen logs an error for fewer than 2 ``output_tokens``, and the run cannot be valid. It keeps ``token_ids``
+        only if the settings say so.
         """
         self._outstanding.remove(sample)
         self._completions.append(Completion(sample, output_tokens, token_ids))

@@ -80,10 +80,7 @@ def plan_test(config: RunConfig, rows: int, rate: float) -> TestSettings:
     LoadGen decides on count and duration, in whole passes over the data set. All other tests issue an exact number of
     samples, each row of the library once; ``library_to_data_set`` maps the rows.
 
-    Args:
-        config: of the run.
-        rows: of the data set.
-        rate: samples per second: expected (Offline), to be offered (Server, Interactive), one at a time (SingleStream).
+    ``rate``: samples per second: expected (Offline), to be offered (Server, Interactive), one at a time (SingleStream).
     """
     if config.compliance is not None:
         return _settings(config, rows, None, None, rate)

@@ -29,13 +29,9 @@ def record(
 ) -> RunFolder:
     """Creates a run folder in ``out``; it says INTERRUPTED until there is a verdict.
 
-    Args:
-        config: resolved; also gives ``scenario``, unless that is stated.
-        facts: fields of ``result.json`` that are known by now.
-        out: the folder around it.
-        name: of the run folder; None: from the time, the scenario and the model.
-        scenario: what ``result.json`` calls it.
-        notes: in addition to those of the facts.
+    ``config`` is resolved, ``facts`` are fields of ``result.json`` that are known by now, and ``notes`` come after
+    theirs. By default ``scenario`` is that of ``config``, and ``name`` follows from the time, the scenario and the
+    model.
     """
     scenario = scenario or config.scenario
     common = {"notes": [*run_notes(facts), *notes], "mode": config.mode, "rules": config.rules, "text": config.text}

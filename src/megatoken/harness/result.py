@@ -59,12 +59,8 @@ def concluded(
 ) -> dict[str, Any]:
     """What the end of a test with LoadGen adds to ``result.json``: verdict, reasons, latencies, LoadGen's figures.
 
-    Args:
-        facts: fields of ``result.json`` that are known by then.
-        log: of the test.
-        requests: table of ``SampleRow``; every sample has ended.
-        judged: what the answers showed, where they are judged.
-        compliance: whether it is a compliance test, which measures no speed.
+    ``facts``: fields of ``result.json`` that are known by then. ``requests``: table of ``SampleRow``; every sample has
+    ended. ``compliance``: whether it is a compliance test, which measures no speed.
     """
     scenario, samples, claimed = facts["scenario"], Samples.of(requests), facts["rules"] is not None
     of = benchmark(facts["benchmark"])
@@ -106,11 +102,8 @@ def concluded_soak(
 ) -> dict[str, Any]:
     """What the end of a soak adds to ``result.json``; it has no log of LoadGen.
 
-    Args:
-        facts: fields of ``result.json`` that are known by then.
-        environment: the contents of ``environment.json``.
-        requests: table of ``SampleRow``.
-        series: table of ``SeriesRow``.
+    ``facts``: fields of ``result.json`` that are known by then. ``requests`` and ``series``: tables of ``SampleRow``
+    and ``SeriesRow``.
     """
     stability = judge_soak(facts, environment, requests, series)
     failed = int(Samples.of(requests).failed.sum())

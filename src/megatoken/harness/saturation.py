@@ -65,11 +65,7 @@ class SaturationWatch:
     def __init__(self, limits: LatencyLimits, rate: float, full_samples: int, full_seconds: float) -> None:
         """Prepares a test.
 
-        Args:
-            limits: that a valid rate keeps.
-            rate: samples per second that come due on average.
-            full_samples: samples of a run of full length.
-            full_seconds: its duration.
+        ``rate``: samples per second that come due on average. The last two are of a run of full length.
         """
         self._limits = limits
         self.rate = rate
@@ -97,10 +93,7 @@ class SaturationWatch:
     def look(self, now: float, due: Floats, first: Floats) -> Saturation | None:
         """Why the rate is too high, if that is known by now.
 
-        Args:
-            now: the time.
-            due: of every sample issued and not ended, when it was due [N].
-            first: its first token, NaN where there is none yet [N].
+        ``due`` and ``first`` [N]: when every sample issued and not ended was due, and its first token, NaN without one.
         """
         self.lasted_share = now / self._full_seconds
         ended = self._ended()

@@ -136,13 +136,8 @@ class TestSession:
     ) -> Saturation | None:
         """Runs one test until it ends, a signal comes or ``watch`` finds the rate too high; ends the folder.
 
-        Args:
-            config: what to run.
-            settings: what to ask of LoadGen.
-            folder: records the test.
-            stop: asked between steps.
-            watch: sees every sample, and may end the test.
-            start_wall_ns: when LoadGen starts (``time.time_ns()``); None: at once.
+        ``watch`` sees every sample, and may end the test. ``start_wall_ns``: when LoadGen starts (``time.time_ns()``);
+        None: at once.
 
         Returns:
             Why ``watch`` ended the test early, if it did.

@@ -60,11 +60,7 @@ class SteadyLoad:
     def __init__(self, rows: int, population: int, seconds: float, seed: Sequence[int]) -> None:
         """Issues nothing before the first ``take_issued``.
 
-        Args:
-            rows: of the data set.
-            population: samples outstanding at any time.
-            seconds: how long samples are issued, counted from the first.
-            seed: of the orders.
+        Keeps ``population`` samples of ``rows`` outstanding for so many seconds, counted from the first.
         """
         self._order = passes(rows, seed)
         self._population = population
@@ -189,12 +185,8 @@ def run_soak(
 ) -> Path:
     """Warms up, keeps the target full for the duration, lets running samples end, and judges.
 
-    Args:
-        prepared: what to run.
-        config: resolved; ``min_duration_seconds`` is the duration.
-        target: what serves; no one else may use it meanwhile.
-        progress: where to report how far it is.
-        earlier: the soak to resume, which has been checked; None: a new one.
+    ``config`` is resolved; its ``min_duration_seconds`` is the duration. No one else may use ``target`` meanwhile.
+    ``earlier``: the soak to resume, which has been checked; None: a new one.
 
     Returns:
         The run folder.

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 def node_starts(runs: Mapping[str, Run], offsets: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Unix time at which each node started, by the driver's clock.
 
-    Args:
-        runs: of the nodes that finished, by name.
-        offsets: ``rack.clock_offsets``; a node without one has the driver's clock.
+    ``runs``: of the nodes that finished, by name. ``offsets``: ``rack.clock_offsets``; a node without one has the
+    driver's clock.
 
     Raises:
         UsageError: a run does not say when it started.
@@ -54,11 +53,8 @@ def gathered(
 ) -> dict[str, Any]:
     """Fields of ``result.json`` about the nodes together, whether the run finished or not.
 
-    Args:
-        facts: fields of ``result.json`` that are known by then.
-        runs: of the nodes that finished, by name.
-        silent: nodes that were lost, and why.
-        offsets: of the nodes' clocks: ``rack.clock_offsets``.
+    ``facts``: fields of ``result.json`` that are known by then. ``runs``: of the nodes that finished, by name.
+    ``silent``: why the others were lost. ``offsets``: ``rack.clock_offsets``.
     """
     starts = node_starts(runs, offsets)
     first = min(starts.values(), default=0.0)
@@ -87,9 +83,8 @@ def gathered(
 def concluded_nodes(facts: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Any]:
     """What the end of all nodes adds to ``result.json``: verdict, reasons, notes and ``aggregate``.
 
-    Args:
-        facts: fields of ``result.json`` that are known by then, those of ``gathered`` too.
-        runs: of the nodes that finished, by name; at least one.
+    ``facts``: fields of ``result.json`` that are known by then, those of ``gathered`` too. ``runs``: of the nodes that
+    finished, by name; at least one.
     """
     rack, common = facts["rack"], facts["notes"]
     verdict, reasons = verdict_of_nodes(runs, rack["replicas"], rack["lost"])

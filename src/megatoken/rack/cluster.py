@@ -61,9 +61,7 @@ class Cluster:
     def __init__(self, address: str, note: Callable[[str], None]) -> None:
         """Connects; ``auto`` without a cluster starts a local one that listens on 127.0.0.1 only.
 
-        Args:
-            address: ``auto`` or host:port.
-            note: called with messages about events of the cluster.
+        ``address``: ``auto`` or host:port. ``note`` is called with messages about events of the cluster.
 
         Raises:
             UsageError: Ray is missing, no cluster answers, or another driver holds this one.
@@ -141,11 +139,8 @@ class Cluster:
     def serve(self, hub: Hub, key: bytes, replan: Callable[[Sequence[Node]], Sequence[Slot]], replace: bool) -> None:
         """Connects every process to ``hub``, waits until all are, and watches from now on.
 
-        Args:
-            hub: of this run.
-            key: secret of this run, which the hub knows.
-            replan: the slots that the nodes alive now should have.
-            replace: whether lost processes are restarted.
+        ``key``: secret of this run, which the hub knows. ``replan``: the slots that the nodes alive now should have.
+        ``replace``: whether lost processes are restarted.
 
         Raises:
             MegatokenError: a process did not connect.
@@ -169,9 +164,7 @@ class Cluster:
     def serve_at(self, addresses: Mapping[str, tuple[str, int]], key: bytes) -> None:
         """Connects every process to the driver of its own node; nothing is watched or replaced.
 
-        Args:
-            addresses: of those drivers, by name of the node.
-            key: secret of this run, which they know.
+        ``addresses``: of those drivers, by name of the node. ``key``: secret of this run, which they know.
         """
         for process in self._processes.values():
             host, port = addresses[process.slot.places[0].node]

@@ -66,9 +66,7 @@ class Wanted:
 def name_nodes(found: Sequence[Node], known: dict[str, str]) -> list[Node]:
     """The nodes under distinct names, sorted by name; of nodes with equal names, later ones get numbers.
 
-    Args:
-        found: the nodes that are alive, under the names they give themselves.
-        known: names by Ray's id, kept from call to call: a node keeps its name, and a lost node frees it.
+    ``known``: names by Ray's id, kept from call to call: a node keeps its name, and a lost node frees it.
     """
     for gone in known.keys() - {node.ray_id for node in found}:
         del known[gone]

@@ -51,12 +51,8 @@ class Replica:
     ) -> None:
         """Starts the engine's thread.
 
-        Args:
-            engine: used by this replica only.
-            name: of the thread.
-            streams: whether first tokens are reported at once.
-            keep_ids: whether the ids of answers are reported, not only their number.
-            notify: called, on any thread, when the driver should get a report soon.
+        ``notify`` is called, on any thread, when the driver should get a report soon. The others are as in
+        ``WorkerSpec``.
         """
         self._engine = engine
         self._streams, self._keep_ids = streams, keep_ids

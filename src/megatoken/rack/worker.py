@@ -60,13 +60,7 @@ class Worker:
     ) -> None:
         """Starts a thread for each engine.
 
-        Args:
-            engines: one per replica.
-            number: by which the driver knows this worker.
-            streams: whether first tokens are reported at once.
-            keep_ids: whether the ids of answers are reported.
-            dead_after_seconds: silence after which the driver counts as out of reach.
-            reconnect_seconds: how long the driver may be out of reach before the worker ends.
+        The driver knows this worker by ``number``. The other options are as in ``WorkerSpec``.
         """
         self._number = number
         self._streams = streams

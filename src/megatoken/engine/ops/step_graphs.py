@@ -76,10 +76,7 @@ class StepGraphs:
         The functions are the same each time but not stored: an engine must be freed as soon as its last reference is
         gone, and after ``gc.freeze`` one in a reference cycle never is.
 
-        Args:
-            arrays: the step.
-            forward: computes it.
-            catch_up: waits for the device, or raises if a rank has ended.
+        ``forward`` computes the step. ``catch_up`` waits for the device, or raises if a rank has ended.
         """
         chunks, samples = len(arrays.lengths) - arrays.decodes, arrays.samples
         shape = self._shape(len(arrays.token_ids), chunks, int(arrays.lengths.max()))
