@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral
@@ -17,7 +17,6 @@ _LARGEST_SEED = 2**63 - 1
 _LARGEST_TOP_K = 2**31 - 1
 _LARGEST_MAX_TOKENS = 10**30  # far beyond any engine, which refuses what is too long with its own numbers
 _MOST_LOGPROBS = 20
-_LARGEST_PENALTY = 2.0
 _LARGEST_BIAS = 100.0
 
 
@@ -229,27 +228,24 @@ def used_options(request: Request) -> set[str]:
     return {name for name, is_used in used.items() if is_used}
 
 
+_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: 0 <= value < math.inf, "finite and not negative"),
+    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    "min_p": (lambda value: 0 <= value <= 1, "at least 0 and at most 1"),
+    "repetition_penalty": (lambda value: 0 < value < math.inf, "finite and above 0"),
+    "presence_penalty": (lambda value: -2 <= value <= 2, "at least -2 and at most 2"),
+    "frequency_penalty": (lambda value: -2 <= value <= 2, "at least -2 and at most 2"),
+}
+
+
 def _check_sampling(sampling: Sampling) -> None:
     _check_count("top_k", sampling.top_k, 0, _LARGEST_TOP_K, "0 (all) or more")
     if sampling.seed is not None:
         _check_count("seed", sampling.seed, -_LARGEST_SEED - 1, _LARGEST_SEED, f"at least {-_LARGEST_SEED - 1:,}")
-    if not 0 <= _number("temperature", sampling.temperature) < math.inf:
-        raise RequestError(
-            f"temperature is {_shown(sampling.temperature)}; it must be finite and not negative", "temperature"
-        )
-    if not 0 < _number("top_p", sampling.top_p) <= 1:
-        raise RequestError(f"top_p is {_shown(sampling.top_p)}; it must be above 0 and at most 1", "top_p")
-    if not 0 <= _number("min_p", sampling.min_p) <= 1:
-        raise RequestError(f"min_p is {_shown(sampling.min_p)}; it must be at least 0 and at most 1", "min_p")
-    if not 0 < _number("repetition_penalty", sampling.repetition_penalty) < math.inf:
-        raise RequestError(
-            f"repetition_penalty is {_shown(sampling.repetition_penalty)}; it must be finite and above 0",
-            "repetition_penalty",
-        )
-    for name in ("presence_penalty", "frequency_penalty"):
-        penalty = getattr(sampling, name)
-        if not -_LARGEST_PENALTY <= _number(name, penalty) <= _LARGEST_PENALTY:
-            raise RequestError(f"{name} is {_shown(penalty)}; it must be at least -2 and at most 2", name)
+    for name, (accepts, wanted) in _RANGES.items():
+        value = getattr(sampling, name)
+        if not accepts(_number(name, value)):
+            raise RequestError(f"{name} is {_shown(value)}; it must be {wanted}", name)
     bias = sampling.logit_bias
     if not isinstance(bias, Mapping):
         raise RequestError(f"logit_bias is {_shown(bias)}; it must map token ids to numbers", "logit_bias")

@@ -10,7 +10,8 @@ import random
 import time
 from array import array
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,35 +161,28 @@ def _made_up(key: int, count: int, vocabulary_size: int, stop_ids: list[int]) ->
     return tuple(ids.tolist())
 
 
+@dataclass(slots=True)
 class _Step:
     """A simulated step on its way, as ``LaunchedStep``."""
 
-    __slots__ = ("_answers", "_clock", "_end", "_num_tokens", "_request_ids", "seconds")
-    errors: Mapping[int, MegatokenError] = {}
-    logprobs: Mapping[int, TokenLogprobs] = {}
-
-    def __init__(
-        self,
-        clock: Clock,
-        end: float,
-        seconds: float,
-        request_ids: list[int],
-        num_tokens: list[int],
-        answers: list[_Answer],
-    ) -> None:
-        self.seconds = seconds
-        self._clock, self._end = clock, end
-        self._request_ids, self._num_tokens, self._answers = request_ids, num_tokens, answers
+    clock: Clock
+    end: float
+    seconds: float
+    request_ids: list[int]
+    num_tokens: list[int]
+    answers: list[_Answer]
+    errors: ClassVar[Mapping[int, MegatokenError]] = {}
+    logprobs: ClassVar[Mapping[int, TokenLogprobs]] = {}
 
     def choose(self) -> None:
         pass
 
     def wait(self) -> list[tuple[int, tuple[int, ...]]]:
-        self._clock.wait_until(self._end)
+        self.clock.wait_until(self.end)
         # The logits of the last of ``tokens`` computed ones yield the token at that place; nothing if it has ended.
         return [
             (request_id, answer.ids[len(answer.request.generated) : tokens - answer.prompt_tokens + 1])
-            for request_id, tokens, answer in zip(self._request_ids, self._num_tokens, self._answers, strict=True)
+            for request_id, tokens, answer in zip(self.request_ids, self.num_tokens, self.answers, strict=True)
         ]
 
 

@@ -42,8 +42,12 @@ def find_rate(session: TestSession, first_rate: float) -> Path:
         with interrupted_by_errors(folder, session.progress):
             prober = _Prober(session, folder, stop)
             goal = Goal(limits, prober.full_length, settings.seeds.schedule, config.probe_seconds)
-            finder = RateFinder(goal, first_rate, prober.measure, session.progress.note)
-            prober.finder = finder
+
+            def note(line: str) -> None:
+                session.progress.note(line)
+                folder.add_facts({"rate_search": finder.facts()})
+
+            finder = RateFinder(goal, first_rate, prober.measure, note)
             _finish(folder, finder, None if stop.received else finder.run(), stop)
     return folder.path
 
@@ -67,9 +71,7 @@ def _finish(folder: RunFolder, finder: RateFinder, confirmed: str | None, stop: 
 
 
 class _Prober:
-    """Runs the probes of a finder and records its state after each."""
-
-    finder: RateFinder
+    """Runs the probes of a finder."""
 
     def __init__(self, session: TestSession, folder: RunFolder, stop: StopSignals) -> None:
         self._session = session
@@ -84,8 +86,6 @@ class _Prober:
 
     def measure(self, tried: Try, probe: Probe) -> Outcome | None:
         """Runs one probe; None after a signal."""
-        if self._count:
-            self._folder.add_facts({"rate_search": self.finder.facts()})
         self._count += 1
         changes: dict[str, object] = {"rate": probe.rate, "find_rate": False, "probe_seconds": None}
         if probe.seconds is not None:

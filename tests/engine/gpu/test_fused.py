@@ -155,14 +155,6 @@ def test_add_rms_norm_repeats(rows: int, hidden: int) -> None:
     assert_same_bits(run)
 
 
-def test_writes_to_the_given_output() -> None:
-    delta, residual, weight = norm_inputs(2, 64)
-    out = torch.empty(2, 64, dtype=E4M3, device=DEVICE)
-    assert fused.add_rms_norm(delta, residual, weight, EPSILON, scalar(0.01), out) is out
-    assert out.float().isfinite().all()
-    assert fused.silu_mul(normal(2, 128, seed=1), scalar(0.01), out) is out
-
-
 def test_refuses_views_with_gaps() -> None:
     with pytest.raises(ValueError, match="expected contiguous tensors"):
         fused.silu_mul(normal(4, 64, seed=1)[:, :32])
@@ -320,8 +312,7 @@ def test_rotate_and_write_is_the_same_for_every_launch(block_heads: int, warps: 
     names = ("qkv_TN", "cos_LE", "sin_LE", "positions_T")
     q, k, _ = rotate_reference(**{name: inputs[name] for name in names}, kv_heads=2)
     expected = written(inputs["k_cache"], k, 1.0, inputs["cache_slots_T"])
-    q_out = torch.empty(3, 6, 16, dtype=torch.bfloat16, device=DEVICE)
-    assert fused.rotate_and_write(**inputs, q_out=q_out, block_heads=block_heads, warps=warps) is q_out
+    q_out = fused.rotate_and_write(**inputs, block_heads=block_heads, warps=warps)
     assert_rounded_sums(q_out, q)
     assert_rounded_sums(inputs["k_cache"][1:], expected[1:])
 

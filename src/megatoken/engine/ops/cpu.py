@@ -145,8 +145,8 @@ def linear_add_norm(
     """The product and the sum in one pass, then the norm."""
     if ranks is None:
         residual_TN = linear_add(x_TD, linear_, residual_TN)
-        return residual_TN, rms_norm(residual_TN, weight_N, epsilon)
-    residual_TN = residual_TN + ranks.add(linear(x_TD, linear_))
+    else:
+        residual_TN = residual_TN + ranks.add(linear(x_TD, linear_))
     return residual_TN, rms_norm(residual_TN, weight_N, epsilon)
 
 

@@ -97,7 +97,6 @@ def add_rms_norm(
     weight_D: Tensor,
     epsilon: float,
     scale: Tensor | None = None,
-    out: Tensor | None = None,
     *,
     warps: int | None = None,
 ) -> Tensor:
@@ -109,15 +108,13 @@ def add_rms_norm(
         weight_D: bf16 or fp32 [D], D up to 16,384.
         epsilon: added to the mean square.
         scale: fp32, one element: the result is e4m3 of ``y / scale``. None: the result is bf16.
-        out: [T, D] to write to.
         warps: per program; by default one for 1,024 columns.
 
     Returns:
         e4m3 or bf16 [T, D].
     """
-    if out is None:
-        dtype = residual_TD.dtype if scale is None else torch.float8_e4m3fn
-        out = torch.empty(residual_TD.shape, dtype=dtype, device=residual_TD.device)
+    dtype = residual_TD.dtype if scale is None else torch.float8_e4m3fn
+    out = torch.empty(residual_TD.shape, dtype=dtype, device=residual_TD.device)
     _launch_add_rms_norm(delta_TD, residual_TD, weight_D, epsilon, scale, out, None, warps)
     return out
 
@@ -180,15 +177,12 @@ def _silu_mul_rows_kernel(gate_up, out, out_scale, F: tl.constexpr, BLOCK: tl.co
         tl.store(out + row * F + column, y.to(out.dtype.element_ty), mask=column < F)
 
 
-def silu_mul(
-    gate_up_T2F: Tensor, scale: Tensor | None = None, out: Tensor | None = None, *, block: int = 2048, warps: int = 4
-) -> Tensor:
+def silu_mul(gate_up_T2F: Tensor, scale: Tensor | None = None, *, block: int = 2048, warps: int = 4) -> Tensor:
     """``silu(gate) * up``.
 
     Args:
         gate_up_T2F: bf16 [T, 2 F], gate in the first F columns.
         scale: fp32, one element: the result is e4m3 of ``y / scale``. None: the result is bf16.
-        out: [T, F] to write to.
         block: columns per program.
         warps: per program.
 
@@ -196,10 +190,9 @@ def silu_mul(
         e4m3 or bf16 [T, F].
     """
     rows, width = gate_up_T2F.shape
-    if out is None:
-        dtype = gate_up_T2F.dtype if scale is None else torch.float8_e4m3fn
-        out = torch.empty((rows, width // 2), dtype=dtype, device=gate_up_T2F.device)
-    require_contiguous(gate_up_T2F, out)
+    dtype = gate_up_T2F.dtype if scale is None else torch.float8_e4m3fn
+    out = torch.empty((rows, width // 2), dtype=dtype, device=gate_up_T2F.device)
+    require_contiguous(gate_up_T2F)
     grid = rows * triton.cdiv(width // 2, block)
     _silu_mul_kernel[(grid,)](gate_up_T2F, scale, out, width // 2, block, num_warps=warps)
     return out
@@ -335,7 +328,6 @@ def rotate_and_write(
     q_norm_E: Tensor | None = None,
     k_norm_E: Tensor | None = None,
     epsilon: float = 0.0,
-    q_out: Tensor | None = None,
     *,
     block_heads: int = 16,
     warps: int = 4,
@@ -355,7 +347,6 @@ def rotate_and_write(
         q_norm_E: RMSNorm weight of each query head before the rotation (Qwen3).
         k_norm_E: the same for keys.
         epsilon: of these norms.
-        q_out: [T, H, E] to write to.
         block_heads: heads per program, a power of two.
         warps: per program; with fewer than 4 the tables go through shared memory.
 
@@ -365,9 +356,8 @@ def rotate_and_write(
     _, kv_heads, page_size, head_dim = k_cache.shape
     rows, width = qkv_TN.shape
     heads = width // head_dim - 2 * kv_heads
-    if q_out is None:
-        q_out = torch.empty((rows, heads, head_dim), dtype=qkv_TN.dtype, device=qkv_TN.device)
-    require_contiguous(qkv_TN, cos_LE, sin_LE, k_cache, v_cache, q_out)
+    q_out = torch.empty((rows, heads, head_dim), dtype=qkv_TN.dtype, device=qkv_TN.device)
+    require_contiguous(qkv_TN, cos_LE, sin_LE, k_cache, v_cache)
     parts = triton.cdiv(heads, block_heads) + 2 * triton.cdiv(kv_heads, block_heads)
     _rotate_and_write_kernel[(rows * parts,)](
         qkv_TN, cos_LE, sin_LE, positions_T, cache_slots_T, k_cache, v_cache, 1.0 / k_scale, 1.0 / v_scale,
