@@ -1,10 +1,11 @@
-"""The driver's records of a rack: places, events of samples, the state of every replica, losses."""
+"""The driver's records of a rack: places, states of replicas, losses, and the events that every target reports."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 

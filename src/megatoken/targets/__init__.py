@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatoken.engine.request import Request
 from megatoken.engine.state import ReplicaState
 from megatoken.hardware.telemetry import Telemetry
