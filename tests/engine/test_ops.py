@@ -491,7 +491,6 @@ def test_attention_of_a_whole_step(
         *(0, slots, slots.astype(np.int64), start.astype(np.int32), count.astype(np.int32), sample),
         *(len(decodes), (), nothing, nothing, nothing),
     )
-    config = ModelConfig("test", 1, 1, 1, 2 * group, 2, head_dim, 1, 1)
     pool = make_pool(
         (start + count).tolist(),
         seed,
@@ -510,7 +509,7 @@ def test_attention_of_a_whole_step(
         if not compiled:
             patch.setattr(native, "library", lambda: None)
         arrays = step_arrays(plan, pool.pages - 1, 16, lambda one, start, count: [0] * count, padded_tokens)
-        batch = cpu.prepare(arrays, torch.zeros(len(slots), dtype=torch.int64), pool.cache, config)
+        batch = cpu.prepare(arrays, torch.zeros(len(slots), dtype=torch.int64))
         query = normal(seed, len(arrays.positions), 2 * group, head_dim).to(dtype)
         actual = cpu.attention(query, pool.cache, batch, None)
         sampled = query.index_select(0, batch.sample_indices)

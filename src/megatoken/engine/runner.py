@@ -353,7 +353,7 @@ class ModelRunner:
         """The logits of one step on the device."""
         if self._graphs is not None and self._graphs.takes(arrays):
             return _Computed(*self._graphs.run(arrays, self._forward, self._catch_up))
-        batch = self._ops.prepare(arrays, self._last_tokens, self._cache[0], self._config)
+        batch = self._ops.prepare(arrays, self._last_tokens)
         logits_SV = self._forward(batch)
         return _Computed(logits_SV, self._ops.greedy(logits_SV), batch.sample_slots)
 

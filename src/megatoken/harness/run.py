@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from megatoken.accuracy.gate import Gate
+from megatoken.analysis.repeats import REPEATS, summarise_repeats
 from megatoken.config import RunConfig
 from megatoken.datasets.requests import Dataset
+from megatoken.files import to_json, write_text
 from megatoken.harness.find_rate import find_rate
+from megatoken.harness.loadgen import TestSettings
 from megatoken.harness.progress import Progress
-from megatoken.harness.repeats import repeat
 from megatoken.harness.session import TestSession
 from megatoken.harness.stop import StopSignals
 from megatoken.harness.text_stages import Codec
+from megatoken.runs.run import Run, read_run
+from megatoken.runs.writer import run_name
 from megatoken.targets import Target
 
 
@@ -39,8 +44,24 @@ def run_scenario(
     if config.find_rate:
         return find_rate(session, offered)
     if config.repeat > 1:
-        return repeat(session, settings)
+        return _repeat(session, settings)
     with StopSignals() as stop:
         folder = session.create_folder(config, settings, config.out, stop=stop)
         session.run(config, settings, folder, stop)
     return folder.path
+
+
+def _repeat(session: TestSession, settings: TestSettings) -> Path:
+    """Runs a test ``config.repeat`` times, each with a run folder; a signal ends the current one and skips the rest."""
+    config = session.config
+    name = run_name(datetime.now(UTC), config.scenario, config.model)
+    parent = config.out / f"{name}-repeats"
+    runs: list[Run] = []
+    with StopSignals() as stop:
+        while not runs or (len(runs) < config.repeat and not stop.received):
+            session.progress.note(f"run {len(runs) + 1} of {config.repeat}")
+            folder = session.create_folder(config, settings, parent, f"{len(runs) + 1:03}", stop)
+            session.run(config, settings, folder, stop)
+            runs.append(read_run(folder.path))
+            write_text(parent / REPEATS, to_json(summarise_repeats(runs, config.repeat)))
+    return parent

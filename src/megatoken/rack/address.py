@@ -32,7 +32,7 @@ def find_cluster(address: str, note: Callable[[str], None]) -> str | None:
         where, fix = ("", "give --rack auto") if address != "auto" else (" (RAY_ADDRESS)", "unset RAY_ADDRESS")
         if not answers(asked):
             raise UsageError(f"no Ray cluster answers at {asked}{where}; start one with: {START} --head, or {fix}")
-        if not has_node_here(asked):
+        if _node_here(asked) is None:
             raise UsageError(
                 f"no node of the Ray cluster at {asked}{where} runs on this machine; start one with: "
                 f"{START} --address={asked}, or {fix}"
@@ -44,7 +44,7 @@ def find_cluster(address: str, note: Callable[[str], None]) -> str | None:
     except OSError:
         return None
     if answers(asked):
-        if has_node_here(asked):
+        if _node_here(asked) is not None:
             return asked
         note(f"no node of the Ray cluster at {asked} (from {left}) runs here; using this machine alone")
     else:
@@ -63,11 +63,8 @@ def answers(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS) as connection:
-            if os.environ.get("RAY_USE_TLS", "0").lower() in (
-                "1",
-                "true",
-            ):  # it answers only clients with its keys
-                return True
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return True  # it answers only clients with its keys
             connection.settimeout(ANSWER_SECONDS)
             connection.sendall(HTTP2_PREFACE)
             head = b""
@@ -76,11 +73,6 @@ def answers(address: str) -> bool:
             return len(head) == FRAME_HEAD_BYTES and head[3] == SETTINGS_FRAME
     except (OSError, ValueError, OverflowError):
         return False
-
-
-def has_node_here(address: str) -> bool:
-    """Whether a raylet of that cluster runs on this machine: a driver needs one, and Ray waits a minute for it."""
-    return _node_here(address) is not None
 
 
 def check_token(address: str) -> None:
@@ -108,6 +100,7 @@ def check_token(address: str) -> None:
 
 
 def _node_here(address: str) -> psutil.Process | None:
+    """A raylet of that cluster on this machine: a driver needs one, and Ray waits a minute for it."""
     port = address.rpartition(":")[2]
     for process in psutil.process_iter(["cmdline", "status"]):
         words = " ".join(process.info["cmdline"] or ()).split()

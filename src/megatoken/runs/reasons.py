@@ -195,15 +195,6 @@ NOTES: Mapping[str, tuple[str, ...]] = {
         "CPU contention: the driver waited for a core {share:percent} of the time, so replicas may have waited for"
         " samples. Stop other work on its machine",
     ),
-    "CHANGED_DATA_SET": ("{path}: the {algorithm} sum is {found}; {required} is published for {data_set} ({source})",),
-    "SHORTENED_ANSWERS": (
-        "{rows:,} of {prompts:count prompt} leave less than {max_tokens:,} tokens for the answer in the context of"
-        " {max_length:,}; those answers end there",
-    ),
-    "SCALED_LENGTHS": (
-        "{found:,} of {rows:count row} exceeded the context of {max_length:,} tokens and were scaled down to it, prompt"
-        " and answer alike: {tokens_before:,} tokens became {tokens:,}",
-    ),
 }
 TEMPLATES = {**REASONS, **FINDINGS, **NOTES}
 

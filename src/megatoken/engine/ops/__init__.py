@@ -68,7 +68,7 @@ class Ops(Protocol):
     def padded_tokens(self, tokens: int, weights_bytes: int) -> int:
         """Tokens to run instead of ``tokens``, where every new number would cost the back end time and memory."""
 
-    def prepare(self, arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: ModelConfig) -> Any:
+    def prepare(self, arrays: StepArrays, last_tokens: Tensor) -> Any:
         """Bring one step to the device, with the indices that ``attention`` needs in all layers.
 
         ``last_tokens``: int64 [slots], the newest token of each slot.

@@ -192,7 +192,7 @@ def padded_tokens(tokens: int, weights_bytes: int) -> int:
     return -(-tokens // step) * step
 
 
-def prepare(arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: ModelConfig) -> Batch:
+def prepare(arrays: StepArrays, last_tokens: Tensor) -> Batch:
     """Views of the arrays, and the tables of the paged attention."""
     token_ids = torch.from_numpy(arrays.token_ids.astype(np.int64))
     decodes = arrays.decodes

@@ -86,7 +86,7 @@ def fix_input_scales(linears: Iterable[Linear]) -> int:
     return sum(linear.fix_input_scale() for linear in linears)
 
 
-def prepare(arrays: StepArrays, last_tokens: Tensor, cache: LayerCache, config: ModelConfig) -> Batch:
+def prepare(arrays: StepArrays, last_tokens: Tensor) -> Batch:
     """All indices through one pinned buffer and one asynchronous copy."""
     parts = index_parts(arrays)
     return unpack(arrays, parts, pack(parts).to(last_tokens.device, non_blocking=True), last_tokens)
