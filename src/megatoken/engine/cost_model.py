@@ -123,13 +123,9 @@ class CostModel:
     ) -> None:
         """Derive everything that is the same for all steps.
 
-        Args:
-            model: the whole model, even if ``ranks`` share it.
-            scheme: number format of the layers' linears.
-            gpu: the GPU.
-            ranks: GPUs that share each layer.
-            seconds_per_sequence: time that the serving software adds to a step for each sequence.
-            cuda_graphs: whether the engine records short steps.
+        ``model``: the whole model, even if ``ranks`` share each layer. ``scheme``: of the layers' linears.
+        ``seconds_per_sequence``: time that the serving software adds to a step for each sequence. ``cuda_graphs``:
+        whether the engine records short steps.
 
         Raises:
             ConfigError: the GPU has no such products, or its link to other ranks is unknown.
@@ -207,8 +203,11 @@ class CostModel:
     ) -> StepCost:
         """The cost of a step.
 
-        ``cached_tokens``: keys that the decodes see, summed. ``chunks``: first position and length of each prompt
-        chunk. ``samples``: tokens that are sampled.
+        Args:
+            decodes: sequences that decode one token each.
+            cached_tokens: keys that they see, summed.
+            chunks: first position and length of each prompt chunk.
+            samples: tokens that are sampled.
         """
         tokens, pairs, sequences = float(decodes), 0.0, decodes
         longest_chunk = longest_context = 0

@@ -100,13 +100,8 @@ class Scheduler:
     ) -> None:
         """Starts without requests.
 
-        Args:
-            max_batched_tokens: tokens in a step.
-            max_sequences: slots for running sequences.
-            page_size: tokens in a page of cache.
-            num_pages: pages of cache.
-            max_length: tokens of the longest request, prompt and generated together.
-            prefix_cache: requests share the pages of equal prefixes.
+        ``max_length``: tokens of the longest request, prompt and generated together. ``prefix_cache``: requests share
+        the pages of equal prefixes.
 
         Raises:
             ValueError: a size below 1.

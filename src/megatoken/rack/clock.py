@@ -38,12 +38,8 @@ class OffsetEstimate:
     def note(self, sent_ns: int, received_ns: int, wall_ns: int, their_monotonic_ns: int, their_wall_ns: int) -> None:
         """Takes one round trip.
 
-        Args:
-            sent_ns: our monotonic time when the question left.
-            received_ns: the same when the answer came.
-            wall_ns: our wall clock when the answer came.
-            their_monotonic_ns: theirs when they answered.
-            their_wall_ns: their wall clock at that moment.
+        All times are in ns: ours when the question left and when the answer came, our wall clock then, and theirs when
+        they answered.
         """
         trip = received_ns - sent_ns
         middle = sent_ns + trip // 2

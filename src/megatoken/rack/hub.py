@@ -71,12 +71,9 @@ class Hub:
     def __init__(self, host: str, key: bytes, *, streams: bool, dead_after_seconds: float, wait_seconds: float) -> None:
         """Listens on ``host`` and starts the thread.
 
-        Args:
-            host: address of this machine that the workers reach.
-            key: secret of this run, which they know too.
-            streams: whether events are timed by their arrival here, where a user would wait for tokens.
-            dead_after_seconds: silence, or length of a step, after which a replica counts as lost.
-            wait_seconds: how long a rack without replicas waits for one.
+        ``host``: address of this machine that the workers reach. ``key``: secret of this run, which they know too. With
+        ``streams`` events are timed by their arrival here, where a user would wait for tokens. A replica counts as lost
+        after ``dead_after_seconds`` of silence or in one step. A rack without replicas waits ``wait_seconds`` for one.
         """
         self._key, self._streams = key, streams
         self._dead_after_seconds, self._wait_seconds = dead_after_seconds, wait_seconds

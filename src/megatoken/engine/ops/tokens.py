@@ -30,8 +30,10 @@ def _gather_tokens_kernel(host_ids, table_slots, last_tokens, out, rows, BLOCK: 
 def gather_tokens(host_ids_T: Tensor, table_slots_T: Tensor, last_tokens: Tensor) -> Tensor:
     """The id of each token of a step, from the host or from the table of the newest sampled ids.
 
-    ``host_ids_T``: int32 [T]. ``table_slots_T``: int32 [T], -1 to take the host's id. ``last_tokens``: int32 or int64
-    [slots].
+    Args:
+        host_ids_T: int32 [T].
+        table_slots_T: int32 [T], -1 to take the host's id.
+        last_tokens: int32 or int64 [slots].
 
     Returns:
         [T] in the table's dtype.
