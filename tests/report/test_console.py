@@ -147,7 +147,7 @@ def test_server_latencies_are_called_by_their_names(make_run):
 
 def document_shown(name: str, width: int = 100, terminal: bool = False) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=terminal, highlight=False)
-    show(DOCUMENTS[name](), console)
+    show(DOCUMENTS[name](), console, full=True)
     return console.file.getvalue()
 
 
@@ -191,11 +191,24 @@ def test_findings_come_gravest_first_with_what_where_and_why():
     assert severities == ["fail", "warn", "unknown", "note"]
 
 
-def test_the_counts_are_the_first_thing_said_and_claims_have_their_right_value():
+def test_the_answers_are_the_first_thing_said_and_claims_have_their_right_value():
     text = document_shown("audit")
-    assert text.splitlines()[1].startswith("1 fail  1 warn  1 unknown  1 note  19 pass  the artefacts break rules")
+    lines = text.splitlines()
+    assert lines[1] == "  1 of 3 claims holds; 1 check of the artefacts fails."
+    assert lines[2].startswith("  What breaks: “more than 1.1 million tokens per second on a single VM” is ")
+    assert lines[3].startswith("  What the artefacts cannot answer: “")
+    assert lines[5].startswith("1 fail  1 warn  1 unknown  1 note  19 pass  the artefacts break rules")
     assert "does not hold  more than 1.1 million tokens per second on a single VM\n" in text
     assert "  Recomputed: 62,803.9 tokens/s · the fastest of 18 nodes\n" in text
+
+
+def test_an_audit_fits_one_screen_unless_all_of_it_is_asked_for():
+    console = Console(file=io.StringIO(), width=100, highlight=False)
+    show(DOCUMENTS["audit"](), console)
+    brief = console.file.getvalue().splitlines()
+    assert len(brief) < 40 < len(document_shown("audit").splitlines())
+    assert "Summary and detail log state different target_qps" in "\n".join(brief)
+    assert brief[-1] == "Everything else: --full prints it, --out DIR makes a page of it."
 
 
 def test_published_aggregates_are_printed_with_their_formulas():

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from megatoken.cli.flags import flag, place
 from megatoken.cli.output import Json, Out, counted, deliver
 
@@ -19,6 +21,9 @@ def audit(
         str | None,
         flag("v5.1", "MLPerf round to check against. Default for submissions: the round of their seeds.", "--round"),
     ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Print every claim and finding, nodes, artefacts and inputs.")
+    ] = False,
     out: Out = None,
     json_only: Json = False,
 ) -> int:
@@ -32,5 +37,5 @@ def audit(
         result = audited(path, round=mlperf_round, progress=progress)
     answers = judge_files(files, result.evidence)
     result = replace(result, claims=tuple(answer.to_document() for answer in answers))
-    deliver(result.to_document(), json_only=json_only, out=out)
+    deliver(result.to_document(), json_only=json_only, out=out, full=full)
     return result.exit_code

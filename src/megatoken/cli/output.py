@@ -29,15 +29,15 @@ def print_result(document: Mapping[str, Any], show: Callable[[], object], *, jso
             show()
 
 
-def deliver(document: Mapping[str, Any], *, json_only: bool, out: Path | None) -> None:
-    """Print a document; save it and its page in ``out`` if given."""
+def deliver(document: Mapping[str, Any], *, json_only: bool, out: Path | None, full: bool = False) -> None:
+    """Print a document, in brief unless ``full``; save it and its page in ``out`` if given."""
     from megatoken.report import save_document
     from megatoken.report.console import show
 
     saved = save_document(document, out) if out is not None else ()
 
     def show_all() -> None:
-        show(document)
+        show(document, full=full)
         for path in saved:
             print(f"Saved: {path}")
 

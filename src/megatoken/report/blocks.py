@@ -145,13 +145,17 @@ def section(title: str, *blocks: Block | None) -> Section:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A report: its title, a summary, then the sections that are not empty."""
+    """A report: its title, a summary, then the sections that are not empty.
+
+    A terminal shows ``brief``, if there is one, in place of the sections unless all of them are asked for.
+    """
 
     title: str
     subject: str  # one word for the window's title, such as the verdict
     summary: tuple[Block, ...]
     sections: tuple[Section, ...] = field(default=())
     footer: str = ""
+    brief: tuple[Table, ...] = ()
 
 
 def text_of(cell: Cell) -> str:

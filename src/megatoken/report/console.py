@@ -55,13 +55,16 @@ GAP = 3  # characters between columns
 TONES = {"good": "bold green", "bad": "bold red", "warn": "bold yellow", "plain": "bold cyan", "quiet": "bold"}
 
 
-def show(subject: Run | Document | Mapping[str, Any], console: Console | None = None) -> None:
-    """Print a run or a document on ``console``, by default on standard output; colour only where that is a terminal."""
+def show(subject: Run | Document | Mapping[str, Any], console: Console | None = None, *, full: bool = False) -> None:
+    """Print a run or a document on ``console``, by default on standard output; colour only where that is a terminal.
+
+    A document whose report is long is shown in brief unless ``full``.
+    """
     console = console or Console(highlight=False)
     if isinstance(subject, Run):
         _show_run(subject, console)
     else:
-        _show_view(document_view(subject if isinstance(subject, Document) else checked(subject)), console)
+        _show_view(document_view(subject if isinstance(subject, Document) else checked(subject)), console, full)
 
 
 def show_table(table: Table, console: Console | None = None) -> None:
@@ -147,12 +150,17 @@ def _least_metrics_width(rows: list[MetricRow]) -> int:
     return NARROWEST_TEXT + 6 + max(len(row.unit) for row in rows) + max(len(row.value) for row in rows)
 
 
-def _show_view(view: View, console: Console) -> None:
+def _show_view(view: View, console: Console, full: bool) -> None:
     console.print(Text(clean(view.title), style="bold"), soft_wrap=True)
     for block in view.summary:
         _show_block(block, console)
-    for section in view.sections:
-        _show_section(section, console)
+    if not view.brief or full:
+        for section in view.sections:
+            _show_section(section, console)
+        return
+    for table in view.brief:
+        _show_section(Section(table.caption, (table,)), console)
+    console.print("\nEverything else: --full prints it, --out DIR makes a page of it.")
 
 
 def _show_section(section: Section, console: Console) -> None:

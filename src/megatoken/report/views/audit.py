@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from megatoken.report.blocks import Badge, Cell, Column, Fold, Table, Verdict, View, Words, section
+from megatoken.report.blocks import Badge, Block, Cell, Column, Fold, Points, Table, Verdict, View, Words, section
 from megatoken.report.documents import Document
 from megatoken.report.views.aggregate import aggregate_sections, node_figures
 from megatoken.report.views.common import records_table, view
 from megatoken.report.words import plain_text
-from megatoken.text import exact, is_number, precise
+from megatoken.text import count_of, exact, is_number, precise
 
 KNOWN = ("findings", "counts", "claims", "aggregate", "nodes", "artefacts")
 _SEVERITY_TONES = {"fail": "bad", "warn": "warn", "unknown": "quiet", "note": "plain", "pass": "good"}
@@ -24,6 +24,8 @@ ARTEFACT_KEYS = (
 )
 LEGIBLE_FINDINGS = 400
 LEGIBLE_PLACES = 2
+NAMED = 2  # claims or findings in a sentence; further ones are counted
+BRIEF_ROWS = 12
 
 
 def audit_view(document: Document) -> View:
@@ -38,12 +40,100 @@ def audit_view(document: Document) -> View:
         section("Nodes", *node_figures(own_nodes, aggregate), records_table("Nodes", own_nodes)),
         section("Artefacts", _artefacts(document.parts("artefacts"))),
     )
-    summary = [Verdict(tuple(_counts(findings)), _meaning(findings))]
+    counts = [Verdict(tuple(_counts(findings)), _meaning(findings))]
     if claims:
         answers = Counter(claim.text("answer") for claim in claims)
         badges = tuple(Badge(f"{count} {word}", ANSWERS[word].tone) for word in ANSWERS if (count := answers[word]))
-        summary.append(Verdict(badges, f"of {len(claims)} claims" if len(claims) > 1 else "the claim"))
-    return view(document, _subject(findings), summary, sections, KNOWN)
+        counts.append(Verdict(badges, f"of {len(claims)} claims" if len(claims) > 1 else "the claim"))
+    summary: tuple[Block, ...] = (_answers(claims, findings), *counts)
+    brief = tuple(table for table in (_brief_claims(claims), _brief_findings(findings)) if table.rows)
+    return view(document, _subject(findings), summary, sections, KNOWN, brief)
+
+
+def _answers(claims: Sequence[Document], findings: Sequence[Document]) -> Points:
+    """Three sentences: whether it holds, what breaks, what cannot be known."""
+    fails, unknowns = ([one for one in findings if one.text("severity") == word] for word in ("fail", "unknown"))
+    wrong, open_claims = (
+        [claim for claim in claims if claim.text("answer") == word]
+        for word in ("does not hold", "cannot be determined")
+    )
+    if claims:
+        right = len(claims) - len(wrong) - len(open_claims)
+        holds = f"{right} of {count_of(len(claims), 'claim')} {'holds' if right == 1 else 'hold'}" + (
+            f"; {count_of(len(fails), 'check')} of the artefacts {'fails' if len(fails) == 1 else 'fail'}."
+            if fails
+            else "."
+        )
+        if len(claims) == 1:
+            holds = f"The claim {'holds' if right else claims[0].text('answer')}."
+    elif fails:
+        holds = f"The results do not stand as they are: {count_of(len(fails), 'check')} of {len(findings)} fail."
+    else:
+        holds = f"The results stand: none of {count_of(len(findings), 'check')} fails."
+    breaks = [*(f"\u201c{claim.text('text')}\u201d is {_right_value(claim)}" for claim in wrong)]
+    breaks += dict.fromkeys(f"the check “{finding.text('title')}”" for finding in fails)
+    unknown = [*(f"\u201c{claim.text('text')}\u201d" for claim in open_claims)]
+    unknown += dict.fromkeys(f"the check “{finding.text('title')}”" for finding in unknowns)
+    return Points(
+        "",
+        (
+            ("", holds),
+            ("", f"What breaks: {_some(breaks)}."),
+            ("", f"What the artefacts cannot answer: {_some(unknown)}."),
+        ),
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = len(names) - NAMED
+    return "; ".join(names[:NAMED]) + (f"; and {more:,} more" if more > 0 else "") if names else "nothing"
+
+
+def _right_value(claim: Document) -> str:
+    """What a claim should say, or why it is wrong."""
+    claimed, recomputed = claim.part("claimed"), claim.part("recomputed")
+    if claim.texts("errors")[:1] in (["arithmetic"], ["fact"]) and recomputed.values:
+        return _recomputed(recomputed, claimed.values.get("value"))[0].text
+    return f"wrong ({claim.text('why').partition('; ')[0]})"
+
+
+def _brief_claims(claims: Sequence[Document]) -> Table:
+    """Claims worst first, a line each."""
+    rows = tuple(
+        (
+            _answer(claim),
+            claim.text("text"),
+            _claimed(claim.part("claimed"))[0].text,
+            next(
+                (
+                    words.text
+                    for words in _recomputed(claim.part("recomputed"), claim.part("claimed").values.get("value"))
+                ),
+                "",
+            ),
+            ", ".join(claim.texts("errors")),
+        )
+        for claim in _worst_first(claims)
+    )
+    names = ("Answer", "Claim", "Claimed", "Recomputed", "Error")
+    more = len(rows) - BRIEF_ROWS
+    note = f"{more:,} more claims." if more > 0 else ""
+    return Table("Claims", tuple(map(Column, names)), rows[:BRIEF_ROWS], note=note)
+
+
+def _brief_findings(findings: Sequence[Document]) -> Table:
+    """What fails or needs an explanation, gravest first, a line each; the others are counted above."""
+    grave = [finding for finding in findings if finding.text("severity") in ("fail", "warn")]
+    merged = _merged(sorted(grave, key=lambda finding: finding.text("severity") != "fail"))
+    rows = tuple(
+        (severity_badge(one.text("severity")), one.text("title"), _place(places[0]) if places else "")
+        for one, places in merged
+    )
+    more = len(rows) - BRIEF_ROWS
+    note = f"{more:,} more findings that fail or need an explanation." if more > 0 else ""
+    columns = (Column("Severity"), Column("Finding"), Column("First place"))
+    return Table("Findings", columns, rows[:BRIEF_ROWS], note=note)
 
 
 def severity_badge(severity: str) -> Badge:
@@ -132,8 +222,7 @@ def _place(place: Document) -> str:
 def _claims(claims: Sequence[Document]) -> Table:
     heads = {"Answer": 19, "Claim": 20, "Claimed": 12, "Recomputed": 22, "Why": 27}
     columns = tuple(Column(name, width_percent=width) for name, width in heads.items())
-    rank = list(ANSWERS)
-    claims = sorted(claims, key=lambda claim: rank.index(answer) if (answer := claim.text("answer")) in rank else -1)
+    claims = _worst_first(claims)
     rows = tuple(
         (
             _answer(claim),
@@ -149,6 +238,11 @@ def _claims(claims: Sequence[Document]) -> Table:
         for claim in claims
     )
     return Table("Claims", columns, rows, kinds=tuple(_answer(claim) for claim in claims), stacked=True)
+
+
+def _worst_first(claims: Sequence[Document]) -> list[Document]:
+    rank = list(ANSWERS)
+    return sorted(claims, key=lambda claim: rank.index(answer) if (answer := claim.text("answer")) in rank else -1)
 
 
 def _answer(claim: Document) -> Badge:

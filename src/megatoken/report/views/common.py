@@ -21,7 +21,12 @@ FEW = 5  # objects; with more than WIDE keys they become columns; a terminal sho
 
 
 def view(
-    document: Document, subject: str, summary: Iterable[Block], sections: Iterable[Section], known: Iterable[str]
+    document: Document,
+    subject: str,
+    summary: Iterable[Block],
+    sections: Iterable[Section],
+    known: Iterable[str],
+    brief: tuple[Table, ...] = (),
 ) -> View:
     """A document's view; values under other keys than ``known`` are shown too, so that nothing is lost."""
     notes = document.texts("notes")
@@ -35,6 +40,7 @@ def view(
         summary=(*summary, *points),
         sections=(*sections, Section("Inputs", tuple(evidence))),
         footer=FOOTER + (f" The document was written {created}." if created else ""),
+        brief=brief,
     )
 
 
